@@ -1,0 +1,34 @@
+# make demo    documents -> tokenizer -> shards -> torchrun -> artifact -> scores -> report, in runs/demo
+# make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
+# make export  golfnb/*.py, golfnb/train_gpt.py and README.md from the notebooks
+
+SHELL := /bin/bash
+BIN := .venv/bin
+STAMP := .venv/.golfnb-ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test export
+demo: $(STAMP)
+	$(BIN)/golfnb demo
+
+test: $(STAMP)
+	$(BIN)/python tests/step.py check
+	$(BIN)/python tests/notebooks.py check
+	$(BIN)/python -m pytest
+
+export: $(STAMP)
+	$(BIN)/python tests/step.py write
+
+$(STAMP): requirements.txt setup.py settings.ini
+	@set -e; \
+	if [ ! -x $(BIN)/python ]; then \
+	  for p in "$$PYTHON" python3.11 python3.12 python3.13 python3; do \
+	    [ -n "$$p" ] && command -v "$$p" >/dev/null && "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' && found=$$p && break; \
+	  done; \
+	  [ -n "$$found" ] || { echo "golfnb: Python 3.11 or newer is needed, found none; install one or set PYTHON=/path/to/python" >&2; exit 1; }; \
+	  echo "making .venv with $$found"; "$$found" -m venv .venv; \
+	fi
+	$(BIN)/python -m pip install --quiet --progress-bar off -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --use-pep517 -e .
+	$(BIN)/python -m pip check
+	@touch $@

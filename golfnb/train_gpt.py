@@ -1,0 +1,3427 @@
+# golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
+# recipe pr549 | source sha256 364f8de810fb88f6 | Apache-2.0
+# torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
+
+import glob
+import hashlib
+import importlib
+import json
+import lzma
+import math
+import numpy as np
+import os
+import queue
+import sentencepiece as spm
+import shutil
+import struct
+import sys
+import threading
+import time
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, astuple, dataclass, field, fields
+from datetime import timedelta
+from functools import lru_cache
+from itertools import chain
+from math import prod, sqrt
+from pathlib import Path
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing import NamedTuple
+
+# ---- config ----
+
+class GolfError(Exception):
+    "What was wrong, what was expected, what was found and what to do, in one sentence."
+
+def setting(default, # the default; its type is the setting's type
+            meaning: str, # what it does, and its unit
+            *choices: str, # the words allowed, where only some are
+           ) -> Field: # a dataclass field that knows its meaning
+    "Declare one setting of `Config`."
+    return field(default=default, metadata={"meaning": meaning, "choices": choices})
+
+@dataclass
+class RunSettings:
+    "Where a run reads and writes, how long it lasts, what it logs."
+    recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES")
+    run_id: str = setting("", "name of the run's directory; empty: chosen by main")
+    runs_dir: str = setting("runs", "directory that holds the run directories: path")
+    data_path: str = setting("./data/datasets/fineweb10B_sp1024", "directory of fineweb_train_*.bin and fineweb_val_*.bin: path")
+    tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model file: path")
+    seed: int = setting(1337, "seed of the initial weights and of the coprime loader: integer")
+    iterations: int = setting(9000, "training steps at most: steps")
+    warmdown_iters: int = setting(3500, "length of the final linear decay of the learning rate to 0: steps")
+    warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards (they compile, they do not train): steps")
+    max_wallclock_seconds: float = setting(600.0, "training time after which the run stops; 0: no cap: seconds")
+    val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps")
+    train_log_every: int = setting(500, "steps between logged training losses (the first ten are logged too); 0: none: steps")
+    weight_dtype: str = setting("auto", "dtype of banks and tables; auto: bf16 on CUDA, fp32 on CPU", "auto", "bf16", "fp32", "fp64")
+    attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here: word")
+    compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
+
+@dataclass
+class BatchSettings:
+    "What one step reads, and how validation is cut."
+    loader: str = setting("sequential", "order of the training windows (chapter 03)", "sequential", "coprime")
+    train_batch_tokens: int = setting(786_432, "tokens of one optimizer step, all ranks and micro-steps together: tokens")
+    train_seq_len: int = setting(2048, "length of a training row: tokens")
+    eval_seq_len: int = setting(2048, "length of a validation window: tokens")
+    eval_stride: int = setting(64, "targets scored by each sliding window after the first: tokens")
+    val_batch_size: int = setting(524_288, "tokens of one validation forward, all ranks together: tokens")
+
+@dataclass
+class ModelSettings:
+    "Shapes and parts of the transformer."
+    vocab_size: int = setting(1024, "pieces of the tokenizer, rows of the token table: count")
+    num_layers: int = setting(11, "transformer blocks: count")
+    model_dim: int = setting(512, "width of the residual stream: channels")
+    num_heads: int = setting(8, "query heads: count")
+    num_kv_heads: int = setting(4, "key and value heads, each shared by num_heads / num_kv_heads query heads: count")
+    mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio")
+    rope_base: float = setting(10_000.0, "base of the rotary frequencies: number")
+    rope_dims: int = setting(16, "channels of each head that are rotated: channels")
+    rope_train_len: int = setting(1024, "row length beyond which the rotary base is NTK-scaled: tokens")
+    logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits")
+    qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
+    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
+    xsa_last_n: int = setting(4, "last blocks with exclusive self-attention; num_layers or more: all: blocks")
+    negative_slope: float = setting(0.5, "slope s below zero in leaky_relu(x, s)**2; 0 is relu**2: ratio")
+    tied_embed_init_std: float = setting(0.005, "standard deviation of the initial token table: number")
+    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
+    bigram_dim: int = setting(128, "width of the bigram hash table: channels")
+    ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
+    ve_dim: int = setting(128, "width of the value-embedding table: channels")
+    ve_layers: str = setting("9,10", "blocks that add a value embedding, numbered from 0: list of blocks")
+
+@dataclass
+class OptimizerSettings:
+    "Learning rates, decays, momenta, and how the update is computed and shared out."
+    matrix_lr: float = setting(0.025, "Muon learning rate of the banks: per step")
+    scalar_lr: float = setting(0.025, "AdamW learning rate of vectors, scalars and small projections: per step")
+    tied_embed_lr: float = setting(0.035, "AdamW learning rate of the token, bigram and value tables: per step")
+    embed_lr: float = setting(0.6, "learning rate of an untied embedding: accepted, unused while embeddings are tied: per step")
+    head_lr: float = setting(0.008, "learning rate of an untied head: accepted, unused while embeddings are tied: per step")
+    muon_momentum: float = setting(0.99, "Muon momentum once warmed up: ratio")
+    muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio")
+    muon_momentum_warmup_steps: int = setting(1500, "steps of the linear momentum warm-up: steps")
+    muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count")
+    ns: str = setting("ns5", "Newton-Schulz coefficients: the quintic, or Polar Express", "ns5", "polar")
+    muon_wd: float = setting(0.04, "decoupled weight decay of the banks: per unit of learning rate")
+    adam_wd: float = setting(0.04, "decoupled weight decay of everything else: per unit of learning rate")
+    beta1: float = setting(0.9, "AdamW decay of the first moment: ratio")
+    beta2: float = setting(0.95, "AdamW decay of the second moment: ratio")
+    adam_eps: float = setting(1e-8, "AdamW epsilon: number")
+    grad_clip_norm: float = setting(0.3, "largest L2 norm of the gradient; 0: no clipping: norm")
+    clip: str = setting("local", "whose norm: each rank's own before averaging (as published), or the true global one", "local", "global")
+    plan: str = setting("pr399", "banks and communication order: one bank per shape, or up and down in one", "pr399", "shared_mlp")
+
+@dataclass
+class ExportSettings:
+    "Which weights leave the run, and how they are made small."
+    averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none")
+    ema_enabled: bool = setting(True, "0 means averaging=none unless AVERAGING is given: 0 or 1")
+    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio")
+    swa_enabled: bool = setting(True, "accepted as published; AVERAGING decides: 0 or 1")
+    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps")
+    late_qat: bool = setting(True, "with qat_banks=1: start quantization-aware training late: 0 or 1")
+    late_qat_threshold: float = setting(0.15, "learning-rate multiplier below which it starts: ratio")
+    qat_banks: bool = setting(False, "owners publish weights rounded to the int6 grid: 0 or 1")
+    scale_floor: bool = setting(True, "int6 scales at least 1/31, int8 scales at least 1/127 (as published): 0 or 1")
+    quant_clip_range: int = setting(31, "largest integer of the int6 grid: steps of the grid")
+    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1")
+    gptq_calib_samples: int = setting(64, "calibration batches per rank: batches")
+    gptq_reserve_ms: float = setting(14_000.0, "training time kept back for calibration: milliseconds")
+    codec: str = setting("lzma", "codec of the artifact (chapter 17): word")
+    target_bytes: int = setting(16_000_000, "artifact and code together at most: bytes")
+
+@dataclass
+class TttSettings:
+    "Legal score-first test-time training."
+    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
+    ttt_lr: float = setting(0.002, "SGD learning rate at the first chunk, cosine to 0: per step")
+    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes")
+    ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens")
+    ttt_freeze_blocks: int = setting(0, "blocks, from the bottom, that are not adapted: blocks")
+    ttt_freeze_scope: str = setting("all", "what of a frozen block is frozen; controls: its scales and mixes only, as published", "all", "controls")
+    ttt_momentum: float = setting(0.9, "SGD momentum: ratio")
+    ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows")
+    ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm")
+
+def _positive_problems(cfg, *names: str) -> Iterator[str]:
+    "One sentence for each of the named settings that is not above zero."
+    for name in names:
+        if getattr(cfg, name) <= 0:
+            yield f"{name.upper()} must be above 0, found {getattr(cfg, name)}: set it to a positive value"
+
+def model_problems(cfg: ModelSettings, # shapes to check
+                   longest: int = 1, # longest row the model will see: tokens
+                  ) -> Iterator[str]: # sentences, none when the model can be built
+    "What makes the model impossible."
+    yield from _positive_problems(cfg, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult",
+                                  "rope_base", "rope_dims", "rope_train_len", "logit_softcap", "tied_embed_init_std")
+    if cfg.vocab_size > 65_536:
+        yield f"VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), found {cfg.vocab_size}: use a smaller tokenizer"
+    if cfg.model_dim % cfg.num_heads:
+        yield f"MODEL_DIM must be divisible by NUM_HEADS, found {cfg.model_dim} and {cfg.num_heads}: change one of them"
+    if cfg.num_heads % cfg.num_kv_heads:
+        yield f"NUM_HEADS must be divisible by NUM_KV_HEADS, found {cfg.num_heads} and {cfg.num_kv_heads}: change one of them"
+    width = cfg.model_dim // cfg.num_heads
+    if cfg.rope_dims % 2 or cfg.rope_dims > width:
+        yield f"ROPE_DIMS must be even and at most the head width {width}, found {cfg.rope_dims}: choose an even number up to {width}"
+    if longest > cfg.rope_train_len and cfg.rope_dims == 2:
+        yield f"rows of {longest} tokens need NTK scaling, which needs ROPE_DIMS of at least 4, found 2: set ROPE_DIMS=4 or ROPE_TRAIN_LEN={longest}"
+    if cfg.xsa_last_n < 0 or cfg.bigram_vocab_size < 0 or cfg.bigram_vocab_size == 1:
+        yield f"XSA_LAST_N must be 0 or more and BIGRAM_VOCAB_SIZE 0 or at least 2, found {cfg.xsa_last_n} and {cfg.bigram_vocab_size}: change them"
+    if not 0 <= cfg.negative_slope <= 1:
+        yield f"NEGATIVE_SLOPE must lie in [0, 1], found {cfg.negative_slope}: 0 is relu**2, 0.5 is LeakyReLU**2"
+    if cfg.bigram_vocab_size:
+        yield from _positive_problems(cfg, "bigram_dim")
+    if cfg.ve_enabled:
+        yield from _positive_problems(cfg, "ve_dim")
+        yield from ve_problems(cfg)
+
+def ve_problems(cfg: ModelSettings, # its ve_layers is checked
+               ) -> Iterator[str]: # sentences
+    "What is wrong with the list of value-embedding layers."
+    parts = [p.strip() for p in cfg.ve_layers.split(",") if p.strip()]
+    if not all(p.isdecimal() for p in parts):
+        yield f"VE_LAYERS must be block numbers parted by commas, found {cfg.ve_layers!r}: write it like VE_LAYERS=9,10"
+        return
+    if len(set(map(int, parts))) != len(parts) or not parts:
+        yield f"VE_LAYERS must name at least one block and none twice, found {cfg.ve_layers!r}: fix the list or set VE_ENABLED=0"
+    if any(int(p) >= cfg.num_layers for p in parts):
+        yield f"VE_LAYERS must lie in 0..{cfg.num_layers - 1} (NUM_LAYERS={cfg.num_layers}), found {cfg.ve_layers!r}: change VE_LAYERS, or set VE_ENABLED=0"
+
+def batch_problems(cfg: "Config", # settings to check
+                   world: int, # ranks
+                  ) -> Iterator[str]: # sentences, none when the batch can be shared out
+    "What makes the batch or the validation windows impossible at this world size."
+    yield from _positive_problems(cfg, "train_batch_tokens", "train_seq_len", "eval_seq_len", "eval_stride", "val_batch_size", "iterations")
+    rows, parts = cfg.train_batch_tokens // cfg.train_seq_len, world * cfg.grad_accum(world)
+    if cfg.train_batch_tokens % cfg.train_seq_len:
+        yield f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={cfg.train_seq_len} tokens, found {cfg.train_batch_tokens}: set it to {max(1, rows) * cfg.train_seq_len}"
+    elif rows % parts or not rows:
+        yield (f"the rows of a batch (TRAIN_BATCH_TOKENS / TRAIN_SEQ_LEN) must be a multiple of {world} ranks x {cfg.grad_accum(world)} micro-steps, found {rows}: "
+               f"set TRAIN_BATCH_TOKENS={max(1, rows // parts) * parts * cfg.train_seq_len} or use another number of ranks")
+    if cfg.eval_stride > cfg.eval_seq_len:
+        yield f"EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, found {cfg.eval_stride} and {cfg.eval_seq_len}: lower EVAL_STRIDE"
+    if cfg.val_batch_size < cfg.eval_seq_len:
+        yield f"VAL_BATCH_SIZE must hold one window of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.val_batch_size}: raise it"
+
+def schedule_problems(cfg: "Config", # settings to check
+                     ) -> Iterator[str]: # sentences
+    "What makes optimizer, averaging, quantization or test-time training impossible."
+    for name in ("warmdown_iters", "warmup_steps", "max_wallclock_seconds", "val_loss_every", "train_log_every", "matrix_lr", "scalar_lr", "tied_embed_lr", "muon_wd", "adam_wd",
+                 "muon_momentum_warmup_steps", "grad_clip_norm", "ttt_lr", "ttt_epochs", "ttt_freeze_blocks", "ttt_grad_clip", "gptq_reserve_ms", "seed"):
+        if getattr(cfg, name) < 0:
+            yield f"{name.upper()} must be 0 or more, found {getattr(cfg, name)}: set it to 0 or above"
+    for name in ("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2", "ema_decay", "ttt_momentum"):
+        if not 0 <= getattr(cfg, name) < 1:
+            yield f"{name.upper()} must lie in [0, 1), found {getattr(cfg, name)}: choose a ratio below 1"
+    yield from _positive_problems(cfg, "adam_eps", "muon_backend_steps", "swa_every", "target_bytes", "gptq_calib_samples")
+    if cfg.ns == "polar" and cfg.muon_backend_steps > 5:
+        yield f"MUON_BACKEND_STEPS must be at most 5 with NS=polar (it has five triples of coefficients), found {cfg.muon_backend_steps}: lower it"
+    if cfg.run_id in (".", "..") or "/" in cfg.run_id:
+        yield f"RUN_ID must be the name of a directory in RUNS_DIR, without slashes, found {cfg.run_id!r}: choose a plain name"
+    if cfg.quant_clip_range != 31:
+        yield f"QUANT_CLIP_RANGE must be 31, the only grid that is built, found {cfg.quant_clip_range}: leave it out"
+    if cfg.ttt_enabled:
+        yield from _positive_problems(cfg, "ttt_batch_seqs", "ttt_chunk_tokens")
+        if cfg.ttt_chunk_tokens < cfg.eval_seq_len:
+            yield f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.ttt_chunk_tokens}: raise it"
+        if cfg.ttt_freeze_blocks > cfg.num_layers:
+            yield f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={cfg.num_layers}, found {cfg.ttt_freeze_blocks}: lower it"
+
+MODEL_KEYS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base", "rope_dims", "rope_train_len",
+              "logit_softcap", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim", "ve_enabled", "ve_dim", "ve_layers",
+              "negative_slope", "train_seq_len", "qk_gain_init", "tied_embed_init_std", "plan")
+
+@dataclass
+class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, ExportSettings, TttSettings):
+    "Every setting of a run. The defaults are recipe pr549."
+    notices: list[str] = field(default_factory=list) # what was accepted and will be done otherwise: sentences to log
+
+    @property
+    def head_dim(self) -> int: return self.model_dim // self.num_heads
+    @property
+    def kv_dim(self) -> int: return self.num_kv_heads * self.head_dim
+    @property
+    def mlp_dim(self) -> int: return int(self.mlp_mult * self.model_dim)
+    @property
+    def ve_layer_list(self) -> list[int]:
+        return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
+
+    def grad_accum(self, world: int) -> int: # ranks -> micro-steps of one step
+        return max(1, 8 // world)
+    def rows_per_micro(self, world: int) -> int: # ranks -> rows of train_seq_len per rank and micro-step
+        return self.train_batch_tokens // (world * self.grad_accum(world) * self.train_seq_len)
+    def check(self, world: int) -> None: # ranks; raises GolfError for the first thing that cannot work
+        if world < 1:
+            raise GolfError(f"the number of ranks must be at least 1, found {world}: start with torchrun --nproc_per_node=1")
+        problems = chain(_positive_problems(self, "train_seq_len", "eval_seq_len"), model_problems(self, max(self.train_seq_len, self.eval_seq_len)),
+                         batch_problems(self, world), schedule_problems(self))
+        for problem in problems:
+            raise GolfError(problem)
+    def model_settings(self) -> dict: # JSON-able: what rebuilds the model
+        return {key: getattr(self, key) for key in MODEL_KEYS}
+
+DEFAULT_RECIPE = 'pr549'
+
+GOLF_RECIPE = dict(negative_slope=0.5, bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11, warmdown_iters=3500, loader="coprime", clip="global",
+                   ttt_enabled=True, ttt_freeze_blocks=0, qat_banks=True, scale_floor=False)
+
+RECIPES = {
+    "pr399": dict(negative_slope=0.0, bigram_vocab_size=2048, bigram_dim=128, xsa_last_n=4, warmdown_iters=3000, loader="sequential", clip="local",
+                  ttt_enabled=False, qat_banks=False, scale_floor=True),
+    "pr549": dict(negative_slope=0.5, bigram_vocab_size=1536, bigram_dim=128, xsa_last_n=4, warmdown_iters=3500, loader="sequential", clip="local",
+                  ttt_enabled=True, ttt_freeze_blocks=0, qat_banks=False, scale_floor=True),
+    "pr726": dict(negative_slope=0.5, bigram_vocab_size=1536, bigram_dim=128, xsa_last_n=4, warmdown_iters=3500, loader="coprime", clip="local",
+                  ttt_enabled=True, ttt_freeze_blocks=2, qat_banks=False, scale_floor=True),
+    "golf": GOLF_RECIPE,
+    "demo": dict(GOLF_RECIPE, num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, rope_dims=16, xsa_last_n=4, bigram_vocab_size=512, bigram_dim=32,
+                 ve_dim=32, ve_layers="2,3", train_seq_len=256, eval_seq_len=256, eval_stride=64, train_batch_tokens=8192, val_batch_size=16_384,
+                 iterations=300, warmdown_iters=120, warmup_steps=2, max_wallclock_seconds=0.0, val_loss_every=0, train_log_every=50,
+                 ema_decay=0.97, muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=100,
+                 ttt_chunk_tokens=4096, ttt_epochs=1, ttt_batch_seqs=4, data_path="runs/demo/data", tokenizer_path="runs/demo/data/tokenizer.model"),
+}
+
+def parse_setting(spec: Field, # a setting of Config
+                  text: str, # as found in the environment
+                 ) -> bool | int | float | str: # value of the setting's type
+    "Read one value. Raises GolfError when it does not parse or is not one of the choices."
+    name, kind, choices = spec.name.upper(), type(spec.default), spec.metadata["choices"]
+    if kind is bool:
+        value = {"1": True, "true": True, "0": False, "false": False}.get(text.strip().lower())
+        if value is None:
+            raise GolfError(f"{name} must be 0 or 1, found {text!r}: set {name}=0 or {name}=1")
+        return value
+    try:
+        value = kind(text)
+    except ValueError:
+        raise GolfError(f"{name} must be {'a whole number' if kind is int else 'a number'}, found {text!r}: set it like {name}={spec.default}") from None
+    if kind is float and not math.isfinite(value):
+        raise GolfError(f"{name} must be a finite number, found {text!r}: set it like {name}={spec.default}")
+    if choices and value not in choices:
+        raise GolfError(f"{name} must be one of {', '.join(choices)}, found {text!r}: choose one of these")
+    return value
+
+def setting_specs() -> dict[str, Field]: # attribute name -> dataclass field
+    "All settings of `Config`, in reading order (a recipe's notices are not a setting)."
+    groups = (RunSettings, BatchSettings, ModelSettings, OptimizerSettings, ExportSettings, TttSettings)
+    return {spec.name: spec for group in groups for spec in fields(group)}
+
+NOT_BUILT = {"TIE_EMBEDDINGS": 1.0, "QAT_ENABLED": 0.0, "MTP_NUM_HEADS": 0.0, "MTP_LOSS_WEIGHT": 0.2, "MUON_BETA2": 0.95, "LAWA_ENABLED": 0.0,
+             "LAWA_K": 10.0, "LAWA_FREQ": 100.0, "DTG_ENABLED": 0.0, "GATED_ATTENTION": 0.0, "VALUE_RESIDUAL": 0.0}
+
+def refuse_not_built(env: Mapping[str, str], # environment variables
+                    ) -> None: # raises GolfError
+    "Refuse a known setting that is not built, unless it is at its off value."
+    for name, off in NOT_BUILT.items():
+        text = env.get(name, str(off)).strip().lower()
+        try:
+            value = float({"true": "1", "false": "0"}.get(text, text))
+        except ValueError:
+            raise GolfError(f"{name} must be a number, found {text!r}: leave it out, or set it to {off:g}") from None
+        if value != off:
+            raise GolfError(f"{name} is not built in golfnb and must stay {off:g}, found {text!r}: leave it out, or set it to {off:g}")
+
+def load_config(env: Mapping[str, str], # environment variables, upper case; unknown names are ignored
+               ) -> Config: # recipe first, explicit variables over it
+    "Read a configuration. Raises GolfError for an unknown recipe, a value that does not parse, a setting that is not built."
+    recipe = env.get("RECIPE", DEFAULT_RECIPE)
+    if recipe not in RECIPES:
+        raise GolfError(f"RECIPE must be one of {', '.join(RECIPES)}, found {recipe!r}: choose one of these")
+    refuse_not_built(env)
+    values = dict(RECIPES[recipe], recipe=recipe)
+    for name, spec in setting_specs().items():
+        if name != "recipe" and name.upper() in env:
+            values[name] = parse_setting(spec, env[name.upper()])
+    cfg = Config(**values)
+    if not cfg.ema_enabled and "AVERAGING" not in env:
+        cfg.averaging = "none"
+    if cfg.use_gptq:
+        cfg.notices.append("USE_GPTQ=1: full-Hessian GPTQ is not built yet, GPTQ-lite is used instead and GPTQ_RESERVE_MS reserves nothing")
+    return cfg
+
+# ---- bpb ----
+
+def bits_per_byte(nll_sum: float, # sum of the losses: nats
+                  byte_count: float, # bytes of the scored targets
+                 ) -> float: # bits per byte
+    "The score of a text from its summed loss. Raises GolfError when there are no bytes."
+    if byte_count <= 0:
+        raise GolfError(f"bits per byte need at least one byte of scored text, found {byte_count}: check tokenizer and validation shards")
+    return float(nll_sum) / math.log(2) / float(byte_count)
+
+def load_tokenizer(path: str | Path, # SentencePiece model file
+                   vocab_size: int | None = None, # pieces expected; None: not checked
+                  ) -> spm.SentencePieceProcessor: # ready to encode and decode
+    "Load a tokenizer. Raises GolfError when it is missing, damaged, or of another vocabulary size."
+    if not Path(path).is_file():
+        raise GolfError(f"no tokenizer at {path}: expected a SentencePiece .model file; set TOKENIZER_PATH")
+    try:
+        sp = spm.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found something else or a damaged one; fetch or train it again") from error
+    if vocab_size is not None and sp.get_piece_size() != vocab_size:
+        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {sp.get_piece_size()}: set VOCAB_SIZE={sp.get_piece_size()} or use the matching tokenizer and shards")
+    return sp
+
+def tokenizer_hash(path: str | Path, # SentencePiece model file
+                  ) -> str: # SHA-256, 64 hex digits
+    "What identifies a tokenizer in an artifact. Raises GolfError when the file is missing."
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): set TOKENIZER_PATH to a SentencePiece .model file") from None
+
+@dataclass
+class ByteTable:
+    "Bytes of every token of a vocabulary."
+    base: torch.Tensor # int16 [V], bytes without the leading space
+    leading_space: torch.Tensor # bool [V], a space in front, unless a boundary comes before
+    boundary: torch.Tensor # bool [V], stands for no text
+
+    def to(self, device: torch.device | str) -> "ByteTable": # the same tables there
+        return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
+
+def byte_table(sp: spm.SentencePieceProcessor, # tokenizer
+              ) -> ByteTable: # on CPU
+    "Tabulate the bytes of every piece of a tokenizer."
+    size = sp.get_piece_size()
+    base, leading, boundary = torch.zeros(size, dtype=torch.int16), torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
+    for i in range(size):
+        piece = sp.id_to_piece(i)
+        if sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i):
+            boundary[i] = True
+        elif sp.is_byte(i):
+            base[i] = 1
+        else:
+            leading[i] = piece.startswith("\u2581")
+            base[i] = len(piece.removeprefix("\u2581").replace("\u2581", " ").encode())
+    return ByteTable(base, leading, boundary)
+
+def target_bytes(table: ByteTable, # on the device of the tokens
+                 prev: torch.Tensor, # int64, token before each target
+                 target: torch.Tensor, # int64, same shape
+                ) -> torch.Tensor: # int64, same shape: bytes of text each target stands for
+    "Bytes of each target, given the token before it."
+    return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
+
+def unigram_bpb(train_counts: np.ndarray | torch.Tensor, # [V], how often each token occurs in training
+                val_tokens: np.ndarray | torch.Tensor, # [n + 1] validation stream, n targets
+                table: ByteTable, # of the tokenizer, on CPU
+               ) -> float: # bits per byte
+    "The score of an add-one smoothed unigram model. Raises GolfError when counts and vocabulary differ."
+    counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
+    if counts.shape != table.base.shape:
+        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape {tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
+    tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
+    prev, target = tokens[:-1], tokens[1:]
+    log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
+    return bits_per_byte(-log_prob[target].sum().item(), target_bytes(table, prev, target).sum().item())
+
+# ---- shards ----
+
+def atomic_write(path: str | Path, # final name; missing directories are made
+                 data: bytes | str, # contents; text is written as UTF-8
+                ) -> None:
+    "Write a file whole or not at all. Raises GolfError when it cannot be written, a full disk included."
+    path = Path(path)
+    data = data.encode() if isinstance(data, str) else data
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temp, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+        raise GolfError(f"cannot write the {len(data):,} bytes of {path} ({error.strerror}; {free:,} bytes free on its disk): free some space or write elsewhere") from error
+    finally:
+        _remove_quietly(temp)
+
+def _remove_quietly(path: Path) -> None: # a temporary file, often renamed already
+    "Remove a file if it is there; a path that cannot exist is no error."
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+SHARD_MAGIC = 20240520
+
+SHARD_VERSION = 1
+
+HEADER_WORDS = 256
+
+HEADER_BYTES = 1024
+
+def read_header(path: str | Path, # a shard
+               ) -> int: # tokens in it
+    "Check a shard's header and length. Raises GolfError for a file that is missing, empty, damaged or of another format."
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
+    return _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
+
+@lru_cache(maxsize=None)
+def _checked_header(path: str, # a shard
+                    size: int, # bytes of the file
+                    mtime_ns: int, # time of its last change: part of the cache's key
+                   ) -> int: # tokens
+    "The header's token count, after every check. Errors are not cached."
+    if size < HEADER_BYTES + 2:
+        raise GolfError(f"shard {path} must have a header of {HEADER_BYTES} bytes and at least one token, found {size} bytes: the file is empty or cut off, build it again")
+    try:
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(HEADER_BYTES), "<i4")
+    except OSError as error:
+        raise GolfError(f"cannot read shard {path} ({error.strerror}): check that it is a readable file") from None
+    if header.size != HEADER_WORDS or header[0] != SHARD_MAGIC:
+        raise GolfError(f"shard {path} must start with magic {SHARD_MAGIC}, found {header[:1].tolist()}: it is not a token shard")
+    if header[1] != SHARD_VERSION:
+        raise GolfError(f"shard {path} must be of version {SHARD_VERSION}, found {header[1]}: convert it or build it again")
+    tokens = int(header[2])
+    if tokens < 1 or size != HEADER_BYTES + 2 * tokens:
+        raise GolfError(f"shard {path} promises {tokens:,} tokens and must have {HEADER_BYTES + 2 * max(tokens, 0):,} bytes, found {size:,}: it is cut off or damaged, copy or build it again")
+    return tokens
+
+def open_shard(path: str | Path, # a shard
+              ) -> np.memmap: # uint16 [n], read from disk as it is touched
+    "Map a shard's tokens. Raises GolfError as read_header does."
+    return np.memmap(path, "<u2", "r", HEADER_BYTES, (read_header(path),))
+
+def find_shards(pattern: str | Path, # path of a shard, or a pattern with * and ?
+               ) -> list[Path]: # sorted
+    "The shards a pattern names. Raises GolfError when there is none."
+    text = str(pattern)
+    found = [text] if os.path.isfile(text) else sorted(p for p in glob.glob(text) if os.path.isfile(p))
+    if not found:
+        raise GolfError(f"no shard matches {text}: expected at least one file, found none; check the directory (DATA_PATH) and the pattern")
+    return [Path(p) for p in found]
+
+def read_tokens(pattern: str | Path, # path or pattern of shards
+                limit: int | None = None, # tokens at most; None: all
+                vocab_size: int | None = None, # every token must be below it; None: not checked
+               ) -> np.ndarray: # uint16 [n], in memory
+    "The joined tokens of all matching shards. Raises GolfError for a bad shard or a token outside the vocabulary."
+    parts, room = [], limit
+    for path in find_shards(pattern):
+        part = np.array(open_shard(path)[:room])
+        if vocab_size is not None and part.size and part.max() >= vocab_size:
+            at = int(np.argmax(part >= vocab_size))
+            raise GolfError(f"tokens of {path} must be below the vocabulary size {vocab_size}, found {part[at]} at position {at:,}: the shard belongs to another tokenizer")
+        parts.append(part)
+        room = None if room is None else room - part.size
+        if room == 0:
+            break
+    return np.concatenate(parts).astype(np.uint16, copy=False)
+
+def val_tokens(pattern: str | Path, # path or pattern of validation shards
+               seq_len: int, # length of a row: tokens
+               vocab_size: int, # every token must be below it
+              ) -> np.ndarray: # uint16 [k * seq_len + 1]
+    "The validation stream, cut to whole rows. Raises GolfError where read_tokens does, and when there is not one whole row."
+    tokens = read_tokens(pattern, vocab_size=vocab_size)
+    rows = (tokens.size - 1) // seq_len
+    if rows < 1:
+        raise GolfError(f"validation must hold at least one window of {seq_len} tokens and the token after it, found {tokens.size} tokens in {pattern}: use more validation text or a shorter window")
+    return tokens[: rows * seq_len + 1]
+
+def _shard_key(path: Path) -> tuple[int, str]: # a shard -> its size and the SHA-256 of its first MiB
+    "What two copies of a shard have in common. Raises GolfError as read_header does."
+    read_header(path)
+    with open(path, "rb") as file:
+        return os.path.getsize(path), hashlib.sha256(file.read(2**20)).hexdigest()
+
+def check_disjoint(train_paths: Sequence[Path], # training shards
+                   val_paths: Sequence[Path], # validation shards
+                  ) -> None: # raises GolfError
+    "Refuse train and validation sets that share a file, by any name or as a copy."
+    held = {_shard_key(path): path for path in val_paths}
+    for path in train_paths:
+        other = held.get(_shard_key(path))
+        if other is not None:
+            raise GolfError(f"training and validation must not share a file, found {path} to be the same as {other}: remove it from one of them")
+
+# ---- loader ----
+
+class WindowSampler:
+    "What every order of windows shares: shards, this rank's part, a state to save and restore."
+    order = ""
+
+    def __init__(self, paths: Sequence[Path], # shards, in order
+                 rank: int, # this process
+                 world: int, # processes
+                 rows: int, # rows per rank and micro-step
+                 seq_len: int, # length of a row: tokens
+                ):
+        self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
+        self.tokens = [read_header(p) for p in self.paths]
+        self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
+        self.maps: dict[int, np.ndarray] = {}
+
+    def shard_tokens(self, shard: int) -> np.ndarray: # index of a shard -> uint16 [n], mapped once
+        if shard not in self.maps:
+            self.maps[shard] = open_shard(self.paths[shard])
+        return self.maps[shard]
+
+    def check_state(self, state: dict) -> None: # what state() gave; raises GolfError for another order or corpus
+        found = (state.get("order"), state.get("corpus"))
+        if found != (self.order, self.mark):
+            raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.mark)}, found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
+
+class SequentialSampler(WindowSampler):
+    "The baseline's order: consecutive spans of the joined shards, the first again after the last."
+    order = "sequential"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int): # as WindowSampler
+        super().__init__(paths, rank, world, rows, seq_len)
+        self.ends, self.total = np.cumsum(self.tokens), sum(self.tokens)
+        self.span, self.position, self.begin = rows * seq_len + 1, 0, 0
+
+    def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1], neighbours share a token
+        "The next rows of this rank."
+        self.begin = (self.position + self.rank * self.span) % self.total
+        self.position = (self.position + self.world * self.span) % self.total
+        parts, room, at = [], self.span, self.begin
+        while room:
+            shard = self.shard_at(at)
+            part = self.shard_tokens(shard)[at - self.ends[shard]:][:room]
+            parts.append(part)
+            room, at = room - part.size, (at + part.size) % self.total
+        return np.lib.stride_tricks.sliding_window_view(np.concatenate(parts), self.seq_len + 1)[:: self.seq_len]
+
+    def shard_at(self, at: int) -> int: # position on the ring -> index of its shard
+        return int(np.searchsorted(self.ends, at % self.total, side="right"))
+    def source(self, row: int) -> Path: # row of the last batch -> the shard it starts in
+        return self.paths[self.shard_at(self.begin + row * self.seq_len)]
+    def state(self) -> dict: # JSON-able
+        return {"order": self.order, "corpus": self.mark, "position": self.position}
+    def load_state(self, state: dict) -> None: # what state() gave; raises GolfError as check_state does
+        self.check_state(state)
+        self.position = int(state["position"])
+
+@dataclass
+class Cursor:
+    "One pass over one shard: every block once, in jumps of a stride coprime to the number of blocks (PR #726)."
+    phase: int # tokens left out before the first block
+    blocks: int # blocks of seq_len tokens (and one more) in this pass
+    start: int # first block of the walk
+    stride: int # blocks per jump
+    used: int # blocks handed out
+
+    def take(self, seq_len: int) -> int: # length of a block: tokens -> token position of the next block
+        block = (self.start + self.used * self.stride) % self.blocks
+        self.used += 1
+        return self.phase + block * seq_len
+
+def draw_cursor(rng: np.random.Generator, # drawn from, in a fixed order
+                tokens: int, # tokens in the shard, more than seq_len
+                seq_len: int, # length of a block: tokens
+               ) -> Cursor: # nothing used yet
+    "A new pass with a random phase, start and stride."
+    phase = int(rng.integers(min(seq_len - 1, tokens - seq_len - 1) + 1))
+    blocks = (tokens - 1 - phase) // seq_len
+    stride = 1
+    while blocks > 1:
+        stride = int(rng.integers(1, blocks))
+        if math.gcd(stride, blocks) == 1:
+            break
+    return Cursor(phase, blocks, int(rng.integers(blocks)), stride, 0)
+
+RAMP_BATCHES = 1800 # micro-batches over which the mixture widens
+
+def mixture(batches: int, # micro-batches built before this one
+            shards: int, # shards with at least one block
+            windows: int, # windows in the batch, all ranks together
+            world: int, # ranks
+           ) -> tuple[int, float]: # shards to draw, exponent alpha
+    "How wide a batch draws, and how strongly by size (PR #726)."
+    progress = min(batches / RAMP_BATCHES, 1.0)
+    low, high = (min(wish, shards, windows) for wish in (max(8, world), max(32, 8 * world)))
+    return round(low + progress * (high - low)), 0.90 - 0.40 * progress
+
+def deal(rng: np.random.Generator, # drawn from, in a fixed order
+         piles: list[list], # windows of each shard; emptied
+        ) -> list: # all windows, neighbours from different piles as far as possible
+    "Shuffle each pile, then take one window from every pile left, in a fresh random order each round."
+    for pile in piles:
+        rng.shuffle(pile)
+    dealt = []
+    while piles:
+        dealt += [piles[i].pop() for i in rng.permutation(len(piles))]
+        piles = [pile for pile in piles if pile]
+    return dealt
+
+class CoprimeSampler(WindowSampler):
+    "Many shards in every batch, every block once a pass, the same plan on every rank (PR #726)."
+    order = "coprime"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, # as WindowSampler
+                 seed: int, # of the plan, the same on every rank
+                ):
+        super().__init__(paths, rank, world, rows, seq_len)
+        self.usable = [i for i, n in enumerate(self.tokens) if n > seq_len]
+        if not self.usable:
+            raise GolfError(f"a training shard must hold more than TRAIN_SEQ_LEN={seq_len} tokens, found at most {max(self.tokens)}: use longer shards or shorter rows")
+        self.rng, self.batches = np.random.Generator(np.random.PCG64(seed)), 0
+        self.cursors: list[Cursor | None] = [None] * len(self.paths)
+        self.mine: list[tuple[int, int]] = []
+
+    def plan(self) -> list[tuple[int, int]]: # (shard, position) of every window, all ranks, as dealt
+        return plan_batch(self)
+    def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1]
+        "The next rows of this rank."
+        self.mine = self.plan()[self.rank :: self.world]
+        return np.stack([self.shard_tokens(shard)[at : at + self.seq_len + 1] for shard, at in self.mine])
+    def source(self, row: int) -> Path: # row of the last batch -> its shard
+        return self.paths[self.mine[row][0]]
+    def state(self) -> dict: # JSON-able
+        return {"order": self.order, "corpus": self.mark, "batches": self.batches, "rng": self.rng.bit_generator.state,
+                "cursors": [list(astuple(c)) if c else None for c in self.cursors]}
+    def load_state(self, state: dict) -> None: # what state() gave; raises GolfError as check_state does
+        self.check_state(state)
+        self.batches, self.rng.bit_generator.state = int(state["batches"]), state["rng"]
+        self.cursors = [Cursor(*c) if c else None for c in state["cursors"]]
+
+def plan_batch(sampler: CoprimeSampler, # its generator, cursors and batch count move on
+              ) -> list[tuple[int, int]]: # (shard, position) of every window, all ranks
+    "Choose shards, spread the windows over them, walk their cursors, deal."
+    rng, seq_len, windows = sampler.rng, sampler.seq_len, sampler.rows * sampler.world
+    opened = [sampler.cursors[s] for s in sampler.usable]
+    left = np.array([max(c.blocks - c.used, 1) if c else (sampler.tokens[s] - 1) // seq_len for s, c in zip(sampler.usable, opened)], dtype=np.float64)
+    count, alpha = mixture(sampler.batches, len(sampler.usable), windows, sampler.world)
+    weight = left**alpha / (left**alpha).sum()
+    drawn = rng.choice(len(weight), size=count, replace=False, p=weight)
+    shares = 1 + rng.multinomial(windows - count, weight[drawn] / weight[drawn].sum())
+    piles = []
+    for shard, share in zip((sampler.usable[i] for i in drawn), shares):
+        pile = []
+        for _ in range(share):
+            cursor = sampler.cursors[shard]
+            if cursor is None or cursor.used >= cursor.blocks:
+                cursor = sampler.cursors[shard] = draw_cursor(rng, sampler.tokens[shard], seq_len)
+            pile.append((shard, cursor.take(seq_len)))
+        piles.append(pile)
+    sampler.batches += 1
+    return deal(rng, piles)
+
+def make_sampler(cfg: Config, # loader, rows, train_seq_len and seed count
+                 paths: Sequence[Path], # training shards, sorted
+                 rank: int, # this process
+                 world: int, # processes
+                ) -> SequentialSampler | CoprimeSampler: # as LOADER says
+    "The sampler a configuration asks for."
+    rows = cfg.rows_per_micro(world)
+    if cfg.loader == "coprime":
+        return CoprimeSampler(paths, rank, world, rows, cfg.train_seq_len, cfg.seed)
+    return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len)
+
+class Feeder:
+    "A thread that fills buffers from a sampler, until none is free. What goes wrong in it is handed over like a batch."
+    def __init__(self, sampler: SequentialSampler | CoprimeSampler, # used by the thread only
+                 buffers: Sequence[torch.Tensor], # int16 [rows, seq_len + 1] each
+                 vocab_size: int, # every token must be below it
+                ):
+        self.sampler, self.vocab_size = sampler, vocab_size
+        self.free, self.ready, self.stopping = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
+        for buffer in buffers:
+            self.free.put(buffer)
+        self.thread = threading.Thread(target=self._work, name="golfnb-feeder", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None: # puts (buffer, state after it) or (None, error)
+        try:
+            while (buffer := self.free.get()) is not None and not self.stopping.is_set():
+                rows = self.sampler.next()
+                if rows.max() >= self.vocab_size:
+                    source = self.sampler.source(int(np.argmax(rows.max(axis=1))))
+                    raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {rows.max()} in {source}: the shard belongs to another tokenizer")
+                buffer.numpy()[:] = rows.view(np.int16)
+                self.ready.put((buffer, self.sampler.state()))
+        except BaseException as error:
+            self.ready.put((None, error))
+
+    def stop(self) -> None: # returns when the thread has ended
+        self.stopping.set()
+        self.free.put(None)
+        self.thread.join()
+
+@dataclass
+class Batch:
+    "A batch on the device, or on its way there."
+    ids: torch.Tensor # int64 [rows, seq_len]
+    targets: torch.Tensor # int64 [rows, seq_len]
+    state: dict # the sampler's, after this batch
+    arrived: "torch.cuda.Event | None" # ends the copy; None on CPU
+
+    def receive(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets, ready for the current stream
+        if self.arrived is not None:
+            current = torch.cuda.current_stream(self.ids.device)
+            current.wait_event(self.arrived)
+            self.ids.record_stream(current)
+            self.targets.record_stream(current)
+        return self.ids, self.targets
+
+class Uploader:
+    "Copies buffers to the device without waiting, and knows which copies have ended."
+    def __init__(self, device: torch.device): # where batches go
+        self.device, self.copying = device, deque()
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, buffer: torch.Tensor, # int16 [rows, seq_len + 1], pinned for CUDA
+             state: dict, # the sampler's, after this batch
+            ) -> Batch: # may still be on its way
+        with torch.cuda.stream(self.stream): # does nothing where there is no stream
+            wide = buffer.to(self.device, non_blocking=True).long() & 0xFFFF
+            ids, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+        arrived = self.stream.record_event() if self.stream else None
+        self.copying.append((arrived, buffer))
+        return Batch(ids, targets, state, arrived)
+
+    def ended(self, wait: bool) -> list[torch.Tensor]: # wait for every copy -> buffers that are free again
+        buffers = []
+        while self.copying and (wait or self.copying[0][0] is None or self.copying[0][0].query()):
+            arrived, buffer = self.copying.popleft()
+            if wait and arrived is not None:
+                arrived.synchronize()
+            buffers.append(buffer)
+        return buffers
+
+class Pipeline:
+    "Batches in order, buffers round and round."
+    def __init__(self, feeder: Feeder, uploader: Uploader):
+        self.feeder, self.uploader, self.error = feeder, uploader, None
+
+    def fetch(self, wait: bool) -> Batch | None: # None: nothing is ready, and we did not wait
+        "The next batch, uploaded. Raises the thread's error, once the batches before it have been fetched."
+        self._recycle(wait and self.feeder.ready.empty())
+        if self.error is None and (wait or not self.feeder.ready.empty()):
+            buffer, state = self.feeder.ready.get()
+            if buffer is not None:
+                batch = self.uploader.send(buffer, state)
+                self._recycle(wait=False)
+                return batch
+            self.error = state
+        if wait:
+            raise self.error
+        return None
+
+    def _recycle(self, wait: bool) -> None: # wait for every copy
+        for buffer in self.uploader.ended(wait):
+            self.feeder.free.put(buffer)
+
+    def close(self) -> None: # returns when the thread and all copies have ended
+        self.feeder.stop()
+        self.uploader.ended(wait=True)
+
+class Loader:
+    "Batches on the device, built ahead in a thread. Use it in a `with`, or call `close()`."
+    def __init__(self, sampler: SequentialSampler | CoprimeSampler, # belongs to the loader from now on
+                 device: torch.device | str, # where batches go
+                 vocab_size: int, # every token must be below it
+                 depth: int = 4, # buffers: batches built ahead at most
+                ):
+        self.sampler, self.device, self.vocab_size = sampler, torch.device(device), vocab_size
+        shape, pinned = (sampler.rows, sampler.seq_len + 1), self.device.type == "cuda"
+        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=pinned) for _ in range(depth)]
+        self._open()
+
+    def _open(self) -> None:
+        self.handed, self.ahead = self.sampler.state(), None
+        self.pipeline: Pipeline | None = Pipeline(Feeder(self.sampler, self.buffers, self.vocab_size), Uploader(self.device))
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets: int64 [rows, seq_len] on the device
+        "The next batch. Raises what went wrong in the thread, as often as it is asked."
+        if self.pipeline is None:
+            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
+        batch = self.ahead or self.pipeline.fetch(wait=True)
+        self.handed, tensors = batch.state, batch.receive()
+        self.ahead = self.pipeline.fetch(wait=False) if batch.arrived is not None else None
+        return tensors
+
+    def state(self) -> dict: # JSON-able: the sampler's after the last batch handed out, not the last built
+        return self.handed
+    def rewind(self, state: dict) -> None: # what state() gave; batches built ahead are dropped
+        self.close()
+        self.sampler.load_state(state)
+        self._open()
+    load_state = rewind
+
+    def close(self) -> None: # stops the thread and waits for it; twice is fine
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = self.ahead = None
+    def __enter__(self) -> "Loader": return self
+    def __exit__(self, *_) -> None: self.close()
+
+# ---- layout ----
+
+@dataclass(frozen=True)
+class QuantSpec:
+    "How the artifact stores a matrix: on the int6 or int8 grid (a scale per logical row), or as fp16 or fp32."
+    kind: str = "int6"  # "int6", "int8", "fp16" or "fp32"
+
+@dataclass(frozen=True)
+class Matrix:
+    "One logical matrix and where it wants to live."
+    name: str                     # its name in a state dict
+    rows: int                     # logical rows: outputs of F.linear
+    cols: int                     # logical columns: inputs of F.linear
+    group: str                    # the bank it belongs to
+    transposed: bool = False      # stored as [cols, rows]
+    lr_scale: float = 1.0         # factor on the learning rate, from the logical shape
+    quant: QuantSpec = QuantSpec()
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        "The shape of its slot."
+        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+
+SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
+
+def matrix(name: str,                        # name in a state dict
+           rows: int,                        # logical rows (outputs)
+           cols: int,                        # logical columns (inputs)
+           group: str,                       # bank it belongs to
+           transposed: bool = False,         # stored as [cols, rows]
+           lr_scale: float | None = None,    # None: sqrt(max(1, rows/cols))
+           quant: QuantSpec | None = None,   # None: int6, or fp16 for a small matrix
+           ) -> Matrix:
+    "A `Matrix` with the usual learning-rate scale (Muon's, from the logical shape) and quantization filled in."
+    if lr_scale is None:
+        lr_scale = sqrt(max(1.0, rows / cols))
+    return Matrix(name, rows, cols, group, transposed, lr_scale, quant or QuantSpec("int6" if rows * cols > SMALL_MATRIX else "fp16"))
+
+@dataclass(frozen=True)
+class BankSpec:
+    "Matrices of one stored shape, padded to a multiple of the world size."
+    name: str
+    matrices: tuple[Matrix, ...]  # the real slots, in order
+    world: int                    # number of ranks that share the bank
+
+    @property
+    def real(self) -> int: return len(self.matrices)
+
+    @property
+    def per_rank(self) -> int: return -(-self.real // self.world)  # rounded up
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        "[slots with padding, stored rows, stored columns]"
+        return (self.per_rank * self.world, *self.matrices[0].stored)
+
+    @property
+    def padding(self) -> int: return self.shape[0] - self.real
+
+    @property
+    def numel(self) -> int: return prod(self.shape)
+
+    def owner(self, slot: int) -> int: return slot // self.per_rank
+
+    def shard(self, rank: int) -> range: return range(rank * self.per_rank, (rank + 1) * self.per_rank)
+
+    def slots(self, rank: int) -> list[Matrix | None]:
+        "The rank's matrices in slot order, None where a slot is padding."
+        return [self.matrices[i] if i < self.real else None for i in self.shard(rank)]
+
+    def lr_scales(self) -> list[float]:
+        "One learning-rate scale per slot, 1.0 in the padding."
+        return [m.lr_scale for m in self.matrices] + [1.0] * self.padding
+
+@dataclass(frozen=True)
+class Layout:
+    "All banks of a model for one world size."
+    banks: tuple[BankSpec, ...]
+    world: int
+
+    def __iter__(self):
+        "Every real slot as (bank, slot, matrix), bank by bank."
+        return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
+
+    def bank(self, name: str) -> BankSpec:
+        for b in self.banks:
+            if b.name == name:
+                return b
+        raise GolfError(f"no bank is named {name!r}: the layout has {', '.join(b.name for b in self.banks)}")
+
+    def where(self, name: str) -> tuple[str, int]:
+        "Bank name and slot of a matrix; GolfError if there is none of that name."
+        for b, i, m in self:
+            if m.name == name:
+                return b.name, i
+        raise GolfError(f"no matrix is named {name!r} in this layout: ask layout.names() for the {len(self.names())} there are")
+
+    def names(self) -> list[str]: return [m.name for _, _, m in self]
+
+    def padding_waste(self) -> float:
+        "Padding elements over real elements."
+        real = sum(m.rows * m.cols for _, _, m in self)
+        return sum(b.numel for b in self.banks) / real - 1
+
+def group_matrices(matrices: list[Matrix],  # in the order that slots shall have
+                   world: int,              # number of ranks
+                   ) -> Layout:
+    "One bank per `group`, in order of first appearance. GolfError for two stored shapes in a group or a name used twice."
+    if world < 1 or not matrices:
+        raise GolfError(f"a layout needs at least one rank and one matrix: found world size {world} and {len(matrices)} matrices")
+    groups: dict[str, list[Matrix]] = {}
+    names = set()
+    for m in matrices:
+        first = groups.setdefault(m.group, [])
+        if first and first[0].stored != m.stored:
+            raise GolfError(f"matrices of one bank must have one stored shape: in {m.group!r}, {first[0].name} is stored as {first[0].stored} "
+                            f"and {m.name} as {m.stored}; give one of them another group or store it transposed")
+        if m.name in names:
+            raise GolfError(f"matrix names must be unique: {m.name!r} appears twice")
+        names.add(m.name)
+        first.append(m)
+    return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
+
+def model_matrices(cfg: Config) -> list[Matrix]:
+    "The matrices of the model's blocks under `cfg.plan`: Q then Out, K then V, MLP up, MLP down (PR #399's order)."
+    if cfg.plan not in ("pr399", "shared_mlp"):
+        raise GolfError(f"PLAN must be pr399 or shared_mlp: found {cfg.plan!r}")
+    shared = cfg.plan == "shared_mlp"
+    d, kv, hidden = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim
+    rows = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
+            ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
+            ("mlp.fc", hidden, d, "mlp_bank" if shared else "mlp_up_bank", False),
+            ("mlp.proj", d, hidden, "mlp_bank" if shared else "mlp_down_bank", shared)]
+    return [matrix(f"blocks.{i}.{name}.weight", r, c, group, transposed)
+            for name, r, c, group, transposed in rows for i in range(cfg.num_layers)]
+
+def model_layout(cfg: Config, world: int) -> Layout:
+    "The model's layout over `world` ranks."
+    return group_matrices(model_matrices(cfg), world)
+
+# ---- banks ----
+
+def make_banks(layout: Layout,                             # which banks, which shapes
+               dtype: torch.dtype = torch.float32,         # of the storage
+               device: str | torch.device = "cpu",
+               ) -> dict[str, torch.nn.Parameter]:         # bank name -> [slots with padding, rows, columns]
+    "A zero-filled parameter per bank, allocated already padded. Source: parameter-golf PR #399."
+    return {b.name: torch.nn.Parameter(torch.zeros(b.shape, dtype=dtype, device=device)) for b in layout.banks}
+
+def unbank(layout: Layout,
+           banks: dict[str, torch.Tensor],  # bank name -> [slots, rows, columns]; the padding slots may be missing
+           ) -> dict[str, torch.Tensor]:    # matrix name -> [rows, columns], logical orientation
+    "Views of all matrices by name, in layout order; gradients flow back into the banks."
+    parts = {b.name: banks[b.name].unbind(0) for b in layout.banks}
+    return {m.name: parts[b.name][i].T if m.transposed else parts[b.name][i] for b, i, m in layout}
+
+def rebank(layout: Layout,
+           named: dict[str, torch.Tensor],  # matrix name -> [rows, columns], logical orientation, any dtype and device
+           banks: dict[str, torch.Tensor],  # bank name -> [slots, rows, columns], written in place
+           ) -> None:
+    "Copy matrices into their slots; padding is left alone. GolfError for a missing, surplus or misshapen matrix."
+    names = set(layout.names())
+    if names != set(named):
+        raise GolfError(f"the matrices do not fit the layout: missing {sorted(names - set(named))[:4]}, unexpected {sorted(set(named) - names)[:4]}; "
+                        f"give exactly the {len(names)} names of layout.names()")
+    for _, _, m in layout:
+        if tuple(named[m.name].shape) != (m.rows, m.cols):
+            raise GolfError(f"matrix {m.name} must have shape {(m.rows, m.cols)}: found {tuple(named[m.name].shape)}; give it as rows x columns of F.linear")
+    with torch.no_grad():
+        for name, view in unbank(layout, {k: b.detach() for k, b in banks.items()}).items():
+            view.copy_(named[name])
+
+# ---- layers ----
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    "float32 of a 16-bit tensor, and any wider tensor as it is."
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+NORM_EPS = 1.1920929e-07  # float32's machine epsilon, for all dtypes
+
+def rms_norm(x: torch.Tensor,  # [..., D]
+             ) -> torch.Tensor:  # [..., D], dtype of x
+    "RMSNorm over the last axis without a weight; 16-bit input is normalised in float32 and rounded once."
+    return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
+
+def mix_norm(x: torch.Tensor,    # [B, T, D] residual stream
+             x0: torch.Tensor,   # [B, T, D] the embedded input
+             mix: torch.Tensor,  # [2, D] weights of x and of x0, any float dtype
+             scale: float,       # factor after the norm
+             ) -> tuple[torch.Tensor, torch.Tensor]:  # x_in and its scaled norm, [B, T, D] each
+    "A block's first step: mix the stream with the embedding, then normalise and scale."
+    m = mix.to(x.dtype)
+    x_in = m[0] * x + m[1] * x0
+    return x_in, rms_norm(x_in) * scale
+
+def rotary_base(T: int,          # row length
+                rope_dims: int,  # rotated coordinates, even
+                base: float,     # 10000
+                train_len: int,  # rows up to here use `base` itself
+                ) -> float:
+    "RoPE's base, NTK-scaled for rows longer than `train_len`."
+    return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if T > train_len and rope_dims > 2 else base
+
+def rotary_tables(T: int,                               # row length
+                  rope_dims: int,                       # rotated coordinates, even
+                  base: float,                          # before scaling
+                  train_len: int,                       # see rotary_base
+                  device: str | torch.device = "cpu",
+                  dtype: torch.dtype = torch.float32,   # computed in float32 (float64 for float64), then cast
+                  ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin, [T, rope_dims/2]
+    "Cosines and sines of position times frequency (RoPE, arXiv 2104.09864)."
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exponent = torch.arange(0, rope_dims, 2, dtype=wide, device=device) / rope_dims
+    frequency = 1.0 / rotary_base(T, rope_dims, base, train_len) ** exponent
+    angle = torch.arange(T, dtype=wide, device=device)[:, None] * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+def rotate(x: torch.Tensor,    # [B, T, H, D]
+           cos: torch.Tensor,  # [T, R/2]
+           sin: torch.Tensor,  # [T, R/2]
+           ) -> torch.Tensor:  # [B, T, H, D]
+    "RoPE on the first R coordinates of each head; the other D - R pass through."
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+
+def qk_norm_rope_gain(q: torch.Tensor,     # [B, Tq, H, D], the last Tq positions
+                      k: torch.Tensor,     # [B, T, KV, D]
+                      cos: torch.Tensor,   # [T, R/2]
+                      sin: torch.Tensor,   # [T, R/2]
+                      gain: torch.Tensor,  # [H], any float dtype
+                      ) -> tuple[torch.Tensor, torch.Tensor]:  # shapes of q and k
+    "Per-head RMSNorm of q and k, RoPE on both, then the learned gain on q."
+    start = k.shape[1] - q.shape[1]
+    q = rotate(rms_norm(q), cos[start:], sin[start:]) * gain.to(q.dtype)[:, None]
+    return q, rotate(rms_norm(k), cos, sin)
+
+_ATTENTION_ORDER = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+def attention_backend(device: str | torch.device,  # where q lives
+                      choice: str = "auto",        # "auto", "cudnn", "flash", "efficient" or "math": put this one first
+                      ) -> list[SDPBackend]:
+    "Attention kernels in order of preference. GolfError for a choice that there is not."
+    names = dict(zip(("cudnn", "flash", "efficient", "math"), _ATTENTION_ORDER))
+    if choice != "auto" and choice not in names:
+        raise GolfError(f"ATTENTION must be auto, {', '.join(names)}: found {choice!r}")
+    order = [b for b in _ATTENTION_ORDER if torch.device(device).type == "cuda" or b != SDPBackend.CUDNN_ATTENTION]
+    first = names.get(choice)
+    return [first] + [b for b in order if b is not first] if first in order else order
+
+def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
+           k: torch.Tensor,       # [B, T, KV, D]
+           v: torch.Tensor,       # [B, T, KV, D]
+           choice: str = "auto",  # backend, see attention_backend
+           ) -> torch.Tensor:     # [B, Tq, H, D]
+    "Causal grouped-query attention with scale 1/sqrt(D). GolfError if the heads do not divide or queries outnumber keys."
+    (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
+    if H % KV or Tq > T:
+        raise GolfError(f"attention needs query heads divisible by key heads and at most as many queries as keys: found {H} and {KV} heads, {Tq} and {T} positions")
+    mask = None
+    if Tq < T:
+        k, v = k.repeat_interleave(H // KV, dim=2), v.repeat_interleave(H // KV, dim=2)
+        mask = torch.ones(Tq, T, dtype=torch.bool, device=q.device).tril(T - Tq)
+    with sdpa_kernel(attention_backend(q.device, choice), set_priority=True):
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
+                                           is_causal=mask is None, scale=1 / math.sqrt(q.shape[-1]), enable_gqa=mask is None)
+    return y.transpose(1, 2)
+
+def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
+              v: torch.Tensor,  # [B, T, KV, D] values of the same positions
+              ) -> torch.Tensor:  # [B, T, H, D], dtype of y
+    "Attention output without its component along the position's own value (XSA, parameter-golf PR #549); float32 inside."
+    B, T, H, D = y.shape
+    grouped = widen(y).reshape(B, T, v.shape[2], -1, D)
+    u = F.normalize(widen(v), dim=-1, eps=1e-12).unsqueeze(3)
+    return (grouped - (grouped * u).sum(-1, keepdim=True) * u).reshape(B, T, H, D).to(y.dtype)
+
+def squared_leaky(z: torch.Tensor,    # any shape
+                  slope: float = 0.5,  # below zero; 0.0 gives ReLU squared
+                  ) -> torch.Tensor:   # shape and dtype of z
+    "leaky_relu(z, slope) squared; float32 inside for 16-bit input."
+    return widen(F.leaky_relu(z, slope)).square().to(z.dtype)
+
+def bigram_rows(ids: torch.Tensor,  # int [B, T] tokens
+                rows: int,          # rows of the table
+                ) -> torch.Tensor:  # int64 [B, T] in [0, rows)
+    "Row of (previous token, token): (36313 id_t XOR 27191 id_{t-1}) mod (rows - 1), and rows - 1 for the first position (PR #399)."
+    t = ids.to(torch.int32)
+    pair = (36313 * t[:, 1:]).bitwise_xor(27191 * t[:, :-1]) % (rows - 1)
+    return F.pad(pair, (1, 0), value=rows - 1).long()
+
+def smear(x: torch.Tensor,     # [B, T, D]
+          gate: torch.Tensor,  # [D], any float dtype
+          ) -> torch.Tensor:   # [B, T, D]
+    "Blend of each position with its predecessor by a gate per channel; before the first position there is zero."
+    g = torch.sigmoid(gate.to(x.dtype))
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    return (1 - g) * x + g * before
+
+def softcap(logits: torch.Tensor,  # any shape
+            cap: float,            # bound of the result
+            ) -> torch.Tensor:     # dtype of logits, widened if 16-bit
+    "cap * tanh(logits / cap), in float32 for 16-bit input."
+    return cap * torch.tanh(widen(logits) / cap)
+
+def softcap_loss(logits: torch.Tensor,   # [B, T, V] head output, before the cap
+                 targets: torch.Tensor,  # int64 [B, T]
+                 cap: float,
+                 ) -> torch.Tensor:      # [] mean, nats per token; float32 (float64 for float64)
+    "Training loss: softcap and cross-entropy in float32."
+    return F.cross_entropy(softcap(logits, cap).flatten(0, -2), targets.flatten())
+
+def token_nll(logits: torch.Tensor,   # [B, T, V] head output, before the cap
+              targets: torch.Tensor,  # int64 [B, T]
+              cap: float,
+              ) -> torch.Tensor:      # [B, T] nats; float32 (float64 for float64)
+    "Evaluation loss of every token: capped logits rounded to the logits' dtype, then cross-entropy in float32."
+    capped = widen(softcap(logits, cap).to(logits.dtype))
+    return F.cross_entropy(capped.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+
+# ---- model ----
+
+def table_shapes(cfg: Config) -> dict[str, tuple[int, int]]:
+    "Parameters that are looked up by row: name -> [rows, width]."
+    shapes = {"tok_emb": (cfg.vocab_size, cfg.model_dim)}
+    if cfg.bigram_vocab_size:
+        shapes["bigram_table"] = (cfg.bigram_vocab_size, cfg.bigram_dim)
+    if cfg.ve_layer_list:
+        shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
+    return shapes
+
+def scalar_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
+    "Small parameters, stacked over layers where there is one per layer: name -> shape."
+    L, D = cfg.num_layers, cfg.model_dim
+    shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D), "q_gain": (L, cfg.num_heads), "smear_gate": (D,)}
+    if L > 1:
+        shapes["skip_weights"] = (L // 2, D)
+    if cfg.bigram_vocab_size:
+        shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
+    if cfg.ve_layer_list:
+        shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (len(cfg.ve_layer_list),)}
+    return shapes
+
+class BlockWeights(NamedTuple):
+    "What one block reads."
+    q: torch.Tensor           # [D, D]
+    k: torch.Tensor           # [KV*head, D]
+    v: torch.Tensor           # [KV*head, D]
+    out: torch.Tensor         # [D, D]
+    up: torch.Tensor          # [hidden, D]
+    down: torch.Tensor        # [D, hidden]
+    attn_scale: torch.Tensor  # [D]
+    mlp_scale: torch.Tensor   # [D]
+    mix: torch.Tensor         # [2, D]
+    gain: torch.Tensor        # [H]
+
+@dataclass(frozen=True)
+class BlockTraits:
+    "What is fixed about one block."
+    index: int       # which block it is
+    head_dim: int
+    norm_scale: float  # factor after its norms
+    slope: float     # of the activation below zero
+    xsa: bool        # exclusive self-attention
+    ve: int | None   # its place among the blocks with a value embedding, or None
+    attention: str   # backend choice
+
+def block_traits(cfg: Config) -> list[BlockTraits]:
+    "The traits of every block: norms scaled by 1/sqrt(index + 1), XSA in the last `xsa_last_n`, value embeddings in `ve_layers`."
+    ve = cfg.ve_layer_list
+    return [BlockTraits(i, cfg.head_dim, 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0, cfg.negative_slope,
+                        i >= cfg.num_layers - cfg.xsa_last_n, ve.index(i) if i in ve else None, cfg.attention)
+            for i in range(cfg.num_layers)]
+
+def last(x: torch.Tensor,    # [B, T, ...]
+         keep: int | None,   # positions, or None for all
+         ) -> torch.Tensor:  # [B, keep, ...]
+    "The last `keep` positions."
+    return x if keep is None or keep == x.shape[1] else x[:, -keep:]
+
+def record_tap(taps: dict | None, block: BlockTraits, names: tuple[str, ...], x: torch.Tensor) -> None:
+    "Store the input of a block's matrices under their names, if anybody asked."
+    if taps is not None:
+        for name in names:
+            taps[f"blocks.{block.index}.{name}.weight"] = x
+
+def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
+                     w: BlockWeights,
+                     block: BlockTraits,
+                     cos: torch.Tensor,        # [T, rope_dims/2]
+                     sin: torch.Tensor,
+                     ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
+                     keep: int | None,         # last positions wanted
+                     taps: dict | None,
+                     ) -> torch.Tensor:        # [B, keep, D]
+    "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back."
+    record_tap(taps, block, ("attn.c_q", "attn.c_k", "attn.c_v"), n)
+    q, k, v = F.linear(last(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
+    q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
+    q, k = qk_norm_rope_gain(q, k, cos, sin, w.gain)
+    y = attend(q, k, v, block.attention)
+    if block.xsa:
+        y = exclusive(y, last(v, keep))
+    y = y.flatten(2)
+    record_tap(taps, block, ("attn.proj",), y)
+    return F.linear(y, w.out)
+
+def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
+               w: BlockWeights, block: BlockTraits, taps: dict | None,
+               ) -> torch.Tensor:  # [B, T, D]
+    "Up, squared leaky ReLU, down."
+    record_tap(taps, block, ("mlp.fc",), n)
+    h = squared_leaky(F.linear(n, w.up), block.slope)
+    record_tap(taps, block, ("mlp.proj",), h)
+    return F.linear(h, w.down)
+
+def run_block(x: torch.Tensor,   # [B, T, D] residual stream
+              x0: torch.Tensor,  # [B, T, D] the embedded input
+              w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor, ve: torch.Tensor | None,
+              keep: int | None = None, taps: dict | None = None,
+              ) -> torch.Tensor:  # [B, keep, D]
+    "One transformer block: mix and norm, attention, norm, MLP."
+    x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
+    x1 = last(x_in, keep) + w.attn_scale.to(x.dtype) * attention_branch(n, w, block, cos, sin, ve, keep, taps)
+    n1 = rms_norm(x1) * block.norm_scale
+    return x1 + w.mlp_scale.to(x.dtype) * mlp_branch(n1, w, block, taps)
+
+def skip_source(blocks: int,            # number of blocks
+                ) -> list[int | None]:  # per block: the block whose output it adds, or None
+    "U-Net wiring: the second half of the blocks reads the first half's outputs, last in first out."
+    half = blocks // 2
+    return [None] * half + [2 * half - 1 - j if j < 2 * half else None for j in range(half, blocks)]
+
+BLOCK_MATRICES = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.proj", "mlp.fc", "mlp.proj")  # order of BlockWeights
+
+def block_slots(layout: Layout, index: int) -> list[tuple[str, int, bool]]:
+    "Bank, slot and whether it is stored transposed, for each matrix of one block."
+    flipped = {m.name for _, _, m in layout if m.transposed}
+    names = [f"blocks.{index}.{m}.weight" for m in BLOCK_MATRICES]
+    return [(*layout.where(n), n in flipped) for n in names]
+
+class GolfWeights(torch.nn.Module):
+    "Parameters by role, all zero, and what is fixed about the blocks that read them."
+
+    def __init__(self, cfg: Config,                    # shapes and switches
+                 layout: Layout,                       # of the banks, for any world size
+                 dtype: torch.dtype = torch.float32,   # of banks, tables and the residual stream
+                 device: str | torch.device = "cpu"):
+        super().__init__()
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.cfg, self.layout, self.cap, self.order = cfg, layout, cfg.logit_softcap, list(range(cfg.num_layers))
+        self.blocks, self.slots = block_traits(cfg), [block_slots(layout, i) for i in range(cfg.num_layers)]
+        self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
+        self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
+        for shapes, kind in ((table_shapes(cfg), dtype), (scalar_shapes(cfg), wide)):
+            for name, shape in shapes.items():
+                self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
+        for T in {cfg.train_seq_len, cfg.eval_seq_len}:
+            for name, table in zip(("cos", "sin"), rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, device, dtype)):
+                self.register_buffer(f"rotary_{name}_{T}", table, persistent=False)
+
+    def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        "Parameters by role: bank (in the layout's order), table, scalar."
+        return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks}, "table": {n: getattr(self, n) for n in self.tables},
+                "scalar": {n: getattr(self, n) for n in self.scalars}}
+
+def block_weights(model: GolfWeights) -> list[BlockWeights]:
+    "Every block's weights as views; banks and stacked scalars are unbound once."
+    slices = {name: bank.unbind(0) for name, bank in model.banks.items()}
+    stacked = zip(*(p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix, model.q_gain)))
+    return [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *scalars)
+            for where, scalars in zip(model.slots, stacked)]
+
+def embed_input(model: GolfWeights, ids: torch.Tensor) -> torch.Tensor:
+    "Token embedding plus BigramHash, normalised, smeared: [B, T, D] in the compute dtype."
+    x = F.embedding(ids, model.tok_emb)
+    if "bigram_table" in model.tables:
+        pair = F.embedding(bigram_rows(ids, model.bigram_table.shape[0]), model.bigram_table)
+        x = x + F.linear(pair, model.bigram_proj.to(x.dtype)) * model.bigram_scale.to(x.dtype)
+    return smear(rms_norm(x), model.smear_gate)
+
+def value_embeddings(model: GolfWeights, ids: torch.Tensor) -> list[torch.Tensor]:
+    "One [B, T, KV*head] per block that adds a value embedding."
+    if "ve_table" not in model.tables:
+        return []
+    ve = F.embedding(ids, model.ve_table)
+    ve = F.linear(ve, model.ve_proj.to(ve.dtype)) * model.ve_scale.to(ve.dtype)
+    return [ve * s.to(ve.dtype) for s in model.ve_layer_scales.unbind(0)]
+
+def model_rotary(model: GolfWeights, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+    "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype."
+    if hasattr(model, f"rotary_cos_{T}"):
+        return getattr(model, f"rotary_cos_{T}"), getattr(model, f"rotary_sin_{T}")
+    cfg, like = model.cfg, model.tok_emb
+    return rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, like.device, like.dtype)
+
+def walk_blocks(model: GolfWeights, ids: torch.Tensor, keep: int | None, taps: dict | None, rope_len: int | None) -> torch.Tensor:
+    "Embed, then all blocks of `model.order` with their skips; only the last one is cut to `keep`: [B, keep, D]."
+    T, cfg = ids.shape[1], model.cfg
+    x = x0 = embed_input(model, ids)
+    values, weights = value_embeddings(model, ids), block_weights(model)
+    cos, sin = model_rotary(model, max(T, rope_len or T))
+    half, source = cfg.num_layers // 2, skip_source(cfg.num_layers)
+    skips = model.skip_weights.unbind(0) if half else ()
+    outputs = {}
+    for place, i in enumerate(model.order):
+        block = model.blocks[i]
+        if source[i] is not None:
+            x = x + skips[i - half].to(x.dtype) * outputs[source[i]]
+        ve = None if block.ve is None else values[block.ve]
+        x = run_block(x, x0, weights[i], block, cos[:T], sin[:T], ve, keep if place + 1 == len(model.order) else None, taps)
+        if i < half:
+            outputs[i] = x
+    return x
+
+class Golf(GolfWeights):
+    "The model. All parameters are zero until `init_model` or `load_named` fills them."
+
+    def forward(self, ids: torch.Tensor,         # int64 [B, T] tokens
+                keep: int | None = None,         # only the last `keep` positions; None: all
+                taps: dict | None = None,        # filled with the input of every matrix, by matrix name
+                rope_len: int | None = None,     # row length that sets the rotary base; None: T
+                ) -> torch.Tensor:               # [B, keep, V] logits before the softcap, in the compute dtype
+        "Logits. GolfError if `keep` is not in 1..T."
+        if keep is not None and not 1 <= keep <= ids.shape[1]:
+            raise GolfError(f"keep must be between 1 and the row length {ids.shape[1]}: found {keep}")
+        return F.linear(rms_norm(walk_blocks(self, ids, keep, taps, rope_len)), self.tok_emb)
+
+def published_names(cfg: Config) -> dict[str, tuple[str, int | None]]:
+    "Published name -> (parameter, row of it or None for all), for everything that is not in a bank."
+    whole = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table", "bigram.proj.weight": "bigram_proj", "bigram.scale": "bigram_scale",
+             "smear.gate": "smear_gate", "ve_shared.embed.weight": "ve_table", "ve_shared.proj.weight": "ve_proj", "ve_shared.scale": "ve_scale",
+             "skip_weights": "skip_weights"}
+    present = table_shapes(cfg) | scalar_shapes(cfg)
+    names: dict[str, tuple[str, int | None]] = {k: (v, None) for k, v in whole.items() if v in present}
+    names |= {f"ve_layer_scales.{j}": ("ve_layer_scales", j) for j in range(len(cfg.ve_layer_list))}
+    for i in range(cfg.num_layers):
+        names |= {f"blocks.{i}.{n}": (n, i) for n in ("attn_scale", "mlp_scale", "resid_mix")}
+        names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
+    return names
+
+def published_views(model: Golf, banks: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    "Views of full tensors under the published names, matrices in logical orientation."
+    views = {name: others[param] if row is None else others[param][row] for name, (param, row) in published_names(model.cfg).items()}
+    return views | unbank(model.layout, banks)
+
+@torch.no_grad()
+def named_state(model: Golf,
+                banks: Mapping[str, torch.Tensor] | None = None,   # bank name -> full tensor; None: the model's own
+                others: Mapping[str, torch.Tensor] | None = None,  # parameter name -> tensor; None: the model's own
+                ) -> dict[str, torch.Tensor]:                      # published name -> contiguous copy, dtype as given
+    "The weights under their published names."
+    own = model.role_params()
+    views = published_views(model, own["bank"] if banks is None else banks, own["table"] | own["scalar"] if others is None else others)
+    return {name: view.detach().clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+
+@torch.no_grad()
+def load_named(model: Golf,
+               state: Mapping[str, torch.Tensor],  # published name -> tensor, any dtype and device
+               ) -> None:
+    "Fill the model in place: the inverse of `named_state`. GolfError, before anything is written, for a missing, surplus or misshapen tensor."
+    own = model.role_params()
+    views = published_views(model, own["bank"], own["table"] | own["scalar"])
+    if missing := sorted(set(views) ^ set(state)):
+        kind = "lack" if missing[0] in views else "have the unknown"
+        raise GolfError(f"these weights do not belong to this model: they {kind} {missing[0]!r} ({len(missing)} names differ); build the model from the settings saved with them")
+    for name, view in views.items():
+        if view.shape != state[name].shape:
+            raise GolfError(f"tensor {name} must have shape {tuple(view.shape)}: found {tuple(state[name].shape)}; build the model from the settings saved with it")
+    rebank(model.layout, {n: state[n] for n in model.layout.names()}, own["bank"])
+    for name in published_names(model.cfg):
+        views[name].copy_(state[name])
+
+def _draw_normal(g: torch.Generator, shape: tuple[int, int], std: float) -> torch.Tensor:
+    return torch.empty(shape).normal_(0.0, std, generator=g)
+
+def _draw_orthogonal(g: torch.Generator, shape: tuple[int, int]) -> torch.Tensor:
+    return torch.nn.init.orthogonal_(torch.empty(shape), generator=g)
+
+def drawn_state(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
+    "All random tensors of a fresh model by published name, float32, drawn in the published order (PR #549) from a CPU generator."
+    g, tables, scalars, out = torch.Generator().manual_seed(seed), table_shapes(cfg), scalar_shapes(cfg), {}
+    _draw_normal(g, tables["tok_emb"], 1.0)                                                     # overwritten below
+    for kind, table, proj in (("bigram", "bigram_table", "bigram_proj"), ("ve_shared", "ve_table", "ve_proj")):
+        if table in tables:
+            _draw_normal(g, tables[table], 1.0)                                                 # thrown away
+            out[f"{kind}.embed.weight"] = _draw_normal(g, tables[table], 0.01) if kind == "ve_shared" else torch.zeros(tables[table])
+            torch.nn.init.kaiming_uniform_(torch.empty(scalars[proj]), a=math.sqrt(5), generator=g)  # thrown away
+    out["tok_emb.weight"] = _draw_normal(g, tables["tok_emb"], cfg.tied_embed_init_std)
+    shapes = {m.name: (m.rows, m.cols) for _, _, m in model_layout(cfg, 1)}
+    for i in range(cfg.num_layers):
+        for name in ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc"):
+            out[f"blocks.{i}.{name}.weight"] = _draw_orthogonal(g, shapes[f"blocks.{i}.{name}.weight"])
+    for kind, proj in (("bigram", "bigram_proj"), ("ve_shared", "ve_proj")):
+        if proj in scalars:
+            out[f"{kind}.proj.weight"] = _draw_orthogonal(g, scalars[proj])
+    return out
+
+def init_model(model: Golf, cfg: Config, seed: int) -> None:
+    "Fill a fresh model: the published draws for `seed`, constants for the rest, all rounded to bfloat16 once."
+    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": 1.0, "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init,
+                "bigram_scale": 0.05, "ve_scale": 0.1}
+    state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
+    for name, (param, _) in published_names(cfg).items():
+        state[name].fill_(constant.get(param, 0.0))
+        if param == "resid_mix":
+            state[name][0] = 1.0
+    state |= drawn_state(cfg, seed)
+    load_named(model, {name: t.bfloat16() for name, t in state.items()})
+
+CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales", "ve_shared.scale", "bigram.scale")
+
+def quant_kind(name: str,                # published name
+               shape: tuple[int, ...],
+               ) -> str:                 # "fp16", "fp32", "int6" or "int8"
+    "How the artifact stores a tensor (the published order of rules): small fp16, larger controls fp32, block matrices int6, the rest int8."
+    if math.prod(shape) <= SMALL_MATRIX:
+        return "fp16"
+    if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
+        return "fp32"
+    return "int6" if ".attn." in name or ".mlp." in name else "int8"
+
+# ---- newton_schulz ----
+
+NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # one quintic, five times (Muon, Keller Jordan)
+
+POLAR_EXPRESS_COEFFS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+def newton_schulz(G: torch.Tensor,                   # [..., r, c]; zero matrices (padding slots) stay zero
+                  coeffs=NS5_COEFFS,                 # (a, b, c) per iteration
+                  scale: float = 1.0,                # 1.0 for NS5, 1.02 for Polar Express
+                  eps: float = 1e-7,                 # 1e-7 for NS5, 1e-6 for Polar Express
+                  dtype: torch.dtype | None = None,  # of the products and the result; None: G's own
+                  ) -> torch.Tensor:                 # [..., r, c] in `dtype`
+    "Orthogonalise each of a batch of matrices; three batched products per iteration. Sources: Muon, PR #399, arXiv 2505.16932."
+    X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
+    tall = X.shape[-2] > X.shape[-1]
+    if tall:
+        X = X.mT
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+    for a, b, c in coeffs:
+        A = torch.bmm(X, X.mT)
+        A = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, A, X, beta=a)
+    return (X.mT if tall else X).reshape(G.shape)
+
+def newton_schulz_settings(method: str,     # "ns5" or "polar"
+                           steps: int = 5,  # iterations; beyond five the last triple repeats
+                           ) -> dict:       # coeffs, scale and eps for `newton_schulz`
+    "What a method's name stands for. GolfError for an unknown name or no iteration."
+    table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
+    if method not in table or steps < 1:
+        raise GolfError(f"Newton-Schulz needs method ns5 or polar and at least 1 step: found {method!r} and {steps}")
+    coeffs, scale, eps = table[method]
+    return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)
+
+def orthogonalize(G: torch.Tensor,                   # [..., r, c], any float dtype
+                  method: str = "ns5",               # "ns5" or "polar"
+                  steps: int = 5,
+                  dtype: torch.dtype | None = None,  # None: bf16 for bf16 input or on CUDA, else G's own
+                  ) -> torch.Tensor:                 # [..., r, c] in `dtype`
+    "Every matrix of G made nearly orthogonal. GolfError for input that is no matrix of floats."
+    if G.ndim < 2 or not G.is_floating_point():
+        raise GolfError(f"orthogonalize needs a float tensor of at least two dimensions: found {G.dtype} of shape {tuple(G.shape)}")
+    if dtype is None:
+        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+    return newton_schulz(G, dtype=dtype, **newton_schulz_settings(method, steps))
+
+# ---- grid ----
+
+CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
+
+INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
+
+FP16_TINY = 2.0 ** -24  # smallest positive fp16
+
+FP16_HUGE = 65504.0     # largest fp16
+
+def row_clip(w: torch.Tensor,   # [..., rows, cols], any float dtype
+             quantile: float,   # 0..1, linear interpolation between neighbours; 1.0 is the maximum
+             ) -> torch.Tensor:  # [..., rows] in w's dtype (fp32 for narrower ones)
+    "The row-wise quantile of |w|."
+    magnitude = w.abs() if w.dtype == torch.float64 else w.abs().float()
+    if quantile >= 1.0:
+        return magnitude.amax(-1)
+    rows = magnitude.reshape(-1, w.shape[-1])
+    parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))
+    return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
+
+def row_scale(clip: torch.Tensor,    # [..., rows] largest magnitude the grid reaches
+              qmax: int,             # 31 for int6, 127 for int8
+              floor: bool = False,   # the published floor: no scale under 1/qmax, so no clip under 1.0
+              ) -> torch.Tensor:     # like clip, values rounded to fp16
+    "The distance of two grid points, rounded to the fp16 number that the artifact stores; never zero or infinite."
+    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
+    return scale.to(torch.float16).to(clip.dtype)
+
+def quantize_rows(w: torch.Tensor,      # [..., rows, cols]
+                  scale: torch.Tensor,  # [..., rows]
+                  qmax: int,            # 31 or 127
+                  ) -> torch.Tensor:    # int8 [..., rows, cols] in [-qmax, qmax]
+    "The nearest grid point of every weight (ties to even), clipped to the grid."
+    return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
+
+def dequantize_rows(q: torch.Tensor,      # int8 [..., rows, cols]
+                    scale: torch.Tensor,  # [..., rows]
+                    ) -> torch.Tensor:    # [..., rows, cols] in scale's dtype
+    "The weights that the integers stand for."
+    return q.to(scale.dtype) * scale[..., None]
+
+def finite_matrix(w: torch.Tensor) -> torch.Tensor:
+    "`w` in fp32 (fp64 stays). GolfError if it is no matrix, empty, or holds a NaN or inf."
+    if w.ndim < 2 or not w.numel():
+        raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; store other tensors as fp16")
+    if not torch.isfinite(w).all():
+        raise GolfError(f"quantization needs finite weights: found {int((~torch.isfinite(w)).sum())} NaN or inf in a tensor of shape {tuple(w.shape)}; check the checkpoint")
+    return w if w.dtype == torch.float64 else w.float()
+
+def best_clip(w: torch.Tensor,      # [..., rows, cols], finite
+              qmax: int = 31,       # 31 for int6
+              floor: bool = False,  # the published scale floor
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    "GPTQ-lite: (q int8 [..., rows, cols], scale [..., rows], index into CLIP_QUANTILES [...] per matrix). GolfError for NaN or inf. Source: PR #399."
+    wide = finite_matrix(w)
+    best = None
+    for index, quantile in enumerate(CLIP_QUANTILES):
+        scale = row_scale(row_clip(wide, quantile), qmax, floor)
+        q = quantize_rows(wide, scale, qmax)
+        error = (wide - dequantize_rows(q, scale)).square().mean((-2, -1))
+        if best is None:
+            best = [q, scale, torch.zeros_like(error, dtype=torch.int64), error]
+            continue
+        better = error < best[3]
+        best = [torch.where(better[..., None, None], q, best[0]), torch.where(better[..., None], scale, best[1]),
+                torch.where(better, index, best[2]), torch.where(better, error, best[3])]
+    return best[0], best[1], best[2]
+
+def quantize_int8(w: torch.Tensor,      # [rows, cols], finite
+                  floor: bool = False,  # no scale under 1/127
+                  ) -> tuple[torch.Tensor, torch.Tensor]:
+    "int8 rows as published: (q int8, scale [rows] rounded to fp16); one high clip quantile, integers from the unrounded scale. GolfError for NaN or inf."
+    wide = finite_matrix(w)
+    clip = row_clip(wide, INT8_QUANTILE)
+    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
+    bounded = wide.clamp(-clip[..., None], clip[..., None])
+    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
+
+def clip_ratio(w: torch.Tensor,      # [..., rows, cols], logical orientation
+               qmax: int = 31,       # 31 for int6
+               floor: bool = False,  # the published scale floor
+               ) -> torch.Tensor:    # [..., rows] in (0, 1]
+    "Each row's best clip as a fraction of its largest magnitude: what stays frozen while the weights move on."
+    index = best_clip(w, qmax, floor)[2]
+    clips = torch.stack([row_clip(w, quantile) for quantile in CLIP_QUANTILES])
+    chosen = clips.gather(0, index[None, ..., None].expand(1, *clips.shape[1:]))[0]
+    top = clips[-1]
+    return torch.where(top > 0, chosen / top.clamp_min(torch.finfo(top.dtype).tiny), torch.ones_like(top))
+
+def round_to_grid(w: torch.Tensor,      # [..., r, c] as stored
+                  ratio: torch.Tensor,  # one clip ratio per logical row: [..., r], or [..., c] if row_dim is -1
+                  qmax: int = 31,       # 31 for int6
+                  floor: bool = False,  # the published scale floor
+                  row_dim: int = -2,    # axis that counts logical rows: -2, or -1 for a matrix stored transposed
+                  ) -> torch.Tensor:    # like w
+    "The weights rounded to the grid whose clip is `ratio` times the row's present maximum."
+    rows = w.mT if row_dim == -1 else w
+    scale = row_scale(row_clip(rows, 1.0) * ratio, qmax, floor)
+    rounded = dequantize_rows(quantize_rows(rows, scale, qmax), scale).to(w.dtype)
+    return rounded.mT if row_dim == -1 else rounded
+
+# ---- plan ----
+
+@dataclass(frozen=True)
+class Plan:
+    "The communication schedule as data: two orders of the same bank names."
+    scatter: tuple[str, ...]  # order in which reduce-scatters are started
+    work: tuple[str, ...]     # order in which banks are updated and gathered
+
+def check_plan(plan: Plan,      # to be carried out
+               layout: Layout,  # over the banks of this layout
+               ):
+    "GolfError unless both orders name every bank of the layout exactly once (a bank left out would never be updated)."
+    banks = sorted(b.name for b in layout.banks)
+    for what, order in (("scatter", plan.scatter), ("work", plan.work)):
+        if sorted(order) != banks:
+            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} exactly once: found {', '.join(order) or 'nothing'}; make it with make_plan(layout)")
+
+def make_plan(layout: Layout,              # banks to order
+              order: str = "big_first",    # "big_first" or "small_first"
+              ) -> Plan:
+    "The published orders: scatter and work alike by unpadded size. GolfError for another word."
+    if order not in ("big_first", "small_first"):
+        raise GolfError(f"a plan's order must be big_first or small_first: found {order!r}")
+    size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
+    names = tuple(sorted(size, key=lambda n: size[n] if order == "small_first" else -size[n]))
+    return Plan(names, names)
+
+# ---- averaging ----
+
+def wide_copy(tensors: list[Tensor],  # weights of any dtype
+              ) -> list[Tensor]:
+    "Copies in at least fp32: an average in bf16 would swallow steps of a 0.003rd part."
+    return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
+
+class Ema:
+    "Exponential moving average, E = decay*E + (1-decay)*W after every step; starts as a copy, without bias correction (as in parameter-golf PR #549)."
+
+    def __init__(self,
+                 tensors: list[Tensor],   # initial weights (copied)
+                 decay: float = 0.997):   # share of the old average kept at each step
+        if not 0 <= decay < 1:
+            raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
+        self.tensors, self.decay = wide_copy(tensors), decay
+
+    @torch.no_grad()
+    def update(self,
+               tensors: list[Tensor]):  # weights after this step: same order and shapes as at the start
+        "Take one step's weights in; no host synchronisation."
+        now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
+        torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
+
+class Swa:
+    "Running mean of the snapshots whose weight is not 0 (Izmailov et al., 2018; tight: only late in the warmdown)."
+
+    def __init__(self,
+                 tensors: list[Tensor]):  # only shapes, dtypes and devices are used
+        self.tensors = [torch.zeros_like(t) for t in wide_copy(tensors)]
+        self.count = torch.zeros((), dtype=self.tensors[0].dtype, device=self.tensors[0].device)
+
+    @torch.no_grad()
+    def add(self,
+            tensors: list[Tensor],  # finite weights, same order and shapes as at the start
+            weight: Tensor):        # 0-dim, on the tensors' device: 1 takes the snapshot, 0 leaves everything as it is
+        "Take a snapshot with a weight; no host synchronisation."
+        weight = weight.to(self.count)
+        self.count += weight
+        share = torch.where(self.count > 0, weight / self.count, 0.0)
+        change = torch._foreach_sub([t.detach().to(m.dtype) for t, m in zip(tensors, self.tensors, strict=True)], self.tensors)
+        torch._foreach_mul_(change, share)
+        torch._foreach_add_(self.tensors, change)
+
+    def mean(self) -> list[Tensor]:
+        "The average of the snapshots; GolfError when none was taken. Waits for the device once."
+        if self.count.item() == 0:
+            raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; lower SWA_EVERY, raise WARMDOWN_ITERS or use AVERAGING=ema")
+        return self.tensors
+
+def average_of(mode: str,                # "ema", "swa", "ema+swa" or "none"
+               ema: Ema | None,          # needed by the modes that name it
+               swa: Swa | None,
+               current: list[Tensor],    # weights now, for "none"
+               ) -> list[Tensor]:        # fp32 (or fp64) copies, in the order of `current`
+    "The weights a run exports. GolfError for an unknown mode or one whose average was not kept."
+    kept = {"ema": ema, "swa": swa}
+    parts = [] if mode == "none" else mode.split("+")
+    if mode not in ("ema", "swa", "ema+swa", "none") or any(kept[p] is None for p in parts):
+        have = ", ".join([k for k, v in kept.items() if v is not None] + ["none"])
+        raise GolfError(f"AVERAGING must be one of ema, swa, ema+swa, none, and be kept from the start: found {mode!r} while this run keeps {have}")
+    lists = [ema.tensors if p == "ema" else swa.mean() for p in parts] or [current]
+    if len(lists) == 1:
+        return wide_copy(lists[0])
+    return [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
+
+# ---- parallel_muon ----
+
+class Ranks:
+    "This process among its equals: who am I, how many are we, and the few collectives everybody uses."
+
+    def __init__(self,
+                 rank: int = 0, # my number, 0 to world - 1
+                 world: int = 1, # how many processes train together
+                 device: str = "cpu"): # the torch device of this rank
+        self.rank, self.world, self.device = rank, world, torch.device(device)
+        self.master = rank == 0
+
+    def sum(self, t: torch.Tensor) -> torch.Tensor:
+        "Add `t` up over all ranks, in place; returns it."
+        if self.world > 1:
+            dist.all_reduce(t)
+        return t
+
+    def barrier(self):
+        "Return when every rank has come here."
+        if self.world > 1:
+            self.sum(torch.zeros(1, device=self.device)).item()
+
+    def broadcast_object(self, x):
+        "Rank 0's `x` on every rank; `x` must be plain data (it is sent as Python objects between our own processes)."
+        box = [x]
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+def start_ranks(env: dict | None = None, # environment; default os.environ
+                timeout_s: float = 60.0) -> Ranks: # seconds a collective may wait for a dead rank
+    "Join the process group `torchrun` describes (NCCL with GPUs, gloo without); alone when it describes none. GolfError when a GPU is missing."
+    env = os.environ if env is None else env
+    world, rank, local = (int(env.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    cuda = torch.cuda.is_available()
+    if cuda and local >= torch.cuda.device_count():
+        raise GolfError(f"rank {rank} needs GPU {local}, but this machine shows {torch.cuda.device_count()}: lower --nproc_per_node")
+    device = f"cuda:{local}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(local)
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
+                                device_id=torch.device(device) if cuda else None)
+    return Ranks(rank, world, device)
+
+def stop_ranks(ranks: Ranks):
+    "Leave the process group."
+    if ranks.world > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+def scatter_mean(full: torch.Tensor, # [n, r, c] gradient of a whole bank, n divisible by world
+                 ranks: Ranks):
+    "Start averaging `full` over the ranks; returns (my [n/world, r, c] part, a handle or None). With one rank the part is `full` itself."
+    if ranks.world == 1:
+        return full, None
+    mine = torch.empty_like(full[: full.shape[0] // ranks.world])
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    average = dist.ReduceOp.AVG if ranks.device.type == "cuda" else dist.ReduceOp.SUM
+    return mine, scatter(mine, full, op=average, async_op=True)
+
+def wait_mean(mine: torch.Tensor, handle, ranks: Ranks) -> torch.Tensor:
+    "Finish what `scatter_mean` began: the mean gradient of my slots."
+    if handle is not None:
+        handle.wait()
+        if ranks.device.type != "cuda":
+            mine.div_(ranks.world)
+    return mine
+
+def gather_into(full: torch.Tensor, # [n, r, c] receives every rank's part
+                mine: torch.Tensor, # [n/world, r, c] same dtype, not a view of `full`
+                ranks: Ranks):
+    "Start an all-gather of `mine` into `full`; returns a handle or None."
+    if ranks.world == 1:
+        full.copy_(mine)
+        return None
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(full, mine, async_op=True)
+
+def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
+                momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
+                grad: torch.Tensor, # [n, r, c] mean gradient of my slots
+                lr: torch.Tensor, # 0-dim: learning rate
+                mu: float, wd: float,
+                scale: torch.Tensor, # [n, 1, 1] sqrt(max(1, rows/cols)) of each slot's logical matrix
+                ok: torch.Tensor, # 0-dim bool: False skips the step
+                method: str = "ns5", steps: int = 5):
+    "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
+    moved = momentum.mul(mu).add_(grad)
+    update = orthogonalize(torch.add(grad, moved, alpha=mu), method=method, steps=steps)
+    momentum.copy_(torch.where(ok, moved, momentum))
+    stepped = master * (1 - lr * wd) - (lr * scale) * update.to(master.dtype)
+    master.copy_(torch.where(ok, stepped, master))
+
+def sgd_update(master, momentum, grad, lr, mu: float, ok):
+    "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."
+    moved = momentum * mu + grad.to(momentum.dtype)
+    momentum.copy_(torch.where(ok, moved, momentum))
+    master.copy_(torch.where(ok, master - lr * moved, master))
+
+class ShardedBank:
+    "One bank: the replica every rank holds, and the masters, momentum and gradient of my slots."
+
+    def __init__(self, spec: BankSpec, replica: torch.nn.Parameter, ranks: Ranks, momentum_dtype: torch.dtype | None = None):
+        self.spec, self.replica, self.ranks = spec, replica, ranks
+        self.slots = spec.shard(ranks.rank)
+        mine = replica.detach()[self.slots.start:self.slots.stop]
+        full = torch.promote_types(replica.dtype, torch.float32)
+        self.master = mine.to(full, copy=True)
+        self.momentum = torch.zeros_like(mine, dtype=momentum_dtype or replica.dtype)
+        scales = torch.tensor(spec.lr_scales()[self.slots.start:self.slots.stop], dtype=full)
+        self.lr_scale = scales.view(-1, 1, 1).to(replica.device)
+        self.sum = self.grad = self.handle = None
+
+    def accumulate(self):
+        "Add the replica's gradient to an fp32 sum and drop it: only used with gradient accumulation."
+        g = self.take()
+        self.sum = g.to(self.master.dtype, copy=True) if self.sum is None else self.sum.add_(g)
+
+    def take(self) -> torch.Tensor:
+        "The gradient backward left, which leaves `.grad` None; zeros when there is none."
+        g, self.replica.grad = self.replica.grad, None
+        return torch.zeros_like(self.replica) if g is None else g
+
+    def whole(self) -> torch.Tensor:
+        "This rank's whole gradient of the step, in fp32 when it was accumulated: [n, r, c]."
+        g, self.sum = (self.take(), None) if self.sum is None else (self.sum, None)
+        return g
+
+    def reduce(self, g: torch.Tensor):
+        "Start the reduce-scatter of `whole()`'s gradient in the replica's dtype."
+        self.grad, self.handle = scatter_mean(g.to(self.replica.dtype), self.ranks)
+
+    def arrive(self) -> torch.Tensor:
+        "Wait for the mean gradient of my slots."
+        self.grad, self.handle = wait_mean(self.grad, self.handle, self.ranks), None
+        return self.grad
+
+    def publish(self, source: torch.Tensor | None = None):
+        "Start sending `source` (default: the masters), rounded to the replica's dtype, to every rank's replica."
+        mine = (self.master if source is None else source).to(self.replica.dtype, copy=True)
+        return gather_into(self.replica.data, mine, self.ranks)
+
+class Replicated:
+    "The replicated parameters of one dtype, laid flat: one tensor of weights, one all-reduce of gradients, segments that share a learning rate."
+
+    def __init__(self, params: dict, # name -> Parameter, all of one dtype and device
+                 lr: dict, # name -> base learning rate
+                 wd: dict, # name -> weight decay
+                 ranks: Ranks, masters: bool = False): # masters: keep fp32 weights beside a bf16 replica
+        self.names = sorted(params, key=lambda k: (lr[k], wd[k], k))
+        self.params, self.ranks = params, ranks
+        self.flat = torch.cat([params[k].detach().reshape(-1) for k in self.names])
+        self.offsets, self.segments, at = {}, [], 0
+        for k in self.names:
+            n = params[k].numel()
+            params[k].data = self.flat[at:at + n].view(params[k].shape)
+            self.offsets[k] = (at, at + n)
+            if self.segments and self.segments[-1][2:] == (lr[k], wd[k]):
+                self.segments[-1] = (self.segments[-1][0], at + n, lr[k], wd[k])
+            else:
+                self.segments.append((at, at + n, lr[k], wd[k]))
+            at += n
+        self.first, self.second = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        full = torch.promote_types(self.flat.dtype, torch.float32)
+        self.master = self.flat.to(full) if masters else self.flat
+        if masters:
+            self.first = torch.zeros_like(self.master)
+        self.grad = None
+
+    def collect(self) -> torch.Tensor:
+        "All gradients of this rank as one flat tensor; `.grad`s become None, missing ones count as zeros."
+        parts = [torch.zeros_like(self.params[k]) if self.params[k].grad is None else self.params[k].grad for k in self.names]
+        for k in self.names:
+            self.params[k].grad = None
+        return torch.cat([p.reshape(-1) for p in parts]).to(self.flat.dtype)
+
+    def view(self, flat: torch.Tensor) -> dict:
+        "Name -> view of `flat` in that parameter's shape."
+        return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
+
+def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, ok: torch.Tensor, count: torch.Tensor,
+                 beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8):
+    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter)."
+    full = torch.promote_types(group.flat.dtype, torch.float32)
+    fix1, fix2 = 1 - beta1 ** count, 1 - beta2 ** count
+    for a, b, base_lr, wd in group.segments:
+        lr = lr_mul * base_lr
+        p, g = group.flat[a:b].to(full), group.grad[a:b].to(full) * factor
+        m = torch.lerp(group.first[a:b].to(full), g, 1 - beta1)
+        v = torch.lerp(group.second[a:b].to(full), g * g, 1 - beta2)
+        step = m / fix1 / ((v / fix2).sqrt() + eps)
+        group.flat[a:b] = torch.where(ok, p * (1 - lr * wd) - lr * step, p).to(group.flat.dtype)
+        group.first[a:b] = torch.where(ok, m, group.first[a:b].to(full)).to(group.flat.dtype)
+        group.second[a:b] = torch.where(ok, v, group.second[a:b].to(full)).to(group.flat.dtype)
+
+CONTROL_WORDS = ("elapsed_ms", "stop", "bad", "loss", "norm_sq")
+
+def control_vector(ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor, norm_sq: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    "This rank's words, [5]: sums over ranks give what the table says. Nothing is read back to the host."
+    said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=dtype)
+    if ranks.device.type == "cuda":
+        said = said.pin_memory().to(ranks.device, non_blocking=True)
+    bad = (~torch.isfinite(norm_sq)).to(dtype)
+    quiet = torch.nan_to_num(norm_sq.to(dtype), nan=0.0, posinf=0.0)
+    return torch.cat([said, torch.stack([bad, loss.detach().to(dtype) / ranks.world, quiet / ranks.world])])
+
+def clip_factor(norm_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
+    "0-dim factor min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0 (no clipping)."
+    if max_norm <= 0:
+        return torch.ones_like(norm_sq)
+    return (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
+
+def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
+    "Sum of squares of all entries of all tensors, 0-dim in `dtype`."
+    return torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors]).square().sum()
+
+class ParallelMuon:
+    "Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
+
+    def __init__(self, roles: dict, # {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}
+                 layout: Layout, ranks: Ranks | None = None, # layout made for ranks.world
+                 plan: Plan | None = None, # orders; default: biggest first
+                 rule: str = "muon",
+                 bank_lr: float = 0.025, bank_wd: float = 0.04, table_lr: float = 0.035, scalar_lr: float = 0.025, adam_wd: float = 0.04,
+                 betas: tuple = (0.9, 0.95), eps: float = 1e-8, # AdamW
+                 clip: str = "global", max_norm: float = 0.3, # 0 turns clipping off
+                 method: str = "ns5", ns_steps: int = 5, debug: bool = False):
+        self.ranks, self.layout, self.rule, self.clip, self.max_norm = ranks or Ranks(), layout, rule, clip, max_norm
+        if layout.world != self.ranks.world:
+            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.ranks.world} are running: make it with world={self.ranks.world}")
+        self.plan = plan or make_plan(layout)
+        check_plan(self.plan, layout)
+        self.bank_lr, self.bank_wd, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, bank_wd, betas, eps, method, ns_steps, debug
+        momentum_dtype = torch.float32 if rule == "sgd" else None
+        self.banks = {s.name: ShardedBank(s, roles["bank"][s.name], self.ranks, momentum_dtype if roles["bank"][s.name].dtype != torch.float64 else None) for s in layout.banks}
+        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, self.ranks, masters=rule == "sgd")
+        some = next(iter(self.banks.values())).master
+        self.full, self.device = some.dtype, some.device
+        self.count = torch.zeros((), dtype=self.full, device=self.device)
+        self.masks, self.summing = {}, False
+        self.publish()
+
+    def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> torch.Tensor:
+        "After backward: start the communication of this step; returns the summed control vector, [5], on the device."
+        return engine_launch(self, loss, elapsed_ms, stop)
+
+    def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
+        "Update everything and publish; `multiplier` (float or 0-dim tensor) scales all learning rates; `project(name, master)` may round what is published."
+        engine_finish(self, multiplier, momentum, project)
+
+    def step(self, multiplier=1.0, momentum: float = 0.99):
+        "`launch` and `finish` in one call: gradients in, new weights out."
+        self.launch()
+        self.finish(multiplier, momentum)
+
+    def accumulate(self):
+        "After each backward of an accumulated step: add the bank gradients up in fp32 and free them."
+        for bank in self.banks.values():
+            bank.accumulate()
+
+    def publish(self, tensors: dict | None = None, project=None):
+        "Write every replica from the masters (or from `tensors`: bank name -> my shard), through `project` if given; returns when done."
+        handles = []
+        for name in self.plan.work:
+            source = self.banks[name].master if tensors is None else tensors[name]
+            handles.append(self.banks[name].publish(project(name, source) if project else source))
+        for h in handles:
+            if h is not None:
+                h.wait()
+
+def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, ranks: Ranks, masters: bool) -> list:
+    "The tables and scalars of a model as flat groups, one per dtype, the widest dtype first (the control words ride with it)."
+    lr = {**{k: table_lr for k in roles.get("table", {})}, **{k: scalar_lr for k in roles.get("scalar", {})}}
+    params = {**roles.get("table", {}), **roles.get("scalar", {})}
+    dtypes = sorted({p.dtype for p in params.values()}, key=lambda d: -d.itemsize)
+    made = []
+    for d in dtypes:
+        some = {k: p for k, p in params.items() if p.dtype == d}
+        made.append(Replicated(some, lr, {k: wd for k in some}, ranks, masters=masters and d.itemsize < 4))
+    return made
+
+def engine_launch(self: ParallelMuon, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
+    "First half of a step (see `ParallelMuon.launch`)."
+    whole = {n: b.whole() for n, b in self.banks.items()}
+    for n, mask in self.masks.items():
+        if n in whole:
+            whole[n] = whole[n] * mask
+    flats = [g.collect() for g in self.groups]
+    for g, flat in zip(self.groups, flats):
+        for n, view in g.view(flat).items():
+            if n in self.masks:
+                view.mul_(self.masks[n])
+    norm_sq = squared_norm([*whole.values(), *flats], self.full)
+    if self.clip == "local" and self.max_norm > 0:
+        factor = clip_factor(norm_sq, self.max_norm)
+        for t in (*whole.values(), *flats):
+            t.mul_(factor)
+    for n in self.plan.scatter:
+        self.banks[n].reduce(whole.pop(n))
+    if self.debug:
+        for b in self.banks.values():
+            b.replica.data.fill_(float("nan"))
+    loss = torch.zeros((), device=self.device) if loss is None else loss
+    control = control_vector(self.ranks, elapsed_ms, stop, loss, norm_sq, self.full)
+    return send_flats(self, flats, control)
+
+def send_flats(self: ParallelMuon, flats: list, control: torch.Tensor) -> torch.Tensor:
+    "All-reduce the flat gradients (mean) and the control words (sum), one collective per dtype; returns the summed control vector."
+    if not self.groups:
+        self.control = self.ranks.sum(control)
+        return self.control
+    for i, (g, flat) in enumerate(zip(self.groups, flats)):
+        wire = torch.cat([flat.to(self.full), control]) if i == 0 else flat
+        self.ranks.sum(wire)
+        if i == 0:
+            self.control, wire = wire[-len(control):].clone(), wire[:-len(control)]
+        g.grad = wire.div_(self.ranks.world)
+    return self.control
+
+def engine_finish(self: ParallelMuon, multiplier, mu: float, project):
+    "Second half of a step (see `ParallelMuon.finish`)."
+    mult = torch.as_tensor(multiplier, dtype=self.full, device=self.device)
+    ok = self.control[CONTROL_WORDS.index("bad")] == 0
+    factor = torch.ones_like(mult)
+    if self.clip == "global" and self.max_norm > 0:
+        mine = squared_norm([self.banks[n].arrive() for n in self.plan.work], self.full)
+        shared = squared_norm([g.grad for g in self.groups], self.full) if self.groups else torch.zeros_like(mine)
+        factor = clip_factor(self.ranks.sum(mine) + shared, self.max_norm)
+    self.count += ok
+    for g in self.groups:
+        if self.rule == "muon":
+            adamw_update(g, mult, factor, ok, self.count.clamp(min=1), *self.betas, self.eps)
+        else:
+            for a, b, lr, _ in g.segments:
+                sgd_update(g.master[a:b], g.first[a:b], g.grad[a:b] * factor, mult * lr, mu, ok)
+            if g.master is not g.flat:
+                g.flat.copy_(g.master)
+    handles = [bank_finish(self, n, mult, mu, factor, ok, project) for n in self.plan.work]
+    for h in handles:
+        if h is not None:
+            h.wait()
+
+def bank_finish(self: ParallelMuon, name: str, mult, mu: float, factor, ok, project):
+    "Wait for one bank's gradient, update its masters, start publishing; returns the handle."
+    bank = self.banks[name]
+    grad = bank.arrive()
+    if self.clip == "global":
+        grad = grad * factor.to(grad.dtype) if grad.dtype == self.full else (grad.to(self.full) * factor).to(grad.dtype)
+    if self.rule == "muon":
+        muon_update(bank.master, bank.momentum, grad, mult * self.bank_lr, mu, self.bank_wd, bank.lr_scale, ok, self.method, self.ns_steps)
+    else:
+        sgd_update(bank.master, bank.momentum, grad, mult * self.bank_lr, mu, ok)
+    bank.grad = None
+    return bank.publish(project(name, bank.master) if project else None)
+
+def engine_tensors(self: ParallelMuon) -> list:
+    "What an average follows: my shard of every bank's masters (layout order), then the flat replicated groups."
+    return [self.banks[s.name].master for s in self.layout.banks] + [g.master for g in self.groups]
+
+def engine_gather(self: ParallelMuon, tensors: list | None = None) -> tuple[dict, dict]:
+    "(banks, others): whole fp32 banks [n, r, c] by bank name and the replicated tensors by parameter name, from masters or from an average of `engine_tensors`."
+    tensors = engine_tensors(self) if tensors is None else tensors
+    banks, others = {}, {}
+    for spec, mine in zip(self.layout.banks, tensors):
+        banks[spec.name] = torch.empty(spec.shape, dtype=mine.dtype, device=mine.device)
+        handle = gather_into(banks[spec.name], mine.contiguous(), self.ranks)
+        if handle is not None:
+            handle.wait()
+    for g, flat in zip(self.groups, tensors[len(self.layout.banks):]):
+        others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
+    return banks, others
+
+@torch.no_grad()
+def engine_load(self: ParallelMuon, banks: dict, others: dict):
+    "Set masters from whole tensors (fp32, as `engine_gather` gives) and publish them; momenta are untouched."
+    for spec in self.layout.banks:
+        b = self.banks[spec.name]
+        b.master.copy_(banks[spec.name][b.slots.start:b.slots.stop])
+    for g in self.groups:
+        for k, view in g.view(g.master).items():
+            view.copy_(others[k])
+        if g.master is not g.flat:
+            g.flat.copy_(g.master)
+    self.publish()
+
+def engine_state(self: ParallelMuon) -> list:
+    "Every tensor that a step changes on this rank (not the replicas, which follow from the masters)."
+    state = [t for b in self.banks.values() for t in (b.master, b.momentum)]
+    for g in self.groups:
+        state += [g.flat, g.first, g.second] + ([g.master] if g.master is not g.flat else [])
+    return state + [self.count]
+
+def snapshot(self: ParallelMuon) -> list:
+    "A copy of the engine's state."
+    return [t.clone() for t in engine_state(self)]
+
+def restore(self: ParallelMuon, saved: list):
+    "Back to a snapshot, gradients dropped, replicas published."
+    for t, s in zip(engine_state(self), saved):
+        t.copy_(s)
+    for b in self.banks.values():
+        b.take()
+        b.sum = b.grad = None
+    for g in self.groups:
+        g.collect()
+    self.publish()
+
+def make_engine(model: torch.nn.Module, # has role_params()
+                layout: Layout, cfg: Config, ranks: Ranks, debug: bool = False) -> ParallelMuon:
+    "The engine a recipe describes, on a model of golfnb."
+    return ParallelMuon(model.role_params(), layout, ranks, plan=make_plan(layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
+                        table_lr=cfg.tied_embed_lr, scalar_lr=cfg.scalar_lr, adam_wd=cfg.adam_wd, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
+                        clip=cfg.clip, max_norm=cfg.grad_clip_norm, method=cfg.ns, ns_steps=cfg.muon_backend_steps, debug=debug)
+
+# ---- evaluate ----
+
+def windows(n_targets: int,  # targets of the stream, N
+            seq_len: int,    # tokens a row holds
+            stride: int,     # targets each window after the first adds; seq_len gives disjoint rows
+            ) -> tuple[Tensor, Tensor]:  # int64 [W] first token of each window; int64 [W] how many of its last targets it scores
+    "Windows that score every target exactly once; a row holds min(seq_len, n_targets) tokens. GolfError for a stride outside 1..seq_len or no targets."
+    if n_targets < 1 or not 1 <= stride <= seq_len:
+        raise GolfError(f"scoring needs at least one target and an EVAL_STRIDE between 1 and the row length {seq_len}: found {n_targets} targets and stride {stride}")
+    row = min(seq_len, n_targets)
+    later = -(-(n_targets - row) // stride)
+    starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
+    keeps = torch.full((later + 1,), stride)
+    keeps[0] = row
+    if later:
+        keeps[-1] = n_targets - row - (later - 1) * stride
+    return starts, keeps
+
+@torch.no_grad()
+def score_rows(model: Callable,   # (ids [B, T], keep) -> logits [B, keep, V] before the softcap; has .cap
+               x: Tensor,         # int64 [B, T] tokens
+               y: Tensor,         # int64 [B, T] targets, the tokens that follow
+               keep: int,         # score the last `keep` targets of each row
+               ) -> Tensor:       # [B, keep] nats per target, fp32 (fp64 for a float64 model)
+    "Negative log-likelihood of the last targets of each row, without gradients."
+    return token_nll(model(x, keep), y[:, -keep:], model.cap)
+
+def window_batches(keeps: Tensor,    # int64 [W]
+                   batch_seqs: int,  # windows of one batch
+                   ) -> list[tuple[int, int, int]]:  # (first window, one past the last, keep)
+    "Cut a list of windows into batches of equal `keep`, in order."
+    batches, first = [], 0
+    values, counts = torch.unique_consecutive(keeps, return_counts=True)
+    for keep, count in zip(values.tolist(), counts.tolist()):
+        batches += [(a, min(a + batch_seqs, first + count), keep) for a in range(first, first + count, batch_seqs)]
+        first += count
+    return batches
+
+@torch.no_grad()
+def score_windows(model: Callable,      # as in score_rows
+                  tokens: Tensor,       # int [N + 1], on the model's device
+                  table: ByteTable,     # on the same device
+                  starts: Tensor,       # int64 [W], as from windows()
+                  keeps: Tensor,        # int64 [W]
+                  row: int,             # tokens of a window
+                  batch_seqs: int,      # rows of every forward
+                  out: Tensor | None = None,         # [N]: receives each target's nats, if given
+                  progress: Callable | None = None,  # called with (windows done, windows) after each batch
+                  ) -> Tensor:          # float64 [3]: nats, bytes and number of the scored targets
+    "Score some windows of a stream, on this rank alone."
+    total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
+    starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
+    for a, b, keep in window_batches(keeps, batch_seqs):
+        first = starts[a:b]
+        filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
+        ids = tokens[filled[:, None] + span].long()
+        x, y = ids[:, :-1], ids[:, 1:]
+        nll = score_rows(model, x, y, keep)[:b - a]
+        n_bytes = target_bytes(table, x[:b - a, -keep:], y[:b - a, -keep:])
+        total += torch.stack([nll.double().sum(), n_bytes.sum().double(), torch.full_like(total[0], nll.numel())])
+        if out is not None:
+            out[first[:, None] + span[row - keep:row]] = nll.to(out.dtype)
+        if progress is not None:
+            progress(b, len(keeps))
+    return total
+
+def share_of(n: int,        # things to share out
+             ranks: Ranks,
+             ) -> tuple[int, int]:  # my things are first, ..., one before last
+    "A rank's contiguous share: rank*n/world up to (rank+1)*n/world, rounded down."
+    return n * ranks.rank // ranks.world, n * (ranks.rank + 1) // ranks.world
+
+def sliding_loss(model: Callable,    # (ids, keep) -> logits; has .cap
+                 tokens: Tensor,     # int [N + 1], on the model's device
+                 table: ByteTable,   # on the same device
+                 seq_len: int,       # tokens of a window
+                 stride: int,        # targets each window after the first scores
+                 batch_seqs: int,    # windows of one forward, per rank
+                 ranks: Ranks,       # every rank must call
+                 out: Tensor | None = None, progress: Callable | None = None,  # see score_windows
+                 ) -> tuple[float, float]:   # nats per token, bits per byte
+    "Sliding-window score of a stream, each target exactly once. GolfError for an impossible stride or an empty stream."
+    n = tokens.numel() - 1
+    starts, keeps = windows(n, seq_len, stride)
+    lo, hi = share_of(len(starts), ranks)
+    total = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n), min(batch_seqs, len(starts)), out, progress)
+    nll, n_bytes, count = ranks.sum(total).tolist()
+    if count != n:
+        raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; do all ranks hold the same tokens?")
+    return nll / n, bits_per_byte(nll, n_bytes)
+
+def plain_loss(model: Callable, tokens: Tensor, table: ByteTable,
+               seq_len: int,      # tokens of a row; rows are disjoint
+               batch_seqs: int,   # rows of one forward, per rank
+               ranks: Ranks,
+               ) -> tuple[float, float]:  # nats per token, bits per byte
+    "Plain validation: disjoint rows, all targets scored (a last partial row is scored at the end of a full one). Otherwise as `sliding_loss`."
+    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks)
+
+# ---- train ----
+
+def momentum_at(cfg: Config, step: int) -> float:
+    "Muon's momentum for the step about to run: linear warm-up over `muon_momentum_warmup_steps`."
+    part = min(step / cfg.muon_momentum_warmup_steps, 1.0) if cfg.muon_momentum_warmup_steps > 0 else 1.0
+    return cfg.muon_momentum_warmup_start + (cfg.muon_momentum - cfg.muon_momentum_warmup_start) * part
+
+def multiplier_at(cfg: Config, step: int, elapsed_ms):
+    "Learning-rate multiplier for the step about to run. Without a cap a float from the step; with one from rank 0's `elapsed_ms` (0-dim tensor or float), in the same type."
+    cap, down = cfg.max_wallclock_seconds * 1000.0, cfg.warmdown_iters
+    if down <= 0:
+        return 1.0
+    if cap <= 0:
+        return min(1.0, (cfg.iterations - step) / down)
+    if not isinstance(elapsed_ms, torch.Tensor):
+        return float(multiplier_at(cfg, step, torch.tensor(elapsed_ms, dtype=torch.float64)))
+    per_step = (elapsed_ms / max(step, 1)).clamp(min=1e-9)
+    return ((cap - elapsed_ms).clamp(min=0) / (down * per_step)).clamp(max=1.0)
+
+LATE_STEPS = 2
+
+class LateReader:
+    "A queue of small device tensors, each read `LATE_STEPS` pushes later, when that costs no waiting."
+
+    def __init__(self):
+        self.queue = deque()
+
+    def push(self, t: torch.Tensor) -> list | None:
+        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none."
+        if t.device.type == "cuda":
+            host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host, event = t.clone(), None
+        self.queue.append((host, event))
+        return self.pop() if len(self.queue) > LATE_STEPS else None
+
+    def pop(self) -> list:
+        "The oldest queued values, waiting for them if need be."
+        host, event = self.queue.popleft()
+        if event is not None:
+            event.synchronize()
+        return host.tolist()
+
+class TrainClock:
+    "Milliseconds of training so far; can be paused. `now` is any function that gives seconds."
+
+    def __init__(self, now=time.perf_counter):
+        self.now, self.ms, self.since = now, 0.0, None
+
+    def start(self):
+        self.since = self.now()
+
+    def pause(self):
+        self.ms, self.since = self.read(), None
+
+    def read(self) -> float:
+        "Milliseconds so far."
+        return self.ms if self.since is None else self.ms + 1000.0 * (self.now() - self.since)
+
+def should_stop(cfg: Config, step: int, elapsed_ms: float) -> bool:
+    "Whether the steps already under way will reach the wall-clock cap: said at the start of `step` (0-based)."
+    cap = cfg.max_wallclock_seconds * 1000.0
+    return cap > 0 and step > 0 and elapsed_ms + LATE_STEPS * elapsed_ms / step >= cap
+
+class GridProjector:
+    "Rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
+
+    def __init__(self, engine: ParallelMuon, floor: bool, qmax: int = 31):
+        self.qmax, self.floor, self.parts = qmax, floor, {}
+        for name, bank in engine.banks.items():
+            self.parts[name] = []
+            for slot, i in enumerate(bank.slots):
+                if i >= len(bank.spec.matrices) or bank.spec.matrices[i].quant.kind != "int6":
+                    continue
+                row_dim = -1 if bank.spec.matrices[i].transposed else -2
+                ratio = clip_ratio(bank.master[slot] if row_dim == -2 else bank.master[slot].mT, qmax, floor)
+                self.parts[name].append((slot, row_dim, ratio))
+
+    def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        "A copy of `master` [n, r, c] with every int6 slot on its grid."
+        out = master.clone()
+        for slot, row_dim, ratio in self.parts[name]:
+            out[slot] = round_to_grid(master[slot], ratio, self.qmax, self.floor, row_dim=row_dim)
+        return out
+
+class RunLog:
+    "Lines to the terminal and train.log, events to metrics.jsonl in `folder`; silent on ranks other than 0 or without a folder."
+
+    def __init__(self, folder: Path | None = None, master: bool = True, quiet: bool = False):
+        self.master, self.quiet, self.files = master, quiet, []
+        if folder is not None and master:
+            self.files = [open(Path(folder) / n, "w", encoding="utf-8") for n in ("train.log", "metrics.jsonl")]
+
+    def line(self, text: str):
+        "One line of text."
+        if not self.master:
+            return
+        if not self.quiet:
+            print(text, flush=True)
+        if self.files:
+            self.files[0].write(text + "\n")
+            self.files[0].flush()
+
+    def event(self, kind: str, **values):
+        "One event with its numbers."
+        if self.files:
+            self.files[1].write(json.dumps({"event": kind, **values}) + "\n")
+            self.files[1].flush()
+
+    def close(self):
+        "Close the files."
+        for f in self.files:
+            f.close()
+        self.files = []
+
+def micro_steps(loss_fn, loader, engine: ParallelMuon, accum: int) -> torch.Tensor:
+    "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
+    total = None
+    for _ in range(accum):
+        ids, targets = loader.next()
+        loss = loss_fn(ids, targets) / accum
+        loss.backward()
+        if accum > 1:
+            engine.accumulate()
+        total = loss.detach() if total is None else total + loss.detach()
+    return total
+
+def training_loss(model, cap: float):
+    "The function (ids, targets) -> mean loss that training differentiates; `model` may be compiled."
+    def loss_of(ids, targets):
+        return softcap_loss(model(ids), targets, cap)
+    return loss_of
+
+def warm_up(cfg: Config, loss_fn, loader, engine: ParallelMuon, log: RunLog):
+    "Run `warmup_steps` real steps, then restore everything as if they had not been."
+    if cfg.warmup_steps <= 0:
+        return
+    saved, place = snapshot(engine), loader.state()
+    for s in range(cfg.warmup_steps):
+        loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
+        if s == 0:
+            engine.ranks.barrier()
+        engine.launch(loss=loss)
+        engine.finish(multiplier_at(cfg, 0, torch.zeros((), dtype=engine.full, device=engine.device)), momentum_at(cfg, s))
+        if s + 1 <= 3 or (s + 1) % 10 == 0 or s + 1 == cfg.warmup_steps:
+            log.line(f"warmup_step:{s + 1}/{cfg.warmup_steps}")
+    restore(engine, saved)
+    loader.rewind(place)
+
+SWA_BELOW = 0.2
+
+class Averages:
+    "The averages a recipe asks for, over the engine's own shards."
+
+    def __init__(self, cfg: Config, engine: ParallelMuon):
+        self.cfg, self.engine, self.mode = cfg, engine, cfg.averaging
+        self.ema = Ema(engine_tensors(engine), cfg.ema_decay) if "ema" in self.mode else None
+        self.swa = Swa(engine_tensors(engine)) if "swa" in self.mode else None
+
+    def update(self, step: int, multiplier):
+        "After step `step` (0-based) with its learning-rate multiplier (float or 0-dim tensor)."
+        if self.ema is not None:
+            self.ema.update(engine_tensors(self.engine))
+        if self.swa is not None and (step + 1) % self.cfg.swa_every == 0:
+            m = torch.as_tensor(multiplier, dtype=self.engine.full, device=self.engine.device)
+            self.swa.add(engine_tensors(self.engine), (m < SWA_BELOW).to(self.engine.full))
+
+    def tensors(self) -> list:
+        "The tensors to export, in `engine_tensors` order."
+        return average_of(self.mode, self.ema, self.swa, engine_tensors(self.engine))
+
+@dataclass
+class TrainResult:
+    "What a training run leaves behind."
+    steps: int # optimizer steps done
+    train_ms: float # training time in ms, validation excluded
+    losses: list = field(default_factory=list) # mean training loss of every step, nats a token
+    val_loss: float | None = None # last validation loss, nats a token
+    val_bpb: float | None = None # last validation bits per byte
+    averages: Averages | None = None
+    skipped: int = 0 # steps skipped because a gradient was not finite
+    qat_from: int | None = None # first step that published rounded weights
+
+@dataclass
+class LoopState:
+    "The loop's bookkeeping."
+    result: TrainResult
+    clock: TrainClock
+    reader: LateReader = field(default_factory=LateReader)
+    starts: list = field(default_factory=list) # elapsed ms at the start of every step
+    read: int = 0 # control vectors read so far
+    stop: bool = False
+    project: GridProjector | None = None
+
+def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
+    "Take in the control vector of step `state.read` (0-based): loss, skip, stop; and log it."
+    said = dict(zip(CONTROL_WORDS, values))
+    s, res = state.read, state.result
+    state.read += 1
+    res.losses.append(said["loss"])
+    state.stop = state.stop or said["stop"] > 0
+    if said["bad"] > 0:
+        res.skipped += 1
+        log.line(f"step:{s + 1} skipped: the gradient was not finite on {said['bad']:.0f} rank(s)")
+    ends = state.starts[s + 1] if s + 1 < len(state.starts) else state.clock.read()
+    log.event("step", step=s + 1, loss=said["loss"], own_loss=values[-1], ms=ends - state.starts[s], train_ms=ends,
+              multiplier=float(multiplier_at(cfg, s, said["elapsed_ms"])), momentum=momentum_at(cfg, s), grad_norm=said["norm_sq"] ** 0.5)
+    if s < 10 or (cfg.train_log_every > 0 and (s + 1) % cfg.train_log_every == 0) or s + 1 == cfg.iterations:
+        log.line(f"step:{s + 1}/{cfg.iterations} train_loss:{values[-1]:.4f} train_time:{ends:.0f}ms step_avg:{ends / (s + 1):.2f}ms")
+    if cfg.qat_banks and cfg.late_qat and multiplier_at(cfg, s, said["elapsed_ms"]) < cfg.late_qat_threshold:
+        res.qat_from = res.qat_from if res.qat_from is not None else len(state.starts)
+
+def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, state: LoopState, log: RunLog):
+    "Step `step` (0-based) of the loop."
+    elapsed = state.clock.read()
+    state.starts.append(elapsed)
+    loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
+    control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))
+    multiplier = multiplier_at(cfg, step, control[0])
+    if state.result.qat_from is not None and state.project is None:
+        state.project = GridProjector(engine, cfg.scale_floor)
+        log.line(f"late_qat:enabled step:{step + 1} owner-side int6 grid")
+    engine.finish(multiplier, momentum_at(cfg, step), project=state.project)
+    state.result.averages.update(step, multiplier)
+    values = state.reader.push(torch.cat([control, loss.to(control.dtype).view(1)]))
+    if values is not None:
+        read_control(cfg, state, values, log)
+
+def validate_now(cfg: Config, step: int, engine: ParallelMuon, state: LoopState, validate, log: RunLog):
+    "Stop the clock, publish unrounded masters, validate, put the rounded ones back."
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    state.clock.pause()
+    if state.project is not None:
+        engine.publish()
+    res = state.result
+    res.val_loss, res.val_bpb = validate()
+    log.line(f"step:{step}/{cfg.iterations} val_loss:{res.val_loss:.4f} val_bpb:{res.val_bpb:.4f} train_time:{state.clock.ms:.0f}ms step_avg:{state.clock.ms / max(step, 1):.2f}ms")
+    log.event("val", step=step, loss=res.val_loss, bpb=res.val_bpb, train_ms=state.clock.ms)
+    if state.project is not None:
+        engine.publish(project=state.project)
+    state.clock.start()
+
+def train(cfg: Config,
+          loss_fn, # (ids, targets) -> mean loss, 0-dim
+          loader, # has next() -> (ids, targets), both int64 [rows, T] on the device
+          engine: ParallelMuon,
+          log: RunLog | None = None,
+          validate=None, # () -> (loss in nats a token, bits per byte), or None
+          now=time.perf_counter) -> TrainResult: # the clock, in seconds
+    "Train until `iterations` or the wall-clock cap. On return the replica holds the unrounded masters; the averages are in the result."
+    log = log or RunLog(quiet=True)
+    state = LoopState(TrainResult(0, 0.0, averages=Averages(cfg, engine)), TrainClock(now))
+    state.clock.start()
+    step = 0
+    while True:
+        last = step == cfg.iterations or state.stop
+        if validate and (last or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)):
+            validate_now(cfg, step, engine, state, validate, log)
+        if last:
+            break
+        one_step(cfg, step, loss_fn, loader, engine, state, log)
+        step += 1
+    return end_training(cfg, step, engine, state, log)
+
+def end_training(cfg: Config, step: int, engine: ParallelMuon, state: LoopState, log: RunLog) -> TrainResult:
+    "Read what is still queued, stop the clock, leave unrounded masters in the replica."
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    state.clock.pause()
+    while state.reader.queue:
+        read_control(cfg, state, state.reader.pop(), log)
+    if state.stop:
+        log.line(f"stopping_early: wallclock_cap train_time:{state.clock.ms:.0f}ms step:{step}/{cfg.iterations}")
+    if state.project is not None:
+        engine.publish()
+    state.result.steps, state.result.train_ms = step, state.clock.ms
+    return state.result
+
+# ---- quantize ----
+
+KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"} # numpy dtype on disk
+
+INT_MAX = {"int6": 31, "int8": 127} # largest integer of the kinds that have a scale per row
+
+@dataclass
+class Packed:
+    "One tensor as it is stored."
+    kind: str # a key of KIND_DTYPES
+    shape: tuple[int, ...] # of the tensor
+    data: np.ndarray # shape as the tensor; bf16 as its 16 bits in uint16
+    scale: np.ndarray | None = None # fp16 [rows] for integer kinds
+
+def pack_plain(name: str, # for errors
+               w: torch.Tensor, # any shape, float
+               kind: str, # fp16, fp32, fp64 or bf16
+              ) -> Packed:
+    "Store a tensor as floats. Raises GolfError for values that are not finite in that kind."
+    if kind == "bf16":
+        rounded = w.detach().to(torch.bfloat16).cpu().contiguous()
+        data = rounded.view(torch.int16).numpy().view(np.uint16)
+    else:
+        rounded = w.detach().to({"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[kind]).cpu().contiguous()
+        data = rounded.numpy()
+    if not torch.isfinite(rounded).all():
+        raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: the run has diverged, export earlier weights")
+    return Packed(kind, tuple(w.shape), data)
+
+def unpack_plain(packed: Packed, # of a float kind
+                ) -> torch.Tensor: # same shape, in the stored dtype, writable
+    "The tensor that was stored, bit for bit."
+    data = np.array(packed.data)
+    return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16) if packed.kind == "bf16" else torch.from_numpy(data)
+
+def spread_scale(w: torch.Tensor, # [rows, cols]
+                 k: float, # clip in units of the row's spread; larger is coarser
+                 qmax: int = 31, # largest integer
+                ) -> torch.Tensor: # [rows], rounded to fp16
+    "The scale k * std(row) / qmax."
+    wide = w if w.dtype == torch.float64 else w.float()
+    return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
+
+@torch.no_grad()
+def pack_rows(name: str, # for errors
+              w: torch.Tensor, # [rows, cols]
+              kind: str, # int6 or int8
+              scale_floor: bool = False, # the published floor: no scale under 1/31 (int6) or 1/127 (int8)
+              k: float | None = None, # int6 by spread; None: GPTQ-lite
+             ) -> Packed:
+    "Store a matrix as integers with one scale per row. Raises GolfError for other shapes and for weights that are not finite."
+    if w.ndim != 2 or w.numel() == 0 or not torch.isfinite(w).all():
+        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found shape {tuple(w.shape)}{'' if w.ndim != 2 else ' with NaN or infinity'}: the run has diverged or the name is misspelt")
+    if kind == "int8":
+        q, scale = quantize_int8(w, scale_floor)
+    elif k is None:
+        q, scale, _ = best_clip(w, INT_MAX[kind], scale_floor)
+    else:
+        scale = spread_scale(w, k, INT_MAX[kind])
+        q = quantize_rows(w.to(scale.dtype), scale, INT_MAX[kind])
+    return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
+
+def quantize_state(named: Mapping[str, torch.Tensor], # published name -> weights, any float dtype, any device
+                   scale_floor: bool, # the published floor, which decides the size by accident
+                   k: float | None = None, # int6 clip in units of the row's spread; None: GPTQ-lite
+                  ) -> dict[str, Packed]: # same names, same order
+    "Quantize everything. Source: parameter-golf PR #399 (GPTQ-lite, the order of kinds). Raises GolfError for weights that are not finite."
+    packed = {}
+    for name, w in named.items():
+        kind = quant_kind(name, tuple(w.shape))
+        packed[name] = pack_rows(name, w, kind, scale_floor, k) if kind in INT_MAX else pack_plain(name, w, kind)
+    return packed
+
+def dequantize_state(packed: Mapping[str, Packed], # as stored
+                    ) -> dict[str, torch.Tensor]: # fp32 (fp64 where stored so), CPU
+    "The weights that a model loads."
+    state = {}
+    for name, p in packed.items():
+        if p.kind in INT_MAX:
+            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), torch.from_numpy(p.scale.astype(np.float32)))
+        else:
+            plain = unpack_plain(p)
+            state[name] = plain if plain.dtype == torch.float64 else plain.float()
+    return state
+
+def entropy_bits(values: np.ndarray, # int8, any shape
+                ) -> float: # bits per value
+    "Order-0 entropy: the floor for a coder that looks at one value at a time."
+    counts = np.bincount(np.ascontiguousarray(values).view(np.uint8).ravel(), minlength=256)
+    p = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(p * np.log2(p)).sum())
+
+GAUSS = 2 * math.pi * math.e
+
+def bits_per_weight(k: float, # clip in units of the spread
+                    qmax: int = 31, # largest integer
+                   ) -> float: # bits, for Gaussian rows
+    "Entropy of a Gaussian row on the grid of step k * std / qmax."
+    return 0.5 * math.log2(GAUSS * ((qmax / k) ** 2 + 1 / 12))
+
+def k_for_bits(bits: float, # bits per weight wanted
+               qmax: int = 31, # largest integer
+              ) -> float: # k; infinite where the formula has no answer (under about 0.25 bits)
+    "The inverse of bits_per_weight."
+    square = 4**bits / GAUSS - 1 / 12
+    return qmax / math.sqrt(square) if square > 0 else math.inf
+
+K_FINEST = 4.0
+
+K_COARSEST = 64.0
+
+SIZE_AIM = 0.998 # fraction of the target that we aim at
+
+SIZE_GOOD = 0.995 # fraction that is near enough
+
+def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights
+                   target_bytes: int, # the container must have at most so many bytes
+                   measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
+                   tries: int = 6, # packings at most, after the first
+                  ) -> tuple[dict[str, Packed], float | None, int]: # packed state, its k (None: GPTQ-lite), its bytes
+    "The finest quantization that fits. Raises GolfError when even the coarsest does not."
+    packed = quantize_state(named, False)
+    size = measure(packed)
+    if size <= target_bytes:
+        return packed, None, size
+    codes = [p.data.ravel() for p in packed.values() if p.kind == "int6"]
+    bits, n, best = entropy_bits(np.concatenate(codes)) if codes else 0.0, max(sum(c.size for c in codes), 1), None
+    for attempt in range(tries):
+        bits -= 8 * (size - SIZE_AIM * target_bytes) / n
+        k = min(max(k_for_bits(bits), K_FINEST), K_COARSEST) if best or attempt < tries - 1 else K_COARSEST
+        packed = {name: pack_rows(name, named[name], "int6", k=k) if p.kind == "int6" else p for name, p in packed.items()}
+        size, bits = measure(packed), bits_per_weight(k)
+        if size <= target_bytes and (best is None or size > best[2]):
+            best = packed, k, size
+        if best and (best[2] >= SIZE_GOOD * target_bytes or k == K_FINEST) or not best and k == K_COARSEST:
+            break
+    if best is None:
+        raise GolfError(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; allow at least that much or train a smaller model")
+    return best
+
+# ---- artifact ----
+
+ARTIFACT_MAGIC = b"\x93GOLFNB\n"
+
+ARTIFACT_VERSION = 1
+
+ARTIFACT_PREFIX = "<8sII32s" # magic, version, header length, checksum
+
+PREFIX_BYTES = 48
+
+HEADER_LIMIT = 2**22 # bytes of the header, deflated or not
+
+RAW_LIMIT = 2**31 # bytes of all sections, decoded
+
+SECTIONS = ("int6", "int8", "fp16", "fp32", "fp64", "bf16", "scale") # order in the file; "scale" holds the row scales of the integer kinds
+
+CODECS = ("lzma", "zlib", "best", "none", "brotli", "zstd")
+
+def _optional_codec(codec: str): # brotli or zstd -> its module
+    "Import an optional package, or say which one is missing."
+    package = {"brotli": "brotli", "zstd": "zstandard"}[codec]
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise GolfError(f"codec {codec} needs the package {package}, which is not installed: install it or use one of lzma, zlib, best") from None
+
+def _deflate(raw: bytes) -> bytes:
+    "The smaller of zlib's two ways: with repetitions, or frequencies only."
+    ways = []
+    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
+        coder = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy)
+        ways.append(coder.compress(raw) + coder.flush())
+    return min(ways, key=len)
+
+def compress_section(raw: bytes, # decoded bytes
+                     codec: str, # one of CODECS
+                    ) -> tuple[str, bytes]: # the codec to record, and the stored bytes
+    "Compress, the same bytes every time. Raises GolfError for an unknown codec or a missing package."
+    if codec == "none":
+        return codec, raw
+    if codec in ("lzma", "zlib"):
+        return codec, lzma.compress(raw, preset=6) if codec == "lzma" else _deflate(raw)
+    if codec == "best":
+        ways = [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw)), ("none", raw)]
+        return min(ways, key=lambda way: len(way[1]))
+    if codec not in CODECS:
+        raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")
+    module = _optional_codec(codec)
+    return codec, module.compress(raw, quality=11) if codec == "brotli" else module.ZstdCompressor(level=22).compress(raw)
+
+def _decoded_parts(stored: bytes, # from the file
+                   codec: str, # as recorded
+                   size: int, # decoded bytes expected
+                  ) -> Iterator[bytes]:
+    "Decoded parts; the caller stops when they are more than expected."
+    if codec == "none":
+        yield stored
+    elif codec in ("lzma", "zlib"):
+        coder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**28) if codec == "lzma" else zlib.decompressobj()
+        yield coder.decompress(stored, size + 1)
+        if not coder.eof or coder.unused_data:
+            raise EOFError
+    else:
+        module = _optional_codec(codec)
+        coder = module.Decompressor() if codec == "brotli" else module.ZstdDecompressor(max_window_size=2**27).decompressobj()
+        step = coder.process if codec == "brotli" else coder.decompress
+        for at in range(0, len(stored), 256):
+            yield step(stored[at:at + 256])
+
+def decompress_section(stored: bytes, # from the file
+                       codec: str, # as recorded: lzma, zlib, none, brotli or zstd
+                       size: int, # decoded bytes, known beforehand
+                      ) -> bytes: # exactly size bytes
+    "Decode in bounded memory. Raises GolfError for damage and for any other size."
+    if codec not in CODECS or codec == "best":
+        raise GolfError(f"a section's codec must be lzma, zlib, none, brotli or zstd, found {codec!r}: the file is damaged or of a later version")
+    parts, total = [], 0
+    try:
+        for part in _decoded_parts(stored, codec, size):
+            parts.append(part)
+            total += len(part)
+            if total > size:
+                break
+    except GolfError:
+        raise
+    except Exception as error: # each codec has its own error types
+        raise GolfError(f"a section of {len(stored):,} bytes does not decode with {codec} ({type(error).__name__}): the file is damaged, copy or make it again") from None
+    if total != size:
+        raise GolfError(f"a section must decode to {size:,} bytes, found {'more' if total > size else f'{total:,}'}: the file is damaged, copy or make it again")
+    return b"".join(parts)
+
+def section_plan(tensors: list, # [name, kind, shape] of each tensor, checked
+                ) -> dict[str, int]: # decoded bytes of each section in use, in the file's order
+    "What follows from names, kinds and shapes alone."
+    sizes = dict.fromkeys(SECTIONS, 0)
+    for _, kind, shape in tensors:
+        sizes[kind] += math.prod(shape) * np.dtype(KIND_DTYPES[kind]).itemsize
+        sizes["scale"] += 2 * shape[0] if kind in INT_MAX else 0
+    return {section: size for section, size in sizes.items() if size}
+
+def pack_bytes(packed: Mapping[str, Packed], # what quantize_state gave
+               meta: dict, # JSON-able facts: settings, tokenizer_sha256, vocab_size, recipe, seed, steps
+               codec: str = "lzma", # one of CODECS
+              ) -> bytes: # the container
+    "Write a container into memory. Raises GolfError for facts JSON cannot hold or an unknown codec."
+    names = sorted(packed)
+    tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in names]
+    sections, stored = [], []
+    for section in section_plan(tensors):
+        arrays = [p.scale.astype("<f2") if section == "scale" else p.data.astype(KIND_DTYPES[p.kind], copy=False)
+                  for p in map(packed.get, names) if (p.kind in INT_MAX if section == "scale" else p.kind == section)]
+        used, data = compress_section(b"".join(a.tobytes() for a in arrays), codec)
+        sections.append([section, used, len(data)])
+        stored.append(data)
+    try:
+        text = json.dumps({"meta": meta, "tensors": tensors, "sections": sections}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise GolfError(f"an artifact's facts must be plain JSON, found something else ({error}): pass numbers, strings, lists and dicts") from None
+    return seal(zlib.compress(text.encode(), 9), b"".join(stored))
+
+def seal(header: bytes, # deflated JSON
+         payload: bytes, # all sections
+        ) -> bytes: # the container
+    "Put magic, version, length and checksum in front."
+    front = struct.pack("<8sII", ARTIFACT_MAGIC, ARTIFACT_VERSION, len(header))
+    return front + hashlib.sha256(front + header + payload).digest() + header + payload
+
+def open_container(data: bytes, # a whole container
+                  ) -> tuple[dict, bytes]: # header (meta, tensors, sections), payload
+    "Check everything that can be checked without decoding. Raises GolfError."
+    if data[:8] != ARTIFACT_MAGIC:
+        raise GolfError(f"a golfnb container must start with {ARTIFACT_MAGIC!r}, found {data[:8]!r}: it is another kind of file")
+    if len(data) < PREFIX_BYTES:
+        raise GolfError(f"a container must have more than {PREFIX_BYTES} bytes, found {len(data)}: the file is cut off, copy or make it again")
+    _, version, length, checksum = struct.unpack(ARTIFACT_PREFIX, data[:PREFIX_BYTES])
+    if version != ARTIFACT_VERSION:
+        raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with the golfnb that wrote it")
+    if length > min(HEADER_LIMIT, len(data) - PREFIX_BYTES):
+        raise GolfError(f"the container's header must have at most {min(HEADER_LIMIT, len(data) - PREFIX_BYTES):,} bytes, found {length:,}: the file is cut off or damaged")
+    body = memoryview(data)[PREFIX_BYTES:]
+    digest = hashlib.sha256(data[:16])
+    digest.update(body)
+    if digest.digest() != checksum:
+        raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found {digest.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
+    header = _parse_header(bytes(body[:length]))
+    _check_sections(header, len(body) - length)
+    return header, data[PREFIX_BYTES + length:]
+
+def _parse_header(stored: bytes, # deflated JSON
+                 ) -> dict: # meta, tensors, sections
+    "The header with checked names, kinds and shapes, or GolfError."
+    try:
+        coder = zlib.decompressobj()
+        text = coder.decompress(stored, HEADER_LIMIT)
+        header = json.loads(text) if coder.eof and not coder.unused_data else None
+    except (zlib.error, ValueError, RecursionError):
+        header = None
+    if not (isinstance(header, dict) and header.keys() == {"meta", "tensors", "sections"} and isinstance(header["meta"], dict)
+            and isinstance(header["tensors"], list) and isinstance(header["sections"], list)):
+        raise GolfError("the container's header must be JSON with meta, tensors and sections, found something else: the file is damaged or of another version")
+    for row in header["tensors"]:
+        if not _good_tensor(row):
+            raise GolfError(f"a tensor in the header must be [name, kind, shape], found {str(row)[:80]}: the file is damaged")
+    if len({row[0] for row in header["tensors"]}) != len(header["tensors"]):
+        raise GolfError("the names of the tensors must differ, found one twice: the file is damaged")
+    return header
+
+def _good_tensor(row, # one entry of the header, anything JSON can hold
+                ) -> bool:
+    "A name, a known kind, and a shape that fits the kind and the limit."
+    if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], str) and row[1] in KIND_DTYPES and isinstance(row[2], list)):
+        return False
+    shape = row[2]
+    return len(shape) <= 8 and all(type(n) is int and 0 < n <= RAW_LIMIT for n in shape) and math.prod(shape) <= RAW_LIMIT and (len(shape) == 2 or row[1] not in INT_MAX)
+
+def _check_sections(header: dict, # tensors checked
+                    payload_bytes: int, # what follows the header
+                   ) -> None:
+    "GolfError unless the sections are exactly those that the tensors need, and as long as the payload."
+    sizes, sections = section_plan(header["tensors"]), header["sections"]
+    if sum(sizes.values()) > RAW_LIMIT:
+        raise GolfError(f"the container must decode to at most {RAW_LIMIT:,} bytes, found {sum(sizes.values()):,} declared: it is damaged or not meant for this program")
+    good = all(isinstance(s, list) and len(s) == 3 and isinstance(s[1], str) and type(s[2]) is int and s[2] >= 0 for s in sections)
+    if not good or [s[0] for s in sections] != list(sizes) or sum(s[2] for s in sections) != payload_bytes:
+        raise GolfError(f"the container's sections must be {list(sizes)} and fill {payload_bytes:,} bytes, found {str(sections)[:120]}: the file is damaged")
+
+def unpack_bytes(data: bytes, # a container
+                ) -> tuple[dict, dict[str, Packed]]: # meta; tensors by name, sorted
+    "Decode a container with the standard library and numpy, executing nothing. Raises GolfError for any damage."
+    header, payload = open_container(data)
+    sizes, at, streams = section_plan(header["tensors"]), 0, {}
+    for section, codec, stored in header["sections"]:
+        streams[section] = [decompress_section(payload[at:at + stored], codec, sizes[section]), 0]
+        at += stored
+
+    def take(section: str, dtype: str, shape: tuple) -> np.ndarray:
+        raw, start = streams[section]
+        array = np.frombuffer(raw, dtype, math.prod(shape), start).reshape(shape)
+        streams[section][1] = start + array.nbytes
+        return array
+
+    packed = {}
+    for name, kind, shape in header["tensors"]:
+        scale = take("scale", "<f2", (shape[0],)) if kind in INT_MAX else None
+        packed[name] = Packed(kind, tuple(shape), take(kind, KIND_DTYPES[kind], tuple(shape)), scale)
+        if scale is not None and (packed[name].data.min() < -INT_MAX[kind] or packed[name].data.max() > INT_MAX[kind] or not np.isfinite(scale).all()):
+            raise GolfError(f"{name} must hold integers of at most {INT_MAX[kind]} and finite scales, found others: the file was not made by golfnb")
+    return header["meta"], packed
+
+def save_artifact(path: str | Path, # final name
+                  packed: Mapping[str, Packed], # what quantize_state gave
+                  meta: dict, # settings, tokenizer_sha256, vocab_size, recipe, seed, steps
+                  codec: str = "lzma", # one of CODECS
+                  cap: int | None = None, # bytes allowed for container and code; None: no cap
+                  code_bytes: int = 0, # bytes of the training script, which count
+                 ) -> int: # bytes of the container
+    "Write the artifact, whole or not at all. Raises GolfError when it cannot be written, or is over the cap: then it is kept as `path` + .over."
+    path, data = Path(path), pack_bytes(packed, meta, codec)
+    total = len(data) + code_bytes
+    if cap is None or total <= cap:
+        atomic_write(path, data)
+        path.with_name(path.name + ".over").unlink(missing_ok=True)
+        return len(data)
+    kept = path.with_name(path.name + ".over")
+    atomic_write(kept, data)
+    raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,} too many): the artifact is kept as {kept}, "
+                    f"make a smaller one with `golfnb quantize {path.parent} --target-bytes {cap - code_bytes}`")
+
+def _part_files(path: Path, # the name that the parts share
+               ) -> list[Path]: # path.000, path.001 ..., sorted, as far as they exist
+    "The parts of a container."
+    try:
+        return sorted(p for p in path.parent.iterdir() if p.name[:-3] == path.name + "." and p.name[-3:].isdigit())
+    except OSError:
+        return []
+
+def read_container(path: str | Path, # a container, or the name its parts share
+                  ) -> bytes: # the container, unchecked
+    "Read a file or join its parts. Raises GolfError when there is neither."
+    path = Path(path)
+    try:
+        return path.read_bytes() if path.is_file() or not _part_files(path) else join_parts(path)
+    except OSError as error:
+        raise GolfError(f"cannot read {path} ({error.strerror}): expected a golfnb container or its parts {path.name}.000 and so on, check the path") from None
+
+def load_artifact(path: str | Path, # a container
+                 ) -> tuple[dict, dict[str, Packed]]: # meta, tensors
+    "Read and decode a container. Raises GolfError for a missing file or any damage."
+    data = read_container(path)
+    try:
+        return unpack_bytes(data)
+    except GolfError as error:
+        raise GolfError(f"{path}: {error}") from None
+
+PART_BYTES = 15 * 2**20 # of a part's file, at most
+
+PART_MAGIC = b"\x93GOLFPT\n"
+
+PART_PREFIX = "<8sIII32s" # magic, version, index, count, SHA-256 of the container; then SHA-256 of prefix and data; then data
+
+PART_OVERHEAD = 84
+
+def split_parts(data: bytes, # a container
+                part_bytes: int = PART_BYTES, # of a file, at most
+               ) -> list[bytes]: # the files' contents
+    "Cut a container."
+    room, whole = part_bytes - PART_OVERHEAD, hashlib.sha256(data).digest()
+    if room < 1:
+        raise GolfError(f"a part must have more than {PART_OVERHEAD} bytes, found {part_bytes}: allow more")
+    pieces, parts = [data[at:at + room] for at in range(0, max(len(data), 1), room)], []
+    for index, piece in enumerate(pieces):
+        front = struct.pack(PART_PREFIX, PART_MAGIC, 1, index, len(pieces), whole)
+        parts.append(front + hashlib.sha256(front + piece).digest() + piece)
+    return parts
+
+def join_parts(path: str | Path, # the name that the parts share
+              ) -> bytes: # the container
+    "Join `path`.000, `path`.001 and so on. Raises GolfError for a part that is missing, damaged, misplaced or from elsewhere."
+    path, pieces, first = Path(path), [], None
+    files = _part_files(path)
+    for number, file in enumerate(files):
+        if file.name != f"{path.name}.{number:03d}":
+            raise GolfError(f"part {path}.{number:03d} is missing, found {file.name}: copy all parts")
+        data = file.read_bytes()
+        if len(data) < PART_OVERHEAD or data[:8] != PART_MAGIC or hashlib.sha256(data[:52] + data[PART_OVERHEAD:]).digest() != data[52:PART_OVERHEAD]:
+            raise GolfError(f"{file} must be an undamaged part of a container, found otherwise: copy it again")
+        _, version, index, count, whole = struct.unpack(PART_PREFIX, data[:52])
+        first = first or (version, count, whole)
+        if index != number or (version, count, whole) != first or version != 1:
+            raise GolfError(f"{file} must be part {number} of the same container as the first, found part {index} of {count}{' of another' if whole != first[2] else ''}: parts were renamed or mixed, copy them again")
+        pieces.append(data[PART_OVERHEAD:])
+    if len(files) != first[1]:
+        raise GolfError(f"{path} must have {first[1]} parts, found {len(files)}: copy the missing ones or remove the surplus")
+    return b"".join(pieces)
+
+def save_weights(path: str | Path, # final name; parts get .000, .001 ... appended
+                 named: Mapping[str, torch.Tensor], # published name -> fp32, bf16, fp16 or fp64 tensors
+                 meta: dict, # as for save_artifact
+                 part_bytes: int = PART_BYTES, # a larger container is split
+                ) -> int: # bytes of the container
+    "Save unquantized weights, whole or not at all. Raises GolfError for other dtypes, for weights that are not finite, and when it cannot be written."
+    path, kinds = Path(path), {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+    for name, w in named.items():
+        if w.dtype not in kinds:
+            raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64 to be saved, found {w.dtype}: convert it")
+    data = pack_bytes({name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}, meta, "none")
+    split = len(data) > part_bytes
+    files = {path.with_name(f"{path.name}.{i:03d}"): part for i, part in enumerate(split_parts(data, part_bytes))} if split else {path: data}
+    for file, content in files.items():
+        atomic_write(file, content)
+    for stale in {path, *_part_files(path)} - set(files):
+        stale.unlink(missing_ok=True)
+    return len(data)
+
+LEDGER_NAMES = {"int6": "int6 weights", "int8": "int8 tables", "fp16": "fp16 controls", "fp32": "fp32 controls", "fp64": "fp64 weights", "bf16": "bf16 weights", "scale": "row scales"}
+
+def ledger(packed: Mapping[str, Packed], # what was packed
+           code_bytes: int, # of the training script
+           container_bytes: int, # of the artifact
+           sections: list | None = None, # artifact_header(path)["sections"]; None: shares are estimated
+          ) -> list[tuple[str, int]]: # (part, bytes), summing to code_bytes + container_bytes
+    "Bytes of each part of a submission."
+    if sections is None:
+        guess = _entropy_shares(packed)
+        whole = max(sum(guess.values()), 1)
+        sections = [(section, "", int(container_bytes * n / whole)) for section, n in guess.items()]
+    rows = [(LEDGER_NAMES[section], stored) for section, _, stored in sections]
+    return [("code", code_bytes), *rows, ("overhead", container_bytes - sum(n for _, n in rows))]
+
+def _entropy_shares(packed: Mapping[str, Packed], # what was packed
+                   ) -> dict[str, float]: # section -> bytes, were the codec ideal
+    "What each section would take at its entropy."
+    shares = dict.fromkeys(SECTIONS, 0.0)
+    for p in packed.values():
+        shares[p.kind] += (entropy_bits(p.data) if p.kind in INT_MAX else 8 * p.data.itemsize) * p.data.size / 8
+        shares["scale"] += p.scale.nbytes if p.scale is not None else 0
+    return {section: n for section, n in shares.items() if n}
+
+# ---- ttt ----
+
+class Ledger:
+    "Which targets have been scored; refuses a second score and an update that would see an unscored target."
+
+    def __init__(self, n_targets: int):  # targets of the stream
+        self.n_targets, self.upto = n_targets, 0   # targets 0 .. upto-1 have their final score
+        self.history = []                          # ("score" or "train", first target, one past the last)
+
+    def scored(self, a: int, b: int):
+        "Record that targets a .. b-1 got their score just now, on all ranks. GolfError unless they follow the last scored one."
+        if a != self.upto or not a <= b <= self.n_targets:
+            raise GolfError(f"targets must be scored once, from left to right: expected the next to be {self.upto:,}, found {a:,} to {b:,} of {self.n_targets:,}; start a new pass")
+        self.upto = b
+        self.history.append(("score", a, b))
+
+    def train(self, a: int, b: int):
+        "Ask before an update that uses targets a .. b-1. GolfError if one of them has no score yet."
+        if not 0 <= a < b <= self.upto:
+            raise GolfError(f"an update may use scored targets only: it wants {a:,} to {b:,}, scored are 0 to {self.upto:,}; score the chunk first")
+        self.history.append(("train", a, b))
+
+def chunk_windows(starts: Tensor, keeps: Tensor,  # as from windows()
+                  row: int,         # tokens of a window
+                  chunk: int,       # targets of a chunk
+                  n_targets: int,
+                  ) -> list[tuple[int, int]]:  # per chunk: first window, one past the last
+    "Share the windows out over the chunks by their first scored target; every window goes to one chunk."
+    owner = (starts + row - keeps) // chunk
+    n_chunks = -(-n_targets // chunk)
+    bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
+    return list(zip(bounds[:-1], bounds[1:]))
+
+def adapt_steps(n_rows: int,       # rows of the chunk
+                batch_seqs: int,   # rows of one step per rank, at most
+                ranks: Ranks,
+                ) -> list[tuple[int, int, int]]:  # per step: my first row, one past my last (may be none), rows of all ranks
+    "The steps of one epoch over a chunk, as many on every rank."
+    shares = [share_of(n_rows, Ranks(r, ranks.world)) for r in range(ranks.world)]
+    steps = []
+    for j in range(0, max(hi - lo for lo, hi in shares), batch_seqs):
+        cuts = [(min(lo + j, hi), min(lo + j + batch_seqs, hi)) for lo, hi in shares]
+        steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
+    return steps
+
+def freeze_masks(model: Golf, layout: Layout,
+                 blocks: int,   # how many, from the bottom
+                 scope: str,    # "all": matrices and controls; "controls": as published
+                 ) -> dict[str, Tensor]:  # parameter name -> 1 where it trains, 0 where it is frozen, broadcastable
+    "Masks for the engine's gradients; only parameters that have something frozen are listed."
+    masks = {}
+    for name in ("attn_scale", "mlp_scale", "resid_mix", "q_gain"):
+        p = getattr(model, name)
+        masks[name] = (torch.arange(len(p), device=p.device) >= blocks).to(p.dtype).view(-1, *[1] * (p.ndim - 1))
+    for bank in layout.banks if scope == "all" else ():
+        p = model.banks[bank.name]
+        trains = [m is None or int(m.name.split(".")[1]) >= blocks for m in [*bank.matrices, *[None] * bank.padding]]
+        masks[bank.name] = torch.tensor(trains, device=p.device).to(p.dtype).view(-1, 1, 1)
+    return masks if blocks > 0 else {}
+
+@torch.no_grad()
+def named_masters(model: Golf,
+                  state: dict[str, Tensor],  # published name -> tensor, all of them
+                  ) -> tuple[dict, dict]:    # banks [n, r, c] by bank name, other tensors by parameter name, fp32 (or fp64)
+    "A named state in the model's own storage form, without the rounding to its dtype."
+    own = model.role_params()
+    def like(params): return {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in params.items()}
+    banks, others = like(own["bank"]), like(own["table"] | own["scalar"])
+    for name, view in published_views(model, banks, others).items():
+        view.copy_(state[name])
+    return banks, others
+
+def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Config, ranks: Ranks) -> ParallelMuon:
+    "Load a state into the model and put an SGD engine on it, with frozen blocks masked and the global norm clipped."
+    load_named(model, state)
+    model.zero_grad(set_to_none=True)
+    engine = ParallelMuon(model.role_params(), layout, ranks, rule="sgd", bank_lr=cfg.ttt_lr, table_lr=cfg.ttt_lr, scalar_lr=cfg.ttt_lr,
+                          clip="global", max_norm=cfg.ttt_grad_clip)
+    engine.masks = freeze_masks(model, layout, cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope)
+    engine_load(engine, *named_masters(model, state))
+    return engine
+
+def ttt_multiplier(chunk: int, n_chunks: int) -> float:
+    "Cosine over the chunks, from 1 at the first to 0 at the last."
+    return 0.5 * (1 + math.cos(math.pi * chunk / max(n_chunks - 1, 1)))
+
+def adapt_chunk(engine: ParallelMuon,
+                loss_fn,           # (ids, targets) -> mean loss
+                tokens: Tensor,    # int [N + 1]
+                first: int,        # first target of the chunk
+                length: int,       # its targets
+                multiplier: float, # of the learning rate
+                cfg: Config, ledger: Ledger):
+    "Train on a scored chunk: TTT_EPOCHS passes over its rows, shared over the ranks. GolfError, before anything moves, if it has no score."
+    seq, ranks = cfg.eval_seq_len, engine.ranks
+    n_rows = length // seq
+    ids = tokens[first:first + n_rows * seq + 1].long()
+    x, y = ids[:-1].view(n_rows, seq), ids[1:].view(n_rows, seq)
+    for _ in range(cfg.ttt_epochs):
+        for a, b, total in adapt_steps(n_rows, cfg.ttt_batch_seqs, ranks):
+            ledger.train(first, first + n_rows * seq)
+            if a < b:
+                (loss_fn(x[a:b], y[a:b]) * ((b - a) * ranks.world / total)).backward()
+            engine.step(multiplier, cfg.ttt_momentum)
+
+def score_first(model: Golf,               # is changed: it ends as adapted as it gets
+                layout: Layout,            # of the model, for ranks.world ranks
+                state: dict[str, Tensor],  # published name -> tensor: the artifact as decoded
+                tokens: Tensor,            # int [N + 1] on the model's device, the same on every rank
+                table: ByteTable,          # on the same device
+                cfg: Config,               # eval_* and ttt_* settings
+                ranks: Ranks,              # every rank must call
+                forward=None,              # (ids, keep) -> logits, with .cap; default the model (pass a compiled one here)
+                loss_fn=None,              # (ids, targets) -> mean loss; default the model's
+                log: RunLog | None = None, batch_seqs: int | None = None,  # rows of a scoring forward; default from VAL_BATCH_SIZE
+                out: Tensor | None = None, # [N]: receives each target's nats, on the rank that scored it
+                ) -> tuple[float, float, Ledger]:  # nats per token, bits per byte, what was done when
+    "Legal score-first test-time training (parameter-golf PR #549). GolfError if any rule would be broken."
+    forward, loss_fn = forward or model, loss_fn or training_loss(model, model.cap)
+    n, chunk = tokens.numel() - 1, cfg.ttt_chunk_tokens
+    row = min(cfg.eval_seq_len, n)
+    starts, keeps = windows(n, cfg.eval_seq_len, cfg.eval_stride)
+    batch = min(batch_seqs or max(1, cfg.val_batch_size // (cfg.eval_seq_len * ranks.world * cfg.grad_accum(ranks.world))), len(starts))
+    engine, ledger, sums = ttt_engine(model, layout, state, cfg, ranks), Ledger(n), [0.0, 0.0, 0.0]
+    parts = chunk_windows(starts, keeps, row, chunk, n)
+    for c, (lo, hi) in enumerate(parts):
+        a, b = share_of(hi - lo, ranks)
+        fresh = ranks.sum(score_windows(forward, tokens, table, starts[lo + a:lo + b], keeps[lo + a:lo + b], row, batch, out)).tolist()
+        ledger.scored(ledger.upto, ledger.upto + int(fresh[2]))
+        sums = [s + f for s, f in zip(sums, fresh)]
+        log_chunk(log, c, len(parts), sums)
+        if c + 1 < len(parts):
+            adapt_chunk(engine, loss_fn, tokens, c * chunk, chunk, ttt_multiplier(c, len(parts)), cfg, ledger)
+    if ledger.upto != n:
+        raise GolfError(f"every target must be scored once: {n:,} targets, {ledger.upto:,} scored; do all ranks hold the same tokens?")
+    return sums[0] / n, bits_per_byte(sums[0], sums[1]), ledger
+
+def log_chunk(log: RunLog | None, chunk: int, n_chunks: int, sums: list[float]):
+    "A line every tenth chunk and an event for each: the running score over everything scored so far."
+    if log is None or sums[1] <= 0:
+        return
+    loss, bpb = sums[0] / sums[2], bits_per_byte(sums[0], sums[1])
+    log.event("ttt", chunk=chunk, chunks=n_chunks, loss=loss, bpb=bpb)
+    if chunk % 10 == 0 or chunk + 1 == n_chunks:
+        log.line(f"  ttt_chunk [{chunk + 1}/{n_chunks}] bpb={bpb:.6f}")
+
+# ---- run ----
+
+@dataclass
+class Session:
+    "What all phases of a run share."
+    cfg: Config
+    ranks: Ranks
+    folder: Path # the run directory
+    log: RunLog
+    table: ByteTable # bytes per token, on the device
+    train_paths: list
+    val: torch.Tensor # validation tokens, int64 [N + 1], on the device
+    unigram: float # bits per byte of the smoothed unigram of the training tokens
+    tokenizer_sha256: str
+    seconds: dict = field(default_factory=dict) # phase -> seconds
+    summary: dict = field(default_factory=dict)
+
+    def phase(self, name: str, start: float):
+        "Book the time since `start` (time.perf_counter) under `name`."
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.log.event("phase", name=name, seconds=self.seconds[name])
+
+MIN_FREE_BYTES = 64 << 20
+
+def run_folder(cfg: Config, ranks: Ranks) -> Path:
+    "Make the run directory `runs_dir/run_id`; a name is made from recipe, seed and time when run_id is empty. GolfError when a finished run lies there or the disk is full."
+    name = cfg.run_id or ranks.broadcast_object(f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(cfg.runs_dir) / name
+    if (folder / "summary.json").exists():
+        raise GolfError(f"{folder} already holds a finished run: set another RUN_ID, or move it away")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise GolfError(f"cannot make the run directory {folder}: {e.strerror}; set RUNS_DIR to a place that can be written")
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        raise GolfError(f"{folder} has {free:,} bytes free, a run needs at least {MIN_FREE_BYTES:,}: make room or set RUNS_DIR")
+    return folder
+
+def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
+    "Counts [vocab] of the first `limit` training tokens. GolfError on a token outside the vocabulary."
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for path in paths:
+        tokens = np.asarray(open_shard(path)[:limit])
+        if tokens.size and int(tokens.max()) >= vocab_size:
+            raise GolfError(f"{path} holds token {int(tokens.max())}, but VOCAB_SIZE is {vocab_size}: use the tokenizer the shards were made with")
+        counts += np.bincount(tokens, minlength=vocab_size)
+        limit -= tokens.size
+        if limit <= 0:
+            break
+    return counts
+
+def open_session(cfg: Config, ranks: Ranks, quiet: bool = False) -> Session:
+    "Check everything a run needs, on every rank, and open its log. GolfError with one sentence for whatever is wrong."
+    cfg.check(ranks.world)
+    tokenizer = load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)
+    data = Path(cfg.data_path)
+    train_paths = find_shards(str(data / "fineweb_train_*.bin"))
+    val_paths = find_shards(str(data / "fineweb_val_*.bin"))
+    check_disjoint(train_paths, val_paths)
+    val = val_tokens(str(data / "fineweb_val_*.bin"), max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
+    counts = count_tokens(train_paths, cfg.vocab_size)
+    table = byte_table(tokenizer)
+    folder = run_folder(cfg, ranks)
+    ranks.barrier()
+    log = RunLog(folder, ranks.master, quiet)
+    unigram = unigram_bpb(counts, val, table)
+    resident = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
+    return Session(cfg, ranks, folder, log, table.to(ranks.device), train_paths, resident, unigram, tokenizer_hash(cfg.tokenizer_path))
+
+WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+@dataclass
+class Machine:
+    "A model with its engine and the functions that run it."
+    model: Golf
+    layout: Layout
+    engine: ParallelMuon
+    loss_fn: object # (ids, targets) -> mean loss
+    forward: object # (ids, keep) -> logits before the softcap
+
+def build_machine(cfg: Config, ranks: Ranks) -> Machine:
+    "Model, layout, engine and (compiled) functions for a configuration."
+    auto = "bf16" if ranks.device.type == "cuda" else "fp32"
+    dtype = WEIGHT_DTYPES[auto if cfg.weight_dtype == "auto" else cfg.weight_dtype]
+    layout = model_layout(cfg, ranks.world)
+    model = Golf(cfg, layout, dtype=dtype, device=ranks.device)
+    init_model(model, cfg, cfg.seed)
+    engine = make_engine(model, layout, cfg, ranks)
+    loss_fn, forward = training_loss(model, model.cap), model
+    if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
+        loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
+        forward = torch.compile(model, dynamic=False, fullgraph=True)
+    return Machine(model, layout, engine, loss_fn, forward)
+
+def rows_per_batch(s: Session) -> int:
+    "Validation rows of one rank in one forward."
+    return max(1, s.cfg.val_batch_size // (s.cfg.eval_seq_len * s.ranks.world * s.cfg.grad_accum(s.ranks.world)))
+
+def plain_score(s: Session, m: Machine) -> tuple[float, float]:
+    "(loss in nats a token, bits per byte) of disjoint rows."
+    m.model.eval()
+    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, rows_per_batch(s), s.ranks)
+    m.model.train()
+    return out
+
+def score_line(s: Session, label: str, loss: float, bpb: float, start: float, exact: bool = True):
+    "Write the field's lines for one score."
+    ms = 1000 * (time.perf_counter() - start)
+    s.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
+    if exact:
+        s.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+    s.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
+
+def artifact_meta(s: Session, steps: int) -> dict:
+    "The facts a container carries: settings to rebuild the model, tokenizer, recipe, seed, steps."
+    return {"settings": s.cfg.model_settings(), "tokenizer_sha256": s.tokenizer_sha256, "vocab_size": s.cfg.vocab_size, "recipe": s.cfg.recipe, "seed": s.cfg.seed, "steps": steps}
+
+def train_phase(s: Session, m: Machine) -> TrainResult:
+    "Warm-up and training; the log tells what runs."
+    cfg, start = s.cfg, time.perf_counter()
+    loader = Loader(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), s.ranks.device, cfg.vocab_size)
+    try:
+        warm_up(cfg, m.loss_fn, loader, m.engine, s.log)
+        s.phase("compiling", start)
+        start = time.perf_counter()
+        result = train(cfg, m.loss_fn, loader, m.engine, s.log, validate=lambda: plain_score(s, m))
+    finally:
+        loader.close()
+    s.phase("training", start)
+    s.summary.update(steps=result.steps, train_ms=result.train_ms, step_ms=result.train_ms / max(result.steps, 1), skipped=result.skipped,
+                     raw_loss=result.val_loss, raw_bpb=result.val_bpb)
+    if s.ranks.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+        s.summary["peak_bytes"] = peak
+        s.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
+    return result
+
+def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
+    "Gather raw and averaged weights, write both, load the average into the model and score it; returns the averaged state by published names."
+    raw = named_state(m.model, *engine_gather(m.engine))
+    averaged = named_state(m.model, *engine_gather(m.engine, result.averages.tensors()))
+    start = time.perf_counter()
+    if s.ranks.master:
+        for name, state in (("raw.golf", raw), ("ema.golf", averaged)):
+            save_weights(s.folder / name, state, artifact_meta(s, result.steps))
+    s.phase("packing", start)
+    s.ranks.barrier()
+    load_named(m.model, averaged)
+    start = time.perf_counter()
+    loss, bpb = plain_score(s, m)
+    score_line(s, "DIAGNOSTIC post_ema", loss, bpb, start, exact=False)
+    s.summary.update(ema_loss=loss, ema_bpb=bpb)
+    return averaged
+
+def choose_grid(cfg: Config, named: dict, target: int, measure) -> dict:
+    "The packed state a recipe exports: GPTQ-lite with the published scale floor, or without it, and then as coarse as `target` bytes ask."
+    if cfg.scale_floor:
+        return quantize_state(named, True)
+    return size_to_target(named, target, measure)[0]
+
+def pack_phase(s: Session, averaged: dict, steps: int, code_bytes: int) -> Path:
+    "Quantize, pack, write; returns the file to score. Over the cap the file is kept under another name and the run ends non-zero."
+    path, cap, start = s.folder / "artifact.golf", s.cfg.target_bytes, time.perf_counter()
+    if s.ranks.master:
+        meta = artifact_meta(s, steps)
+        packed = choose_grid(s.cfg, averaged, cap - code_bytes, lambda p: len(pack_bytes(p, meta, s.cfg.codec)))
+        try:
+            size = save_artifact(path, packed, meta, s.cfg.codec, cap, code_bytes)
+        except GolfError as e:
+            s.summary["over_budget"] = str(e)
+            path = path.with_name(path.name + ".over")
+            if not path.exists():
+                raise
+            size = path.stat().st_size
+        s.log.line(f"Serialized model int6+{s.cfg.codec}: {size} bytes")
+        s.log.line(f"Total submission size int6+{s.cfg.codec}: {size + code_bytes} bytes")
+        parts = ledger(packed, code_bytes, size)
+        s.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes, ledger=parts)
+        for part, n in [*parts, ("room left", cap - size - code_bytes)]:
+            s.log.line(f"  {part:<24s}{n:>12,} bytes")
+    path = Path(s.ranks.broadcast_object(str(path)))
+    s.phase("packing", start)
+    return path
+
+def score_phase(s: Session, m: Machine, path: Path):
+    "Scores of the file at `path`: round trip, sliding window, TTT."
+    meta, packed = load_artifact(path)
+    if meta["tokenizer_sha256"] != s.tokenizer_sha256 or meta["settings"] != json.loads(json.dumps(s.cfg.model_settings())):
+        raise GolfError(f"{path} describes another model or tokenizer than this run's: score it with `golfnb score`")
+    state = dequantize_state(packed)
+    load_named(m.model, state)
+    start = time.perf_counter()
+    loss, bpb = plain_score(s, m)
+    score_line(s, "final_int6_roundtrip", loss, bpb, start)
+    s.summary.update(int6_loss=loss, int6_bpb=bpb)
+    if 0 < s.cfg.eval_stride:
+        slide = time.perf_counter()
+        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, rows_per_batch(s), s.ranks)
+        score_line(s, "final_int6_sliding_window", loss, bpb, slide)
+        s.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        s.summary.update(sliding_loss=loss, sliding_bpb=bpb)
+    s.phase("scoring", start)
+    if s.cfg.ttt_enabled:
+        start = time.perf_counter()
+        loss, bpb, _ = score_first(m.model, m.layout, state, s.val, s.table, s.cfg, s.ranks, forward=m.forward, loss_fn=m.loss_fn, log=s.log)
+        score_line(s, "legal_ttt", loss, bpb, start)
+        s.summary.update(ttt_loss=loss, ttt_bpb=bpb)
+        s.phase("adapting", start)
+
+def run(cfg: Config, ranks: Ranks | None = None,
+        code_bytes: int = 0, # size of the script that runs, counted against the budget
+        quiet: bool = False) -> dict:
+    "One whole run; returns (and writes) the summary: bits per byte of every stage, bytes, seconds per phase."
+    ranks = ranks or Ranks()
+    s = open_session(cfg, ranks, quiet)
+    announce(s, code_bytes)
+    start = time.perf_counter()
+    m = build_machine(cfg, ranks)
+    s.phase("building", start)
+    result = train_phase(s, m)
+    averaged = averaged_phase(s, m, result)
+    path = pack_phase(s, averaged, result.steps, code_bytes)
+    score_phase(s, m, path)
+    s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=ranks.world, device=device_name(ranks), seconds=s.seconds, config=asdict(cfg), losses=result.losses)
+    if ranks.master:
+        atomic_write(s.folder / "summary.json", json.dumps(s.summary, indent=1) + "\n")
+    s.log.close()
+    return s.summary
+
+def device_name(ranks: Ranks) -> str:
+    "What this rank computes on, in words."
+    return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+
+def announce(s: Session, code_bytes: int):
+    "The log's first lines: what runs, on what, over what, and what size to expect."
+    cfg = s.cfg
+    s.log.line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{s.ranks.world} grad_accum_steps:{cfg.grad_accum(s.ranks.world)} device:{device_name(s.ranks)} torch:{torch.__version__}")
+    s.log.line(f"train_shards:{len(s.train_paths)} val_tokens:{s.val.numel() - 1} unigram_bpb:{s.unigram:.4f} code_bytes:{code_bytes}")
+    numel = sum(m.rows * m.cols for _, _, m in model_layout(cfg, 1))
+    bits = 2.5 if cfg.scale_floor else 5.3
+    expected = int(numel * bits / 8) + code_bytes
+    s.log.line(f"preflight: matrices hold {numel:,} weights; at about {bits} bits each expect {expected:,} of {cfg.target_bytes:,} bytes, plus tables")
+    for note in cfg.notices:
+        s.log.line(f"notice: {note}")
+
+LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")
+
+def script_main(path: str) -> None:
+    "What `torchrun train_gpt.py` does: configuration from the environment, one run, an honest exit status."
+    status = 0
+    ranks = None
+    try:
+        cfg = load_config(os.environ)
+        ranks = start_ranks()
+        summary = run(cfg, ranks, code_bytes=Path(path).stat().st_size)
+        if ranks.master and "over_budget" in summary:
+            raise GolfError(summary["over_budget"])
+    except GolfError as e:
+        print(f"golfnb: {e}", file=sys.stderr, flush=True)
+        status = 3 if "bytes over" in str(e) else 2
+    except RuntimeError as e:
+        if not any(w in str(e) for w in LOST_RANK_WORDS):
+            raise
+        print(f"golfnb: rank {ranks.rank if ranks else '?'} lost the others in a collective ({str(e).splitlines()[0][:200]}): see which rank ended first, and why", file=sys.stderr, flush=True)
+        status = 4
+    sys.stdout.flush()
+    if status:
+        os._exit(status)
+    stop_ranks(ranks)
+
+if __name__ == "__main__":
+    script_main(__file__)

@@ -1,0 +1,122 @@
+"""Run notebooks top to bottom and keep their outputs honest.
+
+    python tests/notebooks.py run [NB ...]     execute, clean, write the outputs back
+    python tests/notebooks.py check [NB ...]   execute, and fail where a kept text output is not what the code prints
+
+Several notebooks run in parallel processes; each runs in a fresh kernel with one thread and a fixed hash seed.
+"""
+import json
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS = ROOT / "nbs"
+MAX_BYTES, MAX_SECONDS = 150_000, 90
+VOLATILE = re.compile(r"0x[0-9a-f]{6,}")
+
+
+def skipped(source: str) -> bool:
+    "A cell marked `#| eval: false` is shown and not run."
+    return bool(re.search(r"^#\|\s*eval:\s*false", source, re.M))
+
+
+def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
+    "The executed notebook and its seconds; cells marked `eval: false` keep what they have."
+    nb = nbformat.read(path, as_version=4)
+    held = {i: c for i, c in enumerate(nb.cells) if c.cell_type == "code" and skipped(c.source)}
+    for i, cell in held.items():
+        nb.cells[i] = nbformat.v4.new_raw_cell("")
+    env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
+    os.environ.update(env)
+    start = time.time()
+    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NBS)}}).execute()
+    seconds = time.time() - start
+    for i, cell in held.items():
+        nb.cells[i] = cell
+    return nb, seconds
+
+
+def clean(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    "No counts, warnings or metadata of the machine that ran it."
+    for cell in nb.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.execution_count = None
+        cell.metadata = {}
+        cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+        for out in cell.outputs:
+            if "execution_count" in out:
+                out["execution_count"] = None
+            out["metadata"] = {} if "metadata" in out else out.get("metadata", {})
+            if out.get("output_type") == "stream":
+                out.pop("metadata", None)
+    nb.metadata = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
+    return nb
+
+
+def text_outputs(nb: nbformat.NotebookNode) -> list[str]:
+    "The text a reader sees, cell by cell (pictures are not compared)."
+    rows = []
+    for cell in nb.cells:
+        if cell.cell_type != "code":
+            continue
+        parts = []
+        for out in cell.outputs:
+            if out.output_type == "stream" and out.name == "stdout":
+                parts.append("".join(out.text))
+            elif out.output_type in ("execute_result", "display_data") and "image/png" not in out.get("data", {}):
+                parts.append("".join(out.data.get("text/plain", "")))
+        rows.append(VOLATILE.sub("0x", "".join(parts)))
+    return rows
+
+
+def dump(nb: nbformat.NotebookNode) -> str:
+    return json.dumps(json.loads(nbformat.writes(nb)), indent=1, ensure_ascii=False) + "\n"
+
+
+def one(path: Path, write: bool) -> str | None:
+    "Run one notebook; None when it is in order, else the sentence that says why not."
+    try:
+        done, seconds = execute(path)
+    except CellExecutionError as e:
+        return f"{path.name}: a cell failed:\n{e}"
+    done = clean(done)
+    print(f"  {path.name:28s} {seconds:5.1f} s", flush=True)
+    if seconds > MAX_SECONDS:
+        return f"{path.name}: took {seconds:.0f} s, at most {MAX_SECONDS} s are allowed"
+    if write:
+        path.write_text(dump(done), encoding="utf-8")
+    if path.stat().st_size > MAX_BYTES:
+        return f"{path.name}: {path.stat().st_size:,} bytes, at most {MAX_BYTES:,} are allowed: fewer or smaller pictures"
+    if write:
+        return None
+    kept = text_outputs(nbformat.read(path, as_version=4))
+    for i, (a, b) in enumerate(zip(kept, text_outputs(done))):
+        if a != b:
+            return f"{path.name}: kept output of code cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}\n  run: python tests/notebooks.py run nbs/{path.name}"
+    return None
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in ("run", "check"):
+        print(__doc__)
+        return 2
+    paths = [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb"))
+    with ThreadPoolExecutor(max_workers=max(1, min(len(paths), os.cpu_count() or 1))) as pool:
+        problems = [p for p in pool.map(lambda q: one(q, argv[0] == "run"), paths) if p]
+    for p in problems:
+        print(p, file=sys.stderr)
+    print(f"{len(paths) - len(problems)} of {len(paths)} notebooks in order")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""Scoring and adapting in one process or several: a small model away from its initial zeros, a stream, and a spawner."""
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from golfnb.bpb import ByteTable
+from golfnb.config import Config
+from golfnb.evaluate import plain_loss, sliding_loss
+from golfnb.layout import model_layout
+from golfnb.model import Golf, init_model, load_named, named_state
+from golfnb.parallel_muon import start_ranks, stop_ranks
+from golfnb.ttt import score_first
+
+CFG = Config(num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=4, bigram_vocab_size=24, bigram_dim=6, ve_dim=6, ve_layers="2",
+             xsa_last_n=1, train_seq_len=16, rope_train_len=8, eval_seq_len=16, eval_stride=6, val_batch_size=512,
+             ttt_chunk_tokens=128, ttt_batch_seqs=8, ttt_lr=0.05)
+
+
+def stream(n: int = 700, vocab: int = 32, seed: int = 0) -> torch.Tensor:
+    return torch.randint(vocab, (n + 1,), generator=torch.Generator().manual_seed(seed))
+
+
+def random_table(vocab: int = 32) -> ByteTable:
+    g = torch.Generator().manual_seed(9)
+    return ByteTable(torch.randint(1, 6, (vocab,), generator=g).short(), torch.rand(vocab, generator=g) < 0.5, torch.rand(vocab, generator=g) < 0.1)
+
+
+def random_state(cfg: Config = CFG) -> dict:
+    model, g = Golf(cfg, model_layout(cfg, 1)), torch.Generator().manual_seed(3)
+    init_model(model, cfg, 0)
+    return {n: t + 0.1 * torch.randn(t.shape, generator=g) for n, t in named_state(model).items()}
+
+
+def golf_on(cfg: Config, ranks, dtype=torch.float32):
+    layout = model_layout(cfg, ranks.world)
+    model = Golf(cfg, layout, dtype)
+    load_named(model, random_state(cfg))
+    return model, layout
+
+
+def adapt(ranks, dtype=torch.float32, n: int = 700, tokens=None, **more):
+    "(loss, bpb, named weights afterwards, nats per target on this rank)"
+    cfg = replace(CFG, **more)
+    model, layout = golf_on(cfg, ranks, dtype)
+    nats = torch.full((n,), float("nan"), dtype=torch.float64)
+    loss, bpb, ledger = score_first(model, layout, random_state(cfg), stream(n) if tokens is None else tokens, random_table(), cfg, ranks, batch_seqs=4, out=nats)
+    return loss, bpb, {k: t.double().numpy() for k, t in named_state(model).items()}, nats, ledger.history
+
+
+def plain_and_sliding(ranks, n: int = 700):
+    model, _ = golf_on(CFG, ranks, torch.float64)
+    args = model, stream(n), random_table(), 16
+    return plain_loss(*args, 4, ranks), sliding_loss(*args, 6, 4, ranks)
+
+
+def all_scores(ranks):
+    "Everything the tests ask of several ranks, in one set of processes."
+    return {"sliding": plain_and_sliding(ranks), "short": plain_and_sliding(ranks, 17), "one step": adapt(ranks, torch.float64)[:3],
+            "fp32": adapt(ranks)[:3], "frozen": adapt(ranks, torch.float64, ttt_freeze_blocks=2)[:3],
+            "uneven": adapt(ranks, torch.float64, ttt_chunk_tokens=80)[:3], "many steps": adapt(ranks, torch.float64, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
+
+
+def score_entry(rank: int, world: int, port: int, folder: str):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        ranks = start_ranks()
+        out = all_scores(ranks)
+        stop_ranks(ranks)
+    except BaseException:
+        out = traceback.format_exc()
+    (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(out))
+
+
+@lru_cache
+def spawn_scores(world: int) -> list[dict]:
+    "Once per world size, however many test modules ask."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(score_entry, args=(world, port, folder), nprocs=world, start_method="spawn")
+        outs = [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(world)]
+    for r, out in enumerate(outs):
+        assert isinstance(out, dict), f"rank {r} of {world}:\n{out}"
+    return outs

@@ -1,0 +1,408 @@
+"""The container: round trips, damage, hostile headers, disks, parts. Everything here is at most a few dozen KB."""
+import hashlib
+import json
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+import golfnb.artifact as artifact
+from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, artifact_header, artifact_ledger, compress_section, decompress_section, ledger, load_artifact, load_model,
+                             load_weights, pack_bytes, save_artifact, save_weights, seal, split_parts, unpack_bytes)
+from golfnb.bpb import tokenizer_hash
+from golfnb.config import GolfError, load_config
+from golfnb.model import init_model, model_from_settings, named_state
+from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, quantize_state
+
+STDLIB_CODECS = ["lzma", "zlib", "best", "none"]
+
+
+def toy(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {"up": pack_rows("up", torch.randn(48, 40, generator=g), "int6"), "down": pack_rows("down", torch.randn(20, 30, generator=g), "int6", k=20.0),
+            "table": pack_rows("table", torch.randn(10, 8, generator=g), "int8"), "gain": pack_plain("gain", torch.randn(5, generator=g), "fp16"),
+            "scale": pack_plain("scale", torch.tensor(0.05), "fp16"), "mix": pack_plain("mix", torch.randn(2, 3, 4, generator=g), "fp32"),
+            "half": pack_plain("half", torch.randn(6, 7, generator=g), "bf16"), "wide": pack_plain("wide", torch.randn(3, generator=g).double(), "fp64")}
+
+
+META = {"settings": {"num_layers": 1}, "tokenizer_sha256": "ab" * 32, "vocab_size": 512, "note": "ä ☃", "list": [1, 2.5, None, True]}
+
+
+def same(a: dict[str, Packed], b: dict[str, Packed]) -> bool:
+    return a.keys() == b.keys() and all(p.kind == b[n].kind and p.shape == b[n].shape and p.data.tobytes() == b[n].data.tobytes() and p.data.dtype == b[n].data.dtype
+                                        and (p.scale is None) == (b[n].scale is None) and (p.scale is None or np.array_equal(p.scale, b[n].scale)) for n, p in a.items())
+
+
+def parts_of(data: bytes) -> tuple[dict, bytes]:
+    length = struct.unpack("<I", data[12:16])[0]
+    return json.loads(zlib.decompress(data[PREFIX_BYTES:PREFIX_BYTES + length])), data[PREFIX_BYTES + length:]
+
+
+def sealed(header, payload=b"") -> bytes:
+    return seal(zlib.compress(json.dumps(header).encode()), payload)
+
+
+# --- round trips
+
+@pytest.mark.parametrize("codec", STDLIB_CODECS)
+def test_round_trip_and_same_bytes(codec):
+    data = pack_bytes(toy(), META, codec)
+    meta, back = unpack_bytes(data)
+    assert meta == META and same(back, toy())
+    assert data == pack_bytes(toy(), META, codec) == pack_bytes(dict(reversed(toy().items())), dict(reversed(META.items())), codec) == pack_bytes(back, meta, codec)
+    assert {s[1] for s in parts_of(data)[0]["sections"]} <= {"lzma", "zlib", "none"}
+
+
+def test_same_bytes_in_another_process():
+    code = "import hashlib, test_artifact as t; print(hashlib.sha256(t.pack_bytes(t.toy(), t.META, 'best')).hexdigest())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=__import__("os").environ | {"PYTHONHASHSEED": "77"}, timeout=120)
+    assert out.stdout.strip() == hashlib.sha256(pack_bytes(toy(), META, "best")).hexdigest(), out.stderr
+
+
+def test_empty_state_and_single_codec_best_is_smallest():
+    assert unpack_bytes(pack_bytes({}, {})) == ({}, {})
+    sizes = {c: len(pack_bytes(toy(), {}, c)) for c in STDLIB_CODECS}
+    assert sizes["best"] <= min(sizes.values()) + 16
+
+
+def test_decodes_with_the_standard_library_and_numpy_alone(tmp_path):
+    "The format, read back by twenty lines that know nothing of golfnb."
+    path = tmp_path / "a.golf"
+    save_artifact(path, toy(), META, "best")
+    data = path.read_bytes()
+    magic, version, length, digest = struct.unpack("<8sII32s", data[:48])
+    assert magic == b"\x93GOLFNB\n" and version == 1 and hashlib.sha256(data[:16] + data[48:]).digest() == digest
+    header, at, streams = json.loads(zlib.decompress(data[48:48 + length])), 48 + length, {}
+    for section, codec, stored in header["sections"]:
+        streams[section] = {"lzma": __import__("lzma").decompress, "zlib": zlib.decompress, "none": bytes}[codec](data[at:at + stored])
+        at += stored
+    place = dict.fromkeys(streams, 0)
+    for name, kind, shape in header["tensors"]:
+        count = int(np.prod(shape))
+        values = np.frombuffer(streams[kind], artifact.KIND_DTYPES[kind], count, place[kind]).reshape(shape)
+        place[kind] += values.nbytes
+        assert np.array_equal(values, toy()[name].data.reshape(shape))
+        if kind in ("int6", "int8"):
+            assert np.array_equal(np.frombuffer(streams["scale"], "<f2", shape[0], place["scale"]), toy()[name].scale)
+            place["scale"] += 2 * shape[0]
+
+
+# --- damage
+
+@pytest.mark.parametrize("codec", STDLIB_CODECS)
+def test_fuzz_every_mutation_is_a_golf_error(codec):
+    data, rng = pack_bytes(toy(), META, codec), random.Random(7)
+    for _ in range(200):
+        bad = bytearray(data)
+        for _ in range(rng.choice([1, 1, 3])):
+            way = rng.randrange(4)
+            at = rng.randrange(len(bad)) if bad else 0
+            if way == 0 and bad:
+                bad[at] ^= 1 << rng.randrange(8)
+            elif way == 1:
+                del bad[at:]
+            elif way == 2:
+                bad[at:at] = rng.randbytes(rng.randrange(1, 9))
+            else:
+                del bad[at:at + rng.randrange(1, 9)]
+        if bytes(bad) != data:
+            with pytest.raises(GolfError) as caught:
+                unpack_bytes(bytes(bad))
+            assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("codec", STDLIB_CODECS)
+def test_fuzz_behind_the_checksum(codec):
+    "With a checksum that fits, a mutation is a GolfError or other weights of the same shapes; nothing else, and no memory."
+    header, payload = parts_of(pack_bytes(toy(), META, codec))
+    text, rng, refused = json.dumps(header).encode(), random.Random(11), 0
+    tracemalloc.start()
+    for i in range(300):
+        h, p = bytearray(text), bytearray(payload)
+        target = h if i % 2 else p
+        for _ in range(rng.choice([1, 2, 5])):
+            target[rng.randrange(len(target))] = rng.choice(b'0123456789-[]{}",:.aeE \xff') if i % 2 else rng.randrange(256)
+        try:
+            _, back = unpack_bytes(seal(zlib.compress(bytes(h)), bytes(p)))
+            assert all(x.data.size == np.prod(x.shape) for x in back.values())
+        except GolfError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refused > 30 and peak < 64 * 2**20
+
+
+BAD_TENSORS = [["up"], ["up", "int6"], "up", None, 3, ["up", "int7", [2, 2]], ["up", "scale", [2, 2]], ["up", ["int6"], [2, 2]], [1, "int6", [2, 2]], ["up", "int6", [4]], ["up", "int6", [2, 2, 1]],
+               ["up", "int6", [-2, -2]], ["up", "int6", [2.0, 2]], ["up", "int6", [True, 4]], ["up", "int6", "22"], ["up", "int6", [0, 4]], ["up", "int6", [2**40, 1]], ["up", "fp32", [1] * 9],
+               ["up", "fp32", [2**30, 2**30]], ["up", "int6", {"a": 1}]]
+
+
+@pytest.mark.parametrize("tensor", BAD_TENSORS, ids=str)
+def test_hostile_tensors(tensor):
+    with pytest.raises(GolfError):
+        unpack_bytes(sealed({"meta": {}, "tensors": [tensor], "sections": [["int6", "none", 4], ["scale", "none", 4]]}, bytes(8)))
+
+
+GOOD = {"meta": {}, "tensors": [["up", "int6", [2, 2]]], "sections": [["int6", "none", 4], ["scale", "none", 4]]}
+
+
+@pytest.mark.parametrize("change", [
+    {"sections": []}, {"sections": GOOD["sections"][::-1]}, {"sections": GOOD["sections"] * 2}, {"sections": [["int6", "none", 5], ["scale", "none", 3]]}, {"sections": [["int6", "none", -4], ["scale", "none", 12]]},
+    {"sections": [["int6", "best", 4], ["scale", "none", 4]]}, {"sections": [["int6", "exec", 4], ["scale", "none", 4]]}, {"sections": [["int6", None, 4], ["scale", "none", 4]]}, {"sections": [["int6", "zlib", 4], ["scale", "none", 4]]},
+    {"sections": [["int6", "lzma", 4], ["scale", "none", 4]]}, {"sections": [["int6", "none", 4.0], ["scale", "none", 4]]}, {"sections": [[["int6"], "none", 4], ["scale", "none", 4]]}, {"sections": {"int6": 4}},
+    {"tensors": [["up", "int6", [2, 2]]] * 2}, {"tensors": {}}, {"meta": []}, {"more": 1}], ids=str)
+def test_hostile_headers(change):
+    assert unpack_bytes(sealed(GOOD, bytes(8)))[1]["up"].shape == (2, 2)
+    with pytest.raises(GolfError):
+        unpack_bytes(sealed(GOOD | change, bytes(8)))
+
+
+@pytest.mark.parametrize("header", [b"", b"not deflated", zlib.compress(b"{"), zlib.compress(b"[]"), zlib.compress(b"\xff\xfe"), zlib.compress(b"[" * 100_000), zlib.compress(bytes(2**23)),
+                                    zlib.compress(json.dumps(GOOD).encode()) + b"tail", zlib.compress(json.dumps(GOOD).encode())[:-3]])
+def test_hostile_header_bytes(header):
+    with pytest.raises(GolfError):
+        unpack_bytes(seal(header, bytes(8)))
+
+
+def test_hostile_values():
+    with pytest.raises(GolfError, match="integers of at most 31"):
+        unpack_bytes(sealed(GOOD, bytes([0, 0, 0, 32]) + bytes(4)))
+    with pytest.raises(GolfError, match="finite scales"):
+        unpack_bytes(sealed(GOOD, bytes(4) + np.array([np.nan, 1], np.float16).tobytes()))
+
+
+@pytest.mark.parametrize("codec", ["lzma", "zlib"])
+def test_bombs_unfold_no_further_than_declared(codec):
+    used, stored = compress_section(bytes(64 * 2**20), codec)
+    bomb = sealed(GOOD | {"sections": [["int6", used, len(stored)], ["scale", "none", 4]]}, stored + bytes(4))
+    tracemalloc.start()
+    with pytest.raises(GolfError, match="found more"):
+        unpack_bytes(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 2**20
+
+
+def test_declared_gigabytes_are_refused_before_they_are_allocated():
+    tensors = [[f"t{i}", "int8", [2**15, 2**15]] for i in range(4)]
+    header = {"meta": {}, "tensors": tensors, "sections": [["int8", "none", 0], ["scale", "none", 0]]}
+    with pytest.raises(GolfError, match="decode to at most"):
+        unpack_bytes(sealed(header))
+
+
+def test_versions_magic_and_short_files():
+    data = pack_bytes(toy(), {})
+    for bad, word in ((data[:8] + struct.pack("<I", 2) + data[12:], "version 1, found 2"), (b"\x80\x04" + data[2:], "another kind"), (b"", "another kind"), (data[:20], "cut off"),
+                      (data[:12] + struct.pack("<I", 2**31) + data[16:], "header"), (data + b"x", "checksum"), (data[:-1], "checksum")):
+        with pytest.raises(GolfError, match=word):
+            unpack_bytes(bad)
+
+
+def test_section_sizes_are_exact():
+    for codec in STDLIB_CODECS:
+        used, stored = compress_section(b"abc" * 50, codec)
+        for size in (149, 151, 0):
+            with pytest.raises(GolfError):
+                decompress_section(stored, used, size)
+        if used != "none":
+            with pytest.raises(GolfError):
+                decompress_section(stored + b"tail", used, 150)
+
+
+@pytest.mark.parametrize("codec, package", [("brotli", "brotli"), ("zstd", "zstandard")])
+def test_optional_codecs_work_or_say_what_is_missing(codec, package):
+    try:
+        __import__(package)
+    except ImportError:
+        with pytest.raises(GolfError, match=f"needs the package {package}"):
+            pack_bytes(toy(), {}, codec)
+        return
+    data = pack_bytes(toy(), META, codec)
+    assert same(unpack_bytes(data)[1], toy()) and {s[1] for s in parts_of(data)[0]["sections"]} == {codec}
+    _, bomb = compress_section(bytes(2**20), codec)
+    with pytest.raises(GolfError):
+        decompress_section(bomb, codec, 100)
+
+
+def test_unknown_codec_and_facts_json_cannot_hold():
+    for codec in ("brotly", "", "LZMA"):
+        with pytest.raises(GolfError, match="CODEC must be one of"):
+            pack_bytes(toy(), {}, codec)
+    for fact in (float("nan"), {1, 2}, torch.zeros(1), b"x"):
+        with pytest.raises(GolfError, match="plain JSON"):
+            pack_bytes(toy(), {"fact": fact})
+    assert "lzma" in CODECS
+
+
+# --- on disk
+
+def test_missing_directory_and_other_files(tmp_path):
+    (tmp_path / "pickle.golf").write_bytes(__import__("pickle").dumps({"a": 1}))
+    for path in (tmp_path / "no.golf", tmp_path, tmp_path / "pickle.golf", tmp_path / "no" / "no.golf"):
+        for load in (load_artifact, load_weights, artifact_header, load_model):
+            with pytest.raises(GolfError, match=path.name):
+                load(path)
+
+
+def test_over_the_cap_is_kept_under_another_name(tmp_path):
+    path = tmp_path / "run" / "artifact.golf"
+    size = save_artifact(path, toy(), META, "lzma", cap=ARTIFACT_CAP, code_bytes=100)
+    assert size == path.stat().st_size
+    path.unlink()
+    with pytest.raises(GolfError, match=r"\(1 too many\).*\.over.*golfnb quantize .*run --target-bytes " + str(size - 1)):
+        save_artifact(path, toy(), META, "lzma", cap=size + 99, code_bytes=100)
+    assert not path.exists() and same(load_artifact(path.with_name("artifact.golf.over"))[1], toy())
+    save_artifact(path, toy(), META, "lzma", cap=size + 100, code_bytes=100)
+    assert [p.name for p in path.parent.iterdir()] == ["artifact.golf"]
+
+
+def test_full_disk_leaves_nothing(tmp_path):
+    code = ("import resource, signal, sys, test_artifact as t; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+            "for call in (lambda: t.save_artifact(sys.argv[1], t.toy(), {}), lambda: t.save_weights(sys.argv[1], {'a': t.torch.zeros(999)}, {}),\n"
+            "             lambda: t.save_artifact(sys.argv[1], t.toy(), {}, cap=10)):\n"
+            "    try: call()\n"
+            "    except t.GolfError as error: print('GolfError', error)")
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.golf")], capture_output=True, text=True, timeout=120)
+    assert out.stdout.count("GolfError cannot write") == 3, out.stdout + out.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- weights and parts
+
+def weights(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(90, 20, generator=g), "b": torch.randn(7, generator=g).bfloat16(), "c": torch.tensor(2.5).half(), "d": torch.randn(3, 4, generator=g).double()}
+
+
+@pytest.mark.parametrize("part_bytes", [100, 1000, 10**6])
+def test_weights_come_back_bit_for_bit(tmp_path, part_bytes):
+    save_weights(tmp_path / "ema.golf", weights(), META, part_bytes)
+    meta, back = load_weights(tmp_path / "ema.golf")
+    assert meta == META and back.keys() == weights().keys() and all(torch.equal(back[n], w) and back[n].dtype == w.dtype for n, w in weights().items())
+    assert all(p.stat().st_size <= part_bytes for p in tmp_path.iterdir()) and len(list(tmp_path.iterdir())) > 1 or part_bytes == 10**6
+
+
+def test_saving_again_leaves_no_stale_part(tmp_path):
+    path = tmp_path / "ema[1].golf"
+    (tmp_path / "ema[1].golf.txt").write_text("mine")
+    for part_bytes, count in ((1000, None), (4000, None), (10**6, 1), (2000, None)):
+        save_weights(path, weights(part_bytes), {}, part_bytes)
+        assert torch.equal(load_weights(path)[1]["a"], weights(part_bytes)["a"])
+        assert count is None or [p.name for p in tmp_path.iterdir() if p.suffix != ".txt"] == [path.name]
+    assert (tmp_path / "ema[1].golf.txt").exists()
+
+
+def test_parts_missing_misplaced_damaged_or_foreign(tmp_path):
+    path = tmp_path / "ema.golf"
+    save_weights(path, weights(), {}, 2000)
+    good = {p: p.read_bytes() for p in sorted(tmp_path.iterdir())}
+    files = list(good)
+    assert len(files) >= 4
+    save_weights(tmp_path / "other.golf", weights(1), {}, 2000)
+    foreign = (tmp_path / "other.golf.001").read_bytes()
+    flipped = bytearray(good[files[1]])
+    flipped[500] ^= 1
+    for name, change, word in (("first missing", {files[0]: None}, "missing"), ("middle missing", {files[1]: None}, "missing"), ("last missing", {files[-1]: None}, "must have"),
+                               ("swapped", {files[1]: good[files[2]], files[2]: good[files[1]]}, "must be part 1"), ("damaged", {files[1]: bytes(flipped)}, "undamaged"),
+                               ("cut", {files[1]: good[files[1]][:40]}, "undamaged"), ("foreign", {files[1]: foreign}, "of another"),
+                               ("surplus", {path.with_name(f"ema.golf.{len(files):03d}"): good[files[-1]]}, "must be part")):
+        for file, content in (good | change).items():
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_bytes(content)
+        with pytest.raises(GolfError, match=word):
+            load_weights(path)
+        for file in change:
+            file.unlink(missing_ok=True)
+    for file, content in good.items():
+        file.write_bytes(content)
+    assert torch.equal(load_weights(path)[1]["a"], weights()["a"])
+
+
+def test_weights_refuse_what_they_cannot_hold(tmp_path):
+    with pytest.raises(GolfError, match="fp32, bf16"):
+        save_weights(tmp_path / "w", {"a": torch.zeros(3, dtype=torch.int64)}, {})
+    with pytest.raises(GolfError, match="finite"):
+        save_weights(tmp_path / "w", {"a": torch.tensor([float("nan")])}, {})
+    with pytest.raises(GolfError, match="more than"):
+        split_parts(b"x", 84)
+    save_artifact(tmp_path / "a.golf", toy(), {})
+    with pytest.raises(GolfError, match="unquantized"):
+        load_weights(tmp_path / "a.golf")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.golf"]
+
+
+# --- ledger and models
+
+def test_ledger_adds_up(tmp_path):
+    size = save_artifact(tmp_path / "a.golf", toy(), META)
+    exact, estimate = artifact_ledger(tmp_path / "a.golf", 1234), ledger(toy(), 1234, size)
+    for rows in (exact, estimate):
+        assert rows[0] == ("code", 1234) and rows[-1][0] == "overhead" and sum(n for _, n in rows) == size + 1234 and all(type(n) is int and n >= 0 for _, n in rows)
+    assert [r[0] for r in exact] == [r[0] for r in estimate]
+    assert ledger({}, 0, 100)[-1] == ("overhead", 100)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    cfg = load_config({"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "ROPE_DIMS": "8", "BIGRAM_VOCAB_SIZE": "32", "BIGRAM_DIM": "8",
+                       "VE_LAYERS": "1", "VE_DIM": "8", "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "16", "EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "8"})
+    model, cfg, _ = model_from_settings(cfg.model_settings())
+    init_model(model, cfg, 0)
+    return model, cfg, {"settings": cfg.model_settings(), "tokenizer_sha256": "0" * 64, "vocab_size": 64, "recipe": "pr549", "seed": 0, "steps": 0}
+
+
+def test_a_model_from_the_file_alone(tiny, tmp_path):
+    model, cfg, meta = tiny
+    packed = quantize_state(named_state(model), False)
+    save_artifact(tmp_path / "a.golf", packed, meta)
+    loaded, found, settings = load_model(tmp_path / "a.golf")
+    wanted = dequantize_state(packed)
+    assert found == meta and settings.model_settings() == cfg.model_settings()
+    assert all(torch.equal(w, wanted[n]) for n, w in named_state(loaded).items())
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids), model(ids), atol=0.05)
+    assert load_model(tmp_path / "a.golf", torch.bfloat16)[0].tok_emb.dtype == torch.bfloat16
+
+
+def test_a_model_from_saved_weights_in_parts(tiny, tmp_path):
+    model, _, meta = tiny
+    save_weights(tmp_path / "ema.golf", named_state(model), meta, 9000)
+    loaded, _, _ = load_model(tmp_path / "ema.golf")
+    assert all(torch.equal(w, named_state(model)[n]) for n, w in named_state(loaded).items())
+
+
+def test_the_tokenizer_must_be_the_one_it_was_trained_with(tiny, tmp_path):
+    model, _, meta = tiny
+    (tmp_path / "t.model").write_bytes(b"tokenizer")
+    (tmp_path / "u.model").write_bytes(b"another")
+    save_artifact(tmp_path / "a.golf", quantize_state(named_state(model), False), meta | {"tokenizer_sha256": tokenizer_hash(tmp_path / "t.model")})
+    load_model(tmp_path / "a.golf", tokenizer_path=tmp_path / "t.model")
+    for other in ("u.model", "absent.model"):
+        with pytest.raises(GolfError, match=other):
+            load_model(tmp_path / "a.golf", tokenizer_path=tmp_path / other)
+
+
+@pytest.mark.parametrize("change", [{"num_layers": 10**9}, {"num_layers": 3}, {"num_layers": "2"}, {"model_dim": 2**40}, {"vocab_size": 2**40}, {"mlp_mult": 2**40}, {"mlp_mult": "a"}, {"mlp_mult": None},
+                                    {"bigram_vocab_size": 2**40}, {"bigram_dim": 2**30}, {"ve_dim": 2**30}, {"bigram_vocab_size": 0}, {"num_heads": 7}, {"num_kv_heads": 2}, {"rope_dims": 10**9},
+                                    {"extra": 1}, {"ve_layers": "1," * 9999 + "1"}, {"ve_enabled": False}, {"train_seq_len": -5}, {"plan": "exec"}], ids=str)
+def test_settings_that_do_not_fit_the_tensors(tiny, tmp_path, change):
+    model, _, meta = tiny
+    save_artifact(tmp_path / "a.golf", quantize_state(named_state(model), False), meta | {"settings": meta["settings"] | change})
+    with pytest.raises(GolfError, match="a.golf"):
+        load_model(tmp_path / "a.golf")
+
+
+def test_containers_that_hold_no_model(tiny, tmp_path):
+    for meta in ({}, {"settings": None}, {"settings": {}}, {"settings": tiny[2]["settings"]}):
+        save_artifact(tmp_path / "a.golf", toy(), meta)
+        with pytest.raises(GolfError, match="a.golf"):
+            load_model(tmp_path / "a.golf")

@@ -1,0 +1,185 @@
+"""Settings: every field name, recipes, published commands, what is refused, and with which words."""
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from golfnb.config import MODEL_KEYS, NOT_BUILT, RECIPES, Config, GolfError, config_from_settings, load_config, setting_specs
+
+FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
+MAX_WALLCLOCK_SECONDS VAL_LOSS_EVERY TRAIN_LOG_EVERY VOCAB_SIZE NUM_LAYERS MODEL_DIM NUM_HEADS NUM_KV_HEADS MLP_MULT TIE_EMBEDDINGS ROPE_BASE ROPE_DIMS
+LOGIT_SOFTCAP QK_GAIN_INIT LN_SCALE XSA_LAST_N BIGRAM_VOCAB_SIZE BIGRAM_DIM VE_ENABLED VE_DIM VE_LAYERS TIED_EMBED_LR MATRIX_LR SCALAR_LR MUON_MOMENTUM
+MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_BACKEND_STEPS MUON_WD ADAM_WD BETA1 BETA2 ADAM_EPS GRAD_CLIP_NORM SWA_ENABLED SWA_EVERY
+EMA_ENABLED EMA_DECAY LATE_QAT LATE_QAT_THRESHOLD TTT_ENABLED TTT_LR TTT_EPOCHS TTT_CHUNK_TOKENS TTT_FREEZE_BLOCKS TTT_MOMENTUM TTT_BATCH_SEQS TTT_GRAD_CLIP
+VAL_BATCH_SIZE TIED_EMBED_INIT_STD EMBED_LR HEAD_LR USE_GPTQ GPTQ_CALIB_SAMPLES GPTQ_RESERVE_MS QUANT_CLIP_RANGE NEGATIVE_SLOPE QAT_ENABLED MTP_NUM_HEADS
+MTP_LOSS_WEIGHT MUON_BETA2 LAWA_ENABLED LAWA_K LAWA_FREQ DTG_ENABLED GATED_ATTENTION VALUE_RESIDUAL""".split()
+OWN_NAMES = "RECIPE CLIP LOADER AVERAGING PLAN QAT_BANKS SCALE_FLOOR WEIGHT_DTYPE ATTENTION COMPILE CODEC".split()
+PR549 = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=1536 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=1 SWA_EVERY=50 ROPE_DIMS=16 LN_SCALE=1 LATE_QAT=1
+LATE_QAT_THRESHOLD=0.15 VE_ENABLED=1 VE_DIM=128 VE_LAYERS=9,10 TTT_ENABLED=1 TTT_LR=0.002 TTT_EPOCHS=3 TTT_CHUNK_TOKENS=32768 TTT_FREEZE_BLOCKS=0
+TTT_MOMENTUM=0.9 TTT_BATCH_SEQS=32 TTT_GRAD_CLIP=1.0 MUON_WD=0.04 ADAM_WD=0.04 MATRIX_LR=0.025 SCALAR_LR=0.025 TIED_EMBED_LR=0.035 MUON_MOMENTUM=0.99
+MUON_MOMENTUM_WARMUP_START=0.92 MUON_MOMENTUM_WARMUP_STEPS=1500 WARMDOWN_ITERS=3500 ITERATIONS=9000 MAX_WALLCLOCK_SECONDS=600 EVAL_STRIDE=64 SEED=1337"""
+PR1060 = "SEED=1337 DATA_PATH=/d TOKENIZER_PATH=/t BIGRAM_VOCAB_SIZE=2816 BIGRAM_DIM=112 XSA_LAST_N=11 USE_GPTQ=1 GPTQ_RESERVE_MS=14000 TTT_ENABLED=0"
+
+
+def env(text):
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+def test_every_name_of_the_field_is_known():
+    known = {name.upper() for name in setting_specs()} | set(NOT_BUILT)
+    assert not set(FIELD_NAMES + OWN_NAMES) - known
+    assert not {name.upper() for name in setting_specs()} & set(NOT_BUILT)
+
+
+def test_every_setting_has_a_meaning_a_unit_and_its_type():
+    for name, spec in setting_specs().items():
+        assert (": " in spec.metadata["meaning"] or spec.metadata["choices"]) and type(spec.default) is spec.type, name
+        assert not spec.metadata["choices"] or spec.default in spec.metadata["choices"], name
+    assert {f.name for f in dataclasses.fields(Config)} == set(setting_specs()) | {"notices"}
+
+
+def test_recipes_name_real_settings_and_fit():
+    for name, values in RECIPES.items():
+        assert set(values) <= set(setting_specs()), name
+        cfg = load_config({"RECIPE": name})
+        assert cfg.recipe == name
+        for world in (1, 2, 4, 8):
+            cfg.check(world)
+    assert load_config({}) == Config() == load_config({"RECIPE": "pr549"})
+    demo = load_config({"RECIPE": "demo"})
+    assert demo.ema_decay**demo.iterations <= 0.01
+
+
+@pytest.mark.parametrize("name, row", {
+    "pr399": (0.0, 2048, 128, 4, 3000, "sequential", "local", False, 0, False, True), "pr549": (0.5, 1536, 128, 4, 3500, "sequential", "local", True, 0, False, True),
+    "pr726": (0.5, 1536, 128, 4, 3500, "coprime", "local", True, 2, False, True), "golf": (0.5, 2816, 112, 11, 3500, "coprime", "global", True, 0, True, False),
+}.items())
+def test_the_table_of_recipes(name, row):
+    c = load_config({"RECIPE": name})
+    assert row == (c.negative_slope, c.bigram_vocab_size, c.bigram_dim, c.xsa_last_n, c.warmdown_iters, c.loader, c.clip, c.ttt_enabled, c.ttt_freeze_blocks, c.qat_banks, c.scale_floor)
+
+
+def test_published_commands():
+    cfg = load_config(env(PR549))
+    assert cfg == Config() and not cfg.notices
+    cfg.check(8)
+    cfg = load_config(env(PR1060))
+    cfg.check(8)
+    assert (cfg.bigram_vocab_size, cfg.bigram_dim, cfg.xsa_last_n, cfg.use_gptq, cfg.ttt_enabled, cfg.data_path, cfg.gptq_reserve_ms) == (2816, 112, 11, True, False, "/d", 14000)
+    assert len(cfg.notices) == 1 and "GPTQ-lite" in cfg.notices[0]
+
+
+def test_derived_figures():
+    cfg = Config()
+    assert (cfg.head_dim, cfg.kv_dim, cfg.mlp_dim, cfg.ve_layer_list) == (64, 256, 1536, [9, 10])
+    assert dataclasses.replace(cfg, ve_enabled=False).ve_layer_list == []
+    assert [cfg.grad_accum(w) for w in (1, 2, 3, 4, 8, 16)] == [8, 4, 2, 2, 1, 1]
+    assert [cfg.rows_per_micro(w) for w in (1, 2, 4, 8, 16)] == [48, 48, 48, 48, 24]
+
+
+def test_variables_win_and_strangers_are_ignored():
+    cfg = load_config({"RECIPE": "pr399", "NEGATIVE_SLOPE": "0.25", "PATH": "/bin", "WARMDOWN": "7", "matrix_lr": "9"})
+    assert cfg.negative_slope == 0.25 and cfg.warmdown_iters == 3000 and cfg.matrix_lr == 0.025
+
+
+def test_averaging_by_its_old_and_new_names():
+    assert load_config({}).averaging == "ema" == load_config({"SWA_ENABLED": "0"}).averaging
+    assert load_config({"EMA_ENABLED": "0"}).averaging == "none" == load_config({"EMA_ENABLED": "0", "SWA_ENABLED": "1"}).averaging
+    assert load_config({"EMA_ENABLED": "0", "AVERAGING": "swa"}).averaging == "swa"
+
+
+@pytest.mark.parametrize("text, value", [("1", True), ("0", False), ("true", True), ("False", False), (" TRUE ", True)])
+def test_yes_and_no(text, value):
+    assert load_config({"LN_SCALE": text}).ln_scale is value
+
+
+@pytest.mark.parametrize("pairs, words", [
+    ("RECIPE=pr1", "RECIPE must be one of pr399, pr549"), ("RECIPE=", "RECIPE must be one of"), ("SEED=x", "SEED must be a whole number, found 'x'"), ("SEED=1.5", "whole number"), ("SEED=", "whole number"),
+    ("MATRIX_LR=fast", "a number, found 'fast'"), ("MATRIX_LR=inf", "finite"), ("MLP_MULT=nan", "finite"), ("TTT_ENABLED=2", "TTT_ENABLED must be 0 or 1"),
+    ("LOADER=packed", "one of sequential, coprime"), ("CLIP=none", "local, global"), ("AVERAGING=lawa", "one of"), ("PLAN=x", "one of"), ("WEIGHT_DTYPE=fp8", "one of"),
+    ("MTP_NUM_HEADS=1", "not built"), ("TIE_EMBEDDINGS=0", "must stay 1"), ("QAT_ENABLED=1", "not built"), ("QAT_ENABLED=true", "not built"), ("MUON_BETA2=0.9", "stay 0.95"),
+    ("LAWA_ENABLED=1", "not built"), ("DTG_ENABLED=1", "not built"), ("GATED_ATTENTION=1", "not built"), ("VALUE_RESIDUAL=1", "not built"), ("LAWA_K=ten", "must be a number"),
+])
+def test_loading_refuses(pairs, words):
+    with pytest.raises(GolfError, match=words) as caught:
+        load_config(env(pairs))
+    assert "\n" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_off_values_of_what_is_not_built_are_accepted():
+    spelled = {name: f"{off:g}" for name, off in NOT_BUILT.items()}
+    assert load_config(spelled) == Config() == load_config({"QAT_ENABLED": "False", "TIE_EMBEDDINGS": "true"})
+
+
+@pytest.mark.parametrize("pairs, words", [
+    ("NUM_HEADS=7", "divisible by NUM_HEADS"), ("NUM_KV_HEADS=3", "divisible by NUM_KV_HEADS"), ("NUM_HEADS=0", "NUM_HEADS must be above 0"), ("NUM_KV_HEADS=0", "above 0"),
+    ("MODEL_DIM=0", "above 0"), ("NUM_LAYERS=0", "above 0"), ("NUM_LAYERS=4", "VE_LAYERS must lie in 0..3"), ("VE_LAYERS=9,9", "none twice"), ("VE_LAYERS=", "at least one"),
+    ("VE_LAYERS=a,b", "parted by commas"), ("VE_LAYERS=-1", "parted by commas"), ("ROPE_DIMS=15", "even"), ("ROPE_DIMS=66", "at most the head width"), ("ROPE_DIMS=0", "above 0"), ("ROPE_DIMS=2", "NTK"),
+    ("VOCAB_SIZE=70000", "65536"), ("BIGRAM_VOCAB_SIZE=1", "BIGRAM_VOCAB_SIZE 0 or"), ("BIGRAM_DIM=0", "above 0"), ("VE_DIM=0", "above 0"), ("NEGATIVE_SLOPE=-1", "NEGATIVE_SLOPE"), ("LOGIT_SOFTCAP=0", "above 0"),
+    ("TRAIN_BATCH_TOKENS=1000", "whole rows"), ("TRAIN_BATCH_TOKENS=0", "above 0"), ("TRAIN_SEQ_LEN=0", "above 0"), ("TRAIN_SEQ_LEN=-8", "above 0"), ("TRAIN_BATCH_TOKENS=6144", "multiple of 8 ranks x 1"),
+    ("EVAL_STRIDE=2049", "at most EVAL_SEQ_LEN"), ("EVAL_STRIDE=0", "above 0"), ("VAL_BATCH_SIZE=100", "hold one window"), ("ITERATIONS=0", "above 0"), ("WARMDOWN_ITERS=-1", "0 or more"), ("MAX_WALLCLOCK_SECONDS=-1", "0 or more"),
+    ("SEED=-1", "0 or more"), ("BETA1=1", r"\[0, 1\)"), ("EMA_DECAY=1.5", r"\[0, 1\)"), ("SWA_EVERY=0", "above 0"), ("QUANT_CLIP_RANGE=15", "must be 31"), ("TTT_CHUNK_TOKENS=100", "hold one row"),
+    ("TTT_BATCH_SEQS=0", "above 0"), ("TTT_FREEZE_BLOCKS=12", "at most NUM_LAYERS"), ("RUN_ID=../x", "without slashes"), ("RUN_ID=..", "without slashes"), ("NS=polar MUON_BACKEND_STEPS=6", "at most 5"),
+])
+def test_check_refuses(pairs, words):
+    cfg = load_config(env(pairs))
+    with pytest.raises(GolfError, match=words) as caught:
+        cfg.check(8)
+    assert "\n" not in str(caught.value) and ":" in str(caught.value)
+
+
+@pytest.mark.parametrize("world", [5, 7, 9, 0, -1, 1000])
+def test_worlds_that_cannot_share_the_batch(world):
+    with pytest.raises(GolfError, match="ranks"):
+        Config().check(world)
+
+
+def test_the_advice_works():
+    "What a refusal says to set is accepted when set."
+    for name, world, wish in (("TRAIN_BATCH_TOKENS", 8, {"TRAIN_BATCH_TOKENS": "1000000"}), ("TRAIN_BATCH_TOKENS", 5, {})):
+        with pytest.raises(GolfError) as caught:
+            load_config(wish).check(world)
+        better = str(caught.value).split(f"{name}=")[1].split()[0] if f"{name}=" in str(caught.value) else str(caught.value).split("set it to ")[1]
+        try:
+            load_config({name: better}).check(world)
+        except GolfError as again: # whole rows first, then rows that share out
+            better = str(again).split(f"{name}=")[1].split()[0]
+            load_config({name: better}).check(world)
+
+
+@given(st.dictionaries(st.sampled_from([n.upper() for n in setting_specs()] + list(NOT_BUILT)), st.one_of(st.integers(-9, 4096).map(str), st.text(max_size=6), st.floats(allow_nan=True).map(str)), max_size=6), st.integers(-1, 9))
+@settings(max_examples=300, deadline=None)
+def test_no_environment_makes_anything_but_a_golf_error(pairs, world):
+    try:
+        load_config(pairs).check(world)
+    except GolfError as error:
+        assert str(error).strip()
+
+
+def test_model_settings_survive_json():
+    for name in RECIPES:
+        cfg = load_config({"RECIPE": name})
+        again = config_from_settings(json.loads(json.dumps(cfg.model_settings())))
+        assert again.model_settings() == cfg.model_settings() and set(cfg.model_settings()) == set(MODEL_KEYS)
+    whole = dict(Config().model_settings(), mlp_mult=3)
+    assert config_from_settings(whole).mlp_mult == 3.0 and type(config_from_settings(whole).mlp_mult) is float
+
+
+@pytest.mark.parametrize("change", [{"num_layers": "11"}, {"num_layers": 11.0}, {"num_layers": True}, {"num_layers": 0}, {"ln_scale": 1}, {"extra": 1}, {"plan": None}, {"plan": "x"}, {"num_heads": 7}, {"train_seq_len": 0}, None])
+def test_damaged_model_settings_are_refused(change):
+    good = Config().model_settings()
+    bad = {**good, **change} if change is not None else {k: v for k, v in good.items() if k != "vocab_size"}
+    with pytest.raises(GolfError):
+        config_from_settings(bad)
+    with pytest.raises(GolfError):
+        config_from_settings([good])
+
+
+def test_config_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import importlib.util as u; s = u.spec_from_file_location('c', sys.argv[1]); m = u.module_from_spec(s); sys.modules['c'] = m; s.loader.exec_module(m); m.load_config({}).check(8)"
+    import golfnb.config
+    done = subprocess.run([sys.executable, "-c", code, golfnb.config.__file__], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,116 @@
+"""The engine against oracles in one process: torch.optim.Muon at constant momentum, and the per-matrix rule under warm-up."""
+import pytest
+import torch
+
+from golfnb.config import GolfError, load_config
+from golfnb.layout import model_layout
+from golfnb.model import Golf, init_model, named_state
+from golfnb.parallel_muon import ParallelMuon, Ranks, engine_gather, engine_load, muon_one, restore, snapshot
+from golfnb.plan import make_plan
+from golfnb.train import training_loss
+from workers import Batches, settings
+
+
+def model_of(env, dtype=torch.float64):
+    cfg = load_config(env)
+    layout = model_layout(cfg, 1)
+    model = Golf(cfg, layout, dtype=dtype)
+    init_model(model, cfg, 3)
+    return cfg, layout, model
+
+
+def run_steps(engine, model, cfg, momenta, check=None):
+    loader, loss_fn = Batches(cfg, Ranks()), training_loss(model, model.cap)
+    for mu in momenta:
+        loss_fn(*loader.next()).backward()
+        if check:
+            check(mu)
+        engine.step(momentum=mu)
+
+
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp"])
+@pytest.mark.parametrize("order", ["big_first", "small_first"])
+def test_against_the_per_matrix_rule_under_warm_up(plan, order):
+    cfg, layout, model = model_of(settings(3, PLAN=plan))
+    engine = ParallelMuon(model.role_params(), layout, plan=make_plan(layout, order), max_norm=0)
+    weights = {n: w.clone() for n, w in named_state(model).items() if n in set(layout.names())}
+    momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
+
+    def oracle(mu):
+        for bank, slot, m in layout:
+            g = model.banks[bank.name].grad[slot]
+            g = g.T if m.transposed else g
+            scale = max(1.0, m.rows / m.cols) ** 0.5
+            weights[m.name], momentum[m.name] = muon_one(weights[m.name], momentum[m.name], g, 0.025, mu, 0.04, scale)
+
+    run_steps(engine, model, cfg, [0.85 + 0.02 * s for s in range(5)], oracle)
+    ours = named_state(model, *engine_gather(engine))
+    assert max((ours[n] - w).abs().max().item() for n, w in weights.items()) < 1e-10
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_against_torch_muon_at_constant_momentum():
+    "torch keeps momentum as a moving average: proportional to ours while mu is constant, and it runs Newton-Schulz in bf16, so the bound is bf16's."
+    cfg, layout, model = model_of(settings(3))
+    engine = ParallelMuon(model.role_params(), layout, bank_lr=0.02, bank_wd=0.1, max_norm=0)
+    names = set(layout.names())
+    plain = {n: torch.nn.Parameter(w.float().clone()) for n, w in named_state(model).items() if n in names}
+    theirs = torch.optim.Muon(list(plain.values()), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True, adjust_lr_fn="original")
+    start = {n: w.detach().clone() for n, w in plain.items()}
+
+    def oracle(mu):
+        for bank, slot, m in layout:
+            plain[m.name].grad = model.banks[bank.name].grad[slot].float().clone()
+        theirs.step()
+
+    run_steps(engine, model, cfg, [0.9] * 5, oracle)
+    ours = named_state(model, *engine_gather(engine))
+    for n, w in plain.items():
+        moved, difference = (w.detach() - start[n]).norm(), (w.detach() - ours[n].float()).norm()
+        assert moved > 0 and difference < 0.05 * moved, (n, float(difference / moved))
+
+
+def test_snapshot_restore_leaves_no_trace():
+    cfg, layout, model = model_of(settings(3))
+    engine = ParallelMuon(model.role_params(), layout)
+    saved, before = snapshot(engine), {n: p.detach().clone() for n, p in model.named_parameters()}
+    run_steps(engine, model, cfg, [0.9] * 3)
+    assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+    restore(engine, saved)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert all(not t.any() for b in engine.banks.values() for t in [b.momentum]) and engine.count == 0
+
+
+def test_gather_load_round_trip():
+    cfg, layout, model = model_of(settings(3))
+    engine = ParallelMuon(model.role_params(), layout)
+    banks, others = engine_gather(engine)
+    run_steps(engine, model, cfg, [0.9] * 2)
+    engine_load(engine, banks, others)
+    again = engine_gather(engine)
+    assert all(torch.equal(banks[k], again[0][k]) for k in banks) and all(torch.equal(others[k], again[1][k]) for k in others)
+
+
+def test_sgd_keeps_fp32_masters_for_bf16_weights():
+    "lr 0.002 on bf16 weights would lose most of a step; the masters must move as an fp32 oracle does."
+    cfg, layout, model = model_of(settings(3), torch.bfloat16)
+    engine = ParallelMuon(model.role_params(), layout, rule="sgd", bank_lr=0.002, table_lr=0.002, scalar_lr=0.002, max_norm=0)
+    banks, others = engine_gather(engine)
+    oracle, momentum = {**banks, **others}, {}
+
+    def step(mu):
+        for n, p in {**dict(model.banks), **model.role_params()["table"], **model.role_params()["scalar"]}.items():
+            g = torch.zeros_like(p) if p.grad is None else p.grad
+            momentum[n] = mu * momentum.get(n, 0) + g.float()
+            oracle[n] = oracle[n] - 0.002 * momentum[n]
+
+    run_steps(engine, model, cfg, [0.9] * 4, step)
+    now = {**engine_gather(engine)[0], **engine_gather(engine)[1]}
+    for n in oracle:
+        assert torch.allclose(now[n], oracle[n], rtol=1e-6, atol=1e-8), n
+
+
+def test_layout_for_another_world_is_refused():
+    cfg, _, model = model_of(settings(3))
+    with pytest.raises(GolfError, match="made for 2 ranks, but 1"):
+        ParallelMuon(model.role_params(), model_layout(cfg, 2))

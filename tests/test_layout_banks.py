@@ -1,0 +1,226 @@
+"""Layouts as data, banks as storage."""
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from golfnb.banks import bank_module, make_banks, rebank, unbank
+from golfnb.config import Config, GolfError
+from golfnb.layout import SMALL_MATRIX, group_matrices, matrix, model_layout, model_matrices
+
+
+def layout_of(plan, world, layers=11):
+    cfg = Config()
+    cfg.plan, cfg.num_layers = plan, layers
+    return model_layout(cfg, world)
+
+
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp"])
+@pytest.mark.parametrize("layers", [1, 4, 11])
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
+def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world):
+    layout = layout_of(plan, world, layers)
+    assert len(layout.names()) == len(set(layout.names())) == 6 * layers
+    for b in layout.banks:
+        assert b.shape[0] % world == 0 and b.shape[0] == b.real + b.padding and 0 <= b.padding < world
+        assert sorted(i for r in range(world) for i in b.shard(r)) == list(range(b.shape[0]))
+        assert [m for r in range(world) for m in b.slots(r)] == list(b.matrices) + [None] * b.padding
+        assert len(b.lr_scales()) == b.shape[0]
+    for b, i, m in layout:
+        assert layout.where(m.name) == (b.name, i) and layout.bank(b.name) is b and m.stored == b.shape[1:]
+
+
+def test_published_banks_and_waste():
+    layout, shared = layout_of("pr399", 8), layout_of("shared_mlp", 8)
+    assert {b.name: (b.real, *b.shape[1:]) for b in layout.banks} == {
+        "qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_up_bank": (11, 1536, 512), "mlp_down_bank": (11, 512, 1536)}
+    assert round(layout.padding_waste(), 2) == 0.33 and round(shared.padding_waste(), 2) == 0.09
+    assert layout.where("blocks.3.attn.c_q.weight") == ("qo_bank", 3) and layout.where("blocks.3.attn.proj.weight") == ("qo_bank", 14)
+    assert layout.where("blocks.3.attn.c_k.weight") == ("kv_bank", 3) and layout.where("blocks.3.attn.c_v.weight") == ("kv_bank", 14)
+    scales = {m.name: m.lr_scale for _, _, m in shared}
+    assert scales == {m.name: m.lr_scale for _, _, m in layout}, "storing transposed must not change how fast a matrix learns"
+
+
+def test_small_matrices_are_not_for_the_grid():
+    assert matrix("a", 256, SMALL_MATRIX // 256, "g").quant.kind == "fp16"
+    assert matrix("a", 257, SMALL_MATRIX // 256, "g").quant.kind == "int6"
+
+
+def test_bad_layouts():
+    one = matrix("a", 2, 3, "g")
+    for bad in (lambda: group_matrices([one, matrix("b", 3, 2, "g")], 1), lambda: group_matrices([one, one], 1), lambda: group_matrices([], 1),
+                lambda: group_matrices([one], 0), lambda: group_matrices([one], 1).bank("x"), lambda: group_matrices([one], 1).where("x"),
+                lambda: model_matrices(type("C", (), {"plan": "x"})())):
+        with pytest.raises(GolfError):
+            bad()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rebank_is_the_inverse_of_unbank(seed):
+    rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    ms = []
+    for g in range(rng.randint(1, 3)):
+        r, c = rng.randint(1, 5), rng.randint(6, 9)
+        ms += [matrix(f"{g}.{i}", *((c, r) if t else (r, c)), f"bank{g}", transposed=bool(t)) for i, t in enumerate(rng.choices((0, 1), k=rng.randint(1, 6)))]
+    rng.shuffle(ms)
+    layout = group_matrices(ms, rng.randint(1, 5))
+    banks = make_banks(layout, torch.float64)
+    named = {m.name: torch.randn(m.rows, m.cols, generator=gen, dtype=torch.float64) for m in ms}
+    rebank(layout, named, banks)
+    out = unbank(layout, banks)
+    assert list(out) == layout.names() and all(torch.equal(out[k], named[k]) for k in named)
+    assert all(not banks[b.name][b.real:].any() for b in layout.banks)
+    cut = {b.name: banks[b.name].detach()[:b.real] for b in layout.banks}
+    assert all(torch.equal(v, named[k]) for k, v in unbank(layout, cut).items()), "unpadded banks unbank too"
+
+
+def test_rebank_checks_before_it_writes():
+    layout = group_matrices([matrix("a", 2, 3, "g"), matrix("b", 2, 3, "g")], 1)
+    banks = make_banks(layout)
+    for bad in ({"a": torch.ones(2, 3)}, {"a": torch.ones(2, 3), "b": torch.ones(3, 2)}, {"a": torch.ones(2, 3), "b": torch.ones(2, 3), "c": torch.ones(1)}):
+        with pytest.raises(GolfError):
+            rebank(layout, bad, banks)
+        assert not banks["g"].any()
+
+
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_forward_and_gradient_equal_separate_linears(world):
+    torch.manual_seed(world)
+    layout = group_matrices([matrix(f"up{i}", 12, 4, "mlp") for i in range(3)] + [matrix(f"down{i}", 4, 12, "mlp", transposed=True) for i in range(3)], world)
+    banks = make_banks(layout, torch.float64)
+    named = {m.name: torch.randn(m.rows, m.cols, dtype=torch.float64, requires_grad=True) for _, _, m in layout}
+    rebank(layout, named, banks)
+    x = torch.randn(5, 4, dtype=torch.float64)
+
+    def run(w):
+        h = x
+        for i in range(3):
+            h = h + F.linear(F.linear(h, w[f"up{i}"]).relu(), w[f"down{i}"])
+        return h.square().sum()
+    a, b = run(named), run(unbank(layout, banks))
+    (ga,) = torch.autograd.grad(b, [banks["mlp"]])
+    a.backward()
+    torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
+    for name, g in unbank(layout, {"mlp": ga}).items():
+        torch.testing.assert_close(g, named[name].grad, rtol=1e-12, atol=1e-12)
+    assert ga.shape == banks["mlp"].shape and ga.is_contiguous() and not ga[6:].any()
+
+
+class Plain(nn.Module):
+    "A small causal model that knows nothing of banks."
+    def __init__(self, tied=True):
+        super().__init__()
+        self.emb = nn.Embedding(13, 8)
+        self.attn = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(8, 16, bias=False) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 13, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for attn, up, down in zip(self.attn, self.up, self.down):
+            q, k, v = attn(self.norm(x)).chunk(3, -1)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + down(up(self.norm(x)).relu())
+        return self.head(x)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("transposable", [True, False])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_banked_module_trains_like_the_plain_one(tied, transposable, world):
+    torch.manual_seed(0)
+    plain = Plain(tied).double()
+    banked = copy.deepcopy(plain)
+    layout, banks, others = bank_module(banked, world=world, transposable=transposable)
+    assert len(layout.banks) == (2 if transposable else 3) + (0 if tied else 1)
+    assert {id(p) for p in banked.parameters()} == {id(p) for p in [*banks.values(), *others]}
+    ids = torch.randint(13, (3, 7))
+    opts = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, banked)]
+    for _ in range(4):
+        for model, opt in zip((plain, banked), opts):
+            opt.zero_grad(set_to_none=True)
+            for part in ids.split(1):   # accumulation: several forwards and backwards per step
+                F.cross_entropy(model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()).backward()
+            opt.step()
+    a, b = plain.state_dict(), banked.state_dict()
+    assert list(a) == list(b)
+    for k in a:
+        torch.testing.assert_close(a[k], b[k], rtol=0, atol=1e-12)
+    assert all(not banks[s.name][s.real:].any() for s in layout.banks)
+
+
+def test_checkpoints_pass_between_plain_and_banked():
+    plain, banked = Plain(), Plain()
+    bank_module(banked, world=2)
+    ids = torch.randint(13, (2, 5))
+    assert banked.load_state_dict(plain.state_dict()) is not None
+    torch.testing.assert_close(banked(ids), plain(ids))
+    again = Plain()
+    again.load_state_dict(banked.state_dict())
+    torch.testing.assert_close(again(ids), plain(ids))
+    state = plain.state_dict()
+    short = {k: v for k, v in state.items() if k != "up.0.weight"}
+    with pytest.raises(RuntimeError, match="up.0.weight"):
+        banked.load_state_dict(short)
+    with pytest.raises(RuntimeError, match="up.0.weight"):
+        banked.load_state_dict({**state, "up.0.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match="stranger"):
+        banked.load_state_dict({**state, "stranger": torch.zeros(1)})
+    wrapped = nn.Sequential(banked)
+    assert list(wrapped.state_dict()) == [f"0.{k}" for k in state]
+    wrapped.load_state_dict({f"0.{k}": v for k, v in state.items()})
+
+
+def test_to_dtype_and_a_bare_linear():
+    lin = nn.Linear(4, 6)
+    twin = copy.deepcopy(lin)
+    layout, banks, others = bank_module(lin)
+    assert [*lin.state_dict()] == ["weight", "bias"] and len(others) == 1
+    lin.double(), twin.double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    lin(x).sum().backward()
+    twin(x).sum().backward()
+    assert banks["6x4"].dtype == torch.float64 and torch.equal(banks["6x4"].grad[0], twin.weight.grad)
+
+
+def test_what_stays_outside_the_banks():
+    frozen = Plain()
+    frozen.up[0].weight.requires_grad_(False)
+    layout, _, _ = bank_module(frozen)
+    assert "up.0.weight" not in layout.names() and "head.weight" not in layout.names() and "up.1.weight" in layout.names()
+    assert bank_module(Plain(), keep=lambda name, w: "down" in name)[0].names() == ["down.0.weight", "down.1.weight"]
+    shared = nn.ModuleDict({"a": nn.Linear(3, 3)})
+    shared["b"] = shared["a"]
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    for bad in (shared, mixed, nn.ReLU()):
+        with pytest.raises(GolfError):
+            bank_module(bad)
+
+
+def test_banking_works_through_activation_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for p in self.parts:
+                x = checkpoint(lambda t, p=p: p(t).tanh(), x, use_reentrant=False)
+            return x
+    plain = Net().double()
+    banked = copy.deepcopy(plain)
+    layout, banks, _ = bank_module(banked)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    plain(x).sum().backward()
+    banked(x).sum().backward()
+    for name, g in unbank(layout, {"4x4": banks["4x4"].grad}).items():
+        torch.testing.assert_close(g, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,141 @@
+"""Functions that run in spawned ranks. `spawn(world, name)` starts `world` gloo processes, each calling the named function
+with its Ranks, and returns their results in rank order; a rank that fails fails the call with its own words."""
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from golfnb.config import load_config
+from golfnb.layout import model_layout
+from golfnb.model import Golf, init_model
+from golfnb.parallel_muon import engine_gather, make_engine, start_ranks, stop_ranks
+from golfnb.train import RunLog, train, training_loss
+
+ROWS, SEQ = 24, 16
+TINY = dict(MODEL_DIM="16", NUM_HEADS="2", NUM_KV_HEADS="1", VOCAB_SIZE="32", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="24", BIGRAM_DIM="6", VE_DIM="6",
+            TRAIN_SEQ_LEN=str(SEQ), TRAIN_BATCH_TOKENS=str(ROWS * SEQ), WARMUP_STEPS="0", MAX_WALLCLOCK_SECONDS="0", WARMDOWN_ITERS="3", ITERATIONS="5",
+            CLIP="global", EMA_DECAY="0.5", MUON_MOMENTUM_WARMUP_STEPS="4")
+
+
+def settings(layers: int, **more) -> dict:
+    return {**TINY, "NUM_LAYERS": str(layers), "VE_LAYERS": str(layers - 1), "XSA_LAST_N": "1", **more}
+
+
+def entry(rank: int, world: int, port: int, name: str, args: tuple, folder: str):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        ranks = start_ranks()
+        out = ("ok", globals()[name](ranks, *args))
+        stop_ranks(ranks)
+    except BaseException:
+        out = ("failed", traceback.format_exc())
+    with open(Path(folder) / f"{rank}.pkl", "wb") as f:
+        pickle.dump(out, f)
+
+
+def spawn(world: int, name: str, *args) -> list:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(entry, args=(world, port, name, args, folder), nprocs=world, start_method="spawn")
+        outs = [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(world)]
+    for r, (state, value) in enumerate(outs):
+        assert state == "ok", f"rank {r} of {world}:\n{value}"
+    return [value for _, value in outs]
+
+
+class Batches:
+    "The same global batch at every world size: rank r of w takes every w-th micro-batch's rows r*n..(r+1)*n."
+
+    def __init__(self, cfg, ranks, accum: int = 1):
+        self.ranks, self.accum, self.vocab, self.at = ranks, accum, cfg.vocab_size, 0
+
+    def state(self):
+        return self.at
+
+    def rewind(self, at):
+        self.at = at
+
+    def next(self):
+        g = torch.Generator().manual_seed(self.at // self.accum)
+        rows = torch.randint(self.vocab, (ROWS, SEQ + 1), generator=g)
+        n = ROWS // (self.ranks.world * self.accum)
+        first = (self.at % self.accum * self.ranks.world + self.ranks.rank) * n
+        self.at += 1
+        mine = rows[first:first + n]
+        return mine[:, :-1], mine[:, 1:]
+
+
+def machine(env: dict, ranks, dtype=torch.float64, debug=False):
+    cfg = load_config(env)
+    layout = model_layout(cfg, ranks.world)
+    model = Golf(cfg, layout, dtype=dtype)
+    init_model(model, cfg, 5)
+    return cfg, model, make_engine(model, layout, cfg, ranks, debug=debug)
+
+
+def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 1):
+    "Weights by bank and parameter name after 5 steps, and the losses."
+    cfg, model, engine = machine(env, ranks, dtype, debug)
+    loader, loss_fn, losses = Batches(cfg, ranks, accum), training_loss(model, model.cap), []
+    for step in range(5):
+        total = 0
+        for _ in range(accum):
+            loss = loss_fn(*loader.next()) / accum
+            loss.backward()
+            if accum > 1:
+                engine.accumulate()
+            total = total + loss.detach()
+        losses.append(engine.launch(loss=total)[3].item())
+        engine.finish(0.5 if step > 2 else 1.0, 0.9 + 0.02 * step)
+    banks, others = engine_gather(engine)
+    real = {s.name: s.real for s in engine.layout.banks}
+    named = {n: b[:real[n]].double().numpy() for n, b in banks.items()} | {n: t.double().numpy() for n, t in others.items()}
+    replica = {n: b.replica.detach()[:real[n]].double().numpy() for n, b in engine.banks.items()}
+    return named, replica, losses
+
+
+class Clock:
+    "A clock that gains `tick` seconds at every look, fast or slow."
+
+    def __init__(self, tick: float):
+        self.tick, self.t = tick, 0.0
+
+    def __call__(self):
+        self.t += self.tick
+        return self.t
+
+
+def skewed_clocks(ranks, env: dict):
+    "Train under a wall-clock cap where this rank's clock runs at its own speed: (steps, replicated bytes, multiplier-dependent bank bytes)."
+    cfg, model, engine = machine(env, ranks, torch.float32)
+    result = train(cfg, training_loss(model, model.cap), Batches(cfg, ranks), engine, RunLog(quiet=True), now=Clock(0.001 * (1 + 7 * ranks.rank)))
+    flat = b"".join(g.flat.numpy().tobytes() for g in engine.groups)
+    banks = b"".join(b.replica.detach().numpy().tobytes() for b in engine.banks.values())
+    return result.steps, flat, banks
+
+
+def bad_gradient(ranks, env: dict, who: int):
+    "One rank's loss is NaN at step 2 of 4: (steps skipped, all weights finite, step losses)."
+    cfg, model, engine = machine(env, ranks, torch.float32)
+    plain, calls = training_loss(model, model.cap), [0]
+
+    def poisoned(ids, targets):
+        calls[0] += 1
+        return plain(ids, targets) * (float("nan") if calls[0] == 2 and ranks.rank == who else 1.0)
+
+    result = train(cfg, poisoned, Batches(cfg, ranks), engine, RunLog(quiet=True))
+    finite = all(torch.isfinite(p).all().item() for p in model.parameters())
+    return result.skipped, finite, b"".join(g.flat.numpy().tobytes() for g in engine.groups)
+
+
+def all_checks(ranks, cases: list) -> list:
+    "Several of these functions in one set of processes: [(name, args), ...] -> their results."
+    return [globals()[name](ranks, *args) for name, args in cases]
