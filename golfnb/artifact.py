@@ -61,7 +61,7 @@ def _deflate(raw: bytes) -> bytes:
         ways.append(coder.compress(raw) + coder.flush())
     return min(ways, key=len)
 
-
+# %% ../nbs/17_artifact.ipynb #e4d6b57c
 def compress_section(raw: bytes, # decoded bytes
                      codec: str, # one of CODECS
                     ) -> tuple[str, bytes]: # the codec to record, and the stored bytes
@@ -98,7 +98,7 @@ def _decoded_parts(stored: bytes, # from the file
         for at in range(0, len(stored), 256):
             yield step(stored[at:at + 256])
 
-
+# %% ../nbs/17_artifact.ipynb #1955eb9a
 def decompress_section(stored: bytes, # from the file
                        codec: str, # as recorded: lzma, zlib, none, brotli or zstd
                        size: int, # decoded bytes, known beforehand
@@ -131,7 +131,7 @@ def section_plan(tensors: list, # [name, kind, shape] of each tensor, checked
         sizes["scale"] += 2 * shape[0] if kind in INT_MAX else 0
     return {section: size for section, size in sizes.items() if size}
 
-
+# %% ../nbs/17_artifact.ipynb #2cce4e49
 def pack_bytes(packed: Mapping[str, Packed], # what quantize_state gave
                meta: dict, # JSON-able facts: settings, tokenizer_sha256, vocab_size, recipe, seed, steps
                codec: str = "lzma", # one of CODECS
@@ -152,7 +152,7 @@ def pack_bytes(packed: Mapping[str, Packed], # what quantize_state gave
         raise GolfError(f"an artifact's facts must be plain JSON, found something else ({error}): pass numbers, strings, lists and dicts") from None
     return seal(zlib.compress(text.encode(), 9), b"".join(stored))
 
-
+# %% ../nbs/17_artifact.ipynb #2c1a98bc
 def seal(header: bytes, # deflated JSON
          payload: bytes, # all sections
         ) -> bytes: # the container
@@ -265,7 +265,7 @@ def save_artifact(path: str | Path, # final name
     kept = path.with_name(path.name + ".over")
     atomic_write(kept, data)
     raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,} too many): the artifact is kept as {kept}, "
-                    f"make a smaller one with `golfnb quantize {path.parent} --target-bytes {cap - code_bytes}`")
+                    f"make a smaller one with `golfnb quantize {path.parent} --target-bytes {cap}`")
 
 # %% ../nbs/17_artifact.ipynb #bc5692bc
 def _part_files(path: Path, # the name that the parts share
@@ -379,7 +379,7 @@ def artifact_header(path: str | Path, # a container
     except GolfError as error:
         raise GolfError(f"{path}: {error}") from None
 
-
+# %% ../nbs/17_artifact.ipynb #16d36205
 def ledger(packed: Mapping[str, Packed], # what was packed
            code_bytes: int, # of the training script
            container_bytes: int, # of the artifact
@@ -435,7 +435,7 @@ def _check_settings(meta: dict, # of a container
             raise GolfError(f"{what} must be {found} to fit the file's tensors, found {claimed} in its settings: it was not written by a golfnb run")
     return settings
 
-
+# %% ../nbs/17_artifact.ipynb #d09d3cff
 def load_model(path: str | Path, # an artifact, or saved weights
                dtype: torch.dtype = torch.float32, # of banks and tables
                device: str | torch.device = "cpu",

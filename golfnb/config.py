@@ -122,6 +122,7 @@ class ExportSettings:
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1")
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches")
     gptq_reserve_ms: float = setting(14_000.0, "training time kept back for calibration: milliseconds")
+    small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
     codec: str = setting("lzma", "codec of the artifact (chapter 17): word")
     target_bytes: int = setting(16_000_000, "artifact and code together at most: bytes")
 
@@ -232,7 +233,7 @@ def schedule_problems(cfg: "Config", # settings to check
 # %% ../nbs/00_config.ipynb #f39f7243
 MODEL_KEYS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base", "rope_dims", "rope_train_len",
               "logit_softcap", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim", "ve_enabled", "ve_dim", "ve_layers",
-              "negative_slope", "train_seq_len", "qk_gain_init", "tied_embed_init_std", "plan")
+              "negative_slope", "train_seq_len", "qk_gain_init", "tied_embed_init_std", "plan", "small_tensor")
 
 # %% ../nbs/00_config.ipynb #770ac2f2
 @dataclass
@@ -282,7 +283,7 @@ RECIPES = {
                  ve_dim=32, ve_layers="2,3", train_seq_len=256, eval_seq_len=256, eval_stride=64, train_batch_tokens=8192, val_batch_size=16_384,
                  iterations=300, warmdown_iters=120, warmup_steps=2, max_wallclock_seconds=0.0, val_loss_every=0, train_log_every=50,
                  ema_decay=0.97, muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=100,
-                 ttt_chunk_tokens=4096, ttt_epochs=1, ttt_batch_seqs=4, data_path="runs/demo/data", tokenizer_path="runs/demo/data/tokenizer.model"),
+                 ttt_chunk_tokens=4096, ttt_epochs=1, ttt_batch_seqs=4, small_tensor=4096, data_path="runs/demo/data", tokenizer_path="runs/demo/data/tokenizer.model"),
 }
 
 # %% ../nbs/00_config.ipynb #d35e4586

@@ -223,7 +223,7 @@ def build_shards(docs: Iterable[str], # documents, one at a time is fine
         raise GolfError(f"shards need at least 1 token each and a vocabulary of at most 65,536 pieces with a BOS, found {shard_tokens} and {sp.vocab_size()} pieces (bos {sp.bos_id()}): choose others")
     present = sorted(p.name for p in out_dir.glob("fineweb_*.bin")) + [p.name for p in [out_dir / "manifest.json"] if p.exists()]
     if present:
-        raise GolfError(f"{out_dir} must not hold shards yet, found {present[0]} and {len(present) - 1} more: choose another directory or remove them")
+        raise GolfError(f"{out_dir} must not hold shards yet, found {present[0]}: choose another directory or remove them")
     sides = {split: _ShardFiller(out_dir, split, shard_tokens) for split in ("train", "val")}
     try:
         fingerprint = _fill_sides(docs, sp, sides, val_fraction)

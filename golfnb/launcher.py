@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .config import GolfError, RECIPES
+from .shards import atomic_write
 
 # %% ../nbs/20_launcher.ipynb #4625df66
 SCRIPT_MODULES = (
@@ -339,16 +340,21 @@ def save_script(
     recipe: str = "pr549",  # its recipe
     pack: bool = False,  # write the packed form
     commit: str = "",  # commit for the header
-) -> tuple[int, int]:  # bytes of the readable and of the written script
-    "Fold, optionally pack, and write a script."
+) -> tuple[int, int | None]:  # bytes of the readable and of the packed form; None without python-minifier
+    "Fold a script, write its readable or packed form, and measure both."
     text = fold_script(recipe, commit=commit)
-    out = pack_script(text) if pack else text
+    try:
+        packed = pack_script(text)
+    except GolfError:
+        if pack:
+            raise
+        packed = None
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(out, encoding="utf-8")
+        atomic_write(path, packed if pack else text)
     except OSError as e:
-        raise GolfError(f"script: cannot write {path}: {e.strerror}; choose another place with -o") from e
-    return len(text.encode()), len(out.encode())
+        raise GolfError(f"script: cannot write {path}: {e.strerror}; choose another place") from e
+    return len(text.encode()), len(packed.encode()) if packed else None
 
 
 def checkout_commit(folder: Path | None = None) -> str:  # 12 hex digits, "+" when there are changes, or ""

@@ -152,7 +152,8 @@ def model_matrices(cfg: Config) -> list[Matrix]:
             ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
             ("mlp.fc", hidden, d, "mlp_bank" if shared else "mlp_up_bank", False),
             ("mlp.proj", d, hidden, "mlp_bank" if shared else "mlp_down_bank", shared)]
-    return [matrix(f"blocks.{i}.{name}.weight", r, c, group, transposed)
+    kinds = {(r, c): QuantSpec("int6" if r * c > cfg.small_tensor else "fp16") for _, r, c, _, _ in rows}
+    return [matrix(f"blocks.{i}.{name}.weight", r, c, group, transposed, quant=kinds[r, c])
             for name, r, c, group, transposed in rows for i in range(cfg.num_layers)]
 
 

@@ -382,9 +382,10 @@ CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights
 
 def quant_kind(name: str,                # published name
                shape: tuple[int, ...],
+               small: int = SMALL_MATRIX,  # up to so many elements a tensor stays fp16
                ) -> str:                 # "fp16", "fp32", "int6" or "int8"
     "How the artifact stores a tensor (the published order of rules): small fp16, larger controls fp32, block matrices int6, the rest int8."
-    if math.prod(shape) <= SMALL_MATRIX:
+    if math.prod(shape) <= small:
         return "fp16"
     if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
         return "fp32"

@@ -18,6 +18,7 @@ import torch
 # %% ../nbs/16_quantize.ipynb #30358622
 from .config import GolfError
 from .grid import best_clip, dequantize_rows, quantize_int8, quantize_rows, row_scale
+from .layout import SMALL_MATRIX
 from .model import quant_kind
 
 # %% ../nbs/16_quantize.ipynb #d23cdb92
@@ -89,11 +90,12 @@ def pack_rows(name: str, # for errors
 def quantize_state(named: Mapping[str, torch.Tensor], # published name -> weights, any float dtype, any device
                    scale_floor: bool, # the published floor, which decides the size by accident
                    k: float | None = None, # int6 clip in units of the row's spread; None: GPTQ-lite
+                   small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16
                   ) -> dict[str, Packed]: # same names, same order
     "Quantize everything. Source: parameter-golf PR #399 (GPTQ-lite, the order of kinds). Raises GolfError for weights that are not finite."
     packed = {}
     for name, w in named.items():
-        kind = quant_kind(name, tuple(w.shape))
+        kind = quant_kind(name, tuple(w.shape), small)
         packed[name] = pack_rows(name, w, kind, scale_floor, k) if kind in INT_MAX else pack_plain(name, w, kind)
     return packed
 
@@ -142,14 +144,15 @@ K_COARSEST = 64.0
 SIZE_AIM = 0.998 # fraction of the target that we aim at
 SIZE_GOOD = 0.995 # fraction that is near enough
 
-
+# %% ../nbs/16_quantize.ipynb #116a1743
 def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights
                    target_bytes: int, # the container must have at most so many bytes
                    measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
+                   small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16
                    tries: int = 6, # packings at most, after the first
                   ) -> tuple[dict[str, Packed], float | None, int]: # packed state, its k (None: GPTQ-lite), its bytes
     "The finest quantization that fits. Raises GolfError when even the coarsest does not."
-    packed = quantize_state(named, False)
+    packed = quantize_state(named, False, small=small)
     size = measure(packed)
     if size <= target_bytes:
         return packed, None, size

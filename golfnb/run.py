@@ -184,12 +184,13 @@ def train_phase(s: Session, m: Machine) -> TrainResult:
 
 def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
     "Gather raw and averaged weights, write both, load the average into the model and score it; returns the averaged state by published names."
-    raw = named_state(m.model, *engine_gather(m.engine))
-    averaged = named_state(m.model, *engine_gather(m.engine, result.averages.tensors()))
     start = time.perf_counter()
+    raw = named_state(m.model, *engine_gather(m.engine))
     if s.ranks.master:
-        for name, state in (("raw.golf", raw), ("ema.golf", averaged)):
-            save_weights(s.folder / name, state, artifact_meta(s, result.steps))
+        save_weights(s.folder / "raw.golf", raw, artifact_meta(s, result.steps))
+    averaged = named_state(m.model, *engine_gather(m.engine, result.averages.tensors()))
+    if s.ranks.master:
+        save_weights(s.folder / "ema.golf", averaged, artifact_meta(s, result.steps))
     s.phase("packing", start)
     s.ranks.barrier()
     load_named(m.model, averaged)
@@ -203,8 +204,8 @@ def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
 def choose_grid(cfg: Config, named: dict, target: int, measure) -> dict:
     "The packed state a recipe exports: GPTQ-lite with the published scale floor, or without it, and then as coarse as `target` bytes ask."
     if cfg.scale_floor:
-        return quantize_state(named, True)
-    return size_to_target(named, target, measure)[0]
+        return quantize_state(named, True, small=cfg.small_tensor)
+    return size_to_target(named, target, measure, cfg.small_tensor)[0]
 
 
 def pack_phase(s: Session, averaged: dict, steps: int, code_bytes: int) -> Path:

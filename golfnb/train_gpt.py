@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 364f8de810fb88f6 | Apache-2.0
+# recipe pr549 | source sha256 55daee7811889828 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import glob
@@ -136,6 +136,7 @@ class ExportSettings:
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1")
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches")
     gptq_reserve_ms: float = setting(14_000.0, "training time kept back for calibration: milliseconds")
+    small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
     codec: str = setting("lzma", "codec of the artifact (chapter 17): word")
     target_bytes: int = setting(16_000_000, "artifact and code together at most: bytes")
 
@@ -239,7 +240,7 @@ def schedule_problems(cfg: "Config", # settings to check
 
 MODEL_KEYS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base", "rope_dims", "rope_train_len",
               "logit_softcap", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim", "ve_enabled", "ve_dim", "ve_layers",
-              "negative_slope", "train_seq_len", "qk_gain_init", "tied_embed_init_std", "plan")
+              "negative_slope", "train_seq_len", "qk_gain_init", "tied_embed_init_std", "plan", "small_tensor")
 
 @dataclass
 class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, ExportSettings, TttSettings):
@@ -287,7 +288,7 @@ RECIPES = {
                  ve_dim=32, ve_layers="2,3", train_seq_len=256, eval_seq_len=256, eval_stride=64, train_batch_tokens=8192, val_batch_size=16_384,
                  iterations=300, warmdown_iters=120, warmup_steps=2, max_wallclock_seconds=0.0, val_loss_every=0, train_log_every=50,
                  ema_decay=0.97, muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=100,
-                 ttt_chunk_tokens=4096, ttt_epochs=1, ttt_batch_seqs=4, data_path="runs/demo/data", tokenizer_path="runs/demo/data/tokenizer.model"),
+                 ttt_chunk_tokens=4096, ttt_epochs=1, ttt_batch_seqs=4, small_tensor=4096, data_path="runs/demo/data", tokenizer_path="runs/demo/data/tokenizer.model"),
 }
 
 def parse_setting(spec: Field, # a setting of Config
@@ -997,7 +998,8 @@ def model_matrices(cfg: Config) -> list[Matrix]:
             ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
             ("mlp.fc", hidden, d, "mlp_bank" if shared else "mlp_up_bank", False),
             ("mlp.proj", d, hidden, "mlp_bank" if shared else "mlp_down_bank", shared)]
-    return [matrix(f"blocks.{i}.{name}.weight", r, c, group, transposed)
+    kinds = {(r, c): QuantSpec("int6" if r * c > cfg.small_tensor else "fp16") for _, r, c, _, _ in rows}
+    return [matrix(f"blocks.{i}.{name}.weight", r, c, group, transposed, quant=kinds[r, c])
             for name, r, c, group, transposed in rows for i in range(cfg.num_layers)]
 
 def model_layout(cfg: Config, world: int) -> Layout:
@@ -1136,7 +1138,7 @@ def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
 def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
               v: torch.Tensor,  # [B, T, KV, D] values of the same positions
               ) -> torch.Tensor:  # [B, T, H, D], dtype of y
-    "Attention output without its component along the position's own value (XSA, parameter-golf PR #549); float32 inside."
+    "Attention output without its component along the position's own value (XSA, as in parameter-golf PR #399 and #549); float32 inside."
     B, T, H, D = y.shape
     grouped = widen(y).reshape(B, T, v.shape[2], -1, D)
     u = F.normalize(widen(v), dim=-1, eps=1e-12).unsqueeze(3)
@@ -1239,9 +1241,9 @@ def block_traits(cfg: Config) -> list[BlockTraits]:
                         i >= cfg.num_layers - cfg.xsa_last_n, ve.index(i) if i in ve else None, cfg.attention)
             for i in range(cfg.num_layers)]
 
-def last(x: torch.Tensor,    # [B, T, ...]
-         keep: int | None,   # positions, or None for all
-         ) -> torch.Tensor:  # [B, keep, ...]
+def last_positions(x: torch.Tensor,    # [B, T, ...]
+                   keep: int | None,   # how many, or None for all
+                   ) -> torch.Tensor:  # [B, keep, ...]
     "The last `keep` positions."
     return x if keep is None or keep == x.shape[1] else x[:, -keep:]
 
@@ -1262,12 +1264,12 @@ def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
                      ) -> torch.Tensor:        # [B, keep, D]
     "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back."
     record_tap(taps, block, ("attn.c_q", "attn.c_k", "attn.c_v"), n)
-    q, k, v = F.linear(last(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
+    q, k, v = F.linear(last_positions(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
     q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
     q, k = qk_norm_rope_gain(q, k, cos, sin, w.gain)
     y = attend(q, k, v, block.attention)
     if block.xsa:
-        y = exclusive(y, last(v, keep))
+        y = exclusive(y, last_positions(v, keep))
     y = y.flatten(2)
     record_tap(taps, block, ("attn.proj",), y)
     return F.linear(y, w.out)
@@ -1288,7 +1290,7 @@ def run_block(x: torch.Tensor,   # [B, T, D] residual stream
               ) -> torch.Tensor:  # [B, keep, D]
     "One transformer block: mix and norm, attention, norm, MLP."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
-    x1 = last(x_in, keep) + w.attn_scale.to(x.dtype) * attention_branch(n, w, block, cos, sin, ve, keep, taps)
+    x1 = last_positions(x_in, keep) + w.attn_scale.to(x.dtype) * attention_branch(n, w, block, cos, sin, ve, keep, taps)
     n1 = rms_norm(x1) * block.norm_scale
     return x1 + w.mlp_scale.to(x.dtype) * mlp_branch(n1, w, block, taps)
 
@@ -1479,9 +1481,10 @@ CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights
 
 def quant_kind(name: str,                # published name
                shape: tuple[int, ...],
+               small: int = SMALL_MATRIX,  # up to so many elements a tensor stays fp16
                ) -> str:                 # "fp16", "fp32", "int6" or "int8"
     "How the artifact stores a tensor (the published order of rules): small fp16, larger controls fp32, block matrices int6, the rest int8."
-    if math.prod(shape) <= SMALL_MATRIX:
+    if math.prod(shape) <= small:
         return "fp16"
     if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
         return "fp32"
@@ -1671,7 +1674,7 @@ def make_plan(layout: Layout,              # banks to order
 
 def wide_copy(tensors: list[Tensor],  # weights of any dtype
               ) -> list[Tensor]:
-    "Copies in at least fp32: an average in bf16 would swallow steps of a 0.003rd part."
+    "Copies in at least fp32: in bf16 an average would swallow its own small steps."
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
 class Ema:
@@ -2593,11 +2596,12 @@ def pack_rows(name: str, # for errors
 def quantize_state(named: Mapping[str, torch.Tensor], # published name -> weights, any float dtype, any device
                    scale_floor: bool, # the published floor, which decides the size by accident
                    k: float | None = None, # int6 clip in units of the row's spread; None: GPTQ-lite
+                   small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16
                   ) -> dict[str, Packed]: # same names, same order
     "Quantize everything. Source: parameter-golf PR #399 (GPTQ-lite, the order of kinds). Raises GolfError for weights that are not finite."
     packed = {}
     for name, w in named.items():
-        kind = quant_kind(name, tuple(w.shape))
+        kind = quant_kind(name, tuple(w.shape), small)
         packed[name] = pack_rows(name, w, kind, scale_floor, k) if kind in INT_MAX else pack_plain(name, w, kind)
     return packed
 
@@ -2646,10 +2650,11 @@ SIZE_GOOD = 0.995 # fraction that is near enough
 def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights
                    target_bytes: int, # the container must have at most so many bytes
                    measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
+                   small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16
                    tries: int = 6, # packings at most, after the first
                   ) -> tuple[dict[str, Packed], float | None, int]: # packed state, its k (None: GPTQ-lite), its bytes
     "The finest quantization that fits. Raises GolfError when even the coarsest does not."
-    packed = quantize_state(named, False)
+    packed = quantize_state(named, False, small=small)
     size = measure(packed)
     if size <= target_bytes:
         return packed, None, size
@@ -2894,7 +2899,7 @@ def save_artifact(path: str | Path, # final name
     kept = path.with_name(path.name + ".over")
     atomic_write(kept, data)
     raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,} too many): the artifact is kept as {kept}, "
-                    f"make a smaller one with `golfnb quantize {path.parent} --target-bytes {cap - code_bytes}`")
+                    f"make a smaller one with `golfnb quantize {path.parent} --target-bytes {cap}`")
 
 def _part_files(path: Path, # the name that the parts share
                ) -> list[Path]: # path.000, path.001 ..., sorted, as far as they exist
@@ -3124,7 +3129,8 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
                 out: Tensor | None = None, # [N]: receives each target's nats, on the rank that scored it
                 ) -> tuple[float, float, Ledger]:  # nats per token, bits per byte, what was done when
     "Legal score-first test-time training (parameter-golf PR #549). GolfError if any rule would be broken."
-    forward, loss_fn = forward or model, loss_fn or training_loss(model, model.cap)
+    forward = model if forward is None else forward
+    loss_fn = training_loss(model, model.cap) if loss_fn is None else loss_fn
     n, chunk = tokens.numel() - 1, cfg.ttt_chunk_tokens
     row = min(cfg.eval_seq_len, n)
     starts, keeps = windows(n, cfg.eval_seq_len, cfg.eval_stride)
@@ -3292,12 +3298,13 @@ def train_phase(s: Session, m: Machine) -> TrainResult:
 
 def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
     "Gather raw and averaged weights, write both, load the average into the model and score it; returns the averaged state by published names."
-    raw = named_state(m.model, *engine_gather(m.engine))
-    averaged = named_state(m.model, *engine_gather(m.engine, result.averages.tensors()))
     start = time.perf_counter()
+    raw = named_state(m.model, *engine_gather(m.engine))
     if s.ranks.master:
-        for name, state in (("raw.golf", raw), ("ema.golf", averaged)):
-            save_weights(s.folder / name, state, artifact_meta(s, result.steps))
+        save_weights(s.folder / "raw.golf", raw, artifact_meta(s, result.steps))
+    averaged = named_state(m.model, *engine_gather(m.engine, result.averages.tensors()))
+    if s.ranks.master:
+        save_weights(s.folder / "ema.golf", averaged, artifact_meta(s, result.steps))
     s.phase("packing", start)
     s.ranks.barrier()
     load_named(m.model, averaged)
@@ -3310,8 +3317,8 @@ def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
 def choose_grid(cfg: Config, named: dict, target: int, measure) -> dict:
     "The packed state a recipe exports: GPTQ-lite with the published scale floor, or without it, and then as coarse as `target` bytes ask."
     if cfg.scale_floor:
-        return quantize_state(named, True)
-    return size_to_target(named, target, measure)[0]
+        return quantize_state(named, True, small=cfg.small_tensor)
+    return size_to_target(named, target, measure, cfg.small_tensor)[0]
 
 def pack_phase(s: Session, averaged: dict, steps: int, code_bytes: int) -> Path:
     "Quantize, pack, write; returns the file to score. Over the cap the file is kept under another name and the run ends non-zero."

@@ -146,7 +146,8 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
                 out: Tensor | None = None, # [N]: receives each target's nats, on the rank that scored it
                 ) -> tuple[float, float, Ledger]:  # nats per token, bits per byte, what was done when
     "Legal score-first test-time training (parameter-golf PR #549). GolfError if any rule would be broken."
-    forward, loss_fn = forward or model, loss_fn or training_loss(model, model.cap)
+    forward = model if forward is None else forward
+    loss_fn = training_loss(model, model.cap) if loss_fn is None else loss_fn
     n, chunk = tokens.numel() - 1, cfg.ttt_chunk_tokens
     row = min(cfg.eval_seq_len, n)
     starts, keeps = windows(n, cfg.eval_seq_len, cfg.eval_stride)

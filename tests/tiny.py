@@ -1,0 +1,46 @@
+"""A data set and settings so small that a whole run takes seconds; shared by the tests of the script and of the command."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TINY = {
+    "RECIPE": "demo", "NUM_LAYERS": "2", "MODEL_DIM": "160", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "400", "VE_LAYERS": "1", "XSA_LAST_N": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "16", "VE_DIM": "16",
+    "TRAIN_SEQ_LEN": "64", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32", "TRAIN_BATCH_TOKENS": "512", "VAL_BATCH_SIZE": "65536", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "WARMUP_STEPS": "1",
+    "TTT_CHUNK_TOKENS": "1024", "TTT_EPOCHS": "1", "LATE_QAT_THRESHOLD": "0.9",
+}
+
+
+def tiny_data(folder: Path) -> dict[str, str]:
+    "Shards and tokenizer of a few documents; the settings that point at them."
+    from golfnb.data import build_shards, stdlib_documents, train_tokenizer
+
+    docs = stdlib_documents(["json", "csv", "email"])[:60]
+    train_tokenizer(docs, folder / "tokenizer.model", 400)
+    build_shards(docs, folder / "tokenizer.model", folder, 4_000, 0.1)
+    return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(folder / "tokenizer.model")}
+
+
+def clean_env(**more) -> dict[str, str]:
+    "The environment without settings of golfnb that a developer may have set."
+    from golfnb.config import NOT_BUILT, setting_specs
+
+    ours = {n.upper() for n in setting_specs()} | set(NOT_BUILT)
+    return {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"} | more
+
+
+def torchrun(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.CompletedProcess:
+    "Start a script as a judge does."
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", str(script)]
+    return subprocess.run(command, cwd=cwd, env=clean_env(**settings), capture_output=True, text=True, timeout=240)
+
+
+def golfnb(*argv, cwd: Path, **env) -> subprocess.CompletedProcess:
+    "Start the command in a process of its own."
+    return subprocess.run([sys.executable, "-c", "from golfnb.cli import main_cli; raise SystemExit(main_cli())", *map(str, argv)], cwd=cwd, env=clean_env(**env), capture_output=True, text=True, timeout=240)
+
+
+def one_sentence(stderr: str) -> bool:
+    "One line from golfnb and no traceback."
+    return len(re.findall(r"^golfnb: .{20,}", stderr, re.M)) == 1 and "Traceback" not in stderr and stderr.count("\n") == 1
