@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DEMO_DATA', 'DEMO_LEAVES', 'EPILOG', 'SentenceParser', 'read_settings', 'script_sizes', 'gpu_count', 'train_folder',
            'start_training', 'show_run', 'train_command', 'demo_data', 'demo_command', 'script_command',
-           'data_build_command', 'data_inspect_command', 'run_facts_of', 'quantize_command', 'print_ledger',
+           'data_build_command', 'data_inspect_command', 'run_config', 'quantize_command', 'print_ledger',
            'artifact_inspect_command', 'say_progress', 'score_config', 'score_command', 'score_adapting',
            'find_tokenizer', 'sample_command', 'report_command', 'package_version', 'check_packages', 'check_machine',
            'doctor_command', 'add_command', 'add_settings', 'whole_number', 'fraction', 'run_parsers', 'data_parsers',
@@ -15,6 +15,7 @@ __all__ = ['DEMO_DATA', 'DEMO_LEAVES', 'EPILOG', 'SentenceParser', 'read_setting
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -28,6 +29,7 @@ class SentenceParser(argparse.ArgumentParser):
     "An argparse parser whose errors are one line on standard error; exit status 2."
 
     def error(self, message: str):
+        message = re.sub(r"choose from .*", lambda m: m[0].replace("'", ""), message)  # as Python 3.14 spells it, on all
         command = self.prog.removeprefix("golfnb").strip()
         print(f"golfnb: {command + ': ' if command else ''}{message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)
@@ -132,7 +134,7 @@ def demo_data(
     made = build_shards(docs, folder / "tokenizer.model", folder, DEMO_DATA["shard_tokens"], DEMO_DATA["val_fraction"])
     print(f"shards: {made['train']['tokens']:,} training and {made['val']['tokens']:,} validation tokens", flush=True)
 
-
+# %% ../nbs/24_cli.ipynb #5b7498d0
 def demo_command(args) -> int:
     settings, folder = read_settings(args.settings), Path("runs/demo")
     demo_data(folder / "data")
@@ -189,30 +191,37 @@ def data_inspect_command(args) -> int:
     return status
 
 # %% ../nbs/24_cli.ipynb #3ebd74c3
-def run_facts_of(run_dir: Path, meta: dict) -> tuple[int, bool, str]:  # code bytes, scale floor, codec
-    "What a run was packed with: from its own script and summary, else from its recipe."
+def run_config(run_dir: Path, meta: dict) -> tuple:  # (Config, code bytes)
+    "What a run was packed with: settings from its summary, else its recipe's; the bytes of its own script."
     script, summary = run_dir / "train_gpt.py", run_dir / "summary.json"
     cfg = load_config({"RECIPE": meta.get("recipe", "pr549")})
     found = json.loads(summary.read_text(encoding="utf-8")).get("config", {}) if summary.is_file() else {}
-    return script.stat().st_size if script.is_file() else 0, found.get("scale_floor", cfg.scale_floor), found.get("codec", cfg.codec)
+    for name in setting_specs().keys() & found.keys():
+        setattr(cfg, name, found[name])
+    return cfg, script.stat().st_size if script.is_file() else 0
 
-
+# %% ../nbs/24_cli.ipynb #305c8883
 def quantize_command(args) -> int:
-    from golfnb.artifact import ARTIFACT_CAP, artifact_header, ledger, load_weights, pack_bytes, save_artifact
-    from golfnb.quantize import quantize_state, size_to_target
+    from golfnb.artifact import artifact_ledger, load_weights, pack_bytes, save_artifact
+    from golfnb.quantize import size_to_target
+    from golfnb.run import choose_grid
 
     run_dir = Path(args.run_dir)
     meta, named = load_weights(run_dir / "ema.golf")
-    code, floor, codec = run_facts_of(run_dir, meta)
+    cfg, code = run_config(run_dir, meta)
+    cap = args.target_bytes or cfg.target_bytes
+
+    def measure(packed) -> int:
+        return len(pack_bytes(packed, meta, cfg.codec))
+
     if args.target_bytes:
-        packed, k, _ = size_to_target(named, args.target_bytes - code, lambda p: len(pack_bytes(p, meta, codec)))
+        packed, k, _ = size_to_target(named, cap - code, measure, cfg.small_tensor)
         print("quantizer: " + ("GPTQ-lite, which fits" if k is None else f"step {k:.3f} standard deviations / 31"))
     else:
-        packed = quantize_state(named, floor)
-        print(f"quantizer: GPTQ-lite, scale floor {'on' if floor else 'off'}")
+        packed = choose_grid(cfg, named, cap - code, measure)
     path = Path(args.output or run_dir / "artifact.golf")
-    size = save_artifact(path, packed, meta, codec, cap=args.target_bytes or ARTIFACT_CAP, code_bytes=code)
-    print_ledger(ledger(packed, code, size, artifact_header(path)["sections"]), args.target_bytes or ARTIFACT_CAP)
+    size = save_artifact(path, packed, meta, cfg.codec, cap=cap, code_bytes=code)
+    print_ledger(artifact_ledger(path, code), cap)
     print(f"{path}: {size:,} bytes, with {code:,} bytes of code {size + code:,}")
     return 0
 
@@ -225,7 +234,7 @@ def print_ledger(parts: list[tuple[str, int]], cap: int) -> None:
 
 # %% ../nbs/24_cli.ipynb #51e7b127
 def artifact_inspect_command(args) -> int:
-    from golfnb.artifact import ARTIFACT_CAP, artifact_header, ledger, load_artifact
+    from golfnb.artifact import ARTIFACT_CAP, artifact_ledger, load_artifact
 
     path = Path(args.file)
     meta, packed = load_artifact(path)
@@ -234,8 +243,7 @@ def artifact_inspect_command(args) -> int:
         if not isinstance(value, dict):
             print(f"  {key:24s} {value}")
     print("  settings                 " + ", ".join(f"{k}={v}" for k, v in meta.get("settings", {}).items()))
-    header = artifact_header(path)
-    print_ledger(ledger(packed, 0, header["file_bytes"], header["sections"]), ARTIFACT_CAP)
+    print_ledger(artifact_ledger(path), ARTIFACT_CAP)
     if args.tensors:
         for name, p in packed.items():
             print(f"  {name:36s} {p.kind:5s} {'x'.join(map(str, p.shape))}")
@@ -264,7 +272,7 @@ def score_config(meta: dict, cfg, settings: dict[str, str]):  # a Config
     wanted.check(1)
     return wanted
 
-
+# %% ../nbs/24_cli.ipynb #fead5520
 def score_command(args) -> int:
     import torch
     from golfnb.artifact import load_model
@@ -287,7 +295,7 @@ def score_command(args) -> int:
         print(f"legal_ttt_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
     return 0
 
-# %% ../nbs/24_cli.ipynb #fead5520
+# %% ../nbs/24_cli.ipynb #745d68ae
 def score_adapting(path: str, tokens, table, cfg, device: str) -> tuple[float, float]:  # loss in nats a token, bits per byte
     "Score-first test-time training from an artifact, on one rank."
     from golfnb.artifact import load_artifact, load_model
@@ -304,7 +312,7 @@ def score_adapting(path: str, tokens, table, cfg, device: str) -> tuple[float, f
     loss, bpb, _ = score_first(model, model_layout(cfg, 1), state, tokens, table, cfg, Ranks(device=device))
     return loss, bpb
 
-
+# %% ../nbs/24_cli.ipynb #da54ffb2
 def find_tokenizer(path: str, given: str | None) -> str:  # a model file
     "The tokenizer to use: the one given, else tokenizer.model beside the artifact or in its data folder, else TOKENIZER_PATH."
     folder = Path(path).parent
@@ -360,7 +368,7 @@ def check_packages() -> list[tuple[str, str, str]]:  # what, verdict, words
         rows.append((name, "ok" if package_version(name) else "note", package_version(name) or f"not installed, {why}; pip install golfnb[{extra}]"))
     return rows
 
-
+# %% ../nbs/24_cli.ipynb #a0211ebd
 def check_machine() -> list[tuple[str, str, str]]:  # what, verdict, words
     "GPUs, compiler, ranks, disk."
     import torch
@@ -380,7 +388,7 @@ def check_machine() -> list[tuple[str, str, str]]:  # what, verdict, words
     rows.append(("disk", "ok" if free > 1 << 30 else "note" if free > 64 << 20 else "FAIL", f"{free / 1e9:.1f} GB free here (a run needs 0.1 to 0.5 GB)"))
     return rows
 
-
+# %% ../nbs/24_cli.ipynb #54dd941d
 def doctor_command(args) -> int:
     rows = check_packages()
     if all(v != "FAIL" for _, v, _ in rows):
@@ -411,7 +419,7 @@ def add_command(commands, name: str, run, words: str):  # the new parser
 def add_settings(parser) -> None:
     parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings, e.g. SEED=7 ITERATIONS=500")
 
-
+# %% ../nbs/24_cli.ipynb #c13ee799
 def whole_number(low: int):  # a type for argparse
     "Reads a whole number of at least `low`."
     def number(text: str) -> int:
@@ -482,7 +490,7 @@ def artifact_parsers(commands) -> None:
     p.add_argument("file", metavar="FILE")
     p.add_argument("--val", required=True, metavar="GLOB", help="validation shards, quoted")
     p.add_argument("--tokenizer", required=True, metavar="MODEL", help="the SentencePiece model of the artifact")
-    p.add_argument("--ttt", action="store_true", help="score-first test-time training as well")
+    p.add_argument("--ttt", action="store_true", help="score-first test-time training as well (one rank: TTT_BATCH_SEQS counts for the whole step)")
     add_settings(p)
     p = add_command(commands, "sample", sample_command, "continue a prompt")
     p.add_argument("file", metavar="FILE")
@@ -503,7 +511,7 @@ def make_parser() -> SentenceParser:
     artifact_parsers(commands)
     return parser
 
-
+# %% ../nbs/24_cli.ipynb #f6d8d2bb
 def read_command(argv: list[str] | None = None):  # a namespace with .run
     "Parse the command line; one line and SystemExit(2) for what does not parse."
     parser = make_parser()

@@ -269,7 +269,7 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
 DEFAULT_RECIPE = "pr549" # used where RECIPE is not given; a generated script carries its own
 
 GOLF_RECIPE = dict(negative_slope=0.5, bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11, warmdown_iters=3500, loader="coprime", clip="global",
-                   ttt_enabled=True, ttt_freeze_blocks=0, qat_banks=True, scale_floor=False)
+                   ttt_enabled=True, ttt_freeze_blocks=0, qat_banks=True, scale_floor=False, codec="best")
 
 RECIPES = {
     "pr399": dict(negative_slope=0.0, bigram_vocab_size=2048, bigram_dim=128, xsa_last_n=4, warmdown_iters=3000, loader="sequential", clip="local",
@@ -281,7 +281,7 @@ RECIPES = {
     "golf": GOLF_RECIPE,
     "demo": dict(GOLF_RECIPE, num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, rope_dims=16, xsa_last_n=4, bigram_vocab_size=512, bigram_dim=32,
                  ve_dim=32, ve_layers="2,3", train_seq_len=256, eval_seq_len=256, eval_stride=64, train_batch_tokens=8192, val_batch_size=16_384,
-                 iterations=300, warmdown_iters=120, warmup_steps=2, max_wallclock_seconds=0.0, val_loss_every=0, train_log_every=50,
+                 iterations=240, warmdown_iters=120, warmup_steps=2, max_wallclock_seconds=0.0, val_loss_every=0, train_log_every=50,
                  ema_decay=0.97, muon_momentum=0.95, muon_momentum_warmup_start=0.85, muon_momentum_warmup_steps=100,
                  ttt_chunk_tokens=4096, ttt_epochs=1, ttt_batch_seqs=4, small_tensor=4096, data_path="runs/demo/data", tokenizer_path="runs/demo/data/tokenizer.model"),
 }

@@ -190,7 +190,7 @@ def all_pieces(
             raise GolfError(f"{p.module}.py line {p.line}: the name {lost[0]!r} is defined in no chapter and is no builtin; import it or define it")
     return pieces
 
-
+# %% ../nbs/20_launcher.ipynb #7158a11b
 def import_key(piece: Piece, name: str) -> str:  # what the name stands for
     "The same key for the same import, so that `import os` in ten chapters is one meaning and `np` for two modules is two."
     if piece.kind == "guard":
@@ -257,7 +257,7 @@ def source_hash(sources: dict[str, str]) -> str:  # 16 hex digits
         h.update(f"{name}\0{len(text)}\0{text}".encode())
     return h.hexdigest()[:16]
 
-
+# %% ../nbs/20_launcher.ipynb #8c4a2ceb
 def fold_script(
     recipe: str = "pr549",  # the recipe used when the environment names none
     root: Path | None = None,  # folder with the modules; None is the package itself
@@ -356,7 +356,7 @@ def save_script(
         raise GolfError(f"script: cannot write {path}: {e.strerror}; choose another place") from e
     return len(text.encode()), len(packed.encode()) if packed else None
 
-
+# %% ../nbs/20_launcher.ipynb #05d3463f
 def checkout_commit(folder: Path | None = None) -> str:  # 12 hex digits, "+" when there are changes, or ""
     "The git commit of the checkout the package runs from; empty when it is installed elsewhere."
     git = ["git", "-C", str(folder or package_dir().parent)]
@@ -382,17 +382,17 @@ def relay_errors(
     write,  # called with each line to show
 ) -> int:  # exit status of the first rank that failed, negative for a signal, 0 if none did
     "Pass on what the ranks say, each golfnb sentence once; leave out torchrun's own report."
-    said, status = set(), 0
+    said, status = {"\n"}, 0
     for line in lines:
         if failed := ELASTIC_FAILED.match(line):
-            if not status:
-                status = int(failed[1])
-                if status < 0:
-                    write(f"golfnb: rank {failed[2]} was ended by signal {-status}; the others were stopped\n")
-        elif line.startswith("golfnb: "):
-            if line not in said:
-                write(line)
-            said.add(line)
+            if not status and int(failed[1]) < 0:
+                write(f"golfnb: rank {failed[2]} was ended by signal {-int(failed[1])}; the others were stopped\n")
+            status = status or int(failed[1])
+        elif "golfnb: " in line or line in said:  # ranks share a pipe: their sentences may arrive on one line
+            for part in re.split("(?=golfnb: )", line):
+                if (sentence := part.strip() + "\n") not in said:
+                    write(sentence)
+                said.add(sentence)
         elif not status and not ELASTIC_NOISE.match(line):
             write(line)
     return status

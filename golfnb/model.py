@@ -370,10 +370,11 @@ def generate(model: Golf,
 def model_from_settings(settings: dict,                       # what Config.model_settings gave
                         dtype: torch.dtype = torch.float32,
                         device: str | torch.device = "cpu",
-                        ) -> tuple[Golf, Config, Layout]:     # unfilled, world size 1
+                        world: int = 1,                       # ranks that will share the banks
+                        ) -> tuple[Golf, Config, Layout]:     # unfilled
     "A model of saved settings. GolfError for settings that are incomplete or impossible."
     cfg = config_from_settings(settings)
-    layout = model_layout(cfg, 1)
+    layout = model_layout(cfg, world)
     return Golf(cfg, layout, dtype, device), cfg, layout
 
 

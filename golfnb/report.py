@@ -40,7 +40,7 @@ def read_metrics(
                 raise GolfError(f"report: {path} line {i + 1} is not a JSON object; the file is damaged") from e
     return events
 
-
+# %% ../nbs/23_report.ipynb #910d634d
 def read_run(
     run_dir: Path,  # directory of a run
 ) -> dict:  # events, summary ({} while it runs), ints: the quantized weights, or None
@@ -131,7 +131,7 @@ def plot_step_time(events: list[dict]):
     ax.legend(fontsize=8, frameon=False)
     return fig
 
-
+# %% ../nbs/23_report.ipynb #66e594f5
 def plot_bars(title: str, rows: list[tuple[str, float]], unit: str, form: str = ",.0f"):
     "Horizontal bars with their numbers, first row on top."
     fig, ax = new_figure(title, unit)

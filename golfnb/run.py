@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from .artifact import ledger, load_artifact, pack_bytes, save_artifact, save_weights
+from .artifact import artifact_header, ledger, load_artifact, pack_bytes, save_artifact, save_weights
 from .bpb import ByteTable, byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .config import Config, GolfError, load_config
 from .evaluate import plain_loss, sliding_loss
@@ -224,7 +224,7 @@ def pack_phase(s: Session, averaged: dict, steps: int, code_bytes: int) -> Path:
             size = path.stat().st_size
         s.log.line(f"Serialized model int6+{s.cfg.codec}: {size} bytes")
         s.log.line(f"Total submission size int6+{s.cfg.codec}: {size + code_bytes} bytes")
-        parts = ledger(packed, code_bytes, size)
+        parts = ledger(packed, code_bytes, size, artifact_header(path)["sections"])
         s.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes, ledger=parts)
         for part, n in [*parts, ("room left", cap - size - code_bytes)]:
             s.log.line(f"  {part:<24s}{n:>12,} bytes")
@@ -309,11 +309,12 @@ def script_main(path: str) -> None:
         cfg = load_config(os.environ)
         ranks = start_ranks()
         summary = run(cfg, ranks, code_bytes=Path(path).stat().st_size)
-        if ranks.master and "over_budget" in summary:
-            raise GolfError(summary["over_budget"])
+        if "over_budget" in summary:
+            print(f"golfnb: {summary['over_budget']}", file=sys.stderr, flush=True)
+            status = 3
     except GolfError as e:
         print(f"golfnb: {e}", file=sys.stderr, flush=True)
-        status = 3 if "bytes over" in str(e) else 2
+        status = 2
     except RuntimeError as e:
         if not any(w in str(e) for w in LOST_RANK_WORDS):
             raise

@@ -52,7 +52,7 @@ def test_a_finished_run_is_not_overwritten(trained):
 
 def test_score_from_the_file_alone_gives_the_runs_numbers(trained):
     root, run, data, _ = trained
-    words = [w for w in WORDS if w.split("=")[0] in ("EVAL_SEQ_LEN", "EVAL_STRIDE", "VAL_BATCH_SIZE", "TTT_CHUNK_TOKENS", "TTT_EPOCHS")]
+    words = [w for w in WORDS if w.split("=")[0] in ("EVAL_SEQ_LEN", "EVAL_STRIDE", "VAL_BATCH_SIZE", "TTT_CHUNK_TOKENS", "TTT_EPOCHS", "TTT_BATCH_SEQS")]
     done = golfnb("score", run / "artifact.golf", "--val", data / "fineweb_val_*.bin", "--tokenizer", data / "tokenizer.model", "--ttt", *words, cwd=root)
     assert done.returncode == 0, done.stderr
     found = {m[1]: float(m[2]) for m in re.finditer(r"^(\w+)_exact val_loss:\S+ val_bpb:(\S+)$", done.stdout, re.M)}
@@ -205,3 +205,17 @@ def test_tokenizer_is_looked_for_beside_the_artifact(tmp_path, monkeypatch):
         find_tokenizer(str(tmp_path / "a.golf"), None)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     assert find_tokenizer(str(tmp_path / "a.golf"), None) == str(tmp_path / "tokenizer.model")
+
+
+def test_over_the_cap_keeps_everything_and_says_how_to_go_on(trained):
+    root, _, data, _ = trained
+    done = golfnb("train", "--recipe", "demo", *WORDS, f"DATA_PATH={data}", f"TOKENIZER_PATH={data / 'tokenizer.model'}", "RUN_ID=big", "SCALE_FLOOR=1", "TARGET_BYTES=300000", "TTT_ENABLED=0", cwd=root)
+    run = root / "runs" / "big"
+    assert done.returncode not in (0, 1) and one_sentence(done.stderr), (done.returncode, done.stderr[-2000:])
+    assert "bytes over" in done.stderr and "--target-bytes" in done.stderr
+    assert not (run / "artifact.golf").exists() and (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file()
+    assert "sliding window" in done.stdout and "over" in (run / "report.html").read_text()
+    size = (run / "train_gpt.py").stat().st_size + 300_000
+    done = golfnb("quantize", run, "--target-bytes", size, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert (run / "artifact.golf").is_file()

@@ -4,6 +4,7 @@ import os
 import pickle
 import socket
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from golfnb.config import load_config
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model
 from golfnb.parallel_muon import engine_gather, make_engine, start_ranks, stop_ranks
+from golfnb.run import LOST_RANK_WORDS
 from golfnb.train import RunLog, train, training_loss
 
 ROWS, SEQ = 24, 16
@@ -26,11 +28,11 @@ def settings(layers: int, **more) -> dict:
     return {**TINY, "NUM_LAYERS": str(layers), "VE_LAYERS": str(layers - 1), "XSA_LAST_N": "1", **more}
 
 
-def entry(rank: int, world: int, port: int, name: str, args: tuple, folder: str):
+def entry(rank: int, world: int, port: int, name: str, args: tuple, folder: str, timeout_s: float):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        ranks = start_ranks()
+        ranks = start_ranks(timeout_s=timeout_s)
         out = ("ok", globals()[name](ranks, *args))
         stop_ranks(ranks)
     except BaseException:
@@ -39,12 +41,12 @@ def entry(rank: int, world: int, port: int, name: str, args: tuple, folder: str)
         pickle.dump(out, f)
 
 
-def spawn(world: int, name: str, *args) -> list:
+def spawn(world: int, name: str, *args, timeout_s: float = 60.0) -> list:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(entry, args=(world, port, name, args, folder), nprocs=world, start_method="spawn")
+        mp.start_processes(entry, args=(world, port, name, args, folder, timeout_s), nprocs=world, start_method="spawn")
         outs = [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(world)]
     for r, (state, value) in enumerate(outs):
         assert state == "ok", f"rank {r} of {world}:\n{value}"
@@ -134,6 +136,20 @@ def bad_gradient(ranks, env: dict, who: int):
     result = train(cfg, poisoned, Batches(cfg, ranks), engine, RunLog(quiet=True))
     finite = all(torch.isfinite(p).all().item() for p in model.parameters())
     return result.skipped, finite, b"".join(g.flat.numpy().tobytes() for g in engine.groups)
+
+
+def silent_partner(ranks, seconds: float) -> float:
+    "Rank 1 does not come to a collective; how long rank 0 waited for it."
+    start = time.time()
+    if ranks.rank == 1:
+        time.sleep(2 * seconds)
+        return 0.0
+    try:
+        ranks.sum(torch.ones(1))
+    except RuntimeError as e:
+        assert any(w in str(e) for w in LOST_RANK_WORDS), e
+        return time.time() - start
+    raise AssertionError("a collective without a partner came back")
 
 
 def all_checks(ranks, cases: list) -> list:

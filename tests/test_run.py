@@ -1,0 +1,135 @@
+"""Whole runs: ranks that die or hang, a disk that fills up, and everything a preflight refuses."""
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import TINY, clean_env, tiny_data
+from workers import spawn
+
+from golfnb.config import GolfError, load_config
+from golfnb.parallel_muon import Ranks
+from golfnb.run import open_session
+from golfnb.shards import write_shard
+
+SCRIPT = Path(__file__).resolve().parent.parent / "golfnb" / "train_gpt.py"
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+def children(pid: int) -> list[int]:
+    "Processes whose parent is `pid`."
+    found = []
+    for p in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((p / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.append(int(p.name))
+        except (OSError, ValueError, IndexError):
+            pass
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks in /proc")
+def test_a_rank_that_dies_mid_step_ends_the_run(data, tmp_path):
+    "The others end within a minute, non-zero, and no summary is written."
+    env = clean_env(**{**TINY, **data, "ITERATIONS": "100000", "TRAIN_LOG_EVERY": "1000000", "RUN_ID": "dead"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT)
+        end = time.time() + 60
+        while "step:5/" not in (tmp_path / "log").read_text() and time.time() < end:
+            time.sleep(0.2)
+        ranks = children(job.pid)
+        try:
+            assert len(ranks) == 2 and "step:5/" in (tmp_path / "log").read_text()
+            os.kill(max(ranks), signal.SIGKILL)
+            assert job.wait(timeout=60) != 0
+        finally:
+            for p in [*ranks, job.pid]:
+                try:
+                    os.kill(p, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+    assert not (tmp_path / "runs" / "dead" / "summary.json").exists()
+
+
+def test_a_rank_that_hangs_is_noticed():
+    "Rank 1 goes silent: rank 0's collective gives up after the group's timeout instead of waiting for ever."
+    waited, _ = spawn(2, "silent_partner", 3.0, timeout_s=3.0)
+    assert 2 < waited < 20
+
+
+def test_disk_full_while_writing_weights(data, tmp_path):
+    "No file may grow over 20 kB: the weights cannot be written; one sentence, status 2, nothing under a final name."
+    command = [sys.executable, str(SCRIPT)]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full"}), capture_output=True, text=True, timeout=120,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(r"^golfnb: .*raw\.golf.*", done.stderr, re.M), done.stderr
+    left = {p.name for p in (tmp_path / "runs" / "full").iterdir()}
+    assert left == {"train.log", "metrics.jsonl"}
+
+
+def test_over_the_byte_budget_the_weights_are_kept(data, tmp_path):
+    done = subprocess.run([sys.executable, str(SCRIPT)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "over", "SCALE_FLOOR": "1", "TARGET_BYTES": "300000"}),
+                          capture_output=True, text=True, timeout=120)
+    run = tmp_path / "runs" / "over"
+    assert done.returncode == 3 and "Traceback" not in done.stderr and "--target-bytes" in done.stderr and "too many" in done.stderr
+    assert (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file() and not (run / "artifact.golf").exists()
+    assert "final_int6_sliding_window_exact" in done.stdout
+
+
+def broken(tmp_path: Path, data: dict, kind: str) -> dict:
+    "Settings for a run with one thing wrong."
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for p in Path(data["DATA_PATH"]).glob("*.bin"):
+        (folder / p.name).write_bytes(p.read_bytes())
+    train, val = folder / "fineweb_train_000000.bin", folder / "fineweb_val_000000.bin"
+    header = np.fromfile(train, dtype="<i4", count=256)
+    body = train.read_bytes()[1024:]
+    env = {**TINY, **data, "DATA_PATH": str(folder), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x"}
+    if kind in ("magic", "version"):
+        header[0 if kind == "magic" else 1] = 7
+        train.write_bytes(header.tobytes() + body)
+    elif kind == "length":
+        train.write_bytes(header.tobytes() + body[:-2])
+    elif kind == "zero bytes":
+        train.write_bytes(b"")
+    elif kind == "empty shard":
+        write_shard(train, np.zeros(0, np.uint16))
+    elif kind == "token over vocabulary":
+        write_shard(train, np.full(5000, 60000, np.uint16))
+    elif kind == "short validation":
+        write_shard(val, np.ones(20, np.uint16))
+    elif kind == "no train shards":
+        for p in folder.glob("fineweb_train*"):
+            p.unlink()
+    elif kind == "shared file":
+        val.write_bytes(train.read_bytes())
+    return env | {"no tokenizer": {"TOKENIZER_PATH": "gone.model"}, "other vocabulary": {"VOCAB_SIZE": "500"}, "heads": {"NUM_HEADS": "7"},
+                  "over cap": {}, "unknown recipe": {"RECIPE": "pr1"}, "does not parse": {"MATRIX_LR": "fast"}, "not built": {"MTP_NUM_HEADS": "2"}}.get(kind, {})
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("magic", "magic"), ("version", "version"), ("length", "bytes"), ("zero bytes", "bytes"), ("empty shard", "token"), ("token over vocabulary", "60000"), ("short validation", "window|shorter|at least"),
+    ("no train shards", "fineweb_train"), ("shared file", "validation"), ("no tokenizer", "gone.model"), ("other vocabulary", "500"), ("heads", "NUM_HEADS"), ("unknown recipe", "pr1"),
+    ("does not parse", "MATRIX_LR"), ("not built", "MTP_NUM_HEADS")])
+def test_bad_input_is_one_clear_sentence(kind, words, data, tmp_path):
+    with pytest.raises(GolfError) as e:
+        open_session(load_config(broken(tmp_path, data, kind)), Ranks(), quiet=True)
+    said = str(e.value)
+    assert re.search(words, said) and "\n" not in said and 30 < len(said) < 500, said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_world_that_cannot_share_the_batch(data, tmp_path):
+    with pytest.raises(GolfError, match="multiple of 3 ranks"):
+        open_session(load_config({**TINY, **data, "RUNS_DIR": str(tmp_path / "runs")}), Ranks(0, 3), quiet=True)
