@@ -216,7 +216,7 @@ class TrainResult:
     val_bpb: float | None = None # last validation bits per byte
     averages: Averages | None = None
     skipped: int = 0 # steps skipped because a gradient was not finite
-    qat_from: int | None = None # first step that published rounded weights
+    qat_from: int | None = None # first step (0-based) that published rounded weights
 
 
 @dataclass
@@ -228,6 +228,7 @@ class LoopState:
     starts: list = field(default_factory=list) # elapsed ms at the start of every step
     read: int = 0 # control vectors read so far
     stop: bool = False
+    qat_due: bool = False # the multiplier has fallen under the threshold
     project: GridProjector | None = None
 
 # %% ../nbs/15_train.ipynb #636accf2
@@ -247,7 +248,7 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
     if s < 10 or (cfg.train_log_every > 0 and (s + 1) % cfg.train_log_every == 0) or s + 1 == cfg.iterations:
         log.line(f"step:{s + 1}/{cfg.iterations} train_loss:{values[-1]:.4f} train_time:{ends:.0f}ms step_avg:{ends / (s + 1):.2f}ms")
     if cfg.qat_banks and cfg.late_qat and multiplier_at(cfg, s, said["elapsed_ms"]) < cfg.late_qat_threshold:
-        res.qat_from = res.qat_from if res.qat_from is not None else len(state.starts)
+        state.qat_due = True
 
 # %% ../nbs/15_train.ipynb #52237f04
 def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, state: LoopState, log: RunLog):
@@ -257,8 +258,8 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, stat
     loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
     control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))
     multiplier = multiplier_at(cfg, step, control[0])
-    if state.result.qat_from is not None and state.project is None:
-        state.project = GridProjector(engine, cfg.scale_floor)
+    if state.qat_due and state.project is None:
+        state.project, state.result.qat_from = GridProjector(engine, cfg.scale_floor), step
         log.line(f"late_qat:enabled step:{step + 1} owner-side int6 grid")
     engine.finish(multiplier, momentum_at(cfg, step), project=state.project)
     state.result.averages.update(step, multiplier)

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 5cfd181e4c764d1c | Apache-2.0
+# recipe pr549 | source sha256 f793bd9753d66c28 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import glob
@@ -2433,7 +2433,7 @@ class TrainResult:
     val_bpb: float | None = None # last validation bits per byte
     averages: Averages | None = None
     skipped: int = 0 # steps skipped because a gradient was not finite
-    qat_from: int | None = None # first step that published rounded weights
+    qat_from: int | None = None # first step (0-based) that published rounded weights
 
 @dataclass
 class LoopState:
@@ -2444,6 +2444,7 @@ class LoopState:
     starts: list = field(default_factory=list) # elapsed ms at the start of every step
     read: int = 0 # control vectors read so far
     stop: bool = False
+    qat_due: bool = False # the multiplier has fallen under the threshold
     project: GridProjector | None = None
 
 def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
@@ -2462,7 +2463,7 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
     if s < 10 or (cfg.train_log_every > 0 and (s + 1) % cfg.train_log_every == 0) or s + 1 == cfg.iterations:
         log.line(f"step:{s + 1}/{cfg.iterations} train_loss:{values[-1]:.4f} train_time:{ends:.0f}ms step_avg:{ends / (s + 1):.2f}ms")
     if cfg.qat_banks and cfg.late_qat and multiplier_at(cfg, s, said["elapsed_ms"]) < cfg.late_qat_threshold:
-        res.qat_from = res.qat_from if res.qat_from is not None else len(state.starts)
+        state.qat_due = True
 
 def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, state: LoopState, log: RunLog):
     "Step `step` (0-based) of the loop."
@@ -2471,8 +2472,8 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, stat
     loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
     control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))
     multiplier = multiplier_at(cfg, step, control[0])
-    if state.result.qat_from is not None and state.project is None:
-        state.project = GridProjector(engine, cfg.scale_floor)
+    if state.qat_due and state.project is None:
+        state.project, state.result.qat_from = GridProjector(engine, cfg.scale_floor), step
         log.line(f"late_qat:enabled step:{step + 1} owner-side int6 grid")
     engine.finish(multiplier, momentum_at(cfg, step), project=state.project)
     state.result.averages.update(step, multiplier)
