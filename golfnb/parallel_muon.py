@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean', 'wait_mean', 'gather_into', 'muon_one',
-           'muon_update', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'control_vector', 'clip_factor',
-           'squared_norm', 'ParallelMuon', 'replicated_groups', 'engine_launch', 'send_flats', 'engine_finish',
-           'bank_finish', 'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore',
-           'make_engine']
+           'muon_update', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
+           'squared_norm', 'Recorded', 'ParallelMuon', 'replicated_groups', 'apply_masks', 'engine_launch', 'stage',
+           'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank', 'engine_tensors',
+           'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
 
 # %% ../nbs/13_parallel_muon.ipynb #ef592cd3
 import os
@@ -74,23 +74,23 @@ def stop_ranks(ranks: Ranks):
 
 # %% ../nbs/13_parallel_muon.ipynb #723c1c61
 def scatter_mean(full: torch.Tensor, # [n, r, c] gradient of a whole bank, n divisible by world
+                 mine: torch.Tensor, # [n/world, r, c] receives my part
                  ranks: Ranks):
-    "Start averaging `full` over the ranks; returns (my [n/world, r, c] part, a handle or None). With one rank the part is `full` itself."
+    "Start averaging `full` over the ranks into `mine`; returns a handle or None."
     if ranks.world == 1:
-        return full, None
-    mine = torch.empty_like(full[: full.shape[0] // ranks.world])
+        mine.copy_(full)
+        return None
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     average = dist.ReduceOp.AVG if ranks.device.type == "cuda" else dist.ReduceOp.SUM
-    return mine, scatter(mine, full, op=average, async_op=True)
+    return scatter(mine, full, op=average, async_op=True)
 
 
-def wait_mean(mine: torch.Tensor, handle, ranks: Ranks) -> torch.Tensor:
-    "Finish what `scatter_mean` began: the mean gradient of my slots."
+def wait_mean(mine: torch.Tensor, handle, ranks: Ranks) -> None:
+    "Finish what `scatter_mean` began: `mine` then holds the mean. Returns None, the handle that is left."
     if handle is not None:
         handle.wait()
         if ranks.device.type != "cuda":
             mine.div_(ranks.world)
-    return mine
 
 
 def gather_into(full: torch.Tensor, # [n, r, c] receives every rank's part
@@ -118,23 +118,25 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
                 grad: torch.Tensor, # [n, r, c] mean gradient of my slots
                 lr: torch.Tensor, # 0-dim: learning rate
-                mu: float, wd: float,
+                mu: torch.Tensor, # 0-dim: momentum
+                wd: float,
                 scale: torch.Tensor, # [n, 1, 1] sqrt(max(1, rows/cols)) of each slot's logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
                 method: str = "ns5", steps: int = 5):
     "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
     moved = momentum.mul(mu).add_(grad)
-    update = orthogonalize(torch.add(grad, moved, alpha=mu), method=method, steps=steps)
-    momentum.copy_(torch.where(ok, moved, momentum))
-    stepped = master * (1 - lr * wd) - (lr * scale) * update.to(master.dtype)
-    master.copy_(torch.where(ok, stepped, master))
+    nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
+    update = orthogonalize(nesterov, method=method, steps=steps, dtype=grad.dtype)
+    torch.where(ok, moved, momentum, out=momentum)
+    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
+    torch.where(ok, stepped, master, out=master)
 
 
-def sgd_update(master, momentum, grad, lr, mu: float, ok):
+def sgd_update(master, momentum, grad, lr, mu, ok):
     "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."
     moved = momentum * mu + grad.to(momentum.dtype)
-    momentum.copy_(torch.where(ok, moved, momentum))
-    master.copy_(torch.where(ok, master - lr * moved, master))
+    torch.where(ok, moved, momentum, out=momentum)
+    torch.where(ok, master - lr * moved, master, out=master)
 
 # %% ../nbs/13_parallel_muon.ipynb #14d49c1b
 class ShardedBank:
@@ -149,7 +151,8 @@ class ShardedBank:
         self.momentum = torch.zeros_like(mine, dtype=momentum_dtype or replica.dtype)
         scales = torch.tensor(spec.lr_scales()[self.slots.start:self.slots.stop], dtype=full)
         self.lr_scale = scales.view(-1, 1, 1).to(replica.device)
-        self.sum = self.grad = self.handle = None
+        self.grad, self.outgoing = torch.zeros_like(mine), torch.zeros_like(mine) # fixed places for what arrives and what leaves
+        self.sum = self.handle = None
 
     def accumulate(self):
         "Add the replica's gradient to an fp32 sum and drop it: only used with gradient accumulation."
@@ -167,18 +170,22 @@ class ShardedBank:
         return g
 
     def reduce(self, g: torch.Tensor):
-        "Start the reduce-scatter of `whole()`'s gradient in the replica's dtype."
-        self.grad, self.handle = scatter_mean(g.to(self.replica.dtype), self.ranks)
+        "Start the reduce-scatter of a whole gradient, [n, r, c], in the replica's dtype."
+        self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
 
     def arrive(self) -> torch.Tensor:
         "Wait for the mean gradient of my slots."
-        self.grad, self.handle = wait_mean(self.grad, self.handle, self.ranks), None
+        self.handle = wait_mean(self.grad, self.handle, self.ranks)
         return self.grad
 
     def publish(self, source: torch.Tensor | None = None):
         "Start sending `source` (default: the masters), rounded to the replica's dtype, to every rank's replica."
-        mine = (self.master if source is None else source).to(self.replica.dtype, copy=True)
-        return gather_into(self.replica.data, mine, self.ranks)
+        self.outgoing.copy_(self.master if source is None else source)
+        return self.send()
+
+    def send(self):
+        "Start the all-gather of what stands in `outgoing`; returns a handle or None."
+        return gather_into(self.replica.data, self.outgoing, self.ranks)
 
 # %% ../nbs/13_parallel_muon.ipynb #20934d69
 class Replicated:
@@ -187,9 +194,10 @@ class Replicated:
     def __init__(self, params: dict, # name -> Parameter, all of one dtype and device
                  lr: dict, # name -> base learning rate
                  wd: dict, # name -> weight decay
-                 ranks: Ranks, masters: bool = False): # masters: keep fp32 weights beside a bf16 replica
+                 masters: bool = False, # keep fp32 weights beside a bf16 replica
+                 tail: int = 0): # words that ride at the end of the gradients; such a wire is fp32 at least
         self.names = sorted(params, key=lambda k: (lr[k], wd[k], k))
-        self.params, self.ranks = params, ranks
+        self.params = params
         self.flat = torch.cat([params[k].detach().reshape(-1) for k in self.names])
         self.offsets, self.segments, at = {}, [], 0
         for k in self.names:
@@ -206,14 +214,15 @@ class Replicated:
         self.master = self.flat.to(full) if masters else self.flat
         if masters:
             self.first = torch.zeros_like(self.master)
-        self.grad = None
+        self.wire = torch.zeros(at + tail, dtype=full if tail else self.flat.dtype, device=self.flat.device)
+        self.grad, self.tail = self.wire[:at], self.wire[at:]
 
-    def collect(self) -> torch.Tensor:
-        "All gradients of this rank as one flat tensor; `.grad`s become None, missing ones count as zeros."
+    def collect(self):
+        "Lay this rank's gradients into `grad`; `.grad`s become None, missing ones count as zeros."
         parts = [torch.zeros_like(self.params[k]) if self.params[k].grad is None else self.params[k].grad for k in self.names]
         for k in self.names:
             self.params[k].grad = None
-        return torch.cat([p.reshape(-1) for p in parts]).to(self.flat.dtype)
+        torch.cat([p.reshape(-1) for p in parts], out=self.grad)
 
     def view(self, flat: torch.Tensor) -> dict:
         "Name -> view of `flat` in that parameter's shape."
@@ -236,17 +245,14 @@ def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, 
         group.second[a:b] = torch.where(ok, v, group.second[a:b].to(full)).to(group.flat.dtype)
 
 # %% ../nbs/13_parallel_muon.ipynb #bad7a375
-CONTROL_WORDS = ("elapsed_ms", "stop", "bad", "loss", "norm_sq")
+CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
 
-def control_vector(ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor, norm_sq: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    "This rank's words, [5]: sums over ranks give what the table says. Nothing is read back to the host."
-    said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=dtype)
-    if ranks.device.type == "cuda":
-        said = said.pin_memory().to(ranks.device, non_blocking=True)
-    bad = (~torch.isfinite(norm_sq)).to(dtype)
-    quiet = torch.nan_to_num(norm_sq.to(dtype), nan=0.0, posinf=0.0)
-    return torch.cat([said, torch.stack([bad, loss.detach().to(dtype) / ranks.world, quiet / ranks.world])])
+def say_control(words: torch.Tensor, ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor | None):
+    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host."
+    said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=words.dtype)
+    words[:2].copy_(said.pin_memory() if words.is_cuda else said, non_blocking=True)
+    words[2].fill_(0.0) if loss is None else words[2].copy_(loss.detach())
 
 # %% ../nbs/13_parallel_muon.ipynb #2c9192a0
 def clip_factor(norm_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -258,9 +264,28 @@ def clip_factor(norm_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     "Sum of squares of all entries of all tensors, 0-dim in `dtype`."
-    return torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors]).square().sum()
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
 # %% ../nbs/13_parallel_muon.ipynb #fdfd6fbe
+class Recorded:
+    "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls and replayed from then on."
+
+    def __init__(self, fn, device: torch.device, eager: int = 2):
+        self.fn, self.left, self.graph = fn, eager if device.type == "cuda" else -1, None
+
+    def __call__(self):
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.left != 0:
+            self.left -= 1
+            self.fn()
+        else:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may go on using CUDA
+                self.fn()
+            self.graph.replay()
+
+# %% ../nbs/13_parallel_muon.ipynb #b9e072a9
 class ParallelMuon:
     "Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
 
@@ -280,15 +305,22 @@ class ParallelMuon:
         self.bank_lr, self.bank_wd, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, bank_wd, betas, eps, method, ns_steps, debug
         momentum_dtype = torch.float32 if rule == "sgd" else None
         self.banks = {s.name: ShardedBank(s, roles["bank"][s.name], self.ranks, momentum_dtype if roles["bank"][s.name].dtype != torch.float64 else None) for s in layout.banks}
-        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, self.ranks, masters=rule == "sgd")
+        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd")
         some = next(iter(self.banks.values())).master
         self.full, self.device = some.dtype, some.device
-        self.count = torch.zeros((), dtype=self.full, device=self.device)
-        self.masks, self.summing = {}, False
+        self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
+        self.factor.fill_(1.0)
+        self.ok = torch.ones((), dtype=torch.bool, device=self.device)
+        self.masks, self.streams = {}, {n: torch.cuda.Stream(self.device) for n in self.banks} if self.device.type == "cuda" else {}
+        self.control = self.groups[0].tail if self.groups else torch.zeros(len(CONTROL_WORDS), dtype=self.full, device=self.device)
+        self.staged, self.wires = {}, {}
+        self.clip_step = Recorded(lambda: clip_local(self), self.device)
+        self.small_step = Recorded(lambda: update_small(self), self.device)
+        self.bank_steps = {n: Recorded(lambda n=n: update_bank(self, n), self.device) for n in self.banks}
         self.publish()
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> torch.Tensor:
-        "After backward: start the communication of this step; returns the summed control vector, [5], on the device."
+        "After backward: start the communication of this step; returns the summed control vector, [4], on the device."
         return engine_launch(self, loss, elapsed_ms, stop)
 
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
@@ -302,6 +334,7 @@ class ParallelMuon:
 
     def accumulate(self):
         "After each backward of an accumulated step: add the bank gradients up in fp32 and free them."
+        apply_masks(self)
         for bank in self.banks.values():
             bank.accumulate()
 
@@ -316,7 +349,7 @@ class ParallelMuon:
                 h.wait()
 
 # %% ../nbs/13_parallel_muon.ipynb #cca88cb9
-def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, ranks: Ranks, masters: bool) -> list:
+def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, masters: bool) -> list:
     "The tables and scalars of a model as flat groups, one per dtype, the widest dtype first (the control words ride with it)."
     lr = {**{k: table_lr for k in roles.get("table", {})}, **{k: scalar_lr for k in roles.get("scalar", {})}}
     params = {**roles.get("table", {}), **roles.get("scalar", {})}
@@ -324,86 +357,121 @@ def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float,
     made = []
     for d in dtypes:
         some = {k: p for k, p in params.items() if p.dtype == d}
-        made.append(Replicated(some, lr, {k: wd for k in some}, ranks, masters=masters and d.itemsize < 4))
+        made.append(Replicated(some, lr, {k: wd for k in some}, masters and d.itemsize < 4, tail=0 if made else len(CONTROL_WORDS)))
     return made
 
 # %% ../nbs/13_parallel_muon.ipynb #3ec8b5c0
+def apply_masks(self: ParallelMuon):
+    "Multiply the gradients of masked parameters by their masks."
+    for name, mask in self.masks.items():
+        owner = self.banks[name].replica if name in self.banks else next(g.params[name] for g in self.groups if name in g.params)
+        if owner.grad is not None:
+            owner.grad.mul_(mask)
+
+
 def engine_launch(self: ParallelMuon, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
     "First half of a step (see `ParallelMuon.launch`)."
-    whole = {n: b.whole() for n, b in self.banks.items()}
-    for n, mask in self.masks.items():
-        if n in whole:
-            whole[n] = whole[n] * mask
-    flats = [g.collect() for g in self.groups]
-    for g, flat in zip(self.groups, flats):
-        for n, view in g.view(flat).items():
-            if n in self.masks:
-                view.mul_(self.masks[n])
-    norm_sq = squared_norm([*whole.values(), *flats], self.full)
-    if self.clip == "local" and self.max_norm > 0:
-        factor = clip_factor(norm_sq, self.max_norm)
-        for t in (*whole.values(), *flats):
-            t.mul_(factor)
+    apply_masks(self)
+    grads = {n: b.whole() for n, b in self.banks.items()}
+    for g in self.groups:
+        g.collect()
+    say_control(self.control, self.ranks, elapsed_ms, stop, loss)
+    if self.clip == "local":
+        stage(self, grads)
+        self.clip_step()
+    for wire in [g.wire for g in self.groups] or [self.control]:
+        self.ranks.sum(wire)
     for n in self.plan.scatter:
-        self.banks[n].reduce(whole.pop(n))
+        self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
     if self.debug:
         for b in self.banks.values():
             b.replica.data.fill_(float("nan"))
-    loss = torch.zeros((), device=self.device) if loss is None else loss
-    control = control_vector(self.ranks, elapsed_ms, stop, loss, norm_sq, self.full)
-    return send_flats(self, flats, control)
-
-
-def send_flats(self: ParallelMuon, flats: list, control: torch.Tensor) -> torch.Tensor:
-    "All-reduce the flat gradients (mean) and the control words (sum), one collective per dtype; returns the summed control vector."
-    if not self.groups:
-        self.control = self.ranks.sum(control)
-        return self.control
-    for i, (g, flat) in enumerate(zip(self.groups, flats)):
-        wire = torch.cat([flat.to(self.full), control]) if i == 0 else flat
-        self.ranks.sum(wire)
-        if i == 0:
-            self.control, wire = wire[-len(control):].clone(), wire[:-len(control)]
-        g.grad = wire.div_(self.ranks.world)
     return self.control
+
+# %% ../nbs/13_parallel_muon.ipynb #16cb2b18
+def stage(self: ParallelMuon, grads: dict):
+    "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`."
+    dtypes = {n: g.dtype for n, g in grads.items()}
+    if {n: t.dtype for n, t in self.staged.items()} != dtypes:
+        self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
+        self.wires = {n: torch.empty_like(self.banks[n].replica, requires_grad=False) for n in grads}
+        self.clip_step = Recorded(lambda: clip_local(self), self.device)
+    torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
+
+
+def clip_local(self: ParallelMuon):
+    "Measure this rank's gradient and scale it, banks into `wires`, the small ones in place."
+    small = [g.grad for g in self.groups]
+    norm_sq = squared_norm([*self.staged.values(), *small], self.full)
+    self.control[CONTROL_WORDS.index("norm_sq")].copy_(norm_sq)
+    factor = clip_factor(norm_sq, self.max_norm)
+    for n, g in self.staged.items():
+        torch.mul(g, factor, out=self.wires[n])
+    torch._foreach_mul_(small, factor)
 
 # %% ../nbs/13_parallel_muon.ipynb #cde58eef
 def engine_finish(self: ParallelMuon, multiplier, mu: float, project):
     "Second half of a step (see `ParallelMuon.finish`)."
-    mult = torch.as_tensor(multiplier, dtype=self.full, device=self.device)
-    ok = self.control[CONTROL_WORDS.index("bad")] == 0
-    factor = torch.ones_like(mult)
-    if self.clip == "global" and self.max_norm > 0:
-        mine = squared_norm([self.banks[n].arrive() for n in self.plan.work], self.full)
-        shared = squared_norm([g.grad for g in self.groups], self.full) if self.groups else torch.zeros_like(mine)
-        factor = clip_factor(self.ranks.sum(mine) + shared, self.max_norm)
-    self.count += ok
-    for g in self.groups:
-        if self.rule == "muon":
-            adamw_update(g, mult, factor, ok, self.count.clamp(min=1), *self.betas, self.eps)
-        else:
-            for a, b, lr, _ in g.segments:
-                sgd_update(g.master[a:b], g.first[a:b], g.grad[a:b] * factor, mult * lr, mu, ok)
-            if g.master is not g.flat:
-                g.flat.copy_(g.master)
-    handles = [bank_finish(self, n, mult, mu, factor, ok, project) for n in self.plan.work]
+    for knob, value in ((self.multiplier, multiplier), (self.momentum, mu)):
+        knob.copy_(value) if isinstance(value, torch.Tensor) else knob.fill_(value)
+    if self.clip == "global":
+        clip_global(self)
+    self.ok.copy_(torch.isfinite(self.control[CONTROL_WORDS.index("norm_sq")]))
+    ready = torch.cuda.current_stream().record_event() if self.streams else None
+    handles = [finish_bank(self, n, project, ready) for n in self.plan.work]
+    self.small_step()
     for h in handles:
         if h is not None:
             h.wait()
+    for stream in self.streams.values():
+        torch.cuda.current_stream().wait_stream(stream)
 
 
-def bank_finish(self: ParallelMuon, name: str, mult, mu: float, factor, ok, project):
-    "Wait for one bank's gradient, update its masters, start publishing; returns the handle."
-    bank = self.banks[name]
-    grad = bank.arrive()
-    if self.clip == "global":
-        grad = grad * factor.to(grad.dtype) if grad.dtype == self.full else (grad.to(self.full) * factor).to(grad.dtype)
+def clip_global(self: ParallelMuon):
+    "Wait for all mean gradients, put their squared norm into the control vector and the clip factor of the step into `factor`."
+    for n in self.plan.scatter:
+        self.banks[n].arrive()
+    norm_sq = self.ranks.sum(squared_norm([b.grad for b in self.banks.values()], self.full))
+    if self.groups:
+        norm_sq = norm_sq + squared_norm([g.grad for g in self.groups], self.full) / self.ranks.world ** 2
+    self.control[CONTROL_WORDS.index("norm_sq")].copy_(norm_sq)
+    self.factor.copy_(clip_factor(norm_sq, self.max_norm))
+
+
+def finish_bank(self: ParallelMuon, name: str, project, ready):
+    "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle."
+    bank, stream = self.banks[name], self.streams.get(name)
+    with torch.cuda.stream(stream):  # does nothing where there is no stream
+        if stream is not None:
+            stream.wait_event(ready)
+        bank.arrive()
+        self.bank_steps[name]()
+        return bank.send() if project is None else bank.publish(project(name, bank.master))
+
+# %% ../nbs/13_parallel_muon.ipynb #205ca841
+def update_small(self: ParallelMuon):
+    "Count the step and update every replicated group, in place; its gradients are sums over the ranks, so the factor makes them means."
+    self.count += self.ok
+    factor = self.factor / self.ranks.world
+    for g in self.groups:
+        if self.rule == "muon":
+            adamw_update(g, self.multiplier, factor, self.ok, self.count.clamp(min=1), *self.betas, self.eps)
+        else:
+            for a, b, lr, _ in g.segments:
+                sgd_update(g.master[a:b], g.first[a:b], g.grad[a:b] * factor, self.multiplier * lr, self.momentum, self.ok)
+            if g.master is not g.flat:
+                g.flat.copy_(g.master)
+
+
+def update_bank(self: ParallelMuon, name: str):
+    "Update my slots of a bank from their mean gradient, and put the rounded weights into `outgoing`."
+    bank, lr = self.banks[name], self.multiplier * self.bank_lr
+    grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, mult * self.bank_lr, mu, self.bank_wd, bank.lr_scale, ok, self.method, self.ns_steps)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps)
     else:
-        sgd_update(bank.master, bank.momentum, grad, mult * self.bank_lr, mu, ok)
-    bank.grad = None
-    return bank.publish(project(name, bank.master) if project else None)
+        sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
+    bank.outgoing.copy_(bank.master)
 
 # %% ../nbs/13_parallel_muon.ipynb #e9c86ee4
 def engine_tensors(self: ParallelMuon) -> list:
@@ -458,7 +526,7 @@ def restore(self: ParallelMuon, saved: list):
         t.copy_(s)
     for b in self.banks.values():
         b.take()
-        b.sum = b.grad = None
+        b.sum = None
     for g in self.groups:
         g.collect()
     self.publish()

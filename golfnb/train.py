@@ -9,6 +9,7 @@ __all__ = ['LATE_STEPS', 'SWA_BELOW', 'momentum_at', 'multiplier_at', 'LateReade
 
 # %% ../nbs/15_train.ipynb #11bd76f1
 import json
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -98,19 +99,18 @@ class GridProjector:
     def __init__(self, engine: ParallelMuon, floor: bool, qmax: int = 31):
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
-            self.parts[name] = []
-            for slot, i in enumerate(bank.slots):
-                if i >= len(bank.spec.matrices) or bank.spec.matrices[i].quant.kind != "int6":
-                    continue
-                row_dim = -1 if bank.spec.matrices[i].transposed else -2
-                ratio = clip_ratio(bank.master[slot] if row_dim == -2 else bank.master[slot].mT, qmax, floor)
-                self.parts[name].append((slot, row_dim, ratio))
+            mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
+            for row_dim in (-2, -1):
+                slots = [i for i, m in enumerate(mine) if m is not None and m.quant.kind == "int6" and m.transposed == (row_dim == -1)]
+                if slots:
+                    w = bank.master[slots]
+                    self.parts[name].append((slots, row_dim, clip_ratio(w if row_dim == -2 else w.mT, qmax, floor)))
 
     def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
         "A copy of `master` [n, r, c] with every int6 slot on its grid."
         out = master.clone()
-        for slot, row_dim, ratio in self.parts[name]:
-            out[slot] = round_to_grid(master[slot], ratio, self.qmax, self.floor, row_dim=row_dim)
+        for slots, row_dim, ratio in self.parts[name]:
+            out[slots] = round_to_grid(master[slots], ratio, self.qmax, self.floor, row_dim=row_dim)
         return out
 
 # %% ../nbs/15_train.ipynb #b8515255
@@ -224,6 +224,7 @@ class LoopState:
     "The loop's bookkeeping."
     result: TrainResult
     clock: TrainClock
+    world: int # ranks
     reader: LateReader = field(default_factory=LateReader)
     starts: list = field(default_factory=list) # elapsed ms at the start of every step
     read: int = 0 # control vectors read so far
@@ -235,16 +236,17 @@ class LoopState:
 def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
     "Take in the control vector of step `state.read` (0-based): loss, skip, stop; and log it."
     said = dict(zip(CONTROL_WORDS, values))
+    said["loss"] /= state.world
     s, res = state.read, state.result
     state.read += 1
     res.losses.append(said["loss"])
     state.stop = state.stop or said["stop"] > 0
-    if said["bad"] > 0:
+    if not math.isfinite(said["norm_sq"]):
         res.skipped += 1
-        log.line(f"step:{s + 1} skipped: the gradient was not finite on {said['bad']:.0f} rank(s)")
+        log.line(f"step:{s + 1} skipped: the gradient was not finite")
     ends = state.starts[s + 1] if s + 1 < len(state.starts) else state.clock.read()
     log.event("step", step=s + 1, loss=said["loss"], own_loss=values[-1], ms=ends - state.starts[s], train_ms=ends,
-              multiplier=float(multiplier_at(cfg, s, said["elapsed_ms"])), momentum=momentum_at(cfg, s), grad_norm=said["norm_sq"] ** 0.5)
+              multiplier=float(multiplier_at(cfg, s, said["elapsed_ms"])), momentum=momentum_at(cfg, s), grad_norm=(said["norm_sq"] / (state.world if cfg.clip == "local" else 1)) ** 0.5)
     if s < 10 or (cfg.train_log_every > 0 and (s + 1) % cfg.train_log_every == 0) or s + 1 == cfg.iterations:
         log.line(f"step:{s + 1}/{cfg.iterations} train_loss:{values[-1]:.4f} train_time:{ends:.0f}ms step_avg:{ends / (s + 1):.2f}ms")
     if cfg.qat_banks and cfg.late_qat and multiplier_at(cfg, s, said["elapsed_ms"]) < cfg.late_qat_threshold:
@@ -293,7 +295,7 @@ def train(cfg: Config,
           now=time.perf_counter) -> TrainResult: # the clock, in seconds
     "Train until `iterations` or the wall-clock cap. On return the replica holds the unrounded masters; the averages are in the result."
     log = log or RunLog(quiet=True)
-    state = LoopState(TrainResult(0, 0.0, averages=Averages(cfg, engine)), TrainClock(now))
+    state = LoopState(TrainResult(0, 0.0, averages=Averages(cfg, engine)), TrainClock(now), engine.ranks.world)
     state.clock.start()
     step = 0
     while True:

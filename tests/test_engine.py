@@ -5,7 +5,7 @@ import torch
 from golfnb.config import GolfError, load_config
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import ParallelMuon, Ranks, engine_gather, engine_load, muon_one, restore, snapshot
+from golfnb.parallel_muon import CONTROL_WORDS, ParallelMuon, Ranks, engine_gather, engine_load, muon_one, restore, snapshot
 from golfnb.plan import make_plan
 from golfnb.train import training_loss
 from workers import Batches, settings
@@ -114,3 +114,24 @@ def test_layout_for_another_world_is_refused():
     cfg, _, model = model_of(settings(3))
     with pytest.raises(GolfError, match="made for 2 ranks, but 1"):
         ParallelMuon(model.role_params(), model_layout(cfg, 2))
+
+
+def test_local_and_global_clipping_agree_on_one_rank():
+    "With one rank a rank's own gradient is the averaged one; the clip must act, and skip nothing."
+    weights = {}
+    for clip, accum in (("local", 1), ("global", 1), ("local", 2), ("global", 2)):
+        cfg, layout, model = model_of(settings(3))
+        engine = ParallelMuon(model.role_params(), layout, clip=clip, max_norm=0.01)
+        loader, loss_fn = Batches(cfg, Ranks(), accum), training_loss(model, model.cap)
+        for _ in range(3):
+            for _ in range(accum):
+                (loss_fn(*loader.next()) / accum).backward()
+                if accum > 1:
+                    engine.accumulate()
+            control = engine.launch()
+            engine.finish(momentum=0.9)
+            assert control[CONTROL_WORDS.index("norm_sq")] > 0.01 ** 2
+        weights[clip, accum] = named_state(model)
+    first = weights["local", 1]
+    for other in weights.values():
+        assert max((first[n] - other[n]).abs().max().item() for n in first) < 1e-10

@@ -95,7 +95,7 @@ def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 
             if accum > 1:
                 engine.accumulate()
             total = total + loss.detach()
-        losses.append(engine.launch(loss=total)[3].item())
+        losses.append(engine.launch(loss=total)[2].item() / ranks.world)
         engine.finish(0.5 if step > 2 else 1.0, 0.9 + 0.02 * step)
     banks, others = engine_gather(engine)
     real = {s.name: s.real for s in engine.layout.banks}
