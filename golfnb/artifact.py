@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['ARTIFACT_CAP', 'ARTIFACT_MAGIC', 'ARTIFACT_VERSION', 'ARTIFACT_PREFIX', 'PREFIX_BYTES', 'HEADER_LIMIT', 'RAW_LIMIT',
-           'SECTIONS', 'CODECS', 'PART_BYTES', 'PART_MAGIC', 'PART_PREFIX', 'PART_OVERHEAD', 'LEDGER_NAMES',
-           'compress_section', 'decompress_section', 'section_plan', 'pack_bytes', 'seal', 'open_container',
-           'unpack_bytes', 'save_artifact', 'read_container', 'load_artifact', 'split_parts', 'join_parts',
-           'save_weights', 'load_weights', 'artifact_header', 'ledger', 'artifact_ledger', 'load_model']
+           'SECTIONS', 'RANS_BITS', 'RANS_CONTEXTS', 'RANS_FINENESS', 'RANS_PREFIX', 'CODECS', 'BEST_SAMPLE',
+           'PART_BYTES', 'PART_MAGIC', 'PART_PREFIX', 'PART_OVERHEAD', 'LEDGER_NAMES', 'rans_levels', 'rans_contexts',
+           'rans_frequencies', 'rans_model', 'rans_side', 'rans_lanes', 'rans_encode', 'rans_tables', 'rans_decode',
+           'compress_section', 'decompress_section', 'section_plan', 'section_shapes', 'pack_bytes', 'seal',
+           'open_container', 'unpack_bytes', 'save_artifact', 'read_container', 'load_artifact', 'split_parts',
+           'join_parts', 'save_weights', 'load_weights', 'artifact_header', 'ledger', 'artifact_ledger', 'load_model']
 
 # %% ../nbs/17_artifact.ipynb #b0d38447
 import hashlib
@@ -41,7 +43,148 @@ RAW_LIMIT = 2**31 # bytes of all sections, decoded
 SECTIONS = ("int6", "int8", "fp16", "fp32", "fp64", "bf16", "scale") # order in the file; "scale" holds the row scales of the integer kinds
 
 # %% ../nbs/17_artifact.ipynb #374f6740
-CODECS = ("lzma", "zlib", "best", "none", "brotli", "zstd")
+def _deflate(raw: bytes) -> bytes:
+    "The smaller of zlib's two ways: with repetitions, or frequencies only."
+    ways = []
+    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
+        coder = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy)
+        ways.append(coder.compress(raw) + coder.flush())
+    return min(ways, key=len)
+
+# %% ../nbs/17_artifact.ipynb #4027d201
+RANS_BITS = 14 # frequencies of a context sum to 2**14
+RANS_CONTEXTS = 64 # at most
+RANS_FINENESS = (0, 2, 3, 4, 6) # levels per factor of two that the writer tries; 0: no levels
+
+
+def rans_levels(q: np.ndarray, # int8 [rows, cols]
+                fineness: int, # levels per factor of two; 0: none, but bytes of narrow items by their place
+               ) -> tuple[np.ndarray, np.ndarray]: # uint8 [rows], uint8 [cols]: a cell's context is their sum, less an offset
+    "How spread the integers of each row and column are."
+    if not fineness:
+        return np.zeros(q.shape[0], np.uint8), (np.arange(q.shape[1]) if q.shape[1] <= 8 else np.zeros(q.shape[1])).astype(np.uint8)
+    square = np.square(q, dtype=np.float64)
+    rows = np.rint(fineness / 2 * np.log2(square.mean(1) + 0.04)) # 0.04: a row of zeros has a level too
+    cols = np.rint(fineness / 2 * np.log2((square / 4.0 ** (rows / fineness)[:, None]).mean(0) + 0.0004))
+    return (rows + 64).astype(np.uint8), (cols + 64).astype(np.uint8)
+
+
+def rans_contexts(rows: np.ndarray, cols: np.ndarray, # uint8 levels
+                  low: int, count: int, # the first level that counts, and how many there are
+                 ) -> np.ndarray: # uint8 [rows * cols]
+    "Each cell's context, row by row; levels outside go to the nearest."
+    return (rows[:, None].astype(np.int16) + cols - low).clip(0, count - 1).astype(np.uint8).ravel()
+
+# %% ../nbs/17_artifact.ipynb #0f1d1ce7
+def rans_frequencies(counts: np.ndarray, # int64 [256]
+                    ) -> np.ndarray: # uint32 [256], sum 2**RANS_BITS
+    "Frequencies of one context."
+    counts = counts if counts.any() else np.eye(1, 256, dtype=np.int64)[0]
+    f = np.maximum(counts * 2**RANS_BITS // counts.sum(), counts > 0)
+    while rest := 2**RANS_BITS - int(f.sum()):
+        f[f.argmax()] += 1 if rest > 0 else -1
+    return f.astype(np.uint32)
+
+# %% ../nbs/17_artifact.ipynb #e5e6b71f
+def rans_model(symbols: np.ndarray, # uint8, a section
+               shapes: list, # [rows, cols] of its tensors, in order
+               fineness: int, # as in rans_levels
+              ) -> tuple: # estimated bytes, fineness, low, levels [rows, cols, rows, ...], frequencies [contexts, 256]
+    "Levels and frequencies for a section, and what it would take with them."
+    cuts = np.cumsum([0] + [r * c for r, c in shapes])
+    tensors = [symbols[a:b].reshape(shape) for a, b, shape in zip(cuts, cuts[1:], shapes)]
+    levels = [rans_levels(t.view(np.int8), fineness) for t in tensors]
+    below = np.cumsum(sum(np.convolve(np.bincount(a, minlength=256), np.bincount(b, minlength=256)) for a, b in levels))
+    edge = below[-1] // 1000 if fineness else 1 # the rarest thousandth of the cells on either side need no table of their own
+    low, high = (int(np.searchsorted(below, n)) for n in (max(edge, 1), below[-1] - edge + 1))
+    low = max(low, high - RANS_CONTEXTS + 1)
+    counts = sum(np.bincount(rans_contexts(*ab, low, high - low + 1) * np.intp(256) + t.ravel(), minlength=256 * (high - low + 1)) for t, ab in zip(tensors, levels))
+    frequencies = np.stack([rans_frequencies(c) for c in counts.reshape(-1, 256)])
+    used = counts > 0
+    bits = (counts[used] * (RANS_BITS - np.log2(frequencies.ravel()[used]))).sum()
+    levels = [line for pair in levels for line in pair]
+    return int(bits / 8) + len(rans_side(levels, frequencies)), fineness, low, levels, frequencies
+
+
+def rans_side(levels: list, frequencies: np.ndarray) -> bytes:
+    "Tables and levels, deflated."
+    return zlib.compress(frequencies.astype("<u2").tobytes() + b"".join(line.tobytes() for line in levels), 9)
+
+# %% ../nbs/17_artifact.ipynb #a80b11c8
+RANS_PREFIX = "<BHBI" # fineness, lowest level, contexts, bytes of the deflated tables
+
+
+def rans_lanes(size: int) -> int:
+    "How many lanes a section of `size` values has: each costs four bytes, each step of all of them some microseconds."
+    return max(math.isqrt(size) // 8, 1)
+
+
+def rans_encode(raw: bytes, # a section
+                shapes: list, # [rows, cols] of its tensors, in order; at most 8 columns: items of so many bytes
+               ) -> bytes: # what rans_decode takes
+    "Code a section. The same bytes every time. Source: Duda, arXiv 1311.2540; interleaving after Giesen, arXiv 1402.3392."
+    symbols, lanes, words = np.frombuffer(raw, np.uint8), rans_lanes(len(raw)), []
+    _, fineness, low, levels, f = min((rans_model(symbols, shapes, n) for n in RANS_FINENESS if n == 0 or shapes[0][1] > 8), key=lambda m: m[0])
+    side, begin = rans_side(levels, f), (np.cumsum(f, 1) - f).astype(np.uint32).ravel()
+    index = np.concatenate([rans_contexts(a, b, low, len(f)).astype(np.uint16) for a, b in zip(levels[::2], levels[1::2])])
+    index, count, f, x = index * np.uint16(256) + symbols, len(f), f.ravel(), np.full(lanes, 2**16, np.uint32)
+    for at in range((len(raw) - 1) // lanes * lanes, -1, -lanes):
+        now = index[at:at + lanes]
+        head, often = x[:len(now)], f[now]
+        full = head >> (32 - RANS_BITS) >= often
+        words.append(head[full].astype("<u2").tobytes())
+        head = np.where(full, head >> 16, head)
+        whole = head // often
+        x[:len(now)] = (whole << RANS_BITS) + (head - whole * often) + begin[now]
+    return struct.pack(RANS_PREFIX, fineness, low, count, len(side)) + side + x.astype("<u4").tobytes() + b"".join(reversed(words))
+
+# %% ../nbs/17_artifact.ipynb #6da41579
+def rans_tables(stored: bytes, # from the file
+                shapes: list, # [rows, cols] of the section's tensors
+               ) -> tuple[np.ndarray, np.ndarray, int]: # contexts uint8 [values], frequencies uint32 [contexts, 256], bytes read
+    "The head of a coded section. Raises ValueError or struct.error for damage."
+    _, low, count, length = struct.unpack(RANS_PREFIX, stored[:8])
+    coder, start, places = zlib.decompressobj(), 8 + length, []
+    side = coder.decompress(stored[8:start], 512 * count + sum(r + c for r, c in shapes) + 1)
+    if len(side) != 512 * count + sum(r + c for r, c in shapes) or not 1 <= count <= RANS_CONTEXTS or len(stored) < start:
+        raise ValueError("tables")
+    frequencies = np.frombuffer(side, "<u2", 256 * count).reshape(count, 256).astype(np.uint32)
+    if (frequencies.sum(1) != 2**RANS_BITS).any():
+        raise ValueError("frequencies")
+    levels = np.frombuffer(side, np.uint8, offset=512 * count)
+    for r, c in shapes:
+        places.append(rans_contexts(levels[:r], levels[r:r + c], low, count))
+        levels = levels[r + c:]
+    return np.concatenate(places), frequencies, start
+
+# %% ../nbs/17_artifact.ipynb #a4cb2248
+def rans_decode(stored: bytes, # what rans_encode gave
+                shapes: list, # as given to rans_encode
+               ) -> bytes: # the section
+    "Decode with numpy alone. Raises ValueError, struct.error or zlib.error for damage."
+    contexts, f, start = rans_tables(stored, shapes)
+    size, lanes, at = len(contexts), rans_lanes(len(contexts)), 0
+    begin, slots = (np.cumsum(f, 1) - f).astype(np.uint32).ravel(), np.concatenate([np.repeat(np.arange(256, dtype=np.uint8), row) for row in f])
+    x, words = np.frombuffer(stored, "<u4", lanes, start).astype(np.uint32), np.frombuffer(stored, "<u2", offset=start + 4 * lanes)
+    f, out, mask = f.ravel(), np.empty(size, np.uint8), np.uint32(2**RANS_BITS - 1)
+    for step in range(0, size, lanes):
+        context = contexts[step:step + lanes].astype(np.uint32)
+        head = x[:len(context)]
+        slot = head & mask
+        value = slots[(context << RANS_BITS) + slot]
+        out[step:step + lanes] = value
+        now = (context << 8) + value
+        head = f[now] * (head >> RANS_BITS) + slot - begin[now]
+        need = np.flatnonzero(head < 2**16)
+        head[need] = (head[need] << 16) | words[at:at + len(need)]
+        at += len(need)
+        x[:len(context)] = head
+    if at != len(words) or (x != 2**16).any():
+        raise ValueError("end")
+    return out.tobytes()
+
+# %% ../nbs/17_artifact.ipynb #24ea3c02
+CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
 
 def _optional_codec(codec: str): # brotli or zstd -> its module
@@ -52,26 +195,31 @@ def _optional_codec(codec: str): # brotli or zstd -> its module
     except ImportError:
         raise GolfError(f"codec {codec} needs the package {package}, which is not installed: install it or use one of lzma, zlib, best") from None
 
+# %% ../nbs/17_artifact.ipynb #2452affb
+BEST_SAMPLE = 2**20 # bytes
 
-def _deflate(raw: bytes) -> bytes:
-    "The smaller of zlib's two ways: with repetitions, or frequencies only."
-    ways = []
-    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
-        coder = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy)
-        ways.append(coder.compress(raw) + coder.flush())
-    return min(ways, key=len)
 
-# %% ../nbs/17_artifact.ipynb #e4d6b57c
+def _repeats(raw: bytes) -> bool:
+    "Is a section short, or does lzma find repetitions in its first part?"
+    sample = raw[:BEST_SAMPLE]
+    return len(raw) <= BEST_SAMPLE or len(lzma.compress(sample, preset=6)) < 1.01 * entropy_bits(np.frombuffer(sample, np.int8)) * len(sample) / 8
+
+
 def compress_section(raw: bytes, # decoded bytes
                      codec: str, # one of CODECS
+                     shapes: list | None = None, # [rows, cols] of the tensors in it, for rans; None: bytes in a row
                     ) -> tuple[str, bytes]: # the codec to record, and the stored bytes
     "Compress, the same bytes every time. Raises GolfError for an unknown codec or a missing package."
     if codec == "none":
         return codec, raw
     if codec in ("lzma", "zlib"):
         return codec, lzma.compress(raw, preset=6) if codec == "lzma" else _deflate(raw)
+    if codec == "rans":
+        return codec, rans_encode(raw, shapes or [(len(raw), 1)]) if raw else raw
     if codec == "best":
-        ways = [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw)), ("none", raw)]
+        ways = [compress_section(raw, "rans", shapes), ("none", raw)]
+        if _repeats(raw):
+            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw))]
         return min(ways, key=lambda way: len(way[1]))
     if codec not in CODECS:
         raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")
@@ -82,10 +230,13 @@ def compress_section(raw: bytes, # decoded bytes
 def _decoded_parts(stored: bytes, # from the file
                    codec: str, # as recorded
                    size: int, # decoded bytes expected
+                   shapes: list | None, # of the tensors in it, for rans
                   ) -> Iterator[bytes]:
     "Decoded parts; the caller stops when they are more than expected."
-    if codec == "none":
+    if codec == "none" or codec == "rans" and not size:
         yield stored
+    elif codec == "rans":
+        yield rans_decode(stored, shapes or [(size, 1)])
     elif codec in ("lzma", "zlib"):
         coder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**28) if codec == "lzma" else zlib.decompressobj()
         yield coder.decompress(stored, size + 1)
@@ -100,15 +251,16 @@ def _decoded_parts(stored: bytes, # from the file
 
 # %% ../nbs/17_artifact.ipynb #1955eb9a
 def decompress_section(stored: bytes, # from the file
-                       codec: str, # as recorded: lzma, zlib, none, brotli or zstd
+                       codec: str, # as recorded: lzma, zlib, rans, none, brotli or zstd
                        size: int, # decoded bytes, known beforehand
+                       shapes: list | None = None, # as given to compress_section
                       ) -> bytes: # exactly size bytes
     "Decode in bounded memory. Raises GolfError for damage and for any other size."
     if codec not in CODECS or codec == "best":
-        raise GolfError(f"a section's codec must be lzma, zlib, none, brotli or zstd, found {codec!r}: the file is damaged or of a later version")
+        raise GolfError(f"a section's codec must be lzma, zlib, rans, none, brotli or zstd, found {codec!r}: the file is damaged or of a later version")
     parts, total = [], 0
     try:
-        for part in _decoded_parts(stored, codec, size):
+        for part in _decoded_parts(stored, codec, size, shapes):
             parts.append(part)
             total += len(part)
             if total > size:
@@ -131,6 +283,16 @@ def section_plan(tensors: list, # [name, kind, shape] of each tensor, checked
         sizes["scale"] += 2 * shape[0] if kind in INT_MAX else 0
     return {section: size for section, size in sizes.items() if size}
 
+
+def section_shapes(tensors: list, # as in section_plan
+                   section: str, # one of SECTIONS
+                  ) -> list[tuple[int, int]]: # rows and columns of its tensors; numbers that are no integers are rows of their bytes
+    "What the coder of integers is told about a section."
+    if section in INT_MAX:
+        return [tuple(shape) for _, kind, shape in tensors if kind == section]
+    width = 2 if section == "scale" else np.dtype(KIND_DTYPES[section]).itemsize
+    return [(section_plan(tensors)[section] // width, width)]
+
 # %% ../nbs/17_artifact.ipynb #2cce4e49
 def pack_bytes(packed: Mapping[str, Packed], # what quantize_state gave
                meta: dict, # JSON-able facts: settings, tokenizer_sha256, vocab_size, recipe, seed, steps
@@ -143,7 +305,7 @@ def pack_bytes(packed: Mapping[str, Packed], # what quantize_state gave
     for section in section_plan(tensors):
         arrays = [p.scale.astype("<f2") if section == "scale" else p.data.astype(KIND_DTYPES[p.kind], copy=False)
                   for p in map(packed.get, names) if (p.kind in INT_MAX if section == "scale" else p.kind == section)]
-        used, data = compress_section(b"".join(a.tobytes() for a in arrays), codec)
+        used, data = compress_section(b"".join(a.tobytes() for a in arrays), codec, section_shapes(tensors, section))
         sections.append([section, used, len(data)])
         stored.append(data)
     try:
@@ -230,7 +392,7 @@ def unpack_bytes(data: bytes, # a container
     header, payload = open_container(data)
     sizes, at, streams = section_plan(header["tensors"]), 0, {}
     for section, codec, stored in header["sections"]:
-        streams[section] = [decompress_section(payload[at:at + stored], codec, sizes[section]), 0]
+        streams[section] = [decompress_section(payload[at:at + stored], codec, sizes[section], section_shapes(header["tensors"], section)), 0]
         at += stored
 
     def take(section: str, dtype: str, shape: tuple) -> np.ndarray:

@@ -50,7 +50,7 @@ class RunSettings:
 @dataclass
 class BatchSettings:
     "What one step reads, and how validation is cut."
-    loader: str = setting("sequential", "order of the training windows (chapter 03)", "sequential", "coprime")
+    loader: str = setting("sequential", "order of the training windows (chapter 03)", "sequential", "coprime", "packed")
     train_batch_tokens: int = setting(786_432, "tokens of one optimizer step, all ranks and micro-steps together: tokens")
     train_seq_len: int = setting(2048, "length of a training row: tokens")
     eval_seq_len: int = setting(2048, "length of a validation window: tokens")
@@ -221,6 +221,8 @@ def schedule_problems(cfg: "Config", # settings to check
         yield f"MUON_BACKEND_STEPS must be at most 5 with NS=polar (it has five triples of coefficients), found {cfg.muon_backend_steps}: lower it"
     if cfg.run_id in (".", "..") or "/" in cfg.run_id:
         yield f"RUN_ID must be the name of a directory in RUNS_DIR, without slashes, found {cfg.run_id!r}: choose a plain name"
+    if cfg.use_gptq and 0 < 1000 * cfg.max_wallclock_seconds <= cfg.gptq_reserve_ms:
+        yield f"GPTQ_RESERVE_MS must be less than the training time of {cfg.max_wallclock_seconds:g} s, found {cfg.gptq_reserve_ms:g}: lower it or raise MAX_WALLCLOCK_SECONDS"
     if cfg.quant_clip_range != 31:
         yield f"QUANT_CLIP_RANGE must be 31, the only grid that is built, found {cfg.quant_clip_range}: leave it out"
     if cfg.ttt_enabled:
@@ -250,6 +252,10 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
     @property
     def ve_layer_list(self) -> list[int]:
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
+
+    @property
+    def train_cap_ms(self) -> float: # ms of training after which the run stops, less what GPTQ is to have; 0: no cap
+        return 1000 * self.max_wallclock_seconds - self.gptq_reserve_ms * self.use_gptq if self.max_wallclock_seconds else 0.0
 
     def grad_accum(self, world: int) -> int: # ranks -> micro-steps of one step
         return max(1, 8 // world)
@@ -346,7 +352,8 @@ def load_config(env: Mapping[str, str], # environment variables, upper case; unk
     if not cfg.ema_enabled and "AVERAGING" not in env:
         cfg.averaging = "none"
     if cfg.use_gptq:
-        cfg.notices.append("USE_GPTQ=1: full-Hessian GPTQ is not built yet, GPTQ-lite is used instead and GPTQ_RESERVE_MS reserves nothing")
+        kept = f"{cfg.gptq_reserve_ms:.0f} ms of the training time are kept back for its calibration" if cfg.max_wallclock_seconds else "its calibration comes after training"
+        cfg.notices.append(f"USE_GPTQ=1: full-Hessian GPTQ, {cfg.gptq_calib_samples} calibration batches per rank; {kept}")
     return cfg
 
 # %% ../nbs/00_config.ipynb #6c5424e9

@@ -6,8 +6,8 @@
 __all__ = ['SCRIPT_MODULES', 'SCRIPT_ENTRY', 'FOLDED', 'SCRIPT_HEADER', 'PACK_NAME', 'PACK_WRAPPER', 'ELASTIC_NOISE',
            'ELASTIC_FAILED', 'package_dir', 'module_sources', 'global_names', 'Piece', 'bound_names', 'text_of',
            'from_package', 'check_statement', 'is_docstring', 'split_module', 'all_pieces', 'import_key', 'reachable',
-           'import_block', 'source_hash', 'fold_script', 'minify', 'pack_script', 'explain', 'save_script',
-           'checkout_commit', 'torchrun_command', 'relay_errors', 'run_script']
+           'import_block', 'source_hash', 'fold_script', 'constexpr_names', 'minify', 'pack_script', 'explain',
+           'save_script', 'checkout_commit', 'torchrun_command', 'relay_errors', 'run_script']
 
 # %% ../nbs/20_launcher.ipynb #b2c513d5
 import ast
@@ -282,6 +282,14 @@ def fold_script(
     return text
 
 # %% ../nbs/20_launcher.ipynb #bbb30789
+def constexpr_names(
+    text: str,  # readable Python
+) -> set[str]:  # arguments annotated tl.constexpr
+    "Names that must stay: a shorter alias inside a kernel would be a run-time value, and a block's shape cannot be one."
+    args = (a for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) for a in n.args.args)
+    return {a.arg for a in args if a.annotation and ast.unparse(a.annotation) == "tl.constexpr"}
+
+
 def minify(
     text: str,  # readable Python
 ) -> str:  # the same program, shorter
@@ -293,7 +301,7 @@ def minify(
     notes = python_minifier.RemoveAnnotationsOptions(
         remove_variable_annotations=True, remove_return_annotations=True, remove_argument_annotations=False, remove_class_attribute_annotations=False)
     return python_minifier.minify(
-        text, remove_annotations=notes, remove_literal_statements=True, rename_globals=False, hoist_literals=False, remove_asserts=False, remove_debug=False)
+        text, preserve_locals=sorted(constexpr_names(text)), remove_annotations=notes, remove_literal_statements=True, rename_globals=False, hoist_literals=False, remove_asserts=False, remove_debug=False)
 
 # %% ../nbs/20_launcher.ipynb #92c60e54
 PACK_NAME = "<train_gpt>"

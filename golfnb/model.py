@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['BLOCK_MATRICES', 'CONTROL_NAMES', 'table_shapes', 'scalar_shapes', 'BlockWeights', 'BlockTraits', 'block_traits',
-           'last_positions', 'record_tap', 'attention_branch', 'mlp_branch', 'run_block', 'skip_source', 'block_slots',
-           'GolfWeights', 'block_weights', 'embed_input', 'value_embeddings', 'model_rotary', 'walk_blocks', 'Golf',
-           'published_names', 'published_views', 'named_state', 'load_named', 'drawn_state', 'init_model',
-           'count_parameters', 'generate', 'model_from_settings', 'quant_kind']
+           'last_positions', 'record_tap', 'project_heads', 'scaled_linear', 'folded_weight', 'attention_branch',
+           'mlp_branch', 'run_block', 'skip_source', 'block_slots', 'GolfWeights', 'block_weights', 'embed_input',
+           'value_embeddings', 'model_rotary', 'walk_blocks', 'Golf', 'published_names', 'published_views',
+           'named_state', 'load_named', 'drawn_state', 'init_model', 'count_parameters', 'generate',
+           'model_from_settings', 'quant_kind']
 
 # %% ../nbs/08_model.ipynb #1a597c27
 import math
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 # %% ../nbs/08_model.ipynb #beb9d52f
 from .banks import make_banks, rebank, unbank
 from .config import Config, GolfError, config_from_settings
+from .kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, use_kernels
 from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, rms_norm, rotary_tables, smear, softcap,
                            squared_leaky)
 from .layout import SMALL_MATRIX, Layout, model_layout
@@ -97,36 +99,65 @@ def record_tap(taps: dict | None, block: BlockTraits, names: tuple[str, ...], x:
             taps[f"blocks.{block.index}.{name}.weight"] = x
 
 # %% ../nbs/08_model.ipynb #99a8ea3f
+def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
+                  w: BlockWeights,
+                  block: BlockTraits,
+                  cos: torch.Tensor,        # [T, rope_dims/2]
+                  sin: torch.Tensor,
+                  ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
+                  keep: int | None,         # last positions wanted of q
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q [B, keep, H, head]; k, v [B, T, KV, head]
+    "The heads of a block, normalised and rotated."
+    if keep in (None, n.shape[1]) and use_kernels(n, "heads") and heads_fit(block.head_dim, 2 * cos.shape[-1]):
+        q, k, v = fused_heads(n, torch.cat((w.q, w.k, w.v)), w.gain, cos, sin, w.k.shape[0] // block.head_dim)
+        return q, k, v if ve is None else v + ve.view(v.shape)
+    q, k, v = F.linear(last_positions(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
+    q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
+    return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
+
+
+def scaled_linear(x: torch.Tensor,       # [..., in]
+                  weight: torch.Tensor,  # [out, in]
+                  scale: torch.Tensor,   # [out]
+                  ) -> torch.Tensor:     # [..., out]
+    "A branch's last product, weighted per channel: the weights go into the matrix where that saves passes over the result."
+    return F.linear(x, folded_weight(weight, scale)) if use_kernels(x, "fold") else scale.to(x.dtype) * F.linear(x, weight)
+
+
+def folded_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    "diag(scale) weight, multiplied in float32 and rounded once."
+    return (weight * scale[:, None]).to(weight.dtype)
+
+# %% ../nbs/08_model.ipynb #87bb506c
 def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
-                     w: BlockWeights,
-                     block: BlockTraits,
-                     cos: torch.Tensor,        # [T, rope_dims/2]
-                     sin: torch.Tensor,
+                     w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor,
                      ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
                      keep: int | None,         # last positions wanted
                      taps: dict | None,
                      ) -> torch.Tensor:        # [B, keep, D]
-    "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back."
+    "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back, weigh."
     record_tap(taps, block, ("attn.c_q", "attn.c_k", "attn.c_v"), n)
-    q, k, v = F.linear(last_positions(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
-    q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
-    q, k = qk_norm_rope_gain(q, k, cos, sin, w.gain)
+    q, k, v = project_heads(n, w, block, cos, sin, ve, keep)
     y = attend(q, k, v, block.attention)
     if block.xsa:
-        y = exclusive(y, last_positions(v, keep))
+        y = (fused_exclusive if use_kernels(y, "xsa") else exclusive)(y, last_positions(v, keep))
     y = y.flatten(2)
     record_tap(taps, block, ("attn.proj",), y)
-    return F.linear(y, w.out)
+    return scaled_linear(y, w.out, w.attn_scale)
 
 
 def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
                w: BlockWeights, block: BlockTraits, taps: dict | None,
                ) -> torch.Tensor:  # [B, T, D]
-    "Up, squared leaky ReLU, down."
+    "Up, squared leaky ReLU, down, weigh."
+    if taps is None and use_kernels(n, "mlp"):
+        if use_kernels(n, "fold"):
+            return fused_mlp(n, w.up, folded_weight(w.down, w.mlp_scale), block.slope)
+        return w.mlp_scale.to(n.dtype) * fused_mlp(n, w.up, w.down, block.slope)
     record_tap(taps, block, ("mlp.fc",), n)
     h = squared_leaky(F.linear(n, w.up), block.slope)
     record_tap(taps, block, ("mlp.proj",), h)
-    return F.linear(h, w.down)
+    return scaled_linear(h, w.down, w.mlp_scale)
 
 # %% ../nbs/08_model.ipynb #219f860b
 def run_block(x: torch.Tensor,   # [B, T, D] residual stream
@@ -136,9 +167,9 @@ def run_block(x: torch.Tensor,   # [B, T, D] residual stream
               ) -> torch.Tensor:  # [B, keep, D]
     "One transformer block: mix and norm, attention, norm, MLP."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
-    x1 = last_positions(x_in, keep) + w.attn_scale.to(x.dtype) * attention_branch(n, w, block, cos, sin, ve, keep, taps)
+    x1 = last_positions(x_in, keep) + attention_branch(n, w, block, cos, sin, ve, keep, taps)
     n1 = rms_norm(x1) * block.norm_scale
-    return x1 + w.mlp_scale.to(x.dtype) * mlp_branch(n1, w, block, taps)
+    return x1 + mlp_branch(n1, w, block, taps)
 
 # %% ../nbs/08_model.ipynb #fb837ba4
 def skip_source(blocks: int,            # number of blocks

@@ -27,8 +27,9 @@ class Ranks:
     def __init__(self,
                  rank: int = 0, # my number, 0 to world - 1
                  world: int = 1, # how many processes train together
-                 device: str = "cpu"): # the torch device of this rank
-        self.rank, self.world, self.device = rank, world, torch.device(device)
+                 device: str = "cpu", # the torch device of this rank
+                 patient=None): # process group for what may take minutes
+        self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
         self.master = rank == 0
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
@@ -38,15 +39,15 @@ class Ranks:
         return t
 
     def barrier(self):
-        "Return when every rank has come here."
+        "Return when every rank has come here; waits patiently, since one of them may be packing weights."
         if self.world > 1:
-            self.sum(torch.zeros(1, device=self.device)).item()
+            dist.barrier(group=self.patient)
 
     def broadcast_object(self, x):
         "Rank 0's `x` on every rank; `x` must be plain data (it is sent as Python objects between our own processes)."
         box = [x]
         if self.world > 1:
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0, group=self.patient)
         return box[0]
 
 # %% ../nbs/13_parallel_muon.ipynb #cbe7f290
@@ -64,7 +65,7 @@ def start_ranks(env: dict | None = None, # environment; default os.environ
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
                                 device_id=torch.device(device) if cuda else None)
-    return Ranks(rank, world, device)
+    return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) if world > 1 else None)
 
 
 def stop_ranks(ranks: Ranks):
@@ -198,17 +199,18 @@ class Replicated:
                  tail: int = 0): # words that ride at the end of the gradients; such a wire is fp32 at least
         self.names = sorted(params, key=lambda k: (lr[k], wd[k], k))
         self.params = params
-        self.flat = torch.cat([params[k].detach().reshape(-1) for k in self.names])
+        self.gaps = {k: params[k].new_zeros(-params[k].numel() % 8) for k in self.names} # each starts on 16 bytes, for vector loads
+        self.flat = torch.cat(self.spaced([params[k].detach() for k in self.names]))
         self.offsets, self.segments, at = {}, [], 0
         for k in self.names:
-            n = params[k].numel()
+            n, end = params[k].numel(), at + params[k].numel() + self.gaps[k].numel()
             params[k].data = self.flat[at:at + n].view(params[k].shape)
             self.offsets[k] = (at, at + n)
             if self.segments and self.segments[-1][2:] == (lr[k], wd[k]):
-                self.segments[-1] = (self.segments[-1][0], at + n, lr[k], wd[k])
+                self.segments[-1] = (self.segments[-1][0], end, lr[k], wd[k])
             else:
-                self.segments.append((at, at + n, lr[k], wd[k]))
-            at += n
+                self.segments.append((at, end, lr[k], wd[k]))
+            at = end
         self.first, self.second = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
         full = torch.promote_types(self.flat.dtype, torch.float32)
         self.master = self.flat.to(full) if masters else self.flat
@@ -222,7 +224,11 @@ class Replicated:
         parts = [torch.zeros_like(self.params[k]) if self.params[k].grad is None else self.params[k].grad for k in self.names]
         for k in self.names:
             self.params[k].grad = None
-        torch.cat([p.reshape(-1) for p in parts], out=self.grad)
+        torch.cat(self.spaced(parts), out=self.grad)
+
+    def spaced(self, tensors: list) -> list:
+        "The tensors, flat, in the order of `names`, with the zeros that keep the next one aligned."
+        return [t for k, p in zip(self.names, tensors) for t in (p.reshape(-1), self.gaps[k])]
 
     def view(self, flat: torch.Tensor) -> dict:
         "Name -> view of `flat` in that parameter's shape."

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run_folder', 'count_tokens', 'open_session',
-           'Machine', 'build_machine', 'rows_per_batch', 'plain_score', 'score_line', 'artifact_meta', 'train_phase',
-           'averaged_phase', 'choose_grid', 'pack_phase', 'score_phase', 'run', 'device_name', 'announce',
-           'script_main']
+           'Machine', 'build_machine', 'rows_per_batch', 'plain_score', 'score_line', 'artifact_meta', 'progress_lines',
+           'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase', 'run',
+           'device_name', 'announce', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
 import json
@@ -27,7 +27,7 @@ from .layout import Layout, model_layout
 from .loader import Loader, make_sampler
 from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import ParallelMuon, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
-from .quantize import dequantize_state, quantize_state, size_to_target
+from .quantize import calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
 from .shards import atomic_write, check_disjoint, find_shards, open_shard, val_tokens
 from .train import RunLog, TrainResult, train, training_loss, warm_up
 from .ttt import score_first
@@ -160,6 +160,18 @@ def artifact_meta(s: Session, steps: int) -> dict:
     "The facts a container carries: settings to rebuild the model, tokenizer, recipe, seed, steps."
     return {"settings": s.cfg.model_settings(), "tokenizer_sha256": s.tokenizer_sha256, "vocab_size": s.cfg.vocab_size, "recipe": s.cfg.recipe, "seed": s.cfg.seed, "steps": steps}
 
+# %% ../nbs/19_run.ipynb #2ceed6cd
+def progress_lines(s: Session, label: str, every: float = 10.0):
+    "A function (done, all) that logs rank 0's progress at most every `every` seconds."
+    said = [time.perf_counter()]
+
+    def progress(done: int, total: int):
+        if time.perf_counter() - said[0] >= every:
+            said[0] = time.perf_counter()
+            s.log.line(f"  {label} [{100 * done / total:.0f}%] of this rank's share")
+
+    return progress
+
 # %% ../nbs/19_run.ipynb #ef4b23b9
 def train_phase(s: Session, m: Machine) -> TrainResult:
     "Warm-up and training; the log tells what runs."
@@ -208,12 +220,25 @@ def choose_grid(cfg: Config, named: dict, target: int, measure) -> dict:
     return size_to_target(named, target, measure, cfg.small_tensor)[0]
 
 
-def pack_phase(s: Session, averaged: dict, steps: int, code_bytes: int) -> Path:
+def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict:
+    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens; every rank must call."
+    cfg, start = s.cfg, time.perf_counter()
+    batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
+    packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
+    s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
+    return packed
+
+
+def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: int) -> Path:
     "Quantize, pack, write; returns the file to score. Over the cap the file is kept under another name and the run ends non-zero."
-    path, cap, start = s.folder / "artifact.golf", s.cfg.target_bytes, time.perf_counter()
+    path, cap, start, meta = s.folder / "artifact.golf", s.cfg.target_bytes, time.perf_counter(), artifact_meta(s, steps)
+
+    def measure(packed: dict) -> int:
+        return len(pack_bytes(packed, meta, s.cfg.codec))
+
+    packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else None
     if s.ranks.master:
-        meta = artifact_meta(s, steps)
-        packed = choose_grid(s.cfg, averaged, cap - code_bytes, lambda p: len(pack_bytes(p, meta, s.cfg.codec)))
+        packed = packed or choose_grid(s.cfg, averaged, cap - code_bytes, measure)
         try:
             size = save_artifact(path, packed, meta, s.cfg.codec, cap, code_bytes)
         except GolfError as e:
@@ -246,7 +271,7 @@ def score_phase(s: Session, m: Machine, path: Path):
     s.summary.update(int6_loss=loss, int6_bpb=bpb)
     if 0 < s.cfg.eval_stride:
         slide = time.perf_counter()
-        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, rows_per_batch(s), s.ranks)
+        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, rows_per_batch(s), s.ranks, progress=progress_lines(s, "sliding_window"))
         score_line(s, "final_int6_sliding_window", loss, bpb, slide)
         s.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         s.summary.update(sliding_loss=loss, sliding_bpb=bpb)
@@ -271,7 +296,7 @@ def run(cfg: Config, ranks: Ranks | None = None,
     s.phase("building", start)
     result = train_phase(s, m)
     averaged = averaged_phase(s, m, result)
-    path = pack_phase(s, averaged, result.steps, code_bytes)
+    path = pack_phase(s, m, averaged, result.steps, code_bytes)
     score_phase(s, m, path)
     s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=ranks.world, device=device_name(ranks), seconds=s.seconds, config=asdict(cfg), losses=result.losses)
     if ranks.master:

@@ -31,7 +31,7 @@ def momentum_at(cfg: Config, step: int) -> float:
 
 def multiplier_at(cfg: Config, step: int, elapsed_ms):
     "Learning-rate multiplier for the step about to run. Without a cap a float from the step; with one from rank 0's `elapsed_ms` (0-dim tensor or float), in the same type."
-    cap, down = cfg.max_wallclock_seconds * 1000.0, cfg.warmdown_iters
+    cap, down = cfg.train_cap_ms, cfg.warmdown_iters
     if down <= 0:
         return 1.0
     if cap <= 0:
@@ -89,7 +89,7 @@ class TrainClock:
 
 def should_stop(cfg: Config, step: int, elapsed_ms: float) -> bool:
     "Whether the steps already under way will reach the wall-clock cap: said at the start of `step` (0-based)."
-    cap = cfg.max_wallclock_seconds * 1000.0
+    cap = cfg.train_cap_ms
     return cap > 0 and step > 0 and elapsed_ms + LATE_STEPS * elapsed_ms / step >= cap
 
 # %% ../nbs/15_train.ipynb #fc5685e9

@@ -1,7 +1,8 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 f793bd9753d66c28 | Apache-2.0
+# recipe pr549 | source sha256 48efd9015cac6666 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
+import functools
 import glob
 import hashlib
 import importlib
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, astuple, dataclass, field, fields
 from datetime import timedelta
 from functools import lru_cache
@@ -67,7 +68,7 @@ class RunSettings:
 @dataclass
 class BatchSettings:
     "What one step reads, and how validation is cut."
-    loader: str = setting("sequential", "order of the training windows (chapter 03)", "sequential", "coprime")
+    loader: str = setting("sequential", "order of the training windows (chapter 03)", "sequential", "coprime", "packed")
     train_batch_tokens: int = setting(786_432, "tokens of one optimizer step, all ranks and micro-steps together: tokens")
     train_seq_len: int = setting(2048, "length of a training row: tokens")
     eval_seq_len: int = setting(2048, "length of a validation window: tokens")
@@ -229,6 +230,8 @@ def schedule_problems(cfg: "Config", # settings to check
         yield f"MUON_BACKEND_STEPS must be at most 5 with NS=polar (it has five triples of coefficients), found {cfg.muon_backend_steps}: lower it"
     if cfg.run_id in (".", "..") or "/" in cfg.run_id:
         yield f"RUN_ID must be the name of a directory in RUNS_DIR, without slashes, found {cfg.run_id!r}: choose a plain name"
+    if cfg.use_gptq and 0 < 1000 * cfg.max_wallclock_seconds <= cfg.gptq_reserve_ms:
+        yield f"GPTQ_RESERVE_MS must be less than the training time of {cfg.max_wallclock_seconds:g} s, found {cfg.gptq_reserve_ms:g}: lower it or raise MAX_WALLCLOCK_SECONDS"
     if cfg.quant_clip_range != 31:
         yield f"QUANT_CLIP_RANGE must be 31, the only grid that is built, found {cfg.quant_clip_range}: leave it out"
     if cfg.ttt_enabled:
@@ -256,6 +259,10 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
     @property
     def ve_layer_list(self) -> list[int]:
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
+
+    @property
+    def train_cap_ms(self) -> float: # ms of training after which the run stops, less what GPTQ is to have; 0: no cap
+        return 1000 * self.max_wallclock_seconds - self.gptq_reserve_ms * self.use_gptq if self.max_wallclock_seconds else 0.0
 
     def grad_accum(self, world: int) -> int: # ranks -> micro-steps of one step
         return max(1, 8 // world)
@@ -346,7 +353,8 @@ def load_config(env: Mapping[str, str], # environment variables, upper case; unk
     if not cfg.ema_enabled and "AVERAGING" not in env:
         cfg.averaging = "none"
     if cfg.use_gptq:
-        cfg.notices.append("USE_GPTQ=1: full-Hessian GPTQ is not built yet, GPTQ-lite is used instead and GPTQ_RESERVE_MS reserves nothing")
+        kept = f"{cfg.gptq_reserve_ms:.0f} ms of the training time are kept back for its calibration" if cfg.max_wallclock_seconds else "its calibration comes after training"
+        cfg.notices.append(f"USE_GPTQ=1: full-Hessian GPTQ, {cfg.gptq_calib_samples} calibration batches per rank; {kept}")
     return cfg
 
 # ---- bpb ----
@@ -464,6 +472,8 @@ HEADER_WORDS = 256
 
 HEADER_BYTES = 1024
 
+BOS_ID = 1 # the token that starts every document
+
 def read_header(path: str | Path, # a shard
                ) -> int: # tokens in it
     "Check a shard's header and length. Raises GolfError for a file that is missing, empty, damaged or of another format."
@@ -570,7 +580,10 @@ class WindowSampler:
         self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
         self.maps: dict[int, np.ndarray] = {}
 
-    def shard_tokens(self, shard: int) -> np.ndarray: # index of a shard -> uint16 [n], mapped once
+    def shard_tokens(self, shard: int) -> np.ndarray: # index of a shard -> uint16 [n], mapped once, looked at every time
+        found = read_header(self.paths[shard])
+        if found != self.tokens[shard]:
+            raise GolfError(f"shard {self.paths[shard]} must keep its {self.tokens[shard]:,} tokens while training runs, found {found:,}: do not change shards in use")
         if shard not in self.maps:
             self.maps[shard] = open_shard(self.paths[shard])
         return self.maps[shard]
@@ -716,20 +729,128 @@ def plan_batch(sampler: CoprimeSampler, # its generator, cursors and batch count
     sampler.batches += 1
     return deal(rng, piles)
 
+def index_documents(tokens: np.ndarray, # uint16 [n], a shard
+                   ) -> tuple[np.ndarray, np.ndarray]: # int64 [D] first token after the BOS, int64 [D] tokens of text
+    "Where the documents of a shard are."
+    at = np.flatnonzero(tokens == BOS_ID)
+    starts = at + 1 if at.size and at[0] == 0 else np.concatenate([[0], at + 1])
+    return starts, np.append(at[at > 0], tokens.size) - starts
+
+GROUP_SHARDS = 4 # shards whose documents are mixed with one another
+
+@dataclass
+class DocumentGroup:
+    "Documents of a few shards as one stream: each a BOS and its text."
+    shards: np.ndarray # int64 [D], index of the shard
+    starts: np.ndarray # int64 [D], first token after the BOS, in the shard
+    begins: np.ndarray # int64 [D], place of the BOS in the stream
+    ends: np.ndarray # int64 [D], place after the last token in the stream
+
+    def document(self, at: int) -> int: # place in the stream -> which document
+        return int(np.searchsorted(self.ends, at, side="right"))
+
+def draw_group(sampler: WindowSampler, # its shards, its seed
+               lap: int, # pass, from 0
+               number: int, # group of this pass, from 0
+              ) -> DocumentGroup:
+    "The documents of one group of shards, in their order."
+    order = np.random.default_rng([sampler.seed, lap]).permutation(len(sampler.paths))
+    chosen = order[number * GROUP_SHARDS :][:GROUP_SHARDS].tolist()
+    index = [(shard, *index_documents(sampler.shard_tokens(shard))) for shard in chosen]
+    mix = np.random.default_rng([sampler.seed, lap, number]).permutation(sum(starts.size for _, starts, _ in index))
+    shards = np.concatenate([np.full(starts.size, shard) for shard, starts, _ in index])[mix]
+    starts, lengths = (np.concatenate(parts)[mix] for parts in list(zip(*index))[1:])
+    ends = np.cumsum(lengths + 1)
+    return DocumentGroup(shards, starts, ends - lengths - 1, ends)
+
+class PackedSampler(WindowSampler):
+    "Rows that begin with a BOS, filled with documents in a drawn order; every token of text is a target once a pass."
+    order = "packed"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, # as WindowSampler
+                 seed: int, # of the order, the same on every rank
+                ):
+        super().__init__(paths, rank, world, rows, seq_len)
+        self.seed, self.place, self.groups, self.mine = seed, (0, 0, 0), {}, []
+
+    def group(self, lap: int, number: int) -> DocumentGroup: # indexed once; the last two are kept
+        if (lap, number) not in self.groups:
+            self.groups = {**dict(list(self.groups.items())[-1:]), (lap, number): draw_group(self, lap, number)}
+        return self.groups[lap, number]
+    def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1]
+        "The next rows of this rank."
+        places = []
+        for _ in range(self.rows * self.world):
+            places.append(second_token(self, *self.place))
+            lap, number, at = places[-1]
+            self.place = settle_place(self, lap, number, at + self.seq_len)
+        self.mine = places[self.rank :: self.world]
+        return np.stack([packed_row(self, *place) for place in self.mine])
+    def source(self, row: int) -> Path: # row of the last batch -> the shard it starts in
+        group = self.group(*self.mine[row][:2])
+        return self.paths[group.shards[group.document(self.mine[row][2])]]
+    def state(self) -> dict: # JSON-able
+        return {"order": self.order, "corpus": self.mark, "seed": self.seed, "place": list(self.place)}
+    def load_state(self, state: dict) -> None: # what state() gave; raises GolfError as check_state does
+        self.check_state(state)
+        self.seed, self.place, self.groups = int(state["seed"]), tuple(state["place"]), {}
+
+def settle_place(sampler: PackedSampler, # its groups
+                 lap: int, number: int, at: int, # a place, perhaps past its group's end
+                ) -> tuple[int, int, int]: # the same place
+    "A place inside its group."
+    while at >= (total := int(sampler.group(lap, number).ends[-1])):
+        last = (number + 1) * GROUP_SHARDS >= len(sampler.paths)
+        lap, number, at = (lap + 1, 0, at - total) if last else (lap, number + 1, at - total)
+    return lap, number, at
+
+def second_token(sampler: PackedSampler, # its groups
+                 lap: int, number: int, at: int, # where a row begins
+                ) -> tuple[int, int, int]: # place of its second token
+    "One token on if the stream has a BOS here, else here: the row's own BOS is put in front."
+    group = sampler.group(lap, number)
+    return settle_place(sampler, lap, number, at + int(group.begins[group.document(at)] == at))
+
+def packed_row(sampler: PackedSampler, # its groups and shards
+               lap: int, number: int, at: int, # place of the row's second token
+              ) -> np.ndarray: # uint16 [seq_len + 1], the first a BOS
+    "One row of the stream."
+    row, filled = np.full(sampler.seq_len + 1, BOS_ID, np.uint16), 1
+    while filled < row.size:
+        lap, number, at = settle_place(sampler, lap, number, at)
+        group = sampler.group(lap, number)
+        document = group.document(at)
+        skip = at - int(group.begins[document]) # 0: the BOS, which is there already
+        take = min(row.size - filled, int(group.ends[document]) - at)
+        if skip + take > 1:
+            first = int(group.starts[document]) + max(skip - 1, 0)
+            bos = int(skip == 0)
+            row[filled + bos : filled + take] = sampler.shard_tokens(int(group.shards[document]))[first : first + take - bos]
+        filled, at = filled + take, at + take
+    return row
+
+def document_borders(rows: np.ndarray, # uint16 [rows, seq_len + 1]
+                    ) -> np.ndarray: # int32 [D + 1]: first token of every document in the flattened inputs, then their number
+    "cu_seqlens of a batch. A row's first token begins a document whatever it is."
+    begins = rows[:, :-1] == BOS_ID
+    begins[:, 0] = True
+    return np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+
 def make_sampler(cfg: Config, # loader, rows, train_seq_len and seed count
                  paths: Sequence[Path], # training shards, sorted
                  rank: int, # this process
                  world: int, # processes
-                ) -> SequentialSampler | CoprimeSampler: # as LOADER says
+                ) -> WindowSampler: # as LOADER says
     "The sampler a configuration asks for."
     rows = cfg.rows_per_micro(world)
-    if cfg.loader == "coprime":
-        return CoprimeSampler(paths, rank, world, rows, cfg.train_seq_len, cfg.seed)
+    if cfg.loader != "sequential":
+        order = PackedSampler if cfg.loader == "packed" else CoprimeSampler
+        return order(paths, rank, world, rows, cfg.train_seq_len, cfg.seed)
     return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len)
 
 class Feeder:
     "A thread that fills buffers from a sampler, until none is free. What goes wrong in it is handed over like a batch."
-    def __init__(self, sampler: SequentialSampler | CoprimeSampler, # used by the thread only
+    def __init__(self, sampler: WindowSampler, # used by the thread only
                  buffers: Sequence[torch.Tensor], # int16 [rows, seq_len + 1] each
                  vocab_size: int, # every token must be below it
                 ):
@@ -740,7 +861,7 @@ class Feeder:
         self.thread = threading.Thread(target=self._work, name="golfnb-feeder", daemon=True)
         self.thread.start()
 
-    def _work(self) -> None: # puts (buffer, state after it) or (None, error)
+    def _work(self) -> None: # puts (buffer, state after it, borders of its documents) or (None, error, None)
         try:
             while (buffer := self.free.get()) is not None and not self.stopping.is_set():
                 rows = self.sampler.next()
@@ -748,9 +869,10 @@ class Feeder:
                     source = self.sampler.source(int(np.argmax(rows.max(axis=1))))
                     raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {rows.max()} in {source}: the shard belongs to another tokenizer")
                 buffer.numpy()[:] = rows.view(np.int16)
-                self.ready.put((buffer, self.sampler.state()))
+                borders = torch.from_numpy(document_borders(rows)) if self.sampler.order == "packed" else None
+                self.ready.put((buffer, self.sampler.state(), borders))
         except BaseException as error:
-            self.ready.put((None, error))
+            self.ready.put((None, error, None))
 
     def stop(self) -> None: # returns when the thread has ended
         self.stopping.set()
@@ -763,14 +885,16 @@ class Batch:
     ids: torch.Tensor # int64 [rows, seq_len]
     targets: torch.Tensor # int64 [rows, seq_len]
     state: dict # the sampler's, after this batch
+    borders: torch.Tensor | None # int32 [D + 1], cu_seqlens of a packed batch
     arrived: "torch.cuda.Event | None" # ends the copy; None on CPU
 
     def receive(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets, ready for the current stream
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.ids.device)
             current.wait_event(self.arrived)
-            self.ids.record_stream(current)
-            self.targets.record_stream(current)
+            for tensor in (self.ids, self.targets, self.borders):
+                if tensor is not None:
+                    tensor.record_stream(current)
         return self.ids, self.targets
 
 class Uploader:
@@ -781,13 +905,15 @@ class Uploader:
 
     def send(self, buffer: torch.Tensor, # int16 [rows, seq_len + 1], pinned for CUDA
              state: dict, # the sampler's, after this batch
+             borders: torch.Tensor | None = None, # int32 [D + 1], for a packed batch
             ) -> Batch: # may still be on its way
         with torch.cuda.stream(self.stream): # does nothing where there is no stream
             wide = buffer.to(self.device, non_blocking=True).long() & 0xFFFF
             ids, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+            borders = borders if borders is None else borders.to(self.device, non_blocking=True)
         arrived = self.stream.record_event() if self.stream else None
         self.copying.append((arrived, buffer))
-        return Batch(ids, targets, state, arrived)
+        return Batch(ids, targets, state, borders, arrived)
 
     def ended(self, wait: bool) -> list[torch.Tensor]: # wait for every copy -> buffers that are free again
         buffers = []
@@ -807,9 +933,9 @@ class Pipeline:
         "The next batch, uploaded. Raises the thread's error, once the batches before it have been fetched."
         self._recycle(wait and self.feeder.ready.empty())
         if self.error is None and (wait or not self.feeder.ready.empty()):
-            buffer, state = self.feeder.ready.get()
+            buffer, state, borders = self.feeder.ready.get()
             if buffer is not None:
-                batch = self.uploader.send(buffer, state)
+                batch = self.uploader.send(buffer, state, borders)
                 self._recycle(wait=False)
                 return batch
             self.error = state
@@ -827,7 +953,7 @@ class Pipeline:
 
 class Loader:
     "Batches on the device, built ahead in a thread. Use it in a `with`, or call `close()`."
-    def __init__(self, sampler: SequentialSampler | CoprimeSampler, # belongs to the loader from now on
+    def __init__(self, sampler: WindowSampler, # belongs to the loader from now on
                  device: torch.device | str, # where batches go
                  vocab_size: int, # every token must be below it
                  depth: int = 4, # buffers: batches built ahead at most
@@ -838,7 +964,7 @@ class Loader:
         self._open()
 
     def _open(self) -> None:
-        self.handed, self.ahead = self.sampler.state(), None
+        self.handed, self.ahead, self.borders = self.sampler.state(), None, None
         self.pipeline: Pipeline | None = Pipeline(Feeder(self.sampler, self.buffers, self.vocab_size), Uploader(self.device))
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets: int64 [rows, seq_len] on the device
@@ -846,7 +972,7 @@ class Loader:
         if self.pipeline is None:
             raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
         batch = self.ahead or self.pipeline.fetch(wait=True)
-        self.handed, tensors = batch.state, batch.receive()
+        self.handed, self.borders, tensors = batch.state, batch.borders, batch.receive()
         self.ahead = self.pipeline.fetch(wait=False) if batch.arrived is not None else None
         return tensors
 
@@ -1187,6 +1313,343 @@ def token_nll(logits: torch.Tensor,   # [B, T, V] head output, before the cap
     capped = widen(softcap(logits, cap).to(logits.dtype))
     return F.cross_entropy(capped.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
+# ---- kernels ----
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton on this machine: the plain functions of chapter 06 do everything
+    triton = TensorDescriptor = None
+
+    class tl:  # stands in where kernels are defined and never run
+        constexpr = None
+
+KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can; the benchmark empties and fills it
+
+def use_kernels(x: torch.Tensor,      # what the kernel would read
+                name: str = "",       # which one of KERNELS_ON; "": any
+                ) -> bool:
+    "Whether a Triton kernel may take this tensor: on CUDA, Triton importable, 16-bit, and not switched off."
+    return triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and (not name or name in KERNELS_ON)
+
+@functools.cache
+def jitted(kernel):
+    "The compiled (or, under TRITON_INTERPRET=1, interpreted) form of a kernel function."
+    return triton.jit(kernel)
+
+def check_runnable(x: torch.Tensor) -> None:
+    "GolfError where neither CUDA nor the interpreter can run a kernel on `x`."
+    interpreted = triton is not None and os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
+    if not (use_kernels(x) or interpreted):
+        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; use the plain functions of golfnb.layers instead")
+
+def kernel_op(name: str,    # under golfnb::
+              schema: str,  # "(Tensor x, float s) -> Tensor"
+              run,          # what launches the kernel
+              shapes,       # same arguments -> empty outputs
+              ):            # the op, callable
+    "Register a function that launches kernels, so that the compiler can trace past it."
+    op = torch.library.custom_op(f"golfnb::{name}", run, mutates_args=(), schema=schema)
+    op.register_fake(shapes)
+    return op
+
+def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+    head, first = tl.program_id(0), tl.program_id(1) * ROWS
+    token = (tl.program_id(2) * T + first).to(tl.int64)                     # the block's first token in the batch
+    i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]            # the whole head: [ROWS, D]
+    i3, g, j = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, HALF)[None, None, :]  # the rotated pair: [ROWS, 2, HALF]
+    live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (g < 2) & (j < HALF)
+    qkv += token * ROW + head * D
+    x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    if head < H:
+        r *= tl.load(gain + head).to(q.dtype.element_ty).to(tl.float32)
+    a = tl.load(qkv + i3 * ROW + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
+    b = tl.load(qkv + i3 * ROW + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+    c = tl.load(cos + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
+    s = tl.load(sin + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
+    pair = (a * c + b * tl.where(g == 0, s, -s)) * r[:, None, None]
+    if head < H:
+        q += token * (H * D) + head * D
+        tl.store(q + i * (H * D) + d, (x * r[:, None]).to(q.dtype.element_ty), mask=live & (d >= 2 * HALF))
+        tl.store(q + i3 * (H * D) + g * HALF + j, pair.to(q.dtype.element_ty), mask=live3)
+    else:
+        k += token * (KV * D) + (head - H) * D
+        tl.store(k + i * (KV * D) + d, (x * r[:, None]).to(k.dtype.element_ty), mask=live & (d >= 2 * HALF))
+        tl.store(k + i3 * (KV * D) + g * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
+
+def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+    head, first = tl.program_id(0), tl.program_id(1) * ROWS
+    token = (tl.program_id(2) * T + first).to(tl.int64)
+    i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    i3, g, j = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, HALF)[None, None, :]
+    live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (g < 2) & (j < HALF)
+    tail = live & (d >= 2 * HALF)                                            # coordinates that do not rotate
+    qkv += token * ROW + head * D
+    dqkv += token * ROW + head * D
+    if head >= H + KV:
+        dv += token * (KV * D) + (head - H - KV) * D
+        tl.store(dqkv + i * ROW + d, tl.load(dv + i * (KV * D) + d, mask=live, other=0.0), mask=live)
+    else:
+        c = tl.load(cos + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
+        s = tl.load(sin + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
+        if head < H:
+            dq += token * (H * D) + head * D
+            e = tl.load(dq + i * (H * D) + d, mask=tail, other=0.0).to(tl.float32)
+            a = tl.load(dq + i3 * (H * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
+            b = tl.load(dq + i3 * (H * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+            w = tl.load(gain + head).to(dqkv.dtype.element_ty).to(tl.float32)
+        else:
+            dk += token * (KV * D) + (head - H) * D
+            e = tl.load(dk + i * (KV * D) + d, mask=tail, other=0.0).to(tl.float32)
+            a = tl.load(dk + i3 * (KV * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
+            b = tl.load(dk + i3 * (KV * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+            w = 1.0
+        x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
+        x3 = tl.load(qkv + i3 * ROW + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        e3 = a * c - b * tl.where(g == 0, s, -s)                             # the rotation undone
+        r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+        dot = tl.sum(e * x, 1) + tl.sum(tl.sum(e3 * x3, 2), 1)
+        rw, back = r * w, r * r * r * w * dot / D
+        tl.store(dqkv + i * ROW + d, (e * rw[:, None] - x * back[:, None]).to(dqkv.dtype.element_ty), mask=tail)
+        tl.store(dqkv + i3 * ROW + g * HALF + j, (e3 * rw[:, None, None] - x3 * back[:, None, None]).to(dqkv.dtype.element_ty), mask=live3)
+        if head < H:
+            tl.store(dgain + (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * H + head, tl.sum(dot * r))
+
+HEAD_ROWS = 32  # tokens of one program
+
+def heads_run(qkv, gain, cos, sin, heads, keys):
+    check_runnable(qkv)
+    (B, T, C), half = qkv.shape, cos.shape[-1]
+    D, rows = C // (heads + 2 * keys), HEAD_ROWS
+    q, k = heads_shapes(qkv, gain, cos, sin, heads, keys)
+    jitted(heads_forward_kernel)[(heads + keys, triton.cdiv(T, rows), B)](
+        qkv.contiguous(), cos.contiguous(), sin.contiguous(), gain.contiguous(), q, k, T, NORM_EPS, H=heads, KV=keys, D=D, ROW=C, HALF=half, ROWS=rows)
+    return q, k
+
+def heads_shapes(qkv, gain, cos, sin, heads, keys):
+    B, T, C = qkv.shape
+    D = C // (heads + 2 * keys)
+    return qkv.new_empty(B, T, heads, D), qkv.new_empty(B, T, keys, D)
+
+heads_op = kernel_op("heads", "(Tensor qkv, Tensor gain, Tensor cos, Tensor sin, int heads, int keys) -> (Tensor, Tensor)", heads_run, heads_shapes)
+
+def heads_grad_run(dq, dk, dv, qkv, gain, cos, sin):
+    check_runnable(qkv)
+    (B, T, H, D), KV, half, rows = dq.shape, dk.shape[2], cos.shape[-1], HEAD_ROWS
+    dqkv, dgain = heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin)
+    jitted(heads_backward_kernel)[(H + 2 * KV, triton.cdiv(T, rows), B)](
+        dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv.contiguous(), cos.contiguous(), sin.contiguous(), gain.contiguous(), dqkv, dgain, T, NORM_EPS,
+        H=H, KV=KV, D=D, ROW=qkv.shape[2], HALF=half, ROWS=rows)
+    return dqkv, dgain
+
+def heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin):
+    B, T, H, D = dq.shape
+    return qkv.new_empty(qkv.shape), qkv.new_empty(B * ((T + HEAD_ROWS - 1) // HEAD_ROWS), H, dtype=torch.float32)
+
+heads_grad_op = kernel_op("heads_grad", "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor gain, Tensor cos, Tensor sin) -> (Tensor, Tensor)", heads_grad_run, heads_grad_shapes)
+
+class FusedHeads(torch.autograd.Function):
+    "Projection to heads, norms, rotation and gain: q, k, v [B, T, heads, D]."
+
+    @staticmethod
+    def forward(ctx, n, weight, gain, cos, sin, heads, keys):
+        qkv = F.linear(n, weight)
+        q, k = heads_op(qkv, gain, cos, sin, heads, keys)
+        ctx.save_for_backward(n, weight, gain, cos, sin, qkv)
+        return q, k, qkv[..., (q.shape[2] + keys) * q.shape[3]:].unflatten(-1, (keys, q.shape[3]))
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        n, weight, gain, cos, sin, qkv = ctx.saved_tensors
+        dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
+        flat = dqkv.flatten(0, 1)
+        return (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1), dgain.sum(0).to(gain.dtype), None, None, None, None
+
+def fused_heads(n: torch.Tensor,       # [B, T, D] normalised input
+                weight: torch.Tensor,  # [(heads + 2 keys) * head_dim, D]: Q, K and V joined
+                gain: torch.Tensor,    # [heads], any float dtype
+                cos: torch.Tensor,     # [T, rope_dims/2]
+                sin: torch.Tensor,
+                keys: int,             # key and value heads
+                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q, k, v [B, T, heads, head_dim]
+    "Twin of three linear layers followed by `qk_norm_rope_gain`. GolfError where no kernel can run."
+    return FusedHeads.apply(n, weight, gain, cos, sin, gain.shape[0], keys)
+
+def heads_fit(head_dim: int, rope_dims: int) -> bool:
+    "Whether a head falls into groups of rope_dims/2 coordinates, all powers of two."
+    half = rope_dims // 2
+    return half > 0 and head_dim % half == 0 and head_dim >= rope_dims and half & (half - 1) == 0 and head_dim & (head_dim - 1) == 0
+
+def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    d = tl.arange(0, D)[None, :]
+    live = (row < R) & (d < D)
+    u = tl.load(v + row * v_row + tl.program_id(0) * D + d, mask=live, other=0.0).to(tl.float32)
+    u *= 1.0 / tl.maximum(tl.sqrt(tl.sum(u * u, 1, keep_dims=True)), 1e-12)
+    for i in tl.static_range(GROUP):
+        at = row * (tl.num_programs(0) * GROUP * D) + (tl.program_id(0) * GROUP + i) * D + d
+        t = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(out + at, (t - tl.sum(t * u, 1, keep_dims=True) * u).to(out.dtype.element_ty), mask=live)
+
+def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    d = tl.arange(0, D)[None, :]
+    live = (row < R) & (d < D)
+    u = tl.load(v + row * v_row + tl.program_id(0) * D + d, mask=live, other=0.0).to(tl.float32)
+    size = tl.sqrt(tl.sum(u * u, 1, keep_dims=True))
+    inverse = 1.0 / tl.maximum(size, 1e-12)
+    u, du = u * inverse, u * 0.0
+    for i in tl.static_range(GROUP):
+        at = row * (tl.num_programs(0) * GROUP * D) + (tl.program_id(0) * GROUP + i) * D + d
+        t = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
+        e = tl.load(dout + at, mask=live, other=0.0).to(tl.float32)
+        along = tl.sum(e * u, 1, keep_dims=True)
+        tl.store(dy + at, (e - along * u).to(dy.dtype.element_ty), mask=live)
+        du -= along * t + tl.sum(t * u, 1, keep_dims=True) * e
+    du -= tl.where(size > 1e-12, tl.sum(du * u, 1, keep_dims=True), 0.0) * u
+    tl.store(dv + row * (tl.num_programs(0) * D) + tl.program_id(0) * D + d, (du * inverse).to(dv.dtype.element_ty), mask=live)
+
+XSA_ROWS = 16  # tokens of one program
+
+def rows_apart(v: torch.Tensor,  # [B, T, KV, D]
+               ) -> torch.Tensor:
+    "`v` itself if its tokens lie at one distance from each other and its heads side by side, else a contiguous copy."
+    B, T, KV, D = v.shape
+    return v if v.stride(3) == 1 and v.stride(2) == D and (B == 1 or v.stride(0) == T * v.stride(1)) else v.contiguous()
+
+def xsa_run(y, v):
+    check_runnable(y)
+    (B, T, H, D), KV, out, v = y.shape, v.shape[2], torch.empty_like(y, memory_format=torch.contiguous_format), rows_apart(v)
+    jitted(xsa_forward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](y.contiguous(), v, out, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
+    return out
+
+def xsa_shapes(y, v):
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+xsa_op = kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", xsa_run, xsa_shapes)
+
+def xsa_grad_run(dout, y, v):
+    check_runnable(y)
+    (B, T, H, D), KV, v = y.shape, v.shape[2], rows_apart(v)
+    dy, dv = xsa_grad_shapes(dout, y, v)
+    jitted(xsa_backward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](
+        dout.contiguous(), y.contiguous(), v, dy, dv, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
+    return dy, dv
+
+def xsa_grad_shapes(dout, y, v):
+    return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(v, memory_format=torch.contiguous_format)
+
+xsa_grad_op = kernel_op("xsa_grad", "(Tensor dout, Tensor y, Tensor v) -> (Tensor, Tensor)", xsa_grad_run, xsa_grad_shapes)
+
+class FusedExclusive(torch.autograd.Function):
+    "XSA in one pass each way."
+
+    @staticmethod
+    def forward(ctx, y, v):
+        ctx.save_for_backward(y, v)
+        return xsa_op(y, v)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return xsa_grad_op(dout, *ctx.saved_tensors)
+
+def fused_exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
+                    v: torch.Tensor,  # [B, T, KV, D] values of the same positions
+                    ) -> torch.Tensor:  # [B, T, H, D]
+    "Twin of `exclusive`. GolfError where no kernel can run."
+    return FusedExclusive.apply(y, v)
+
+def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr, B_IS_KN: tl.constexpr,
+                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    across = tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0), flatten=FLAT):
+        row, col = (tile // across) * BM, (tile % across) * BN
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for at in tl.range(0, K, BK):
+            x = a.load([row, at])
+            if B_IS_KN:
+                acc = tl.dot(x, b.load([at, col]), acc)
+            else:
+                acc = tl.dot(x, b.load([col, at]).T, acc)
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        halves = (left, right)
+        for part in tl.static_range(2):
+            here = col + part * (BN // 2)
+            if BACKWARD:
+                t = z.load([row, here]).to(tl.float32)
+                out.store([row, here], (halves[part] * 2.0 * tl.where(t > 0, t, slope * slope * t)).to(out.dtype))
+            else:
+                t = halves[part].to(out.dtype)
+                if SAVE:
+                    z.store([row, here], t)
+                t = t.to(tl.float32)
+                t = tl.where(t > 0, t, slope * t)
+                out.store([row, here], (t * t).to(out.dtype))
+
+MLP_UP_TILES = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3, "waves": 2, "FLAT": True}     # waves: programs per multiprocessor,
+
+MLP_DOWN_TILES = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3, "waves": 0, "FLAT": False}  # each taking tile after tile; 0: one per tile
+
+def mlp_launch(a, b, z, out, slope, tiles, backward, save):
+    "out = f(a bᵀ) and z = a bᵀ if `save`; or, backward, out = (a b) f'(z)."
+    (M, K), N = a.shape, out.shape[1]
+    half = [tiles["BM"], tiles["BN"] // 2]
+    parts = [(a, [tiles["BM"], tiles["BK"]]), (b, [tiles["BK"], tiles["BN"]] if backward else [tiles["BN"], tiles["BK"]]), (z, half), (out, half)]
+    count = triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"])
+    if tiles["waves"] and a.is_cuda:
+        count = min(count, tiles["waves"] * torch.cuda.get_device_properties(a.device).multi_processor_count)
+    jitted(mlp_product_kernel)[(count,)](*(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward, SAVE=save,
+                                         B_IS_KN=backward, **{k: v for k, v in tiles.items() if k != "waves"})
+
+def mlp_up_run(n, up, slope, save):
+    check_runnable(n)
+    h, z = mlp_up_shapes(n, up, slope, save)
+    mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, MLP_UP_TILES, False, save)
+    return h, z
+
+def mlp_up_shapes(n, up, slope, save):
+    return n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
+
+def mlp_down_grad_run(dm, down, z, slope):
+    check_runnable(dm)
+    dz = torch.empty_like(z)
+    mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, MLP_DOWN_TILES, True, False)
+    return dz
+
+def mlp_down_grad_shapes(dm, down, z, slope):
+    return torch.empty_like(z)
+
+mlp_up_op = kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save) -> (Tensor, Tensor)", mlp_up_run, mlp_up_shapes)
+
+mlp_down_grad_op = kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor z, float slope) -> Tensor", mlp_down_grad_run, mlp_down_grad_shapes)
+
+class FusedMlp(torch.autograd.Function):
+    "Up, squared leaky ReLU and down; the activation in the products' epilogues."
+
+    @staticmethod
+    def forward(ctx, n, up, down, slope, save):
+        h, z = mlp_up_op(n.flatten(0, -2), up, slope, save)
+        ctx.save_for_backward(n, up, down, h, z)
+        ctx.slope = slope
+        return F.linear(h, down).view(*n.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dm):
+        n, up, down, h, z = ctx.saved_tensors
+        dm = dm.flatten(0, -2)
+        dz = mlp_down_grad_op(dm, down, z, ctx.slope)
+        return (dz @ up).view(n.shape), dz.T @ n.flatten(0, -2), dm.T @ h, None, None
+
+def fused_mlp(n: torch.Tensor,     # [..., D]
+              up: torch.Tensor,    # [hidden, D]
+              down: torch.Tensor,  # [D, hidden]
+              slope: float,        # of the activation below zero
+              ) -> torch.Tensor:   # [..., D]
+    "Twin of linear, `squared_leaky`, linear. GolfError where no kernel can run."
+    return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled())
+
 # ---- model ----
 
 def table_shapes(cfg: Config) -> dict[str, tuple[int, int]]:
@@ -1253,35 +1716,61 @@ def record_tap(taps: dict | None, block: BlockTraits, names: tuple[str, ...], x:
         for name in names:
             taps[f"blocks.{block.index}.{name}.weight"] = x
 
+def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
+                  w: BlockWeights,
+                  block: BlockTraits,
+                  cos: torch.Tensor,        # [T, rope_dims/2]
+                  sin: torch.Tensor,
+                  ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
+                  keep: int | None,         # last positions wanted of q
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q [B, keep, H, head]; k, v [B, T, KV, head]
+    "The heads of a block, normalised and rotated."
+    if keep in (None, n.shape[1]) and use_kernels(n, "heads") and heads_fit(block.head_dim, 2 * cos.shape[-1]):
+        q, k, v = fused_heads(n, torch.cat((w.q, w.k, w.v)), w.gain, cos, sin, w.k.shape[0] // block.head_dim)
+        return q, k, v if ve is None else v + ve.view(v.shape)
+    q, k, v = F.linear(last_positions(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
+    q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
+    return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
+
+def scaled_linear(x: torch.Tensor,       # [..., in]
+                  weight: torch.Tensor,  # [out, in]
+                  scale: torch.Tensor,   # [out]
+                  ) -> torch.Tensor:     # [..., out]
+    "A branch's last product, weighted per channel: the weights go into the matrix where that saves passes over the result."
+    return F.linear(x, folded_weight(weight, scale)) if use_kernels(x, "fold") else scale.to(x.dtype) * F.linear(x, weight)
+
+def folded_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    "diag(scale) weight, multiplied in float32 and rounded once."
+    return (weight * scale[:, None]).to(weight.dtype)
+
 def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
-                     w: BlockWeights,
-                     block: BlockTraits,
-                     cos: torch.Tensor,        # [T, rope_dims/2]
-                     sin: torch.Tensor,
+                     w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor,
                      ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
                      keep: int | None,         # last positions wanted
                      taps: dict | None,
                      ) -> torch.Tensor:        # [B, keep, D]
-    "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back."
+    "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back, weigh."
     record_tap(taps, block, ("attn.c_q", "attn.c_k", "attn.c_v"), n)
-    q, k, v = F.linear(last_positions(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
-    q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
-    q, k = qk_norm_rope_gain(q, k, cos, sin, w.gain)
+    q, k, v = project_heads(n, w, block, cos, sin, ve, keep)
     y = attend(q, k, v, block.attention)
     if block.xsa:
-        y = exclusive(y, last_positions(v, keep))
+        y = (fused_exclusive if use_kernels(y, "xsa") else exclusive)(y, last_positions(v, keep))
     y = y.flatten(2)
     record_tap(taps, block, ("attn.proj",), y)
-    return F.linear(y, w.out)
+    return scaled_linear(y, w.out, w.attn_scale)
 
 def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
                w: BlockWeights, block: BlockTraits, taps: dict | None,
                ) -> torch.Tensor:  # [B, T, D]
-    "Up, squared leaky ReLU, down."
+    "Up, squared leaky ReLU, down, weigh."
+    if taps is None and use_kernels(n, "mlp"):
+        if use_kernels(n, "fold"):
+            return fused_mlp(n, w.up, folded_weight(w.down, w.mlp_scale), block.slope)
+        return w.mlp_scale.to(n.dtype) * fused_mlp(n, w.up, w.down, block.slope)
     record_tap(taps, block, ("mlp.fc",), n)
     h = squared_leaky(F.linear(n, w.up), block.slope)
     record_tap(taps, block, ("mlp.proj",), h)
-    return F.linear(h, w.down)
+    return scaled_linear(h, w.down, w.mlp_scale)
 
 def run_block(x: torch.Tensor,   # [B, T, D] residual stream
               x0: torch.Tensor,  # [B, T, D] the embedded input
@@ -1290,9 +1779,9 @@ def run_block(x: torch.Tensor,   # [B, T, D] residual stream
               ) -> torch.Tensor:  # [B, keep, D]
     "One transformer block: mix and norm, attention, norm, MLP."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
-    x1 = last_positions(x_in, keep) + w.attn_scale.to(x.dtype) * attention_branch(n, w, block, cos, sin, ve, keep, taps)
+    x1 = last_positions(x_in, keep) + attention_branch(n, w, block, cos, sin, ve, keep, taps)
     n1 = rms_norm(x1) * block.norm_scale
-    return x1 + w.mlp_scale.to(x.dtype) * mlp_branch(n1, w, block, taps)
+    return x1 + mlp_branch(n1, w, block, taps)
 
 def skip_source(blocks: int,            # number of blocks
                 ) -> list[int | None]:  # per block: the block whose output it adds, or None
@@ -1744,8 +2233,9 @@ class Ranks:
     def __init__(self,
                  rank: int = 0, # my number, 0 to world - 1
                  world: int = 1, # how many processes train together
-                 device: str = "cpu"): # the torch device of this rank
-        self.rank, self.world, self.device = rank, world, torch.device(device)
+                 device: str = "cpu", # the torch device of this rank
+                 patient=None): # process group for what may take minutes
+        self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
         self.master = rank == 0
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
@@ -1755,15 +2245,15 @@ class Ranks:
         return t
 
     def barrier(self):
-        "Return when every rank has come here."
+        "Return when every rank has come here; waits patiently, since one of them may be packing weights."
         if self.world > 1:
-            self.sum(torch.zeros(1, device=self.device)).item()
+            dist.barrier(group=self.patient)
 
     def broadcast_object(self, x):
         "Rank 0's `x` on every rank; `x` must be plain data (it is sent as Python objects between our own processes)."
         box = [x]
         if self.world > 1:
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0, group=self.patient)
         return box[0]
 
 def start_ranks(env: dict | None = None, # environment; default os.environ
@@ -1780,7 +2270,7 @@ def start_ranks(env: dict | None = None, # environment; default os.environ
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
                                 device_id=torch.device(device) if cuda else None)
-    return Ranks(rank, world, device)
+    return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) if world > 1 else None)
 
 def stop_ranks(ranks: Ranks):
     "Leave the process group."
@@ -1788,22 +2278,22 @@ def stop_ranks(ranks: Ranks):
         dist.destroy_process_group()
 
 def scatter_mean(full: torch.Tensor, # [n, r, c] gradient of a whole bank, n divisible by world
+                 mine: torch.Tensor, # [n/world, r, c] receives my part
                  ranks: Ranks):
-    "Start averaging `full` over the ranks; returns (my [n/world, r, c] part, a handle or None). With one rank the part is `full` itself."
+    "Start averaging `full` over the ranks into `mine`; returns a handle or None."
     if ranks.world == 1:
-        return full, None
-    mine = torch.empty_like(full[: full.shape[0] // ranks.world])
+        mine.copy_(full)
+        return None
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     average = dist.ReduceOp.AVG if ranks.device.type == "cuda" else dist.ReduceOp.SUM
-    return mine, scatter(mine, full, op=average, async_op=True)
+    return scatter(mine, full, op=average, async_op=True)
 
-def wait_mean(mine: torch.Tensor, handle, ranks: Ranks) -> torch.Tensor:
-    "Finish what `scatter_mean` began: the mean gradient of my slots."
+def wait_mean(mine: torch.Tensor, handle, ranks: Ranks) -> None:
+    "Finish what `scatter_mean` began: `mine` then holds the mean. Returns None, the handle that is left."
     if handle is not None:
         handle.wait()
         if ranks.device.type != "cuda":
             mine.div_(ranks.world)
-    return mine
 
 def gather_into(full: torch.Tensor, # [n, r, c] receives every rank's part
                 mine: torch.Tensor, # [n/world, r, c] same dtype, not a view of `full`
@@ -1819,22 +2309,24 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
                 grad: torch.Tensor, # [n, r, c] mean gradient of my slots
                 lr: torch.Tensor, # 0-dim: learning rate
-                mu: float, wd: float,
+                mu: torch.Tensor, # 0-dim: momentum
+                wd: float,
                 scale: torch.Tensor, # [n, 1, 1] sqrt(max(1, rows/cols)) of each slot's logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
                 method: str = "ns5", steps: int = 5):
     "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
     moved = momentum.mul(mu).add_(grad)
-    update = orthogonalize(torch.add(grad, moved, alpha=mu), method=method, steps=steps)
-    momentum.copy_(torch.where(ok, moved, momentum))
-    stepped = master * (1 - lr * wd) - (lr * scale) * update.to(master.dtype)
-    master.copy_(torch.where(ok, stepped, master))
+    nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
+    update = orthogonalize(nesterov, method=method, steps=steps, dtype=grad.dtype)
+    torch.where(ok, moved, momentum, out=momentum)
+    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
+    torch.where(ok, stepped, master, out=master)
 
-def sgd_update(master, momentum, grad, lr, mu: float, ok):
+def sgd_update(master, momentum, grad, lr, mu, ok):
     "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."
     moved = momentum * mu + grad.to(momentum.dtype)
-    momentum.copy_(torch.where(ok, moved, momentum))
-    master.copy_(torch.where(ok, master - lr * moved, master))
+    torch.where(ok, moved, momentum, out=momentum)
+    torch.where(ok, master - lr * moved, master, out=master)
 
 class ShardedBank:
     "One bank: the replica every rank holds, and the masters, momentum and gradient of my slots."
@@ -1848,7 +2340,8 @@ class ShardedBank:
         self.momentum = torch.zeros_like(mine, dtype=momentum_dtype or replica.dtype)
         scales = torch.tensor(spec.lr_scales()[self.slots.start:self.slots.stop], dtype=full)
         self.lr_scale = scales.view(-1, 1, 1).to(replica.device)
-        self.sum = self.grad = self.handle = None
+        self.grad, self.outgoing = torch.zeros_like(mine), torch.zeros_like(mine) # fixed places for what arrives and what leaves
+        self.sum = self.handle = None
 
     def accumulate(self):
         "Add the replica's gradient to an fp32 sum and drop it: only used with gradient accumulation."
@@ -1866,18 +2359,22 @@ class ShardedBank:
         return g
 
     def reduce(self, g: torch.Tensor):
-        "Start the reduce-scatter of `whole()`'s gradient in the replica's dtype."
-        self.grad, self.handle = scatter_mean(g.to(self.replica.dtype), self.ranks)
+        "Start the reduce-scatter of a whole gradient, [n, r, c], in the replica's dtype."
+        self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
 
     def arrive(self) -> torch.Tensor:
         "Wait for the mean gradient of my slots."
-        self.grad, self.handle = wait_mean(self.grad, self.handle, self.ranks), None
+        self.handle = wait_mean(self.grad, self.handle, self.ranks)
         return self.grad
 
     def publish(self, source: torch.Tensor | None = None):
         "Start sending `source` (default: the masters), rounded to the replica's dtype, to every rank's replica."
-        mine = (self.master if source is None else source).to(self.replica.dtype, copy=True)
-        return gather_into(self.replica.data, mine, self.ranks)
+        self.outgoing.copy_(self.master if source is None else source)
+        return self.send()
+
+    def send(self):
+        "Start the all-gather of what stands in `outgoing`; returns a handle or None."
+        return gather_into(self.replica.data, self.outgoing, self.ranks)
 
 class Replicated:
     "The replicated parameters of one dtype, laid flat: one tensor of weights, one all-reduce of gradients, segments that share a learning rate."
@@ -1885,33 +2382,40 @@ class Replicated:
     def __init__(self, params: dict, # name -> Parameter, all of one dtype and device
                  lr: dict, # name -> base learning rate
                  wd: dict, # name -> weight decay
-                 ranks: Ranks, masters: bool = False): # masters: keep fp32 weights beside a bf16 replica
+                 masters: bool = False, # keep fp32 weights beside a bf16 replica
+                 tail: int = 0): # words that ride at the end of the gradients; such a wire is fp32 at least
         self.names = sorted(params, key=lambda k: (lr[k], wd[k], k))
-        self.params, self.ranks = params, ranks
-        self.flat = torch.cat([params[k].detach().reshape(-1) for k in self.names])
+        self.params = params
+        self.gaps = {k: params[k].new_zeros(-params[k].numel() % 8) for k in self.names} # each starts on 16 bytes, for vector loads
+        self.flat = torch.cat(self.spaced([params[k].detach() for k in self.names]))
         self.offsets, self.segments, at = {}, [], 0
         for k in self.names:
-            n = params[k].numel()
+            n, end = params[k].numel(), at + params[k].numel() + self.gaps[k].numel()
             params[k].data = self.flat[at:at + n].view(params[k].shape)
             self.offsets[k] = (at, at + n)
             if self.segments and self.segments[-1][2:] == (lr[k], wd[k]):
-                self.segments[-1] = (self.segments[-1][0], at + n, lr[k], wd[k])
+                self.segments[-1] = (self.segments[-1][0], end, lr[k], wd[k])
             else:
-                self.segments.append((at, at + n, lr[k], wd[k]))
-            at += n
+                self.segments.append((at, end, lr[k], wd[k]))
+            at = end
         self.first, self.second = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
         full = torch.promote_types(self.flat.dtype, torch.float32)
         self.master = self.flat.to(full) if masters else self.flat
         if masters:
             self.first = torch.zeros_like(self.master)
-        self.grad = None
+        self.wire = torch.zeros(at + tail, dtype=full if tail else self.flat.dtype, device=self.flat.device)
+        self.grad, self.tail = self.wire[:at], self.wire[at:]
 
-    def collect(self) -> torch.Tensor:
-        "All gradients of this rank as one flat tensor; `.grad`s become None, missing ones count as zeros."
+    def collect(self):
+        "Lay this rank's gradients into `grad`; `.grad`s become None, missing ones count as zeros."
         parts = [torch.zeros_like(self.params[k]) if self.params[k].grad is None else self.params[k].grad for k in self.names]
         for k in self.names:
             self.params[k].grad = None
-        return torch.cat([p.reshape(-1) for p in parts]).to(self.flat.dtype)
+        torch.cat(self.spaced(parts), out=self.grad)
+
+    def spaced(self, tensors: list) -> list:
+        "The tensors, flat, in the order of `names`, with the zeros that keep the next one aligned."
+        return [t for k, p in zip(self.names, tensors) for t in (p.reshape(-1), self.gaps[k])]
 
     def view(self, flat: torch.Tensor) -> dict:
         "Name -> view of `flat` in that parameter's shape."
@@ -1932,16 +2436,13 @@ def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, 
         group.first[a:b] = torch.where(ok, m, group.first[a:b].to(full)).to(group.flat.dtype)
         group.second[a:b] = torch.where(ok, v, group.second[a:b].to(full)).to(group.flat.dtype)
 
-CONTROL_WORDS = ("elapsed_ms", "stop", "bad", "loss", "norm_sq")
+CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
-def control_vector(ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor, norm_sq: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    "This rank's words, [5]: sums over ranks give what the table says. Nothing is read back to the host."
-    said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=dtype)
-    if ranks.device.type == "cuda":
-        said = said.pin_memory().to(ranks.device, non_blocking=True)
-    bad = (~torch.isfinite(norm_sq)).to(dtype)
-    quiet = torch.nan_to_num(norm_sq.to(dtype), nan=0.0, posinf=0.0)
-    return torch.cat([said, torch.stack([bad, loss.detach().to(dtype) / ranks.world, quiet / ranks.world])])
+def say_control(words: torch.Tensor, ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor | None):
+    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host."
+    said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=words.dtype)
+    words[:2].copy_(said.pin_memory() if words.is_cuda else said, non_blocking=True)
+    words[2].fill_(0.0) if loss is None else words[2].copy_(loss.detach())
 
 def clip_factor(norm_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     "0-dim factor min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0 (no clipping)."
@@ -1951,7 +2452,25 @@ def clip_factor(norm_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     "Sum of squares of all entries of all tensors, 0-dim in `dtype`."
-    return torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors]).square().sum()
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
+
+class Recorded:
+    "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls and replayed from then on."
+
+    def __init__(self, fn, device: torch.device, eager: int = 2):
+        self.fn, self.left, self.graph = fn, eager if device.type == "cuda" else -1, None
+
+    def __call__(self):
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.left != 0:
+            self.left -= 1
+            self.fn()
+        else:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may go on using CUDA
+                self.fn()
+            self.graph.replay()
 
 class ParallelMuon:
     "Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
@@ -1972,15 +2491,22 @@ class ParallelMuon:
         self.bank_lr, self.bank_wd, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, bank_wd, betas, eps, method, ns_steps, debug
         momentum_dtype = torch.float32 if rule == "sgd" else None
         self.banks = {s.name: ShardedBank(s, roles["bank"][s.name], self.ranks, momentum_dtype if roles["bank"][s.name].dtype != torch.float64 else None) for s in layout.banks}
-        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, self.ranks, masters=rule == "sgd")
+        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd")
         some = next(iter(self.banks.values())).master
         self.full, self.device = some.dtype, some.device
-        self.count = torch.zeros((), dtype=self.full, device=self.device)
-        self.masks, self.summing = {}, False
+        self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
+        self.factor.fill_(1.0)
+        self.ok = torch.ones((), dtype=torch.bool, device=self.device)
+        self.masks, self.streams = {}, {n: torch.cuda.Stream(self.device) for n in self.banks} if self.device.type == "cuda" else {}
+        self.control = self.groups[0].tail if self.groups else torch.zeros(len(CONTROL_WORDS), dtype=self.full, device=self.device)
+        self.staged, self.wires = {}, {}
+        self.clip_step = Recorded(lambda: clip_local(self), self.device)
+        self.small_step = Recorded(lambda: update_small(self), self.device)
+        self.bank_steps = {n: Recorded(lambda n=n: update_bank(self, n), self.device) for n in self.banks}
         self.publish()
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> torch.Tensor:
-        "After backward: start the communication of this step; returns the summed control vector, [5], on the device."
+        "After backward: start the communication of this step; returns the summed control vector, [4], on the device."
         return engine_launch(self, loss, elapsed_ms, stop)
 
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
@@ -1994,6 +2520,7 @@ class ParallelMuon:
 
     def accumulate(self):
         "After each backward of an accumulated step: add the bank gradients up in fp32 and free them."
+        apply_masks(self)
         for bank in self.banks.values():
             bank.accumulate()
 
@@ -2007,7 +2534,7 @@ class ParallelMuon:
             if h is not None:
                 h.wait()
 
-def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, ranks: Ranks, masters: bool) -> list:
+def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, masters: bool) -> list:
     "The tables and scalars of a model as flat groups, one per dtype, the widest dtype first (the control words ride with it)."
     lr = {**{k: table_lr for k in roles.get("table", {})}, **{k: scalar_lr for k in roles.get("scalar", {})}}
     params = {**roles.get("table", {}), **roles.get("scalar", {})}
@@ -2015,82 +2542,112 @@ def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float,
     made = []
     for d in dtypes:
         some = {k: p for k, p in params.items() if p.dtype == d}
-        made.append(Replicated(some, lr, {k: wd for k in some}, ranks, masters=masters and d.itemsize < 4))
+        made.append(Replicated(some, lr, {k: wd for k in some}, masters and d.itemsize < 4, tail=0 if made else len(CONTROL_WORDS)))
     return made
+
+def apply_masks(self: ParallelMuon):
+    "Multiply the gradients of masked parameters by their masks."
+    for name, mask in self.masks.items():
+        owner = self.banks[name].replica if name in self.banks else next(g.params[name] for g in self.groups if name in g.params)
+        if owner.grad is not None:
+            owner.grad.mul_(mask)
 
 def engine_launch(self: ParallelMuon, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
     "First half of a step (see `ParallelMuon.launch`)."
-    whole = {n: b.whole() for n, b in self.banks.items()}
-    for n, mask in self.masks.items():
-        if n in whole:
-            whole[n] = whole[n] * mask
-    flats = [g.collect() for g in self.groups]
-    for g, flat in zip(self.groups, flats):
-        for n, view in g.view(flat).items():
-            if n in self.masks:
-                view.mul_(self.masks[n])
-    norm_sq = squared_norm([*whole.values(), *flats], self.full)
-    if self.clip == "local" and self.max_norm > 0:
-        factor = clip_factor(norm_sq, self.max_norm)
-        for t in (*whole.values(), *flats):
-            t.mul_(factor)
+    apply_masks(self)
+    grads = {n: b.whole() for n, b in self.banks.items()}
+    for g in self.groups:
+        g.collect()
+    say_control(self.control, self.ranks, elapsed_ms, stop, loss)
+    if self.clip == "local":
+        stage(self, grads)
+        self.clip_step()
+    for wire in [g.wire for g in self.groups] or [self.control]:
+        self.ranks.sum(wire)
     for n in self.plan.scatter:
-        self.banks[n].reduce(whole.pop(n))
+        self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
     if self.debug:
         for b in self.banks.values():
             b.replica.data.fill_(float("nan"))
-    loss = torch.zeros((), device=self.device) if loss is None else loss
-    control = control_vector(self.ranks, elapsed_ms, stop, loss, norm_sq, self.full)
-    return send_flats(self, flats, control)
-
-def send_flats(self: ParallelMuon, flats: list, control: torch.Tensor) -> torch.Tensor:
-    "All-reduce the flat gradients (mean) and the control words (sum), one collective per dtype; returns the summed control vector."
-    if not self.groups:
-        self.control = self.ranks.sum(control)
-        return self.control
-    for i, (g, flat) in enumerate(zip(self.groups, flats)):
-        wire = torch.cat([flat.to(self.full), control]) if i == 0 else flat
-        self.ranks.sum(wire)
-        if i == 0:
-            self.control, wire = wire[-len(control):].clone(), wire[:-len(control)]
-        g.grad = wire.div_(self.ranks.world)
     return self.control
+
+def stage(self: ParallelMuon, grads: dict):
+    "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`."
+    dtypes = {n: g.dtype for n, g in grads.items()}
+    if {n: t.dtype for n, t in self.staged.items()} != dtypes:
+        self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
+        self.wires = {n: torch.empty_like(self.banks[n].replica, requires_grad=False) for n in grads}
+        self.clip_step = Recorded(lambda: clip_local(self), self.device)
+    torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
+
+def clip_local(self: ParallelMuon):
+    "Measure this rank's gradient and scale it, banks into `wires`, the small ones in place."
+    small = [g.grad for g in self.groups]
+    norm_sq = squared_norm([*self.staged.values(), *small], self.full)
+    self.control[CONTROL_WORDS.index("norm_sq")].copy_(norm_sq)
+    factor = clip_factor(norm_sq, self.max_norm)
+    for n, g in self.staged.items():
+        torch.mul(g, factor, out=self.wires[n])
+    torch._foreach_mul_(small, factor)
 
 def engine_finish(self: ParallelMuon, multiplier, mu: float, project):
     "Second half of a step (see `ParallelMuon.finish`)."
-    mult = torch.as_tensor(multiplier, dtype=self.full, device=self.device)
-    ok = self.control[CONTROL_WORDS.index("bad")] == 0
-    factor = torch.ones_like(mult)
-    if self.clip == "global" and self.max_norm > 0:
-        mine = squared_norm([self.banks[n].arrive() for n in self.plan.work], self.full)
-        shared = squared_norm([g.grad for g in self.groups], self.full) if self.groups else torch.zeros_like(mine)
-        factor = clip_factor(self.ranks.sum(mine) + shared, self.max_norm)
-    self.count += ok
-    for g in self.groups:
-        if self.rule == "muon":
-            adamw_update(g, mult, factor, ok, self.count.clamp(min=1), *self.betas, self.eps)
-        else:
-            for a, b, lr, _ in g.segments:
-                sgd_update(g.master[a:b], g.first[a:b], g.grad[a:b] * factor, mult * lr, mu, ok)
-            if g.master is not g.flat:
-                g.flat.copy_(g.master)
-    handles = [bank_finish(self, n, mult, mu, factor, ok, project) for n in self.plan.work]
+    for knob, value in ((self.multiplier, multiplier), (self.momentum, mu)):
+        knob.copy_(value) if isinstance(value, torch.Tensor) else knob.fill_(value)
+    if self.clip == "global":
+        clip_global(self)
+    self.ok.copy_(torch.isfinite(self.control[CONTROL_WORDS.index("norm_sq")]))
+    ready = torch.cuda.current_stream().record_event() if self.streams else None
+    handles = [finish_bank(self, n, project, ready) for n in self.plan.work]
+    self.small_step()
     for h in handles:
         if h is not None:
             h.wait()
+    for stream in self.streams.values():
+        torch.cuda.current_stream().wait_stream(stream)
 
-def bank_finish(self: ParallelMuon, name: str, mult, mu: float, factor, ok, project):
-    "Wait for one bank's gradient, update its masters, start publishing; returns the handle."
-    bank = self.banks[name]
-    grad = bank.arrive()
-    if self.clip == "global":
-        grad = grad * factor.to(grad.dtype) if grad.dtype == self.full else (grad.to(self.full) * factor).to(grad.dtype)
+def clip_global(self: ParallelMuon):
+    "Wait for all mean gradients, put their squared norm into the control vector and the clip factor of the step into `factor`."
+    for n in self.plan.scatter:
+        self.banks[n].arrive()
+    norm_sq = self.ranks.sum(squared_norm([b.grad for b in self.banks.values()], self.full))
+    if self.groups:
+        norm_sq = norm_sq + squared_norm([g.grad for g in self.groups], self.full) / self.ranks.world ** 2
+    self.control[CONTROL_WORDS.index("norm_sq")].copy_(norm_sq)
+    self.factor.copy_(clip_factor(norm_sq, self.max_norm))
+
+def finish_bank(self: ParallelMuon, name: str, project, ready):
+    "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle."
+    bank, stream = self.banks[name], self.streams.get(name)
+    with torch.cuda.stream(stream):  # does nothing where there is no stream
+        if stream is not None:
+            stream.wait_event(ready)
+        bank.arrive()
+        self.bank_steps[name]()
+        return bank.send() if project is None else bank.publish(project(name, bank.master))
+
+def update_small(self: ParallelMuon):
+    "Count the step and update every replicated group, in place; its gradients are sums over the ranks, so the factor makes them means."
+    self.count += self.ok
+    factor = self.factor / self.ranks.world
+    for g in self.groups:
+        if self.rule == "muon":
+            adamw_update(g, self.multiplier, factor, self.ok, self.count.clamp(min=1), *self.betas, self.eps)
+        else:
+            for a, b, lr, _ in g.segments:
+                sgd_update(g.master[a:b], g.first[a:b], g.grad[a:b] * factor, self.multiplier * lr, self.momentum, self.ok)
+            if g.master is not g.flat:
+                g.flat.copy_(g.master)
+
+def update_bank(self: ParallelMuon, name: str):
+    "Update my slots of a bank from their mean gradient, and put the rounded weights into `outgoing`."
+    bank, lr = self.banks[name], self.multiplier * self.bank_lr
+    grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, mult * self.bank_lr, mu, self.bank_wd, bank.lr_scale, ok, self.method, self.ns_steps)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps)
     else:
-        sgd_update(bank.master, bank.momentum, grad, mult * self.bank_lr, mu, ok)
-    bank.grad = None
-    return bank.publish(project(name, bank.master) if project else None)
+        sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
+    bank.outgoing.copy_(bank.master)
 
 def engine_tensors(self: ParallelMuon) -> list:
     "What an average follows: my shard of every bank's masters (layout order), then the flat replicated groups."
@@ -2139,7 +2696,7 @@ def restore(self: ParallelMuon, saved: list):
         t.copy_(s)
     for b in self.banks.values():
         b.take()
-        b.sum = b.grad = None
+        b.sum = None
     for g in self.groups:
         g.collect()
     self.publish()
@@ -2259,7 +2816,7 @@ def momentum_at(cfg: Config, step: int) -> float:
 
 def multiplier_at(cfg: Config, step: int, elapsed_ms):
     "Learning-rate multiplier for the step about to run. Without a cap a float from the step; with one from rank 0's `elapsed_ms` (0-dim tensor or float), in the same type."
-    cap, down = cfg.max_wallclock_seconds * 1000.0, cfg.warmdown_iters
+    cap, down = cfg.train_cap_ms, cfg.warmdown_iters
     if down <= 0:
         return 1.0
     if cap <= 0:
@@ -2313,7 +2870,7 @@ class TrainClock:
 
 def should_stop(cfg: Config, step: int, elapsed_ms: float) -> bool:
     "Whether the steps already under way will reach the wall-clock cap: said at the start of `step` (0-based)."
-    cap = cfg.max_wallclock_seconds * 1000.0
+    cap = cfg.train_cap_ms
     return cap > 0 and step > 0 and elapsed_ms + LATE_STEPS * elapsed_ms / step >= cap
 
 class GridProjector:
@@ -2322,19 +2879,18 @@ class GridProjector:
     def __init__(self, engine: ParallelMuon, floor: bool, qmax: int = 31):
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
-            self.parts[name] = []
-            for slot, i in enumerate(bank.slots):
-                if i >= len(bank.spec.matrices) or bank.spec.matrices[i].quant.kind != "int6":
-                    continue
-                row_dim = -1 if bank.spec.matrices[i].transposed else -2
-                ratio = clip_ratio(bank.master[slot] if row_dim == -2 else bank.master[slot].mT, qmax, floor)
-                self.parts[name].append((slot, row_dim, ratio))
+            mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
+            for row_dim in (-2, -1):
+                slots = [i for i, m in enumerate(mine) if m is not None and m.quant.kind == "int6" and m.transposed == (row_dim == -1)]
+                if slots:
+                    w = bank.master[slots]
+                    self.parts[name].append((slots, row_dim, clip_ratio(w if row_dim == -2 else w.mT, qmax, floor)))
 
     def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
         "A copy of `master` [n, r, c] with every int6 slot on its grid."
         out = master.clone()
-        for slot, row_dim, ratio in self.parts[name]:
-            out[slot] = round_to_grid(master[slot], ratio, self.qmax, self.floor, row_dim=row_dim)
+        for slots, row_dim, ratio in self.parts[name]:
+            out[slots] = round_to_grid(master[slots], ratio, self.qmax, self.floor, row_dim=row_dim)
         return out
 
 class RunLog:
@@ -2440,6 +2996,7 @@ class LoopState:
     "The loop's bookkeeping."
     result: TrainResult
     clock: TrainClock
+    world: int # ranks
     reader: LateReader = field(default_factory=LateReader)
     starts: list = field(default_factory=list) # elapsed ms at the start of every step
     read: int = 0 # control vectors read so far
@@ -2450,16 +3007,17 @@ class LoopState:
 def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
     "Take in the control vector of step `state.read` (0-based): loss, skip, stop; and log it."
     said = dict(zip(CONTROL_WORDS, values))
+    said["loss"] /= state.world
     s, res = state.read, state.result
     state.read += 1
     res.losses.append(said["loss"])
     state.stop = state.stop or said["stop"] > 0
-    if said["bad"] > 0:
+    if not math.isfinite(said["norm_sq"]):
         res.skipped += 1
-        log.line(f"step:{s + 1} skipped: the gradient was not finite on {said['bad']:.0f} rank(s)")
+        log.line(f"step:{s + 1} skipped: the gradient was not finite")
     ends = state.starts[s + 1] if s + 1 < len(state.starts) else state.clock.read()
     log.event("step", step=s + 1, loss=said["loss"], own_loss=values[-1], ms=ends - state.starts[s], train_ms=ends,
-              multiplier=float(multiplier_at(cfg, s, said["elapsed_ms"])), momentum=momentum_at(cfg, s), grad_norm=said["norm_sq"] ** 0.5)
+              multiplier=float(multiplier_at(cfg, s, said["elapsed_ms"])), momentum=momentum_at(cfg, s), grad_norm=(said["norm_sq"] / (state.world if cfg.clip == "local" else 1)) ** 0.5)
     if s < 10 or (cfg.train_log_every > 0 and (s + 1) % cfg.train_log_every == 0) or s + 1 == cfg.iterations:
         log.line(f"step:{s + 1}/{cfg.iterations} train_loss:{values[-1]:.4f} train_time:{ends:.0f}ms step_avg:{ends / (s + 1):.2f}ms")
     if cfg.qat_banks and cfg.late_qat and multiplier_at(cfg, s, said["elapsed_ms"]) < cfg.late_qat_threshold:
@@ -2505,7 +3063,7 @@ def train(cfg: Config,
           now=time.perf_counter) -> TrainResult: # the clock, in seconds
     "Train until `iterations` or the wall-clock cap. On return the replica holds the unrounded masters; the averages are in the result."
     log = log or RunLog(quiet=True)
-    state = LoopState(TrainResult(0, 0.0, averages=Averages(cfg, engine)), TrainClock(now))
+    state = LoopState(TrainResult(0, 0.0, averages=Averages(cfg, engine)), TrainClock(now), engine.ranks.world)
     state.clock.start()
     step = 0
     while True:
@@ -2640,6 +3198,138 @@ def k_for_bits(bits: float, # bits per weight wanted
     square = 4**bits / GAUSS - 1 / 12
     return qmax / math.sqrt(square) if square > 0 else math.inf
 
+class HessianTaps(dict):
+    "A dict for `taps` that keeps, instead of what is written into it, sums of outer products."
+
+    def __init__(self):
+        super().__init__()
+        self.sums, self.owner, self.seen = {}, {}, (None, "") # by name of the first matrix of an input; matrix -> that name; last input
+
+    def __setitem__(self, name: str, x: torch.Tensor): # matrix name; its input [..., cols]
+        if x is not self.seen[0]:
+            self.seen = x, name
+            rows = x.detach().flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
+            product = rows.T @ rows
+            self.sums[name] = self.sums[name].add_(product) if name in self.sums else product
+        self.owner[name] = self.seen[1]
+
+@torch.no_grad()
+def calibrate(model: Golf, # holds the weights that will be quantized
+              batches: Iterable[torch.Tensor], # int64 [B, T] training tokens on the device; other ones on each rank
+              ranks: Ranks, # every rank must call
+             ) -> dict[str, torch.Tensor]: # matrix name -> H [cols, cols], fp32 (fp64 of an fp64 model); Q, K, V share a tensor
+    "The mean of x^T x for the input of every matrix, over the batches of all ranks. Raises GolfError when there is no batch."
+    taps, tokens = HessianTaps(), torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    for ids in batches:
+        model(ids, taps=taps)
+        tokens += ids.numel()
+    if not taps.sums:
+        raise GolfError("GPTQ needs at least one calibration batch on every rank, found none: set GPTQ_CALIB_SAMPLES to 1 or more")
+    tokens = ranks.sum(tokens)
+    means = {name: ranks.sum(total).div_(tokens.to(total.dtype)) for name, total in taps.sums.items()}
+    return {name: means[first] for name, first in taps.owner.items()}
+
+def calibration_batches(sampler, # of chapter 03: next() -> uint16 [rows, T + 1]
+                        count: int, # batches
+                        device: str | torch.device) -> Iterator[torch.Tensor]: # int64 [rows, T]
+    "Batches for `calibrate`, made as they are wanted."
+    for _ in range(count):
+        yield torch.from_numpy(sampler.next()[:, :-1].astype(np.int64)).to(device)
+
+GPTQ_DAMP = 0.01 # of the mean diagonal
+
+GPTQ_BLOCK = 128 # columns after which the rest of the matrix is brought up to date
+
+def hessian_factor(h: torch.Tensor, # [cols, cols], symmetric
+                   damp: float = GPTQ_DAMP, # of the mean diagonal of live columns
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: # order [cols]; dead [cols] bool; U [cols, cols] fp64, in that order
+    "The upper Cholesky factor of H's inverse, or None where H has none."
+    h = h.double().clone()
+    diagonal = h.diagonal()
+    dead = diagonal == 0
+    level = damp * diagonal.sum() / (~dead).sum().clamp_min(1)
+    diagonal[dead] = 1
+    order = diagonal.argsort(descending=True, stable=True)
+    diagonal += level
+    lower, failed = torch.linalg.cholesky_ex(h[order][:, order])
+    if failed.item() or not torch.isfinite(lower).all():
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return None if failed.item() or not torch.isfinite(upper).all() else (order, dead, upper)
+
+def gptq_columns(w: torch.Tensor, # [rows, cols], columns in the order of `upper`
+                 scale: torch.Tensor, # [rows]
+                 upper: torch.Tensor, # [cols, cols], w's dtype
+                 qmax: int = 31, # largest integer
+                 block: int = GPTQ_BLOCK,
+                ) -> torch.Tensor: # int8 [rows, cols]
+    "Round column by column, errors spread over the columns to come. Source: arXiv 2210.17323."
+    w, q = w.T.contiguous(), torch.empty(w.T.shape, dtype=torch.int8, device=w.device)
+    for a in range(0, len(w), block):
+        part, u = w[a:a + block], upper[a:a + block, a:a + block]
+        errors = torch.empty_like(part)
+        for j in range(len(part)):
+            whole = (part[j] / scale).round().clamp(-qmax, qmax)
+            q[a + j] = whole
+            errors[j] = (part[j] - whole * scale) / u[j, j]
+            part[j + 1:].addr_(u[j, j + 1:], errors[j], alpha=-1)
+        w[a + block:].addmm_(upper[a:a + block, a + block:].T, errors, alpha=-1)
+    return q.T.contiguous()
+
+@torch.no_grad()
+def pack_gptq(name: str, # for errors
+              w: torch.Tensor, # [rows, cols]
+              h: torch.Tensor, # [cols, cols] of its input
+              scale_floor: bool = False, # the published floor: no scale under 1/31
+              k: float | None = None, # step k * std(row) / 31; None: the five clips of GPTQ-lite, each row its best
+             ) -> Packed:
+    "Store a matrix as int6 by full-Hessian GPTQ, or by `pack_rows` when H has no factor. Raises GolfError as `pack_rows` does."
+    factor = hessian_factor(h) if torch.isfinite(h).all() else None
+    if factor is None or w.ndim != 2 or not torch.isfinite(w).all():
+        return pack_rows(name, w, "int6", scale_floor, k)
+    (order, dead, upper), wide = factor, torch.promote_types(w.dtype, torch.float32)
+    w = w.to(wide)
+    if k is None:
+        scales = torch.stack([row_scale(row_clip(w, quantile), 31, scale_floor) for quantile in CLIP_QUANTILES])
+    else:
+        scales = spread_scale(w, k)[None]
+    live, tries = w.masked_fill(dead.to(w.device), 0), len(scales)
+    q = torch.empty(tries * len(w), w.shape[1], dtype=torch.int8, device=w.device)
+    q[:, order] = gptq_columns(live[:, order].repeat(tries, 1), scales.flatten(), upper.to(wide))
+    q = q.view(tries, *w.shape)
+    error = dequantize_rows(q, scales) - live
+    best = ((error @ h.to(wide)) * error).sum(-1).argmin(0)
+    rows = torch.arange(len(w), device=w.device)
+    return Packed("int6", tuple(w.shape), q[best, rows].cpu().numpy(), scales[best, rows].to(torch.float16).cpu().numpy())
+
+def share_matrices(shapes: Mapping[str, tuple[int, int]], # matrix name -> (rows, cols)
+                   world: int, # ranks
+                  ) -> dict[str, int]: # matrix name -> rank
+    "Who quantizes what: the most expensive first, to the least loaded rank. Alike on all ranks."
+    load, owner = [0.0] * world, {}
+    for name, (r, c) in sorted(shapes.items(), key=lambda item: (-item[1][0] * item[1][1]**2 - item[1][1]**3, item[0])):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += r * c**2 + c**3
+    return owner
+
+def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the same on every rank
+                  hessians: Mapping[str, torch.Tensor], # as from calibrate
+                  ranks: Ranks, # every rank must call
+                  scale_floor: bool = False, k: float | None = None, # as in pack_gptq
+                 ) -> dict[str, Packed]: # the same on every rank
+    "GPTQ for all matrices, shared out over the ranks."
+    owner = share_matrices({n: tuple(w.shape) for n, w in named.items()}, ranks.world)
+    codes = torch.zeros(sum(w.numel() for w in named.values()), dtype=torch.int8, device=ranks.device)
+    scales = torch.zeros(sum(len(w) for w in named.values()), device=ranks.device)
+    cuts = codes.split([w.numel() for w in named.values()]), scales.split([len(w) for w in named.values()])
+    for (name, w), code, scale in zip(named.items(), *cuts):
+        if owner[name] == ranks.rank:
+            p = pack_gptq(name, w, hessians[name], scale_floor, k)
+            code.copy_(torch.from_numpy(p.data).flatten())
+            scale.copy_(torch.from_numpy(p.scale.astype(np.float32)))
+    ranks.sum(codes), ranks.sum(scales)
+    return {name: Packed("int6", tuple(w.shape), code.view(w.shape).cpu().numpy(), scale.half().cpu().numpy()) for (name, w), code, scale in zip(named.items(), *cuts)}
+
 K_FINEST = 4.0
 
 K_COARSEST = 64.0
@@ -2653,18 +3343,24 @@ def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weight
                    measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
                    small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16
                    tries: int = 6, # packings at most, after the first
+                   int6: Callable[[float | None], dict[str, Packed]] | None = None, # k -> all int6 matrices; None: pack_rows
                   ) -> tuple[dict[str, Packed], float | None, int]: # packed state, its k (None: GPTQ-lite), its bytes
     "The finest quantization that fits. Raises GolfError when even the coarsest does not."
     packed = quantize_state(named, False, small=small)
+    names = [name for name, p in packed.items() if p.kind == "int6"]
+    if int6 is None:
+        def int6(k): return {name: pack_rows(name, named[name], "int6", k=k) for name in names}
+    else:
+        packed |= int6(None)
     size = measure(packed)
     if size <= target_bytes:
         return packed, None, size
-    codes = [p.data.ravel() for p in packed.values() if p.kind == "int6"]
+    codes = [packed[name].data.ravel() for name in names]
     bits, n, best = entropy_bits(np.concatenate(codes)) if codes else 0.0, max(sum(c.size for c in codes), 1), None
     for attempt in range(tries):
         bits -= 8 * (size - SIZE_AIM * target_bytes) / n
         k = min(max(k_for_bits(bits), K_FINEST), K_COARSEST) if best or attempt < tries - 1 else K_COARSEST
-        packed = {name: pack_rows(name, named[name], "int6", k=k) if p.kind == "int6" else p for name, p in packed.items()}
+        packed = packed | int6(k)
         size, bits = measure(packed), bits_per_weight(k)
         if size <= target_bytes and (best is None or size > best[2]):
             best = packed, k, size
@@ -2673,6 +3369,24 @@ def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weight
     if best is None:
         raise GolfError(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; allow at least that much or train a smaller model")
     return best
+
+def gptq_state(model: Golf, # holds the weights that will be quantized
+               layout: Layout, # of the model: which names are matrices
+               named: Mapping[str, torch.Tensor], # published name -> those weights in full precision, on every rank
+               batches: Iterable[torch.Tensor], # calibration batches of this rank, int64 [B, T]
+               ranks: Ranks, # every rank must call
+               scale_floor: bool = False, # the published floor
+               small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16
+               target_bytes: int | None = None, # the container must have at most so many bytes
+               measure: Callable[[dict[str, Packed]], int] | None = None, # its bytes, with a target; called on rank 0
+              ) -> dict[str, Packed]: # the same on every rank
+    "Calibrate, then quantize everything, int6 by full-Hessian GPTQ. Raises GolfError as calibrate and size_to_target do."
+    hessians = calibrate(model, batches, ranks)
+    matrices = {name: named[name] for name in layout.names() if quant_kind(name, tuple(named[name].shape), small) == "int6"}
+    if target_bytes is None:
+        return quantize_state(named, scale_floor, small=small) | gptq_matrices(matrices, hessians, ranks, scale_floor)
+    def agreed(packed): return ranks.broadcast_object(measure(packed) if ranks.master else 0)
+    return size_to_target(named, target_bytes, agreed, small, int6=lambda k: gptq_matrices(matrices, hessians, ranks, False, k))[0]
 
 # ---- artifact ----
 
@@ -2690,7 +3404,138 @@ RAW_LIMIT = 2**31 # bytes of all sections, decoded
 
 SECTIONS = ("int6", "int8", "fp16", "fp32", "fp64", "bf16", "scale") # order in the file; "scale" holds the row scales of the integer kinds
 
-CODECS = ("lzma", "zlib", "best", "none", "brotli", "zstd")
+def _deflate(raw: bytes) -> bytes:
+    "The smaller of zlib's two ways: with repetitions, or frequencies only."
+    ways = []
+    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
+        coder = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy)
+        ways.append(coder.compress(raw) + coder.flush())
+    return min(ways, key=len)
+
+RANS_BITS = 14 # frequencies of a context sum to 2**14
+
+RANS_CONTEXTS = 64 # at most
+
+RANS_FINENESS = (0, 2, 3, 4, 6) # levels per factor of two that the writer tries; 0: no levels
+
+def rans_levels(q: np.ndarray, # int8 [rows, cols]
+                fineness: int, # levels per factor of two; 0: none, but bytes of narrow items by their place
+               ) -> tuple[np.ndarray, np.ndarray]: # uint8 [rows], uint8 [cols]: a cell's context is their sum, less an offset
+    "How spread the integers of each row and column are."
+    if not fineness:
+        return np.zeros(q.shape[0], np.uint8), (np.arange(q.shape[1]) if q.shape[1] <= 8 else np.zeros(q.shape[1])).astype(np.uint8)
+    square = np.square(q, dtype=np.float64)
+    rows = np.rint(fineness / 2 * np.log2(square.mean(1) + 0.04)) # 0.04: a row of zeros has a level too
+    cols = np.rint(fineness / 2 * np.log2((square / 4.0 ** (rows / fineness)[:, None]).mean(0) + 0.0004))
+    return (rows + 64).astype(np.uint8), (cols + 64).astype(np.uint8)
+
+def rans_contexts(rows: np.ndarray, cols: np.ndarray, # uint8 levels
+                  low: int, count: int, # the first level that counts, and how many there are
+                 ) -> np.ndarray: # uint8 [rows * cols]
+    "Each cell's context, row by row; levels outside go to the nearest."
+    return (rows[:, None].astype(np.int16) + cols - low).clip(0, count - 1).astype(np.uint8).ravel()
+
+def rans_frequencies(counts: np.ndarray, # int64 [256]
+                    ) -> np.ndarray: # uint32 [256], sum 2**RANS_BITS
+    "Frequencies of one context."
+    counts = counts if counts.any() else np.eye(1, 256, dtype=np.int64)[0]
+    f = np.maximum(counts * 2**RANS_BITS // counts.sum(), counts > 0)
+    while rest := 2**RANS_BITS - int(f.sum()):
+        f[f.argmax()] += 1 if rest > 0 else -1
+    return f.astype(np.uint32)
+
+def rans_model(symbols: np.ndarray, # uint8, a section
+               shapes: list, # [rows, cols] of its tensors, in order
+               fineness: int, # as in rans_levels
+              ) -> tuple: # estimated bytes, fineness, low, levels [rows, cols, rows, ...], frequencies [contexts, 256]
+    "Levels and frequencies for a section, and what it would take with them."
+    cuts = np.cumsum([0] + [r * c for r, c in shapes])
+    tensors = [symbols[a:b].reshape(shape) for a, b, shape in zip(cuts, cuts[1:], shapes)]
+    levels = [rans_levels(t.view(np.int8), fineness) for t in tensors]
+    below = np.cumsum(sum(np.convolve(np.bincount(a, minlength=256), np.bincount(b, minlength=256)) for a, b in levels))
+    edge = below[-1] // 1000 if fineness else 1 # the rarest thousandth of the cells on either side need no table of their own
+    low, high = (int(np.searchsorted(below, n)) for n in (max(edge, 1), below[-1] - edge + 1))
+    low = max(low, high - RANS_CONTEXTS + 1)
+    counts = sum(np.bincount(rans_contexts(*ab, low, high - low + 1) * np.intp(256) + t.ravel(), minlength=256 * (high - low + 1)) for t, ab in zip(tensors, levels))
+    frequencies = np.stack([rans_frequencies(c) for c in counts.reshape(-1, 256)])
+    used = counts > 0
+    bits = (counts[used] * (RANS_BITS - np.log2(frequencies.ravel()[used]))).sum()
+    levels = [line for pair in levels for line in pair]
+    return int(bits / 8) + len(rans_side(levels, frequencies)), fineness, low, levels, frequencies
+
+def rans_side(levels: list, frequencies: np.ndarray) -> bytes:
+    "Tables and levels, deflated."
+    return zlib.compress(frequencies.astype("<u2").tobytes() + b"".join(line.tobytes() for line in levels), 9)
+
+RANS_PREFIX = "<BHBI" # fineness, lowest level, contexts, bytes of the deflated tables
+
+def rans_lanes(size: int) -> int:
+    "How many lanes a section of `size` values has: each costs four bytes, each step of all of them some microseconds."
+    return max(math.isqrt(size) // 8, 1)
+
+def rans_encode(raw: bytes, # a section
+                shapes: list, # [rows, cols] of its tensors, in order; at most 8 columns: items of so many bytes
+               ) -> bytes: # what rans_decode takes
+    "Code a section. The same bytes every time. Source: Duda, arXiv 1311.2540; interleaving after Giesen, arXiv 1402.3392."
+    symbols, lanes, words = np.frombuffer(raw, np.uint8), rans_lanes(len(raw)), []
+    _, fineness, low, levels, f = min((rans_model(symbols, shapes, n) for n in RANS_FINENESS if n == 0 or shapes[0][1] > 8), key=lambda m: m[0])
+    side, begin = rans_side(levels, f), (np.cumsum(f, 1) - f).astype(np.uint32).ravel()
+    index = np.concatenate([rans_contexts(a, b, low, len(f)).astype(np.uint16) for a, b in zip(levels[::2], levels[1::2])])
+    index, count, f, x = index * np.uint16(256) + symbols, len(f), f.ravel(), np.full(lanes, 2**16, np.uint32)
+    for at in range((len(raw) - 1) // lanes * lanes, -1, -lanes):
+        now = index[at:at + lanes]
+        head, often = x[:len(now)], f[now]
+        full = head >> (32 - RANS_BITS) >= often
+        words.append(head[full].astype("<u2").tobytes())
+        head = np.where(full, head >> 16, head)
+        whole = head // often
+        x[:len(now)] = (whole << RANS_BITS) + (head - whole * often) + begin[now]
+    return struct.pack(RANS_PREFIX, fineness, low, count, len(side)) + side + x.astype("<u4").tobytes() + b"".join(reversed(words))
+
+def rans_tables(stored: bytes, # from the file
+                shapes: list, # [rows, cols] of the section's tensors
+               ) -> tuple[np.ndarray, np.ndarray, int]: # contexts uint8 [values], frequencies uint32 [contexts, 256], bytes read
+    "The head of a coded section. Raises ValueError or struct.error for damage."
+    _, low, count, length = struct.unpack(RANS_PREFIX, stored[:8])
+    coder, start, places = zlib.decompressobj(), 8 + length, []
+    side = coder.decompress(stored[8:start], 512 * count + sum(r + c for r, c in shapes) + 1)
+    if len(side) != 512 * count + sum(r + c for r, c in shapes) or not 1 <= count <= RANS_CONTEXTS or len(stored) < start:
+        raise ValueError("tables")
+    frequencies = np.frombuffer(side, "<u2", 256 * count).reshape(count, 256).astype(np.uint32)
+    if (frequencies.sum(1) != 2**RANS_BITS).any():
+        raise ValueError("frequencies")
+    levels = np.frombuffer(side, np.uint8, offset=512 * count)
+    for r, c in shapes:
+        places.append(rans_contexts(levels[:r], levels[r:r + c], low, count))
+        levels = levels[r + c:]
+    return np.concatenate(places), frequencies, start
+
+def rans_decode(stored: bytes, # what rans_encode gave
+                shapes: list, # as given to rans_encode
+               ) -> bytes: # the section
+    "Decode with numpy alone. Raises ValueError, struct.error or zlib.error for damage."
+    contexts, f, start = rans_tables(stored, shapes)
+    size, lanes, at = len(contexts), rans_lanes(len(contexts)), 0
+    begin, slots = (np.cumsum(f, 1) - f).astype(np.uint32).ravel(), np.concatenate([np.repeat(np.arange(256, dtype=np.uint8), row) for row in f])
+    x, words = np.frombuffer(stored, "<u4", lanes, start).astype(np.uint32), np.frombuffer(stored, "<u2", offset=start + 4 * lanes)
+    f, out, mask = f.ravel(), np.empty(size, np.uint8), np.uint32(2**RANS_BITS - 1)
+    for step in range(0, size, lanes):
+        context = contexts[step:step + lanes].astype(np.uint32)
+        head = x[:len(context)]
+        slot = head & mask
+        value = slots[(context << RANS_BITS) + slot]
+        out[step:step + lanes] = value
+        now = (context << 8) + value
+        head = f[now] * (head >> RANS_BITS) + slot - begin[now]
+        need = np.flatnonzero(head < 2**16)
+        head[need] = (head[need] << 16) | words[at:at + len(need)]
+        at += len(need)
+        x[:len(context)] = head
+    if at != len(words) or (x != 2**16).any():
+        raise ValueError("end")
+    return out.tobytes()
+
+CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
 def _optional_codec(codec: str): # brotli or zstd -> its module
     "Import an optional package, or say which one is missing."
@@ -2700,24 +3545,28 @@ def _optional_codec(codec: str): # brotli or zstd -> its module
     except ImportError:
         raise GolfError(f"codec {codec} needs the package {package}, which is not installed: install it or use one of lzma, zlib, best") from None
 
-def _deflate(raw: bytes) -> bytes:
-    "The smaller of zlib's two ways: with repetitions, or frequencies only."
-    ways = []
-    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
-        coder = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy)
-        ways.append(coder.compress(raw) + coder.flush())
-    return min(ways, key=len)
+BEST_SAMPLE = 2**20 # bytes
+
+def _repeats(raw: bytes) -> bool:
+    "Is a section short, or does lzma find repetitions in its first part?"
+    sample = raw[:BEST_SAMPLE]
+    return len(raw) <= BEST_SAMPLE or len(lzma.compress(sample, preset=6)) < 1.01 * entropy_bits(np.frombuffer(sample, np.int8)) * len(sample) / 8
 
 def compress_section(raw: bytes, # decoded bytes
                      codec: str, # one of CODECS
+                     shapes: list | None = None, # [rows, cols] of the tensors in it, for rans; None: bytes in a row
                     ) -> tuple[str, bytes]: # the codec to record, and the stored bytes
     "Compress, the same bytes every time. Raises GolfError for an unknown codec or a missing package."
     if codec == "none":
         return codec, raw
     if codec in ("lzma", "zlib"):
         return codec, lzma.compress(raw, preset=6) if codec == "lzma" else _deflate(raw)
+    if codec == "rans":
+        return codec, rans_encode(raw, shapes or [(len(raw), 1)]) if raw else raw
     if codec == "best":
-        ways = [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw)), ("none", raw)]
+        ways = [compress_section(raw, "rans", shapes), ("none", raw)]
+        if _repeats(raw):
+            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw))]
         return min(ways, key=lambda way: len(way[1]))
     if codec not in CODECS:
         raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")
@@ -2727,10 +3576,13 @@ def compress_section(raw: bytes, # decoded bytes
 def _decoded_parts(stored: bytes, # from the file
                    codec: str, # as recorded
                    size: int, # decoded bytes expected
+                   shapes: list | None, # of the tensors in it, for rans
                   ) -> Iterator[bytes]:
     "Decoded parts; the caller stops when they are more than expected."
-    if codec == "none":
+    if codec == "none" or codec == "rans" and not size:
         yield stored
+    elif codec == "rans":
+        yield rans_decode(stored, shapes or [(size, 1)])
     elif codec in ("lzma", "zlib"):
         coder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**28) if codec == "lzma" else zlib.decompressobj()
         yield coder.decompress(stored, size + 1)
@@ -2744,15 +3596,16 @@ def _decoded_parts(stored: bytes, # from the file
             yield step(stored[at:at + 256])
 
 def decompress_section(stored: bytes, # from the file
-                       codec: str, # as recorded: lzma, zlib, none, brotli or zstd
+                       codec: str, # as recorded: lzma, zlib, rans, none, brotli or zstd
                        size: int, # decoded bytes, known beforehand
+                       shapes: list | None = None, # as given to compress_section
                       ) -> bytes: # exactly size bytes
     "Decode in bounded memory. Raises GolfError for damage and for any other size."
     if codec not in CODECS or codec == "best":
-        raise GolfError(f"a section's codec must be lzma, zlib, none, brotli or zstd, found {codec!r}: the file is damaged or of a later version")
+        raise GolfError(f"a section's codec must be lzma, zlib, rans, none, brotli or zstd, found {codec!r}: the file is damaged or of a later version")
     parts, total = [], 0
     try:
-        for part in _decoded_parts(stored, codec, size):
+        for part in _decoded_parts(stored, codec, size, shapes):
             parts.append(part)
             total += len(part)
             if total > size:
@@ -2774,6 +3627,15 @@ def section_plan(tensors: list, # [name, kind, shape] of each tensor, checked
         sizes["scale"] += 2 * shape[0] if kind in INT_MAX else 0
     return {section: size for section, size in sizes.items() if size}
 
+def section_shapes(tensors: list, # as in section_plan
+                   section: str, # one of SECTIONS
+                  ) -> list[tuple[int, int]]: # rows and columns of its tensors; numbers that are no integers are rows of their bytes
+    "What the coder of integers is told about a section."
+    if section in INT_MAX:
+        return [tuple(shape) for _, kind, shape in tensors if kind == section]
+    width = 2 if section == "scale" else np.dtype(KIND_DTYPES[section]).itemsize
+    return [(section_plan(tensors)[section] // width, width)]
+
 def pack_bytes(packed: Mapping[str, Packed], # what quantize_state gave
                meta: dict, # JSON-able facts: settings, tokenizer_sha256, vocab_size, recipe, seed, steps
                codec: str = "lzma", # one of CODECS
@@ -2785,7 +3647,7 @@ def pack_bytes(packed: Mapping[str, Packed], # what quantize_state gave
     for section in section_plan(tensors):
         arrays = [p.scale.astype("<f2") if section == "scale" else p.data.astype(KIND_DTYPES[p.kind], copy=False)
                   for p in map(packed.get, names) if (p.kind in INT_MAX if section == "scale" else p.kind == section)]
-        used, data = compress_section(b"".join(a.tobytes() for a in arrays), codec)
+        used, data = compress_section(b"".join(a.tobytes() for a in arrays), codec, section_shapes(tensors, section))
         sections.append([section, used, len(data)])
         stored.append(data)
     try:
@@ -2866,7 +3728,7 @@ def unpack_bytes(data: bytes, # a container
     header, payload = open_container(data)
     sizes, at, streams = section_plan(header["tensors"]), 0, {}
     for section, codec, stored in header["sections"]:
-        streams[section] = [decompress_section(payload[at:at + stored], codec, sizes[section]), 0]
+        streams[section] = [decompress_section(payload[at:at + stored], codec, sizes[section], section_shapes(header["tensors"], section)), 0]
         at += stored
 
     def take(section: str, dtype: str, shape: tuple) -> np.ndarray:
@@ -3286,6 +4148,17 @@ def artifact_meta(s: Session, steps: int) -> dict:
     "The facts a container carries: settings to rebuild the model, tokenizer, recipe, seed, steps."
     return {"settings": s.cfg.model_settings(), "tokenizer_sha256": s.tokenizer_sha256, "vocab_size": s.cfg.vocab_size, "recipe": s.cfg.recipe, "seed": s.cfg.seed, "steps": steps}
 
+def progress_lines(s: Session, label: str, every: float = 10.0):
+    "A function (done, all) that logs rank 0's progress at most every `every` seconds."
+    said = [time.perf_counter()]
+
+    def progress(done: int, total: int):
+        if time.perf_counter() - said[0] >= every:
+            said[0] = time.perf_counter()
+            s.log.line(f"  {label} [{100 * done / total:.0f}%] of this rank's share")
+
+    return progress
+
 def train_phase(s: Session, m: Machine) -> TrainResult:
     "Warm-up and training; the log tells what runs."
     cfg, start = s.cfg, time.perf_counter()
@@ -3330,12 +4203,24 @@ def choose_grid(cfg: Config, named: dict, target: int, measure) -> dict:
         return quantize_state(named, True, small=cfg.small_tensor)
     return size_to_target(named, target, measure, cfg.small_tensor)[0]
 
-def pack_phase(s: Session, averaged: dict, steps: int, code_bytes: int) -> Path:
+def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict:
+    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens; every rank must call."
+    cfg, start = s.cfg, time.perf_counter()
+    batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
+    packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
+    s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
+    return packed
+
+def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: int) -> Path:
     "Quantize, pack, write; returns the file to score. Over the cap the file is kept under another name and the run ends non-zero."
-    path, cap, start = s.folder / "artifact.golf", s.cfg.target_bytes, time.perf_counter()
+    path, cap, start, meta = s.folder / "artifact.golf", s.cfg.target_bytes, time.perf_counter(), artifact_meta(s, steps)
+
+    def measure(packed: dict) -> int:
+        return len(pack_bytes(packed, meta, s.cfg.codec))
+
+    packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else None
     if s.ranks.master:
-        meta = artifact_meta(s, steps)
-        packed = choose_grid(s.cfg, averaged, cap - code_bytes, lambda p: len(pack_bytes(p, meta, s.cfg.codec)))
+        packed = packed or choose_grid(s.cfg, averaged, cap - code_bytes, measure)
         try:
             size = save_artifact(path, packed, meta, s.cfg.codec, cap, code_bytes)
         except GolfError as e:
@@ -3367,7 +4252,7 @@ def score_phase(s: Session, m: Machine, path: Path):
     s.summary.update(int6_loss=loss, int6_bpb=bpb)
     if 0 < s.cfg.eval_stride:
         slide = time.perf_counter()
-        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, rows_per_batch(s), s.ranks)
+        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, rows_per_batch(s), s.ranks, progress=progress_lines(s, "sliding_window"))
         score_line(s, "final_int6_sliding_window", loss, bpb, slide)
         s.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         s.summary.update(sliding_loss=loss, sliding_bpb=bpb)
@@ -3391,7 +4276,7 @@ def run(cfg: Config, ranks: Ranks | None = None,
     s.phase("building", start)
     result = train_phase(s, m)
     averaged = averaged_phase(s, m, result)
-    path = pack_phase(s, averaged, result.steps, code_bytes)
+    path = pack_phase(s, m, averaged, result.steps, code_bytes)
     score_phase(s, m, path)
     s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=ranks.world, device=device_name(ranks), seconds=s.seconds, config=asdict(cfg), losses=result.losses)
     if ranks.master:

@@ -20,7 +20,7 @@ from golfnb.config import GolfError, load_config
 from golfnb.model import init_model, model_from_settings, named_state
 from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, quantize_state
 
-STDLIB_CODECS = ["lzma", "zlib", "best", "none"]
+STDLIB_CODECS = ["lzma", "zlib", "rans", "best", "none"]
 
 
 def toy(seed=0):
@@ -56,7 +56,7 @@ def test_round_trip_and_same_bytes(codec):
     meta, back = unpack_bytes(data)
     assert meta == META and same(back, toy())
     assert data == pack_bytes(toy(), META, codec) == pack_bytes(dict(reversed(toy().items())), dict(reversed(META.items())), codec) == pack_bytes(back, meta, codec)
-    assert {s[1] for s in parts_of(data)[0]["sections"]} <= {"lzma", "zlib", "none"}
+    assert {s[1] for s in parts_of(data)[0]["sections"]} <= {"lzma", "zlib", "rans", "none"}
 
 
 def test_same_bytes_in_another_process():
@@ -71,16 +71,43 @@ def test_empty_state_and_single_codec_best_is_smallest():
     assert sizes["best"] <= min(sizes.values()) + 16
 
 
-def test_decodes_with_the_standard_library_and_numpy_alone(tmp_path):
-    "The format, read back by twenty lines that know nothing of golfnb."
+def slow_rans(stored: bytes, shapes: list) -> bytes:
+    "The format of our coder, one value at a time."
+    fineness, low, count, length = struct.unpack("<BHBI", stored[:8])
+    side, size = zlib.decompress(stored[8:8 + length]), sum(r * c for r, c in shapes)
+    tables = [struct.unpack("<256H", side[512 * k:512 * k + 512]) for k in range(count)]
+    lanes, at, contexts, levels = max(int(size**0.5) // 8, 1), 8 + length, [], side[512 * count:]
+    for r, c in shapes:
+        contexts += [min(max(levels[i] + levels[r + j] - low, 0), count - 1) for i in range(r) for j in range(c)]
+        levels = levels[r + c:]
+    x, at, out = list(struct.unpack(f"<{lanes}I", stored[at:at + 4 * lanes])), at + 4 * lanes, bytearray()
+    for i, k in enumerate(contexts):
+        slot, value, below = x[i % lanes] % 2**14, 0, 0
+        while below + tables[k][value] <= slot:
+            below, value = below + tables[k][value], value + 1
+        out.append(value)
+        y = tables[k][value] * (x[i % lanes] >> 14) + slot - below
+        if y < 2**16:
+            y, at = (y << 16) | int.from_bytes(stored[at:at + 2], "little"), at + 2
+        x[i % lanes] = y
+    assert at == len(stored) and set(x) == {2**16}
+    return bytes(out)
+
+
+@pytest.mark.parametrize("codec", ["rans", "best"])
+def test_decodes_with_the_standard_library_and_numpy_alone(tmp_path, codec):
+    "The format, read back by fifty lines that know nothing of golfnb."
     path = tmp_path / "a.golf"
-    save_artifact(path, toy(), META, "best")
+    save_artifact(path, toy(), META, codec)
     data = path.read_bytes()
     magic, version, length, digest = struct.unpack("<8sII32s", data[:48])
     assert magic == b"\x93GOLFNB\n" and version == 1 and hashlib.sha256(data[:16] + data[48:]).digest() == digest
     header, at, streams = json.loads(zlib.decompress(data[48:48 + length])), 48 + length, {}
     for section, codec, stored in header["sections"]:
-        streams[section] = {"lzma": __import__("lzma").decompress, "zlib": zlib.decompress, "none": bytes}[codec](data[at:at + stored])
+        width = {"scale": 2, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}.get(section)
+        shapes = [s for _, kind, s in header["tensors"] if kind == section] if width is None else [(sum(2 * s[0] for _, k, s in header["tensors"] if k in ("int6", "int8")) // 2 if section == "scale" else
+                                                                                                    sum(int(np.prod(s)) for _, k, s in header["tensors"] if k == section), width)]
+        streams[section] = {"lzma": __import__("lzma").decompress, "zlib": zlib.decompress, "none": bytes, "rans": lambda b: slow_rans(b, shapes)}[codec](data[at:at + stored])
         at += stored
     place = dict.fromkeys(streams, 0)
     for name, kind, shape in header["tensors"]:

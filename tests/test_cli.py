@@ -6,11 +6,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import TINY, golfnb, one_sentence, tiny_data
 
 from golfnb.cli import find_tokenizer, main_cli, read_command, read_settings
 from golfnb.config import GolfError
+from golfnb.shards import write_shard
+from golfnb.ttt import finding
 
 WORDS = [f"{k}={v}" for k, v in TINY.items() if k != "RECIPE"]
 
@@ -58,6 +61,30 @@ def test_score_from_the_file_alone_gives_the_runs_numbers(trained):
     found = {m[1]: float(m[2]) for m in re.finditer(r"^(\w+)_exact val_loss:\S+ val_bpb:(\S+)$", done.stdout, re.M)}
     assert found["final_int6_sliding_window"] == pytest.approx(summary(run)["sliding_bpb"], abs=1e-6)
     assert found["legal_ttt"] == pytest.approx(summary(run)["ttt_bpb"], abs=1e-4)
+
+
+def test_audit_writes_its_report_beside_the_artifact(trained, tmp_path, capsys, monkeypatch):
+    _, run, data, _ = trained
+    copy = tmp_path / "copy.golf"
+    copy.write_bytes((run / "artifact.golf").read_bytes())
+    words = [w for w in WORDS if w.split("=")[0] in ("EVAL_SEQ_LEN", "VAL_BATCH_SIZE")] + ["EVAL_STRIDE=64"]
+    score = ["score", str(copy), "--val", str(data / "fineweb_val_*.bin"), "--tokenizer", str(data / "tokenizer.model"), *words, "--audit", "--train"]
+    write_shard(tmp_path / "other.bin", np.random.default_rng(0).integers(0, 400, 5000).astype(np.uint16))  # the tiny data's documents repeat, which the audit rightly reports
+    assert main_cli([*score, str(tmp_path / "other.bin")]) == 0
+    report = json.loads((tmp_path / "copy.audit.json").read_text())
+    assert report["legal"] and len(report["findings"]) == 9 and report["artifact"] == "copy.golf" and "every condition holds" in capsys.readouterr().out
+    monkeypatch.setattr("golfnb.ttt.audit_score", lambda *a: {"legal": False, "findings": [finding("single pass", "files", False, "planted")]})
+    assert main_cli([*score, str(tmp_path / "other.bin")]) == 1, "what fails is no success"
+    assert not json.loads((tmp_path / "copy.audit.json").read_text())["legal"] and "NOT legal" in capsys.readouterr().out
+
+
+def test_quantize_with_gptq(trained, tmp_path, capsys):
+    _, run, _, _ = trained
+    before = summary(run)
+    target = before["code_bytes"] + int(0.8 * before["artifact_bytes"])
+    assert main_cli(["quantize", str(run), "--gptq", "--target-bytes", str(target), "-o", str(tmp_path / "g.golf")]) == 0
+    size = (tmp_path / "g.golf").stat().st_size + before["code_bytes"]
+    assert "full-Hessian GPTQ" in capsys.readouterr().out and 0.98 * (target - before["code_bytes"]) < size - before["code_bytes"] <= target - before["code_bytes"]
 
 
 def test_score_refuses_another_tokenizer_and_a_model_setting(trained, tmp_path):

@@ -69,7 +69,9 @@ def test_published_commands():
     cfg = load_config(env(PR1060))
     cfg.check(8)
     assert (cfg.bigram_vocab_size, cfg.bigram_dim, cfg.xsa_last_n, cfg.use_gptq, cfg.ttt_enabled, cfg.data_path, cfg.gptq_reserve_ms) == (2816, 112, 11, True, False, "/d", 14000)
-    assert len(cfg.notices) == 1 and "GPTQ-lite" in cfg.notices[0]
+    assert len(cfg.notices) == 1 and "14000 ms" in cfg.notices[0] and cfg.train_cap_ms == 586_000
+    with pytest.raises(GolfError, match="GPTQ_RESERVE_MS"):
+        load_config(env(PR1060) | {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)
 
 
 def test_derived_figures():
@@ -99,7 +101,7 @@ def test_yes_and_no(text, value):
 @pytest.mark.parametrize("pairs, words", [
     ("RECIPE=pr1", "RECIPE must be one of pr399, pr549"), ("RECIPE=", "RECIPE must be one of"), ("SEED=x", "SEED must be a whole number, found 'x'"), ("SEED=1.5", "whole number"), ("SEED=", "whole number"),
     ("MATRIX_LR=fast", "a number, found 'fast'"), ("MATRIX_LR=inf", "finite"), ("MLP_MULT=nan", "finite"), ("TTT_ENABLED=2", "TTT_ENABLED must be 0 or 1"),
-    ("LOADER=packed", "one of sequential, coprime"), ("CLIP=none", "local, global"), ("AVERAGING=lawa", "one of"), ("PLAN=x", "one of"), ("WEIGHT_DTYPE=fp8", "one of"),
+    ("LOADER=shuffled", "one of sequential, coprime, packed"), ("CLIP=none", "local, global"), ("AVERAGING=lawa", "one of"), ("PLAN=x", "one of"), ("WEIGHT_DTYPE=fp8", "one of"),
     ("MTP_NUM_HEADS=1", "not built"), ("TIE_EMBEDDINGS=0", "must stay 1"), ("QAT_ENABLED=1", "not built"), ("QAT_ENABLED=true", "not built"), ("MUON_BETA2=0.9", "stay 0.95"),
     ("LAWA_ENABLED=1", "not built"), ("DTG_ENABLED=1", "not built"), ("GATED_ATTENTION=1", "not built"), ("VALUE_RESIDUAL=1", "not built"), ("LAWA_K=ten", "must be a number"),
 ])

@@ -1,26 +1,83 @@
-"""Triton twins: interpreted in a process of their own, absent Triton, and refusals."""
+"""Triton twins: interpreted in a process of their own (alone, and as a whole model through the compiler's tracer), built for the GPU without one, absent Triton, refusals, and on a GPU."""
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from golfnb.config import GolfError
-from golfnb.kernels import squared_leaky_triton, triton, use_kernels
+from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, triton, use_kernels
+from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
 
-INTERPRETED = """
-import torch
-from golfnb.kernels import squared_leaky_triton
-from golfnb.layers import squared_leaky
-for shape in ((1,), (3, 700), (1024,), (2, 1025)):
+CASES = """
+import os, sys, torch
+import torch.nn.functional as F
+import golfnb.kernels as K
+from golfnb.kernels import *
+from golfnb.layers import *
+for t in (K.MLP_UP_TILES, K.MLP_DOWN_TILES): t.update(BM=32, BN=32, BK=16)
+g = torch.Generator().manual_seed(0)
+def apart(twin, plain, shapes, size=1.0):
+    inputs = [(size * torch.randn(s, generator=g)).requires_grad_() for s in shapes]
+    outs = [o if isinstance(o, tuple) else (o,) for o in (twin(*inputs), plain(*inputs))]
+    dys = [torch.randn(o.shape, generator=g) for o in outs[0]]
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*((*o, *torch.autograd.grad(o, inputs, dys)) for o in outs)))
+"""
+
+INTERPRETED = CASES + """
+for B, T, H, KV, D, half in ((2, 35, 4, 2, 32, 8), (1, 70, 2, 1, 16, 8), (1, 3, 8, 4, 64, 8), (3, 33, 3, 3, 16, 4)):
+    cos, sin = rotary_tables(T, 2 * half, 100.0, 9)
+    def plain(n, w, gain):
+        q, k, v = (t.unflatten(-1, (-1, D)) for t in F.linear(n, w).split((H * D, KV * D, KV * D), -1))
+        return *qk_norm_rope_gain(q, k, cos, sin, gain), v
+    assert apart(lambda n, w, gain: fused_heads(n, w, gain, cos, sin, KV), plain, ((B, T, 24), ((H + 2 * KV) * D, 24), (H,))) < 1e-5
+    assert apart(fused_exclusive, exclusive, ((B, T, H, D), (B, T, KV, D))) < 1e-5
+    assert apart(lambda y, v: fused_exclusive(y, v[:, -T:]), lambda y, v: exclusive(y, v[:, -T:]), ((B, T, H, D), (B, T + 2, KV, D))) < 1e-5
+zero = torch.zeros(1, 2, 1, 16, requires_grad=True)
+assert all(torch.isfinite(t).all() for t in torch.autograd.grad(fused_exclusive(zero, zero).sum(), zero))
+for rows, D, hidden in ((33, 48, 80), (64, 16, 24)):
     for slope in (0.0, 0.5):
-        for dtype, tol in ((torch.float32, 1e-6), (torch.float16, 2e-3)):
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-            dy = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-            pair = squared_leaky_triton(x, slope), squared_leaky(x, slope)
-            torch.testing.assert_close(*pair, rtol=tol, atol=tol)
-            torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in pair), rtol=tol, atol=tol)
+        assert apart(lambda *a: fused_mlp(*a, slope), lambda n, u, d: F.linear(squared_leaky(F.linear(n, u), slope), d), ((2, rows, D), (hidden, D), (D, hidden)), D ** -0.5) < 1e-5
+        with torch.no_grad():
+            n, u, d = (torch.randn(s, generator=g) for s in ((rows, D), (hidden, D), (D, hidden)))
+            torch.testing.assert_close(fused_mlp(n, u, d.T.contiguous().T, slope), F.linear(squared_leaky(F.linear(n, u), slope), d), rtol=1e-4, atol=1e-3)
+for op, args in ((K.heads_op, (torch.randn(1, 5, 64), torch.randn(2), *rotary_tables(5, 8, 100.0, 9), 2, 1)), (K.xsa_op, (torch.randn(1, 5, 4, 16), torch.randn(1, 5, 2, 16))),
+                 (K.heads_grad_op, (torch.randn(1, 5, 2, 16), torch.randn(1, 5, 1, 16), torch.randn(1, 5, 1, 16), torch.randn(1, 5, 64), torch.randn(2), *rotary_tables(5, 8, 100.0, 9))),
+                 (K.xsa_grad_op, (torch.randn(1, 5, 4, 16), torch.randn(1, 5, 4, 16), torch.randn(1, 5, 2, 16))),
+                 (K.mlp_up_op, (torch.randn(5, 16), torch.randn(24, 16), 0.5, True)), (K.mlp_down_grad_op, (torch.randn(5, 16), torch.randn(16, 24), torch.randn(5, 24), 0.5))):
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+print("equal")
+"""
+
+MODEL = CASES + """
+import golfnb.model as M
+from golfnb.config import load_config
+from golfnb.layout import model_layout
+for t in (K.MLP_UP_TILES, K.MLP_DOWN_TILES): t.update(BM=64, BN=128, BK=64)
+ids = torch.randint(64, (2, 21), generator=g)
+def run(plan, fused, compiled, keep=None):
+    cfg = load_config({"RECIPE": "demo", "MODEL_DIM": "64", "NUM_LAYERS": "3", "VOCAB_SIZE": "64", "VE_LAYERS": "2", "TRAIN_SEQ_LEN": "20", "EVAL_SEQ_LEN": "20", "EVAL_STRIDE": "4", "PLAN": plan})
+    model, noise = M.Golf(cfg, model_layout(cfg, 1)), torch.Generator().manual_seed(1)
+    M.init_model(model, cfg, 1)
+    with torch.no_grad():
+        for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))
+    M.use_kernels = (lambda x, name="": True) if fused else (lambda x, name="": False)
+    loss = lambda i, t: softcap_loss(model(i, keep), t[:, -(keep or 0):], model.cap)
+    if compiled:
+        torch._dynamo.reset()
+        loss = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    out, steps = [], torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):                                 # two steps, so that gradients show in the losses too
+        steps.zero_grad()
+        value = loss(ids[:, :-1], ids[:, 1:])
+        value.backward()
+        steps.step()
+        out.append(float(value.detach()))
+    return out + [float(p.detach().double().norm()) for p in model.parameters()]
+for plan, compiled, keep in (("pr399", True, None), ("shared_mlp", False, None), ("pr399", False, 7)):
+    torch.testing.assert_close(run(plan, True, compiled, keep), run(plan, False, False, keep), rtol=2e-5, atol=1e-6)
 print("equal")
 """
 
@@ -28,45 +85,104 @@ WITHOUT = """
 import sys
 sys.modules["triton"] = None          # any import of triton raises ImportError
 import torch
-from golfnb.kernels import squared_leaky_triton, triton, use_kernels
+from golfnb.kernels import fused_exclusive, triton, use_kernels
 from golfnb.config import GolfError
-assert triton is None and not use_kernels(torch.zeros(1))
+assert triton is None and not use_kernels(torch.zeros(1)) and torch.ops.golfnb.heads
 try:
-    squared_leaky_triton(torch.zeros(1))
+    fused_exclusive(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
 except GolfError as e:
     print("refused:", e)
 """
 
+BUILT = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+sys.path.insert(0, FOLDER)
+import packed as P                     # the script as it is packed: minified
+def build(fn, consts, wide=(), numbers="T R M N K v_row".split(), warps=4, stages=3, **kinds):
+    j = triton.jit(fn)
+    kind = lambda n: "constexpr" if n in consts else kinds.get(n) or ("i32" if n in numbers else "fp32" if n in ("eps", "slope") else "*fp32" if n in wide else "*bf16")
+    lined = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(j.arg_names) if kind(n)[0] == "*" or kind(n) == "i32"}
+    return triton.compile(ASTSource(j, {n: kind(n) for n in j.arg_names}, consts, lined), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}).asm["ptx"]
+heads = dict(H=8, KV=4, D=64, ROW=1024, HALF=8, ROWS=P.HEAD_ROWS)
+for fn in (P.heads_forward_kernel, P.heads_backward_kernel):
+    assert "ld.global.v4" in build(fn, heads, ("gain", "dgain"))
+for fn in (P.xsa_forward_kernel, P.xsa_backward_kernel):
+    assert "ld.global.v4" in build(fn, dict(GROUP=2, D=64, ROWS=P.XSA_ROWS))
+for tiles, back in ((P.MLP_UP_TILES, False), (P.MLP_DOWN_TILES, True)):
+    bm, bn, bk = tiles["BM"], tiles["BN"], tiles["BK"]
+    desc = lambda *block: f"tensordesc<bf16[{block[0]}, {block[1]}]>"
+    ptx = build(P.mlp_product_kernel, dict(BACKWARD=back, SAVE=not back, B_IS_KN=back, FLAT=tiles["FLAT"], BM=bm, BN=bn, BK=bk), warps=tiles["num_warps"], stages=tiles["num_stages"],
+                a=desc(bm, bk), b=desc(bk, bn) if back else desc(bn, bk), z=desc(bm, bn // 2), out=desc(bm, bn // 2))
+    assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
+print("built")
+"""
+
 
 def child(code, **env):
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-@pytest.mark.skipif(triton is None, reason="needs Triton")
-def test_interpreted_kernels_equal_their_oracle():
-    assert "equal" in child(INTERPRETED, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("code", [INTERPRETED, MODEL], ids=["alone", "model"])
+def test_interpreted_kernels_equal_their_oracle(code):
+    assert "equal" in child(code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@needs_triton
+def test_packed_kernels_build_for_hopper_without_a_gpu(tmp_path):
+    from golfnb.launcher import fold_script, minify
+    (tmp_path / "packed.py").write_text(minify(fold_script("pr549")))
+    assert "built" in child(f"FOLDER = {str(tmp_path)!r}\n" + BUILT, TRITON_CACHE_DIR=str(tmp_path / "cache"))
 
 
 def test_imports_without_triton():
-    assert "refused: squared_leaky_triton needs Triton" in child(WITHOUT)
+    assert "refused: this kernel needs Triton" in child(WITHOUT)
 
 
 def test_refusals(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not use_kernels(torch.zeros(1))
-    for dtype in (torch.float32, torch.float64):
-        with pytest.raises(GolfError, match="use squared_leaky instead"):
-            squared_leaky_triton(torch.zeros(3, dtype=dtype))
+    assert not use_kernels(torch.zeros(1)) and not use_kernels(torch.zeros(1, dtype=torch.bfloat16), "mlp")
+    n, w = torch.zeros(1, 2, 4), torch.zeros(4, 4)
+    for call in (lambda d: fused_mlp(n.to(d), w.to(d), w.to(d), 0.5), lambda d: fused_exclusive(n[None].to(d), n[None].to(d)), lambda d: fused_heads(n.to(d), w.to(d), torch.ones(2, dtype=d), n[0, :, :1], n[0, :, :1], 1)):
+        for dtype in (torch.float32, torch.float64):
+            with pytest.raises(GolfError, match="use the plain functions"):
+                call(dtype)
+    assert heads_fit(64, 16) and heads_fit(32, 32) and not any(heads_fit(*a) for a in ((64, 12), (48, 16), (64, 0), (16, 32)))
 
 
+def gpu_apart(twin, plain, *inputs):
+    "Relative distances to the plain meaning in float32: of the twin, and of the plain meaning in bfloat16."
+    def all_of(f, xs):
+        out = f(*xs)
+        out = out if isinstance(out, tuple) else (out,)
+        return [*out, *torch.autograd.grad(out, xs, [torch.ones_like(o).cumsum(-1) / o.shape[-1] - 0.5 for o in out])]
+    low = [x.requires_grad_() for x in inputs]
+    exact = all_of(plain, [x.detach().float().requires_grad_() for x in inputs])
+    return [[((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(all_of(f, low), exact)] for f in (twin, plain)]
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_kernels_equal_their_oracle(dtype):
-    from golfnb.layers import squared_leaky
-    x = torch.randn(1000, 700, device="cuda").to(dtype).requires_grad_()
-    dy = torch.randn_like(x)
-    pair = squared_leaky_triton(x), squared_leaky(x)
-    torch.testing.assert_close(*pair)
-    torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in pair))
+def test_kernels_on_the_gpu_round_no_worse_than_the_plain_functions():
+    torch.manual_seed(0)
+    rand = lambda *s, size=1.0: (size * torch.randn(*s, device="cuda")).bfloat16()
+    cos, sin = rotary_tables(300, 16, 10000.0, 1024, "cuda", torch.bfloat16)
+
+    def plain(n, w, gain):
+        q, k, v = (t.unflatten(-1, (-1, 64)) for t in F.linear(n, w).split((512, 256, 256), -1))
+        return *qk_norm_rope_gain(q, k, cos.to(n.dtype), sin.to(n.dtype), gain), v
+
+    pairs = [gpu_apart(lambda n, w, gain: fused_heads(n, w, gain, cos, sin, 4), plain, rand(3, 300, 512), rand(1024, 512, size=0.05), rand(8)),
+             gpu_apart(fused_exclusive, exclusive, rand(3, 300, 8, 64), rand(3, 300, 4, 64))]
+    pairs += [gpu_apart(lambda *a: fused_mlp(*a, slope), lambda n, u, d: F.linear(squared_leaky(F.linear(n, u), slope), d),
+                        rand(3, 301, 512), rand(1536, 512, size=0.05), rand(512, 1536, size=0.05)) for slope in (0.0, 0.5)]
+    for ours, theirs in pairs:
+        assert all(a < 1.3 * b + 1e-3 for a, b in zip(ours, theirs)), (ours, theirs)

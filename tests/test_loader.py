@@ -1,6 +1,9 @@
 """Samplers and loader: every block once a pass, one plan on every rank, exact restoring, errors and shutdown of the thread."""
 import json
 import math
+import sys
+import subprocess
+import os
 import threading
 import time
 from collections import Counter
@@ -11,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from golfnb.config import GolfError, load_config
-from golfnb.loader import CoprimeSampler, Loader, SequentialSampler, draw_cursor, make_sampler, mixture
+from golfnb.loader import CoprimeSampler, Loader, PackedSampler, SequentialSampler, document_borders, draw_cursor, index_documents, make_sampler, mixture
 from golfnb.shards import write_shard
 
 PLACES = torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])
@@ -247,3 +250,163 @@ def test_close_ends_the_thread_and_the_queue_is_bounded(paths):
     assert not [t for t in threading.enumerate() if t.name == "golfnb-feeder"]
     with pytest.raises(GolfError, match="closed"):
         loader.next()
+
+
+ORDERS = ((SequentialSampler, ()), (CoprimeSampler, (5,)), (PackedSampler, (5,)))
+
+
+def written(folder, shards):
+    "Shards of given tokens."
+    for i, tokens in enumerate(shards):
+        write_shard(folder / f"p_train_{i:06d}.bin", tokens)
+    return [folder / f"p_train_{i:06d}.bin" for i in range(len(shards))]
+
+
+@given(data=st.data(), seq_len=st.integers(1, 40), world=st.integers(1, 8), rows=st.integers(1, 3), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_packed_rows_hold_every_token_of_text_once_a_pass(tmp_path_factory, data, seq_len, world, rows, seed):
+    "Texts cut at any shard edge, documents without text, shards shorter than a row: each token is a target once, rows begin with a BOS, ranks are disjoint."
+    lengths = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=12))
+    stream, number = [], 2
+    for n in lengths: # every token of text has a number of its own
+        stream += [1, *range(number, number + n)]
+        number += n
+    cuts = sorted(data.draw(st.lists(st.integers(1, max(1, len(stream) - 1)), max_size=6, unique=True)))
+    parts = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)]) if b > a]
+    paths = written(tmp_path_factory.mktemp("p"), parts)
+    samplers = [PackedSampler(paths, r, world, rows, seq_len, seed) for r in range(world)]
+    seen, row_count = [], 0
+    while len(seen) < 2 * (number - 2) and row_count < 4000: # two passes and a bit, in the order of the stream
+        batches = [s.next() for s in samplers]
+        assert all(s.place == samplers[0].place for s in samplers)
+        for i in range(rows * world): # rows were dealt to ranks in turn
+            row = batches[i % world][i // world]
+            assert row[0] == 1 and row.size == seq_len + 1
+            seen += [t for t in row[1:].tolist() if t != 1]
+            row_count += 1
+        if number == 2:
+            return
+    once = set(range(2, number))
+    for lap in range(2):
+        part = seen[lap * len(once) : (lap + 1) * len(once)]
+        assert len(set(part)) == len(part) and set(part) == once
+
+
+def test_packed_documents_stay_together_and_borders_mark_them(tmp_path):
+    docs = [[1, *range(10 * d, 10 * d + d % 7)] for d in range(1, 40)]
+    paths = written(tmp_path, [sum(docs[:25], []), sum(docs[25:], [])])
+    sampler = PackedSampler(paths, 0, 1, 4, 32, seed=1)
+    whole = {tuple(d[1:]) for d in docs}
+    for _ in range(3):
+        batch = sampler.next()
+        borders = document_borders(batch)
+        flat = batch[:, :-1].reshape(-1)
+        assert borders.dtype == np.int32 and borders[0] == 0 and borders[-1] == flat.size and (np.diff(borders) > 0).all()
+        assert (flat[borders[:-1]] == 1).all() and set(range(0, flat.size, 32)) <= set(borders.tolist())
+        inner = [tuple(flat[a + 1 : b].tolist()) for a, b in zip(borders[:-1], borders[1:]) if a % 32 and b % 32]
+        assert inner and set(inner) <= whole, "a document that neither begins nor ends its row is whole"
+    assert index_documents(np.array([9, 9], np.uint16))[1].tolist() == [2] and index_documents(np.array([1], np.uint16))[1].tolist() == [0]
+
+
+def test_packed_loader_carries_borders(tmp_path):
+    paths = written(tmp_path, [[1, 5, 6, 7, 1, 8] * 20])
+    plain = PackedSampler(paths, 0, 1, 2, 8, 3)
+    with Loader(PackedSampler(paths, 0, 1, 2, 8, 3), "cpu", 100) as loader:
+        for _ in range(9):
+            ids, targets = loader.next()
+            rows = plain.next()
+            assert ids.tolist() == rows[:, :-1].tolist() and targets.tolist() == rows[:, 1:].tolist()
+            assert loader.borders.tolist() == document_borders(rows).tolist() and loader.borders.dtype == torch.int32
+            assert loader.state() == plain.state()
+    with Loader(CoprimeSampler(paths, 0, 1, 2, 8, 3), "cpu", 100) as loader:
+        loader.next()
+        assert loader.borders is None
+
+
+@given(lengths=st.lists(st.integers(3, 90), min_size=1, max_size=9), world=st.integers(1, 8), rows=st.integers(1, 3), seq_len=st.integers(1, 24),
+       steps=st.integers(0, 25), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_resume_in_the_middle_of_a_pass_on_every_rank(tmp_path_factory, lengths, world, rows, seq_len, steps, seed):
+    "Odd shard sizes and shards shorter than a window included: after JSON, another mount point and another seed, the same rows."
+    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    for order in (SequentialSampler, CoprimeSampler, PackedSampler):
+        if order is CoprimeSampler and max(lengths) <= seq_len:
+            continue
+        more = lambda seed: () if order is SequentialSampler else (seed,)
+        ranks = [order(corpus(here, lengths), r, world, rows, seq_len, *more(seed)) for r in range(world)]
+        for _ in range(steps):
+            [s.next() for s in ranks]
+        saved = [json.loads(json.dumps(s.state())) for s in ranks]
+        assert all(state == saved[0] for state in saved), "one state for all ranks"
+        again = [order(corpus(there, lengths), r, world, rows, seq_len, *more(seed + 1)) for r in range(world)]
+        for sampler in again:
+            sampler.load_state(saved[0])
+        for _ in range(4):
+            assert all((a.next() == b.next()).all() for a, b in zip(ranks, again))
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_ranks_are_disjoint_and_cover_the_plan(tmp_path, world):
+    "One pass over one shard of world * 3 windows a batch: every block once, no block on two ranks, at every world size."
+    seq_len, rows = 8, 3
+    paths = corpus(tmp_path, [world * rows * 10 * seq_len + seq_len]) # a full batch more than the phase can take away
+    ranks = [CoprimeSampler(paths, r, world, rows, seq_len, seed=world) for r in range(world)]
+    seen = Counter()
+    for _ in range(9):
+        batches = [s.next() for s in ranks]
+        seen.update(int(row[0]) for batch in batches for row in batch)
+    cursor = ranks[0].cursors[0]
+    assert len(seen) == 9 * world * rows == cursor.used <= cursor.blocks and set(seen.values()) == {1}
+    assert {(at - cursor.phase) % seq_len for at in seen} == {0}
+
+
+def test_same_batches_in_another_process_at_another_place(tmp_path):
+    "Order, not only plan: the rows' bytes, hashed in a process with another hash seed."
+    code = ("import hashlib, sys; from pathlib import Path; from golfnb.loader import CoprimeSampler, PackedSampler\n"
+            "paths = sorted(Path(sys.argv[1]).glob('*.bin'))\n"
+            "for order in (CoprimeSampler, PackedSampler):\n"
+            "    s = order(paths, 1, 3, 4, 16, 7); print(hashlib.sha256(b''.join(s.next().tobytes() for _ in range(20))).hexdigest())\n")
+    found = []
+    for name, hash_seed in (("a", "1"), ("deep/er", "2")):
+        (tmp_path / name).mkdir(parents=True)
+        corpus(tmp_path / name, [700, 333, 2000, 15])
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.split())
+    assert found[0] == found[1] and len(set(found[0])) == 2
+
+
+def test_mixture_weights_are_as_specified(tmp_path):
+    "Shards drawn with p ~ blocks left ** alpha: first draws of many seeds against the formula, for untouched shards."
+    lengths = [16 * n + 1 for n in (1, 4, 16, 64)]
+    paths = corpus(tmp_path, lengths)
+    counts = Counter(CoprimeSampler(paths, 0, 1, 1, 16, seed).plan()[0][0] for seed in range(3000))
+    weight = np.array([1, 4, 16, 64]) ** 0.9
+    expected = 3000 * weight / weight.sum()
+    assert (np.abs(np.array([counts[s] for s in range(4)]) - expected) < 5 * np.sqrt(expected)).all()
+
+
+@pytest.mark.timeout(60)
+def test_shard_that_changes_while_training_runs(tmp_path):
+    "Gone, cut off or replaced: a sentence from the thread that names the shard, never a bus error."
+    code = ("import sys; from pathlib import Path; from golfnb.config import GolfError; from golfnb.loader import *; from golfnb.shards import write_shard\n"
+            "paths = sorted(Path(sys.argv[1]).glob('*.bin'))\n"
+            "for harm in ('gone', 'cut', 'other'):\n"
+            "  for order, more in ((SequentialSampler, ()), (CoprimeSampler, (1,)), (PackedSampler, (1,))):\n"
+            "    write_shard(paths[0], [7] * 300_000)\n"
+            "    with Loader(order(paths, 0, 1, 2, 64, *more), 'cpu', 1024, depth=2) as loader:\n"
+            "        for _ in range(5): loader.next()\n"
+            "        if harm == 'gone': paths[0].unlink()\n"
+            "        elif harm == 'cut': paths[0].open('r+b').truncate(2000)\n"
+            "        else: write_shard(paths[0], [7] * 299_999)\n"
+            "        try:\n"
+            "            for _ in range(10_000): loader.next()\n"
+            "        except GolfError as e: print(e)\n")
+    corpus(tmp_path, [300_000])
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 9 and all("x_train_000000.bin" in line for line in lines), lines
+    for words, group in zip(("cannot read shard", "cut off or damaged", "must keep its"), (lines[:3], lines[3:6], lines[6:])):
+        assert all(words in line for line in group), group

@@ -108,6 +108,8 @@ def broken(tmp_path: Path, data: dict, kind: str) -> dict:
     elif kind == "token over vocabulary":
         write_shard(train, np.full(5000, 60000, np.uint16))
     elif kind == "short validation":
+        for p in folder.glob("fineweb_val*"):
+            p.unlink()
         write_shard(val, np.ones(20, np.uint16))
     elif kind == "no train shards":
         for p in folder.glob("fineweb_train*"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from golfnb.config import GolfError
-from golfnb.shards import (HEADER_BYTES, SHARD_MAGIC, _checked_header, atomic_write, check_disjoint, find_shards, open_shard, read_header,
+from golfnb.shards import (HEADER_BYTES, SHARD_MAGIC, ShardWriter, _checked_header, atomic_write, check_disjoint, find_shards, open_shard, read_header,
                            read_tokens, val_tokens, write_shard)
 
 
@@ -157,3 +157,33 @@ def test_atomic_write_makes_directories_and_leaves_no_neighbour_on_interrupt(tmp
     with pytest.raises(GolfError, match="cannot write"):
         atomic_write(tmp_path / "file" / "below", b"")
     assert HEADER_BYTES == 1024
+
+
+def test_a_thousand_headers_are_read_and_validated_once(tmp_path, monkeypatch):
+    import golfnb.shards
+    from golfnb.loader import CoprimeSampler
+
+    for i in range(1000):
+        (tmp_path / f"fineweb_train_{i:06d}.bin").write_bytes(header(tokens=40) + bytes(80))
+    opened = []
+    monkeypatch.setattr(golfnb.shards, "open", lambda path, *more: opened.append(str(path)) or open(path, *more), raising=False)
+    paths = find_shards(tmp_path / "fineweb_train_*.bin")
+    for rank in range(3):
+        sampler = CoprimeSampler(paths, rank, 3, 64, 16, seed=1)
+        for _ in range(5):
+            sampler.next()
+    assert len(opened) == len(set(opened)) == 1000, "each header was read once"
+
+
+@given(parts=st.lists(st.lists(st.integers(0, 65_535), max_size=50), min_size=1, max_size=6).filter(any))
+@settings(max_examples=25, deadline=None)
+def test_writing_in_pieces_is_writing_at_once(tmp_path_factory, parts):
+    folder = tmp_path_factory.mktemp("w")
+    writer = ShardWriter(folder / "a.bin")
+    for part in parts:
+        writer.write(np.array(part, np.uint16))
+    facts = writer.close()
+    write_shard(folder / "b.bin", sum(parts, []))
+    assert (folder / "a.bin").read_bytes() == (folder / "b.bin").read_bytes() and facts["tokens"] == sum(map(len, parts))
+    ShardWriter(folder / "c.bin").abort()
+    assert sorted(p.name for p in folder.iterdir()) == ["a.bin", "b.bin"]

@@ -1,0 +1,117 @@
+"""Measurements of study 32; each writes nbs/results/NAME.json, every sample kept.
+
+    python tests/measure_quantize.py codec [RUN_DIR]     codec_cpu.json: bytes and seconds of the codecs at equal integers, on synthetic
+                                                         Gaussian row-scaled weights of the full model (and RUN_DIR/ema.golf); one core
+    python tests/measure_quantize.py loss RUN_DIR NAME   NAME.json: loss of the round trip over the unquantized weights against bytes,
+                                                         GPTQ-lite, spread clip and full GPTQ; RUN_DIR/ema.golf and the run's own data, on a GPU if there is one
+"""
+import json
+import lzma
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+from golfnb.artifact import load_model, load_weights, pack_bytes, unpack_bytes
+from golfnb.bench import record_result
+from golfnb.bpb import byte_table, load_tokenizer
+from golfnb.config import load_config, setting_specs
+from golfnb.evaluate import plain_loss
+from golfnb.layout import model_layout
+from golfnb.loader import make_sampler
+from golfnb.model import Golf, load_named, named_state, quant_kind
+from golfnb.parallel_muon import Ranks
+from golfnb.quantize import INT_MAX, calibrate, calibration_batches, dequantize_state, gptq_matrices, quantize_state
+from golfnb.shards import find_shards, val_tokens
+
+GRIDS = {"floor": (True, None), "GPTQ-lite": (False, None), "k = 5.5": (False, 5.5), "k = 6": (False, 6.0), "k = 9": (False, 9.0), "k = 12.85": (False, 12.85), "k = 24": (False, 24.0)}
+
+
+def synthetic_state(seed: int = 0) -> dict:
+    "The full model (recipe golf) with Gaussian matrices: spread 0.04, rows a quarter apart in the logarithm; tables 0.3; controls near one."
+    g = torch.Generator().manual_seed(seed)
+    cfg = load_config({"RECIPE": "golf"})
+    state = named_state(Golf(cfg, model_layout(cfg, 1)))
+    for name, w in state.items():
+        spread = 0.04 if ".attn." in name or ".mlp." in name else 0.3
+        state[name] = spread * torch.exp(0.25 * torch.randn(len(w), 1, generator=g)) * torch.randn(w.shape, generator=g) if w.ndim == 2 and w.numel() > 65_536 else 1 + 0.1 * torch.randn(w.shape, generator=g)
+    return state
+
+
+def one_stream(packed: dict) -> int:
+    "What the reference ships: integers, scales and controls one after the other, in one lzma stream."
+    return len(lzma.compress(b"".join(p.data.tobytes() + (p.scale.tobytes() if p.scale is not None else b"") for _, p in sorted(packed.items())), preset=6))
+
+
+def codec(run_dir: str | None = None) -> None:
+    torch.set_num_threads(1)
+    sources = {"synthetic": (synthetic_state(), 65_536)}
+    if run_dir:
+        meta, named = load_weights(Path(run_dir) / "ema.golf")
+        sources[Path(run_dir).name] = named, meta["settings"]["small_tensor"]
+    samples, facts = {}, {}
+    for source, (named, small) in sources.items():
+        for grid, (floor, k) in GRIDS.items():
+            packed = quantize_state(named, floor, k, small)
+            key = f"{source}, {grid}"
+            samples[f"{key}: int8 in lzma"] = [one_stream(packed)]
+            for way in ("lzma", "zlib", "rans", "best"):
+                data = pack_bytes(packed, {}, way)
+                samples[f"{key}: {way}"] = [len(data)]
+                if way == "rans":
+                    assert all(np.array_equal(p.data, packed[n].data) for n, p in unpack_bytes(data)[1].items())
+            weights = sum(p.data.size for p in packed.values())
+            facts[key] = {"weights": weights, "integers": sum(p.data.size for p in packed.values() if p.kind in INT_MAX)}
+            saved = 1 - samples[f"{key}: rans"][0] / samples[f"{key}: int8 in lzma"][0]
+            print(f"{key}: " + ", ".join(f"{w} {samples[key + ': ' + w][0]:,}" for w in ("int8 in lzma", "lzma", "zlib", "rans", "best")) + f"; {saved:.2%} saved", flush=True)
+    packed, seconds = quantize_state(synthetic_state(), False, 6.0), {}
+    for way in ("rans", "best", "lzma"):
+        for _ in range(3):
+            start = time.perf_counter()
+            data = pack_bytes(packed, {}, way)
+            middle = time.perf_counter()
+            unpack_bytes(data)
+            seconds.setdefault(f"seconds {way} encode", []).append(middle - start)
+            seconds.setdefault(f"seconds {way} decode", []).append(time.perf_counter() - middle)
+    print({k: f"{np.median(v):.2f}" for k, v in seconds.items()})
+    print(record_result("codec_cpu", samples | seconds, "bytes; series named seconds: s", "whole containers at equal integers; one core, one thread", facts))
+
+
+def loss(run_dir: str, name: str) -> None:
+    run_dir = Path(run_dir)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    meta, named = load_weights(run_dir / "ema.golf")
+    model, _, cfg = load_model(run_dir / "ema.golf", dtype, device)
+    said = json.loads((run_dir / "summary.json").read_text())["config"]
+    for key in setting_specs().keys() & said.keys():
+        setattr(cfg, key, said[key])
+    alone, small = Ranks(device=device), cfg.small_tensor
+    table = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)).to(device)
+    val = torch.from_numpy(val_tokens(str(Path(cfg.data_path) / "fineweb_val_*.bin"), cfg.train_seq_len, cfg.vocab_size).astype("int64")).to(device)
+    named = {n: w.float().to(device) for n, w in named.items()}
+
+    def score(state: dict) -> float:
+        load_named(model, state)
+        return plain_loss(model, val, table, cfg.train_seq_len, max(1, 65_536 // cfg.train_seq_len), alone)[0]
+
+    base = score(named)
+    sampler = make_sampler(cfg, find_shards(str(Path(cfg.data_path) / "fineweb_train_*.bin")), 0, 1)
+    hessians = calibrate(model, calibration_batches(sampler, cfg.gptq_calib_samples, device), alone)
+    matrices = {n: named[n] for n in model.layout.names() if quant_kind(n, tuple(named[n].shape), small) == "int6"}
+    samples = {}
+    for grid, (floor, k) in {**GRIDS, "k = 18": (False, 18.0), "k = 36": (False, 36.0)}.items():
+        plain = quantize_state(named, floor, k, small)
+        for way, packed in (("nearest", plain), ("GPTQ", plain | gptq_matrices(matrices, hessians, alone, floor, k))):
+            samples[f"{grid}, {way}: bytes"] = [len(pack_bytes(packed, meta, "best"))]
+            samples[f"{grid}, {way}: loss"] = [score(dequantize_state(packed)) - base]
+            print(f"{grid}, {way}: {samples[f'{grid}, {way}: bytes'][0]:,} bytes, {samples[f'{grid}, {way}: loss'][0]:.5f} nats over {base:.4f}", flush=True)
+    facts = {"base_loss": base, "steps": meta.get("steps"), "seed": meta.get("seed"), "recipe": meta.get("recipe"), "qat": bool(cfg.qat_banks), "targets": val.numel() - 1, "settings": meta["settings"]}
+    print(record_result(name, samples, "bytes, and nats a token over the unquantized weights", "round trip of RUN_DIR/ema.golf, plain validation", facts))
+
+
+if __name__ == "__main__":
+    {"codec": codec, "loss": loss}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,174 @@
+"""`golfnb bench`: every measurement runs on CPU in tiny settings and leaves a complete result; bad input gets one sentence; a run becomes a result; the parity rule judges."""
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import TINY, clean_env, golfnb, one_sentence
+
+from golfnb.bench import BenchJob, bench_eval, bench_shards, bench_stream, changed_settings, parity_rule, read_result, record_run, result_path, run_bench, run_of, timed_block
+from golfnb.config import GolfError, load_config
+from golfnb.parallel_muon import Ranks
+from golfnb.shards import write_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = {**TINY, "MODEL_DIM": "64", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096"}
+WORDS = [f"{k}={v}" for k, v in SMALL.items()]
+WHERE = {"name", "unit", "note", "date", "commit", "machine", "versions", "facts", "samples"}
+
+
+def complete(path: Path) -> dict:
+    "A result file with everything a figure needs; every sample finite."
+    found = read_result(path.stem, path.parent)
+    assert WHERE <= found.keys() and found["versions"]["torch"] and found["machine"]["cores"] >= 1 and len(found["date"]) == 10
+    assert found["samples"] and all(math.isfinite(x) for v in found["samples"].values() for x in v)
+    return found
+
+
+def test_step_compares_variants_on_two_ranks(tmp_path):
+    done = golfnb("bench", "step", "--nproc", 2, "--steps", 6, "--warmup", 1, "--against", "CLIP=local,SEED=3", *WORDS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = complete(tmp_path / "nbs" / "results" / "step_cpu_2.json")
+    assert {k: len(v) for k, v in found["samples"].items()} == {"base step": 6, "base block": 3, "CLIP=local,SEED=3 step": 6, "CLIP=local,SEED=3 block": 3}
+    assert min(min(v) for v in found["samples"].values()) > 0 and found["unit"] == "ms"
+    facts = found["facts"]
+    assert facts["world"] == 2 and facts["data"] == "random tokens" and facts["settings"]["model_dim"] == 64 and facts["peak_bytes"]["resident"] > 1e7
+    assert "base block" in done.stdout and "step_cpu_2.json: written" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_phases_on_two_ranks_into_a_file(tmp_path):
+    done = golfnb("bench", "phases", "--nproc", 2, "--steps", 4, "--warmup", 1, "-o", "mine.json", *WORDS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    samples = complete(tmp_path / "mine.json")["samples"]
+    names = ("forward_backward", "post_backward", "ema")
+    assert {k: len(v) for k, v in samples.items()} == {n + s: 4 for n in names for s in ("", " slowest rank")}
+    assert all(s >= m for n in names for m, s in zip(samples[n], samples[f"{n} slowest rank"]))
+
+
+def test_startup_cold_and_warm(tmp_path):
+    done = golfnb("bench", "startup", "--nproc", 1, *WORDS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    samples = complete(tmp_path / "nbs" / "results" / "startup_cpu_1.json")["samples"]
+    for kind in ("cold", "warm"):
+        marks = [samples[f"{kind} {m}"][0] for m in ("imported", "joined", "data_open", "built", "warmed_up", "first_step_done")]
+        assert 0 < marks[0] and marks == sorted(marks)
+    assert not list(tmp_path.glob("runs*"))
+
+
+def test_eval_gives_rates_and_fixed_costs(tmp_path):
+    samples, unit, facts = bench_eval(BenchJob("eval", tokens=300, rounds=3, scratch=str(tmp_path)), Ranks(), {**SMALL, "DATA_PATH": "absent"})
+    assert unit == "s" and facts["tokens"] == 288 and facts["data"] == "random tokens"  # whole rows of 32
+    for name in ("plain", "sliding", "ttt"):
+        assert len(samples[f"{name} per_million"]) == 3 and min(samples[f"{name} per_million"]) > 0 and len(samples[f"{name} first_call"]) == 1
+
+
+def test_the_corpus_is_used_where_there_is_one(tmp_path):
+    import numpy as np
+
+    for name in ("fineweb_train_000000.bin", "fineweb_val_000000.bin"):
+        write_shard(tmp_path / name, np.arange(400, dtype=np.uint16))
+    cfg = load_config({**SMALL, "DATA_PATH": str(tmp_path), "TOKENIZER_PATH": "absent"})
+    paths, words = bench_shards(cfg, Ranks(), tmp_path / "none")
+    val, table, _ = bench_stream(cfg, Ranks(), 100)
+    assert [p.name for p in paths] == ["fineweb_train_000000.bin"] and words == f"shards of {tmp_path.name}"
+    assert val.tolist() == list(range(97)) and table.base.sum() == cfg.vocab_size
+    with pytest.raises(GolfError, match="no shard matches"):
+        bench_shards(load_config({**SMALL, "DATA_PATH": str(tmp_path / "absent")}), Ranks(), tmp_path, given=True)
+
+
+def test_an_error_in_a_rank_is_one_sentence(tmp_path):
+    import numpy as np
+
+    write_shard(tmp_path / "fineweb_train_000000.bin", np.full(9000, 399, dtype=np.uint16))
+    done = golfnb("bench", "step", "--nproc", 2, "--steps", 3, *WORDS, "VOCAB_SIZE=300", f"DATA_PATH={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and "another tokenizer" in done.stderr
+    assert not (tmp_path / "nbs").exists()
+
+
+@pytest.mark.parametrize("job, settings, said", [
+    (BenchJob("step"), {"DATA_PATH": "absent"}, "no shard matches"),
+    (BenchJob("step", out="no-such-folder/x.json"), {}, "no folder"),
+    (BenchJob("step", out="x.txt"), {}, "end in .json"),
+    (BenchJob("step", against=[{"NUM_HEADS": "7"}]), {}, "divisible"),
+    (BenchJob("eval"), {"EVAL_STRIDE": "64"}, "EVAL_STRIDE"),
+    (BenchJob("startup"), {"RECIPE": "none"}, "RECIPE must be"),
+])
+def test_bad_jobs_are_refused_before_anything_starts(job, settings, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(GolfError, match=said):
+        run_bench(job, 2, {**SMALL, **settings})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "walk"], ["bench", "step", "--steps", "2"], ["bench", "step", "--against", "CLIPS=local"], ["bench", "eval", "--against", "CLIP=local"]])
+def test_bad_command_lines(argv, capsys):
+    from golfnb.cli import main_cli
+
+    try:
+        status = main_cli(argv)
+    except SystemExit as e:
+        status = e.code
+    err = capsys.readouterr().err
+    assert status == 2 and one_sentence(err)
+
+
+def test_the_command_runs_as_a_module(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "golfnb.cli", "bench", "--help"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
+    assert done.returncode == 0 and all(w in done.stdout for w in ("step", "phases", "startup", "eval"))
+
+
+def test_names_blocks_and_settings():
+    assert str(result_path(BenchJob("phases"), "NVIDIA H200", 8)) == "nbs/results/phases_h200_8.json"
+    calls = []
+    each, whole = timed_block(lambda: calls.append(1), 7)
+    assert len(each) == len(calls) == 7 and whole >= 0
+    assert changed_settings(load_config({"SEED": "7", "DATA_PATH": "x"})) == {"recipe": "pr549", "seed": 7}
+
+
+def made_run(folder: Path, seed: int = 1337, shift: float = 0.0) -> Path:
+    "The files of a finished run of 500 steps, invented."
+    folder.mkdir()
+    events = [{"event": "step", "step": s, "loss": 3.0 + shift, "own_loss": 3.0 + shift, "ms": 10.0} for s in range(1, 501)]
+    events += [{"event": "val", "step": s, "loss": 2.5 + shift, "bpb": 1.4} for s in range(0, 501, 100)] + [{"event": "score", "label": "legal_ttt", "ms": 5.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    said = {"seed": seed, "world": 8, "recipe": "pr549", "steps": 500, "device": "NVIDIA H200", "config": {"recipe": "pr549", "iterations": 500, "data_path": "/secret"},
+            "total_bytes": 9_000_000, **{f"{k}_loss": 2.0 + shift for k in ("raw", "ema", "int6", "sliding", "ttt")}}
+    (folder / "summary.json").write_text(json.dumps(said))
+    (folder / "train.log").write_text("golfnb recipe:pr549 seed:1 device:NVIDIA H200 torch:2.11.0+cu130\n")
+    return folder
+
+
+def test_a_run_becomes_a_result(tmp_path):
+    path = record_run(made_run(tmp_path / "run"), into=tmp_path)
+    found = read_result("parity_8gpu_seed1337", tmp_path)
+    assert path.name == "parity_8gpu_seed1337.json" and WHERE <= found.keys() and "secret" not in path.read_text()
+    assert found["versions"]["torch"] == "2.11.0+cu130" and len(found["machine"]["gpus"]) == 8 and found["facts"]["settings"] == {"iterations": 500}
+    run = run_of(found)
+    assert run["step"][:11] == [*range(1, 11), 20] and len(run["step_ms"]) == 500 and run["val_step"] == [0, 100, 200, 300, 400, 500]
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(GolfError, match="finished run"):
+        record_run(tmp_path / "run", into=tmp_path)
+
+
+def test_the_parity_rule(tmp_path):
+    def runs(shift):
+        return [run_of(read_result(record_run(made_run(tmp_path / f"{s}{shift}", s, shift), into=tmp_path).stem, tmp_path)) for s in (1337, 42)]
+
+    reference, close, far = runs(0.0), runs(0.0015), runs(0.025)
+    assert {r["verdict"] for r in parity_rule(close, reference)} == {"holds"}
+    verdicts = {r["what"]: r["verdict"] for r in parity_rule(far, reference)}
+    assert verdicts["(a) step 1, seed 42"] == "misses" and verdicts["(b) validation at 300, seed 42"] == "holds"
+    assert verdicts["(b) validation at 300, mean"] == "misses" and verdicts["(c) TTT, mean"] == "misses"
+    one = {r["what"]: r["verdict"] for r in parity_rule(close[:1], reference)}
+    assert one["(c) TTT, mean"] == "open" and one["(b) validation at 300, seed 1337"] == "holds" and not any("seed 42" in w for w in one)
+    for bad in ([], [{**close[0], "seed": 5}]):
+        with pytest.raises(GolfError, match="same seeds"):
+            parity_rule(bad, reference)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "nbs" / "results").glob("*.json")), ids=lambda p: p.stem)
+def test_every_committed_result_says_where_it_comes_from(path):
+    found = read_result(path.stem, path.parent)
+    assert WHERE <= found.keys() and found["name"] == path.stem and found["date"] and found["machine"] and found["versions"]["torch"]

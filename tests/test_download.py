@@ -1,0 +1,153 @@
+"""Downloading: the real hub client against a small hub: a break in the middle, a resumed transfer, wrong size, wrong hash, 404."""
+import numpy as np
+import pytest
+
+pytest.importorskip("huggingface_hub")
+
+from small_hub import SmallHub
+
+from golfnb.config import GolfError
+from golfnb.data import download_shards, fetch_file, stdlib_documents, train_tokenizer
+from golfnb.shards import read_header, shard_header
+
+REPO = "someone/golf-data"
+DATA = "datasets/datasets/fineweb10B_sp1024"
+TRAIN = [f"{DATA}/fineweb_train_{i:06d}.bin" for i in range(3)]
+
+
+def shard(tokens, seed):
+    return shard_header(tokens) + np.random.default_rng(seed).integers(1, 1000, tokens).astype("<u2").tobytes()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    model = tmp_path_factory.mktemp("m") / "t.model"
+    train_tokenizer(stdlib_documents(["argparse", "collections", "logging", "random", "threading", "turtle", "typing", "unittest"]), model, 1024)
+    return {"datasets/tokenizers/fineweb_1024_bpe.model": model.read_bytes(), f"{DATA}/fineweb_val_000000.bin": shard(5000, 7),
+            f"{DATA}/fineweb_val_000001.bin": shard(300, 8), **{name: shard(400_000, i) for i, name in enumerate(TRAIN)}}
+
+
+@pytest.fixture
+def hub(published, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)  # between attempts
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)  # the client writes whole pieces; its own are 10 MB
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with SmallHub(REPO, dict(published)) as small:
+        yield small
+
+
+def download(hub, out, train_shards=2, **more):
+    said = []
+    download_shards(out, 1024, train_shards, repo=REPO, endpoint=hub.endpoint, say=said.append, **more)
+    return said
+
+
+def target(out, name):
+    return out / name.removeprefix("datasets/")
+
+
+def test_everything_lands_where_recipes_look_for_it_and_once(hub, tmp_path):
+    said = download(hub, tmp_path)
+    wanted = [n for n in hub.files if n != TRAIN[2]]
+    for name in wanted:
+        assert target(tmp_path, name).read_bytes() == hub.files[name]
+    assert len(said) == len(wanted) and read_header(target(tmp_path, TRAIN[1])) == 400_000
+    assert not list(tmp_path.rglob("*.part"))
+    before = len([1 for entry in hub.log if entry[0] == "GET"])
+    again = download(hub, tmp_path)
+    assert len([1 for entry in hub.log if entry[0] == "GET"]) == before and all("there already" in line for line in again)
+    download(hub, tmp_path, 3)
+    assert target(tmp_path, TRAIN[2]).exists()
+
+
+@pytest.mark.parametrize("cuts", [[100_000], [1, 300_000, 50_000]])
+def test_a_line_that_breaks_is_taken_up_again_by_itself(hub, tmp_path, cuts):
+    hub.cuts[TRAIN[0]] = list(cuts)
+    download(hub, tmp_path)
+    assert target(tmp_path, TRAIN[0]).read_bytes() == hub.files[TRAIN[0]]
+    starts = np.cumsum([0, *(cut // 10_000 * 10_000 for cut in cuts)]).tolist()
+    assert [start for start, _ in hub.gets(TRAIN[0])] == starts, "each attempt began where the one before had ended"
+
+
+def test_a_stopped_download_goes_on_in_another_call(hub, tmp_path):
+    hub.cuts[TRAIN[0]], hub.down_after[TRAIN[0]] = [250_000], 1
+    with pytest.raises(GolfError, match=r"fineweb_train_000000.bin stopped at 250,000 of 801,024 bytes .*they are kept") as caught:
+        download(hub, tmp_path)
+    assert "\n" not in str(caught.value) and not target(tmp_path, TRAIN[0]).exists() and len(list(tmp_path.rglob("*.part"))) == 1
+    hub.down_after.clear()
+    download(hub, tmp_path)
+    assert hub.gets(TRAIN[0])[-1] == (250_000, 801_024 - 250_000) and target(tmp_path, TRAIN[0]).read_bytes() == hub.files[TRAIN[0]]
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_file_that_changed_on_the_hub_is_begun_anew(hub, tmp_path):
+    hub.cuts[TRAIN[0]], hub.down_after[TRAIN[0]] = [250_000], 1
+    with pytest.raises(GolfError):
+        download(hub, tmp_path)
+    hub.down_after.clear()
+    hub.files[TRAIN[0]] = shard(400_000, 99)
+    download(hub, tmp_path)
+    assert hub.gets(TRAIN[0])[-1][0] == 0 and target(tmp_path, TRAIN[0]).read_bytes() == hub.files[TRAIN[0]]
+
+
+@pytest.mark.parametrize("stated", [801_023, 801_025, 10])
+def test_a_wrong_size_is_refused(hub, tmp_path, stated):
+    hub.sizes[TRAIN[1]] = stated
+    with pytest.raises(GolfError, match="fineweb_train_000001.bin") as caught:
+        download(hub, tmp_path)
+    assert "\n" not in str(caught.value) and not target(tmp_path, TRAIN[1]).exists() and target(tmp_path, TRAIN[0]).exists()
+
+
+def test_a_header_that_promises_another_size_is_refused(hub, tmp_path):
+    hub.files[TRAIN[0]] = shard_header(400_001) + hub.files[TRAIN[0]][1024:]
+    with pytest.raises(GolfError, match="no sound shard.*400,001 tokens"):
+        download(hub, tmp_path)
+    assert not list(tmp_path.rglob("*train*"))
+
+
+def test_a_wrong_hash_is_refused(hub, tmp_path):
+    hub.hashes[TRAIN[0]] = "0" * 64
+    with pytest.raises(GolfError, match="SHA-256 000000000000"):
+        download(hub, tmp_path)
+    assert not list(tmp_path.rglob("*train*"))
+
+
+def test_what_the_hub_lacks_is_said_in_a_sentence(hub, tmp_path):
+    with pytest.raises(GolfError, match="at least 4 train shards.*found 3"):
+        download(hub, tmp_path, 4)
+    with pytest.raises(GolfError, match="fineweb_8192_bpe.model, found none"):
+        download_shards(tmp_path, 8192, 1, repo=REPO, endpoint=hub.endpoint)
+    with pytest.raises(GolfError, match="no such repository"):
+        download_shards(tmp_path, 1024, 1, repo="someone/else", endpoint=hub.endpoint)
+    del hub.files[f"{DATA}/fineweb_val_000000.bin"]
+    with pytest.raises(GolfError, match="at least 1 val shards"):
+        download(hub, tmp_path / "new")
+
+
+def test_a_foreign_file_under_the_name_is_left_alone(hub, tmp_path):
+    path = target(tmp_path, TRAIN[0])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"mine")
+    with pytest.raises(GolfError, match="move it away"):
+        download(hub, tmp_path)
+    assert path.read_bytes() == b"mine"
+
+
+def test_no_hub_at_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(GolfError, match="cannot ask the hub") as caught:
+        fetch_file("http://127.0.0.1:9/datasets/a/b/resolve/main/x.bin", tmp_path / "x.bin")
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_the_command(hub, tmp_path, monkeypatch, capsys):
+    from golfnb.cli import main_cli
+
+    monkeypatch.chdir(tmp_path)
+    words = ["data", "download", "--repo", REPO, "--endpoint", hub.endpoint, "--out", "d", "--train-shards"]
+    assert main_cli([*words, "1"]) == 0
+    assert "TOKENIZER_PATH=d/tokenizers/fineweb_1024_bpe.model" in capsys.readouterr().out and (tmp_path / "d/datasets/fineweb10B_sp1024/fineweb_train_000000.bin").exists()
+    assert main_cli([*words, "9"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("golfnb: ") and "found 3" in said
