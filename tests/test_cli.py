@@ -73,7 +73,7 @@ def test_audit_writes_its_report_beside_the_artifact(trained, tmp_path, capsys, 
     assert main_cli([*score, str(tmp_path / "other.bin")]) == 0
     report = json.loads((tmp_path / "copy.audit.json").read_text())
     assert report["legal"] and len(report["findings"]) == 9 and report["artifact"] == "copy.golf" and "every condition holds" in capsys.readouterr().out
-    monkeypatch.setattr("golfnb.ttt.audit_score", lambda *a: {"legal": False, "findings": [finding("single pass", "files", False, "planted")]})
+    monkeypatch.setattr("golfnb.ttt.audit_score", lambda *a: {"legal": False, "findings": [finding("single pass", "files", False, "planted") | {"scorer": "files"}]})
     assert main_cli([*score, str(tmp_path / "other.bin")]) == 1, "what fails is no success"
     assert not json.loads((tmp_path / "copy.audit.json").read_text())["legal"] and "NOT legal" in capsys.readouterr().out
 
