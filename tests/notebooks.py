@@ -2,12 +2,15 @@
 
     python tests/notebooks.py run [NB ...]     execute, clean, write the outputs back
     python tests/notebooks.py check [NB ...]   execute, and fail where a kept text output is not what the code prints
+    python tests/notebooks.py text [NB ...]    notebooks as editable text: nbs/X.ipynb -> .text/X.py (jupytext, py:percent)
+    python tests/notebooks.py sync [NB ...]    and back: .text/X.py -> nbs/X.ipynb (outputs kept) -> golfnb/X.py, then `run`
 
 Several notebooks run in parallel processes; each runs in a fresh kernel with one thread and a fixed hash seed.
 """
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
-NBS = ROOT / "nbs"
+NBS, TEXT = ROOT / "nbs", ROOT / ".text"
 MAX_BYTES, MAX_SECONDS = 150_000, 90
 VOLATILE = re.compile(r"0x[0-9a-f]{6,}")
 
@@ -105,13 +108,37 @@ def one(path: Path, write: bool) -> str | None:
     return None
 
 
+def jupytext(*argv: str) -> None:
+    subprocess.run([sys.executable, "-m", "jupytext", "--quiet", *argv], check=True, cwd=ROOT)
+
+
+def to_text(path: Path) -> None:
+    "The notebook's text, for an editor."
+    TEXT.mkdir(exist_ok=True)
+    jupytext("--to", "py:percent", "-o", str(TEXT / f"{path.stem}.py"), str(path))
+
+
+def from_text(path: Path) -> None:
+    "The notebook from its text, and the module from the notebook."
+    from nbdev.export import nb_export
+
+    jupytext("--to", "ipynb", "--update", "-o", str(path), str(TEXT / f"{path.stem}.py"))
+    path.write_text(dump(clean(nbformat.read(path, as_version=4))), encoding="utf-8")
+    nb_export(path, lib_path=str(ROOT / "golfnb"))
+
+
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] not in ("run", "check"):
+    if not argv or argv[0] not in ("run", "check", "text", "sync"):
         print(__doc__)
         return 2
+    if argv[0] in ("text", "sync"):
+        for path in [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb")):
+            (to_text if argv[0] == "text" else from_text)(path)
+        if argv[0] == "text":
+            return 0
     paths = [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb"))
     with ThreadPoolExecutor(max_workers=max(1, min(len(paths), os.cpu_count() or 1))) as pool:
-        problems = [p for p in pool.map(lambda q: one(q, argv[0] == "run"), paths) if p]
+        problems = [p for p in pool.map(lambda q: one(q, argv[0] != "check"), paths) if p]
     for p in problems:
         print(p, file=sys.stderr)
     print(f"{len(paths) - len(problems)} of {len(paths)} notebooks in order")
