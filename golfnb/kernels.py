@@ -9,7 +9,7 @@ __all__ = ['KERNELS_ON', 'HEAD_ROWS', 'heads_op', 'heads_grad_op', 'XSA_ROWS', '
            'heads_grad_shapes', 'FusedHeads', 'fused_heads', 'heads_fit', 'xsa_forward_kernel', 'xsa_backward_kernel',
            'rows_apart', 'xsa_run', 'xsa_shapes', 'xsa_grad_run', 'xsa_grad_shapes', 'FusedExclusive',
            'fused_exclusive', 'mlp_product_kernel', 'mlp_launch', 'mlp_up_run', 'mlp_up_shapes', 'mlp_down_grad_run',
-           'mlp_down_grad_shapes', 'FusedMlp', 'fused_mlp']
+           'mlp_down_grad_shapes', 'FusedMlp', 'fused_mlp', 'mlp_fit']
 
 # %% ../nbs/07_kernels.ipynb #b03661f7
 import functools
@@ -394,3 +394,8 @@ def fused_mlp(n: torch.Tensor,     # [..., D]
               ) -> torch.Tensor:   # [..., D]
     "Twin of linear, `squared_leaky`, linear. GolfError where no kernel can run."
     return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled())
+
+
+def mlp_fit(up: torch.Tensor) -> bool:
+    "Whether the rows of [hidden, D] and of its transpose start on 16 bytes each, as the bulk copies of the kernel need."
+    return all(n * up.element_size() % 16 == 0 for n in up.shape)

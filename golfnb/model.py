@@ -22,7 +22,7 @@ import torch.nn.functional as F
 # %% ../nbs/08_model.ipynb #beb9d52f
 from .banks import make_banks, rebank, unbank
 from .config import Config, GolfError, config_from_settings
-from .kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, use_kernels
+from .kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, use_kernels
 from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, rms_norm, rotary_tables, smear, softcap,
                            squared_leaky)
 from .layout import SMALL_MATRIX, Layout, model_layout
@@ -150,7 +150,7 @@ def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
                w: BlockWeights, block: BlockTraits, taps: dict | None,
                ) -> torch.Tensor:  # [B, T, D]
     "Up, squared leaky ReLU, down, weigh."
-    if taps is None and use_kernels(n, "mlp"):
+    if taps is None and use_kernels(n, "mlp") and mlp_fit(w.up):
         if use_kernels(n, "fold"):
             return fused_mlp(n, w.up, folded_weight(w.down, w.mlp_scale), block.slope)
         return w.mlp_scale.to(n.dtype) * fused_mlp(n, w.up, w.down, block.slope)

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 48efd9015cac6666 | Apache-2.0
+# recipe pr549 | source sha256 ee8b9e731bb1c088 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1650,6 +1650,10 @@ def fused_mlp(n: torch.Tensor,     # [..., D]
     "Twin of linear, `squared_leaky`, linear. GolfError where no kernel can run."
     return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled())
 
+def mlp_fit(up: torch.Tensor) -> bool:
+    "Whether the rows of [hidden, D] and of its transpose start on 16 bytes each, as the bulk copies of the kernel need."
+    return all(n * up.element_size() % 16 == 0 for n in up.shape)
+
 # ---- model ----
 
 def table_shapes(cfg: Config) -> dict[str, tuple[int, int]]:
@@ -1763,7 +1767,7 @@ def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
                w: BlockWeights, block: BlockTraits, taps: dict | None,
                ) -> torch.Tensor:  # [B, T, D]
     "Up, squared leaky ReLU, down, weigh."
-    if taps is None and use_kernels(n, "mlp"):
+    if taps is None and use_kernels(n, "mlp") and mlp_fit(w.up):
         if use_kernels(n, "fold"):
             return fused_mlp(n, w.up, folded_weight(w.down, w.mlp_scale), block.slope)
         return w.mlp_scale.to(n.dtype) * fused_mlp(n, w.up, w.down, block.slope)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from golfnb.config import GolfError
-from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, triton, use_kernels
+from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, use_kernels
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
 
 CASES = """
@@ -156,6 +156,7 @@ def test_refusals(monkeypatch):
             with pytest.raises(GolfError, match="use the plain functions"):
                 call(dtype)
     assert heads_fit(64, 16) and heads_fit(32, 32) and not any(heads_fit(*a) for a in ((64, 12), (48, 16), (64, 0), (16, 32)))
+    assert mlp_fit(torch.empty(24, 16)) and mlp_fit(torch.empty(24, 16, dtype=torch.bfloat16)) and not mlp_fit(torch.empty(24, 12, dtype=torch.bfloat16))
 
 
 def gpu_apart(twin, plain, *inputs):
