@@ -344,12 +344,12 @@ class ParallelMuon:
         for bank in self.banks.values():
             bank.accumulate()
 
-    def publish(self, tensors: dict | None = None, project=None):
-        "Write every replica from the masters (or from `tensors`: bank name -> my shard), through `project` if given; returns when done."
+    def publish(self, project=None):
+        "Write every replica from the masters, through `project` if given; returns when done."
         handles = []
         for name in self.plan.work:
-            source = self.banks[name].master if tensors is None else tensors[name]
-            handles.append(self.banks[name].publish(project(name, source) if project else source))
+            master = self.banks[name].master
+            handles.append(self.banks[name].publish(project(name, master) if project else master))
         for h in handles:
             if h is not None:
                 h.wait()

@@ -20,7 +20,7 @@ from .averaging import Ema, Swa, average_of
 from .config import Config
 from .grid import clip_ratio, round_to_grid
 from .layers import softcap_loss
-from .parallel_muon import CONTROL_WORDS, ParallelMuon, Ranks, engine_tensors, restore, snapshot
+from .parallel_muon import CONTROL_WORDS, ParallelMuon, engine_tensors, restore, snapshot
 
 # %% ../nbs/15_train.ipynb #c2bf94e7
 def momentum_at(cfg: Config, step: int) -> float:

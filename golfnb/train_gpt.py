@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 ee8b9e731bb1c088 | Apache-2.0
+# recipe pr549 | source sha256 73fff98ca5f86d51 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2528,12 +2528,12 @@ class ParallelMuon:
         for bank in self.banks.values():
             bank.accumulate()
 
-    def publish(self, tensors: dict | None = None, project=None):
-        "Write every replica from the masters (or from `tensors`: bank name -> my shard), through `project` if given; returns when done."
+    def publish(self, project=None):
+        "Write every replica from the masters, through `project` if given; returns when done."
         handles = []
         for name in self.plan.work:
-            source = self.banks[name].master if tensors is None else tensors[name]
-            handles.append(self.banks[name].publish(project(name, source) if project else source))
+            master = self.banks[name].master
+            handles.append(self.banks[name].publish(project(name, master) if project else master))
         for h in handles:
             if h is not None:
                 h.wait()

@@ -1,8 +1,5 @@
 """The script generator: every rule refused with a sentence, scoping as Python's, packed and readable alike; and the real script."""
 import ast
-import inspect
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,6 @@
 """One source: the generated script, readable and packed, trains bit for bit as the package does; published commands run."""
 import json
 import re
-from pathlib import Path
 
 import pytest
 from tiny import TINY, tiny_data, torchrun

@@ -1,6 +1,5 @@
 """Shards: round trip, every kind of damage in a sentence, nothing half written."""
 import os
-import resource
 import subprocess
 import sys
 
