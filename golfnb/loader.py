@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from .config import Config, GolfError
-from .shards import BOS_ID, open_shard, read_header
+from .shards import BOS_ID, read_header, read_span
 
 # %% ../nbs/03_loader.ipynb #eefeaac9
 class WindowSampler:
@@ -38,15 +38,12 @@ class WindowSampler:
         self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
         self.tokens = [read_header(p) for p in self.paths]
         self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
-        self.maps: dict[int, np.ndarray] = {}
 
-    def shard_tokens(self, shard: int) -> np.ndarray: # index of a shard -> uint16 [n], mapped once, looked at every time
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count]
         found = read_header(self.paths[shard])
         if found != self.tokens[shard]:
             raise GolfError(f"shard {self.paths[shard]} must keep its {self.tokens[shard]:,} tokens while training runs, found {found:,}: do not change shards in use")
-        if shard not in self.maps:
-            self.maps[shard] = open_shard(self.paths[shard])
-        return self.maps[shard]
+        return read_span(self.paths[shard], begin, count)
 
     def check_state(self, state: dict) -> None: # what state() gave; raises GolfError for another order or corpus
         found = (state.get("order"), state.get("corpus"))
@@ -70,7 +67,8 @@ class SequentialSampler(WindowSampler):
         parts, room, at = [], self.span, self.begin
         while room:
             shard = self.shard_at(at)
-            part = self.shard_tokens(shard)[at - self.ends[shard]:][:room]
+            left = int(self.ends[shard]) - at
+            part = self.read(shard, self.tokens[shard] - left, min(left, room))
             parts.append(part)
             room, at = room - part.size, (at + part.size) % self.total
         return np.lib.stride_tricks.sliding_window_view(np.concatenate(parts), self.seq_len + 1)[:: self.seq_len]
@@ -162,7 +160,7 @@ class CoprimeSampler(WindowSampler):
     def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1]
         "The next rows of this rank."
         self.mine = self.plan()[self.rank :: self.world]
-        return np.stack([self.shard_tokens(shard)[at : at + self.seq_len + 1] for shard, at in self.mine])
+        return np.stack([self.read(shard, at, self.seq_len + 1) for shard, at in self.mine])
     def source(self, row: int) -> Path: # row of the last batch -> its shard
         return self.paths[self.mine[row][0]]
     def state(self) -> dict: # JSON-able
@@ -225,7 +223,7 @@ def draw_group(sampler: WindowSampler, # its shards, its seed
     "The documents of one group of shards, in their order."
     order = np.random.default_rng([sampler.seed, lap]).permutation(len(sampler.paths))
     chosen = order[number * GROUP_SHARDS :][:GROUP_SHARDS].tolist()
-    index = [(shard, *index_documents(sampler.shard_tokens(shard))) for shard in chosen]
+    index = [(shard, *index_documents(sampler.read(shard, 0, sampler.tokens[shard]))) for shard in chosen]
     mix = np.random.default_rng([sampler.seed, lap, number]).permutation(sum(starts.size for _, starts, _ in index))
     shards = np.concatenate([np.full(starts.size, shard) for shard, starts, _ in index])[mix]
     starts, lengths = (np.concatenate(parts)[mix] for parts in list(zip(*index))[1:])
@@ -298,7 +296,7 @@ def packed_row(sampler: PackedSampler, # its groups and shards
         if skip + take > 1:
             first = int(group.starts[document]) + max(skip - 1, 0)
             bos = int(skip == 0)
-            row[filled + bos : filled + take] = sampler.shard_tokens(int(group.shards[document]))[first : first + take - bos]
+            row[filled + bos : filled + take] = sampler.read(int(group.shards[document]), first, take - bos)
         filled, at = filled + take, at + take
     return row
 

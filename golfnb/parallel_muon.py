@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean', 'wait_mean', 'gather_into', 'muon_one',
            'muon_update', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
-           'squared_norm', 'Recorded', 'ParallelMuon', 'replicated_groups', 'apply_masks', 'engine_launch', 'stage',
+           'squared_norm', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks', 'engine_launch', 'stage',
            'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank', 'engine_tensors',
            'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
 
@@ -292,7 +292,7 @@ class Recorded:
             self.graph.replay()
 
 # %% ../nbs/13_parallel_muon.ipynb #b9e072a9
-class ParallelMuon:
+class Engine:
     "Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
 
     def __init__(self, roles: dict, # {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}
@@ -367,7 +367,7 @@ def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float,
     return made
 
 # %% ../nbs/13_parallel_muon.ipynb #3ec8b5c0
-def apply_masks(self: ParallelMuon):
+def apply_masks(self: Engine):
     "Multiply the gradients of masked parameters by their masks."
     for name, mask in self.masks.items():
         owner = self.banks[name].replica if name in self.banks else next(g.params[name] for g in self.groups if name in g.params)
@@ -375,8 +375,8 @@ def apply_masks(self: ParallelMuon):
             owner.grad.mul_(mask)
 
 
-def engine_launch(self: ParallelMuon, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
-    "First half of a step (see `ParallelMuon.launch`)."
+def engine_launch(self: Engine, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
+    "First half of a step (see `Engine.launch`)."
     apply_masks(self)
     grads = {n: b.whole() for n, b in self.banks.items()}
     for g in self.groups:
@@ -395,7 +395,7 @@ def engine_launch(self: ParallelMuon, loss, elapsed_ms: float, stop: bool) -> to
     return self.control
 
 # %% ../nbs/13_parallel_muon.ipynb #16cb2b18
-def stage(self: ParallelMuon, grads: dict):
+def stage(self: Engine, grads: dict):
     "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`."
     dtypes = {n: g.dtype for n, g in grads.items()}
     if {n: t.dtype for n, t in self.staged.items()} != dtypes:
@@ -405,7 +405,7 @@ def stage(self: ParallelMuon, grads: dict):
     torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
 
 
-def clip_local(self: ParallelMuon):
+def clip_local(self: Engine):
     "Measure this rank's gradient and scale it, banks into `wires`, the small ones in place."
     small = [g.grad for g in self.groups]
     norm_sq = squared_norm([*self.staged.values(), *small], self.full)
@@ -416,8 +416,8 @@ def clip_local(self: ParallelMuon):
     torch._foreach_mul_(small, factor)
 
 # %% ../nbs/13_parallel_muon.ipynb #cde58eef
-def engine_finish(self: ParallelMuon, multiplier, mu: float, project):
-    "Second half of a step (see `ParallelMuon.finish`)."
+def engine_finish(self: Engine, multiplier, mu: float, project):
+    "Second half of a step (see `Engine.finish`)."
     for knob, value in ((self.multiplier, multiplier), (self.momentum, mu)):
         knob.copy_(value) if isinstance(value, torch.Tensor) else knob.fill_(value)
     if self.clip == "global":
@@ -433,7 +433,7 @@ def engine_finish(self: ParallelMuon, multiplier, mu: float, project):
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def clip_global(self: ParallelMuon):
+def clip_global(self: Engine):
     "Wait for all mean gradients, put their squared norm into the control vector and the clip factor of the step into `factor`."
     for n in self.plan.scatter:
         self.banks[n].arrive()
@@ -444,7 +444,7 @@ def clip_global(self: ParallelMuon):
     self.factor.copy_(clip_factor(norm_sq, self.max_norm))
 
 
-def finish_bank(self: ParallelMuon, name: str, project, ready):
+def finish_bank(self: Engine, name: str, project, ready):
     "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle."
     bank, stream = self.banks[name], self.streams.get(name)
     with torch.cuda.stream(stream):  # does nothing where there is no stream
@@ -455,7 +455,7 @@ def finish_bank(self: ParallelMuon, name: str, project, ready):
         return bank.send() if project is None else bank.publish(project(name, bank.master))
 
 # %% ../nbs/13_parallel_muon.ipynb #205ca841
-def update_small(self: ParallelMuon):
+def update_small(self: Engine):
     "Count the step and update every replicated group, in place; its gradients are sums over the ranks, so the factor makes them means."
     self.count += self.ok
     factor = self.factor / self.ranks.world
@@ -469,7 +469,7 @@ def update_small(self: ParallelMuon):
                 g.flat.copy_(g.master)
 
 
-def update_bank(self: ParallelMuon, name: str):
+def update_bank(self: Engine, name: str):
     "Update my slots of a bank from their mean gradient, and put the rounded weights into `outgoing`."
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
@@ -480,12 +480,12 @@ def update_bank(self: ParallelMuon, name: str):
     bank.outgoing.copy_(bank.master)
 
 # %% ../nbs/13_parallel_muon.ipynb #e9c86ee4
-def engine_tensors(self: ParallelMuon) -> list:
+def engine_tensors(self: Engine) -> list:
     "What an average follows: my shard of every bank's masters (layout order), then the flat replicated groups."
     return [self.banks[s.name].master for s in self.layout.banks] + [g.master for g in self.groups]
 
 
-def engine_gather(self: ParallelMuon, tensors: list | None = None) -> tuple[dict, dict]:
+def engine_gather(self: Engine, tensors: list | None = None) -> tuple[dict, dict]:
     "(banks, others): whole fp32 banks [n, r, c] by bank name and the replicated tensors by parameter name, from masters or from an average of `engine_tensors`."
     tensors = engine_tensors(self) if tensors is None else tensors
     banks, others = {}, {}
@@ -500,7 +500,7 @@ def engine_gather(self: ParallelMuon, tensors: list | None = None) -> tuple[dict
 
 
 @torch.no_grad()
-def engine_load(self: ParallelMuon, banks: dict, others: dict):
+def engine_load(self: Engine, banks: dict, others: dict):
     "Set masters from whole tensors (fp32, as `engine_gather` gives) and publish them; momenta are untouched."
     for spec in self.layout.banks:
         b = self.banks[spec.name]
@@ -513,7 +513,7 @@ def engine_load(self: ParallelMuon, banks: dict, others: dict):
     self.publish()
 
 # %% ../nbs/13_parallel_muon.ipynb #5b5e2daa
-def engine_state(self: ParallelMuon) -> list:
+def engine_state(self: Engine) -> list:
     "Every tensor that a step changes on this rank (not the replicas, which follow from the masters)."
     state = [t for b in self.banks.values() for t in (b.master, b.momentum)]
     for g in self.groups:
@@ -521,12 +521,12 @@ def engine_state(self: ParallelMuon) -> list:
     return state + [self.count]
 
 
-def snapshot(self: ParallelMuon) -> list:
+def snapshot(self: Engine) -> list:
     "A copy of the engine's state."
     return [t.clone() for t in engine_state(self)]
 
 
-def restore(self: ParallelMuon, saved: list):
+def restore(self: Engine, saved: list):
     "Back to a snapshot, gradients dropped, replicas published."
     for t, s in zip(engine_state(self), saved):
         t.copy_(s)
@@ -539,8 +539,8 @@ def restore(self: ParallelMuon, saved: list):
 
 # %% ../nbs/13_parallel_muon.ipynb #1ee39499
 def make_engine(model: torch.nn.Module, # has role_params()
-                layout: Layout, cfg: Config, ranks: Ranks, debug: bool = False) -> ParallelMuon:
+                layout: Layout, cfg: Config, ranks: Ranks, debug: bool = False) -> Engine:
     "The engine a recipe describes, on a model of golfnb."
-    return ParallelMuon(model.role_params(), layout, ranks, plan=make_plan(layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
+    return Engine(model.role_params(), layout, ranks, plan=make_plan(layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
                         table_lr=cfg.tied_embed_lr, scalar_lr=cfg.scalar_lr, adam_wd=cfg.adam_wd, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
                         clip=cfg.clip, max_norm=cfg.grad_clip_norm, method=cfg.ns, ns_steps=cfg.muon_backend_steps, debug=debug)

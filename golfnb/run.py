@@ -26,9 +26,9 @@ from .evaluate import plain_loss, sliding_loss
 from .layout import Layout, model_layout
 from .loader import Loader, make_sampler
 from .model import Golf, init_model, load_named, named_state
-from .parallel_muon import ParallelMuon, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
+from .parallel_muon import Engine, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
 from .quantize import calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
-from .shards import atomic_write, check_disjoint, find_shards, open_shard, val_tokens
+from .shards import atomic_write, check_disjoint, find_shards, read_header, read_span, val_tokens
 from .train import RunLog, TrainResult, train, training_loss, warm_up
 from .ttt import score_first
 
@@ -77,7 +77,7 @@ def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.nd
     "Counts [vocab] of the first `limit` training tokens. GolfError on a token outside the vocabulary."
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
-        tokens = np.asarray(open_shard(path)[:limit])
+        tokens = read_span(path, 0, min(limit, read_header(path)))
         if tokens.size and int(tokens.max()) >= vocab_size:
             raise GolfError(f"{path} holds token {int(tokens.max())}, but VOCAB_SIZE is {vocab_size}: use the tokenizer the shards were made with")
         counts += np.bincount(tokens, minlength=vocab_size)
@@ -114,7 +114,7 @@ class Machine:
     "A model with its engine and the functions that run it."
     model: Golf
     layout: Layout
-    engine: ParallelMuon
+    engine: Engine
     loss_fn: object # (ids, targets) -> mean loss
     forward: object # (ids, keep) -> logits before the softcap
 

@@ -20,7 +20,7 @@ from .averaging import Ema, Swa, average_of
 from .config import Config
 from .grid import clip_ratio, round_to_grid
 from .layers import softcap_loss
-from .parallel_muon import CONTROL_WORDS, ParallelMuon, engine_tensors, restore, snapshot
+from .parallel_muon import CONTROL_WORDS, Engine, engine_tensors, restore, snapshot
 
 # %% ../nbs/15_train.ipynb #c2bf94e7
 def momentum_at(cfg: Config, step: int) -> float:
@@ -96,7 +96,7 @@ def should_stop(cfg: Config, step: int, elapsed_ms: float) -> bool:
 class GridProjector:
     "Rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
 
-    def __init__(self, engine: ParallelMuon, floor: bool, qmax: int = 31):
+    def __init__(self, engine: Engine, floor: bool, qmax: int = 31):
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
             mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
@@ -145,7 +145,7 @@ class RunLog:
         self.files = []
 
 # %% ../nbs/15_train.ipynb #1485001c
-def micro_steps(loss_fn, loader, engine: ParallelMuon, accum: int) -> torch.Tensor:
+def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
     total = None
     for _ in range(accum):
@@ -165,7 +165,7 @@ def training_loss(model, cap: float):
     return loss_of
 
 # %% ../nbs/15_train.ipynb #e0e61396
-def warm_up(cfg: Config, loss_fn, loader, engine: ParallelMuon, log: RunLog):
+def warm_up(cfg: Config, loss_fn, loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` real steps, then restore everything as if they had not been."
     if cfg.warmup_steps <= 0:
         return
@@ -188,7 +188,7 @@ SWA_BELOW = 0.2
 class Averages:
     "The averages a recipe asks for, over the engine's own shards."
 
-    def __init__(self, cfg: Config, engine: ParallelMuon):
+    def __init__(self, cfg: Config, engine: Engine):
         self.cfg, self.engine, self.mode = cfg, engine, cfg.averaging
         self.ema = Ema(engine_tensors(engine), cfg.ema_decay) if "ema" in self.mode else None
         self.swa = Swa(engine_tensors(engine)) if "swa" in self.mode else None
@@ -253,7 +253,7 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
         state.qat_due = True
 
 # %% ../nbs/15_train.ipynb #52237f04
-def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, state: LoopState, log: RunLog):
+def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: LoopState, log: RunLog):
     "Step `step` (0-based) of the loop."
     elapsed = state.clock.read()
     state.starts.append(elapsed)
@@ -270,7 +270,7 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, stat
         read_control(cfg, state, values, log)
 
 
-def validate_now(cfg: Config, step: int, engine: ParallelMuon, state: LoopState, validate, log: RunLog):
+def validate_now(cfg: Config, step: int, engine: Engine, state: LoopState, validate, log: RunLog):
     "Stop the clock, publish unrounded masters, validate, put the rounded ones back."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
@@ -289,7 +289,7 @@ def validate_now(cfg: Config, step: int, engine: ParallelMuon, state: LoopState,
 def train(cfg: Config,
           loss_fn, # (ids, targets) -> mean loss, 0-dim
           loader, # has next() -> (ids, targets), both int64 [rows, T] on the device
-          engine: ParallelMuon,
+          engine: Engine,
           log: RunLog | None = None,
           validate=None, # () -> (loss in nats a token, bits per byte), or None
           now=time.perf_counter) -> TrainResult: # the clock, in seconds
@@ -309,7 +309,7 @@ def train(cfg: Config,
     return end_training(cfg, step, engine, state, log)
 
 
-def end_training(cfg: Config, step: int, engine: ParallelMuon, state: LoopState, log: RunLog) -> TrainResult:
+def end_training(cfg: Config, step: int, engine: Engine, state: LoopState, log: RunLog) -> TrainResult:
     "Read what is still queued, stop the clock, leave unrounded masters in the replica."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 73fff98ca5f86d51 | Apache-2.0
+# recipe pr549 | source sha256 dad011817b39d401 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -505,10 +505,21 @@ def _checked_header(path: str, # a shard
         raise GolfError(f"shard {path} promises {tokens:,} tokens and must have {HEADER_BYTES + 2 * max(tokens, 0):,} bytes, found {size:,}: it is cut off or damaged, copy or build it again")
     return tokens
 
-def open_shard(path: str | Path, # a shard
-              ) -> np.memmap: # uint16 [n], read from disk as it is touched
-    "Map a shard's tokens. Raises GolfError as read_header does."
-    return np.memmap(path, "<u2", "r", HEADER_BYTES, (read_header(path),))
+def read_span(path: str | Path, # a shard
+              begin: int, # first token
+              count: int, # tokens
+             ) -> np.ndarray: # uint16 [count], a copy
+    "Tokens begin .. begin + count of a shard. Raises GolfError as read_header does, and where the file ends before the span."
+    tokens = read_header(path)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(HEADER_BYTES + 2 * begin)
+            part = np.fromfile(file, "<u2", count)
+    except OSError as error:
+        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
+    if part.size != count:
+        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,} of {tokens:,}, found {part.size:,} of them: it is cut off or damaged, copy or build it again")
+    return part
 
 def find_shards(pattern: str | Path, # path of a shard, or a pattern with * and ?
                ) -> list[Path]: # sorted
@@ -526,7 +537,8 @@ def read_tokens(pattern: str | Path, # path or pattern of shards
     "The joined tokens of all matching shards. Raises GolfError for a bad shard or a token outside the vocabulary."
     parts, room = [], limit
     for path in find_shards(pattern):
-        part = np.array(open_shard(path)[:room])
+        tokens = read_header(path)
+        part = read_span(path, 0, tokens if room is None else min(tokens, room))
         if vocab_size is not None and part.size and part.max() >= vocab_size:
             at = int(np.argmax(part >= vocab_size))
             raise GolfError(f"tokens of {path} must be below the vocabulary size {vocab_size}, found {part[at]} at position {at:,}: the shard belongs to another tokenizer")
@@ -578,15 +590,12 @@ class WindowSampler:
         self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
         self.tokens = [read_header(p) for p in self.paths]
         self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
-        self.maps: dict[int, np.ndarray] = {}
 
-    def shard_tokens(self, shard: int) -> np.ndarray: # index of a shard -> uint16 [n], mapped once, looked at every time
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count]
         found = read_header(self.paths[shard])
         if found != self.tokens[shard]:
             raise GolfError(f"shard {self.paths[shard]} must keep its {self.tokens[shard]:,} tokens while training runs, found {found:,}: do not change shards in use")
-        if shard not in self.maps:
-            self.maps[shard] = open_shard(self.paths[shard])
-        return self.maps[shard]
+        return read_span(self.paths[shard], begin, count)
 
     def check_state(self, state: dict) -> None: # what state() gave; raises GolfError for another order or corpus
         found = (state.get("order"), state.get("corpus"))
@@ -609,7 +618,8 @@ class SequentialSampler(WindowSampler):
         parts, room, at = [], self.span, self.begin
         while room:
             shard = self.shard_at(at)
-            part = self.shard_tokens(shard)[at - self.ends[shard]:][:room]
+            left = int(self.ends[shard]) - at
+            part = self.read(shard, self.tokens[shard] - left, min(left, room))
             parts.append(part)
             room, at = room - part.size, (at + part.size) % self.total
         return np.lib.stride_tricks.sliding_window_view(np.concatenate(parts), self.seq_len + 1)[:: self.seq_len]
@@ -696,7 +706,7 @@ class CoprimeSampler(WindowSampler):
     def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1]
         "The next rows of this rank."
         self.mine = self.plan()[self.rank :: self.world]
-        return np.stack([self.shard_tokens(shard)[at : at + self.seq_len + 1] for shard, at in self.mine])
+        return np.stack([self.read(shard, at, self.seq_len + 1) for shard, at in self.mine])
     def source(self, row: int) -> Path: # row of the last batch -> its shard
         return self.paths[self.mine[row][0]]
     def state(self) -> dict: # JSON-able
@@ -756,7 +766,7 @@ def draw_group(sampler: WindowSampler, # its shards, its seed
     "The documents of one group of shards, in their order."
     order = np.random.default_rng([sampler.seed, lap]).permutation(len(sampler.paths))
     chosen = order[number * GROUP_SHARDS :][:GROUP_SHARDS].tolist()
-    index = [(shard, *index_documents(sampler.shard_tokens(shard))) for shard in chosen]
+    index = [(shard, *index_documents(sampler.read(shard, 0, sampler.tokens[shard]))) for shard in chosen]
     mix = np.random.default_rng([sampler.seed, lap, number]).permutation(sum(starts.size for _, starts, _ in index))
     shards = np.concatenate([np.full(starts.size, shard) for shard, starts, _ in index])[mix]
     starts, lengths = (np.concatenate(parts)[mix] for parts in list(zip(*index))[1:])
@@ -825,7 +835,7 @@ def packed_row(sampler: PackedSampler, # its groups and shards
         if skip + take > 1:
             first = int(group.starts[document]) + max(skip - 1, 0)
             bos = int(skip == 0)
-            row[filled + bos : filled + take] = sampler.shard_tokens(int(group.shards[document]))[first : first + take - bos]
+            row[filled + bos : filled + take] = sampler.read(int(group.shards[document]), first, take - bos)
         filled, at = filled + take, at + take
     return row
 
@@ -2476,7 +2486,7 @@ class Recorded:
                 self.fn()
             self.graph.replay()
 
-class ParallelMuon:
+class Engine:
     "Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
 
     def __init__(self, roles: dict, # {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}
@@ -2549,15 +2559,15 @@ def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float,
         made.append(Replicated(some, lr, {k: wd for k in some}, masters and d.itemsize < 4, tail=0 if made else len(CONTROL_WORDS)))
     return made
 
-def apply_masks(self: ParallelMuon):
+def apply_masks(self: Engine):
     "Multiply the gradients of masked parameters by their masks."
     for name, mask in self.masks.items():
         owner = self.banks[name].replica if name in self.banks else next(g.params[name] for g in self.groups if name in g.params)
         if owner.grad is not None:
             owner.grad.mul_(mask)
 
-def engine_launch(self: ParallelMuon, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
-    "First half of a step (see `ParallelMuon.launch`)."
+def engine_launch(self: Engine, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
+    "First half of a step (see `Engine.launch`)."
     apply_masks(self)
     grads = {n: b.whole() for n, b in self.banks.items()}
     for g in self.groups:
@@ -2575,7 +2585,7 @@ def engine_launch(self: ParallelMuon, loss, elapsed_ms: float, stop: bool) -> to
             b.replica.data.fill_(float("nan"))
     return self.control
 
-def stage(self: ParallelMuon, grads: dict):
+def stage(self: Engine, grads: dict):
     "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`."
     dtypes = {n: g.dtype for n, g in grads.items()}
     if {n: t.dtype for n, t in self.staged.items()} != dtypes:
@@ -2584,7 +2594,7 @@ def stage(self: ParallelMuon, grads: dict):
         self.clip_step = Recorded(lambda: clip_local(self), self.device)
     torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
 
-def clip_local(self: ParallelMuon):
+def clip_local(self: Engine):
     "Measure this rank's gradient and scale it, banks into `wires`, the small ones in place."
     small = [g.grad for g in self.groups]
     norm_sq = squared_norm([*self.staged.values(), *small], self.full)
@@ -2594,8 +2604,8 @@ def clip_local(self: ParallelMuon):
         torch.mul(g, factor, out=self.wires[n])
     torch._foreach_mul_(small, factor)
 
-def engine_finish(self: ParallelMuon, multiplier, mu: float, project):
-    "Second half of a step (see `ParallelMuon.finish`)."
+def engine_finish(self: Engine, multiplier, mu: float, project):
+    "Second half of a step (see `Engine.finish`)."
     for knob, value in ((self.multiplier, multiplier), (self.momentum, mu)):
         knob.copy_(value) if isinstance(value, torch.Tensor) else knob.fill_(value)
     if self.clip == "global":
@@ -2610,7 +2620,7 @@ def engine_finish(self: ParallelMuon, multiplier, mu: float, project):
     for stream in self.streams.values():
         torch.cuda.current_stream().wait_stream(stream)
 
-def clip_global(self: ParallelMuon):
+def clip_global(self: Engine):
     "Wait for all mean gradients, put their squared norm into the control vector and the clip factor of the step into `factor`."
     for n in self.plan.scatter:
         self.banks[n].arrive()
@@ -2620,7 +2630,7 @@ def clip_global(self: ParallelMuon):
     self.control[CONTROL_WORDS.index("norm_sq")].copy_(norm_sq)
     self.factor.copy_(clip_factor(norm_sq, self.max_norm))
 
-def finish_bank(self: ParallelMuon, name: str, project, ready):
+def finish_bank(self: Engine, name: str, project, ready):
     "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle."
     bank, stream = self.banks[name], self.streams.get(name)
     with torch.cuda.stream(stream):  # does nothing where there is no stream
@@ -2630,7 +2640,7 @@ def finish_bank(self: ParallelMuon, name: str, project, ready):
         self.bank_steps[name]()
         return bank.send() if project is None else bank.publish(project(name, bank.master))
 
-def update_small(self: ParallelMuon):
+def update_small(self: Engine):
     "Count the step and update every replicated group, in place; its gradients are sums over the ranks, so the factor makes them means."
     self.count += self.ok
     factor = self.factor / self.ranks.world
@@ -2643,7 +2653,7 @@ def update_small(self: ParallelMuon):
             if g.master is not g.flat:
                 g.flat.copy_(g.master)
 
-def update_bank(self: ParallelMuon, name: str):
+def update_bank(self: Engine, name: str):
     "Update my slots of a bank from their mean gradient, and put the rounded weights into `outgoing`."
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
@@ -2653,11 +2663,11 @@ def update_bank(self: ParallelMuon, name: str):
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
     bank.outgoing.copy_(bank.master)
 
-def engine_tensors(self: ParallelMuon) -> list:
+def engine_tensors(self: Engine) -> list:
     "What an average follows: my shard of every bank's masters (layout order), then the flat replicated groups."
     return [self.banks[s.name].master for s in self.layout.banks] + [g.master for g in self.groups]
 
-def engine_gather(self: ParallelMuon, tensors: list | None = None) -> tuple[dict, dict]:
+def engine_gather(self: Engine, tensors: list | None = None) -> tuple[dict, dict]:
     "(banks, others): whole fp32 banks [n, r, c] by bank name and the replicated tensors by parameter name, from masters or from an average of `engine_tensors`."
     tensors = engine_tensors(self) if tensors is None else tensors
     banks, others = {}, {}
@@ -2671,7 +2681,7 @@ def engine_gather(self: ParallelMuon, tensors: list | None = None) -> tuple[dict
     return banks, others
 
 @torch.no_grad()
-def engine_load(self: ParallelMuon, banks: dict, others: dict):
+def engine_load(self: Engine, banks: dict, others: dict):
     "Set masters from whole tensors (fp32, as `engine_gather` gives) and publish them; momenta are untouched."
     for spec in self.layout.banks:
         b = self.banks[spec.name]
@@ -2683,18 +2693,18 @@ def engine_load(self: ParallelMuon, banks: dict, others: dict):
             g.flat.copy_(g.master)
     self.publish()
 
-def engine_state(self: ParallelMuon) -> list:
+def engine_state(self: Engine) -> list:
     "Every tensor that a step changes on this rank (not the replicas, which follow from the masters)."
     state = [t for b in self.banks.values() for t in (b.master, b.momentum)]
     for g in self.groups:
         state += [g.flat, g.first, g.second] + ([g.master] if g.master is not g.flat else [])
     return state + [self.count]
 
-def snapshot(self: ParallelMuon) -> list:
+def snapshot(self: Engine) -> list:
     "A copy of the engine's state."
     return [t.clone() for t in engine_state(self)]
 
-def restore(self: ParallelMuon, saved: list):
+def restore(self: Engine, saved: list):
     "Back to a snapshot, gradients dropped, replicas published."
     for t, s in zip(engine_state(self), saved):
         t.copy_(s)
@@ -2706,9 +2716,9 @@ def restore(self: ParallelMuon, saved: list):
     self.publish()
 
 def make_engine(model: torch.nn.Module, # has role_params()
-                layout: Layout, cfg: Config, ranks: Ranks, debug: bool = False) -> ParallelMuon:
+                layout: Layout, cfg: Config, ranks: Ranks, debug: bool = False) -> Engine:
     "The engine a recipe describes, on a model of golfnb."
-    return ParallelMuon(model.role_params(), layout, ranks, plan=make_plan(layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
+    return Engine(model.role_params(), layout, ranks, plan=make_plan(layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
                         table_lr=cfg.tied_embed_lr, scalar_lr=cfg.scalar_lr, adam_wd=cfg.adam_wd, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
                         clip=cfg.clip, max_norm=cfg.grad_clip_norm, method=cfg.ns, ns_steps=cfg.muon_backend_steps, debug=debug)
 
@@ -2880,7 +2890,7 @@ def should_stop(cfg: Config, step: int, elapsed_ms: float) -> bool:
 class GridProjector:
     "Rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
 
-    def __init__(self, engine: ParallelMuon, floor: bool, qmax: int = 31):
+    def __init__(self, engine: Engine, floor: bool, qmax: int = 31):
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
             mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
@@ -2927,7 +2937,7 @@ class RunLog:
             f.close()
         self.files = []
 
-def micro_steps(loss_fn, loader, engine: ParallelMuon, accum: int) -> torch.Tensor:
+def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
     total = None
     for _ in range(accum):
@@ -2945,7 +2955,7 @@ def training_loss(model, cap: float):
         return softcap_loss(model(ids), targets, cap)
     return loss_of
 
-def warm_up(cfg: Config, loss_fn, loader, engine: ParallelMuon, log: RunLog):
+def warm_up(cfg: Config, loss_fn, loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` real steps, then restore everything as if they had not been."
     if cfg.warmup_steps <= 0:
         return
@@ -2966,7 +2976,7 @@ SWA_BELOW = 0.2
 class Averages:
     "The averages a recipe asks for, over the engine's own shards."
 
-    def __init__(self, cfg: Config, engine: ParallelMuon):
+    def __init__(self, cfg: Config, engine: Engine):
         self.cfg, self.engine, self.mode = cfg, engine, cfg.averaging
         self.ema = Ema(engine_tensors(engine), cfg.ema_decay) if "ema" in self.mode else None
         self.swa = Swa(engine_tensors(engine)) if "swa" in self.mode else None
@@ -3027,7 +3037,7 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
     if cfg.qat_banks and cfg.late_qat and multiplier_at(cfg, s, said["elapsed_ms"]) < cfg.late_qat_threshold:
         state.qat_due = True
 
-def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, state: LoopState, log: RunLog):
+def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: LoopState, log: RunLog):
     "Step `step` (0-based) of the loop."
     elapsed = state.clock.read()
     state.starts.append(elapsed)
@@ -3043,7 +3053,7 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: ParallelMuon, stat
     if values is not None:
         read_control(cfg, state, values, log)
 
-def validate_now(cfg: Config, step: int, engine: ParallelMuon, state: LoopState, validate, log: RunLog):
+def validate_now(cfg: Config, step: int, engine: Engine, state: LoopState, validate, log: RunLog):
     "Stop the clock, publish unrounded masters, validate, put the rounded ones back."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
@@ -3061,7 +3071,7 @@ def validate_now(cfg: Config, step: int, engine: ParallelMuon, state: LoopState,
 def train(cfg: Config,
           loss_fn, # (ids, targets) -> mean loss, 0-dim
           loader, # has next() -> (ids, targets), both int64 [rows, T] on the device
-          engine: ParallelMuon,
+          engine: Engine,
           log: RunLog | None = None,
           validate=None, # () -> (loss in nats a token, bits per byte), or None
           now=time.perf_counter) -> TrainResult: # the clock, in seconds
@@ -3080,7 +3090,7 @@ def train(cfg: Config,
         step += 1
     return end_training(cfg, step, engine, state, log)
 
-def end_training(cfg: Config, step: int, engine: ParallelMuon, state: LoopState, log: RunLog) -> TrainResult:
+def end_training(cfg: Config, step: int, engine: Engine, state: LoopState, log: RunLog) -> TrainResult:
     "Read what is still queued, stop the clock, leave unrounded masters in the replica."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
@@ -3959,11 +3969,11 @@ def named_masters(model: Golf,
         view.copy_(state[name])
     return banks, others
 
-def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Config, ranks: Ranks) -> ParallelMuon:
+def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Config, ranks: Ranks) -> Engine:
     "Load a state into the model and put an SGD engine on it, with frozen blocks masked and the global norm clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
-    engine = ParallelMuon(model.role_params(), layout, ranks, rule="sgd", bank_lr=cfg.ttt_lr, table_lr=cfg.ttt_lr, scalar_lr=cfg.ttt_lr,
+    engine = Engine(model.role_params(), layout, ranks, rule="sgd", bank_lr=cfg.ttt_lr, table_lr=cfg.ttt_lr, scalar_lr=cfg.ttt_lr,
                           clip="global", max_norm=cfg.ttt_grad_clip)
     engine.masks = freeze_masks(model, layout, cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope)
     engine_load(engine, *named_masters(model, state))
@@ -3973,7 +3983,7 @@ def ttt_multiplier(chunk: int, n_chunks: int) -> float:
     "Cosine over the chunks, from 1 at the first to 0 at the last."
     return 0.5 * (1 + math.cos(math.pi * chunk / max(n_chunks - 1, 1)))
 
-def adapt_chunk(engine: ParallelMuon,
+def adapt_chunk(engine: Engine,
                 loss_fn,           # (ids, targets) -> mean loss
                 tokens: Tensor,    # int [N + 1]
                 first: int,        # first target of the chunk
@@ -4077,7 +4087,7 @@ def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.nd
     "Counts [vocab] of the first `limit` training tokens. GolfError on a token outside the vocabulary."
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
-        tokens = np.asarray(open_shard(path)[:limit])
+        tokens = read_span(path, 0, min(limit, read_header(path)))
         if tokens.size and int(tokens.max()) >= vocab_size:
             raise GolfError(f"{path} holds token {int(tokens.max())}, but VOCAB_SIZE is {vocab_size}: use the tokenizer the shards were made with")
         counts += np.bincount(tokens, minlength=vocab_size)
@@ -4111,7 +4121,7 @@ class Machine:
     "A model with its engine and the functions that run it."
     model: Golf
     layout: Layout
-    engine: ParallelMuon
+    engine: Engine
     loss_fn: object # (ids, targets) -> mean loss
     forward: object # (ids, keep) -> logits before the softcap
 

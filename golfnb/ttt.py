@@ -23,7 +23,7 @@ from .config import Config, GolfError
 from .evaluate import score_windows, share_of, sliding_loss, window_batches, windows
 from .layout import Layout
 from .model import Golf, load_named, published_views
-from .parallel_muon import ParallelMuon, Ranks, engine_load
+from .parallel_muon import Engine, Ranks, engine_load
 from .shards import check_disjoint, open_shard
 from .train import RunLog, training_loss
 
@@ -103,11 +103,11 @@ def named_masters(model: Golf,
     return banks, others
 
 
-def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Config, ranks: Ranks) -> ParallelMuon:
+def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Config, ranks: Ranks) -> Engine:
     "Load a state into the model and put an SGD engine on it, with frozen blocks masked and the global norm clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
-    engine = ParallelMuon(model.role_params(), layout, ranks, rule="sgd", bank_lr=cfg.ttt_lr, table_lr=cfg.ttt_lr, scalar_lr=cfg.ttt_lr,
+    engine = Engine(model.role_params(), layout, ranks, rule="sgd", bank_lr=cfg.ttt_lr, table_lr=cfg.ttt_lr, scalar_lr=cfg.ttt_lr,
                           clip="global", max_norm=cfg.ttt_grad_clip)
     engine.masks = freeze_masks(model, layout, cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope)
     engine_load(engine, *named_masters(model, state))
@@ -119,7 +119,7 @@ def ttt_multiplier(chunk: int, n_chunks: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * chunk / max(n_chunks - 1, 1)))
 
 
-def adapt_chunk(engine: ParallelMuon,
+def adapt_chunk(engine: Engine,
                 loss_fn,           # (ids, targets) -> mean loss
                 tokens: Tensor,    # int [N + 1]
                 first: int,        # first target of the chunk

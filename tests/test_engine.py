@@ -5,7 +5,7 @@ import torch
 from golfnb.config import GolfError, load_config
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import CONTROL_WORDS, ParallelMuon, Ranks, engine_gather, engine_load, muon_one, restore, snapshot
+from golfnb.parallel_muon import CONTROL_WORDS, Engine, Ranks, engine_gather, engine_load, muon_one, restore, snapshot
 from golfnb.plan import make_plan
 from golfnb.train import training_loss
 from workers import Batches, settings
@@ -32,7 +32,7 @@ def run_steps(engine, model, cfg, momenta, check=None):
 @pytest.mark.parametrize("order", ["big_first", "small_first"])
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     cfg, layout, model = model_of(settings(3, PLAN=plan))
-    engine = ParallelMuon(model.role_params(), layout, plan=make_plan(layout, order), max_norm=0)
+    engine = Engine(model.role_params(), layout, plan=make_plan(layout, order), max_norm=0)
     weights = {n: w.clone() for n, w in named_state(model).items() if n in set(layout.names())}
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
 
@@ -52,7 +52,7 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
 def test_against_torch_muon_at_constant_momentum():
     "torch keeps momentum as a moving average: proportional to ours while mu is constant, and it runs Newton-Schulz in bf16, so the bound is bf16's."
     cfg, layout, model = model_of(settings(3))
-    engine = ParallelMuon(model.role_params(), layout, bank_lr=0.02, bank_wd=0.1, max_norm=0)
+    engine = Engine(model.role_params(), layout, bank_lr=0.02, bank_wd=0.1, max_norm=0)
     names = set(layout.names())
     plain = {n: torch.nn.Parameter(w.float().clone()) for n, w in named_state(model).items() if n in names}
     theirs = torch.optim.Muon(list(plain.values()), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True, adjust_lr_fn="original")
@@ -72,7 +72,7 @@ def test_against_torch_muon_at_constant_momentum():
 
 def test_snapshot_restore_leaves_no_trace():
     cfg, layout, model = model_of(settings(3))
-    engine = ParallelMuon(model.role_params(), layout)
+    engine = Engine(model.role_params(), layout)
     saved, before = snapshot(engine), {n: p.detach().clone() for n, p in model.named_parameters()}
     run_steps(engine, model, cfg, [0.9] * 3)
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -83,7 +83,7 @@ def test_snapshot_restore_leaves_no_trace():
 
 def test_gather_load_round_trip():
     cfg, layout, model = model_of(settings(3))
-    engine = ParallelMuon(model.role_params(), layout)
+    engine = Engine(model.role_params(), layout)
     banks, others = engine_gather(engine)
     run_steps(engine, model, cfg, [0.9] * 2)
     engine_load(engine, banks, others)
@@ -94,7 +94,7 @@ def test_gather_load_round_trip():
 def test_sgd_keeps_fp32_masters_for_bf16_weights():
     "lr 0.002 on bf16 weights would lose most of a step; the masters must move as an fp32 oracle does."
     cfg, layout, model = model_of(settings(3), torch.bfloat16)
-    engine = ParallelMuon(model.role_params(), layout, rule="sgd", bank_lr=0.002, table_lr=0.002, scalar_lr=0.002, max_norm=0)
+    engine = Engine(model.role_params(), layout, rule="sgd", bank_lr=0.002, table_lr=0.002, scalar_lr=0.002, max_norm=0)
     banks, others = engine_gather(engine)
     oracle, momentum = {**banks, **others}, {}
 
@@ -113,7 +113,7 @@ def test_sgd_keeps_fp32_masters_for_bf16_weights():
 def test_layout_for_another_world_is_refused():
     cfg, _, model = model_of(settings(3))
     with pytest.raises(GolfError, match="made for 2 ranks, but 1"):
-        ParallelMuon(model.role_params(), model_layout(cfg, 2))
+        Engine(model.role_params(), model_layout(cfg, 2))
 
 
 def test_local_and_global_clipping_agree_on_one_rank():
@@ -121,7 +121,7 @@ def test_local_and_global_clipping_agree_on_one_rank():
     weights = {}
     for clip, accum in (("local", 1), ("global", 1), ("local", 2), ("global", 2)):
         cfg, layout, model = model_of(settings(3))
-        engine = ParallelMuon(model.role_params(), layout, clip=clip, max_norm=0.01)
+        engine = Engine(model.role_params(), layout, clip=clip, max_norm=0.01)
         loader, loss_fn = Batches(cfg, Ranks(), accum), training_loss(model, model.cap)
         for _ in range(3):
             for _ in range(accum):
