@@ -3,7 +3,8 @@
     DATA_PATH=... TOKENIZER_PATH=... PYTHONPATH=. python3 tests/study_acceptance.py NPROC FOLDER [PART ...] [NAME=VALUE ...]
 
 Parts: recipes (pr399 and pr726 for 300 steps, with scores), clock (30 s cap, every rank's last step), nan, kill, truncate
-(a rank's gradient is not finite; a rank is killed; a shard is cut off; all under a running job). FOLDER/acceptance.json holds
+(a rank's gradient is not finite; a rank is killed; a shard is cut off; all under a running job), firstSEED (rank 0's first
+micro-batch of each of ten steps: the rows that rank 0 has on 8 ranks, on any world that divides 8). FOLDER/acceptance.json holds
 what came out; it is written anew after every part, so a call that is cut off keeps what it had.
 """
 import json
@@ -35,11 +36,13 @@ def worker(mode: str):
     cfg = load_config(os.environ)
     s = open_session(cfg, ranks)
     m = build_machine(cfg, ranks)
-    calls = [0]
+    calls, firsts = [0], []
 
     def poisoned(ids, targets):
         calls[0] += 1
         loss = m.loss_fn(ids, targets)
+        if mode.startswith("first") and calls[0] % accum == 1 % accum:
+            firsts.append(loss.detach().clone())
         return loss * float("nan") if mode == "nan" and ranks.rank == ranks.world - 1 and calls[0] == bad else loss
 
     accum = cfg.grad_accum(ranks.world)
@@ -49,10 +52,11 @@ def worker(mode: str):
         result = train(cfg, poisoned, loader, m.engine, s.log)
     small = engine_tensors(m.engine)[len(m.layout.banks):]
     replicas = [m.engine.banks[b.name].replica for b in m.layout.banks]
-    mine = {"steps": result.steps, "train_ms": result.train_ms, "skipped": result.skipped, "last_loss": result.losses[-1],
+    mine = {"steps": result.steps, "train_ms": result.train_ms, "skipped": result.skipped, "last_loss": result.losses[-1], "first": [float(t) for t in firsts[cfg.warmup_steps:]],
             "sums": [float(t.double().sum()) for t in [*small, *replicas]]}
-    every = [None] * ranks.world
-    dist.all_gather_object(every, mine, group=ranks.patient)
+    every = [mine] * ranks.world
+    if ranks.world > 1:
+        dist.all_gather_object(every, mine, group=ranks.patient)
     if ranks.master:
         print("EVERY " + json.dumps(every), flush=True)
     stop_ranks(ranks)
@@ -118,7 +122,7 @@ class Acceptance:
         every = [json.loads(line[6:]) for line in self.text(name).splitlines() if line.startswith("EVERY ")]
         ranks = every[0] if every else []
         alike = bool(ranks) and all(r["steps"] == ranks[0]["steps"] and r["sums"] == ranks[0]["sums"] and r["skipped"] == ranks[0]["skipped"] for r in ranks)
-        self.keep(name, status=status, wall_s=time.time() - begun, alike=alike, **({k: ranks[0][k] for k in ("steps", "train_ms", "skipped", "last_loss")} if ranks else {"log": self.text(name)[-600:]}))
+        self.keep(name, status=status, wall_s=time.time() - begun, alike=alike, **({k: ranks[0][k] for k in ("steps", "train_ms", "skipped", "last_loss", "first")} if ranks else {"log": self.text(name)[-600:]}))
 
     def fault(self, name: str, harm, **more):
         "A script job that is harmed after ten steps: how soon it ends, with which status and words."
@@ -164,6 +168,8 @@ def main(nproc: int, folder: Path, parts: list, settings: dict):
             todo.scores("pr726")
         elif part == "clock":
             todo.job("clock", **{"MAX_WALLCLOCK_SECONDS": "30", "WARMDOWN_ITERS": "3500", **settings})
+        elif part.startswith("first"):
+            todo.job(part, MAX_WALLCLOCK_SECONDS="0", SEED=part[5:], **{"ITERATIONS": "10", "WARMDOWN_ITERS": "200", "WARMUP_STEPS": "20", "BIGRAM_VOCAB_SIZE": "1536", **settings})
         elif part == "nan":
             todo.job("nan", MAX_WALLCLOCK_SECONDS="0", COMPILE="0", **{**settings, "ITERATIONS": "12"})
         elif part == "kill":
