@@ -322,12 +322,12 @@ def run_faults(
 ) -> Iterator[Fault]:
     "Whether a run's files are there and belong together."
     name = run_dir.name
-    if lost := [n for n in ("train_gpt.py", "train.log", "summary.json", "artifact.golf") if not (run_dir / n).is_file()]:
+    if lost := [n for n in ("train.log", "summary.json", "artifact.golf") if not (run_dir / n).is_file()]:
         over = "; artifact.golf.over is there: the run was over the byte limit" if (run_dir / "artifact.golf.over").is_file() else ""
-        yield Fault("files", f"{run_dir} lacks {', '.join(lost)}: give the directory of a finished run that holds its own script{over}")
+        yield Fault("files", f"{run_dir} lacks {', '.join(lost)}: give the directory of a finished run{over}")
         return
     facts, blob, summary = read_log((run_dir / "train.log").read_text(encoding="utf-8")), (run_dir / "artifact.golf").read_bytes(), read_json(run_dir / "summary.json") or {}
-    if (hashlib.sha256(blob).hexdigest(), len(blob)) != (facts.artifact_sha256, facts.artifact_bytes):
+    if facts.artifact_sha256 and (hashlib.sha256(blob).hexdigest(), len(blob)) != (facts.artifact_sha256, facts.artifact_bytes):
         yield Fault("artifact", f"{name}/artifact.golf has {len(blob):,} bytes and is not the artifact that the run packed and scored ({facts.artifact_bytes:,} bytes): it was packed again or changed; run again")
     told = summary.get(SUMMARY_KEYS.get(facts.label, ""))
     if facts.val_bpb is not None and (told is None or abs(told - facts.val_bpb) > 1e-8):
@@ -464,8 +464,13 @@ def make_submission(
 
 def fill_folder(folder: Path, run_dirs: list[Path], claim: Claim) -> list[Fault]:  # what keeps it from being written
     "Write script, logs, audits, submission.json and README.md."
-    texts = [(d / "train.log").read_text(encoding="utf-8") for d in run_dirs]
-    logs, code = [read_log(t) for t in texts], (run_dirs[0] / "train_gpt.py").read_bytes()
+    texts, scripts = [(d / "train.log").read_text(encoding="utf-8") for d in run_dirs], [d / "train_gpt.py" for d in run_dirs if (d / "train_gpt.py").is_file()]
+    logs = [read_log(t) for t in texts]
+    if not scripts:
+        return [Fault("files", f"no train_gpt.py in {', '.join(map(str, run_dirs))}: copy the script that ran into one of them")]
+    if len({f.code_sha256 for f in logs}) > 1:
+        return [Fault("code", f"{', '.join(d.name for d in run_dirs)} were not run by one script: start every seed with the same file, torchrun {scripts[0]}")]
+    code = scripts[0].read_bytes()
     if unsound := [f for d, facts in zip(run_dirs, logs) for f in log_faults(f"{d.name}/train.log", facts, code) if f.rule == "log"]:
         return unsound
     if len({f.seed for f in logs}) < len(logs):
