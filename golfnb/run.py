@@ -9,6 +9,7 @@ __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run
            'device_name', 'announce', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
+import hashlib
 import json
 import os
 import shutil
@@ -249,6 +250,7 @@ def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: i
             size = path.stat().st_size
         s.log.line(f"Serialized model int6+{s.cfg.codec}: {size} bytes")
         s.log.line(f"Total submission size int6+{s.cfg.codec}: {size + code_bytes} bytes")
+        s.log.line(f"artifact_sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}")
         parts = ledger(packed, code_bytes, size, artifact_header(path)["sections"])
         s.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes, ledger=parts)
         for part, n in [*parts, ("room left", cap - size - code_bytes)]:
@@ -286,11 +288,12 @@ def score_phase(s: Session, m: Machine, path: Path):
 # %% ../nbs/19_run.ipynb #f945e79d
 def run(cfg: Config, ranks: Ranks | None = None,
         code_bytes: int = 0, # size of the script that runs, counted against the budget
-        quiet: bool = False) -> dict:
+        quiet: bool = False,
+        code_sha256: str = "") -> dict: # of that script
     "One whole run; returns (and writes) the summary: bits per byte of every stage, bytes, seconds per phase."
     ranks = ranks or Ranks()
     s = open_session(cfg, ranks, quiet)
-    announce(s, code_bytes)
+    announce(s, code_bytes, code_sha256)
     start = time.perf_counter()
     m = build_machine(cfg, ranks)
     s.phase("building", start)
@@ -310,11 +313,13 @@ def device_name(ranks: Ranks) -> str:
     return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
 
 
-def announce(s: Session, code_bytes: int):
+def announce(s: Session, code_bytes: int, code_sha256: str = ""):
     "The log's first lines: what runs, on what, over what, and what size to expect."
     cfg = s.cfg
     s.log.line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{s.ranks.world} grad_accum_steps:{cfg.grad_accum(s.ranks.world)} device:{device_name(s.ranks)} torch:{torch.__version__}")
     s.log.line(f"train_shards:{len(s.train_paths)} val_tokens:{s.val.numel() - 1} unigram_bpb:{s.unigram:.4f} code_bytes:{code_bytes}")
+    if code_sha256:
+        s.log.line(f"code_sha256:{code_sha256}")
     numel = sum(m.rows * m.cols for _, _, m in model_layout(cfg, 1))
     bits = 2.5 if cfg.scale_floor else 5.3
     expected = int(numel * bits / 8) + code_bytes
@@ -333,7 +338,8 @@ def script_main(path: str) -> None:
     try:
         cfg = load_config(os.environ)
         ranks = start_ranks()
-        summary = run(cfg, ranks, code_bytes=Path(path).stat().st_size)
+        code = Path(path).read_bytes()
+        summary = run(cfg, ranks, len(code), code_sha256=hashlib.sha256(code).hexdigest())
         if "over_budget" in summary:
             print(f"golfnb: {summary['over_budget']}", file=sys.stderr, flush=True)
             status = 3

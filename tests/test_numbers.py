@@ -1,0 +1,154 @@
+"""No figure with a unit is typed by hand: what prose, comments and strings say in ms, s, bpb, nats, bytes, tokens/s, FLOP/s or %
+is either printed by code from nbs/results, or stands in ALLOWED with its source."""
+import io
+import math
+import re
+import tokenize
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+
+from golfnb.config import load_config
+from golfnb.layout import model_layout
+from golfnb.model import Golf
+
+NBS = Path(__file__).resolve().parent.parent / "nbs"
+NUMBER = r"(?<![\w.,:])(?<![A-Za-z]-)(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e-?\d+)?"
+UNIT = (r"(?:ms|us|µs|ns|s|seconds?|minutes?|min|hours?|bpb|bits(?: per byte)?|nats?|bytes?|[kKMG]i?B|[kMGT]B/s|tokens/s|tokens a second|[MGTP]FLOPs?(?:/s)?|"
+        r"%|per ?cent|milliseconds?|microseconds?|gigabytes?|megabytes?)")
+FIGURE = re.compile(rf"{NUMBER}(?:\s*(?:to|and|or|-|±|\+-)\s*{NUMBER})?[\s\u00a0]?{UNIT}(?![\w/-])")
+HEADED = re.compile(r"\b(?:ms|s|bpb|nats?|bytes|MB|GB|%|TFLOP)\b")
+
+RULES = {"16,000,000 bytes", "600 seconds", "600 s", "10 minutes", "0.005 nats"}  # openai/parameter-golf, README: the size, the times, the margin of a record
+PUBLISHED = {  # figures of the published table: number -> where it was published
+    **dict.fromkeys(("81.86", "81.88", "1.1241", "1.1253", "1.1247", "15,830,960", "15,819,728", "15,796,052"), "PR #399"),
+    **dict.fromkeys(("83.4", "1.1218", "1.1194"), "PR #549"), **dict.fromkeys(("1.1147", "0.0005"), "PR #726"), **dict.fromkeys(("87.4", "1.1122"), "PR #1060"),
+}
+ALLOWED = [  # chapter, words as they stand, source; a source that begins with "=" is computed and must give the figure
+    ("00", "at most 1 % of the initial weights", "choice of recipe demo; the chapter's assert computes it"),
+    ("00", "leaves just 1 % of the initial weights", "given in an exercise"),
+    ("01", "costs 8 bits a byte", "definition of a byte"),
+    ("01", "are the 256 bytes", "= 2 ** 8"),
+    ("01", "were worth 4 % of a score", "published: mistakes in submissions to the challenge"),
+    ("01", "and 17 % (every space counted twice)", "published: mistakes in submissions to the challenge"),
+    ("02", "a file of 1,032 bytes", "= 256 * 4 + 4 * 2"),
+    ("02", "1,024 bytes a shard", "= 256 * 4"),
+    ("02", "are 200,001,024 bytes", "= 2 * 100_000_000 + 1024"),
+    ("02", "needs 10 bits a token", "= 1024 .bit_length() - 1"),
+    ("02", "just over 4 GiB", "name of a planted fault: the size of the file is set in the cell"),
+    ("02", "| bytes |", "format: offsets in a shard's header"),
+    ("03", "1/e of the windows, 37 %", "= round(100 * math.exp(-1))"),
+    ("03", "reads 2 bytes a token", "= np.dtype('uint16').itemsize"),
+    ("06", "bfloat16: 8 bits of mantissa", "definition of bfloat16, the leading one counted"),
+    ("06", "the capped logits to 16 bits", "definition of bfloat16"),
+    ("07", "every load stays 16 bytes wide", "definition: eight bfloat16 a load"),
+    ("07", "start on 16 bytes each", "definition: what the card's bulk copies ask for"),
+    ("07", "forward they write 6,144 bytes", "= 2 * 2 * 1536"),
+    ("11", "bytes a rank sends in a collective over time: 1e9 bytes per second", "definition of the unit"),
+    ("11", "a whole optimizer step of 1.3 milliseconds (PR #399)", "published: PR #399"),
+    ("12", "keep at most 1 % of its initial weights", "given in an exercise"),
+    ("13", "scalars are 4 % of the weights", "= small_share()"),
+    ("13", "each starts on 16 bytes", "definition: a vector load"),
+    ("13", "the published table: 4 ms slower", "published: PR #399"),
+    ("15", "a cap of 50 seconds at 100 ms a step", "settings of the example in the next cell"),
+    ("15", "a counter that gains 10 ms at every look", "settings of the example in the next cell"),
+    ("16", "bf16 as its 16 bits in uint16", "definition of bfloat16"),
+    ("16", "under about 0.25 bits", "= 0.25"),
+    ("16", "55 to 90 per cent of what GPTQ-lite takes", "settings of the example in the next cell"),
+    ("17", "stays under 32 bits", "definition of the coder's state"),
+    ("17", "its low 16 bits go out", "definition of the coder's word"),
+    ("17", "2, 4 or 8 bytes", "definition: item sizes of the stored types"),
+    ("17", "little-endian 1 bytes 12..15", "format: offsets in a container's header"),
+    ("20", "about 2.4 per cent", "= round(100 * (1 - (8 / math.log2(94)) / (5 / 4)), 1)"),
+    ("21", "then the 256 bytes", "= 2 ** 8"),
+    ("21", "4 controls and 256 bytes", "= 2 ** 8"),
+    ("21", "A document of 100 megabytes", "an example, measured nowhere"),
+    ("22", "or below 2 %, is noise", "rule of the comparison: NOISE in the cell"),
+    ("22", "bytes within 3 %", "rule of parity: the bound in the cell"),
+    ("24", "a run needs 0.1 to 0.5 GB", "= 0.1"),
+    ("27", "NVIDIA H100 80GB HBM3", "name of a device"),
+    ("27", "Serialized model int6+lzma: 39 bytes", "invented log"),
+    ("27", "Serialized model int6+lzma: 15990000 bytes", "planted fault"),
+    ("30", "is it under 2 %?", "given in an exercise"),
+    ("31", "98,304 tokens every 80 milliseconds or so", "published: the reference's step, nbs/results/reference_pr549.json, rounded"),
+    ("31", "95 % bound", "definition of the interval"),
+    ("31", "half width of the 95 % interval", "definition of the interval"),
+    ("31", "95 % within", "definition of the interval"),
+    ("31", "differ by 0.004 nats on average", "given in an exercise"),
+    ("31", "until the 95 % interval leaves zero out", "given in an exercise"),
+    ("index", "[01 bpb]", "name of a chapter"),
+]
+
+
+def small_share() -> int:  # per cent
+    "What part of recipe pr549's weights is in no bank."
+    cfg = load_config({"RECIPE": "pr549"})
+    layout = model_layout(cfg, 1)
+    whole = sum(p.numel() for p in Golf(cfg, layout, dtype=torch.bfloat16, device="meta").parameters())
+    return round(100 * (1 - sum(m.rows * m.cols for _, _, m in layout) / whole))
+
+
+def prose(cell) -> str:
+    "What a cell says to a reader in its author's own digits: markdown without code blocks; of code, comments and the fixed parts of strings."
+    if cell.cell_type == "markdown":
+        return re.sub(r"```.*?```", "", cell.source, flags=re.S)
+    kept = [t.string for t in tokenize.generate_tokens(io.StringIO(cell.source).readline) if t.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1))]
+    return "\n".join(re.sub(r"\{[^{}]*\}", "{}", text) for text in kept)
+
+
+def table_figures(text: str) -> list[tuple[str, str]]:
+    "(number, head) of the cells of markdown tables whose column is headed by a unit."
+    found, head = [], None
+    for line in text.splitlines():
+        cells = [c.strip() for c in line.strip().strip("|").split("|")] if line.strip().startswith("|") else None
+        if cells is None or head is None:
+            head = cells
+        else:
+            found += [(m[0].rstrip(","), h) for h, c in zip(head, cells) if HEADED.search(h) for m in re.finditer(NUMBER, c)]
+    return found
+
+
+def figures(name: str, cells) -> list[str]:
+    "The figures of a notebook that have no source: one line each."
+    entries, lost = [(words, source) for chapter, words, source in ALLOWED if name.startswith(chapter)], []
+    for cell in cells:
+        if cell.cell_type not in ("markdown", "code"):
+            continue
+        text = " ".join(prose(cell).replace("# ", " ").split()) if cell.cell_type == "code" else " ".join(prose(cell).split())
+        for m in FIGURE.finditer(text):
+            near = text[max(0, m.start() - 100): m.end() + 100]
+            if m[0] not in RULES and not any(m[0] in words and words in near for words, _ in entries):
+                lost.append(f"{name}: {m[0]!r} in ...{text[max(0, m.start() - 50): m.end() + 30]}...")
+        if cell.cell_type == "markdown":
+            lost += [f"{name}: {number!r} in a table under {head!r}" for number, head in table_figures(cell.source)
+                     if number not in PUBLISHED and not any(words == f"| {head} |" for words, _ in entries)]
+    return lost
+
+
+@pytest.mark.parametrize("path", sorted(NBS.glob("*.ipynb")), ids=lambda p: p.stem)
+def test_every_figure_has_a_source(path):
+    lost = figures(path.stem, nbformat.read(path, as_version=4).cells)
+    assert not lost, "\n".join([*lost, "print it from nbs/results, or name its source in ALLOWED"])
+
+
+def test_no_entry_is_stale_and_what_is_computed_is_right():
+    text = {p.stem: " ".join(" ".join(prose(c).replace("# ", " ") if c.cell_type == "code" else prose(c) for c in nbformat.read(p, as_version=4).cells if c.cell_type != "raw").split()) for p in NBS.glob("*.ipynb")}
+    for chapter, words, source in ALLOWED:
+        assert any(words in t for n, t in text.items() if n.startswith(chapter)), f"{chapter}: {words!r} is said no more; take it out of ALLOWED"
+        if source.startswith("="):
+            told = [float(x.replace(",", "")) for x in re.findall(r"\d[\d,]*(?:\.\d+)?", words)]
+            assert any(abs(eval(source[1:], {"math": math, "np": np, "small_share": small_share}) - x) < 1e-9 for x in told), (chapter, words, source)
+
+
+def test_a_typed_figure_is_found():
+    "The scan can fail: prose, a comment, a string, the fixed part of an f-string and a table, each with a figure of nobody."
+    def cell(kind, source):
+        return nbformat.v4.new_markdown_cell(source) if kind == "m" else nbformat.v4.new_code_cell(source)
+    planted = [("m", "A step takes 83.5 ms."), ("m", "It gains 12 to 15 % here."), ("c", "x = 1  # costs 3 GB/s"), ("c", "print('we reach 1.09 bpb')"), ("c", "print(f'{x} of 7,000 bytes')"), ("m", "| a | ms |\n|---|---|\n| b | 12.5 |")]
+    for kind, source in planted:
+        assert len(figures("99_x", [cell(kind, source)])) == 1, source
+    for kind, source in [("m", "Chapter 12 shows 3 banks."), ("c", "print(f'{ms:.1f} ms')"), ("m", "```\n12 ms\n```"), ("m", "At most 16,000,000 bytes.")]:
+        assert not figures("99_x", [cell(kind, source)]), source

@@ -1,0 +1,150 @@
+"""The submission folder of real (tiny) runs is accepted; each planted fault is refused with its own reason."""
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import TINY, tiny_data
+
+from golfnb.cli import main_cli
+from golfnb.config import GolfError, load_config
+from golfnb.parallel_muon import Ranks
+from golfnb.report import student_t_tail
+from golfnb.run import run
+from golfnb.shards import write_shard
+from golfnb.submission import Claim, beats_target, changed_settings, check_submission, make_submission, read_log
+
+SCRIPT = Path(__file__).resolve().parent.parent / "golfnb" / "train_gpt.py"
+WHO = ["--author", "A. Reader", "--github-id", "areader", "--name", "A tiny run"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    "Two finished and audited runs of different seeds: their directories."
+    root, made = tmp_path_factory.mktemp("submission"), []
+    (root / "data").mkdir()
+    data = tiny_data(root / "data")
+    write_shard(root / "other.bin", np.random.default_rng(0).integers(0, 400, 5000).astype(np.uint16))  # the tiny data's documents repeat, which the audit rightly reports
+    for seed in (1, 2):
+        folder = root / "runs" / f"s{seed}"
+        folder.mkdir(parents=True)
+        shutil.copy(SCRIPT, folder / "train_gpt.py")
+        code = (folder / "train_gpt.py").read_bytes()
+        cfg = load_config({**TINY, **data, "SEED": str(seed), "RUN_ID": f"s{seed}", "RUNS_DIR": str(root / "runs"), "ITERATIONS": "2"})
+        run(cfg, Ranks(), len(code), quiet=True, code_sha256=hashlib.sha256(code).hexdigest())
+        made.append(folder)
+    words = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=64", "VAL_BATCH_SIZE=65536"]
+    assert main_cli(["score", str(made[0] / "artifact.golf"), "--val", str(root / "data" / "fineweb_val_*.bin"), "--tokenizer", str(root / "data" / "tokenizer.model"), "--audit", "--ttt", "--train", str(root / "other.bin"), *words]) == 0
+    audit = json.loads((made[0] / "artifact.audit.json").read_text())  # one audit is enough of a wait: the other run gets the same findings under its own hash
+    audit["artifact_sha256"] = hashlib.sha256((made[1] / "artifact.golf").read_bytes()).hexdigest()
+    (made[1] / "artifact.audit.json").write_text(json.dumps(audit))
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(runs, tmp_path_factory):
+    "Their submission folder, made by the command."
+    out = tmp_path_factory.mktemp("out") / "2026-11-21_Tiny"
+    assert main_cli(["submission", *map(str, runs), *WHO, "-o", str(out), "--track", "non-record", "--target", "9"]) == 0
+    return out
+
+
+def test_the_folder_of_real_runs_is_accepted(runs, folder, capsys):
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "audit_seed1.json", "audit_seed2.json", "submission.json", "train_gpt.py", "train_seed1.log", "train_seed2.log"]
+    assert main_cli(["submission", "--check", str(folder)]) == 0 and "accepted" in capsys.readouterr().out
+    said, summaries = json.loads((folder / "submission.json").read_text()), [json.loads((r / "summary.json").read_text()) for r in runs]
+    assert said["val_bpb"] == pytest.approx(np.mean([s["ttt_bpb"] for s in summaries]), abs=1e-7) and said["val_bpb_std"] == pytest.approx(np.std([s["ttt_bpb"] for s in summaries], ddof=1), abs=1e-7)
+    assert said["bytes_total"] == max(s["total_bytes"] for s in summaries) and said["target"]["p"] < 0.05
+    assert (folder / "train_gpt.py").read_bytes() == (runs[0] / "train_gpt.py").read_bytes()
+    readme = (folder / "README.md").read_text()
+    assert f"{said['val_bpb']:.4f}" in readme and "RECIPE=demo" in readme and "ITERATIONS=2" in readme and "--nproc_per_node=1" in readme and "one-sided t-test over 2 seeds" in readme
+
+
+def rewrite(name: str, pattern: str, new: str):
+    def change(folder: Path):
+        text = (folder / name).read_text()
+        assert re.search(pattern, text), pattern
+        (folder / name).write_text(re.sub(pattern, new, text))
+    return change
+
+
+FAULTS = {
+    "bytes": (rewrite("train_seed2.log", r"Serialized model (\S+): \d+", r"Serialized model \1: 15999000"), "at most 16,000,000"),
+    "training time": (rewrite("train_seed2.log", r"train_time:\d+ms", "train_time:600001ms"), "at most 600 s"),
+    "evaluation time": (rewrite("train_seed1.log", r"(legal_ttt .*eval_time:)\d+", r"\g<1>600001"), "evaluation took"),
+    "code": (rewrite("train_gpt.py", "LATE_STEPS = 2", "LATE_STEPS = 3"), "submit the code that ran"),
+    "seeds": (lambda f: shutil.copy(f / "train_seed1.log", f / "train_seed2.log"), "is the log of seed 1"),
+    "score": (rewrite("submission.json", r'"val_bpb": (\d)\.\d', r'"val_bpb": \1.0'), "the logs give"),
+    "audit": (rewrite("audit_seed1.json", r'"artifact_sha256": "\w{8}', '"artifact_sha256": "00000000'), "another artifact"),
+    "log": (rewrite("train_seed1.log", r"(?s)artifact_sha256.*", ""), "cut off"),
+    "settings": (rewrite("train_seed1.log", r"device:cpu", "device:NVIDIA H100"), "differ in device"),
+    "README": (rewrite("README.md", r"\d\.\d{4}", "0.9999"), "mean and the score of every seed"),
+    "files": (lambda f: (f / "README.md").unlink(), "lacks README.md"),
+    "submission.json": (rewrite("submission.json", r'"github_id": "\w+"', '"github_id": ""'), "github_id"),
+    "hardware": (rewrite("submission.json", r'"track": "non-record"', '"track": "systems"'), "8 H100"),
+}
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_planted_fault_is_refused_with_its_reason(rule, folder, tmp_path):
+    change, words = FAULTS[rule]
+    shutil.copytree(folder, tmp_path / "f")
+    change(tmp_path / "f")
+    found = [f.sentence for f in check_submission(tmp_path / "f") if f.rule == rule]
+    assert found and words in found[0], check_submission(tmp_path / "f")
+
+
+@pytest.mark.parametrize("rule, change, words", [
+    ("artifact", lambda r: (r / "artifact.golf").write_bytes((r / "artifact.golf").read_bytes()[:-1] + b"x"), "packed again or changed"),
+    ("audit", lambda r: (r / "artifact.audit.json").unlink(), "needs its audit"),
+    ("score", rewrite("summary.json", r'"ttt_bpb": \d', '"ttt_bpb": 1'), "its log"),
+    ("settings", rewrite("summary.json", r'"matrix_lr": 0.025', '"matrix_lr": 0.03'), "MATRIX_LR"),
+    ("seeds", rewrite("train.log", r"seed:2 ", "seed:1 "), "seed of its own"),
+    ("files", lambda r: (r / "artifact.golf").rename(r / "artifact.golf.over"), "over the byte limit"),
+    ("code", rewrite("train.log", r"code_sha256:\w{8}", "code_sha256:00000000"), "not run by one script"),
+])
+def test_a_run_that_does_not_fit_makes_no_folder(rule, change, words, runs, tmp_path):
+    other = tmp_path / "s2"
+    shutil.copytree(runs[1], other)
+    change(other)
+    found = make_submission([runs[0], other], tmp_path / "out", Claim("a", "a", "a", track="non-record"))
+    assert any(f.rule == rule and words in f.sentence for f in found), found
+    assert [p.name for p in tmp_path.iterdir()] == ["s2"], "nothing is left behind"
+
+
+def test_a_record_needs_its_machine_and_its_proof(runs, tmp_path, capsys):
+    assert main_cli(["submission", *map(str, runs), *WHO, "-o", str(tmp_path / "f"), "--target", "9.9"]) == 1
+    out = capsys.readouterr().out
+    assert "hardware: a record" in out and "nothing was written" in out and not (tmp_path / "f").exists()
+    rules = {f.rule for f in make_submission(runs[:1], tmp_path / "f", Claim("a", "a", "a", target=9.9))}
+    assert rules == {"hardware", "significance"}, "one seed proves nothing"
+
+
+def test_bad_input_is_one_sentence(runs, folder, tmp_path):
+    for bad, words in ((lambda: check_submission(tmp_path / "no"), "found none"), (lambda: make_submission(runs, folder, Claim("a", "a", "a")), "already exists"), (lambda: make_submission([], tmp_path, Claim("a", "a", "a")), "at least one run")):
+        with pytest.raises(GolfError, match=words):
+            bad()
+
+
+def test_the_t_test_agrees_with_the_density_it_integrates():
+    "The tail against a plain sum over the density, small and large t, odd and fractional degrees of freedom."
+    for df in (1, 2, 3, 7.5, 40):
+        scale = np.exp(np.vectorize(lambda x: __import__("math").lgamma(x))(np.array([(df + 1) / 2, df / 2])) @ [1, -1]) / np.sqrt(np.pi)
+        for t in (-4.0, -0.3, 0.0, 0.9, 1.7, 6.965, 31.82):
+            low = np.arctan(t / np.sqrt(df))
+            u = low + (np.arange(200_000) + 0.5) / 200_000 * (np.pi / 2 - low)  # T = sqrt(df) tan(u)
+            want = float((np.cos(u) ** (df - 1)).mean() * (np.pi / 2 - low) * scale)
+            assert student_t_tail(t, df) == pytest.approx(want, rel=1e-6, abs=1e-12), (t, df)
+    assert student_t_tail(6.965, 2) == pytest.approx(0.01, abs=1e-5) and student_t_tail(31.821, 1) == pytest.approx(0.01, abs=1e-5)  # printed tables
+    found = beats_target([1.12, 1.13, 1.14], 1.16, 0.01)
+    assert found["t"] == pytest.approx(0.02 / (0.01 / 3 ** 0.5)) and found["df"] == 2
+
+
+def test_what_a_log_says_is_read_as_it_stands(runs):
+    facts, text = read_log((runs[1] / "train.log").read_text()), (runs[1] / "train.log").read_text()
+    assert facts.seed == 2 and facts.world == 1 and facts.device == "cpu" and facts.steps == 2 and facts.label == "legal_ttt"
+    assert read_log(text + "gptq: 64 calibration batches per rank, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "calibration is training time"
+    assert changed_settings({"recipe": "pr549", "matrix_lr": 0.03, "qat_banks": True, "seed": 5, "run_id": "x"}) == {"MATRIX_LR": "0.03", "QAT_BANKS": "1"}
