@@ -115,7 +115,7 @@ def start_alike(module: nn.Module, layout: Layout, ranks: Ranks):
         if theirs != said[0]:
             a, b = next((a, b) for a, b in zip([*said[0], "nothing more"], [*theirs, "nothing more"]) if a != b)
             raise GolfError(f"all ranks must hold the same module: rank 0 has {a} where rank {r} has {b}; build it alike on every rank")
-    for _, t in tensors:
+    for t in (t for _, t in tensors if t.numel()):
         raw = t.detach().contiguous().view(-1).view(torch.uint8)
         dist.broadcast(raw, 0)
         t.data.copy_(raw.view(t.dtype).view(t.shape))
@@ -180,12 +180,14 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True):
         "Drop all gradients; with `set_to_none=False` those that exist become zeros, the banked ones inside their bank's buffer."
-        if not set_to_none:
-            for buffer in self.buffers.values():
-                buffer.zero_()
-            for n, p in self.banked.items():
-                p.grad = None if p.grad is None else self.grad_views[n]
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            return super().zero_grad()
+        for buffer in self.buffers.values():
+            buffer.zero_()
+        for n, p in self.banked.items():
+            p.grad = None if p.grad is None else self.grad_views[n]
+        if rest := [p.grad.detach() for p in self.rest.values() if p.grad is not None]:
+            torch._foreach_zero_(rest)
 
     @property
     def skipped(self) -> int:

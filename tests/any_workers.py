@@ -61,7 +61,7 @@ class NanoGPT(nn.Module):
 
 
 class Vision(nn.Module):
-    "Convolutions, norms, a class token, blocks with one matrix of an odd shape, a head."
+    "Convolutions, norms, a class token, buffers, blocks with one matrix of an odd shape, a head."
 
     def __init__(self, d=6, layers=5):
         super().__init__()
@@ -69,9 +69,12 @@ class Vision(nn.Module):
         self.token, self.place = nn.Parameter(torch.zeros(1, 1, d)), nn.Parameter(torch.randn(1, 10, d))
         self.blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 7), nn.ReLU(), nn.Linear(7, d)) for _ in range(layers)))
         self.heads = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 5))
+        self.register_buffer("shift", torch.randn(3, 1, 1))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("flag", torch.tensor(True))
 
     def forward(self, images):
-        x = self.norm(self.stem(images)).flatten(2).mT
+        x = self.norm(self.stem(images + self.shift)).flatten(2).mT
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place
         for block in self.blocks:
             x = x + block(x)

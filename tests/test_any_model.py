@@ -20,7 +20,7 @@ WORLDS = (8, 4, 3, 2, 1)  # 8 first: it writes the file that 2 and 1 load
 
 def distance(a: dict, b: dict) -> float:
     assert a.keys() == b.keys()
-    return max(float(np.abs(a[k] - b[k]).max()) for k in a)
+    return max(float(np.abs(a[k].astype(float) - b[k].astype(float)).max(initial=0)) for k in a)
 
 
 def trained(steps=2, model=None, **more):
@@ -96,8 +96,8 @@ def test_ranks_with_different_modules_all_hear_of_it(ranked):
 
 def test_saved_on_eight_ranks_goes_on_elsewhere(ranked):
     world, outs = ranked
-    if world not in (1, 2):
-        pytest.skip("loads on 1 and 2")
+    if world not in (1, 2):  # the others did not load
+        return
     model = build("nano")
     opt = ParallelMuon(model, **SETTINGS, lr_mul=lr_mul, wd_mul=wd_mul)
     plan = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: 1.0 if s < 2 else 0.6)
@@ -185,14 +185,14 @@ def test_names_values_forward_and_copies_stay(kind, transposable):
     opt = ParallelMuon(model, transposable=transposable, ranks=Ranks())
     assert dict(model.named_parameters()) .keys() == parameters.keys() and all(p is parameters[n] for n, p in model.named_parameters())
     assert list(model.state_dict()) == list(was) and all(torch.equal(t, was[n]) and t.dtype == was[n].dtype for n, t in model.state_dict().items())
-    assert loss_of(model, rows_of(0)).item() == out
+    assert loss_of(model, rows_of(0)).item() == pytest.approx(out, rel=1e-14)  # a product may read a transposed weight in another order
     for n, p in opt.banked.items():
         assert p.untyped_storage().data_ptr() == opt.engine.banks[opt.places[n][0]].replica.untyped_storage().data_ptr()
     file = io.BytesIO()
     torch.save(copy.deepcopy(model).state_dict(), file)
     file.seek(0)
     twin.load_state_dict(torch.load(file))
-    assert loss_of(twin, rows_of(0)).item() == out
+    assert loss_of(twin, rows_of(0)).item() == pytest.approx(out, rel=1e-14)
 
 
 def test_parameters_keep_their_dtype():
