@@ -103,18 +103,18 @@ def find_ranks(device: torch.device) -> Ranks:  # of the module
     return Ranks(device=device)
 
 
-def start_alike(module: nn.Module, layout: Layout, ranks: Ranks):
-    "Give every rank rank 0's parameters and buffers. GolfError on all ranks if their modules or layouts differ."
+def start_alike(module: nn.Module, layout: Layout, ranks: Ranks, call: str = ""):
+    "Give every rank rank 0's parameters and buffers. GolfError on all ranks if their modules, layouts or calls (in words) differ."
     if ranks.world == 1:
         return
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    mine = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors] + [f"slot {i} of {b.name}: {m.name}" for b, i, m in layout]
+    mine = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors] + [f"slot {i} of {b.name}: {m.name}" for b, i, m in layout] + [call]
     said = [None] * ranks.world
     dist.all_gather_object(said, mine, group=ranks.patient)
     for r, theirs in enumerate(said):
         if theirs != said[0]:
             a, b = next((a, b) for a, b in zip([*said[0], "nothing more"], [*theirs, "nothing more"]) if a != b)
-            raise GolfError(f"all ranks must hold the same module: rank 0 has {a} where rank {r} has {b}; build it alike on every rank")
+            raise GolfError(f"all ranks must make the same call on the same module: rank 0 has {a} where rank {r} has {b}; build it alike on every rank")
     for t in (t for _, t in tensors if t.numel()):
         raw = t.detach().contiguous().view(-1).view(torch.uint8)
         dist.broadcast(raw, 0)
@@ -143,7 +143,7 @@ class ParallelMuon(torch.optim.Optimizer):
         newton_schulz_settings(method)
         if strange := set(layout.names()) - set(named):
             raise GolfError(f"the layout names {sorted(strange)[0]}, which is no trainable parameter of {type(module).__name__}: make it with module_layout(module, world)")
-        start_alike(module, layout, self.ranks)
+        start_alike(module, layout, self.ranks, f"{plan}, {replica_dtype}, clipping {max_norm > 0}, {method}")
         chosen = set(layout.names())
         self.banked, self.rest = {n: p for n, p in named.items() if n in chosen}, {n: p for n, p in named.items() if n not in chosen}
         self.index = {n: i for i, n in enumerate([*self.banked, *self.rest])}
@@ -259,11 +259,12 @@ def fill_banks(self: ParallelMuon, module: nn.Module, layout: Layout, plan, repl
 
 # %% ../nbs/25_any_model.ipynb #a3d4a540
 LARGE_PARAMETER = 65_536  # elements; from here on a parameter is updated by kernels of its own
+SETTINGS = ("lr", "momentum", "weight_decay", "adam_lr", "beta1", "beta2", "eps", "adam_weight_decay")
 
 
 def lay_rest_flat(self: ParallelMuon):
-    "Flat groups for AdamW, and the control vector with one more word per parameter."
-    words, groups = len(CONTROL_WORDS) + len(self.index), []
+    "Flat groups for AdamW; at the end of the first, the control vector with its further words."
+    words, groups = len(CONTROL_WORDS) + len(SETTINGS) + 3 * len(self.index), []
     for dtype in sorted({p.dtype for p in self.rest.values()}, key=lambda d: -d.itemsize):
         some = {n: p for n, p in self.rest.items() if p.dtype == dtype}
         groups.append(Replicated(some, dict.fromkeys(some, 1.0), dict.fromkeys(some, 1.0), masters=dtype.itemsize < 4, tail=0 if groups else words))
@@ -301,7 +302,7 @@ def update_matrices(self: ParallelMuon, name: str):
     lr, mu, wd = self.settings[:3].unbind()
     follow_module(bank.master, bank.replica.data[bank.slots.start:bank.slots.stop], bank.outgoing)
     grad = bank.grad if engine.clip == "none" else (bank.grad * engine.factor).to(bank.grad.dtype)
-    ok = engine.ok & (engine.control[len(CONTROL_WORDS):] > 0)[ids]
+    ok = engine.ok & (self.has_gradient[ids] > 0)
     dtype = torch.bfloat16 if grad.is_cuda and grad.dtype != torch.float64 else grad.dtype
     muon_update(bank.master, bank.momentum, grad, (lr * self.lr_mul[ids]).view(-1, 1, 1), mu, (wd * self.wd_mul[ids]).view(-1, 1, 1), bank.lr_scale,
                 ok.view(-1, 1, 1), engine.method, engine.ns_steps, dtype)
@@ -311,7 +312,7 @@ def update_matrices(self: ParallelMuon, name: str):
 def update_rest(self: ParallelMuon):
     "Count the step and take one AdamW step on everything that is not in a bank."
     engine, (lr, beta1, beta2, eps, wd) = self.engine, self.settings[3:8].unbind()
-    ok = engine.ok & (engine.control[len(CONTROL_WORDS):] > 0)
+    ok = engine.ok & (self.has_gradient > 0)
     self.counts += ok
     self.skips += ~engine.ok
     factor = engine.factor / self.ranks.world
@@ -325,15 +326,12 @@ def update_rest(self: ParallelMuon):
             g.flat.copy_(g.master)
 
 # %% ../nbs/25_any_model.ipynb #3c98e2f6
-SETTINGS = ("lr", "momentum", "weight_decay", "adam_lr", "beta1", "beta2", "eps", "adam_weight_decay")
-
-
 def connect_updates(self: ParallelMuon):
     "Put the two updates into the engine's schedule, on fixed tensors, so that their launches can be recorded."
     engine, many = self.engine, len(self.index)
-    numbers = torch.zeros(len(SETTINGS) + 2 * many, dtype=engine.full, device=engine.device)
-    self.settings, self.lr_mul, self.wd_mul = numbers.split([len(SETTINGS), many, many])
-    self.numbers, self.counts = numbers, torch.zeros(many, dtype=engine.full, device=engine.device)
+    self.words = engine.control[len(CONTROL_WORDS):]
+    self.has_gradient, self.settings, self.lr_mul, self.wd_mul = self.words.split([many, len(SETTINGS), many, many])
+    self.counts = torch.zeros(many, dtype=engine.full, device=engine.device)
     self.skips, self.told = torch.zeros((), dtype=torch.int64, device=engine.device), 0
     self.heard = self.skips.to("cpu").pin_memory() if self.skips.is_cuda else self.skips.clone()
     self.heard_at = None
@@ -391,14 +389,13 @@ def collect_gradients(self: ParallelMuon):
 
 
 def send_settings(self: ParallelMuon):
-    "Today's numbers, and which parameters have a gradient, to the device: two small copies that nobody waits for."
+    "Which parameters have a gradient here, and rank 0's numbers of today, into the control vector: one small copy that nobody waits for."
     first, rest = self.param_groups
     numbers = [first["lr"], first["momentum"], first["weight_decay"], rest["lr"], *rest["betas"], rest["eps"], rest["weight_decay"],
                *first["lr_mul"], *rest["lr_mul"], *first["wd_mul"], *rest["wd_mul"]]
-    has = [p.grad is not None for g in self.param_groups for p in g["params"]]
-    for where, said in ((self.numbers, numbers), (self.engine.control[len(CONTROL_WORDS):], has)):
-        said = torch.tensor([float(x) for x in said], dtype=where.dtype)
-        where.copy_(said.pin_memory() if where.is_cuda else said, non_blocking=True)
+    said = [float(p.grad is not None) for g in self.param_groups for p in g["params"]] + [float(x) if self.ranks.master else 0.0 for x in numbers]
+    said = torch.tensor(said, dtype=self.words.dtype)
+    self.words.copy_(said.pin_memory() if self.words.is_cuda else said, non_blocking=True)
 
 # %% ../nbs/25_any_model.ipynb #68acf1be
 def listen_for_skips(self: ParallelMuon):

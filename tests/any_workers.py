@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-from golfnb.any_model import ParallelMuon, hidden_matrices, linear_weights
+from golfnb.any_model import ParallelMuon, hidden_matrices, linear_weights, muon_costs
 from golfnb.config import GolfError
 from golfnb.newton_schulz import newton_schulz_one
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
@@ -178,9 +178,12 @@ def ours(ranks, kind: str, steps: int = 5, accum: int = 1, poison: tuple = (-1, 
     opt = ParallelMuon(model, **SETTINGS, lr_mul=lr_mul, wd_mul=wd_mul, **more)
     plan = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
     freeze_later(kind, model)
+    assert muon_costs(opt)["masters"] == sum(b.master.numel() * b.master.element_size() for b in opt.engine.banks.values())
     for step in range(steps):
         opt.zero_grad(set_to_none=not (keep_views and step % 2 == 1))
         backward(model, step, ranks.rank, ranks.world, accum)
+        for g in opt.param_groups if ranks.rank else ():
+            g["lr"] = 0.123 * ranks.rank  # rank 0's settings count
         if (step, ranks.rank) == poison:
             next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")
         opt.step()
@@ -222,11 +225,15 @@ def go_on(ranks, path: str, start: int, steps: int, order: str):
 
 
 def other_modules(ranks):
-    "Rank 1 built another module: what every rank is told."
-    try:
-        ParallelMuon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6 if ranks.rank == 1 else 4), nn.Linear(4, 2)))
-    except GolfError as e:
-        return str(e)
+    "Rank 1 built another module, or made another call: what every rank is told."
+    said = []
+    for width, more in ((6, {}), (4, dict(max_norm=1.0))):
+        odd = ranks.rank == 1
+        try:
+            ParallelMuon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width if odd else 4), nn.Linear(4, 2)), **(more if odd else {}))
+        except GolfError as e:
+            said.append(str(e))
+    return "; ".join(said)
 
 
 def half_replicas(ranks):

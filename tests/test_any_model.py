@@ -92,6 +92,7 @@ def test_ranks_with_different_modules_all_hear_of_it(ranked):
     world, outs = ranked
     if world > 1:
         assert len({out[7] for out in outs}) == 1 and "rank 0 has 1.weight (4, 4)" in outs[0][7] and "rank 1 has 1.weight (6, 4)" in outs[0][7]
+        assert "clipping False" in outs[0][7] and "clipping True" in outs[0][7]
 
 
 def test_saved_on_eight_ranks_goes_on_elsewhere(ranked):
