@@ -160,7 +160,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        "Average the gradients over the ranks, update everything, publish. Every rank must call it; nothing waits for the GPU."
+        "Average the gradients over the ranks, update everything, publish. Every rank must call it. Nothing waits for the GPU, but once: the third step records its launches."
         loss = None
         if closure is not None:
             with torch.enable_grad():
