@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['LARGE_PARAMETER', 'SETTINGS', 'linear_kind', 'linear_weights', 'block_prefixes', 'head_weight', 'hidden_matrices',
-           'module_layout', 'find_ranks', 'start_alike', 'ParallelMuon', 'trainable_parameters', 'slot_view',
-           'fill_banks', 'lay_rest_flat', 'stretches', 'follow_module', 'update_matrices', 'update_rest',
-           'connect_updates', 'watch_list', 'check_ours', 'collect_gradients', 'send_settings', 'listen_for_skips',
-           'tell_skips', 'bank_table', 'muon_costs', 'whole_state', 'check_state', 'load_whole_state']
+           'module_layout', 'find_ranks', 'start_alike', 'ParallelMuon', 'trainable_parameters', 'check_one_dtype',
+           'check_numbers', 'slot_view', 'fill_banks', 'lay_rest_flat', 'stretches', 'follow_module', 'update_matrices',
+           'update_rest', 'connect_updates', 'watch_list', 'check_ours', 'collect_gradients', 'send_settings',
+           'listen_for_skips', 'tell_skips', 'bank_table', 'muon_costs', 'whole_state', 'check_state',
+           'load_whole_state']
 
 # %% ../nbs/25_any_model.ipynb #aa5f77f6
 import logging
@@ -85,10 +86,6 @@ def module_layout(module: nn.Module,
         a, b = named[n].shape
         turned, flipped = kinds.get(n) == "conv1d", transposable and a < b
         rows.append(matrix(n, *((b, a) if turned else (a, b)), group=f"{b}x{a}" if flipped else f"{a}x{b}", transposed=turned != flipped))
-    for n in chosen[1:]:
-        for what in ("dtype", "device"):
-            if getattr(named[n], what) != getattr(named[chosen[0]], what):
-                raise GolfError(f"banked weights must have one {what}: {chosen[0]} has {getattr(named[chosen[0]], what)}, {n} has {getattr(named[n], what)}; convert the module or choose with filter")
     return group_matrices(rows, world)
 
 # %% ../nbs/25_any_model.ipynb #2a4289c9
@@ -115,7 +112,7 @@ def start_alike(module: nn.Module, layout: Layout, ranks: Ranks, call: str = "")
         if theirs != said[0]:
             a, b = next((a, b) for a, b in zip([*said[0], "nothing more"], [*theirs, "nothing more"]) if a != b)
             raise GolfError(f"all ranks must make the same call on the same module: rank 0 has {a} where rank {r} has {b}; build it alike on every rank")
-    for t in (t for _, t in tensors if t.numel()):
+    for t in (t for _, t in tensors if t.numel() and t.device.type == ranks.device.type):
         raw = t.detach().contiguous().view(-1).view(torch.uint8)
         dist.broadcast(raw, 0)
         t.data.copy_(raw.view(t.dtype).view(t.shape))
@@ -141,8 +138,10 @@ class ParallelMuon(torch.optim.Optimizer):
         self.ranks = ranks or find_ranks(next(iter(named.values())).device)
         layout = layout or module_layout(module, self.ranks.world, filter, transposable)
         newton_schulz_settings(method)
+        check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay, adam_lr=adam_lr, adam_weight_decay=adam_weight_decay, beta1=betas[0], beta2=betas[1], eps=eps, max_norm=max_norm)
         if strange := set(layout.names()) - set(named):
             raise GolfError(f"the layout names {sorted(strange)[0]}, which is no trainable parameter of {type(module).__name__}: make it with module_layout(module, world)")
+        check_one_dtype({n: named[n] for n in layout.names()})
         start_alike(module, layout, self.ranks, f"{plan}, {replica_dtype}, clipping {max_norm > 0}, {method}")
         chosen = set(layout.names())
         self.banked, self.rest = {n: p for n, p in named.items() if n in chosen}, {n: p for n, p in named.items() if n not in chosen}
@@ -228,6 +227,21 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         if p.device != one.device or (p.dtype == torch.float64) != (one.dtype == torch.float64):
             raise GolfError(f"trainable parameters must share a device, and float64 does not mix with others: {some} is {one.dtype} on {one.device}, {n} is {p.dtype} on {p.device}; convert one of them")
     return named
+
+
+def check_one_dtype(banked: dict[str, nn.Parameter]):
+    "GolfError unless all of these can share banks."
+    some, one = next(iter(banked.items()))
+    for n, p in banked.items():
+        if p.dtype != one.dtype:
+            raise GolfError(f"banked weights must have one dtype: {some} has {one.dtype}, {n} has {p.dtype}; convert the module, or choose with filter and leave the others to AdamW")
+
+
+def check_numbers(**numbers: float):
+    "GolfError for a number no optimizer can use."
+    for name, x in numbers.items():
+        if not 0 <= x < (1 if name in ("momentum", "beta1", "beta2") else float("inf")):
+            raise GolfError(f"ParallelMuon needs {name} from 0 {'to below 1' if name in ('momentum', 'beta1', 'beta2') else 'up'}: found {x}")
 
 # %% ../nbs/25_any_model.ipynb #7df89dc4
 def slot_view(bank: torch.Tensor,  # [n, r, c]
