@@ -90,7 +90,9 @@ def module_layout(module: nn.Module,
 
 # %% ../nbs/25_any_model.ipynb #2a4289c9
 def find_ranks(device: torch.device) -> Ranks:  # of the module
-    "The ranks of torch.distributed's process group, or this process alone. GolfError if a launcher promised more than there are."
+    "The ranks of torch.distributed's process group, or this process alone. GolfError if they cannot serve this module."
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise GolfError(f"the module is on {device}, but this process works on cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({device.index}) before the module is made")
     if dist.is_available() and dist.is_initialized():
         if device.type == "cpu" and dist.get_backend() == "nccl":
             raise GolfError("the module is on the CPU, but the ranks talk by NCCL, which moves GPU tensors only: move the module to this rank's GPU first")

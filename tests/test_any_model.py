@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from any_workers import SETTINGS, NanoGPT, Vision, build, loss_of, lr_mul, plain, rows_of, run_ranks, wd_mul
 from torch import nn
 
-from golfnb.any_model import ParallelMuon, bank_table, head_weight, hidden_matrices, module_layout, muon_costs
+from golfnb.any_model import ParallelMuon, bank_table, find_ranks, head_weight, hidden_matrices, module_layout, muon_costs
 from golfnb.config import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.plan import Plan, make_plan
@@ -514,6 +514,9 @@ def test_a_launcher_without_a_group_and_wrappers_are_refused(monkeypatch):
     with pytest.raises(GolfError, match="no process group"):
         ParallelMuon(NanoGPT())
     monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(GolfError, match=r"set_device\(1\)"):
+        find_ranks(torch.device("cuda:1"))
     wrapped = object.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(GolfError, match="wrapper.module"):
         ParallelMuon(wrapped)
