@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 6e8a494a53ff7d85 | Apache-2.0
+# recipe pr549 | source sha256 038a65c727494a03 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2327,11 +2327,12 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 wd: float,
                 scale: torch.Tensor, # [n, 1, 1] sqrt(max(1, rows/cols)) of each slot's logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
-                method: str = "ns5", steps: int = 5):
+                method: str = "ns5", steps: int = 5,
+                dtype: torch.dtype | None = None): # of the products; None: the gradient's
     "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
     moved = momentum.mul(mu).add_(grad)
     nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
-    update = orthogonalize(nesterov, method=method, steps=steps, dtype=grad.dtype)
+    update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
     torch.where(ok, moved, momentum, out=momentum)
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
@@ -2495,7 +2496,7 @@ class Engine:
                  rule: str = "muon",
                  bank_lr: float = 0.025, bank_wd: float = 0.04, table_lr: float = 0.035, scalar_lr: float = 0.025, adam_wd: float = 0.04,
                  betas: tuple = (0.9, 0.95), eps: float = 1e-8, # AdamW
-                 clip: str = "global", max_norm: float = 0.3, # 0 turns clipping off
+                 clip: str = "global", max_norm: float = 0.3, # 0 turns clipping off; clip "none": the caller writes norm_sq before launch (chapter 25)
                  method: str = "ns5", ns_steps: int = 5, debug: bool = False):
         self.ranks, self.layout, self.rule, self.clip, self.max_norm = ranks or Ranks(), layout, rule, clip, max_norm
         if layout.world != self.ranks.world:

@@ -1,13 +1,11 @@
 """Layouts as data, banks as storage."""
-import copy
 import random
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
-from golfnb.banks import bank_module, make_banks, rebank, unbank
+from golfnb.banks import make_banks, rebank, unbank
 from golfnb.config import Config, GolfError
 from golfnb.layout import SMALL_MATRIX, group_matrices, matrix, model_layout, model_matrices
 
@@ -107,120 +105,3 @@ def test_forward_and_gradient_equal_separate_linears(world):
     for name, g in unbank(layout, {"mlp": ga}).items():
         torch.testing.assert_close(g, named[name].grad, rtol=1e-12, atol=1e-12)
     assert ga.shape == banks["mlp"].shape and ga.is_contiguous() and not ga[6:].any()
-
-
-class Plain(nn.Module):
-    "A small causal model that knows nothing of banks."
-    def __init__(self, tied=True):
-        super().__init__()
-        self.emb = nn.Embedding(13, 8)
-        self.attn = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(8, 16, bias=False) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 13, bias=False)
-        if tied:
-            self.head.weight = self.emb.weight
-
-    def forward(self, ids):
-        x = self.emb(ids)
-        for attn, up, down in zip(self.attn, self.up, self.down):
-            q, k, v = attn(self.norm(x)).chunk(3, -1)
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + down(up(self.norm(x)).relu())
-        return self.head(x)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("transposable", [True, False])
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_banked_module_trains_like_the_plain_one(tied, transposable, world):
-    torch.manual_seed(0)
-    plain = Plain(tied).double()
-    banked = copy.deepcopy(plain)
-    layout, banks, others = bank_module(banked, world=world, transposable=transposable)
-    assert len(layout.banks) == (2 if transposable else 3) + (0 if tied else 1)
-    assert {id(p) for p in banked.parameters()} == {id(p) for p in [*banks.values(), *others]}
-    ids = torch.randint(13, (3, 7))
-    opts = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, banked)]
-    for _ in range(4):
-        for model, opt in zip((plain, banked), opts):
-            opt.zero_grad(set_to_none=True)
-            for part in ids.split(1):   # accumulation: several forwards and backwards per step
-                F.cross_entropy(model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()).backward()
-            opt.step()
-    a, b = plain.state_dict(), banked.state_dict()
-    assert list(a) == list(b)
-    for k in a:
-        torch.testing.assert_close(a[k], b[k], rtol=0, atol=1e-12)
-    assert all(not banks[s.name][s.real:].any() for s in layout.banks)
-
-
-def test_checkpoints_pass_between_plain_and_banked():
-    plain, banked = Plain(), Plain()
-    bank_module(banked, world=2)
-    ids = torch.randint(13, (2, 5))
-    assert banked.load_state_dict(plain.state_dict()) is not None
-    torch.testing.assert_close(banked(ids), plain(ids))
-    again = Plain()
-    again.load_state_dict(banked.state_dict())
-    torch.testing.assert_close(again(ids), plain(ids))
-    state = plain.state_dict()
-    short = {k: v for k, v in state.items() if k != "up.0.weight"}
-    with pytest.raises(RuntimeError, match="up.0.weight"):
-        banked.load_state_dict(short)
-    with pytest.raises(RuntimeError, match="up.0.weight"):
-        banked.load_state_dict({**state, "up.0.weight": torch.zeros(3, 3)})
-    with pytest.raises(RuntimeError, match="stranger"):
-        banked.load_state_dict({**state, "stranger": torch.zeros(1)})
-    wrapped = nn.Sequential(banked)
-    assert list(wrapped.state_dict()) == [f"0.{k}" for k in state]
-    wrapped.load_state_dict({f"0.{k}": v for k, v in state.items()})
-
-
-def test_to_dtype_and_a_bare_linear():
-    lin = nn.Linear(4, 6)
-    twin = copy.deepcopy(lin)
-    layout, banks, others = bank_module(lin)
-    assert [*lin.state_dict()] == ["weight", "bias"] and len(others) == 1
-    lin.double(), twin.double()
-    x = torch.randn(3, 4, dtype=torch.float64)
-    lin(x).sum().backward()
-    twin(x).sum().backward()
-    assert banks["6x4"].dtype == torch.float64 and torch.equal(banks["6x4"].grad[0], twin.weight.grad)
-
-
-def test_what_stays_outside_the_banks():
-    frozen = Plain()
-    frozen.up[0].weight.requires_grad_(False)
-    layout, _, _ = bank_module(frozen)
-    assert "up.0.weight" not in layout.names() and "head.weight" not in layout.names() and "up.1.weight" in layout.names()
-    assert bank_module(Plain(), keep=lambda name, w: "down" in name)[0].names() == ["down.0.weight", "down.1.weight"]
-    shared = nn.ModuleDict({"a": nn.Linear(3, 3)})
-    shared["b"] = shared["a"]
-    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-    for bad in (shared, mixed, nn.ReLU()):
-        with pytest.raises(GolfError):
-            bank_module(bad)
-
-
-def test_banking_works_through_activation_checkpointing():
-    from torch.utils.checkpoint import checkpoint
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x):
-            for p in self.parts:
-                x = checkpoint(lambda t, p=p: p(t).tanh(), x, use_reentrant=False)
-            return x
-    plain = Net().double()
-    banked = copy.deepcopy(plain)
-    layout, banks, _ = bank_module(banked)
-    x = torch.randn(2, 4, dtype=torch.float64)
-    plain(x).sum().backward()
-    banked(x).sum().backward()
-    for name, g in unbank(layout, {"4x4": banks["4x4"].grad}).items():
-        torch.testing.assert_close(g, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-14)
