@@ -1,14 +1,11 @@
-"""Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark: nothing fails, nothing is asked of another host, formulas and pictures are there.
+"""Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark, from the files alone: nothing fails, nothing is asked of another host, formulas and pictures are there.
 
     python book/browse.py [--site _book/html] [--shots FOLDER] [PAGE ...]
 """
 import argparse
-import functools
-import http.server
 import shutil
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,18 +36,11 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-
 def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> list[str]:
     "What is wrong, one sentence each."
     from playwright.sync_api import sync_playwright
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    home, found = f"http://127.0.0.1:{server.server_address[1]}/", []
+    home, found = site.resolve().as_uri() + "/", []
     pages = chosen or sorted(p.relative_to(site).as_posix() for p in site.rglob("*.html") if "_static" not in p.parts)
     with sync_playwright() as play, tempfile.TemporaryDirectory() as profile:
         for view, width, scheme in VIEWS:
@@ -60,7 +50,6 @@ def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> li
             tab.on("pageerror", lambda e: found.append(f"{view} {here}: error: {str(e)[:200]}"))
             tab.on("request", lambda r: found.append(f"{view} {here}: asks another host for {r.url[:200]}") if not r.url.startswith((home, "data:", "blob:")) else None)
             tab.on("requestfailed", lambda r: found.append(f"{view} {here}: {r.url[:200]} failed"))
-            tab.on("response", lambda r: found.append(f"{view} {here}: {r.url[:200]} answered {r.status}") if r.status >= 400 else None)
             for here in pages:
                 tab.goto(home + here, wait_until="load")
                 tab.evaluate("async () => { if (window.MathJax && MathJax.startup) await MathJax.startup.promise; }")
@@ -74,7 +63,6 @@ def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> li
             except Exception:
                 found.append(f"{view} {here}: the search finds nothing")
             browser.close()
-    server.shutdown()
     return found
 
 

@@ -152,13 +152,11 @@ def code(text: str) -> str:
 
 
 def row_table(rows: list[Row], word: str, anchor: str = "") -> list[str]:
-    "A table of parameters or fields; columns that nobody fills are left out."
-    columns = [c for c in ("type", "default", "meaning") if any(getattr(r, c) for r in rows)]
-    lines = [f"| {word} | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
-    for r in rows:
-        first = f"{{golf-field}}`{anchor}.{r.name}`" if anchor else code(r.name)
-        lines.append(f"| {first} | " + " | ".join(escaped(r.meaning) if c == "meaning" else code(getattr(r, c)).replace("|", r"\|") for c in columns) + " |")
-    return lines
+    "A table of parameters or fields: name, type with default, meaning; a column that nobody fills is left out."
+    cells = {"type": [code(f"{r.type} = {r.default}".strip() if r.default else r.type).replace("|", r"\|") for r in rows], "meaning": [escaped(r.meaning) for r in rows]}
+    columns = {head: column for head, column in cells.items() if any(column)}
+    names = [f"{{golf-field}}`{anchor}.{r.name}`" if anchor else code(r.name) for r in rows]
+    return ["| " + " | ".join((word, *columns)) + " |", "|---" * (len(columns) + 1) + "|", *("| " + " | ".join(line) + " |" for line in zip(names, *columns.values()))]
 
 
 def entry(module: Module, n: Name, owner: str = "") -> list[str]:

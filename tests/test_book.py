@@ -152,6 +152,6 @@ def test_the_browser_finds_what_is_planted(site, tmp_path):
     (tmp_path / "index.html").write_text("""<!doctype html><link rel="icon" href="data:,"><body style="background:#fff"><main><article><span class="math">x^2</span>
         <img src="gone.png"><div style="width:900px">wide</div><script src="http://127.0.0.2:9/x.js"></script><script>console.error("planted"); none()</script></article></main>""")
     found = "\n".join(browse.look(tmp_path, ["index.html"], None, browse.find_chromium()))
-    for sentence in ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png answered 404", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark", "the search finds nothing"):
+    for sentence in ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png failed", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark", "the search finds nothing"):
         assert sentence in found, sentence
     assert browse.look(site, ["09_newton_schulz.html"], None, browse.find_chromium()) == []
