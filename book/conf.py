@@ -6,7 +6,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 project, author, copyright = "golfnb", "the golfnb founders", "2026, the golfnb founders"
 extensions = ["myst_nb", "sphinx.ext.mathjax", "links"]
-root_doc, language, smartquotes = "index", "en", False
+root_doc, language, smartquotes, highlight_language = "index", "en", False, "none"
 nb_execution_mode, nb_merge_streams, nb_render_markdown_format = "off", True, "gfm"
 nb_code_prompt_show, nb_code_prompt_hide = "Show the answer or code", "Hide it"
 myst_enable_extensions, myst_heading_anchors = ["dollarmath", "colon_fence"], 3
