@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from docutils import nodes
-from names import api_page, modules, place_of, places
+from names import Module, api_page, chapter_page, modules, place_of, places
 from sources import PAGES, number, page_of, stems
 from sphinx import addnodes
 from sphinx.util.docutils import SphinxRole
@@ -31,25 +31,27 @@ def reference(page: str, place: str, *children: nodes.Node, style: str) -> nodes
 # code
 
 class Uses(ast.NodeVisitor):
-    "Positions in one cell of names that are golfnb's there: (line, column) -> (length, name, is this the definition?)."
+    "Positions in one cell of names that are golfnb's there: (line, column) -> (name, its place, is this the definition?)."
 
-    def __init__(self, known: set[str], own: set[str], exported: bool):
-        self.known, self.own, self.exported, self.found, self.scopes = known, own, exported, {}, []
+    def __init__(self, known: dict[str, str], module: Module | None, exported: bool):
+        self.known, self.module, self.found, self.scopes = known, module, {}, []
+        self.defined = module.names if module and exported else ()  # names whose definition may stand here
 
     def mark(self, line: int, column: int, name: str, defines: bool = False):
-        self.found[line, column] = (len(name), name, defines)
+        self.found[line, column] = (name, api_page(self.module, name) if defines else self.known.get(name) or places()[name], defines)
 
     def bind(self, name: str):
         "A name of the notebook itself hides golfnb's from here on."
-        if not self.scopes and not (self.exported and name in self.own):
-            self.known.discard(name)
+        if not self.scopes and name not in self.defined:
+            self.known.pop(name, None)
 
     def visit_ImportFrom(self, node):
         if (node.module or "") in places():
             self.mark(node.lineno, node.col_offset + len("from "), node.module)
         for alias in node.names:
-            if (node.module or "") in places() and alias.name in places():
-                self.known.add(alias.name)
+            place = places().get(f"{node.module}.{alias.name}")
+            if place:
+                self.known[alias.name] = place
                 self.mark(alias.lineno, alias.col_offset, alias.name)
             else:
                 self.bind(alias.asname or alias.name)
@@ -62,10 +64,18 @@ class Uses(ast.NodeVisitor):
         if isinstance(node.ctx, ast.Load):
             if node.id in self.known and not any(node.id in s for s in self.scopes):
                 self.mark(node.lineno, node.col_offset, node.id)
-        elif not self.scopes and self.exported and node.id in self.own:
+        elif not self.scopes and node.id in self.defined:
             self.mark(node.lineno, node.col_offset, node.id, True)
         else:
             self.bind(node.id)
+
+    def visit_Assign(self, node):
+        for part in (node.value, *node.targets):  # what is assigned is read before the name is bound
+            self.visit(part)
+
+    def visit_For(self, node):
+        for part in (node.iter, node.target, *node.body, *node.orelse):
+            self.visit(part)
 
     def enter(self, node, bound: set[str]):
         self.scopes.append(bound)
@@ -97,7 +107,7 @@ class Uses(ast.NodeVisitor):
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = comprehension
 
     def define(self, node, word: str):
-        if not self.scopes and self.exported and node.name in self.own:
+        if not self.scopes and node.name in self.defined:
             self.mark(node.lineno, node.col_offset + len(word), node.name, True)
         elif not self.scopes:
             self.bind(node.name)
@@ -120,11 +130,8 @@ def linked_code(markup: str, source: str, page: str, uses: Uses, anchored: set[s
         text = html.unescape(piece)
         hit = table.get(at)
         at += len(text)
-        if hit and text == hit[1]:
-            name, defines = hit[1], hit[2]
-            place = places()[name]
-            if defines:
-                place = next(api_page(m, name) for m in modules().values() if name in m.names)
+        if hit and text == hit[0]:
+            name, place, defines = hit
             anchor = f' id="{name}"' if defines and name not in anchored else ""
             if defines:
                 anchored.add(name)
@@ -136,8 +143,7 @@ def linked_code(markup: str, source: str, page: str, uses: Uses, anchored: set[s
 def link_code(app, doctree, page: str) -> None:
     "Every Python cell of a page, in order, with one namespace for all of them."
     module = next((m for m in modules().values() if m.chapter == page), None)
-    own = set(module.names) if module else set()
-    known, anchored = set(own), set()
+    known, anchored = {n: chapter_page(n, module) for n in module.names} if module else {}, set()
     for block in list(doctree.findall(nodes.literal_block)):
         if block.get("language") not in ("ipython3", "python", "ipython", "py"):
             continue
@@ -151,7 +157,7 @@ def link_code(app, doctree, page: str) -> None:
             tree = ast.parse(source)
         except SyntaxError:
             continue
-        uses = Uses(known, own, exported)
+        uses = Uses(known, module, exported)
         uses.visit(tree)
         markup = app.builder.highlighter.highlight_block(source, "python", location=block)
         inner = re.search(r"<pre>(?:<span></span>)?(.*)</pre>", markup, re.S)

@@ -165,10 +165,10 @@ def places() -> dict[str, str]:
         found[f"golfnb.{m.name}"] = api_page(m)
         for n in m.names.values():
             for key in (n.name, f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
-                found[key] = chapter_page(n.name, m)
+                found.setdefault(key, chapter_page(n.name, m))
             if n.kind == "class":
                 for member in n.members:
-                    found[f"{n.name}.{member.name}"] = api_page(m, n.name, member.name)
+                    found.setdefault(f"{n.name}.{member.name}", api_page(m, n.name, member.name))
                 for row in n.rows:
                     found.setdefault(f"{n.name}.{row.name}", api_page(m, n.name, row.name))
                     if n.name.endswith("Settings"):
