@@ -206,7 +206,6 @@ def synonyms() -> dict[str, tuple[str, ...]]:
     return {t: tuple(g.split("\n")[:-1]) for g in groups for t in g.split("\n")[:-1]}
 
 
-PROSE = (nodes.paragraph,)
 QUIET = (nodes.reference, nodes.literal, nodes.title, nodes.math, nodes.raw, addnodes.desc_signature, nodes.literal_block, nodes.image, addnodes.toctree)
 
 
@@ -226,7 +225,7 @@ def link_prose(app, doctree, page: str) -> None:
     terms = glossary_terms(app) if page != "glossary" and not page.startswith("api/") else {}
     left = {t: re.compile(rf"(?<![\w-]){re.escape(t)}(?:s|es)?(?![\w-])", 0 if t[-1].isupper() else re.I) for t in sorted(terms, key=len, reverse=True)}
     for node in list(doctree.findall(nodes.Text)):
-        if inside(node, *QUIET) or not inside(node, *PROSE):
+        if inside(node, *QUIET) or not inside(node, nodes.paragraph):
             continue
         text = node.astext()
         spans = [(m.start(), m.end(), reference(page, places()[m[0]], nodes.Text(m[0]), style="golf-use")) for m in PLAIN_NAMES.finditer(text) if m[0] in places()]

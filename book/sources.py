@@ -60,11 +60,8 @@ def words(node: ast.AST) -> str:
 
 
 def helpers_of(nb: nbformat.NotebookNode) -> dict[str, ast.AST]:
-    "Functions that a cell of this notebook may draw with: its own and golfnb's."
-    found = {}
-    for path in sorted((ROOT / "golfnb").glob("*.py")):
-        if path.stem == "report":
-            found |= {n.name: n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, FUNCTION)}
+    "Functions that a cell of this notebook may draw with: its own, and those of the report page."
+    found = {n.name: n for n in ast.parse((ROOT / "golfnb" / "report.py").read_text(encoding="utf-8")).body if isinstance(n, FUNCTION)}
     for cell in nb.cells:
         if cell.cell_type == "code":
             try:
@@ -162,7 +159,7 @@ def row_table(rows: list[Row], word: str, anchor: str = "") -> list[str]:
 def entry(module: Module, n: Name, owner: str = "") -> list[str]:
     "One name as a py directive."
     path = f"{owner}.{n.name}" if owner else n.name
-    lines = [("````" if n.members else "```") + f"{{py:{'function' if n.kind == 'function' else n.kind}}} {path}{n.signature if n.kind not in ('data', 'property') else ''}"]
+    lines = [("````" if n.members else "```") + f"{{py:{n.kind}}} {path}{n.signature if n.kind not in ('data', 'property') else ''}"]
     lines += [f":module: golfnb.{module.name}"]
     if n.kind == "data" and n.signature:
         lines += [f":value: {n.signature}"]
@@ -180,10 +177,9 @@ def entry(module: Module, n: Name, owner: str = "") -> list[str]:
 
 
 def api_module(module: Module) -> str:
-    order = [n for n in module.names.values() if n.kind != "data"] + [n for n in module.names.values() if n.kind == "data"]
     lines = [f"# golfnb.{module.name}", "", f"> {escaped(module.summary)}", "", f"Explained, defined and tried in [chapter {numbered_title(module.chapter)}](../{module.chapter}.ipynb).", ""]
-    for title, kind in (("Functions", ("function",)), ("Classes", ("class",)), ("Constants", ("data",))):
-        group = [n for n in order if n.kind in kind]
+    for title, kind in (("Functions", "function"), ("Classes", "class"), ("Constants", "data")):
+        group = [n for n in module.names.values() if n.kind == kind]
         if group:
             lines += [f"## {title}", ""]
             for n in group:
