@@ -1,5 +1,7 @@
 # make demo    documents -> tokenizer -> shards -> torchrun -> artifact -> scores -> report, in runs/demo
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
+# make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
+# make book-check  every page of it in a headless Chromium, on desktop and phone, light and dark
 # make export  golfnb/*.py, golfnb/train_gpt.py and README.md from the notebooks
 
 SHELL := /bin/bash
@@ -7,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.golfnb-ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test export
+.PHONY: demo test book book-check export
 demo: $(STAMP)
 	$(BIN)/golfnb demo
 
@@ -15,6 +17,12 @@ test: $(STAMP)
 	$(BIN)/python tests/step.py check
 	$(BIN)/python tests/notebooks.py check
 	$(BIN)/python -m pytest
+
+book: $(STAMP)
+	$(BIN)/python book/build.py
+
+book-check: book
+	$(BIN)/python book/browse.py
 
 export: $(STAMP)
 	$(BIN)/python tests/step.py write

@@ -76,7 +76,8 @@ def text_outputs(nb: nbformat.NotebookNode) -> list[str]:
             if out.output_type == "stream" and out.name == "stdout":
                 parts.append("".join(out.text))
             elif out.output_type in ("execute_result", "display_data") and "image/png" not in out.get("data", {}):
-                parts.append("".join(out.data.get("text/plain", "")))
+                shown = next((k for k in ("text/markdown", "text/html") if k in out.data), "text/plain")  # a table's own text, not "<Markdown object>"
+                parts.append("".join(out.data.get(shown, "")))
         rows.append(VOLATILE.sub("0x", "".join(parts)))
     return rows
 

@@ -1,0 +1,92 @@
+"""Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark, from the files alone: nothing fails, nothing is asked of another host, formulas and pictures are there.
+
+    python book/browse.py [--site _book/html] [--shots FOLDER] [PAGE ...]
+"""
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from names import ROOT
+
+VIEWS = (("desktop", 1280, "light"), ("phone", 390, "dark"))
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+LOOK = """() => {
+  const box = e => e.getBoundingClientRect(), said = [];
+  const formulas = [...document.querySelectorAll('.math')];
+  const bare = formulas.filter(m => !m.querySelector('mjx-container'));
+  if (bare.length) said.push(`${bare.length} of ${formulas.length} formulas were not rendered: ${bare[0].textContent.slice(0, 60)}`);
+  const wrong = document.querySelectorAll('mjx-merror, [data-mjx-error]');
+  if (wrong.length) said.push(`a formula has an error: ${wrong[0].textContent.slice(0, 80)}`);
+  for (const i of document.querySelectorAll('article img, main img'))
+    if (!i.complete || i.naturalWidth < 20 || box(i).width < 20) said.push(`picture ${i.getAttribute('src').slice(0, 60)} was not drawn`);
+  if (document.documentElement.scrollWidth > window.innerWidth + 1) {
+    const wide = [...document.querySelectorAll('main article *')].filter(e => box(e).right > window.innerWidth + 1 && getComputedStyle(e).overflowX === 'visible').sort((a, b) => box(b).right - box(a).right)[0];
+    said.push(`the page is ${document.documentElement.scrollWidth} wide on a screen of ${window.innerWidth}` + (wide ? `: ${wide.tagName} ${wide.className}` : ''));
+  }
+  const dark = matchMedia('(prefers-color-scheme: dark)').matches, back = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
+  if (dark !== (back[0] + back[1] + back[2] < 384)) said.push(`the background is rgb(${back}) where the reader asked for ${dark ? 'dark' : 'light'}`);
+  return said;
+}"""
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> list[str]:
+    "What is wrong, one sentence each."
+    from playwright.sync_api import sync_playwright
+
+    home, found = site.resolve().as_uri() + "/", []
+    pages = chosen or sorted(p.relative_to(site).as_posix() for p in site.rglob("*.html") if "_static" not in p.parts)
+    with sync_playwright() as play, tempfile.TemporaryDirectory() as profile:
+        for view, width, scheme in VIEWS:
+            browser = play.chromium.launch_persistent_context(f"{profile}/{view}", executable_path=chromium, args=FLAGS, viewport={"width": width, "height": 900}, color_scheme=scheme)
+            tab, here = browser.pages[0], ""
+            tab.on("console", lambda m: found.append(f"{view} {here}: console: {m.text[:200]}") if m.type in ("error", "warning") else None)
+            tab.on("pageerror", lambda e: found.append(f"{view} {here}: error: {str(e)[:200]}"))
+            tab.on("request", lambda r: found.append(f"{view} {here}: asks another host for {r.url[:200]}") if not r.url.startswith((home, "data:", "blob:")) else None)
+            tab.on("requestfailed", lambda r: found.append(f"{view} {here}: {r.url[:200]} failed"))
+            for here in pages:
+                tab.goto(home + here, wait_until="load")
+                tab.evaluate("async () => { if (window.MathJax && MathJax.startup) await MathJax.startup.promise; }")
+                found += [f"{view} {here}: {s}" for s in tab.evaluate(LOOK)]
+                if shots:
+                    tab.screenshot(path=str(shots / f"{here.replace('/', '_').removesuffix('.html')}_{view}.png"), full_page=len(chosen) > 0)
+            here = "search.html?q=reduce-scatter"
+            try:
+                tab.goto(home + here, wait_until="load")
+                tab.wait_for_selector("#search-results ul.search li a", timeout=5_000)
+            except Exception:
+                found.append(f"{view} {here}: the search finds nothing")
+            browser.close()
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--site", type=Path, default=ROOT / "_book" / "html", help="the built site")
+    parser.add_argument("--shots", type=Path, help="folder for a picture of each page")
+    parser.add_argument("pages", nargs="*", help="pages to open (default: all)")
+    args = parser.parse_args(argv)
+    chromium = find_chromium()
+    if not chromium:
+        print("book: no Chromium was found; install one (Debian: apt-get install chromium) and run this again", file=sys.stderr)
+        return 2
+    if not (args.site / "index.html").is_file():
+        print(f"book: there is no site in {args.site}; run `make book` first", file=sys.stderr)
+        return 2
+    if args.shots:
+        args.shots.mkdir(parents=True, exist_ok=True)
+    found = look(args.site, args.pages, args.shots, chromium)
+    for sentence in found:
+        print(sentence, file=sys.stderr)
+    print(f"{len(found)} problems" if found else "every page opens on desktop and phone, light and dark; nothing failed, nothing was asked of another host")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
