@@ -417,7 +417,7 @@ def sample_command(args) -> int:
 def report_command(args) -> int:
     from golfnb.report import write_report
 
-    print(write_report(Path(args.run_dir)))
+    print(write_report(Path(args.run_dir), Path(args.against) if args.against else None))
     return 0
 
 # %% ../nbs/24_cli.ipynb #841c44f2
@@ -603,6 +603,7 @@ def run_parsers(commands) -> None:
     p.add_argument("-o", dest="output", metavar="FILE", help="where to write it")
     p = add_command(commands, "report", report_command, "write a run's page with its plots, report.html")
     p.add_argument("run_dir", metavar="RUN_DIR")
+    p.add_argument("--against", metavar="RUN2", help="a run to compare with")
     submission_parser(commands)
     add_command(commands, "doctor", doctor_command, "look at this machine: packages, GPUs, ranks, disk")
 

@@ -7,7 +7,7 @@ __all__ = ['TRACKS', 'TRAIN_MS', 'EVAL_MS', 'MARGIN_NATS', 'P_BELOW', 'RECORD_RA
            'IMPORTS', 'LOG_LINES', 'WORDS', 'OWN', 'SUMMARY_KEYS', 'STAGES', 'Fault', 'LogFacts', 'read_log',
            'log_faults', 'script_faults', 'audit_faults', 'seed_faults', 'beats_target', 'track_faults',
            'claim_numbers', 'claim_faults', 'short', 'check_submission', 'read_json', 'audit_file_faults', 'run_faults',
-           'settings_faults', 'changed_settings', 'readme_table', 'readme_test', 'submission_readme', 'Claim',
+           'settings_faults', 'command_settings', 'readme_table', 'readme_test', 'submission_readme', 'Claim',
            'make_submission', 'fill_folder']
 
 # %% ../nbs/27_submission.ipynb #bfe0500e
@@ -26,8 +26,8 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from .artifact import ARTIFACT_CAP
-from .config import GolfError, load_config, setting_specs
-from .report import student_t_tail
+from .config import GolfError
+from .report import changed_settings, student_t_tail
 
 # %% ../nbs/27_submission.ipynb #07faf6d2
 TRACKS = ("record", "systems", "non-record")
@@ -348,13 +348,11 @@ STAGES = {"legal_ttt": "score-first test-time training: every token is scored be
           "final_int6_roundtrip": "disjoint rows over the artifact read back from disk"}
 
 
-def changed_settings(
+def command_settings(
     config: dict,  # of a summary
 ) -> dict[str, str]:  # NAME -> value, where they differ from the recipe
-    "The settings that a run's command must name; paths and names of runs are left out."
-    base = load_config({"RECIPE": config.get("recipe", "pr549")})
-    said = {n: config[n] for n in setting_specs() if n in config and n not in OWN | {"recipe"} and config[n] != getattr(base, n)}
-    return {n.upper(): str(int(v) if isinstance(v, bool) else v) for n, v in said.items()}
+    "The settings that a run's command must name; seed, paths and names of runs are left out."
+    return {n: str(int(v) if isinstance(v, bool) else v) for n, (v, _) in changed_settings(config).items() if n in {k.upper() for k in config} and n.lower() not in OWN | {"recipe"}}
 
 
 def readme_table(
@@ -388,7 +386,7 @@ def submission_readme(
 ) -> str:  # README.md
     "What the challenge's readers see."
     world, seed = claim["hardware"].split(" x ")[0], claim["seeds"][0]
-    settings = " ".join([f"RECIPE={config.get('recipe', 'pr549')}", *(f"{n}={v}" for n, v in changed_settings(config).items()), f"SEED={seed}"])
+    settings = " ".join([f"RECIPE={config.get('recipe', 'pr549')}", *(f"{n}={v}" for n, v in command_settings(config).items()), f"SEED={seed}"])
     std = "" if claim["val_bpb_std"] is None else f", std {claim['val_bpb_std']:.4f}"
     return f"""# {claim['name']}
 
