@@ -376,7 +376,7 @@ def readme_test(
     if t["p"] is None:
         return f"Target: {t['target']:.4f} bpb. One seed gives no spread and so no p-value."
     less = f" less {MARGIN_NATS} nats a token ({t['margin']:.4f} bpb)" if t["margin"] else ""
-    return f"Against {t['target']:.4f} bpb{less}: one-sided t-test over {t['df'] + 1} seeds, t = {t['t']:.3f} with {t['df']} degrees of freedom, p = {t['p']:.2g}."
+    return f"Against {t['target']:.4f} bpb{less}: one-sided t-test over {t['df'] + 1} seeds, t = {t['t']:.3f} with {t['df']} degree{'s' * (t['df'] > 1)} of freedom, p = {t['p']:.2g}."
 
 # %% ../nbs/27_submission.ipynb #00743ef4
 def submission_readme(
@@ -388,11 +388,13 @@ def submission_readme(
     world, seed = claim["hardware"].split(" x ")[0], claim["seeds"][0]
     settings = " ".join([f"RECIPE={config.get('recipe', 'pr549')}", *(f"{n}={v}" for n, v in command_settings(config).items()), f"SEED={seed}"])
     std = "" if claim["val_bpb_std"] is None else f", std {claim['val_bpb_std']:.4f}"
-    return f"""# {claim['name']}
+    vocab, whole = claim.get("vocab_size", 1024), claim["val_tokens"] >= VAL_TOKENS_1024
+    data = f"DATA_PATH=./data/datasets/fineweb10B_sp{vocab} TOKENIZER_PATH=./data/tokenizers/fineweb_{vocab}_bpe.model" if whole else "DATA_PATH=SHARDS TOKENIZER_PATH=MODEL"
+    text = f"""# {claim['name']}
 
 **val_bpb {claim['val_bpb']:.4f}** (mean of {len(claim['seeds'])} seeds{std}) | {claim['bytes_total']:,} of {ARTIFACT_CAP:,} bytes | {claim['hardware']} | track: {claim['track']}
 
-{claim['blurb']}
+{claim['blurb'] if claim['blurb'] != claim['name'] else ''}
 
 {notes.strip()}
 
@@ -409,7 +411,7 @@ Score: {STAGES[claim['score']]}; {claim['val_tokens']:,} targets. PyTorch {claim
 ## Run it again
 
 ```bash
-{settings} DATA_PATH=./data/datasets/fineweb10B_sp{claim.get('vocab_size', 1024)} TOKENIZER_PATH=./data/tokenizers/fineweb_{claim.get('vocab_size', 1024)}_bpe.model \\
+{settings} {data} \\
 torchrun --standalone --nproc_per_node={world} train_gpt.py
 ```
 
@@ -419,7 +421,8 @@ torchrun --standalone --nproc_per_node={world} train_gpt.py
 - Training: the longest run took {max(r['train_ms'] for r in claim['seed_results'].values()) / 1000:.1f} s, evaluation {max(r['eval_ms'] for r in claim['seed_results'].values()) / 1000:.1f} s; each may take 600 s.
 - Every score is of the artifact as read back from disk. `audit_seed*.json` holds each one, by its hash, against the four conditions of a legal score: later tokens change nothing, probabilities sum to one, scored before trained on, one pass; training and validation shards were compared.
 - Each log names the hash of the script and of the artifact. `golfnb submission --check .` repeats every check.
-""".replace("\n\n\n\n", "\n\n")
+"""
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 # %% ../nbs/27_submission.ipynb #97beebfc
 @dataclass

@@ -194,7 +194,7 @@ def test_help_is_fast_and_heavy_modules_are_not_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
     assert time.time() - start < 5
-    for command in ("demo", "train", "script", "data", "quantize", "artifact", "score", "sample", "report", "submission", "doctor"):
+    for command in ("demo", "train", "script", "data", "quantize", "artifact", "score", "sample", "report", "submission", "lab", "doctor"):
         assert re.search(rf"^    {command}\s", done.stdout, re.M), command
 
 
@@ -245,4 +245,4 @@ def test_over_the_cap_keeps_everything_and_says_how_to_go_on(trained):
     assert "sliding window" in done.stdout and "over" in (run / "report.html").read_text()
     done = golfnb("quantize", "runs/big", "--target-bytes", 450_000, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert (run / "artifact.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= 400_000
+    assert (run / "artifact.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= 450_000
