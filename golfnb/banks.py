@@ -64,7 +64,7 @@ def bankable(module: torch.nn.Module,
 def linear_matrices(layers: dict[str, torch.nn.Linear],
                     transposable: bool = False,  # store wide matrices transposed, so that [a, b] and [b, a] share a bank
                     ) -> list[Matrix]:
-    "A `Matrix` for each layer's weight, grouped by stored shape."
+    "A `Matrix` for each layer's weight, grouped by stored shape. `layers` maps a name to its layer."
     rows = []
     for name, layer in layers.items():
         r, c = layer.weight.shape

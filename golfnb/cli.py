@@ -32,6 +32,7 @@ class SentenceParser(argparse.ArgumentParser):
     "An argparse parser whose errors are one line on standard error; exit status 2."
 
     def error(self, message: str):
+        "End with one line that says `message`."
         message = re.sub(r"choose from .*", lambda m: m[0].replace("'", ""), message)  # as Python 3.14 spells it, on all
         command = self.prog.removeprefix("golfnb").strip()
         print(f"golfnb: {command + ': ' if command else ''}{message}; see `{self.prog} --help`", file=sys.stderr)
@@ -57,7 +58,7 @@ def read_settings(
 
 # %% ../nbs/24_cli.ipynb #9b0d0e3c
 def script_sizes(readable: int, packed: int | None, pack: bool) -> str:  # a phrase
-    "Bytes of both forms, and which of them was written and so counts."
+    "Bytes of both forms, and which of them was written and so counts. `readable` and `packed` are bytes, `pack` says which one was written."
     small = "packed unknown (pip install golfnb[pack])" if packed is None else f"{packed:,} bytes packed"
     return f"{readable:,} bytes readable, {small}; the {'packed' if pack else 'readable'} one is written and counts"
 
@@ -77,7 +78,7 @@ def train_folder(cfg) -> Path:  # runs_dir/run_id
 
 
 def start_training(settings: dict[str, str], nproc: int, pack: bool = False) -> tuple[Path, int]:  # the run's directory, exit status
-    "Check the settings, fold the script into the run's directory and run it. Raises GolfError before it starts."
+    "Check the settings, fold the script into the run's directory and run it. Raises GolfError before it starts. `pack` runs the packed form."
     from golfnb.launcher import checkout_commit, run_script, save_script
 
     cfg = load_config({**os.environ, **settings})
@@ -103,6 +104,7 @@ def show_run(folder: Path, strict: bool = False) -> None:
 
 
 def train_command(args) -> int:
+    "golfnb train: fold the script, run it, show what came out."
     settings = read_settings(args.settings)
     if args.recipe:
         settings["RECIPE"] = args.recipe
@@ -139,6 +141,7 @@ def demo_data(
 
 # %% ../nbs/24_cli.ipynb #5b7498d0
 def demo_command(args) -> int:
+    "golfnb demo: documents to scored artifact in runs/demo."
     settings, folder = read_settings(args.settings), Path("runs/demo")
     demo_data(folder / "data")
     for name in DEMO_LEAVES:
@@ -150,6 +153,7 @@ def demo_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #679b1f06
 def script_command(args) -> int:
+    "golfnb script: fold and explain. Raises GolfError without an output file."
     from golfnb.launcher import checkout_commit, explain, save_script
 
     if args.explain:
@@ -163,6 +167,7 @@ def script_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #6426b463
 def data_build_command(args) -> int:
+    "golfnb data build: documents to tokenizer and shards."
     from golfnb.data import build_shards, check_unoccupied, is_validation, read_documents, sample_documents, stdlib_documents, train_tokenizer
 
     def documents(skipped=None):
@@ -185,6 +190,7 @@ def data_build_command(args) -> int:
 
 
 def data_download_command(args) -> int:
+    "golfnb data download: published shards and tokenizer."
     from golfnb.data import download_shards
 
     data, model = download_shards(args.out, args.vocab_size, args.train_shards, args.repo, args.root, args.revision, args.endpoint)
@@ -193,6 +199,7 @@ def data_download_command(args) -> int:
 
 
 def data_recut_command(args) -> int:
+    "golfnb data recut: the same documents in another number of shards."
     from golfnb.data import recut_shards
 
     made = recut_shards(args.pattern, args.out, args.shards)
@@ -208,6 +215,7 @@ def shard_files(names: list[str]) -> list[Path]:  # a directory stands for the s
 
 
 def data_inspect_command(args) -> int:
+    "golfnb data inspect: headers, token ranges, documents, overlap; status 1 when a file is unsound."
     from golfnb.bpb import load_tokenizer
     from golfnb.data import count_overlap, inspect_shard
 
@@ -228,7 +236,7 @@ def data_inspect_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #3ebd74c3
 def run_config(run_dir: Path, meta: dict) -> tuple:  # (Config, code bytes)
-    "What a run was packed with: settings from its summary, else its recipe's; the bytes of its own script."
+    "What a run was packed with: settings from its summary, else its recipe's; the bytes of its own script. `meta` is the container's."
     script, summary = run_dir / "train_gpt.py", run_dir / "summary.json"
     cfg = load_config({"RECIPE": meta.get("recipe", "pr549")})
     found = json.loads(summary.read_text(encoding="utf-8")).get("config", {}) if summary.is_file() else {}
@@ -255,6 +263,7 @@ def pack_by_gptq(run_dir: Path, cfg, named: dict, floor: bool, target: int | Non
 
 # %% ../nbs/24_cli.ipynb #f15c7339
 def quantize_command(args) -> int:
+    "golfnb quantize: pack a run's averaged weights again."
     from golfnb.artifact import artifact_ledger, load_weights, pack_bytes, save_artifact
     from golfnb.quantize import size_to_target
     from golfnb.run import choose_grid
@@ -284,13 +293,14 @@ def quantize_command(args) -> int:
 
 
 def print_ledger(parts: list[tuple[str, int]], cap: int) -> None:
-    "Bytes per part, their sum and the room left."
+    "Bytes per part, their sum and the room left. `parts` are (name, bytes)."
     total = sum(n for _, n in parts)
     for part, n in [*parts, ("total", total), ("room left", cap - total)]:
         print(f"  {part:24s} {n:12,d} bytes")
 
 # %% ../nbs/24_cli.ipynb #51e7b127
 def artifact_inspect_command(args) -> int:
+    "golfnb artifact inspect: header and bytes per part."
     from golfnb.artifact import ARTIFACT_CAP, artifact_ledger, load_artifact
 
     path = Path(args.file)
@@ -320,7 +330,7 @@ def say_progress(what: str):  # a function of (done, total)
 
 
 def score_config(meta: dict, cfg, settings: dict[str, str]):  # a Config
-    "Evaluation settings: the artifact's recipe, then the command's settings, then the artifact's model."
+    "Evaluation settings: the artifact's recipe, then the command's settings, then the artifact's model. `meta` is the artifact's. Raises GolfError for a setting that the artifact fixes."
     wanted = load_config({"RECIPE": meta.get("recipe", "pr549"), **settings})
     for name in cfg.model_settings():
         if name.upper() in settings:
@@ -331,6 +341,7 @@ def score_config(meta: dict, cfg, settings: dict[str, str]):  # a Config
 
 # %% ../nbs/24_cli.ipynb #fead5520
 def score_command(args) -> int:
+    "golfnb score: sliding window and, if asked, test-time training and audit, of a file."
     import torch
     from golfnb.artifact import load_model
     from golfnb.bpb import byte_table, load_tokenizer
@@ -354,7 +365,7 @@ def score_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #36cdd261
 def audit_command(args, tokens, table, cfg) -> int:
-    "Audit an artifact and its scorers; print the findings, write the report."
+    "Audit an artifact and its scorers; print the findings, write the report. `table` gives the bytes of each token."
     from golfnb.artifact import load_artifact, load_model, read_container
     from golfnb.quantize import dequantize_state
     from golfnb.shards import atomic_write, find_shards
@@ -374,7 +385,7 @@ def audit_command(args, tokens, table, cfg) -> int:
 
 # %% ../nbs/24_cli.ipynb #745d68ae
 def score_adapting(path: str, tokens, table, cfg, device: str) -> tuple[float, float]:  # loss in nats a token, bits per byte
-    "Score-first test-time training from an artifact, on one rank."
+    "Score-first test-time training from an artifact, on one rank. `table` gives the bytes of each token."
     from golfnb.artifact import load_artifact, load_model
     from golfnb.parallel_muon import Ranks
     from golfnb.quantize import dequantize_state
@@ -391,7 +402,7 @@ def score_adapting(path: str, tokens, table, cfg, device: str) -> tuple[float, f
 
 # %% ../nbs/24_cli.ipynb #da54ffb2
 def find_tokenizer(path: str, given: str | None) -> str:  # a model file
-    "The tokenizer to use: the one given, else tokenizer.model beside the artifact or in its data folder, else TOKENIZER_PATH."
+    "The tokenizer to use: the one given, else tokenizer.model beside the artifact or in its data folder, else TOKENIZER_PATH. Raises GolfError if there is none."
     folder = Path(path).parent
     places = [given] if given else [folder / "tokenizer.model", folder / "data" / "tokenizer.model", os.environ.get("TOKENIZER_PATH")]
     found = next((str(p) for p in places if p and Path(p).is_file()), None)
@@ -401,6 +412,7 @@ def find_tokenizer(path: str, given: str | None) -> str:  # a model file
 
 
 def sample_command(args) -> int:
+    "golfnb sample: continue a prompt."
     import torch
     from golfnb.artifact import load_model
     from golfnb.bpb import load_tokenizer
@@ -415,6 +427,7 @@ def sample_command(args) -> int:
 
 
 def report_command(args) -> int:
+    "golfnb report: write a run's page, alone or against another run."
     from golfnb.report import write_report
 
     print(write_report(Path(args.run_dir), Path(args.against) if args.against else None))
@@ -422,6 +435,7 @@ def report_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #841c44f2
 def submission_command(args) -> int:
+    "golfnb submission: make the folder or check one; status 1 when a rule is broken. Raises GolfError without author and name."
     from golfnb.submission import Claim, check_submission, make_submission
 
     if args.check:
@@ -454,6 +468,7 @@ def submission_parser(commands) -> None:
 
 # %% ../nbs/24_cli.ipynb #3aa38512
 def lab_run(args) -> int:
+    "golfnb lab: become JupyterLab over a scratch copy."
     from golfnb.lab import start_lab
 
     start_lab(Path(args.dir), args.port, not args.no_browser)
@@ -514,6 +529,7 @@ def check_machine() -> list[tuple[str, str, str]]:  # what, verdict, words
 
 # %% ../nbs/24_cli.ipynb #54dd941d
 def doctor_command(args) -> int:
+    "golfnb doctor: a line for each thing a run needs; status 1 when one is missing."
     rows = check_packages()
     if all(v != "FAIL" for _, v, _ in rows):
         rows += check_machine()
@@ -525,6 +541,7 @@ def doctor_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #d8f80daf
 def bench_command(args) -> int:
+    "golfnb bench: measure, and write every sample."
     from golfnb.bench import BenchJob, run_bench
 
     against = [read_settings(words.split(",")) for words in getattr(args, "against", [])]
@@ -569,13 +586,14 @@ Settings are NAME=VALUE with the names of the environment variables; chapter 00 
 
 
 def add_command(commands, name: str, run, words: str):  # the new parser
-    "One command: its function and its sentence."
+    "One command: its function and its sentence. `run` is called with the parsed arguments."
     parser = commands.add_parser(name, help=words, description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(run=run)
     return parser
 
 
 def add_settings(parser) -> None:
+    "Let NAME=VALUE words follow a command."
     parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings, e.g. SEED=7 ITERATIONS=500")
 
 # %% ../nbs/24_cli.ipynb #c13ee799

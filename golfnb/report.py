@@ -89,7 +89,7 @@ def weight_counts(
 
 
 def counts_entropy(counts: np.ndarray) -> float:  # bits a weight
-    "The entropy of the values: what an ideal coder that knows the counts would spend on each."
+    "The entropy of the values: what an ideal coder that knows the counts would spend on each. `counts` is [n]."
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log2(p)).sum())
 
@@ -122,7 +122,7 @@ def new_figure(
 
 
 def show_legend(ax) -> None:
-    "A legend under the axes, where it covers nothing."
+    "A legend under the axes, where it covers nothing. `ax` are matplotlib's axes."
     handles, labels = ax.get_legend_handles_labels()
     columns = 2 if max(map(len, labels), default=0) < 32 else 1
     ax.figure.legend(handles, labels, loc="outside lower left", ncols=columns, fontsize=8, frameon=False, labelcolor=INK)
@@ -282,7 +282,7 @@ def _few_ticks():  # for long numbers under narrow bars
 
 
 def plot_weights(counts: dict[str, np.ndarray]):  # a figure
-    "Histogram of the quantized weights, one line a kind, log scale."
+    "Histogram of the quantized weights, one line a kind, log scale. `counts` maps a kind to [n]."
     fig, ax = new_figure("Quantized weights", "value on the grid", "share of the weights")
     for (kind, c), color in zip(counts.items(), (BLUE, ORANGE)):
         values = np.arange(c.size) - c.size // 2
@@ -293,7 +293,7 @@ def plot_weights(counts: dict[str, np.ndarray]):  # a figure
 
 
 def plot_spread(spread: dict[str, np.ndarray]):  # a figure
-    "Histogram of the weights before quantization, in standard deviations of their own matrix, beside the normal curve."
+    "Histogram of the weights before quantization, in standard deviations of their own matrix, beside the normal curve. `spread` maps a name to [128], as weight_counts gives."
     fig, ax = new_figure("Weights", "standard deviations of the weight's matrix", "share of the weights")
     middle, width = (SPREAD_EDGES[1:] + SPREAD_EDGES[:-1]) / 2, SPREAD_EDGES[1] - SPREAD_EDGES[0]
     for (what, c), color in zip(spread.items(), (ORANGE, BLUE)):
