@@ -579,6 +579,9 @@ EPILOG = """examples:
   golfnb demo                                        the whole way on this machine, results in runs/demo
   golfnb train --recipe golf --nproc 8 SEED=7        one run, as torchrun would start it
   golfnb script --recipe golf --pack -o train_gpt.py the file to submit
+  golfnb report runs/a --against runs/b              the page of a run, beside another
+  golfnb submission runs/a runs/b --author ... -o F  the folder to hand in, if every rule holds
+  golfnb lab                                         the book in JupyterLab, over a copy
   golfnb bench step --nproc 8 --against CLIP=global  time of a step, two settings in turn
   golfnb score runs/demo/artifact.golf --val 'runs/demo/data/fineweb_val_*.bin' --tokenizer runs/demo/data/tokenizer.model
 Settings are NAME=VALUE with the names of the environment variables; chapter 00 lists them. Exit status is 0 only for success.

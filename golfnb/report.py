@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SPREAD_EDGES', 'INK', 'BLUE', 'ORANGE', 'PALE', 'COLOURS', 'BPB_STAGES', 'PHASES', 'PAGE_STYLE', 'read_metrics',
-           'read_run', 'quantized_counts', 'weight_counts', 'counts_entropy', 'new_figure', 'show_legend', 'embed',
-           'running_mean', 'step_series', 'plot_loss', 'plot_schedules', 'plot_gradient', 'plot_step_time',
-           'plot_step_distribution', 'step_rows', 'plot_bars', 'plot_weights', 'plot_spread', 'plot_ttt', 'bpb_rows',
-           'byte_rows', 'phase_rows', 'run_table', 'student_t_tail', 'html_table', 'run_facts', 'changed_settings',
-           'paired', 'score_sections', 'step_sections', 'byte_sections', 'report_html', 'write_report']
+           'read_run', 'read_object', 'quantized_counts', 'weight_counts', 'counts_entropy', 'new_figure',
+           'show_legend', 'embed', 'running_mean', 'step_series', 'plot_loss', 'plot_schedules', 'plot_gradient',
+           'plot_step_time', 'plot_step_distribution', 'step_rows', 'plot_bars', 'plot_weights', 'plot_spread',
+           'plot_ttt', 'bpb_rows', 'byte_rows', 'phase_rows', 'run_table', 'student_t_tail', 'html_table', 'run_facts',
+           'changed_settings', 'paired', 'score_sections', 'step_sections', 'byte_sections', 'report_html',
+           'write_report']
 
 # %% ../nbs/23_report.ipynb #fa2d841b
 import html
@@ -50,13 +51,22 @@ def read_run(
     "Everything a report shows. Raises GolfError if there are no metrics."
     run_dir = Path(run_dir)
     events = read_metrics(run_dir / "metrics.jsonl")
-    summary_file = run_dir / "summary.json"
-    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
     found = next((p for p in (run_dir / "artifact.golf", run_dir / "artifact.golf.over") if p.is_file()), None)
-    audit_file = run_dir / "artifact.audit.json"
-    audit = json.loads(audit_file.read_text(encoding="utf-8")) if audit_file.is_file() else None
     spread = {what: weight_counts(run_dir / name) for what, name in (("raw", "raw.golf"), ("averaged", "ema.golf")) if (run_dir / name).is_file()}
-    return {"name": run_dir.resolve().name, "events": events, "summary": summary, "audit": audit, "spread": spread, "ints": quantized_counts(found) if found else None}
+    summary, audit = read_object(run_dir / "summary.json"), read_object(run_dir / "artifact.audit.json")
+    return {"name": run_dir.resolve().name, "events": events, "summary": summary, "audit": audit or None, "spread": spread, "ints": quantized_counts(found) if found else None}
+
+# %% ../nbs/23_report.ipynb #903a664f
+def read_object(
+    path: Path,  # a JSON file
+) -> dict:  # what it holds; {} if it is not there
+    "A JSON object that a run may not have written yet. Raises GolfError if it is damaged."
+    if not Path(path).is_file():
+        return {}
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as e:
+        raise GolfError(f"report: {path} must hold a JSON object, found something else; the file is damaged, move it away") from e
 
 # %% ../nbs/23_report.ipynb #46a40bdc
 def quantized_counts(

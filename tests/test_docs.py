@@ -13,6 +13,7 @@ import io
 import re
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -30,11 +31,13 @@ def comments(source: str) -> dict[int, str]:  # line -> comment
     return {t.start[0]: t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT}
 
 
+@cache
 def classes() -> set[str]:
     "Names of golfnb's own classes."
     return {n.name for p in MODULES for n in ast.parse(p.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)}
 
 
+@cache
 def glossary(chapter: Path) -> dict[str, str]:  # name -> meaning
     "The names that a chapter explains in a table whose section is called 'Names ...'."
     text = "\n".join(c.source + "\n" for c in nbformat.read(chapter, as_version=4).cells if c.cell_type == "markdown")
