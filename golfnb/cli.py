@@ -448,7 +448,7 @@ def submission_command(args) -> int:
         faults, what = make_submission([Path(d) for d in args.runs], Path(args.output), claim), args.output
     for f in faults:
         print(f"  {f.rule}: {f.sentence}")
-    print(f"{what}: " + (f"refused, {len(faults)} faults" + ("" if args.check else ", nothing was written") if faults else "accepted, every rule holds"))
+    print(f"{what}: " + (f"refused, {len(faults)} fault{'s' * (len(faults) > 1)}" + ("" if args.check else ", nothing was written") if faults else "accepted, every rule holds"))
     return 1 if faults else 0
 
 
