@@ -90,7 +90,7 @@ def rans_model(symbols: np.ndarray, # uint8, a section
                shapes: list, # [rows, cols] of its tensors, in order
                fineness: int, # as in rans_levels
               ) -> tuple: # estimated bytes, fineness, low, levels [rows, cols, rows, ...], frequencies [contexts, 256]
-    "Levels and frequencies for a section, and what it would take with them."
+    "Levels and frequencies for a section, and what it would take with them. `symbols` has shape [n]."
     cuts = np.cumsum([0] + [r * c for r, c in shapes])
     tensors = [symbols[a:b].reshape(shape) for a, b, shape in zip(cuts, cuts[1:], shapes)]
     levels = [rans_levels(t.view(np.int8), fineness) for t in tensors]
@@ -107,7 +107,7 @@ def rans_model(symbols: np.ndarray, # uint8, a section
 
 
 def rans_side(levels: list, frequencies: np.ndarray) -> bytes:
-    "Tables and levels, deflated."
+    "Tables and levels, deflated. `frequencies` are [contexts, 256]."
     return zlib.compress(frequencies.astype("<u2").tobytes() + b"".join(line.tobytes() for line in levels), 9)
 
 # %% ../nbs/17_artifact.ipynb #a80b11c8
@@ -468,7 +468,7 @@ PART_OVERHEAD = 84
 def split_parts(data: bytes, # a container
                 part_bytes: int = PART_BYTES, # of a file, at most
                ) -> list[bytes]: # the files' contents
-    "Cut a container."
+    "Cut a container. Raises GolfError when `part_bytes` has no room for the part's own header."
     room, whole = part_bytes - PART_OVERHEAD, hashlib.sha256(data).digest()
     if room < 1:
         raise GolfError(f"a part must have more than {PART_OVERHEAD} bytes, found {part_bytes}: allow more")

@@ -25,6 +25,7 @@ class Ema:
     def __init__(self,
                  tensors: list[Tensor],   # initial weights (copied)
                  decay: float = 0.997):   # share of the old average kept at each step
+        "Raises GolfError for a decay outside [0, 1)."
         if not 0 <= decay < 1:
             raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
         self.tensors, self.decay = wide_copy(tensors), decay
@@ -69,7 +70,7 @@ def average_of(mode: str,                # "ema", "swa", "ema+swa" or "none"
                swa: Swa | None,
                current: list[Tensor],    # weights now, for "none"
                ) -> list[Tensor]:        # fp32 (or fp64) copies, in the order of `current`
-    "The weights a run exports. GolfError for an unknown mode or one whose average was not kept."
+    "The weights a run exports. GolfError for an unknown mode or one whose average was not kept. `current` are tensors of the shapes averaged."
     kept = {"ema": ema, "swa": swa}
     parts = [] if mode == "none" else mode.split("+")
     if mode not in ("ema", "swa", "ema+swa", "none") or any(kept[p] is None for p in parts):

@@ -586,7 +586,7 @@ def run_of(result: dict) -> dict:  # series and figures in one
 
 
 def parity_row(what: str, ours: float, reference: float, allowed: float, complete: bool = True) -> dict:
-    "One line of the rule."
+    "One line of the rule. It holds if `ours` and `reference` differ by at most `allowed`, and stays open while seeds are missing (`complete`)."
     gap = ours - reference
     verdict = "open" if not complete else "holds" if abs(gap) <= allowed else "misses"
     return {"what": what, "ours": ours, "reference": reference, "difference": gap, "allowed": allowed, "verdict": verdict}

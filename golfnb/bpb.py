@@ -83,7 +83,7 @@ def target_bytes(table: ByteTable, # on the device of the tokens
                  prev: torch.Tensor, # int64, token before each target
                  target: torch.Tensor, # int64, same shape
                 ) -> torch.Tensor: # int64, same shape: bytes of text each target stands for
-    "Bytes of each target, given the token before it."
+    "Bytes of each target, given the token before it. `prev` and `target` have any one shape."
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 # %% ../nbs/01_bpb.ipynb #71de3c95

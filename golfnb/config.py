@@ -244,13 +244,13 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
     notices: list[str] = field(default_factory=list) # what was accepted and will be done otherwise: sentences to log
 
     @property
-    def head_dim(self) -> int: return self.model_dim // self.num_heads
+    def head_dim(self) -> int: return self.model_dim // self.num_heads  # channels of a head
     @property
-    def kv_dim(self) -> int: return self.num_kv_heads * self.head_dim
+    def kv_dim(self) -> int: return self.num_kv_heads * self.head_dim  # channels of all key heads
     @property
-    def mlp_dim(self) -> int: return int(self.mlp_mult * self.model_dim)
+    def mlp_dim(self) -> int: return int(self.mlp_mult * self.model_dim)  # channels of the MLP
     @property
-    def ve_layer_list(self) -> list[int]:
+    def ve_layer_list(self) -> list[int]:  # blocks with a value embedding
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
 
     @property

@@ -68,7 +68,7 @@ def kernel_op(name: str,    # under golfnb::
     return op
 
 # %% ../nbs/07_kernels.ipynb #b50920af
-def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # q, k from qkv: norm, rotation, gain; programs over (head, block of ROWS tokens, batch)
     head, first = tl.program_id(0), tl.program_id(1) * ROWS
     token = (tl.program_id(2) * T + first).to(tl.int64)                     # the block's first token in the batch
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]            # the whole head: [ROWS, D]
@@ -94,7 +94,7 @@ def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV:
         tl.store(k + i3 * (KV * D) + g * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
 
 # %% ../nbs/07_kernels.ipynb #50a1a91f
-def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # dqkv and partial dgain from dq, dk, dv; the same programs
     head, first = tl.program_id(0), tl.program_id(1) * ROWS
     token = (tl.program_id(2) * T + first).to(tl.int64)
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
@@ -137,6 +137,7 @@ HEAD_ROWS = 32  # tokens of one program
 
 
 def heads_run(qkv, gain, cos, sin, heads, keys):
+    "Launch the forward of the heads: q [B, T, heads, D], k [B, T, keys, D]."
     check_runnable(qkv)
     (B, T, C), half = qkv.shape, cos.shape[-1]
     D, rows = C // (heads + 2 * keys), HEAD_ROWS
@@ -147,6 +148,7 @@ def heads_run(qkv, gain, cos, sin, heads, keys):
 
 
 def heads_shapes(qkv, gain, cos, sin, heads, keys):
+    "Empty outputs of heads_run."
     B, T, C = qkv.shape
     D = C // (heads + 2 * keys)
     return qkv.new_empty(B, T, heads, D), qkv.new_empty(B, T, keys, D)
@@ -156,6 +158,7 @@ heads_op = kernel_op("heads", "(Tensor qkv, Tensor gain, Tensor cos, Tensor sin,
 
 # %% ../nbs/07_kernels.ipynb #4a9e2c54
 def heads_grad_run(dq, dk, dv, qkv, gain, cos, sin):
+    "Launch the backward of the heads: dqkv, dgain."
     check_runnable(qkv)
     (B, T, H, D), KV, half, rows = dq.shape, dk.shape[2], cos.shape[-1], HEAD_ROWS
     dqkv, dgain = heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin)
@@ -166,6 +169,7 @@ def heads_grad_run(dq, dk, dv, qkv, gain, cos, sin):
 
 
 def heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin):
+    "Empty outputs of heads_grad_run."
     B, T, H, D = dq.shape
     return qkv.new_empty(qkv.shape), qkv.new_empty(B * ((T + HEAD_ROWS - 1) // HEAD_ROWS), H, dtype=torch.float32)
 
@@ -178,6 +182,7 @@ class FusedHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, n, weight, gain, cos, sin, heads, keys):
+        "Project, then the kernel; keeps what backward reads once."
         qkv = F.linear(n, weight)
         q, k = heads_op(qkv, gain, cos, sin, heads, keys)
         ctx.save_for_backward(n, weight, gain, cos, sin, qkv)
@@ -185,6 +190,7 @@ class FusedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
+        "Gradients of the input, the weight and the gain."
         n, weight, gain, cos, sin, qkv = ctx.saved_tensors
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
@@ -203,12 +209,12 @@ def fused_heads(n: torch.Tensor,       # [B, T, D] normalised input
 
 
 def heads_fit(head_dim: int, rope_dims: int) -> bool:
-    "Whether a head falls into groups of rope_dims/2 coordinates, all powers of two."
+    "Whether a head falls into groups of rope_dims/2 coordinates, all powers of two. `head_dim` and `rope_dims` are channels."
     half = rope_dims // 2
     return half > 0 and head_dim % half == 0 and head_dim >= rope_dims and half & (half - 1) == 0 and head_dim & (head_dim - 1) == 0
 
 # %% ../nbs/07_kernels.ipynb #8d9f4577
-def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # out = y less its part along v; programs over blocks of ROWS tokens
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     d = tl.arange(0, D)[None, :]
     live = (row < R) & (d < D)
@@ -220,7 +226,7 @@ def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr
         tl.store(out + at, (t - tl.sum(t * u, 1, keep_dims=True) * u).to(out.dtype.element_ty), mask=live)
 
 # %% ../nbs/07_kernels.ipynb #0786397f
-def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # dy, dv from dout; the same programs
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     d = tl.arange(0, D)[None, :]
     live = (row < R) & (d < D)
@@ -250,6 +256,7 @@ def rows_apart(v: torch.Tensor,  # [B, T, KV, D]
 
 
 def xsa_run(y, v):
+    "Launch the forward of XSA: out, as y."
     check_runnable(y)
     (B, T, H, D), KV, out, v = y.shape, v.shape[2], torch.empty_like(y, memory_format=torch.contiguous_format), rows_apart(v)
     jitted(xsa_forward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](y.contiguous(), v, out, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
@@ -257,6 +264,7 @@ def xsa_run(y, v):
 
 
 def xsa_shapes(y, v):
+    "Empty output of xsa_run."
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
@@ -264,6 +272,7 @@ xsa_op = kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", xsa_run, xsa_shapes)
 
 # %% ../nbs/07_kernels.ipynb #ab055882
 def xsa_grad_run(dout, y, v):
+    "Launch the backward of XSA: dy, dv."
     check_runnable(y)
     (B, T, H, D), KV, v = y.shape, v.shape[2], rows_apart(v)
     dy, dv = xsa_grad_shapes(dout, y, v)
@@ -273,6 +282,7 @@ def xsa_grad_run(dout, y, v):
 
 
 def xsa_grad_shapes(dout, y, v):
+    "Empty outputs of xsa_grad_run."
     return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
@@ -284,11 +294,13 @@ class FusedExclusive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, v):
+        "The kernel; keeps y and v."
         ctx.save_for_backward(y, v)
         return xsa_op(y, v)
 
     @staticmethod
     def backward(ctx, dout):
+        "Gradients of y and v."
         return xsa_grad_op(dout, *ctx.saved_tensors)
 
 
@@ -300,7 +312,7 @@ def fused_exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
 
 # %% ../nbs/07_kernels.ipynb #f349f5ad
 def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr, B_IS_KN: tl.constexpr,
-                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of the product with the activation, or its derivative, in the epilogue
     across = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0), flatten=FLAT):
         row, col = (tile // across) * BM, (tile % across) * BN
@@ -344,6 +356,7 @@ def mlp_launch(a, b, z, out, slope, tiles, backward, save):
 
 # %% ../nbs/07_kernels.ipynb #a3118828
 def mlp_up_run(n, up, slope, save):
+    "Launch the product up with its activation: out, and z if `save`."
     check_runnable(n)
     h, z = mlp_up_shapes(n, up, slope, save)
     mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, MLP_UP_TILES, False, save)
@@ -351,10 +364,12 @@ def mlp_up_run(n, up, slope, save):
 
 
 def mlp_up_shapes(n, up, slope, save):
+    "Empty outputs of mlp_up_run."
     return n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
 
 
 def mlp_down_grad_run(dm, down, z, slope):
+    "Launch the gradient through down and the activation: dz."
     check_runnable(dm)
     dz = torch.empty_like(z)
     mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, MLP_DOWN_TILES, True, False)
@@ -362,6 +377,7 @@ def mlp_down_grad_run(dm, down, z, slope):
 
 
 def mlp_down_grad_shapes(dm, down, z, slope):
+    "Empty output of mlp_down_grad_run."
     return torch.empty_like(z)
 
 
@@ -374,6 +390,7 @@ class FusedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, n, up, down, slope, save):
+        "Up with its activation, then down."
         h, z = mlp_up_op(n.flatten(0, -2), up, slope, save)
         ctx.save_for_backward(n, up, down, h, z)
         ctx.slope = slope
@@ -381,6 +398,7 @@ class FusedMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dm):
+        "Gradients of the input and both weights."
         n, up, down, h, z = ctx.saved_tensors
         dm = dm.flatten(0, -2)
         dz = mlp_down_grad_op(dm, down, z, ctx.slope)

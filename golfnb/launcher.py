@@ -349,7 +349,7 @@ def save_script(
     pack: bool = False,  # write the packed form
     commit: str = "",  # commit for the header
 ) -> tuple[int, int | None]:  # bytes of the readable and of the packed form; None without python-minifier
-    "Fold a script, write its readable or packed form, and measure both."
+    "Fold a script, write its readable or packed form, and measure both. Raises GolfError if it cannot be written, or packed when that is asked."
     text = fold_script(recipe, commit=commit)
     try:
         packed = pack_script(text)

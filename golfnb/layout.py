@@ -62,7 +62,7 @@ class BankSpec:
     world: int                    # number of ranks that share the bank
 
     @property
-    def real(self) -> int: return len(self.matrices)
+    def real(self) -> int: return len(self.matrices)  # slots that hold a matrix
 
     @property
     def per_rank(self) -> int: return -(-self.real // self.world)  # rounded up
@@ -73,14 +73,14 @@ class BankSpec:
         return (self.per_rank * self.world, *self.matrices[0].stored)
 
     @property
-    def padding(self) -> int: return self.shape[0] - self.real
+    def padding(self) -> int: return self.shape[0] - self.real  # empty slots
 
     @property
-    def numel(self) -> int: return prod(self.shape)
+    def numel(self) -> int: return prod(self.shape)  # elements, padding included
 
-    def owner(self, slot: int) -> int: return slot // self.per_rank
+    def owner(self, slot: int) -> int: return slot // self.per_rank  # rank that owns a slot
 
-    def shard(self, rank: int) -> range: return range(rank * self.per_rank, (rank + 1) * self.per_rank)
+    def shard(self, rank: int) -> range: return range(rank * self.per_rank, (rank + 1) * self.per_rank)  # a rank's slots
 
     def slots(self, rank: int) -> list[Matrix | None]:
         "The rank's matrices in slot order, None where a slot is padding."
@@ -102,6 +102,7 @@ class Layout:
         return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
 
     def bank(self, name: str) -> BankSpec:
+        "The bank of that name. Raises GolfError if there is none."
         for b in self.banks:
             if b.name == name:
                 return b
@@ -114,7 +115,7 @@ class Layout:
                 return b.name, i
         raise GolfError(f"no matrix is named {name!r} in this layout: ask layout.names() for the {len(self.names())} there are")
 
-    def names(self) -> list[str]: return [m.name for _, _, m in self]
+    def names(self) -> list[str]: return [m.name for _, _, m in self]  # of all matrices, in bank order
 
     def padding_waste(self) -> float:
         "Padding elements over real elements."
@@ -143,7 +144,7 @@ def group_matrices(matrices: list[Matrix],  # in the order that slots shall have
 
 # %% ../nbs/04_layout.ipynb #58d845c5
 def model_matrices(cfg: Config) -> list[Matrix]:
-    "The matrices of the model's blocks under `cfg.plan`: Q then Out, K then V, MLP up, MLP down (PR #399's order)."
+    "The matrices of the model's blocks under `cfg.plan`: Q then Out, K then V, MLP up, MLP down (PR #399's order). Raises GolfError for another plan."
     if cfg.plan not in ("pr399", "shared_mlp"):
         raise GolfError(f"PLAN must be pr399 or shared_mlp: found {cfg.plan!r}")
     shared = cfg.plan == "shared_mlp"

@@ -39,7 +39,7 @@ class WindowSampler:
         self.tokens = [read_header(p) for p in self.paths]
         self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
-    def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count]
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count] tokens begin to begin + count of a shard; raises GolfError when there are fewer
         found = read_header(self.paths[shard])
         if found != self.tokens[shard]:
             raise GolfError(f"shard {self.paths[shard]} must keep its {self.tokens[shard]:,} tokens while training runs, found {found:,}: do not change shards in use")
@@ -147,6 +147,7 @@ class CoprimeSampler(WindowSampler):
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, # as WindowSampler
                  seed: int, # of the plan, the same on every rank
                 ):
+        "Raises GolfError when a shard is shorter than a window."
         super().__init__(paths, rank, world, rows, seq_len)
         self.usable = [i for i, n in enumerate(self.tokens) if n > seq_len]
         if not self.usable:
@@ -267,7 +268,7 @@ class PackedSampler(WindowSampler):
 def settle_place(sampler: PackedSampler, # its groups
                  lap: int, number: int, at: int, # a place, perhaps past its group's end
                 ) -> tuple[int, int, int]: # the same place
-    "A place inside its group."
+    "A place inside its group. `at` is a token of that document."
     while at >= (total := int(sampler.group(lap, number).ends[-1])):
         last = (number + 1) * GROUP_SHARDS >= len(sampler.paths)
         lap, number, at = (lap + 1, 0, at - total) if last else (lap, number + 1, at - total)
@@ -277,7 +278,7 @@ def settle_place(sampler: PackedSampler, # its groups
 def second_token(sampler: PackedSampler, # its groups
                  lap: int, number: int, at: int, # where a row begins
                 ) -> tuple[int, int, int]: # place of its second token
-    "One token on if the stream has a BOS here, else here: the row's own BOS is put in front."
+    "One token on if the stream has a BOS here, else here: the row's own BOS is put in front. `at` is a token of that document."
     group = sampler.group(lap, number)
     return settle_place(sampler, lap, number, at + int(group.begins[group.document(at)] == at))
 
@@ -285,7 +286,7 @@ def second_token(sampler: PackedSampler, # its groups
 def packed_row(sampler: PackedSampler, # its groups and shards
                lap: int, number: int, at: int, # place of the row's second token
               ) -> np.ndarray: # uint16 [seq_len + 1], the first a BOS
-    "One row of the stream."
+    "One row of the stream. `at` is the token where the row begins."
     row, filled = np.full(sampler.seq_len + 1, BOS_ID, np.uint16), 1
     while filled < row.size:
         lap, number, at = settle_place(sampler, lap, number, at)

@@ -183,7 +183,7 @@ BLOCK_MATRICES = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.proj", "mlp.fc", "ml
 
 
 def block_slots(layout: Layout, index: int) -> list[tuple[str, int, bool]]:
-    "Bank, slot and whether it is stored transposed, for each matrix of one block."
+    "Bank, slot and whether it is stored transposed, for each matrix of one block. `index` is the block's number."
     flipped = {m.name for _, _, m in layout if m.transposed}
     names = [f"blocks.{index}.{m}.weight" for m in BLOCK_MATRICES]
     return [(*layout.where(n), n in flipped) for n in names]
@@ -416,7 +416,7 @@ def quant_kind(name: str,                # published name
                shape: tuple[int, ...],
                small: int = SMALL_MATRIX,  # up to so many elements a tensor stays fp16
                ) -> str:                 # "fp16", "fp32", "int6" or "int8"
-    "How the artifact stores a tensor (the published order of rules): small fp16, larger controls fp32, block matrices int6, the rest int8."
+    "How the artifact stores a tensor (the published order of rules): small fp16, larger controls fp32, block matrices int6, the rest int8. `shape` is the tensor's."
     if math.prod(shape) <= small:
         return "fp16"
     if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):

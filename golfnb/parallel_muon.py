@@ -33,7 +33,7 @@ class Ranks:
         self.master = rank == 0
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
-        "Add `t` up over all ranks, in place; returns it."
+        "Add `t` up over all ranks, in place; returns it. Any shape."
         if self.world > 1:
             dist.all_reduce(t)
         return t
@@ -145,6 +145,7 @@ class ShardedBank:
     "One bank: the replica every rank holds, and the masters, momentum and gradient of my slots."
 
     def __init__(self, spec: BankSpec, replica: torch.nn.Parameter, ranks: Ranks, momentum_dtype: torch.dtype | None = None):
+        "Over a parameter `replica` [slots, rows, cols]; `momentum_dtype` None is the replica's."
         self.spec, self.replica, self.ranks = spec, replica, ranks
         self.slots = spec.shard(ranks.rank)
         mine = replica.detach()[self.slots.start:self.slots.stop]
@@ -172,7 +173,7 @@ class ShardedBank:
         return g
 
     def reduce(self, g: torch.Tensor):
-        "Start the reduce-scatter of a whole gradient, [n, r, c], in the replica's dtype."
+        "Start the reduce-scatter of a whole gradient, [n, r, c], in the replica's dtype. `g` is the whole bank's gradient, [slots, rows, cols]."
         self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
 
     def arrive(self) -> torch.Tensor:
@@ -181,7 +182,7 @@ class ShardedBank:
         return self.grad
 
     def publish(self, source: torch.Tensor | None = None):
-        "Start sending `source` (default: the masters), rounded to the replica's dtype, to every rank's replica."
+        "Start sending `source` (default: the masters), rounded to the replica's dtype, to every rank's replica. `source` is [slots of this rank, rows, cols]."
         self.outgoing.copy_(self.master if source is None else source)
         return self.send()
 
@@ -238,7 +239,7 @@ class Replicated:
 # %% ../nbs/13_parallel_muon.ipynb #e1d04756
 def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, ok: torch.Tensor, count: torch.Tensor,
                  beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8):
-    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter)."
+    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter). `lr_mul`, `factor`, `ok` and `count` are 0-dim."
     full = torch.promote_types(group.flat.dtype, torch.float32)
     fix1, fix2 = 1 - beta1 ** count, 1 - beta2 ** count
     for a, b, base_lr, wd in group.segments:
@@ -256,7 +257,7 @@ CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
 
 def say_control(words: torch.Tensor, ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor | None):
-    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host."
+    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host. `words` is [len(CONTROL_WORDS)]."
     said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=words.dtype)
     words[:2].copy_(said.pin_memory() if words.is_cuda else said, non_blocking=True)
     words[2].fill_(0.0) if loss is None else words[2].copy_(loss.detach())
@@ -278,6 +279,7 @@ class Recorded:
     "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls and replayed from then on."
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
+        "Wrap `fn`; the first `eager` calls on CUDA run as they are."
         self.fn, self.left, self.graph = fn, eager if device.type == "cuda" else -1, None
 
     def __call__(self):
@@ -304,6 +306,7 @@ class Engine:
                  betas: tuple = (0.9, 0.95), eps: float = 1e-8, # AdamW
                  clip: str = "global", max_norm: float = 0.3, # 0 turns clipping off; clip "none": the caller writes norm_sq before launch (chapter 25)
                  method: str = "ns5", ns_steps: int = 5, debug: bool = False):
+        "Take over the parameters in `roles` under a `rule`. Raises GolfError when the layout is for another number of ranks."
         self.ranks, self.layout, self.rule, self.clip, self.max_norm = ranks or Ranks(), layout, rule, clip, max_norm
         if layout.world != self.ranks.world:
             raise GolfError(f"the layout was made for {layout.world} ranks, but {self.ranks.world} are running: make it with world={self.ranks.world}")
@@ -397,7 +400,7 @@ def engine_launch(self: Engine, loss, elapsed_ms: float, stop: bool) -> torch.Te
 
 # %% ../nbs/13_parallel_muon.ipynb #16cb2b18
 def stage(self: Engine, grads: dict):
-    "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`."
+    "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`. `grads` maps a bank's name to its whole gradient, [slots, rows, cols]."
     dtypes = {n: g.dtype for n, g in grads.items()}
     if {n: t.dtype for n, t in self.staged.items()} != dtypes:
         self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
@@ -446,7 +449,7 @@ def clip_global(self: Engine):
 
 
 def finish_bank(self: Engine, name: str, project, ready):
-    "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle."
+    "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle. `ready` is the CUDA event after which the bank may be touched."
     bank, stream = self.banks[name], self.streams.get(name)
     with torch.cuda.stream(stream):  # does nothing where there is no stream
         if stream is not None:
@@ -528,7 +531,7 @@ def snapshot(self: Engine) -> list:
 
 
 def restore(self: Engine, saved: list):
-    "Back to a snapshot, gradients dropped, replicas published."
+    "Back to a snapshot, gradients dropped, replicas published. `saved` is what snapshot gave."
     for t, s in zip(engine_state(self), saved):
         t.copy_(s)
     for b in self.banks.values():

@@ -211,7 +211,7 @@ def gptq_columns(w: torch.Tensor, # [rows, cols], columns in the order of `upper
                  qmax: int = 31, # largest integer
                  block: int = GPTQ_BLOCK,
                 ) -> torch.Tensor: # int8 [rows, cols]
-    "Round column by column, errors spread over the columns to come. Source: arXiv 2210.17323."
+    "Round column by column, errors spread over the columns to come. Source: arXiv 2210.17323. Errors leave a `block` of columns in one product."
     w, q = w.T.contiguous(), torch.empty(w.T.shape, dtype=torch.int8, device=w.device)
     for a in range(0, len(w), block):
         part, u = w[a:a + block], upper[a:a + block, a:a + block]
@@ -268,7 +268,7 @@ def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the sa
                   ranks: Ranks, # every rank must call
                   scale_floor: bool = False, k: float | None = None, # as in pack_gptq
                  ) -> dict[str, Packed]: # the same on every rank
-    "GPTQ for all matrices, shared out over the ranks."
+    "GPTQ for all matrices, shared out over the ranks. `hessians` maps a name to its [cols, cols]."
     owner = share_matrices({n: tuple(w.shape) for n, w in named.items()}, ranks.world)
     codes = torch.zeros(sum(w.numel() for w in named.values()), dtype=torch.int8, device=ranks.device)
     scales = torch.zeros(sum(len(w) for w in named.values()), device=ranks.device)

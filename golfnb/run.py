@@ -149,7 +149,7 @@ def plain_score(s: Session, m: Machine) -> tuple[float, float]:
 
 
 def score_line(s: Session, label: str, loss: float, bpb: float, start: float, exact: bool = True):
-    "Write the field's lines for one score."
+    "Write the field's lines for one score. `start` is when it began (time.perf_counter), `exact` adds the line with eight digits."
     ms = 1000 * (time.perf_counter() - start)
     s.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
     if exact:
@@ -261,7 +261,7 @@ def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: i
 
 # %% ../nbs/19_run.ipynb #f4f00e30
 def score_phase(s: Session, m: Machine, path: Path):
-    "Scores of the file at `path`: round trip, sliding window, TTT."
+    "Scores of the file at `path`: round trip, sliding window, TTT. Raises GolfError when the file describes another model."
     meta, packed = load_artifact(path)
     if meta["tokenizer_sha256"] != s.tokenizer_sha256 or meta["settings"] != json.loads(json.dumps(s.cfg.model_settings())):
         raise GolfError(f"{path} describes another model or tokenizer than this run's: score it with `golfnb score`")

@@ -7,7 +7,7 @@ __all__ = ['TRACKS', 'TRAIN_MS', 'EVAL_MS', 'MARGIN_NATS', 'P_BELOW', 'RECORD_RA
            'IMPORTS', 'LOG_LINES', 'WORDS', 'OWN', 'SUMMARY_KEYS', 'STAGES', 'Fault', 'LogFacts', 'read_log',
            'log_faults', 'script_faults', 'audit_faults', 'seed_faults', 'beats_target', 'track_faults',
            'claim_numbers', 'claim_faults', 'short', 'check_submission', 'read_json', 'audit_file_faults', 'run_faults',
-           'settings_faults', 'changed_settings', 'readme_table', 'readme_test', 'submission_readme', 'Claim',
+           'settings_faults', 'command_settings', 'readme_table', 'readme_test', 'submission_readme', 'Claim',
            'make_submission', 'fill_folder']
 
 # %% ../nbs/27_submission.ipynb #bfe0500e
@@ -26,8 +26,8 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from .artifact import ARTIFACT_CAP
-from .config import GolfError, load_config, setting_specs
-from .report import student_t_tail
+from .config import GolfError
+from .report import changed_settings, student_t_tail
 
 # %% ../nbs/27_submission.ipynb #07faf6d2
 TRACKS = ("record", "systems", "non-record")
@@ -348,13 +348,11 @@ STAGES = {"legal_ttt": "score-first test-time training: every token is scored be
           "final_int6_roundtrip": "disjoint rows over the artifact read back from disk"}
 
 
-def changed_settings(
+def command_settings(
     config: dict,  # of a summary
 ) -> dict[str, str]:  # NAME -> value, where they differ from the recipe
-    "The settings that a run's command must name; paths and names of runs are left out."
-    base = load_config({"RECIPE": config.get("recipe", "pr549")})
-    said = {n: config[n] for n in setting_specs() if n in config and n not in OWN | {"recipe"} and config[n] != getattr(base, n)}
-    return {n.upper(): str(int(v) if isinstance(v, bool) else v) for n, v in said.items()}
+    "The settings that a run's command must name; seed, paths and names of runs are left out."
+    return {n: str(int(v) if isinstance(v, bool) else v) for n, (v, _) in changed_settings(config).items() if n in {k.upper() for k in config} and n.lower() not in OWN | {"recipe"}}
 
 
 def readme_table(
@@ -378,7 +376,7 @@ def readme_test(
     if t["p"] is None:
         return f"Target: {t['target']:.4f} bpb. One seed gives no spread and so no p-value."
     less = f" less {MARGIN_NATS} nats a token ({t['margin']:.4f} bpb)" if t["margin"] else ""
-    return f"Against {t['target']:.4f} bpb{less}: one-sided t-test over {t['df'] + 1} seeds, t = {t['t']:.3f} with {t['df']} degrees of freedom, p = {t['p']:.2g}."
+    return f"Against {t['target']:.4f} bpb{less}: one-sided t-test over {t['df'] + 1} seeds, t = {t['t']:.3f} with {t['df']} degree{'s' * (t['df'] > 1)} of freedom, p = {t['p']:.2g}."
 
 # %% ../nbs/27_submission.ipynb #00743ef4
 def submission_readme(
@@ -388,13 +386,15 @@ def submission_readme(
 ) -> str:  # README.md
     "What the challenge's readers see."
     world, seed = claim["hardware"].split(" x ")[0], claim["seeds"][0]
-    settings = " ".join([f"RECIPE={config.get('recipe', 'pr549')}", *(f"{n}={v}" for n, v in changed_settings(config).items()), f"SEED={seed}"])
+    settings = " ".join([f"RECIPE={config.get('recipe', 'pr549')}", *(f"{n}={v}" for n, v in command_settings(config).items()), f"SEED={seed}"])
     std = "" if claim["val_bpb_std"] is None else f", std {claim['val_bpb_std']:.4f}"
-    return f"""# {claim['name']}
+    vocab, whole = claim.get("vocab_size", 1024), claim["val_tokens"] >= VAL_TOKENS_1024
+    data = f"DATA_PATH=./data/datasets/fineweb10B_sp{vocab} TOKENIZER_PATH=./data/tokenizers/fineweb_{vocab}_bpe.model" if whole else "DATA_PATH=SHARDS TOKENIZER_PATH=MODEL"
+    text = f"""# {claim['name']}
 
 **val_bpb {claim['val_bpb']:.4f}** (mean of {len(claim['seeds'])} seeds{std}) | {claim['bytes_total']:,} of {ARTIFACT_CAP:,} bytes | {claim['hardware']} | track: {claim['track']}
 
-{claim['blurb']}
+{claim['blurb'] if claim['blurb'] != claim['name'] else ''}
 
 {notes.strip()}
 
@@ -411,7 +411,7 @@ Score: {STAGES[claim['score']]}; {claim['val_tokens']:,} targets. PyTorch {claim
 ## Run it again
 
 ```bash
-{settings} DATA_PATH=./data/datasets/fineweb10B_sp{claim.get('vocab_size', 1024)} TOKENIZER_PATH=./data/tokenizers/fineweb_{claim.get('vocab_size', 1024)}_bpe.model \\
+{settings} {data} \\
 torchrun --standalone --nproc_per_node={world} train_gpt.py
 ```
 
@@ -421,7 +421,8 @@ torchrun --standalone --nproc_per_node={world} train_gpt.py
 - Training: the longest run took {max(r['train_ms'] for r in claim['seed_results'].values()) / 1000:.1f} s, evaluation {max(r['eval_ms'] for r in claim['seed_results'].values()) / 1000:.1f} s; each may take 600 s.
 - Every score is of the artifact as read back from disk. `audit_seed*.json` holds each one, by its hash, against the four conditions of a legal score: later tokens change nothing, probabilities sum to one, scored before trained on, one pass; training and validation shards were compared.
 - Each log names the hash of the script and of the artifact. `golfnb submission --check .` repeats every check.
-""".replace("\n\n\n\n", "\n\n")
+"""
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 # %% ../nbs/27_submission.ipynb #97beebfc
 @dataclass

@@ -52,7 +52,7 @@ class LateReader:
         self.queue = deque()
 
     def push(self, t: torch.Tensor) -> list | None:
-        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none."
+        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none. Any shape."
         if t.device.type == "cuda":
             host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
             event = torch.cuda.Event()
@@ -77,9 +77,11 @@ class TrainClock:
         self.now, self.ms, self.since = now, 0.0, None
 
     def start(self):
+        "Go on counting."
         self.since = self.now()
 
     def pause(self):
+        "Stop counting; `read` stays where it is."
         self.ms, self.since = self.read(), None
 
     def read(self) -> float:
@@ -97,6 +99,7 @@ class GridProjector:
     "Rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
 
     def __init__(self, engine: Engine, floor: bool, qmax: int = 31):
+        "Freeze the clip ratios of the shard's int6 slots; `qmax` is the largest integer."
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
             mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
@@ -234,7 +237,7 @@ class LoopState:
 
 # %% ../nbs/15_train.ipynb #636accf2
 def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
-    "Take in the control vector of step `state.read` (0-based): loss, skip, stop; and log it."
+    "Take in the control vector of step `state.read` (0-based): loss, skip, stop; and log it. `values` are the control words and this rank's own loss."
     said = dict(zip(CONTROL_WORDS, values))
     said["loss"] /= state.world
     s, res = state.read, state.result
@@ -271,7 +274,7 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: Loo
 
 
 def validate_now(cfg: Config, step: int, engine: Engine, state: LoopState, validate, log: RunLog):
-    "Stop the clock, publish unrounded masters, validate, put the rounded ones back."
+    "Stop the clock, publish unrounded masters, validate, put the rounded ones back. `step` steps are done."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     state.clock.pause()
@@ -310,7 +313,7 @@ def train(cfg: Config,
 
 
 def end_training(cfg: Config, step: int, engine: Engine, state: LoopState, log: RunLog) -> TrainResult:
-    "Read what is still queued, stop the clock, leave unrounded masters in the replica."
+    "Read what is still queued, stop the clock, leave unrounded masters in the replica. `step` steps are done."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     state.clock.pause()

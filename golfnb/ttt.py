@@ -54,7 +54,7 @@ def chunk_windows(starts: Tensor, keeps: Tensor,  # as from windows()
                   chunk: int,       # targets of a chunk
                   n_targets: int,
                   ) -> list[tuple[int, int]]:  # per chunk: first window, one past the last
-    "Share the windows out over the chunks by their first scored target; every window goes to one chunk."
+    "Share the windows out over the chunks by their first scored target; every window goes to one chunk. `starts` and `keeps` are int64 [windows]."
     owner = (starts + row - keeps) // chunk
     n_chunks = -(-n_targets // chunk)
     bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
@@ -115,7 +115,7 @@ def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Confi
 
 # %% ../nbs/18_ttt.ipynb #719a4a1c
 def ttt_multiplier(chunk: int, n_chunks: int) -> float:
-    "Cosine over the chunks, from 1 at the first to 0 at the last."
+    "Cosine over the chunks, from 1 at the first to 0 at the last. `chunk` of `n_chunks`, from 0 on."
     return 0.5 * (1 + math.cos(math.pi * chunk / max(n_chunks - 1, 1)))
 
 
@@ -174,7 +174,7 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
 
 # %% ../nbs/18_ttt.ipynb #43e317c7
 def log_chunk(log: RunLog | None, chunk: int, n_chunks: int, sums: list[float]):
-    "A line every tenth chunk and an event for each: the running score over everything scored so far."
+    "A line every tenth chunk and an event for each: the running score over everything scored so far. `sums` are nats, bytes and targets so far; `n_chunks` there are in all."
     if log is None or sums[1] <= 0:
         return
     loss, bpb = sums[0] / sums[2], bits_per_byte(sums[0], sums[1])
@@ -205,13 +205,14 @@ class Witness:
         return self.model(ids, keep)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        "The training loss of ids `x` and targets `y`, both int64 [rows, T]; the rows are kept."
         row = torch.cat([x, y[:, -1:]], 1).cpu()
         self.rows.append(row if torch.equal(x[:, 1:], y[:, :-1]) else torch.full_like(row, -1)) # inputs and targets of different texts: not a row of any
         return self.loss_fn(x, y)
 
 
 def audit_trial(model: Golf, layout: Layout, state: dict[str, Tensor], tokens: Tensor, table: ByteTable, cfg: Config, ttt: bool, batch: int = 8) -> Trial:
-    "One pass over `tokens` from a fresh state: sliding window, or score-first training."
+    "One pass over `tokens` from a fresh state: sliding window, or score-first training. `ttt` chooses; `batch` rows go into a forward."
     load_named(model, state)
     witness, nats, ledger, alone = Witness(model), torch.full((tokens.numel() - 1,), math.nan, dtype=torch.float64), None, Ranks()
     if ttt:
@@ -222,12 +223,12 @@ def audit_trial(model: Golf, layout: Layout, state: dict[str, Tensor], tokens: T
 
 # %% ../nbs/18_ttt.ipynb #a55a82e3
 def finding(condition: str, check: str, passed: bool, found: str) -> dict:
-    "One line of an audit's report."
+    "One line of an audit's report. `check` of a `condition`, whether it `passed`, and what was `found`."
     return {"condition": condition, "check": check, "passed": bool(passed), "found": found}
 
 
 def audit_prefix(run: Callable[[Tensor], Trial], tokens: Tensor, base: Trial, vocab: int, flips: int = 6) -> list[dict]:
-    "Condition 1: flipped tokens leave earlier scores bit-equal, and a second pass gives the first one's scores."
+    "Condition 1: flipped tokens leave earlier scores bit-equal, and a second pass gives the first one's scores. `run` scores a stream [N + 1]; `flips` places are tried."
     n = tokens.numel() - 1
     places, late = sorted({1 + i * (n - 1) // flips for i in range(1, flips + 1)} | {2}), []
     for p in places:
@@ -242,7 +243,7 @@ def audit_prefix(run: Callable[[Tensor], Trial], tokens: Tensor, base: Trial, vo
 
 # %% ../nbs/18_ttt.ipynb #0d789cc0
 def audit_normalised(run: Callable[[Tensor], Trial], tokens: Tensor, vocab: int, place: int, values: list[int]) -> list[dict]:
-    "Condition 2: the probabilities of all (or some) tokens in one place sum to one (or at most one)."
+    "Condition 2: the probabilities of all (or some) tokens in one place sum to one (or at most one). `run` scores a stream [N + 1]; `values` are the tokens tried in that place."
     total = 0.0
     for v in values:
         other = tokens.clone()
@@ -254,7 +255,7 @@ def audit_normalised(run: Callable[[Tensor], Trial], tokens: Tensor, vocab: int,
 
 
 def audit_order(trial: Trial, tokens: Tensor, seq: int) -> list[dict]:
-    "Condition 3: the ledger scores before it trains, and the loss was shown what the ledger says, no more and no less."
+    "Condition 3: the ledger scores before it trains, and the loss was shown what the ledger says, no more and no less. `seq` tokens make a training row."
     upto, trains, wrong = 0, [], []
     for what, a, b in trial.history:
         if what == "score":
@@ -274,14 +275,14 @@ def audit_order(trial: Trial, tokens: Tensor, seq: int) -> list[dict]:
 
 # %% ../nbs/18_ttt.ipynb #b2c33156
 def audit_forwards(n_targets: int, cfg: Config, ttt: bool, batch: int = 8) -> int:
-    "How many scoring forwards one pass takes."
+    "How many scoring forwards one pass takes. `batch` rows go into one."
     starts, keeps = windows(n_targets, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, min(cfg.eval_seq_len, n_targets), cfg.ttt_chunk_tokens, n_targets) if ttt else [(0, len(starts))]
     return sum(len(window_batches(keeps[lo:hi], min(batch, len(starts)))) for lo, hi in parts)
 
 
 def audit_single_pass(trial: Trial, tokens: Tensor, table: ByteTable, forwards: int) -> list[dict]:
-    "Condition 4: every target once, no forward more than a pass takes, and the reported figures are those of the scores."
+    "Condition 4: every target once, no forward more than a pass takes, and the reported figures are those of the scores. `forwards` is what one pass may take."
     missing, total = int(trial.nats.isnan().sum()), float(trial.nats.sum())
     n_bytes = float(target_bytes(table, tokens[:-1].long(), tokens[1:].long()).double().sum())
     loss, bpb = total / trial.nats.numel(), bits_per_byte(total, n_bytes)
@@ -292,7 +293,7 @@ def audit_single_pass(trial: Trial, tokens: Tensor, table: ByteTable, forwards: 
 
 
 def audit_files(train_paths: list[Path], val_paths: list[Path], probes: int = 32, length: int = 256) -> list[dict]:
-    "Condition 4: no file in both sets, and stretches of the validation tokens that do not occur in the training files."
+    "Condition 4: no file in both sets, and stretches of the validation tokens that do not occur in the training files. `probes` stretches of `length` tokens are looked for."
     try:
         check_disjoint(train_paths, val_paths)
         words = ""

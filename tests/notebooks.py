@@ -86,6 +86,17 @@ def dump(nb: nbformat.NotebookNode) -> str:
     return json.dumps(json.loads(nbformat.writes(nb)), indent=1, ensure_ascii=False) + "\n"
 
 
+def stated_seconds(nb: nbformat.NotebookNode) -> int | None:
+    "What a chapter says it takes on one idle core."
+    found = re.search(r"CPU run time of this chapter: about (\d+) s\.", "\n".join(c.source for c in nb.cells if c.cell_type == "markdown"))
+    return int(found[1]) if found else None
+
+
+def untrue_seconds(stated: int, seconds: float) -> bool:
+    "Whether a statement is false by more than a busy machine explains."
+    return seconds > 6 * stated + 15 or stated > 4 * seconds + 5
+
+
 def one(path: Path, write: bool) -> str | None:
     "Run one notebook; None when it is in order, else the sentence that says why not."
     try:
@@ -96,6 +107,8 @@ def one(path: Path, write: bool) -> str | None:
     print(f"  {path.name:28s} {seconds:5.1f} s", flush=True)
     if seconds > MAX_SECONDS:
         return f"{path.name}: took {seconds:.0f} s, at most {MAX_SECONDS} s are allowed"
+    if (stated := stated_seconds(done)) and untrue_seconds(stated, seconds):
+        return f"{path.name}: says it takes about {stated} s, took {seconds:.0f} s; correct the sentence"
     if write:
         path.write_text(dump(done), encoding="utf-8")
     if path.stat().st_size > MAX_BYTES:

@@ -42,7 +42,8 @@ def test_train_prints_the_table_and_leaves_everything(trained):
     assert {"training", "packing", "scoring", "adapting", "compiling"} <= said["seconds"].keys()
     for words in ("score-first TTT", f"{said['ttt_bpb']:.4f}", "room left", "adapting", "bytes readable", "bytes packed", "report: "):
         assert words in done.stdout, words
-    assert (run / "report.html").read_text().count("<img") == 5
+    page = (run / "report.html").read_text()
+    assert page.count("<figure>") == page.count("aria-label=") == 10 and not re.search(r'(src|href)="[^"#]', page)
 
 
 def test_a_finished_run_is_not_overwritten(trained):
@@ -193,7 +194,7 @@ def test_help_is_fast_and_heavy_modules_are_not_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
     assert time.time() - start < 5
-    for command in ("demo", "train", "script", "data", "quantize", "artifact", "score", "sample", "report", "doctor"):
+    for command in ("demo", "train", "script", "data", "quantize", "artifact", "score", "sample", "report", "submission", "lab", "doctor"):
         assert re.search(rf"^    {command}\s", done.stdout, re.M), command
 
 

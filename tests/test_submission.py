@@ -15,7 +15,7 @@ from golfnb.parallel_muon import Ranks
 from golfnb.report import student_t_tail
 from golfnb.run import run
 from golfnb.shards import write_shard
-from golfnb.submission import Claim, beats_target, changed_settings, check_submission, make_submission, read_log
+from golfnb.submission import Claim, beats_target, check_submission, command_settings, make_submission, read_log
 
 SCRIPT = Path(__file__).resolve().parent.parent / "golfnb" / "train_gpt.py"
 WHO = ["--author", "A. Reader", "--github-id", "areader", "--name", "A tiny run"]
@@ -147,4 +147,4 @@ def test_what_a_log_says_is_read_as_it_stands(runs):
     facts, text = read_log((runs[1] / "train.log").read_text()), (runs[1] / "train.log").read_text()
     assert facts.seed == 2 and facts.world == 1 and facts.device == "cpu" and facts.steps == 2 and facts.label == "legal_ttt"
     assert read_log(text + "gptq: 64 calibration batches per rank, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "calibration is training time"
-    assert changed_settings({"recipe": "pr549", "matrix_lr": 0.03, "qat_banks": True, "seed": 5, "run_id": "x"}) == {"MATRIX_LR": "0.03", "QAT_BANKS": "1"}
+    assert command_settings({"recipe": "pr549", "matrix_lr": 0.03, "qat_banks": True, "seed": 5, "run_id": "x"}) == {"MATRIX_LR": "0.03", "QAT_BANKS": "1"}
