@@ -102,7 +102,8 @@ def find_ranks(device: torch.device) -> Ranks:  # of the module
     return Ranks(device=device)
 
 
-def start_alike(module: nn.Module, layout: Layout, ranks: Ranks, call: str = ""):
+def start_alike(module: nn.Module, layout: Layout, ranks: Ranks,
+                call: str = ""):  # the arguments ParallelMuon was called with, in words
     "Give every rank rank 0's parameters and buffers. GolfError on all ranks if their modules, layouts or calls (in words) differ."
     if ranks.world == 1:
         return
@@ -121,7 +122,7 @@ def start_alike(module: nn.Module, layout: Layout, ranks: Ranks, call: str = "")
 
 # %% ../nbs/25_any_model.ipynb #ff3ad5ad
 class ParallelMuon(torch.optim.Optimizer):
-    "Muon, sharded over the ranks, on the hidden matrices of any module; AdamW on its other parameters. Every rank makes it alike."
+    "Muon, sharded over the ranks, on the hidden matrices of any module; AdamW on its other parameters. Every rank makes it alike. Raises GolfError for a module or numbers that do not fit."
     _step_supports_amp_scaling = True  # a GradScaler then calls `step`, which refuses, instead of skipping on one rank
 
     def __init__(self, module: nn.Module,  # on its device, in its dtype; code, forward and state dict stay as they are
@@ -160,7 +161,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.complete = True
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None):  # or a function that runs forward and backward and returns the loss
         "Average the gradients over the ranks, update everything, publish. Every rank must call it. Nothing waits for the GPU, but once: the third step records its launches."
         loss = None
         if closure is not None:
@@ -207,7 +208,7 @@ class ParallelMuon(torch.optim.Optimizer):
         check_state(self, state_dict)
         load_whole_state(self, state_dict)
 
-    def add_param_group(self, param_group: dict):
+    def add_param_group(self, param_group: dict):  # as torch.optim.Optimizer takes it
         "Groups are made at the call; GolfError afterwards."
         if getattr(self, "complete", False):
             raise GolfError("ParallelMuon takes its parameters from the module it was made for: make a new one after the module has changed")
@@ -231,7 +232,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return named
 
 
-def check_one_dtype(banked: dict[str, nn.Parameter]):
+def check_one_dtype(banked: dict[str, nn.Parameter]):  # name -> weight
     "GolfError unless all of these can share banks."
     some, one = next(iter(banked.items()))
     for n, p in banked.items():
@@ -289,7 +290,9 @@ def lay_rest_flat(self: ParallelMuon):
     self.engine.control = groups[0].tail if groups else torch.zeros(words, dtype=self.engine.full, device=self.engine.device)
 
 
-def stretches(group: Replicated, index: dict) -> list[tuple]:  # [(from, to, entries: int64 [1] or [to - from])]
+def stretches(group: Replicated,
+              index: dict,  # name of a parameter -> its number
+              ) -> list[tuple]:  # [(from, to, entries: int64 [1] or [to - from])]
     "Cut a flat group into large parameters and runs of small ones."
     found, run = [], False
     for n in group.names:
@@ -470,7 +473,8 @@ def whole_state(self: ParallelMuon) -> dict:  # parameter -> its state on the CP
     return state
 
 
-def check_state(self: ParallelMuon, saved: dict):
+def check_state(self: ParallelMuon,
+                saved: dict):  # what ParallelMuon.state_dict gave
     "GolfError unless the state is complete and of these parameters."
     if not {"state", "param_groups"} <= saved.keys() or [len(g["params"]) for g in saved["param_groups"]] != [len(self.banked), len(self.rest)]:
         raise GolfError(f"this is no state of a ParallelMuon with {len(self.banked)} banked and {len(self.rest)} other parameters: load what ParallelMuon.state_dict() gave for this module and filter")
@@ -484,7 +488,8 @@ def check_state(self: ParallelMuon, saved: dict):
 
 
 @torch.no_grad()
-def load_whole_state(self: ParallelMuon, saved: dict):
+def load_whole_state(self: ParallelMuon,
+                     saved: dict):  # what ParallelMuon.state_dict gave
     "Take my shards out of a whole state, take the groups' settings over, publish."
     engine, state = self.engine, saved["state"]
     for group, mine in zip(saved["param_groups"], self.param_groups):

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 038a65c727494a03 | Apache-2.0
+# recipe pr549 | source sha256 657ff41526a3f343 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -251,13 +251,13 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
     notices: list[str] = field(default_factory=list) # what was accepted and will be done otherwise: sentences to log
 
     @property
-    def head_dim(self) -> int: return self.model_dim // self.num_heads
+    def head_dim(self) -> int: return self.model_dim // self.num_heads  # channels of a head
     @property
-    def kv_dim(self) -> int: return self.num_kv_heads * self.head_dim
+    def kv_dim(self) -> int: return self.num_kv_heads * self.head_dim  # channels of all key heads
     @property
-    def mlp_dim(self) -> int: return int(self.mlp_mult * self.model_dim)
+    def mlp_dim(self) -> int: return int(self.mlp_mult * self.model_dim)  # channels of the MLP
     @property
-    def ve_layer_list(self) -> list[int]:
+    def ve_layer_list(self) -> list[int]:  # blocks with a value embedding
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
 
     @property
@@ -419,7 +419,7 @@ def target_bytes(table: ByteTable, # on the device of the tokens
                  prev: torch.Tensor, # int64, token before each target
                  target: torch.Tensor, # int64, same shape
                 ) -> torch.Tensor: # int64, same shape: bytes of text each target stands for
-    "Bytes of each target, given the token before it."
+    "Bytes of each target, given the token before it. `prev` and `target` have any one shape."
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 def unigram_bpb(train_counts: np.ndarray | torch.Tensor, # [V], how often each token occurs in training
@@ -591,7 +591,7 @@ class WindowSampler:
         self.tokens = [read_header(p) for p in self.paths]
         self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
-    def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count]
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count] tokens begin to begin + count of a shard; raises GolfError when there are fewer
         found = read_header(self.paths[shard])
         if found != self.tokens[shard]:
             raise GolfError(f"shard {self.paths[shard]} must keep its {self.tokens[shard]:,} tokens while training runs, found {found:,}: do not change shards in use")
@@ -693,6 +693,7 @@ class CoprimeSampler(WindowSampler):
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, # as WindowSampler
                  seed: int, # of the plan, the same on every rank
                 ):
+        "Raises GolfError when a shard is shorter than a window."
         super().__init__(paths, rank, world, rows, seq_len)
         self.usable = [i for i, n in enumerate(self.tokens) if n > seq_len]
         if not self.usable:
@@ -808,7 +809,7 @@ class PackedSampler(WindowSampler):
 def settle_place(sampler: PackedSampler, # its groups
                  lap: int, number: int, at: int, # a place, perhaps past its group's end
                 ) -> tuple[int, int, int]: # the same place
-    "A place inside its group."
+    "A place inside its group. `at` is a token of that document."
     while at >= (total := int(sampler.group(lap, number).ends[-1])):
         last = (number + 1) * GROUP_SHARDS >= len(sampler.paths)
         lap, number, at = (lap + 1, 0, at - total) if last else (lap, number + 1, at - total)
@@ -817,14 +818,14 @@ def settle_place(sampler: PackedSampler, # its groups
 def second_token(sampler: PackedSampler, # its groups
                  lap: int, number: int, at: int, # where a row begins
                 ) -> tuple[int, int, int]: # place of its second token
-    "One token on if the stream has a BOS here, else here: the row's own BOS is put in front."
+    "One token on if the stream has a BOS here, else here: the row's own BOS is put in front. `at` is a token of that document."
     group = sampler.group(lap, number)
     return settle_place(sampler, lap, number, at + int(group.begins[group.document(at)] == at))
 
 def packed_row(sampler: PackedSampler, # its groups and shards
                lap: int, number: int, at: int, # place of the row's second token
               ) -> np.ndarray: # uint16 [seq_len + 1], the first a BOS
-    "One row of the stream."
+    "One row of the stream. `at` is the token where the row begins."
     row, filled = np.full(sampler.seq_len + 1, BOS_ID, np.uint16), 1
     while filled < row.size:
         lap, number, at = settle_place(sampler, lap, number, at)
@@ -1047,7 +1048,7 @@ class BankSpec:
     world: int                    # number of ranks that share the bank
 
     @property
-    def real(self) -> int: return len(self.matrices)
+    def real(self) -> int: return len(self.matrices)  # slots that hold a matrix
 
     @property
     def per_rank(self) -> int: return -(-self.real // self.world)  # rounded up
@@ -1058,14 +1059,14 @@ class BankSpec:
         return (self.per_rank * self.world, *self.matrices[0].stored)
 
     @property
-    def padding(self) -> int: return self.shape[0] - self.real
+    def padding(self) -> int: return self.shape[0] - self.real  # empty slots
 
     @property
-    def numel(self) -> int: return prod(self.shape)
+    def numel(self) -> int: return prod(self.shape)  # elements, padding included
 
-    def owner(self, slot: int) -> int: return slot // self.per_rank
+    def owner(self, slot: int) -> int: return slot // self.per_rank  # rank that owns a slot
 
-    def shard(self, rank: int) -> range: return range(rank * self.per_rank, (rank + 1) * self.per_rank)
+    def shard(self, rank: int) -> range: return range(rank * self.per_rank, (rank + 1) * self.per_rank)  # a rank's slots
 
     def slots(self, rank: int) -> list[Matrix | None]:
         "The rank's matrices in slot order, None where a slot is padding."
@@ -1086,6 +1087,7 @@ class Layout:
         return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
 
     def bank(self, name: str) -> BankSpec:
+        "The bank of that name. Raises GolfError if there is none."
         for b in self.banks:
             if b.name == name:
                 return b
@@ -1098,7 +1100,7 @@ class Layout:
                 return b.name, i
         raise GolfError(f"no matrix is named {name!r} in this layout: ask layout.names() for the {len(self.names())} there are")
 
-    def names(self) -> list[str]: return [m.name for _, _, m in self]
+    def names(self) -> list[str]: return [m.name for _, _, m in self]  # of all matrices, in bank order
 
     def padding_waste(self) -> float:
         "Padding elements over real elements."
@@ -1125,7 +1127,7 @@ def group_matrices(matrices: list[Matrix],  # in the order that slots shall have
     return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
 
 def model_matrices(cfg: Config) -> list[Matrix]:
-    "The matrices of the model's blocks under `cfg.plan`: Q then Out, K then V, MLP up, MLP down (PR #399's order)."
+    "The matrices of the model's blocks under `cfg.plan`: Q then Out, K then V, MLP up, MLP down (PR #399's order). Raises GolfError for another plan."
     if cfg.plan not in ("pr399", "shared_mlp"):
         raise GolfError(f"PLAN must be pr399 or shared_mlp: found {cfg.plan!r}")
     shared = cfg.plan == "shared_mlp"
@@ -1364,7 +1366,7 @@ def kernel_op(name: str,    # under golfnb::
     op.register_fake(shapes)
     return op
 
-def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # q, k from qkv: norm, rotation, gain; programs over (head, block of ROWS tokens, batch)
     head, first = tl.program_id(0), tl.program_id(1) * ROWS
     token = (tl.program_id(2) * T + first).to(tl.int64)                     # the block's first token in the batch
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]            # the whole head: [ROWS, D]
@@ -1389,7 +1391,7 @@ def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV:
         tl.store(k + i * (KV * D) + d, (x * r[:, None]).to(k.dtype.element_ty), mask=live & (d >= 2 * HALF))
         tl.store(k + i3 * (KV * D) + g * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
 
-def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # dqkv and partial dgain from dq, dk, dv; the same programs
     head, first = tl.program_id(0), tl.program_id(1) * ROWS
     token = (tl.program_id(2) * T + first).to(tl.int64)
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
@@ -1430,6 +1432,7 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
 HEAD_ROWS = 32  # tokens of one program
 
 def heads_run(qkv, gain, cos, sin, heads, keys):
+    "Launch the forward of the heads: q [B, T, heads, D], k [B, T, keys, D]."
     check_runnable(qkv)
     (B, T, C), half = qkv.shape, cos.shape[-1]
     D, rows = C // (heads + 2 * keys), HEAD_ROWS
@@ -1439,6 +1442,7 @@ def heads_run(qkv, gain, cos, sin, heads, keys):
     return q, k
 
 def heads_shapes(qkv, gain, cos, sin, heads, keys):
+    "Empty outputs of heads_run."
     B, T, C = qkv.shape
     D = C // (heads + 2 * keys)
     return qkv.new_empty(B, T, heads, D), qkv.new_empty(B, T, keys, D)
@@ -1446,6 +1450,7 @@ def heads_shapes(qkv, gain, cos, sin, heads, keys):
 heads_op = kernel_op("heads", "(Tensor qkv, Tensor gain, Tensor cos, Tensor sin, int heads, int keys) -> (Tensor, Tensor)", heads_run, heads_shapes)
 
 def heads_grad_run(dq, dk, dv, qkv, gain, cos, sin):
+    "Launch the backward of the heads: dqkv, dgain."
     check_runnable(qkv)
     (B, T, H, D), KV, half, rows = dq.shape, dk.shape[2], cos.shape[-1], HEAD_ROWS
     dqkv, dgain = heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin)
@@ -1455,6 +1460,7 @@ def heads_grad_run(dq, dk, dv, qkv, gain, cos, sin):
     return dqkv, dgain
 
 def heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin):
+    "Empty outputs of heads_grad_run."
     B, T, H, D = dq.shape
     return qkv.new_empty(qkv.shape), qkv.new_empty(B * ((T + HEAD_ROWS - 1) // HEAD_ROWS), H, dtype=torch.float32)
 
@@ -1465,6 +1471,7 @@ class FusedHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, n, weight, gain, cos, sin, heads, keys):
+        "Project, then the kernel; keeps what backward reads once."
         qkv = F.linear(n, weight)
         q, k = heads_op(qkv, gain, cos, sin, heads, keys)
         ctx.save_for_backward(n, weight, gain, cos, sin, qkv)
@@ -1472,6 +1479,7 @@ class FusedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
+        "Gradients of the input, the weight and the gain."
         n, weight, gain, cos, sin, qkv = ctx.saved_tensors
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
@@ -1488,11 +1496,11 @@ def fused_heads(n: torch.Tensor,       # [B, T, D] normalised input
     return FusedHeads.apply(n, weight, gain, cos, sin, gain.shape[0], keys)
 
 def heads_fit(head_dim: int, rope_dims: int) -> bool:
-    "Whether a head falls into groups of rope_dims/2 coordinates, all powers of two."
+    "Whether a head falls into groups of rope_dims/2 coordinates, all powers of two. `head_dim` and `rope_dims` are channels."
     half = rope_dims // 2
     return half > 0 and head_dim % half == 0 and head_dim >= rope_dims and half & (half - 1) == 0 and head_dim & (head_dim - 1) == 0
 
-def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # out = y less its part along v; programs over blocks of ROWS tokens
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     d = tl.arange(0, D)[None, :]
     live = (row < R) & (d < D)
@@ -1503,7 +1511,7 @@ def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr
         t = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
         tl.store(out + at, (t - tl.sum(t * u, 1, keep_dims=True) * u).to(out.dtype.element_ty), mask=live)
 
-def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # dy, dv from dout; the same programs
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     d = tl.arange(0, D)[None, :]
     live = (row < R) & (d < D)
@@ -1530,17 +1538,20 @@ def rows_apart(v: torch.Tensor,  # [B, T, KV, D]
     return v if v.stride(3) == 1 and v.stride(2) == D and (B == 1 or v.stride(0) == T * v.stride(1)) else v.contiguous()
 
 def xsa_run(y, v):
+    "Launch the forward of XSA: out, as y."
     check_runnable(y)
     (B, T, H, D), KV, out, v = y.shape, v.shape[2], torch.empty_like(y, memory_format=torch.contiguous_format), rows_apart(v)
     jitted(xsa_forward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](y.contiguous(), v, out, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
     return out
 
 def xsa_shapes(y, v):
+    "Empty output of xsa_run."
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 xsa_op = kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", xsa_run, xsa_shapes)
 
 def xsa_grad_run(dout, y, v):
+    "Launch the backward of XSA: dy, dv."
     check_runnable(y)
     (B, T, H, D), KV, v = y.shape, v.shape[2], rows_apart(v)
     dy, dv = xsa_grad_shapes(dout, y, v)
@@ -1549,6 +1560,7 @@ def xsa_grad_run(dout, y, v):
     return dy, dv
 
 def xsa_grad_shapes(dout, y, v):
+    "Empty outputs of xsa_grad_run."
     return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(v, memory_format=torch.contiguous_format)
 
 xsa_grad_op = kernel_op("xsa_grad", "(Tensor dout, Tensor y, Tensor v) -> (Tensor, Tensor)", xsa_grad_run, xsa_grad_shapes)
@@ -1558,11 +1570,13 @@ class FusedExclusive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, v):
+        "The kernel; keeps y and v."
         ctx.save_for_backward(y, v)
         return xsa_op(y, v)
 
     @staticmethod
     def backward(ctx, dout):
+        "Gradients of y and v."
         return xsa_grad_op(dout, *ctx.saved_tensors)
 
 def fused_exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
@@ -1572,7 +1586,7 @@ def fused_exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
     return FusedExclusive.apply(y, v)
 
 def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr, B_IS_KN: tl.constexpr,
-                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of the product with the activation, or its derivative, in the epilogue
     across = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0), flatten=FLAT):
         row, col = (tile // across) * BM, (tile % across) * BN
@@ -1614,21 +1628,25 @@ def mlp_launch(a, b, z, out, slope, tiles, backward, save):
                                          B_IS_KN=backward, **{k: v for k, v in tiles.items() if k != "waves"})
 
 def mlp_up_run(n, up, slope, save):
+    "Launch the product up with its activation: out, and z if `save`."
     check_runnable(n)
     h, z = mlp_up_shapes(n, up, slope, save)
     mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, MLP_UP_TILES, False, save)
     return h, z
 
 def mlp_up_shapes(n, up, slope, save):
+    "Empty outputs of mlp_up_run."
     return n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
 
 def mlp_down_grad_run(dm, down, z, slope):
+    "Launch the gradient through down and the activation: dz."
     check_runnable(dm)
     dz = torch.empty_like(z)
     mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, MLP_DOWN_TILES, True, False)
     return dz
 
 def mlp_down_grad_shapes(dm, down, z, slope):
+    "Empty output of mlp_down_grad_run."
     return torch.empty_like(z)
 
 mlp_up_op = kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save) -> (Tensor, Tensor)", mlp_up_run, mlp_up_shapes)
@@ -1640,6 +1658,7 @@ class FusedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, n, up, down, slope, save):
+        "Up with its activation, then down."
         h, z = mlp_up_op(n.flatten(0, -2), up, slope, save)
         ctx.save_for_backward(n, up, down, h, z)
         ctx.slope = slope
@@ -1647,6 +1666,7 @@ class FusedMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dm):
+        "Gradients of the input and both weights."
         n, up, down, h, z = ctx.saved_tensors
         dm = dm.flatten(0, -2)
         dz = mlp_down_grad_op(dm, down, z, ctx.slope)
@@ -1806,7 +1826,7 @@ def skip_source(blocks: int,            # number of blocks
 BLOCK_MATRICES = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.proj", "mlp.fc", "mlp.proj")  # order of BlockWeights
 
 def block_slots(layout: Layout, index: int) -> list[tuple[str, int, bool]]:
-    "Bank, slot and whether it is stored transposed, for each matrix of one block."
+    "Bank, slot and whether it is stored transposed, for each matrix of one block. `index` is the block's number."
     flipped = {m.name for _, _, m in layout if m.transposed}
     names = [f"blocks.{index}.{m}.weight" for m in BLOCK_MATRICES]
     return [(*layout.where(n), n in flipped) for n in names]
@@ -1986,7 +2006,7 @@ def quant_kind(name: str,                # published name
                shape: tuple[int, ...],
                small: int = SMALL_MATRIX,  # up to so many elements a tensor stays fp16
                ) -> str:                 # "fp16", "fp32", "int6" or "int8"
-    "How the artifact stores a tensor (the published order of rules): small fp16, larger controls fp32, block matrices int6, the rest int8."
+    "How the artifact stores a tensor (the published order of rules): small fp16, larger controls fp32, block matrices int6, the rest int8. `shape` is the tensor's."
     if math.prod(shape) <= small:
         return "fp16"
     if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
@@ -2186,6 +2206,7 @@ class Ema:
     def __init__(self,
                  tensors: list[Tensor],   # initial weights (copied)
                  decay: float = 0.997):   # share of the old average kept at each step
+        "Raises GolfError for a decay outside [0, 1)."
         if not 0 <= decay < 1:
             raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
         self.tensors, self.decay = wide_copy(tensors), decay
@@ -2228,7 +2249,7 @@ def average_of(mode: str,                # "ema", "swa", "ema+swa" or "none"
                swa: Swa | None,
                current: list[Tensor],    # weights now, for "none"
                ) -> list[Tensor]:        # fp32 (or fp64) copies, in the order of `current`
-    "The weights a run exports. GolfError for an unknown mode or one whose average was not kept."
+    "The weights a run exports. GolfError for an unknown mode or one whose average was not kept. `current` are tensors of the shapes averaged."
     kept = {"ema": ema, "swa": swa}
     parts = [] if mode == "none" else mode.split("+")
     if mode not in ("ema", "swa", "ema+swa", "none") or any(kept[p] is None for p in parts):
@@ -2253,7 +2274,7 @@ class Ranks:
         self.master = rank == 0
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
-        "Add `t` up over all ranks, in place; returns it."
+        "Add `t` up over all ranks, in place; returns it. Any shape."
         if self.world > 1:
             dist.all_reduce(t)
         return t
@@ -2347,6 +2368,7 @@ class ShardedBank:
     "One bank: the replica every rank holds, and the masters, momentum and gradient of my slots."
 
     def __init__(self, spec: BankSpec, replica: torch.nn.Parameter, ranks: Ranks, momentum_dtype: torch.dtype | None = None):
+        "Over a parameter `replica` [slots, rows, cols]; `momentum_dtype` None is the replica's."
         self.spec, self.replica, self.ranks = spec, replica, ranks
         self.slots = spec.shard(ranks.rank)
         mine = replica.detach()[self.slots.start:self.slots.stop]
@@ -2374,7 +2396,7 @@ class ShardedBank:
         return g
 
     def reduce(self, g: torch.Tensor):
-        "Start the reduce-scatter of a whole gradient, [n, r, c], in the replica's dtype."
+        "Start the reduce-scatter of a whole gradient, [n, r, c], in the replica's dtype. `g` is the whole bank's gradient, [slots, rows, cols]."
         self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
 
     def arrive(self) -> torch.Tensor:
@@ -2383,7 +2405,7 @@ class ShardedBank:
         return self.grad
 
     def publish(self, source: torch.Tensor | None = None):
-        "Start sending `source` (default: the masters), rounded to the replica's dtype, to every rank's replica."
+        "Start sending `source` (default: the masters), rounded to the replica's dtype, to every rank's replica. `source` is [slots of this rank, rows, cols]."
         self.outgoing.copy_(self.master if source is None else source)
         return self.send()
 
@@ -2438,7 +2460,7 @@ class Replicated:
 
 def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, ok: torch.Tensor, count: torch.Tensor,
                  beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8):
-    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter)."
+    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter). `lr_mul`, `factor`, `ok` and `count` are 0-dim."
     full = torch.promote_types(group.flat.dtype, torch.float32)
     fix1, fix2 = 1 - beta1 ** count, 1 - beta2 ** count
     for a, b, base_lr, wd in group.segments:
@@ -2454,7 +2476,7 @@ def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, 
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
 def say_control(words: torch.Tensor, ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor | None):
-    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host."
+    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host. `words` is [len(CONTROL_WORDS)]."
     said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=words.dtype)
     words[:2].copy_(said.pin_memory() if words.is_cuda else said, non_blocking=True)
     words[2].fill_(0.0) if loss is None else words[2].copy_(loss.detach())
@@ -2473,6 +2495,7 @@ class Recorded:
     "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls and replayed from then on."
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
+        "Wrap `fn`; the first `eager` calls on CUDA run as they are."
         self.fn, self.left, self.graph = fn, eager if device.type == "cuda" else -1, None
 
     def __call__(self):
@@ -2498,6 +2521,7 @@ class Engine:
                  betas: tuple = (0.9, 0.95), eps: float = 1e-8, # AdamW
                  clip: str = "global", max_norm: float = 0.3, # 0 turns clipping off; clip "none": the caller writes norm_sq before launch (chapter 25)
                  method: str = "ns5", ns_steps: int = 5, debug: bool = False):
+        "Take over the parameters in `roles` under a `rule`. Raises GolfError when the layout is for another number of ranks."
         self.ranks, self.layout, self.rule, self.clip, self.max_norm = ranks or Ranks(), layout, rule, clip, max_norm
         if layout.world != self.ranks.world:
             raise GolfError(f"the layout was made for {layout.world} ranks, but {self.ranks.world} are running: make it with world={self.ranks.world}")
@@ -2587,7 +2611,7 @@ def engine_launch(self: Engine, loss, elapsed_ms: float, stop: bool) -> torch.Te
     return self.control
 
 def stage(self: Engine, grads: dict):
-    "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`."
+    "Copy whole bank gradients to their fixed places: as they are, in `staged`; where they will leave from, in `wires`. `grads` maps a bank's name to its whole gradient, [slots, rows, cols]."
     dtypes = {n: g.dtype for n, g in grads.items()}
     if {n: t.dtype for n, t in self.staged.items()} != dtypes:
         self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
@@ -2632,7 +2656,7 @@ def clip_global(self: Engine):
     self.factor.copy_(clip_factor(norm_sq, self.max_norm))
 
 def finish_bank(self: Engine, name: str, project, ready):
-    "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle."
+    "On the bank's own stream: wait for its gradient, update its masters, start publishing; returns the handle. `ready` is the CUDA event after which the bank may be touched."
     bank, stream = self.banks[name], self.streams.get(name)
     with torch.cuda.stream(stream):  # does nothing where there is no stream
         if stream is not None:
@@ -2706,7 +2730,7 @@ def snapshot(self: Engine) -> list:
     return [t.clone() for t in engine_state(self)]
 
 def restore(self: Engine, saved: list):
-    "Back to a snapshot, gradients dropped, replicas published."
+    "Back to a snapshot, gradients dropped, replicas published. `saved` is what snapshot gave."
     for t, s in zip(engine_state(self), saved):
         t.copy_(s)
     for b in self.banks.values():
@@ -2850,7 +2874,7 @@ class LateReader:
         self.queue = deque()
 
     def push(self, t: torch.Tensor) -> list | None:
-        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none."
+        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none. Any shape."
         if t.device.type == "cuda":
             host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
             event = torch.cuda.Event()
@@ -2874,9 +2898,11 @@ class TrainClock:
         self.now, self.ms, self.since = now, 0.0, None
 
     def start(self):
+        "Go on counting."
         self.since = self.now()
 
     def pause(self):
+        "Stop counting; `read` stays where it is."
         self.ms, self.since = self.read(), None
 
     def read(self) -> float:
@@ -2892,6 +2918,7 @@ class GridProjector:
     "Rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
 
     def __init__(self, engine: Engine, floor: bool, qmax: int = 31):
+        "Freeze the clip ratios of the shard's int6 slots; `qmax` is the largest integer."
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
             mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
@@ -3020,7 +3047,7 @@ class LoopState:
     project: GridProjector | None = None
 
 def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
-    "Take in the control vector of step `state.read` (0-based): loss, skip, stop; and log it."
+    "Take in the control vector of step `state.read` (0-based): loss, skip, stop; and log it. `values` are the control words and this rank's own loss."
     said = dict(zip(CONTROL_WORDS, values))
     said["loss"] /= state.world
     s, res = state.read, state.result
@@ -3055,7 +3082,7 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: Loo
         read_control(cfg, state, values, log)
 
 def validate_now(cfg: Config, step: int, engine: Engine, state: LoopState, validate, log: RunLog):
-    "Stop the clock, publish unrounded masters, validate, put the rounded ones back."
+    "Stop the clock, publish unrounded masters, validate, put the rounded ones back. `step` steps are done."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     state.clock.pause()
@@ -3092,7 +3119,7 @@ def train(cfg: Config,
     return end_training(cfg, step, engine, state, log)
 
 def end_training(cfg: Config, step: int, engine: Engine, state: LoopState, log: RunLog) -> TrainResult:
-    "Read what is still queued, stop the clock, leave unrounded masters in the replica."
+    "Read what is still queued, stop the clock, leave unrounded masters in the replica. `step` steps are done."
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     state.clock.pause()
@@ -3278,7 +3305,7 @@ def gptq_columns(w: torch.Tensor, # [rows, cols], columns in the order of `upper
                  qmax: int = 31, # largest integer
                  block: int = GPTQ_BLOCK,
                 ) -> torch.Tensor: # int8 [rows, cols]
-    "Round column by column, errors spread over the columns to come. Source: arXiv 2210.17323."
+    "Round column by column, errors spread over the columns to come. Source: arXiv 2210.17323. Errors leave a `block` of columns in one product."
     w, q = w.T.contiguous(), torch.empty(w.T.shape, dtype=torch.int8, device=w.device)
     for a in range(0, len(w), block):
         part, u = w[a:a + block], upper[a:a + block, a:a + block]
@@ -3332,7 +3359,7 @@ def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the sa
                   ranks: Ranks, # every rank must call
                   scale_floor: bool = False, k: float | None = None, # as in pack_gptq
                  ) -> dict[str, Packed]: # the same on every rank
-    "GPTQ for all matrices, shared out over the ranks."
+    "GPTQ for all matrices, shared out over the ranks. `hessians` maps a name to its [cols, cols]."
     owner = share_matrices({n: tuple(w.shape) for n, w in named.items()}, ranks.world)
     codes = torch.zeros(sum(w.numel() for w in named.values()), dtype=torch.int8, device=ranks.device)
     scales = torch.zeros(sum(len(w) for w in named.values()), device=ranks.device)
@@ -3463,7 +3490,7 @@ def rans_model(symbols: np.ndarray, # uint8, a section
                shapes: list, # [rows, cols] of its tensors, in order
                fineness: int, # as in rans_levels
               ) -> tuple: # estimated bytes, fineness, low, levels [rows, cols, rows, ...], frequencies [contexts, 256]
-    "Levels and frequencies for a section, and what it would take with them."
+    "Levels and frequencies for a section, and what it would take with them. `symbols` has shape [n]."
     cuts = np.cumsum([0] + [r * c for r, c in shapes])
     tensors = [symbols[a:b].reshape(shape) for a, b, shape in zip(cuts, cuts[1:], shapes)]
     levels = [rans_levels(t.view(np.int8), fineness) for t in tensors]
@@ -3479,7 +3506,7 @@ def rans_model(symbols: np.ndarray, # uint8, a section
     return int(bits / 8) + len(rans_side(levels, frequencies)), fineness, low, levels, frequencies
 
 def rans_side(levels: list, frequencies: np.ndarray) -> bytes:
-    "Tables and levels, deflated."
+    "Tables and levels, deflated. `frequencies` are [contexts, 256]."
     return zlib.compress(frequencies.astype("<u2").tobytes() + b"".join(line.tobytes() for line in levels), 9)
 
 RANS_PREFIX = "<BHBI" # fineness, lowest level, contexts, bytes of the deflated tables
@@ -3816,7 +3843,7 @@ PART_OVERHEAD = 84
 def split_parts(data: bytes, # a container
                 part_bytes: int = PART_BYTES, # of a file, at most
                ) -> list[bytes]: # the files' contents
-    "Cut a container."
+    "Cut a container. Raises GolfError when `part_bytes` has no room for the part's own header."
     room, whole = part_bytes - PART_OVERHEAD, hashlib.sha256(data).digest()
     if room < 1:
         raise GolfError(f"a part must have more than {PART_OVERHEAD} bytes, found {part_bytes}: allow more")
@@ -3925,7 +3952,7 @@ def chunk_windows(starts: Tensor, keeps: Tensor,  # as from windows()
                   chunk: int,       # targets of a chunk
                   n_targets: int,
                   ) -> list[tuple[int, int]]:  # per chunk: first window, one past the last
-    "Share the windows out over the chunks by their first scored target; every window goes to one chunk."
+    "Share the windows out over the chunks by their first scored target; every window goes to one chunk. `starts` and `keeps` are int64 [windows]."
     owner = (starts + row - keeps) // chunk
     n_chunks = -(-n_targets // chunk)
     bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
@@ -3981,7 +4008,7 @@ def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Confi
     return engine
 
 def ttt_multiplier(chunk: int, n_chunks: int) -> float:
-    "Cosine over the chunks, from 1 at the first to 0 at the last."
+    "Cosine over the chunks, from 1 at the first to 0 at the last. `chunk` of `n_chunks`, from 0 on."
     return 0.5 * (1 + math.cos(math.pi * chunk / max(n_chunks - 1, 1)))
 
 def adapt_chunk(engine: Engine,
@@ -4037,7 +4064,7 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
     return sums[0] / n, bits_per_byte(sums[0], sums[1]), ledger
 
 def log_chunk(log: RunLog | None, chunk: int, n_chunks: int, sums: list[float]):
-    "A line every tenth chunk and an event for each: the running score over everything scored so far."
+    "A line every tenth chunk and an event for each: the running score over everything scored so far. `sums` are nats, bytes and targets so far; `n_chunks` there are in all."
     if log is None or sums[1] <= 0:
         return
     loss, bpb = sums[0] / sums[2], bits_per_byte(sums[0], sums[1])
@@ -4152,7 +4179,7 @@ def plain_score(s: Session, m: Machine) -> tuple[float, float]:
     return out
 
 def score_line(s: Session, label: str, loss: float, bpb: float, start: float, exact: bool = True):
-    "Write the field's lines for one score."
+    "Write the field's lines for one score. `start` is when it began (time.perf_counter), `exact` adds the line with eight digits."
     ms = 1000 * (time.perf_counter() - start)
     s.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
     if exact:
@@ -4256,7 +4283,7 @@ def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: i
     return path
 
 def score_phase(s: Session, m: Machine, path: Path):
-    "Scores of the file at `path`: round trip, sliding window, TTT."
+    "Scores of the file at `path`: round trip, sliding window, TTT. Raises GolfError when the file describes another model."
     meta, packed = load_artifact(path)
     if meta["tokenizer_sha256"] != s.tokenizer_sha256 or meta["settings"] != json.loads(json.dumps(s.cfg.model_settings())):
         raise GolfError(f"{path} describes another model or tokenizer than this run's: score it with `golfnb score`")
