@@ -158,16 +158,17 @@ def adapted_walk(model: Golf,
                  ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
                  fill: Tensor,  # int64 [lanes]
                  flat: Tensor,  # [lanes, parameters] adapters
-                 rank: int, keys: Tensor, values: Tensor,  # stored: [layers, lanes, S, KV, head]
+                 keys: Tensor, values: Tensor,  # stored: [layers, lanes, S, KV, head]
+                 cfg: Config,   # ttt_lora_rank, and eval_seq_len: a row's length sets the rotary base
                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]
     "All blocks with their skips, from tokens to the last residual stream."
-    cfg, T, S = model.cfg, ids.shape[1] - 2, keys.shape[2]
+    T, S, layers = ids.shape[1] - 2, keys.shape[2], model.cfg.num_layers
     x = x0 = embed_chunk(model, ids, fill)
-    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat.to(x.dtype), rank)
+    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat.to(x.dtype), cfg.ttt_lora_rank)
     place, stored = torch.arange(T, device=ids.device), torch.arange(S, device=ids.device)
     cos, sin = (table[(fill[:, None] + place).flatten()] for table in model_rotary(model, cfg.eval_seq_len))
     mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None]
-    half, source, outputs, made = cfg.num_layers // 2, skip_source(cfg.num_layers), {}, []
+    half, source, outputs, made = layers // 2, skip_source(layers), {}, []
     for i in model.order:
         block = model.blocks[i]
         if source[i] is not None:
@@ -178,19 +179,19 @@ def adapted_walk(model: Golf,
     return x, *(torch.stack(t) for t in zip(*made))
 
 # %% ../nbs/18b_adapters.ipynb #e0d135e3
-def adapted_step(model: Golf, rank: int) -> Callable:
+def adapted_step(model: Golf, cfg: Config) -> Callable:
     "(ids [lanes, 2 + T + 1], fill, flat, keys, values, goes_on [lanes]) -> loss, nats [lanes, T], the chunk's keys and values."
     def step(ids, fill, flat, keys, values, goes_on):
-        x, k, v = adapted_walk(model, ids[:, :-1], fill, flat, rank, keys, values)
+        x, k, v = adapted_walk(model, ids[:, :-1], fill, flat, keys, values, cfg)
         nats = token_nll(F.linear(rms_norm(x), model.tok_emb), ids[:, 3:], model.cap)
         return (nats.mean(1) * goes_on).sum(), nats.detach(), k.detach(), v.detach()
     return step
 
 
-def reread(model: Golf, rank: int) -> Callable:
+def reread(model: Golf, cfg: Config) -> Callable:
     "(ids [1, 2 + T], fill, flat, keys, values) -> the keys and values of tokens that are read again."
     def step(ids, fill, flat, keys, values):
-        return adapted_walk(model, ids, fill, flat, rank, keys, values)[1:]
+        return adapted_walk(model, ids, fill, flat, keys, values, cfg)[1:]
     return step
 
 # %% ../nbs/18b_adapters.ipynb #4cd6e0c3
@@ -238,7 +239,7 @@ class Lanes:
         device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
-        self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg.ttt_lora_rank), reread(model, cfg.ttt_lora_rank), adapter_update))
+        self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg), reread(model, cfg), adapter_update))
         self.first = first_adapters(model, cfg.ttt_lora_rank)
         self.flat = self.first.repeat(lanes, 1).requires_grad_()
         self.second, self.count = torch.zeros_like(self.flat), torch.zeros(lanes, 1, dtype=self.flat.dtype, device=device)
@@ -319,8 +320,8 @@ def score_documents(model: Golf,               # filled with the decoded state; 
 class StepWitness:
     "Stands between the lanes and the step; counts, and keeps the rows that were learnt from."
 
-    def __init__(self, model: Golf, rank: int):
-        self.step, self.forwards, self.rows = adapted_step(model, rank), 0, []
+    def __init__(self, model: Golf, cfg: Config):
+        self.step, self.forwards, self.rows = adapted_step(model, cfg), 0, []
 
     def __call__(self, ids, fill, flat, keys, values, goes_on):
         self.forwards += 1
@@ -330,7 +331,7 @@ class StepWitness:
 
 def document_trial(model: Golf, state: dict[str, Tensor], tokens: Tensor, table: ByteTable, cfg: Config) -> Trial:
     "One pass over `tokens` from a fresh state."
-    witness, nats = StepWitness(model, cfg.ttt_lora_rank), torch.full((tokens.numel() - 1,), math.nan, dtype=torch.float64)
+    witness, nats = StepWitness(model, cfg), torch.full((tokens.numel() - 1,), math.nan, dtype=torch.float64)
     loss, bpb, ledger = score_documents(model, state, tokens, table, cfg, Ranks(), step=witness, out=nats)
     return Trial(nats, loss, bpb, witness.forwards, witness.rows, ledger.history)
 

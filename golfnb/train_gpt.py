@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 e6fa6eee5e50d860 | Apache-2.0
+# recipe pr549 | source sha256 d4805ad35ed41729 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -3579,6 +3579,8 @@ def _optional_codec(codec: str): # brotli or zstd -> its module
 
 BEST_SAMPLE = 2**20 # bytes
 
+LZMA_NOISE = [{"id": lzma.FILTER_LZMA2, "preset": 6 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}] # no neighbour says anything about a weight
+
 def _repeats(raw: bytes) -> bool:
     "Is a section short, or does lzma find repetitions in its first part?"
     sample = raw[:BEST_SAMPLE]
@@ -3598,7 +3600,7 @@ def compress_section(raw: bytes, # decoded bytes
     if codec == "best":
         ways = [compress_section(raw, "rans", shapes), ("none", raw)]
         if _repeats(raw):
-            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw))]
+            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, filters=LZMA_NOISE)), ("zlib", _deflate(raw))]
         return min(ways, key=lambda way: len(way[1]))
     if codec not in CODECS:
         raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")
@@ -4215,16 +4217,17 @@ def adapted_walk(model: Golf,
                  ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
                  fill: Tensor,  # int64 [lanes]
                  flat: Tensor,  # [lanes, parameters] adapters
-                 rank: int, keys: Tensor, values: Tensor,  # stored: [layers, lanes, S, KV, head]
+                 keys: Tensor, values: Tensor,  # stored: [layers, lanes, S, KV, head]
+                 cfg: Config,   # ttt_lora_rank, and eval_seq_len: a row's length sets the rotary base
                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]
     "All blocks with their skips, from tokens to the last residual stream."
-    cfg, T, S = model.cfg, ids.shape[1] - 2, keys.shape[2]
+    T, S, layers = ids.shape[1] - 2, keys.shape[2], model.cfg.num_layers
     x = x0 = embed_chunk(model, ids, fill)
-    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat.to(x.dtype), rank)
+    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat.to(x.dtype), cfg.ttt_lora_rank)
     place, stored = torch.arange(T, device=ids.device), torch.arange(S, device=ids.device)
     cos, sin = (table[(fill[:, None] + place).flatten()] for table in model_rotary(model, cfg.eval_seq_len))
     mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None]
-    half, source, outputs, made = cfg.num_layers // 2, skip_source(cfg.num_layers), {}, []
+    half, source, outputs, made = layers // 2, skip_source(layers), {}, []
     for i in model.order:
         block = model.blocks[i]
         if source[i] is not None:
@@ -4234,18 +4237,18 @@ def adapted_walk(model: Golf,
         made.append((k, v))
     return x, *(torch.stack(t) for t in zip(*made))
 
-def adapted_step(model: Golf, rank: int) -> Callable:
+def adapted_step(model: Golf, cfg: Config) -> Callable:
     "(ids [lanes, 2 + T + 1], fill, flat, keys, values, goes_on [lanes]) -> loss, nats [lanes, T], the chunk's keys and values."
     def step(ids, fill, flat, keys, values, goes_on):
-        x, k, v = adapted_walk(model, ids[:, :-1], fill, flat, rank, keys, values)
+        x, k, v = adapted_walk(model, ids[:, :-1], fill, flat, keys, values, cfg)
         nats = token_nll(F.linear(rms_norm(x), model.tok_emb), ids[:, 3:], model.cap)
         return (nats.mean(1) * goes_on).sum(), nats.detach(), k.detach(), v.detach()
     return step
 
-def reread(model: Golf, rank: int) -> Callable:
+def reread(model: Golf, cfg: Config) -> Callable:
     "(ids [1, 2 + T], fill, flat, keys, values) -> the keys and values of tokens that are read again."
     def step(ids, fill, flat, keys, values):
-        return adapted_walk(model, ids, fill, flat, rank, keys, values)[1:]
+        return adapted_walk(model, ids, fill, flat, keys, values, cfg)[1:]
     return step
 
 ADAPTER_EPS = 1e-10
@@ -4289,7 +4292,7 @@ class Lanes:
         device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
-        self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg.ttt_lora_rank), reread(model, cfg.ttt_lora_rank), adapter_update))
+        self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg), reread(model, cfg), adapter_update))
         self.first = first_adapters(model, cfg.ttt_lora_rank)
         self.flat = self.first.repeat(lanes, 1).requires_grad_()
         self.second, self.count = torch.zeros_like(self.flat), torch.zeros(lanes, 1, dtype=self.flat.dtype, device=device)

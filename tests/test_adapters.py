@@ -251,6 +251,15 @@ def test_the_model_itself_is_not_changed():
     assert all(torch.equal(t, random_state()[n]) for n, t in named_state(model).items()) and all(p.grad is None for p in model.parameters())
 
 
+def test_rows_of_another_length_than_the_model_was_made_for():
+    "The rotary base follows the row that is scored, not the setting the model was built with."
+    cfg, tokens = replace(DOCS, eval_seq_len=32), texts([30, 60])
+    model, _ = golf_on(DOCS, ALONE, torch.float64)
+    out = torch.zeros(90, dtype=torch.float64)
+    score_documents(model, random_state(), tokens, random_table(), cfg, ALONE, out=out)
+    assert torch.allclose(out, scored(tokens, cfg)[2], atol=1e-12)
+
+
 def test_a_stream_without_targets_is_refused():
     with pytest.raises(GolfError, match="at least one target"):
         scored(torch.tensor([1]))
@@ -260,3 +269,88 @@ def test_a_stream_without_targets_is_refused():
 def test_smaller_models(form):
     cfg = replace(DOCS, **({"bigram_vocab_size": 0} if form == "bigram" else {"ve_enabled": False}), num_layers=1, ve_layers="0")
     assert scored(texts(MIXED), cfg)[2].isfinite().all()
+
+
+# --- the audit: an honest scorer passes, planted cheats are found
+
+AUDITED = replace(DOCS, eval_seq_len=32, ttt_chunk_size=8, ttt_lora_lr=0.1)
+
+
+def failed(found: list) -> set:
+    return {f["condition"] for f in found if not f["passed"]}
+
+
+def audited() -> list:
+    return adapters.audit_documents(golf_on(DOCS, ALONE)[0], random_state(), texts([12, 3, 20, 1, 9]), random_table(), AUDITED)
+
+
+def one_pass() -> list:
+    "The part of an audit that looks at a single pass."
+    tokens = texts([12, 3, 20, 1, 9])
+    trial = adapters.document_trial(golf_on(DOCS, ALONE)[0], random_state(), tokens, random_table(), AUDITED)
+    return adapters.audit_document_order(trial, tokens) + adapters.audit_single_pass(trial, tokens, random_table(), len(lane_plan(document_spans(tokens), AUDITED, ALONE)["doc"]))
+
+
+def test_an_honest_scorer_passes():
+    found = audited()
+    assert not failed(found) and len(found) == 11 and {f["condition"] for f in found} == {"strict prefix", "full distribution", "score before update", "single pass"}
+    assert not failed(one_pass())
+
+
+def never_resets(monkeypatch):
+    "What one document taught stays for the next in its lane."
+    honest = adapters.adapter_update
+    monkeypatch.setattr(adapters, "adapter_update", lambda flat, second, count, grad, goes_on, first, lr, beta2: honest(flat, second, count, grad, torch.ones_like(goes_on), first, lr, beta2))
+
+
+def learns_before_it_scores(monkeypatch):
+    "The chunk is scored with adapters that have learnt it."
+    honest = adapters.adapted_step
+
+    def cheating(model, cfg):
+        step = honest(model, cfg)
+        def twice(ids, fill, flat, keys, values, goes_on):
+            loss = step(ids, fill, flat, keys, values, torch.ones_like(goes_on))[0]
+            grad, = torch.autograd.grad(loss, flat)
+            return step(ids, fill, flat, keys, values, goes_on)[0], *step(ids, fill, (flat - 0.5 * grad).detach(), keys, values, goes_on)[1:]
+        return twice
+    monkeypatch.setattr(adapters, "adapted_step", cheating)
+
+
+def sees_the_whole_chunk(monkeypatch):
+    "Attention inside a chunk looks ahead."
+    honest = adapters.attend_stored
+    monkeypatch.setattr(adapters, "attend_stored", lambda q, k, v, mask: honest(q, k, v, mask | (torch.arange(mask.shape[-1]) >= mask.shape[-1] - mask.shape[-2])))
+
+
+def books_no_training(monkeypatch):
+    monkeypatch.setattr(DocumentLedger, "train", lambda self, *a: None)
+
+
+def books_the_first_chunk(monkeypatch):
+    "Every update is booked on the document's beginning."
+    monkeypatch.setattr(DocumentLedger, "train", lambda self, docs, a, b: self.history.append(("train", docs, self.spans[docs, 0], self.spans[docs, 0] + b - a)))
+
+
+def scores_twice(monkeypatch):
+    "Every step is done again, and the better score counts."
+    honest = adapters.StepWitness.__call__
+    def cheating(self, *a):
+        loss, nats, k, v = honest(self, *a)
+        return loss, torch.minimum(nats, honest(self, *a)[1]), k, v
+    monkeypatch.setattr(adapters.StepWitness, "__call__", cheating)
+
+
+def reports_less(monkeypatch):
+    honest = adapters.score_documents
+    monkeypatch.setattr(adapters, "score_documents", lambda *a, **k: (lambda loss, bpb, ledger: (0.99 * loss, 0.99 * bpb, ledger))(*honest(*a, **k)))
+
+
+CHEATS = [(never_resets, audited, "strict prefix"), (learns_before_it_scores, audited, "strict prefix"), (sees_the_whole_chunk, audited, "strict prefix"), (books_no_training, one_pass, "score before update"),
+          (books_the_first_chunk, one_pass, "score before update"), (scores_twice, one_pass, "single pass"), (reports_less, one_pass, "single pass")]
+
+
+@pytest.mark.parametrize("cheat, audit, condition", CHEATS, ids=[c[0].__name__ for c in CHEATS])
+def test_cheats_are_found(monkeypatch, cheat, audit, condition):
+    cheat(monkeypatch)
+    assert condition in failed(audit())
