@@ -122,7 +122,7 @@ def start_alike(module: nn.Module, layout: Layout, ranks: Ranks,
 
 # %% ../nbs/25_any_model.ipynb #ff3ad5ad
 class ParallelMuon(torch.optim.Optimizer):
-    "Muon, sharded over the ranks, on the hidden matrices of any module; AdamW on its other parameters. Every rank makes it alike. Raises GolfError for a module or numbers that do not fit."
+    "Muon, sharded over the ranks, on the hidden matrices of any module; AdamW on its other parameters. Every rank makes it alike."
     _step_supports_amp_scaling = True  # a GradScaler then calls `step`, which refuses, instead of skipping on one rank
 
     def __init__(self, module: nn.Module,  # on its device, in its dtype; code, forward and state dict stay as they are
@@ -135,7 +135,7 @@ class ParallelMuon(torch.optim.Optimizer):
                  method: str = "ns5",  # or "polar" (chapter 09)
                  transposable: bool = False,  # [a, b] and [b, a] share a bank
                  layout: Layout | None = None, plan: Plan | None = None,  # default: module_layout, biggest first
-                 ranks: Ranks | None = None):  # default: the process group there is
+                 ranks: Ranks | None = None):  # default: the process group there is. Raises GolfError for what does not fit
         module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
         named = trainable_parameters(module)
         self.ranks = ranks or find_ranks(next(iter(named.values())).device)

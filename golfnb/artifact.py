@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['ARTIFACT_CAP', 'ARTIFACT_MAGIC', 'ARTIFACT_VERSION', 'ARTIFACT_PREFIX', 'PREFIX_BYTES', 'HEADER_LIMIT', 'RAW_LIMIT',
            'SECTIONS', 'RANS_BITS', 'RANS_CONTEXTS', 'RANS_FINENESS', 'RANS_PREFIX', 'CODECS', 'BEST_SAMPLE',
-           'PART_BYTES', 'PART_MAGIC', 'PART_PREFIX', 'PART_OVERHEAD', 'LEDGER_NAMES', 'rans_levels', 'rans_contexts',
-           'rans_frequencies', 'rans_model', 'rans_side', 'rans_lanes', 'rans_encode', 'rans_tables', 'rans_decode',
-           'compress_section', 'decompress_section', 'section_plan', 'section_shapes', 'pack_bytes', 'seal',
-           'open_container', 'unpack_bytes', 'save_artifact', 'read_container', 'load_artifact', 'split_parts',
+           'LZMA_NOISE', 'PART_BYTES', 'PART_MAGIC', 'PART_PREFIX', 'PART_OVERHEAD', 'LEDGER_NAMES', 'rans_levels',
+           'rans_contexts', 'rans_frequencies', 'rans_model', 'rans_side', 'rans_lanes', 'rans_encode', 'rans_tables',
+           'rans_decode', 'compress_section', 'decompress_section', 'section_plan', 'section_shapes', 'pack_bytes',
+           'seal', 'open_container', 'unpack_bytes', 'save_artifact', 'read_container', 'load_artifact', 'split_parts',
            'join_parts', 'save_weights', 'load_weights', 'artifact_header', 'ledger', 'artifact_ledger', 'load_model']
 
 # %% ../nbs/17_artifact.ipynb #b0d38447
@@ -197,6 +197,7 @@ def _optional_codec(codec: str): # brotli or zstd -> its module
 
 # %% ../nbs/17_artifact.ipynb #2452affb
 BEST_SAMPLE = 2**20 # bytes
+LZMA_NOISE = [{"id": lzma.FILTER_LZMA2, "preset": 6 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}] # no neighbour says anything about a weight
 
 
 def _repeats(raw: bytes) -> bool:
@@ -219,7 +220,7 @@ def compress_section(raw: bytes, # decoded bytes
     if codec == "best":
         ways = [compress_section(raw, "rans", shapes), ("none", raw)]
         if _repeats(raw):
-            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw))]
+            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, filters=LZMA_NOISE)), ("zlib", _deflate(raw))]
         return min(ways, key=lambda way: len(way[1]))
     if codec not in CODECS:
         raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")

@@ -366,6 +366,7 @@ def score_command(args) -> int:
 # %% ../nbs/24_cli.ipynb #36cdd261
 def audit_command(args, tokens, table, cfg) -> int:
     "Audit an artifact and its scorers; print the findings, write the report. `table` gives the bytes of each token."
+    from golfnb.adapters import audit_documents
     from golfnb.artifact import load_artifact, load_model, read_container
     from golfnb.quantize import dequantize_state
     from golfnb.shards import atomic_write, find_shards
@@ -373,8 +374,11 @@ def audit_command(args, tokens, table, cfg) -> int:
 
     model, meta, _ = load_model(args.file)
     print(f"audit: flips, sums over {cfg.vocab_size} tokens, a second pass, the order of training, the count of forwards", flush=True)
-    report = audit_score(model, model.layout, dequantize_state(load_artifact(args.file)[1]), tokens.cpu(), table.to("cpu"), cfg, args.ttt,
-                         find_shards(args.train) if args.train else [], find_shards(args.val))
+    state, tokens, table = dequantize_state(load_artifact(args.file)[1]), tokens.cpu(), table.to("cpu")
+    report = audit_score(model, model.layout, state, tokens, table, cfg, args.ttt and cfg.ttt_form == "chunks", find_shards(args.train) if args.train else [], find_shards(args.val))
+    if args.ttt and cfg.ttt_form == "adapters":
+        report["findings"] += audit_documents(model, state, tokens, table, cfg)
+        report["legal"] = all(f["passed"] for f in report["findings"])
     for f in report["findings"]:
         print(f"  {'holds' if f['passed'] else 'FAILS'}  {f['scorer']}: {f['check']} ({f['found']})")
     facts = {"artifact": Path(args.file).name, "artifact_sha256": hashlib.sha256(read_container(args.file)).hexdigest(), "tokenizer_sha256": meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1}
@@ -386,6 +390,7 @@ def audit_command(args, tokens, table, cfg) -> int:
 # %% ../nbs/24_cli.ipynb #745d68ae
 def score_adapting(path: str, tokens, table, cfg, device: str) -> tuple[float, float]:  # loss in nats a token, bits per byte
     "Score-first test-time training from an artifact, on one rank. `table` gives the bytes of each token."
+    from golfnb.adapters import score_documents
     from golfnb.artifact import load_artifact, load_model
     from golfnb.parallel_muon import Ranks
     from golfnb.quantize import dequantize_state
@@ -396,6 +401,9 @@ def score_adapting(path: str, tokens, table, cfg, device: str) -> tuple[float, f
 
     model, _, _ = load_model(path, torch.bfloat16 if device == "cuda" else torch.float32, device)
     state = dequantize_state(load_artifact(path)[1])
+    if cfg.ttt_form == "adapters":
+        print(f"adapting: adapters of rank {cfg.ttt_lora_rank} for each document, chunks of {cfg.ttt_chunk_size} tokens, each scored first", flush=True)
+        return score_documents(model, state, tokens, table, cfg, Ranks(device=device))[:2]
     print(f"adapting: {cfg.ttt_epochs} epochs over chunks of {cfg.ttt_chunk_tokens} tokens, each scored first", flush=True)
     loss, bpb, _ = score_first(model, model_layout(cfg, 1), state, tokens, table, cfg, Ranks(device=device))
     return loss, bpb

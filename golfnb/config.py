@@ -139,6 +139,12 @@ class TttSettings:
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio")
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows")
     ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm")
+    ttt_form: str = setting("chunks", "what adapts: all weights, chunk by chunk (chapter 18), or low-rank adapters per document (18b)", "chunks", "adapters")
+    ttt_lora_rank: int = setting(96, "rank of every adapter: count")
+    ttt_lora_lr: float = setting(1e-4, "Adam learning rate of the adapters: per step")
+    ttt_beta2: float = setting(0.999, "Adam decay of the adapters' second moment: ratio")
+    ttt_chunk_size: int = setting(48, "tokens of a document scored before its adapters learn them: tokens")
+    ttt_batch_size: int = setting(64, "documents adapted side by side, per rank: documents")
 
 # %% ../nbs/00_config.ipynb #0bb54c78
 def _positive_problems(cfg, *names: str) -> Iterator[str]:
@@ -210,10 +216,10 @@ def schedule_problems(cfg: "Config", # settings to check
                      ) -> Iterator[str]: # sentences
     "What makes optimizer, averaging, quantization or test-time training impossible."
     for name in ("warmdown_iters", "warmup_steps", "max_wallclock_seconds", "val_loss_every", "train_log_every", "matrix_lr", "scalar_lr", "tied_embed_lr", "muon_wd", "adam_wd",
-                 "muon_momentum_warmup_steps", "grad_clip_norm", "ttt_lr", "ttt_epochs", "ttt_freeze_blocks", "ttt_grad_clip", "gptq_reserve_ms", "seed"):
+                 "muon_momentum_warmup_steps", "grad_clip_norm", "ttt_lr", "ttt_epochs", "ttt_freeze_blocks", "ttt_grad_clip", "ttt_lora_lr", "gptq_reserve_ms", "seed"):
         if getattr(cfg, name) < 0:
             yield f"{name.upper()} must be 0 or more, found {getattr(cfg, name)}: set it to 0 or above"
-    for name in ("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2", "ema_decay", "ttt_momentum"):
+    for name in ("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2", "ema_decay", "ttt_momentum", "ttt_beta2"):
         if not 0 <= getattr(cfg, name) < 1:
             yield f"{name.upper()} must lie in [0, 1), found {getattr(cfg, name)}: choose a ratio below 1"
     yield from _positive_problems(cfg, "adam_eps", "muon_backend_steps", "swa_every", "target_bytes", "gptq_calib_samples")
@@ -229,6 +235,9 @@ def schedule_problems(cfg: "Config", # settings to check
         yield from _positive_problems(cfg, "ttt_batch_seqs", "ttt_chunk_tokens")
         if cfg.ttt_chunk_tokens < cfg.eval_seq_len:
             yield f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.ttt_chunk_tokens}: raise it"
+        yield from _positive_problems(cfg, "ttt_lora_rank", "ttt_batch_size")
+        if cfg.ttt_form == "adapters" and not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:
+            yield f"TTT_CHUNK_SIZE must be 2 to half a row of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.ttt_chunk_size}: change it"
         if cfg.ttt_freeze_blocks > cfg.num_layers:
             yield f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={cfg.num_layers}, found {cfg.ttt_freeze_blocks}: lower it"
 

@@ -30,7 +30,7 @@ from .shards import atomic_write
 # %% ../nbs/20_launcher.ipynb #4625df66
 SCRIPT_MODULES = (
     "config", "bpb", "shards", "loader", "layout", "banks", "layers", "kernels", "model", "newton_schulz",
-    "grid", "plan", "averaging", "parallel_muon", "evaluate", "train", "quantize", "artifact", "ttt", "run",
+    "grid", "plan", "averaging", "parallel_muon", "evaluate", "train", "quantize", "artifact", "ttt", "adapters", "run",
 )
 SCRIPT_ENTRY = "script_main"
 

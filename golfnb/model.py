@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['BLOCK_MATRICES', 'CONTROL_NAMES', 'table_shapes', 'scalar_shapes', 'BlockWeights', 'BlockTraits', 'block_traits',
            'last_positions', 'record_tap', 'project_heads', 'scaled_linear', 'folded_weight', 'attention_branch',
-           'mlp_branch', 'run_block', 'skip_source', 'block_slots', 'GolfWeights', 'block_weights', 'embed_input',
-           'value_embeddings', 'model_rotary', 'walk_blocks', 'Golf', 'published_names', 'published_views',
-           'named_state', 'load_named', 'drawn_state', 'init_model', 'count_parameters', 'generate',
+           'mlp_branch', 'run_block', 'skip_source', 'block_slots', 'GolfWeights', 'block_weights', 'freeze_blocks',
+           'embed_input', 'value_embeddings', 'model_rotary', 'walk_blocks', 'Golf', 'published_names',
+           'published_views', 'named_state', 'load_named', 'drawn_state', 'init_model', 'count_parameters', 'generate',
            'model_from_settings', 'quant_kind']
 
 # %% ../nbs/08_model.ipynb #1a597c27
@@ -199,6 +199,7 @@ class GolfWeights(torch.nn.Module):
         super().__init__()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.cfg, self.layout, self.cap, self.order = cfg, layout, cfg.logit_softcap, list(range(cfg.num_layers))
+        self.frozen = 0, "all"  # lowest blocks that get no gradient, and what of them: "all" or "controls" (chapter 18)
         self.blocks, self.slots = block_traits(cfg), [block_slots(layout, i) for i in range(cfg.num_layers)]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
         self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
@@ -219,8 +220,16 @@ def block_weights(model: GolfWeights) -> list[BlockWeights]:
     "Every block's weights as views; banks and stacked scalars are unbound once."
     slices = {name: bank.unbind(0) for name, bank in model.banks.items()}
     stacked = zip(*(p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix, model.q_gain)))
-    return [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *scalars)
-            for where, scalars in zip(model.slots, stacked)]
+    blocks = [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *scalars)
+              for where, scalars in zip(model.slots, stacked)]
+    return freeze_blocks(blocks, *model.frozen) if torch.is_grad_enabled() else blocks
+
+
+def freeze_blocks(blocks: list[BlockWeights], count: int,  # from the bottom
+                  scope: str) -> list[BlockWeights]:       # "all", or "controls": scales, mixes and gains only
+    "Detach the weights of the lowest blocks, so that backward computes no gradient for them."
+    first = 0 if scope == "all" else len(BLOCK_MATRICES)
+    return [BlockWeights(*w[:first], *(t.detach() for t in w[first:])) for w in blocks[:count]] + blocks[count:]
 
 # %% ../nbs/08_model.ipynb #5240558a
 def embed_input(model: GolfWeights, ids: torch.Tensor) -> torch.Tensor:

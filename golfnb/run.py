@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from .adapters import score_documents
 from .artifact import artifact_header, ledger, load_artifact, pack_bytes, save_artifact, save_weights
 from .bpb import ByteTable, byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .config import Config, GolfError, load_config
@@ -280,7 +281,10 @@ def score_phase(s: Session, m: Machine, path: Path):
     s.phase("scoring", start)
     if s.cfg.ttt_enabled:
         start = time.perf_counter()
-        loss, bpb, _ = score_first(m.model, m.layout, state, s.val, s.table, s.cfg, s.ranks, forward=m.forward, loss_fn=m.loss_fn, log=s.log)
+        if s.cfg.ttt_form == "adapters":
+            loss, bpb, _ = score_documents(m.model, state, s.val, s.table, s.cfg, s.ranks, log=s.log)
+        else:
+            loss, bpb, _ = score_first(m.model, m.layout, state, s.val, s.table, s.cfg, s.ranks, forward=m.forward, log=s.log)
         score_line(s, "legal_ttt", loss, bpb, start)
         s.summary.update(ttt_loss=loss, ttt_bpb=bpb)
         s.phase("adapting", start)

@@ -1,10 +1,11 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 657ff41526a3f343 | Apache-2.0
+# recipe pr549 | source sha256 5f2d8b784681bb94 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
 import glob
 import hashlib
+import heapq
 import importlib
 import json
 import lzma
@@ -153,6 +154,12 @@ class TttSettings:
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio")
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows")
     ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm")
+    ttt_form: str = setting("chunks", "what adapts: all weights, chunk by chunk (chapter 18), or low-rank adapters per document (18b)", "chunks", "adapters")
+    ttt_lora_rank: int = setting(96, "rank of every adapter: count")
+    ttt_lora_lr: float = setting(1e-4, "Adam learning rate of the adapters: per step")
+    ttt_beta2: float = setting(0.999, "Adam decay of the adapters' second moment: ratio")
+    ttt_chunk_size: int = setting(48, "tokens of a document scored before its adapters learn them: tokens")
+    ttt_batch_size: int = setting(64, "documents adapted side by side, per rank: documents")
 
 def _positive_problems(cfg, *names: str) -> Iterator[str]:
     "One sentence for each of the named settings that is not above zero."
@@ -219,10 +226,10 @@ def schedule_problems(cfg: "Config", # settings to check
                      ) -> Iterator[str]: # sentences
     "What makes optimizer, averaging, quantization or test-time training impossible."
     for name in ("warmdown_iters", "warmup_steps", "max_wallclock_seconds", "val_loss_every", "train_log_every", "matrix_lr", "scalar_lr", "tied_embed_lr", "muon_wd", "adam_wd",
-                 "muon_momentum_warmup_steps", "grad_clip_norm", "ttt_lr", "ttt_epochs", "ttt_freeze_blocks", "ttt_grad_clip", "gptq_reserve_ms", "seed"):
+                 "muon_momentum_warmup_steps", "grad_clip_norm", "ttt_lr", "ttt_epochs", "ttt_freeze_blocks", "ttt_grad_clip", "ttt_lora_lr", "gptq_reserve_ms", "seed"):
         if getattr(cfg, name) < 0:
             yield f"{name.upper()} must be 0 or more, found {getattr(cfg, name)}: set it to 0 or above"
-    for name in ("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2", "ema_decay", "ttt_momentum"):
+    for name in ("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2", "ema_decay", "ttt_momentum", "ttt_beta2"):
         if not 0 <= getattr(cfg, name) < 1:
             yield f"{name.upper()} must lie in [0, 1), found {getattr(cfg, name)}: choose a ratio below 1"
     yield from _positive_problems(cfg, "adam_eps", "muon_backend_steps", "swa_every", "target_bytes", "gptq_calib_samples")
@@ -238,6 +245,9 @@ def schedule_problems(cfg: "Config", # settings to check
         yield from _positive_problems(cfg, "ttt_batch_seqs", "ttt_chunk_tokens")
         if cfg.ttt_chunk_tokens < cfg.eval_seq_len:
             yield f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.ttt_chunk_tokens}: raise it"
+        yield from _positive_problems(cfg, "ttt_lora_rank", "ttt_batch_size")
+        if cfg.ttt_form == "adapters" and not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:
+            yield f"TTT_CHUNK_SIZE must be 2 to half a row of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.ttt_chunk_size}: change it"
         if cfg.ttt_freeze_blocks > cfg.num_layers:
             yield f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={cfg.num_layers}, found {cfg.ttt_freeze_blocks}: lower it"
 
@@ -1841,6 +1851,7 @@ class GolfWeights(torch.nn.Module):
         super().__init__()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.cfg, self.layout, self.cap, self.order = cfg, layout, cfg.logit_softcap, list(range(cfg.num_layers))
+        self.frozen = 0, "all"  # lowest blocks that get no gradient, and what of them: "all" or "controls" (chapter 18)
         self.blocks, self.slots = block_traits(cfg), [block_slots(layout, i) for i in range(cfg.num_layers)]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
         self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
@@ -1860,8 +1871,15 @@ def block_weights(model: GolfWeights) -> list[BlockWeights]:
     "Every block's weights as views; banks and stacked scalars are unbound once."
     slices = {name: bank.unbind(0) for name, bank in model.banks.items()}
     stacked = zip(*(p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix, model.q_gain)))
-    return [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *scalars)
-            for where, scalars in zip(model.slots, stacked)]
+    blocks = [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *scalars)
+              for where, scalars in zip(model.slots, stacked)]
+    return freeze_blocks(blocks, *model.frozen) if torch.is_grad_enabled() else blocks
+
+def freeze_blocks(blocks: list[BlockWeights], count: int,  # from the bottom
+                  scope: str) -> list[BlockWeights]:       # "all", or "controls": scales, mixes and gains only
+    "Detach the weights of the lowest blocks, so that backward computes no gradient for them."
+    first = 0 if scope == "all" else len(BLOCK_MATRICES)
+    return [BlockWeights(*w[:first], *(t.detach() for t in w[first:])) for w in blocks[:count]] + blocks[count:]
 
 def embed_input(model: GolfWeights, ids: torch.Tensor) -> torch.Tensor:
     "Token embedding plus BigramHash, normalised, smeared: [B, T, D] in the compute dtype."
@@ -3589,6 +3607,8 @@ def _optional_codec(codec: str): # brotli or zstd -> its module
 
 BEST_SAMPLE = 2**20 # bytes
 
+LZMA_NOISE = [{"id": lzma.FILTER_LZMA2, "preset": 6 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}] # no neighbour says anything about a weight
+
 def _repeats(raw: bytes) -> bool:
     "Is a section short, or does lzma find repetitions in its first part?"
     sample = raw[:BEST_SAMPLE]
@@ -3608,7 +3628,7 @@ def compress_section(raw: bytes, # decoded bytes
     if codec == "best":
         ways = [compress_section(raw, "rans", shapes), ("none", raw)]
         if _repeats(raw):
-            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)), ("zlib", _deflate(raw))]
+            ways += [("lzma", lzma.compress(raw, preset=6)), ("lzma", lzma.compress(raw, filters=LZMA_NOISE)), ("zlib", _deflate(raw))]
         return min(ways, key=lambda way: len(way[1]))
     if codec not in CODECS:
         raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")
@@ -3970,21 +3990,6 @@ def adapt_steps(n_rows: int,       # rows of the chunk
         steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
     return steps
 
-def freeze_masks(model: Golf, layout: Layout,
-                 blocks: int,   # how many, from the bottom
-                 scope: str,    # "all": matrices and controls; "controls": as published
-                 ) -> dict[str, Tensor]:  # parameter name -> 1 where it trains, 0 where it is frozen, broadcastable
-    "Masks for the engine's gradients; only parameters that have something frozen are listed."
-    masks = {}
-    for name in ("attn_scale", "mlp_scale", "resid_mix", "q_gain"):
-        p = getattr(model, name)
-        masks[name] = (torch.arange(len(p), device=p.device) >= blocks).to(p.dtype).view(-1, *[1] * (p.ndim - 1))
-    for bank in layout.banks if scope == "all" else ():
-        p = model.banks[bank.name]
-        trains = [m is None or int(m.name.split(".")[1]) >= blocks for m in [*bank.matrices, *[None] * bank.padding]]
-        masks[bank.name] = torch.tensor(trains, device=p.device).to(p.dtype).view(-1, 1, 1)
-    return masks if blocks > 0 else {}
-
 @torch.no_grad()
 def named_masters(model: Golf,
                   state: dict[str, Tensor],  # published name -> tensor, all of them
@@ -3998,36 +4003,82 @@ def named_masters(model: Golf,
     return banks, others
 
 def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Config, ranks: Ranks) -> Engine:
-    "Load a state into the model and put an SGD engine on it, with frozen blocks masked and the global norm clipped."
+    "Load a state into the model, freeze its lowest blocks and put an SGD engine on it, the global norm clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
+    model.frozen = cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope
     engine = Engine(model.role_params(), layout, ranks, rule="sgd", bank_lr=cfg.ttt_lr, table_lr=cfg.ttt_lr, scalar_lr=cfg.ttt_lr,
                           clip="global", max_norm=cfg.ttt_grad_clip)
-    engine.masks = freeze_masks(model, layout, cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope)
     engine_load(engine, *named_masters(model, state))
     return engine
+
+def compiled(fn: Callable, cfg: Config, device: torch.device) -> Callable:
+    "`fn` under torch.compile where the settings ask for it: COMPILE=1, or auto on CUDA."
+    return torch.compile(fn, dynamic=False, fullgraph=True) if cfg.compile == "1" or (cfg.compile == "auto" and device.type == "cuda") else fn
+
+def row_loss(model: Callable,  # ids [B, T] -> logits before the softcap
+             cap: float) -> Callable:  # (ids [B, T], targets [B, T], weights [B]) -> 0-dim
+    "The loss of adapting: each row's mean, weighted and summed."
+    def loss_of(ids, targets, weights):
+        nats = F.cross_entropy(softcap(model(ids), cap).flatten(0, -2), targets.flatten(), reduction="none")
+        return (nats.view(targets.shape).mean(1) * weights).sum()
+    return loss_of
+
+class RowStep:
+    "Gradients of up to `rows` rows, left where the engine looks for them."
+
+    def __init__(self, engine: Engine, loss_fn: Callable, rows: int, seq: int):
+        self.loss_fn, self.device = loss_fn, engine.device
+        self.params = [b.replica for b in engine.banks.values()] + [p for g in engine.groups for p in g.params.values()]
+        self.ids, self.weights = torch.zeros(rows, seq + 1, dtype=torch.int64, device=self.device), torch.zeros(rows, dtype=engine.full, device=self.device)
+        self.place, self.span = torch.arange(rows, device=self.device), torch.arange(seq + 1, device=self.device)
+        self.recorded = Recorded(self.backward, self.device)
+
+    def backward(self):
+        self.grads = torch.autograd.grad(self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights), self.params, allow_unused=True)
+
+    def __call__(self, tokens: Tensor,  # int [N + 1]
+                 first: int, n_rows: int,   # the rows' first target, and how many there are
+                 a: int, b: int,            # my rows of this step
+                 weight: float):            # of each of them
+        "Forward and backward of rows a .. b-1."
+        rows = (a + self.place).clamp(max=n_rows - 1)
+        self.ids.copy_(tokens[first + rows[:, None] * (len(self.span) - 1) + self.span])
+        self.weights.copy_(self.place < b - a).mul_(weight)
+        self.recorded()
+        for p, g in zip(self.params, self.grads):
+            p.grad = g
+
+def warm_adapting(engine: Engine, step: RowStep, vocab: int, steps: int = 4):
+    "Steps on random tokens, then everything as if they had not been."
+    saved, seq, g = snapshot(engine), len(step.span) - 1, torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab, (len(step.ids) * seq + 1,), generator=g).to(engine.device)
+    for _ in range(steps):
+        step(tokens, 0, len(step.ids), 0, len(step.ids), 1 / len(step.ids))
+        engine.step(1.0, 0.9)
+    restore(engine, saved)
 
 def ttt_multiplier(chunk: int, n_chunks: int) -> float:
     "Cosine over the chunks, from 1 at the first to 0 at the last. `chunk` of `n_chunks`, from 0 on."
     return 0.5 * (1 + math.cos(math.pi * chunk / max(n_chunks - 1, 1)))
 
+def step_rows(cfg: Config, ranks: Ranks) -> int:
+    "Rows of one step on one rank: its share of a chunk, at most TTT_BATCH_SEQS."
+    return min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
+
 def adapt_chunk(engine: Engine,
-                loss_fn,           # (ids, targets) -> mean loss
+                step: RowStep,     # with room for step_rows() rows
                 tokens: Tensor,    # int [N + 1]
                 first: int,        # first target of the chunk
                 length: int,       # its targets
                 multiplier: float, # of the learning rate
                 cfg: Config, ledger: Ledger):
     "Train on a scored chunk: TTT_EPOCHS passes over its rows, shared over the ranks. GolfError, before anything moves, if it has no score."
-    seq, ranks = cfg.eval_seq_len, engine.ranks
-    n_rows = length // seq
-    ids = tokens[first:first + n_rows * seq + 1].long()
-    x, y = ids[:-1].view(n_rows, seq), ids[1:].view(n_rows, seq)
+    n_rows = length // cfg.eval_seq_len
     for _ in range(cfg.ttt_epochs):
-        for a, b, total in adapt_steps(n_rows, cfg.ttt_batch_seqs, ranks):
-            ledger.train(first, first + n_rows * seq)
-            if a < b:
-                (loss_fn(x[a:b], y[a:b]) * ((b - a) * ranks.world / total)).backward()
+        for a, b, total in adapt_steps(n_rows, cfg.ttt_batch_seqs, engine.ranks):
+            ledger.train(first, first + n_rows * cfg.eval_seq_len)
+            step(tokens, first, n_rows, a, b, engine.ranks.world / total)
             engine.step(multiplier, cfg.ttt_momentum)
 
 def score_first(model: Golf,               # is changed: it ends as adapted as it gets
@@ -4038,39 +4089,312 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
                 cfg: Config,               # eval_* and ttt_* settings
                 ranks: Ranks,              # every rank must call
                 forward=None,              # (ids, keep) -> logits, with .cap; default the model (pass a compiled one here)
-                loss_fn=None,              # (ids, targets) -> mean loss; default the model's
+                loss_fn=None,              # see row_loss; default the model's, compiled where the settings say so
                 log: RunLog | None = None, batch_seqs: int | None = None,  # rows of a scoring forward; default from VAL_BATCH_SIZE
                 out: Tensor | None = None, # [N]: receives each target's nats, on the rank that scored it
                 ) -> tuple[float, float, Ledger]:  # nats per token, bits per byte, what was done when
     "Legal score-first test-time training (parameter-golf PR #549). GolfError if any rule would be broken."
-    forward = model if forward is None else forward
-    loss_fn = training_loss(model, model.cap) if loss_fn is None else loss_fn
-    n, chunk = tokens.numel() - 1, cfg.ttt_chunk_tokens
+    forward, n, chunk = model if forward is None else forward, tokens.numel() - 1, cfg.ttt_chunk_tokens
     row = min(cfg.eval_seq_len, n)
     starts, keeps = windows(n, cfg.eval_seq_len, cfg.eval_stride)
     batch = min(batch_seqs or max(1, cfg.val_batch_size // (cfg.eval_seq_len * ranks.world * cfg.grad_accum(ranks.world))), len(starts))
-    engine, ledger, sums = ttt_engine(model, layout, state, cfg, ranks), Ledger(n), [0.0, 0.0, 0.0]
     parts = chunk_windows(starts, keeps, row, chunk, n)
+    engine, ledger, reader = ttt_engine(model, layout, state, cfg, ranks), Ledger(n), LateReader()
+    step = RowStep(engine, loss_fn or compiled(row_loss(model, model.cap), cfg, engine.device), step_rows(cfg, ranks), cfg.eval_seq_len)
+    if engine.device.type == "cuda" and len(parts) > 1:
+        warm_adapting(engine, step, cfg.vocab_size)
+    sums, begins = torch.zeros(3, dtype=torch.float64, device=tokens.device), starts.to(tokens.device)
     for c, (lo, hi) in enumerate(parts):
         a, b = share_of(hi - lo, ranks)
-        fresh = ranks.sum(score_windows(forward, tokens, table, starts[lo + a:lo + b], keeps[lo + a:lo + b], row, batch, out)).tolist()
-        ledger.scored(ledger.upto, ledger.upto + int(fresh[2]))
-        sums = [s + f for s, f in zip(sums, fresh)]
-        log_chunk(log, c, len(parts), sums)
+        sums += score_windows(forward, tokens, table, begins[lo + a:lo + b], keeps[lo + a:lo + b], row, batch, out)
+        ledger.scored(ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
+        if log is not None and c % 10 == 0 and (said := reader.push(torch.cat([ranks.sum(sums.clone()), sums.new_full((1,), c)]))):
+            log_chunk(log, int(said[3]), len(parts), said)
         if c + 1 < len(parts):
-            adapt_chunk(engine, loss_fn, tokens, c * chunk, chunk, ttt_multiplier(c, len(parts)), cfg, ledger)
-    if ledger.upto != n:
-        raise GolfError(f"every target must be scored once: {n:,} targets, {ledger.upto:,} scored; do all ranks hold the same tokens?")
+            adapt_chunk(engine, step, tokens, c * chunk, chunk, ttt_multiplier(c, len(parts)), cfg, ledger)
+    model.frozen = 0, "all"
+    sums = ranks.sum(sums).tolist()
+    if sums[2] != n or ledger.upto != n:
+        raise GolfError(f"every target must be scored once: {n:,} targets, {sums[2]:,.0f} scored; do all ranks hold the same tokens?")
+    log_chunk(log, len(parts) - 1, len(parts), sums)
     return sums[0] / n, bits_per_byte(sums[0], sums[1]), ledger
 
 def log_chunk(log: RunLog | None, chunk: int, n_chunks: int, sums: list[float]):
-    "A line every tenth chunk and an event for each: the running score over everything scored so far. `sums` are nats, bytes and targets so far; `n_chunks` there are in all."
+    "A line and an event: the running score over everything scored up to a chunk."
     if log is None or sums[1] <= 0:
         return
     loss, bpb = sums[0] / sums[2], bits_per_byte(sums[0], sums[1])
     log.event("ttt", chunk=chunk, chunks=n_chunks, loss=loss, bpb=bpb)
-    if chunk % 10 == 0 or chunk + 1 == n_chunks:
-        log.line(f"  ttt_chunk [{chunk + 1}/{n_chunks}] bpb={bpb:.6f}")
+    log.line(f"  ttt_chunk [{chunk + 1}/{n_chunks}] bpb={bpb:.6f}")
+
+# ---- adapters ----
+
+def document_spans(tokens: Tensor,  # int [N + 1]
+                   ) -> np.ndarray: # int64 [documents, 2]: first target, one past the last
+    "Cut a stream's targets into documents. GolfError for a stream without targets."
+    n = tokens.numel() - 1
+    if n < 1:
+        raise GolfError(f"scoring needs at least one target: found a stream of {n + 1} tokens; give a longer one")
+    edges = np.concatenate([[0], (tokens[1:n] == BOS_ID).nonzero()[:, 0].cpu().numpy() + 1, [n]])
+    return np.stack([edges[:-1], edges[1:]], 1)
+
+def row_fill(chunk: np.ndarray,   # int64, number of a chunk in its document
+             capacity: int,       # chunks of a row, at least 2
+             ) -> tuple[np.ndarray, np.ndarray]:  # chunks before it in its row; bool: a new row begins half a row back
+    "Where the chunks of a document lie in its rows."
+    fresh = capacity - capacity // 2
+    rows = np.maximum((chunk - capacity) // fresh + 1, 0)
+    return chunk - rows * fresh, (chunk >= capacity) & ((chunk - capacity) % fresh == 0)
+
+def deal_documents(lengths: np.ndarray,  # int64 [documents] chunks of each
+                   lanes: int,           # of all ranks
+                   ) -> list[list[int]]: # per lane: its documents, in order
+    "Deal documents out to lanes, the longest first, each to the lane with the least to do; ties by number."
+    load, dealt = [(0, lane) for lane in range(lanes)], [[] for _ in range(lanes)]
+    for doc in np.argsort(-lengths, kind="stable").tolist():
+        chunks, lane = load[0]
+        dealt[lane].append(doc)
+        heapq.heapreplace(load, (chunks + int(lengths[doc]), lane))
+    return dealt
+
+def lane_plan(spans: np.ndarray,  # int64 [documents, 2], see document_spans
+              cfg: Config,        # ttt_chunk_size, ttt_batch_size, eval_seq_len
+              ranks: Ranks,
+              ) -> dict[str, np.ndarray]:  # int64 [steps, lanes] each: doc (-1: idle), first target, count of targets, fill in tokens, again (new row), goes on
+    "What each of this rank's lanes does at each step."
+    size, lanes = cfg.ttt_chunk_size, cfg.ttt_batch_size
+    lengths = -(-(spans[:, 1] - spans[:, 0]) // size)
+    mine = deal_documents(lengths, lanes * ranks.world)[ranks.rank * lanes:(ranks.rank + 1) * lanes]
+    steps = max(int(lengths[docs].sum()) for docs in mine)
+    doc, chunk = np.full((lanes, steps), -1), np.zeros((lanes, steps), np.int64)
+    for lane, docs in enumerate(mine):
+        n = int(lengths[docs].sum())
+        doc[lane, :n] = np.repeat(docs, lengths[docs])
+        chunk[lane, :n] = np.concatenate([np.arange(k) for k in lengths[docs]] or [np.zeros(0, np.int64)])
+    first = np.where(doc < 0, 0, spans[doc, 0] + chunk * size)
+    fill, again = row_fill(chunk, cfg.eval_seq_len // size)
+    plan = {"doc": doc, "first": first, "count": np.where(doc < 0, 0, np.minimum(size, spans[doc, 1] - first)), "fill": fill * size, "again": again,
+            "goes_on": (doc >= 0) & (chunk + 1 < lengths[doc])}
+    return {name: np.ascontiguousarray(array.T).astype(np.int64) for name, array in plan.items()}
+
+def adapter_shapes(model: Golf) -> list[tuple[int, int]]:  # (out, in) of each of BLOCK_MATRICES
+    "Shapes of a block's matrices, in logical orientation."
+    return [tuple(w.shape) for w in block_weights(model)[0][:len(BLOCK_MATRICES)]]
+
+def first_adapters(model: Golf, rank: int,
+                   seed: int = 0) -> Tensor:  # [parameters of one document], fp32 (fp64 of an fp64 model), on the model's device
+    "A uniform in +-1/sqrt(in), B zero, matrix after matrix, each stacked over the blocks: [layers, rank, in] and [layers, out, rank]."
+    g, layers, parts = torch.Generator().manual_seed(seed), model.cfg.num_layers, []
+    for rows, cols in adapter_shapes(model):
+        parts += [(2 * torch.rand(layers * rank * cols, generator=g, dtype=torch.float64) - 1) / math.sqrt(cols), torch.zeros(layers * rows * rank, dtype=torch.float64)]
+    return torch.cat(parts).to(model.tok_emb.device, torch.promote_types(model.tok_emb.dtype, torch.float32))
+
+def adapter_pairs(model: Golf, flat: Tensor,  # [lanes, parameters]
+                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, rank, in], B [lanes, out, rank]
+    "The adapters of all lanes as views."
+    shapes, layers = adapter_shapes(model), model.cfg.num_layers
+    parts = iter(flat.split([layers * rank * n for rows, cols in shapes for n in (cols, rows)], 1))
+    kinds = [zip(next(parts).view(-1, layers, rank, cols).unbind(1), next(parts).view(-1, layers, rows, rank).unbind(1)) for rows, cols in shapes]
+    return [list(pairs) for pairs in zip(*kinds)]
+
+def adapted_linear(x: Tensor,       # [lanes, T, in]
+                   weight: Tensor,  # [out, in]
+                   pair: tuple[Tensor, Tensor],  # A [lanes, rank, in], B [lanes, out, rank]
+                   ) -> Tensor:     # [lanes, T, out]
+    "x (W + B A)^T, another A and B in each lane."
+    return F.linear(x, weight) + torch.bmm(torch.bmm(x, pair[0].mT), pair[1].mT)
+
+def embed_chunk(model: Golf,
+                ids: Tensor,   # int64 [lanes, 2 + T]: two tokens before the chunk, then the chunk
+                fill: Tensor,  # int64 [lanes] tokens before it in its row: 0, or 2 and more
+                ) -> Tensor:   # [lanes, T, D]
+    "The embedded chunk; at the beginning of a row as if there were nothing before."
+    return torch.where((fill == 0)[:, None, None], embed_input(model, ids[:, 2:]), embed_input(model, ids)[:, 2:])
+
+def attend_stored(q: Tensor,  # [lanes, T, H, head]
+                  k: Tensor, v: Tensor,  # [lanes, S + T, KV, head]: stored ones, then the chunk's own
+                  mask: Tensor,  # bool [lanes, 1, T, S + T]
+                  ) -> Tensor:   # [lanes, T, H, head]
+    "Grouped-query attention under a mask; the heads that share a key stand below each other as more queries."
+    lanes, T, H, D = q.shape
+    groups = H // k.shape[2]
+    q = q.view(lanes, T, -1, groups, D).permute(0, 2, 3, 1, 4).reshape(lanes, -1, groups * T, D)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        y = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask.repeat(1, 1, groups, 1), scale=1 / math.sqrt(D))
+    return y.view(lanes, -1, groups, T, D).permute(0, 3, 1, 2, 4).reshape(lanes, T, H, D)
+
+def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
+                  w: BlockWeights, pairs: list, block: BlockTraits,
+                  cos: Tensor, sin: Tensor,  # [lanes * T, rope_dims/2]
+                  ve: Tensor | None,         # [lanes, T, KV*head]
+                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each
+                  mask: Tensor,
+                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values
+    "One block, as `run_block` of chapter 08."
+    x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
+    q, k, v = (adapted_linear(n, m, p) for m, p in zip(w[:3], pairs))
+    q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
+    q, k = (t.view_as(s) for t, s in zip(qk_norm_rope_gain(q.flatten(0, 1)[None], k.flatten(0, 1)[None], cos, sin, w.gain), (q, k)))
+    y = attend_stored(q, torch.cat([past[0], k], 1), torch.cat([past[1], v], 1), mask)
+    y = exclusive(y, v) if block.xsa else y
+    x1 = x_in + w.attn_scale.to(x.dtype) * adapted_linear(y.flatten(2), w.out, pairs[3])
+    h = squared_leaky(adapted_linear(rms_norm(x1) * block.norm_scale, w.up, pairs[4]), block.slope)
+    return x1 + w.mlp_scale.to(x.dtype) * adapted_linear(h, w.down, pairs[5]), k, v
+
+def adapted_walk(model: Golf,
+                 ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
+                 fill: Tensor,  # int64 [lanes]
+                 flat: Tensor,  # [lanes, parameters] adapters
+                 keys: Tensor, values: Tensor,  # stored: [layers, lanes, S, KV, head]
+                 cfg: Config,   # ttt_lora_rank, and eval_seq_len: a row's length sets the rotary base
+                 ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]
+    "All blocks with their skips, from tokens to the last residual stream."
+    T, S, layers = ids.shape[1] - 2, keys.shape[2], model.cfg.num_layers
+    x = x0 = embed_chunk(model, ids, fill)
+    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat.to(x.dtype), cfg.ttt_lora_rank)
+    place, stored = torch.arange(T, device=ids.device), torch.arange(S, device=ids.device)
+    cos, sin = (table[(fill[:, None] + place).flatten()] for table in model_rotary(model, cfg.eval_seq_len))
+    mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None]
+    half, source, outputs, made = layers // 2, skip_source(layers), {}, []
+    for i in model.order:
+        block = model.blocks[i]
+        if source[i] is not None:
+            x = x + model.skip_weights[i - half].to(x.dtype) * outputs[source[i]]
+        x, k, v = adapted_block(x, x0, weights[i], pairs[i], block, cos, sin, None if block.ve is None else ves[block.ve], (keys[i], values[i]), mask)
+        outputs[i] = x
+        made.append((k, v))
+    return x, *(torch.stack(t) for t in zip(*made))
+
+def adapted_step(model: Golf, cfg: Config) -> Callable:
+    "(ids [lanes, 2 + T + 1], fill, flat, keys, values, goes_on [lanes]) -> loss, nats [lanes, T], the chunk's keys and values."
+    def step(ids, fill, flat, keys, values, goes_on):
+        x, k, v = adapted_walk(model, ids[:, :-1], fill, flat, keys, values, cfg)
+        nats = token_nll(F.linear(rms_norm(x), model.tok_emb), ids[:, 3:], model.cap)
+        return (nats.mean(1) * goes_on).sum(), nats.detach(), k.detach(), v.detach()
+    return step
+
+def reread(model: Golf, cfg: Config) -> Callable:
+    "(ids [1, 2 + T], fill, flat, keys, values) -> the keys and values of tokens that are read again."
+    def step(ids, fill, flat, keys, values):
+        return adapted_walk(model, ids, fill, flat, keys, values, cfg)[1:]
+    return step
+
+ADAPTER_EPS = 1e-10
+
+def adapter_update(flat: Tensor, second: Tensor,  # [lanes, parameters] adapters and their mean squared gradient, in place
+                   count: Tensor,    # [lanes, 1] steps so far, in place
+                   grad: Tensor, goes_on: Tensor,  # [lanes, parameters]; [lanes] 1 where the document has another chunk
+                   first: Tensor,    # [parameters]
+                   lr: float, beta2: float) -> None:
+    "One step of Adam without momentum in the lanes that go on, a fresh start in the others."
+    on = goes_on[:, None] > 0
+    steps, mean_square = count + 1, torch.lerp(second, grad.to(second.dtype).square(), 1 - beta2)
+    moved = flat - lr * grad / ((mean_square / (1 - beta2 ** steps)).sqrt() + ADAPTER_EPS)
+    flat.copy_(torch.where(on, moved, first))
+    second.copy_(torch.where(on, mean_square, 0))
+    count.copy_(torch.where(on, steps, 0))
+
+class DocumentLedger:
+    "Which targets of each document have been scored; refuses a second score, a gap, and an update that would see an unscored target."
+
+    def __init__(self, spans: np.ndarray):  # int64 [documents, 2]
+        self.spans, self.upto, self.history = spans, spans[:, 0].copy(), []  # history: ("score" or "train", documents, first targets, ends)
+
+    def scored(self, docs: np.ndarray, a: np.ndarray, b: np.ndarray):
+        "Targets a .. b-1 of these documents got their score. GolfError unless they follow each document's last scored one."
+        if (a != self.upto[docs]).any() or (b <= a).any() or (b > self.spans[docs, 1]).any() or len(set(docs.tolist())) != len(docs):
+            raise GolfError(f"targets of a document must be scored once, from left to right: expected the next of documents {docs[:4].tolist()} to be {self.upto[docs][:4].tolist()}, found {a[:4].tolist()}; start a new pass")
+        self.upto[docs] = b
+        self.history.append(("score", docs, a, b))
+
+    def train(self, docs: np.ndarray, a: np.ndarray, b: np.ndarray):
+        "Ask before an update of these documents' adapters with targets a .. b-1. GolfError if one of them has no score yet, or is another document's."
+        if (a < self.spans[docs, 0]).any() or (b <= a).any() or (b > self.upto[docs]).any():
+            raise GolfError(f"an update may use scored targets of its own document only: documents {docs[:4].tolist()} want up to {b[:4].tolist()}, scored are {self.upto[docs][:4].tolist()}; score the chunk first")
+        self.history.append(("train", docs, a, b))
+
+class Lanes:
+    "Adapters, stored keys and sums of one rank's lanes, and the step that moves them all."
+
+    def __init__(self, model: Golf, tokens: Tensor, table: ByteTable, cfg: Config, plan: dict[str, np.ndarray], step: Callable | None = None, out: Tensor | None = None):
+        device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
+        self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
+        self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
+        self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg), reread(model, cfg), adapter_update))
+        self.first = first_adapters(model, cfg.ttt_lora_rank)
+        self.flat = self.first.repeat(lanes, 1).requires_grad_()
+        self.second, self.count = torch.zeros_like(self.flat), torch.zeros(lanes, 1, dtype=self.flat.dtype, device=device)
+        self.keys, self.values = (torch.zeros(cfg.num_layers, lanes, cfg.eval_seq_len // size * size, cfg.num_kv_heads, cfg.head_dim, dtype=model.tok_emb.dtype, device=device) for _ in range(2))
+        self.total, self.at = torch.zeros(3, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        self.lane, self.place = torch.arange(lanes, device=device)[:, None], torch.arange(size, device=device)
+        self.recorded = Recorded(self.advance, device)
+
+    def window(self, first: Tensor,  # int64 [lanes] first targets
+               before: int, size: int) -> Tensor:  # int64 [lanes, before + size]
+        "Tokens from `before` places ahead of each first target on; places outside the stream repeat its ends."
+        return self.tokens[(first[:, None] + torch.arange(-before, size, device=first.device)).clamp(0, self.tokens.numel() - 1)].long()
+
+    def advance(self):
+        "Score each lane's next chunk, add it up, learn from it, store its keys."
+        first, count, fill, goes_on = (self.plan[k].index_select(0, self.at)[0] for k in ("first", "count", "fill", "goes_on"))
+        ids, goes_on = self.window(first, 2, len(self.place) + 1), goes_on.to(self.flat.dtype)
+        loss, nats, k, v = self.step_fn(ids, fill, self.flat, self.keys, self.values, goes_on)
+        valid = self.place < count[:, None]
+        n_bytes = target_bytes(self.table, ids[:, 2:-1], ids[:, 3:]) * valid
+        self.total += torch.stack([torch.where(valid, nats, 0).double().sum(), n_bytes.sum().double(), valid.sum().double()])
+        if self.out is not None:
+            at = torch.where(valid, first[:, None] + self.place, self.tokens.numel() - 1)  # one place past the last target takes what does not count
+            self.out.scatter_(0, at.flatten(), nats.flatten().to(self.out.dtype))
+        grad, = torch.autograd.grad(loss, self.flat)
+        with torch.no_grad():
+            self.update(self.flat, self.second, self.count, grad, goes_on, self.first, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
+            self.keys[:, self.lane, fill[:, None] + self.place], self.values[:, self.lane, fill[:, None] + self.place] = k, v
+            self.at += 1
+
+    @torch.no_grad()
+    def begin_rows(self, step: int):
+        "Where a document begins a new row: read the half row before its chunk again, with its adapters as they are."
+        for lane in np.flatnonzero(self.host["again"][step]).tolist():
+            fill, first = int(self.host["fill"][step, lane]), int(self.host["first"][step, lane])
+            zero = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
+            ids = self.window(zero + (first - fill), 2, fill)
+            k, v = self.reread_fn(ids, zero, self.flat[lane:lane + 1], self.keys[:, lane:lane + 1, :0], self.values[:, lane:lane + 1, :0])
+            self.keys[:, lane, :fill], self.values[:, lane, :fill] = k[:, 0], v[:, 0]
+
+def score_documents(model: Golf,               # filled with the decoded state; only its adapters move
+                    state: dict[str, Tensor],  # published name -> tensor: the artifact as decoded
+                    tokens: Tensor,            # int [N + 1] on the model's device, the same on every rank
+                    table: ByteTable,          # on the same device
+                    cfg: Config,               # eval_seq_len and the ttt_* settings of the adapters
+                    ranks: Ranks,              # every rank must call
+                    log: RunLog | None = None,
+                    step: Callable | None = None,  # see adapted_step
+                    out: Tensor | None = None,     # [N]: receives each target's nats, on the rank that scored it
+                    ) -> tuple[float, float, DocumentLedger]:  # nats per token, bits per byte, what was done when on this rank
+    "Score every document with adapters that learn from each chunk once it is scored (parameter-golf PR #77). GolfError if any rule would be broken."
+    if not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:
+        raise GolfError(f"a chunk must hold 2 tokens to half a row of EVAL_SEQ_LEN={cfg.eval_seq_len}, found TTT_CHUNK_SIZE={cfg.ttt_chunk_size}: change it")
+    spans, n = document_spans(tokens), tokens.numel() - 1
+    load_named(model, state)
+    model.requires_grad_(False)  # or a compiled backward would compute gradients that nobody wants
+    plan, ledger, reader = lane_plan(spans, cfg, ranks), DocumentLedger(spans), LateReader()
+    room = None if out is None else torch.cat([out, out[:1]])
+    lanes, steps = Lanes(model, tokens, table, cfg, plan, step, room), len(plan["doc"])
+    for s in range(steps):
+        docs, a, b, on = (plan[k][s] for k in ("doc", "first", "count", "goes_on"))
+        lanes.begin_rows(s)
+        ledger.scored(docs[docs >= 0], a[docs >= 0], (a + b)[docs >= 0])
+        ledger.train(docs[on > 0], a[on > 0], (a + b)[on > 0])
+        lanes.recorded()
+        if log is not None and s % 64 == 0 and (sums := reader.push(lanes.total)):
+            log_chunk(log, s, steps, sums)
+    model.requires_grad_(True)
+    if out is not None:
+        out.copy_(room[:-1])
+    nats, n_bytes, count = ranks.sum(lanes.total).tolist()
+    if count != n:
+        raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; do all ranks hold the same tokens?")
+    return nats / n, bits_per_byte(nats, n_bytes), ledger
 
 # ---- run ----
 
@@ -4302,7 +4626,10 @@ def score_phase(s: Session, m: Machine, path: Path):
     s.phase("scoring", start)
     if s.cfg.ttt_enabled:
         start = time.perf_counter()
-        loss, bpb, _ = score_first(m.model, m.layout, state, s.val, s.table, s.cfg, s.ranks, forward=m.forward, loss_fn=m.loss_fn, log=s.log)
+        if s.cfg.ttt_form == "adapters":
+            loss, bpb, _ = score_documents(m.model, state, s.val, s.table, s.cfg, s.ranks, log=s.log)
+        else:
+            loss, bpb, _ = score_first(m.model, m.layout, state, s.val, s.table, s.cfg, s.ranks, forward=m.forward, log=s.log)
         score_line(s, "legal_ttt", loss, bpb, start)
         s.summary.update(ttt_loss=loss, ttt_bpb=bpb)
         s.phase("adapting", start)

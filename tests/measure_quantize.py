@@ -2,11 +2,15 @@
 
     python tests/measure_quantize.py codec [RUN_DIR]     codec_cpu.json: bytes and seconds of the codecs at equal integers, on synthetic
                                                          Gaussian row-scaled weights of the full model (and RUN_DIR/ema.golf); one core
-    python tests/measure_quantize.py loss RUN_DIR NAME   NAME.json: loss of the round trip over the unquantized weights against bytes,
+    python tests/measure_quantize.py ideal               codec_ideal_cpu.json: what a perfect coder of independent values would need for the synthetic integers, and what ours does
+    python tests/measure_quantize.py loss RUN_DIR NAME [FOLDER]   NAME.json: loss of the round trip over the unquantized weights against bytes,
                                                          GPTQ-lite, spread clip and full GPTQ; RUN_DIR/ema.golf and the run's own data, on a GPU if there is one
+    python tests/measure_quantize.py curve FOLDER RUN_DIR ...     `loss` for every run, as many at a time as there are GPUs: FOLDER/quant_RUN.json each
 """
 import json
 import lzma
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from golfnb.artifact import load_model, load_weights, pack_bytes, unpack_bytes
+from golfnb.artifact import load_model, load_weights, open_container, pack_bytes, unpack_bytes
 from golfnb.bench import record_result
 from golfnb.bpb import byte_table, load_tokenizer
 from golfnb.config import load_config, setting_specs
@@ -81,7 +85,42 @@ def codec(run_dir: str | None = None) -> None:
     print(record_result("codec_cpu", samples | seconds, "bytes; series named seconds: s", "whole containers at equal integers; one core, one thread", facts))
 
 
-def loss(run_dir: str, name: str) -> None:
+def ideal() -> None:
+    "The cost of each integer under the Gaussian of its row, with the row's own spread: no coder of independent values takes less, but for the spreads' sampling noise."
+    torch.set_num_threads(1)
+    state, samples = synthetic_state(), {}
+    for grid, (floor, k) in GRIDS.items():
+        packed, bits = quantize_state(state, floor, k), 0.0
+        for name, p in ((n, p) for n, p in packed.items() if p.kind in INT_MAX):
+            edges = torch.arange(-INT_MAX[p.kind], INT_MAX[p.kind] + 2).double() - 0.5
+            edges[0], edges[-1] = -torch.inf, torch.inf
+            below = torch.special.ndtr(edges * (torch.from_numpy(p.scale.astype(np.float64)) / state[name].double().std(1))[:, None])
+            chances = (below[:, 1:] - below[:, :-1]).clamp_min(1e-300)
+            bits -= torch.log2(chances.gather(1, torch.from_numpy(p.data.astype(np.int64)) + INT_MAX[p.kind])).sum().item()
+        data = pack_bytes(packed, {}, "rans")
+        header, _ = open_container(data)
+        coded = sum(n for section, _, n in header["sections"] if section in INT_MAX)
+        samples |= {f"synthetic, {grid}: ideal": [len(data) - coded + bits / 8], f"synthetic, {grid}: rans": [len(data)]}
+        print(f"{grid}: ideal {len(data) - coded + bits / 8:,.0f}, rans {len(data):,}", flush=True)
+    print(record_result("codec_ideal_cpu", samples, "bytes", "whole containers; ideal: integers at their cost under the Gaussian of their row, the rest as our coder stores it"))
+
+
+def curve(folder: str, *run_dirs: str) -> None:
+    gpus, waiting, running = max(torch.cuda.device_count(), 1), list(run_dirs), {}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    while waiting or running:
+        for gpu in [g for g in range(gpus) if g not in running][:len(waiting)]:
+            run = waiting.pop(0)
+            running[gpu] = run, subprocess.Popen([sys.executable, __file__, "loss", run, f"quant_{Path(run).name}", folder], env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)})
+        time.sleep(0.5)
+        for gpu, (run, child) in list(running.items()):
+            if child.poll() is not None:
+                del running[gpu]
+                if child.returncode:
+                    raise SystemExit(f"{run}: loss ended with status {child.returncode}")
+
+
+def loss(run_dir: str, name: str, folder: str = "nbs/results") -> None:
     run_dir = Path(run_dir)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     meta, named = load_weights(run_dir / "ema.golf")
@@ -110,8 +149,8 @@ def loss(run_dir: str, name: str) -> None:
             samples[f"{grid}, {way}: loss"] = [score(dequantize_state(packed)) - base]
             print(f"{grid}, {way}: {samples[f'{grid}, {way}: bytes'][0]:,} bytes, {samples[f'{grid}, {way}: loss'][0]:.5f} nats over {base:.4f}", flush=True)
     facts = {"base_loss": base, "steps": meta.get("steps"), "seed": meta.get("seed"), "recipe": meta.get("recipe"), "qat": bool(cfg.qat_banks), "targets": val.numel() - 1, "settings": meta["settings"]}
-    print(record_result(name, samples, "bytes, and nats a token over the unquantized weights", "round trip of RUN_DIR/ema.golf, plain validation", facts))
+    print(record_result(name, samples, "bytes, and nats a token over the unquantized weights", "round trip of RUN_DIR/ema.golf, plain validation", facts, folder))
 
 
 if __name__ == "__main__":
-    {"codec": codec, "loss": loss}[sys.argv[1]](*sys.argv[2:])
+    {"codec": codec, "ideal": ideal, "loss": loss, "curve": curve}[sys.argv[1]](*sys.argv[2:])

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+from golfnb.adapters import score_documents
 from golfnb.bpb import ByteTable
 from golfnb.config import Config
 from golfnb.evaluate import plain_loss, sliding_loss
@@ -61,34 +62,57 @@ def plain_and_sliding(ranks, n: int = 700):
     return plain_loss(*args, 4, ranks), sliding_loss(*args, 6, 4, ranks)
 
 
+def documents(ranks, dtype=torch.float64):
+    "(loss, bpb) of the adapters per document."
+    cfg = replace(CFG, ttt_form="adapters", ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=3)
+    model, _ = golf_on(cfg, ranks, dtype)
+    return score_documents(model, random_state(cfg), stream(300), random_table(), cfg, ranks)[:2]
+
+
 def all_scores(ranks):
     "Everything the tests ask of several ranks, in one set of processes."
-    return {"sliding": plain_and_sliding(ranks), "short": plain_and_sliding(ranks, 17), "one step": adapt(ranks, torch.float64)[:3],
-            "fp32": adapt(ranks)[:3], "frozen": adapt(ranks, torch.float64, ttt_freeze_blocks=2)[:3],
-            "uneven": adapt(ranks, torch.float64, ttt_chunk_tokens=80)[:3], "many steps": adapt(ranks, torch.float64, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
+    out = {"sliding": plain_and_sliding(ranks), "short": plain_and_sliding(ranks, 17), "one step": adapt(ranks, torch.float64)[:3], "documents": documents(ranks),
+           "uneven": adapt(ranks, torch.float64, ttt_chunk_tokens=80)[:3], "many steps": adapt(ranks, torch.float64, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
+    few = {"fp32": lambda: adapt(ranks)[:3], "frozen": lambda: adapt(ranks, torch.float64, ttt_freeze_blocks=2)[:3], "documents fp32": lambda: documents(ranks, torch.float32)}
+    return out | {name: case() for name, case in few.items() if ranks.world < 4}
 
 
-def score_entry(rank: int, world: int, port: int, folder: str):
+WORLDS = (8, 4, 3, 2)
+
+
+def score_entry(rank: int, ports: list[int], folder: str):
+    "One process: rank `rank` of every world that is large enough, one world after another."
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        ranks = start_ranks()
-        out = all_scores(ranks)
-        stop_ranks(ranks)
-    except BaseException:
-        out = traceback.format_exc()
-    (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(out))
+    outs = {}
+    for world, port in zip(WORLDS, ports):
+        if rank < world:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            try:
+                ranks = start_ranks()
+                outs[world] = all_scores(ranks)
+                stop_ranks(ranks)
+            except BaseException:
+                outs[world] = traceback.format_exc()
+                break
+    (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(outs))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 @lru_cache
-def spawn_scores(world: int) -> list[dict]:
-    "Once per world size, however many test modules ask."
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def spawn_all() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(score_entry, args=(world, port, folder), nprocs=world, start_method="spawn")
-        outs = [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(world)]
+        mp.start_processes(score_entry, args=([free_port() for _ in WORLDS], folder), nprocs=max(WORLDS), start_method="spawn")
+        return [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(max(WORLDS))]
+
+
+def spawn_scores(world: int) -> list[dict]:
+    "The results of a world's ranks; all worlds share one set of processes, started once however many test modules ask."
+    outs = [out.get(world, "did not come so far") for out in spawn_all()[:world]]
     for r, out in enumerate(outs):
         assert isinstance(out, dict), f"rank {r} of {world}:\n{out}"
     return outs

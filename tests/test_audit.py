@@ -146,7 +146,7 @@ def learns_before_it_scores(monkeypatch):
         for c, (lo, hi) in enumerate(parts):
             ledger.scored(ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
             if c + 1 < len(parts):
-                ttt.adapt_chunk(engine, loss_fn, tokens, c * chunk, chunk, 1.0, cfg, ledger)
+                ttt.adapt_chunk(engine, ttt.RowStep(engine, loss_fn, ttt.step_rows(cfg, ranks), row), tokens, c * chunk, chunk, 1.0, cfg, ledger)
             sums += ttt.score_windows(forward, tokens, table, starts[lo:hi], keeps[lo:hi], row, batch_seqs, out)
         return float(sums[0]) / n, evaluate.bits_per_byte(float(sums[0]), float(sums[1])), ledger
     monkeypatch.setattr(ttt, "score_first", cheating)
@@ -158,11 +158,11 @@ def learns_the_next_chunk(monkeypatch):
 
     class Quiet(Ledger):
         def train(self, a, b): self.book.train(a - self.shift, b - self.shift)
-    def cheating(engine, loss_fn, tokens, first, length, multiplier, cfg, ledger):
+    def cheating(engine, step, tokens, first, length, multiplier, cfg, ledger):
         quiet = Quiet(ledger.n_targets)
         quiet.book, quiet.shift = ledger, length
         if first + 2 * length < tokens.numel():
-            honest(engine, loss_fn, tokens, first + length, length, multiplier, cfg, quiet)
+            honest(engine, step, tokens, first + length, length, multiplier, cfg, quiet)
     monkeypatch.setattr(ttt, "adapt_chunk", cheating)
 
 

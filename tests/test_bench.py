@@ -14,7 +14,7 @@ from golfnb.parallel_muon import Ranks
 from golfnb.shards import write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = {**TINY, "MODEL_DIM": "64", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096"}
+SMALL = {**TINY, "MODEL_DIM": "64", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "TTT_LORA_RANK": "2", "TTT_BATCH_SIZE": "2"}
 WORDS = [f"{k}={v}" for k, v in SMALL.items()]
 WHERE = {"name", "unit", "note", "date", "commit", "machine", "versions", "facts", "samples"}
 

@@ -110,7 +110,7 @@ def test_scoring_leaves_no_graph_and_counts_progress():
     assert not total.requires_grad and not out.requires_grad and total.dtype == torch.float64 and seen[-1] == (len(starts), len(starts))
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3, 4, 8])
 def ranked(request):
     return spawn_scores(request.param)
 
