@@ -29,7 +29,7 @@ from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Engine, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
 from .quantize import calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
 from .shards import atomic_write, check_disjoint, find_shards, read_header, read_span, val_tokens
-from .train import RunLog, TrainResult, train, training_loss, warm_up
+from .train import RunLog, StepGraph, TrainResult, train, training_loss, warm_up
 from .ttt import score_first
 
 # %% ../nbs/19_run.ipynb #d9cef09f
@@ -131,6 +131,8 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
         loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
         forward = torch.compile(model, dynamic=False, fullgraph=True)
+    if cfg.step_graph:
+        loss_fn = StepGraph(loss_fn, list(model.parameters()), ranks.device)
     return Machine(model, layout, engine, loss_fn, forward)
 
 # %% ../nbs/19_run.ipynb #98ea137c
