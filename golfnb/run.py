@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run_folder', 'count_tokens', 'open_session',
-           'Machine', 'build_machine', 'rows_per_batch', 'plain_score', 'score_line', 'artifact_meta', 'progress_lines',
-           'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase', 'run',
-           'device_name', 'announce', 'script_main']
+           'Machine', 'build_machine', 'keep_traces', 'rows_per_batch', 'plain_score', 'score_line', 'artifact_meta',
+           'progress_lines', 'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase',
+           'run', 'device_name', 'announce', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
 import json
@@ -131,9 +131,18 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
         loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
         forward = torch.compile(model, dynamic=False, fullgraph=True)
+        keep_traces()
     if cfg.step_graph:
         loss_fn = StepGraph(loss_fn, list(model.parameters()), ranks.device)
     return Machine(model, layout, engine, loss_fn, forward)
+
+# %% ../nbs/19_run.ipynb #142b7c4a
+def keep_traces():
+    "Let torch keep the traced training and scoring graphs on disk beside the kernels built from them."
+    kept = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
+    if kept is not None and hasattr(torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"):
+        kept |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 # %% ../nbs/19_run.ipynb #98ea137c
 def rows_per_batch(s: Session) -> int:

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 2dc6e4730f82c35e | Apache-2.0
+# recipe pr549 | source sha256 704b0c712665baa1 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -4192,9 +4192,17 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
         loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
         forward = torch.compile(model, dynamic=False, fullgraph=True)
+        keep_traces()
     if cfg.step_graph:
         loss_fn = StepGraph(loss_fn, list(model.parameters()), ranks.device)
     return Machine(model, layout, engine, loss_fn, forward)
+
+def keep_traces():
+    "Let torch keep the traced training and scoring graphs on disk beside the kernels built from them."
+    kept = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
+    if kept is not None and hasattr(torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"):
+        kept |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 def rows_per_batch(s: Session) -> int:
     "Validation rows of one rank in one forward."
