@@ -59,8 +59,9 @@ def measured_rates(device: torch.device, size: int) -> dict[str, float]:
     return {"copy": 2 * big.nbytes / took["copy"], "product": 2 * size ** 3 / took["product"]}
 
 # %% ../nbs/28_timing.ipynb #4302e278
-MLP_TILES = [{"BM": 128, "BN": bn, "BK": 64, "num_warps": warps, "num_stages": stages, "waves": waves, "FLAT": flat}
-             for bn, warps, stages, waves, flat in ((128, 4, 3, 2, True), (128, 4, 3, 0, False), (128, 4, 4, 2, True), (128, 8, 4, 1, True), (256, 8, 3, 1, True), (256, 8, 3, 0, False), (256, 8, 4, 1, True))]
+MLP_TILES = [dict(zip(("BM", "BN", "BK", "num_warps", "num_stages", "waves", "FLAT"), words)) for words in (
+    (128, 128, 64, 4, 3, 2, True), (128, 128, 64, 4, 3, 0, False), (128, 128, 64, 4, 2, 2, True), (128, 128, 32, 4, 5, 2, True),
+    (128, 128, 64, 8, 3, 2, True), (128, 256, 64, 8, 3, 1, True), (128, 256, 64, 8, 3, 0, False), (256, 128, 64, 8, 3, 1, True))]
 
 
 def product_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tuple]:
@@ -150,7 +151,7 @@ def apply_words(words: set[str], best: dict[str, dict]) -> None:
     KERNELS_ON.clear()
     KERNELS_ON.update(words & {"heads", "xsa", "mlp", "fold"})
     if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("cublaslt" if "lt" in words else "cublas")
+        torch.backends.cuda.preferred_blas_library("cublaslt" if "lt" in words else "default")
     for way, current in (("up", MLP_UP_TILES), ("down", MLP_DOWN_TILES)):
         current.update(best.get(way if "best" in words else f"usual {way}", {}))
 
