@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -139,10 +140,10 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
 # %% ../nbs/19_run.ipynb #142b7c4a
 def keep_traces():
     "Let torch keep the traced training and scoring graphs on disk beside the kernels built from them."
-    kept = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
-    if kept is not None and hasattr(torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"):
-        kept |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    if hasattr(inductor, "unsafe_marked_cacheable_functions") and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
+        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
+        functorch.autograd_cache_allow_custom_autograd_functions = True
 
 # %% ../nbs/19_run.ipynb #98ea137c
 def rows_per_batch(s: Session) -> int:

@@ -148,10 +148,9 @@ class RunLog:
 # %% ../nbs/15_train.ipynb #1485001c
 def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
-    total = None
+    run, total = loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn), None
     for _ in range(accum):
-        ids, targets = loader.next()
-        loss = (loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn))(ids, targets, accum)
+        loss = run(*loader.next(), accum)
         if accum > 1:
             engine.accumulate()
         total = loss if total is None else total + loss

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 704b0c712665baa1 | Apache-2.0
+# recipe pr549 | source sha256 e87ecee9680a86a8 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, astuple, dataclass, field, fields
 from datetime import timedelta
 from functools import lru_cache
+from importlib import import_module
 from itertools import chain
 from math import prod, sqrt
 from pathlib import Path
@@ -2940,10 +2941,9 @@ class RunLog:
 
 def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
-    total = None
+    run, total = loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn), None
     for _ in range(accum):
-        ids, targets = loader.next()
-        loss = (loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn))(ids, targets, accum)
+        loss = run(*loader.next(), accum)
         if accum > 1:
             engine.accumulate()
         total = loss if total is None else total + loss
@@ -4199,10 +4199,10 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
 
 def keep_traces():
     "Let torch keep the traced training and scoring graphs on disk beside the kernels built from them."
-    kept = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
-    if kept is not None and hasattr(torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"):
-        kept |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    if hasattr(inductor, "unsafe_marked_cacheable_functions") and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
+        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
+        functorch.autograd_cache_allow_custom_autograd_functions = True
 
 def rows_per_batch(s: Session) -> int:
     "Validation rows of one rank in one forward."
