@@ -146,17 +146,17 @@ def check_sets(sets: list[str]) -> list[str]:
     return list(dict.fromkeys(sets)) or DEFAULT_SETS
 
 
-def apply_words(words: set[str], best: dict[str, dict]) -> None:
+def apply_words(words: set[str], best: dict) -> None:
     "Switch kernels, tiles and the library of products."
     KERNELS_ON.clear()
     KERNELS_ON.update(words & {"heads", "xsa", "mlp", "fold"})
     if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("cublaslt" if "lt" in words else "default")
+        torch.backends.cuda.preferred_blas_library("cublaslt" if "lt" in words else best["usual library"])
     for way, current in (("up", MLP_UP_TILES), ("down", MLP_DOWN_TILES)):
         current.update(best.get(way if "best" in words else f"usual {way}", {}))
 
 
-def whole_step(words: str, model: Golf, engine: Engine, best: dict[str, dict], compiled: bool):
+def whole_step(words: str, model: Golf, engine: Engine, best: dict, compiled: bool):
     "A function (ids, targets) -> loss that leaves gradients, with this set switched on."
     said, loss_fn = set(words.split("+")), training_loss(model, model.cap)
     if compiled:
@@ -184,9 +184,9 @@ def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device, be
     model = Golf(cfg, model_layout(cfg, 1), torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     init_model(model, cfg, 1337)
     engine = make_engine(model, model.layout, cfg, Ranks(device=device))
-    fresh, batches, best = snapshot(engine), walk_batches(cfg, rows, 20, device), {**best, "usual up": dict(MLP_UP_TILES), "usual down": dict(MLP_DOWN_TILES)}
+    fresh, batches, best = snapshot(engine), walk_batches(cfg, rows, 20, device), {**best, "usual up": dict(MLP_UP_TILES), "usual down": dict(MLP_DOWN_TILES), "usual library": torch.backends.cuda.preferred_blas_library()}
     usual = set(KERNELS_ON)
-    steps, first, facts = {s: whole_step(s, model, engine, best, compiled) for s in sets}, {}, {"gradient distance": {}, "loss": {}, "peak_bytes": {}}
+    steps, first, facts = {s: whole_step(s, model, engine, best, compiled) for s in sets}, {}, {"gradient distance": {}, "loss": {}, "set_peak_bytes": {}}
     noise = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -200,8 +200,8 @@ def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device, be
         first = first or grads
         facts["loss"][name] = float(loss)
         facts["gradient distance"][name] = dict(sorted(((n, float((g - first[n]).norm() / first[n].norm())) for n, g in grads.items()), key=lambda kv: -kv[1])[:4])
-        facts["peak_bytes"][name] = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        print(name, facts["loss"][name], facts["gradient distance"][name], facts["peak_bytes"][name], flush=True)
+        facts["set_peak_bytes"][name] = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        print(name, facts["loss"][name], facts["gradient distance"][name], facts["set_peak_bytes"][name], flush=True)
     samples = {f"forward+backward, {k}": v for k, v in interleave({k: lambda f=f: f(*batches[0]) for k, f in steps.items()}, rounds=rounds, warmup=2, loops=3, device=device).items()}
     for name in dict.fromkeys((sets[0], sets[-1])):
         samples[f"loss of 20 steps (nats), {name}"] = twenty_losses(steps[name], engine, fresh, batches)
