@@ -483,7 +483,7 @@ def bench_command(args) -> int:
     if args.bench in TIMING_WORDS:
         from golfnb.timing import run_timing
 
-        return run_timing(args.bench, args.output or "", args.sets, args.nproc or (gpu_count() if args.bench in ("trace", "scaling") else 1) or 1, read_settings(args.settings))
+        return run_timing(args.bench, args.output or "", getattr(args, "sets", []), args.nproc or (gpu_count() if args.bench in ("trace", "scaling") else 1) or 1, read_settings(args.settings))
     against = [read_settings(words.split(",")) for words in getattr(args, "against", [])]
     counts = {name: getattr(args, name) for name in ("steps", "warmup", "rounds", "tokens") if hasattr(args, name)}
     return run_bench(BenchJob(args.bench, args.output or "", against=against, **counts), args.nproc or gpu_count() or 1, read_settings(args.settings))
@@ -510,8 +510,9 @@ def bench_parsers(commands) -> None:
     bench = commands.add_parser("bench", help="measure on this machine; every sample goes to nbs/results").add_subparsers(dest="bench", metavar="|".join(BENCH_WORDS | TIMING_WORDS), required=True)
     for what, words in TIMING_WORDS.items():
         p = add_command(bench, what, bench_command, words)
-        p.add_argument("--nproc", type=whole_number(1), help="ranks; scaling: at most so many (default: all GPUs; 1 for kernels and attention)")
-        p.add_argument("--sets", nargs="+", default=[], metavar="SET", help="kernels: what to switch on, e.g. heads+xsa+fold+mlp; chapter 28 has the words")
+        p.add_argument("--nproc", type=whole_number(1), help="ranks (default: all GPUs for trace and scaling, which goes up to that number; 1 for the others)")
+        if what == "kernels":
+            p.add_argument("--sets", nargs="+", default=[], metavar="SET", help="kernels: what to switch on, e.g. heads+xsa+fold+mlp; chapter 28 has the words")
         p.add_argument("-o", dest="output", metavar="FILE", help=f"default: nbs/results/{what}_DEVICE_RANKS.json")
         add_settings(p)
     for what, words in BENCH_WORDS.items():
