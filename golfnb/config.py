@@ -45,6 +45,7 @@ class RunSettings:
     weight_dtype: str = setting("auto", "dtype of banks and tables; auto: bf16 on CUDA, fp32 on CPU", "auto", "bf16", "fp32", "fp64")
     attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here: word")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
+    step_graph: bool = setting(False, "record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
 
 # %% ../nbs/00_config.ipynb #db092c0b
 @dataclass

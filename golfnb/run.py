@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run_folder', 'count_tokens', 'open_session',
-           'Machine', 'build_machine', 'rows_per_batch', 'plain_score', 'score_line', 'artifact_meta', 'progress_lines',
-           'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase', 'run',
-           'device_name', 'announce', 'script_main']
+           'Machine', 'build_machine', 'keep_traces', 'rows_per_batch', 'plain_score', 'score_line', 'artifact_meta',
+           'progress_lines', 'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase',
+           'run', 'device_name', 'announce', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
 import hashlib
@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Engine, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
 from .quantize import calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
 from .shards import atomic_write, check_disjoint, find_shards, read_header, read_span, val_tokens
-from .train import RunLog, TrainResult, train, training_loss, warm_up
+from .train import RunLog, StepGraph, TrainResult, train, training_loss, warm_up
 from .ttt import score_first
 
 # %% ../nbs/19_run.ipynb #d9cef09f
@@ -133,7 +134,18 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
         loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
         forward = torch.compile(model, dynamic=False, fullgraph=True)
+        keep_traces()
+    if cfg.step_graph:
+        loss_fn = StepGraph(loss_fn, list(model.parameters()), ranks.device)
     return Machine(model, layout, engine, loss_fn, forward)
+
+# %% ../nbs/19_run.ipynb #0d0e0756
+def keep_traces():
+    "Let torch keep the traced training and scoring graphs on disk beside the kernels built from them."
+    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    if hasattr(inductor, "unsafe_marked_cacheable_functions") and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
+        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
+        functorch.autograd_cache_allow_custom_autograd_functions = True
 
 # %% ../nbs/19_run.ipynb #98ea137c
 def rows_per_batch(s: Session) -> int:

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['LATE_STEPS', 'SWA_BELOW', 'momentum_at', 'multiplier_at', 'LateReader', 'TrainClock', 'should_stop', 'GridProjector',
-           'RunLog', 'micro_steps', 'training_loss', 'warm_up', 'Averages', 'TrainResult', 'LoopState', 'read_control',
-           'one_step', 'validate_now', 'train', 'end_training']
+           'RunLog', 'micro_steps', 'backward_pass', 'training_loss', 'StepGraph', 'warm_up', 'Averages', 'TrainResult',
+           'LoopState', 'read_control', 'one_step', 'validate_now', 'train', 'end_training']
 
 # %% ../nbs/15_train.ipynb #11bd76f1
+import functools
 import json
 import math
 import time
@@ -150,15 +151,20 @@ class RunLog:
 # %% ../nbs/15_train.ipynb #1485001c
 def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
-    total = None
+    run, total = loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn), None
     for _ in range(accum):
-        ids, targets = loader.next()
-        loss = loss_fn(ids, targets) / accum
-        loss.backward()
+        loss = run(*loader.next(), accum)
         if accum > 1:
             engine.accumulate()
-        total = loss.detach() if total is None else total + loss.detach()
+        total = loss if total is None else total + loss
     return total
+
+
+def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
+    "Forward and backward of one micro-batch: gradients in `.grad`, its share of the mean loss returned, detached."
+    loss = loss_fn(ids, targets) / accum
+    loss.backward()
+    return loss.detach()
 
 
 def training_loss(model, cap: float):
@@ -166,6 +172,56 @@ def training_loss(model, cap: float):
     def loss_of(ids, targets):
         return softcap_loss(model(ids), targets, cap)
     return loss_of
+
+# %% ../nbs/15_train.ipynb #8c815e23
+class StepGraph:
+    "A loss function whose `backward` (forward and backward of one micro-batch) is recorded after `eager` calls and replayed from then on."
+
+    def __init__(self, loss_fn, # (ids, targets) -> mean loss
+                 params: list, # the Parameters that get gradients
+                 device: torch.device, eager: int = 2):
+        self.loss_fn, self.params, self.left, self.graph = loss_fn, params, eager if device.type == "cuda" else -1, None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        "The loss alone, never recorded."
+        return self.loss_fn(ids, targets)
+
+    def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
+        "What `backward_pass` does; shapes, dtypes and `accum` are those of the first call."
+        if self.left < 0:
+            return backward_pass(self.loss_fn, ids, targets, accum)
+        if self.graph is None:
+            self.ids, self.targets = ids.clone(), targets.clone()
+            if self.left > 0:
+                self.left -= 1
+                return self.aside(accum)
+        earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of the micro-batches before
+        if self.graph is None:
+            self.record(accum)
+        self.ids.copy_(ids), self.targets.copy_(targets)
+        self.graph.replay()
+        for p, g, sofar in zip(self.params, self.grads, earlier):
+            p.grad = g if sofar is None else sofar.add_(g)
+        return self.loss.clone()
+
+    def aside(self, accum: int) -> torch.Tensor:
+        "One call on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
+        here.wait_stream(self.stream)
+        return loss
+
+    def record(self, accum: int):
+        "Record forward and backward on the fixed batch; keeps the loss and the gradients' places."
+        for p in self.params:
+            p.grad = None
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):  # the loader's thread may go on using CUDA
+            self.loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
+        self.grads = [p.grad for p in self.params]
 
 # %% ../nbs/15_train.ipynb #e0e61396
 def warm_up(cfg: Config, loss_fn, loader, engine: Engine, log: RunLog):

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 5f2d8b784681bb94 | Apache-2.0
+# recipe pr549 | source sha256 693a345069d4c7e3 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, astuple, dataclass, field, fields
 from datetime import timedelta
 from functools import lru_cache
+from importlib import import_module
 from itertools import chain
 from math import prod, sqrt
 from pathlib import Path
@@ -65,6 +66,7 @@ class RunSettings:
     weight_dtype: str = setting("auto", "dtype of banks and tables; auto: bf16 on CUDA, fp32 on CPU", "auto", "bf16", "fp32", "fp64")
     attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here: word")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
+    step_graph: bool = setting(False, "record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
 
 @dataclass
 class BatchSettings:
@@ -2985,21 +2987,74 @@ class RunLog:
 
 def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
-    total = None
+    run, total = loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn), None
     for _ in range(accum):
-        ids, targets = loader.next()
-        loss = loss_fn(ids, targets) / accum
-        loss.backward()
+        loss = run(*loader.next(), accum)
         if accum > 1:
             engine.accumulate()
-        total = loss.detach() if total is None else total + loss.detach()
+        total = loss if total is None else total + loss
     return total
+
+def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
+    "Forward and backward of one micro-batch: gradients in `.grad`, its share of the mean loss returned, detached."
+    loss = loss_fn(ids, targets) / accum
+    loss.backward()
+    return loss.detach()
 
 def training_loss(model, cap: float):
     "The function (ids, targets) -> mean loss that training differentiates; `model` may be compiled."
     def loss_of(ids, targets):
         return softcap_loss(model(ids), targets, cap)
     return loss_of
+
+class StepGraph:
+    "A loss function whose `backward` (forward and backward of one micro-batch) is recorded after `eager` calls and replayed from then on."
+
+    def __init__(self, loss_fn, # (ids, targets) -> mean loss
+                 params: list, # the Parameters that get gradients
+                 device: torch.device, eager: int = 2):
+        self.loss_fn, self.params, self.left, self.graph = loss_fn, params, eager if device.type == "cuda" else -1, None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        "The loss alone, never recorded."
+        return self.loss_fn(ids, targets)
+
+    def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
+        "What `backward_pass` does; shapes, dtypes and `accum` are those of the first call."
+        if self.left < 0:
+            return backward_pass(self.loss_fn, ids, targets, accum)
+        if self.graph is None:
+            self.ids, self.targets = ids.clone(), targets.clone()
+            if self.left > 0:
+                self.left -= 1
+                return self.aside(accum)
+        earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of the micro-batches before
+        if self.graph is None:
+            self.record(accum)
+        self.ids.copy_(ids), self.targets.copy_(targets)
+        self.graph.replay()
+        for p, g, sofar in zip(self.params, self.grads, earlier):
+            p.grad = g if sofar is None else sofar.add_(g)
+        return self.loss.clone()
+
+    def aside(self, accum: int) -> torch.Tensor:
+        "One call on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
+        here.wait_stream(self.stream)
+        return loss
+
+    def record(self, accum: int):
+        "Record forward and backward on the fixed batch; keeps the loss and the gradients' places."
+        for p in self.params:
+            p.grad = None
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):  # the loader's thread may go on using CUDA
+            self.loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
+        self.grads = [p.grad for p in self.params]
 
 def warm_up(cfg: Config, loss_fn, loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` real steps, then restore everything as if they had not been."
@@ -4489,7 +4544,17 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
         loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
         forward = torch.compile(model, dynamic=False, fullgraph=True)
+        keep_traces()
+    if cfg.step_graph:
+        loss_fn = StepGraph(loss_fn, list(model.parameters()), ranks.device)
     return Machine(model, layout, engine, loss_fn, forward)
+
+def keep_traces():
+    "Let torch keep the traced training and scoring graphs on disk beside the kernels built from them."
+    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    if hasattr(inductor, "unsafe_marked_cacheable_functions") and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
+        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
+        functorch.autograd_cache_allow_custom_autograd_functions = True
 
 def rows_per_batch(s: Session) -> int:
     "Validation rows of one rank in one forward."

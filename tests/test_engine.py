@@ -1,4 +1,6 @@
 """The engine against oracles in one process: torch.optim.Muon at constant momentum, and the per-matrix rule under warm-up."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, Engine, Ranks, engine_gather, engine_load, muon_one, restore, snapshot
 from golfnb.plan import make_plan
-from golfnb.train import training_loss
+from golfnb.train import StepGraph, backward_pass, micro_steps, training_loss
 from workers import Batches, settings
 
 
@@ -135,3 +137,66 @@ def test_local_and_global_clipping_agree_on_one_rank():
     first = weights["local", 1]
     for other in weights.values():
         assert max((first[n] - other[n]).abs().max().item() for n in first) < 1e-10
+
+
+class StandIn(StepGraph):
+    "Records on a CPU: a replay runs the pass on the fixed batch and writes into the places that were kept."
+
+    def __init__(self, loss_fn, params):
+        super().__init__(loss_fn, params, torch.device("cpu"))
+        self.left, self.replays = 2, 0
+
+    def aside(self, accum):
+        return backward_pass(self.loss_fn, self.ids, self.targets, accum)
+
+    def again(self, accum):
+        self.replays += 1
+        for p in self.params:
+            p.grad = None
+        self.loss.copy_(self.aside(accum))
+        for p, g in zip(self.params, self.grads):
+            g.copy_(p.grad)
+            p.grad = None
+
+    def record(self, accum):
+        for p in self.params:
+            p.grad = None
+        self.loss = self.aside(accum)
+        self.grads, self.graph = [p.grad for p in self.params], SimpleNamespace(replay=lambda: self.again(accum))
+
+
+def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6):
+    "Losses of some steps, and the masters after them."
+    cfg = load_config(settings(3))
+    model = Golf(cfg, model_layout(cfg, 1), dtype=dtype, device=device)
+    init_model(model, cfg, 3)
+    engine = Engine(model.role_params(), model.layout, Ranks(device=device), clip=clip, max_norm=0.01)
+    loader, loss_fn, losses = Batches(cfg, Ranks(device=device), accum), wrap(training_loss(model, model.cap), list(model.parameters())), []
+    loader.next = lambda rows=loader.next: tuple(t.to(device) for t in rows())
+    for _ in range(steps):
+        losses.append(micro_steps(loss_fn, loader, engine, accum))
+        engine.launch(loss=losses[-1])
+        engine.finish(momentum=0.9)
+    return torch.stack(losses), [b.master for b in engine.banks.values()], loss_fn
+
+
+@pytest.mark.parametrize("clip, accum", [("local", 1), ("global", 1), ("local", 2), ("global", 2)])
+def test_a_recorded_backward_trains_as_the_plain_one(clip, accum):
+    "Gradients stand at fixed places and the engine takes them away after each: nothing may be lost, kept or counted twice."
+    losses, masters, graph = stepped(StandIn, clip, accum)
+    plain, others, _ = stepped(lambda f, params: f, clip, accum)
+    assert torch.equal(losses, plain) and len(set(losses.tolist())) == 6 and all(torch.equal(a, b) for a, b in zip(masters, others))
+    assert graph.replays == 6 * accum - 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_recorded_backward_on_the_gpu(accum):
+    wrap = lambda f, params: StepGraph(f, params, torch.device("cuda"))
+    losses, masters, graph = stepped(wrap, "local", accum, "cuda", torch.float32)
+    plain, others, _ = stepped(lambda f, params: f, "local", accum, "cuda", torch.float32)
+    assert graph.graph is not None
+    torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
+    for a, b in zip(masters, others):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

@@ -135,3 +135,29 @@ def test_bad_input_is_one_clear_sentence(kind, words, data, tmp_path):
 def test_a_world_that_cannot_share_the_batch(data, tmp_path):
     with pytest.raises(GolfError, match="multiple of 3 ranks"):
         open_session(load_config({**TINY, **data, "RUNS_DIR": str(tmp_path / "runs")}), Ranks(0, 3), quiet=True)
+
+
+def test_traces_of_the_compiled_loss_may_be_kept_on_disk(monkeypatch):
+    "A warm start skips tracing only if torch finds nothing in the graph that it does not trust."
+    import torch
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
+    import golfnb.model as model_module
+    from golfnb.run import build_machine, keep_traces
+
+    class Seen(Exception):
+        pass
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        raise Seen
+
+    machine, graphs = build_machine(load_config({**TINY, "DATA_PATH": "none"}), Ranks()), []
+    keep_traces()
+    for fused in (False, True):
+        monkeypatch.setattr(model_module, "use_kernels", lambda x, name="": fused)
+        torch._dynamo.reset()
+        with pytest.raises(Exception):
+            torch.compile(machine.loss_fn, backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))
+        check_cacheable(graphs[-1])
+    assert len(graphs) == 2 and "golfnb" not in str(graphs[0].graph) and "autograd_function_apply" in str(graphs[1].graph)
