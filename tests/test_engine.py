@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from golfnb.banks import unbank
 from golfnb.config import GolfError, load_config
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
@@ -28,7 +29,7 @@ def run_steps(engine, model, cfg, momenta, check=None):
         engine.step(momentum=mu)
 
 
-@pytest.mark.parametrize("plan", ["pr399", "shared_mlp"])
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "pr125", "pr132", "attn2+mlp4,mlp2,attn1"])
 @pytest.mark.parametrize("order", ["big_first", "small_first"])
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     cfg, layout, model = model_of(settings(3, PLAN=plan))
@@ -37,9 +38,9 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
 
     def oracle(mu):
-        for bank, slot, m in layout:
-            g = model.banks[bank.name].grad[slot]
-            g = g.T if m.transposed else g
+        grads = unbank(layout, {n: b.grad for n, b in model.banks.items()})
+        for _, _, m in layout:
+            g = grads[m.name]
             scale = max(1.0, m.rows / m.cols) ** 0.5
             weights[m.name], momentum[m.name] = muon_one(weights[m.name], momentum[m.name], g, 0.025, mu, 0.04, scale)
 
