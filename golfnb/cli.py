@@ -480,7 +480,7 @@ def bench_command(args) -> int:
     from golfnb.bench import BenchJob, run_bench
 
     against = [read_settings(words.split(",")) for words in getattr(args, "against", [])]
-    counts = {name: getattr(args, name) for name in ("steps", "warmup", "rounds", "tokens") if hasattr(args, name)}
+    counts = {name: getattr(args, name) for name in ("steps", "warmup", "rounds", "tokens", "links", "only") if hasattr(args, name)}
     return run_bench(BenchJob(args.bench, args.output or "", against=against, **counts), args.nproc or gpu_count() or 1, read_settings(args.settings))
 
 
@@ -488,23 +488,29 @@ BENCH_WORDS = {
     "step": "time of a training step",
     "phases": "forward and backward, gradients to published weights, average: with a wait around each",
     "startup": "process start to first step, cold and warm",
+    "links": "what collectives, updates and launches cost: the numbers that predict a plan (chapter 28)",
+    "optimizer": "ways of running Muon, and the plans' tails, predicted and measured (chapter 28)",
     "eval": "seconds per million tokens of sliding window and test-time training, and the fixed cost",
 }
 
 
 def bench_parsers(commands) -> None:
-    "bench step, phases, startup, eval."
+    "bench step, phases, startup, eval, links, optimizer."
     bench = commands.add_parser("bench", help="measure on this machine; every sample goes to nbs/results").add_subparsers(dest="bench", metavar="|".join(BENCH_WORDS), required=True)
     for what, words in BENCH_WORDS.items():
         p = add_command(bench, what, bench_command, words)
         p.add_argument("--nproc", type=whole_number(1), help="ranks (default: all GPUs, or 1 on a CPU)")
         p.add_argument("-o", dest="output", metavar="FILE", help=f"default: nbs/results/{what}_DEVICE_RANKS.json")
-        if what in ("step", "phases"):
+        if what in ("step", "phases", "optimizer"):
             p.add_argument("--steps", type=whole_number(3), default=60, help="timed steps of each variant (%(default)s)")
             p.add_argument("--warmup", type=whole_number(1), default=10, help="untimed steps first (%(default)s)")
+        if what in ("step", "phases"):
             p.add_argument("--against", action="append", default=[], metavar="NAME=VALUE,...", help="a variant to measure in turn with the settings as they are")
         else:
-            p.add_argument("--rounds", type=whole_number(1), default=1 if what == "startup" else 3, help="repetitions (%(default)s)")
+            p.add_argument("--rounds", type=whole_number(1), default={"startup": 1, "links": 15, "optimizer": 6}.get(what, 3), help="repetitions (%(default)s)")
+        if what == "optimizer":
+            p.add_argument("--links", default="", metavar="FILE", help="a result of bench links to predict with (default: this machine's in nbs/results)")
+            p.add_argument("--only", default="", metavar="WAY", help="plans, or a part of the name of a way, e.g. NS5")
         if what == "eval":
             p.add_argument("--tokens", type=whole_number(1), default=1 << 20, help="tokens to score (%(default)s)")
         add_settings(p)

@@ -29,7 +29,7 @@ def alone():
 
 @pytest.fixture(scope="module", params=WORLDS)
 def ranked(request):
-    return request.param, spawn(request.param, "all_checks", CASES)
+    return request.param, spawn(request.param, "all_checks", CASES + [("ways", (settings(3),))] * (request.param == 2))
 
 
 def distance(a: dict, b: dict) -> float:
@@ -119,6 +119,12 @@ def test_rounding_knows_the_matrices_of_a_shared_slot(ranked, alone):
         assert max(levels) <= 16, "a row of 16 weights on the grid"
 
 
+def test_the_usual_ways_are_the_same_optimizer(ranked):
+    "DDP with the batched rule, on separate weights and on banks: what is timed beside the engine computes the same."
+    world, outs = ranked
+    assert world != 2 or all(out[len(CASES)] < 1e-7 for out in outs)
+
+
 def test_a_plan_for_another_world_is_refused(ranked):
     world, outs = ranked
-    assert all(f"made for {world + 1} ranks, but {world}" in out[-1] for out in outs)
+    assert all(f"made for {world + 1} ranks, but {world}" in out[len(CASES) - 1] for out in outs)

@@ -6,6 +6,7 @@ import socket
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -140,6 +141,22 @@ def wrong_world(ranks, env: dict) -> str:
         make_engine(Golf(cfg, layout), layout, cfg, ranks)
     except GolfError as e:
         return str(e)
+
+
+def ways(ranks, env: dict) -> float:
+    "Largest difference, after 3 steps in fp64, between the engine and the same rule batched under DDP, with separate weights and with banks."
+    from golfnb.baselines import DdpRig
+    from golfnb.bench import Rig, random_shard
+
+    cfg = load_config({**env, "MUON_MOMENTUM_WARMUP_STEPS": "0", "WEIGHT_DTYPE": "fp64", "AVERAGING": "none", "WARMDOWN_ITERS": "0", "LOADER": "sequential"})
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [random_shard(Path(folder) / "fineweb_train_000000.bin", 4000, cfg.vocab_size)]
+        rigs = [Rig(cfg, ranks, paths)] + [DdpRig(replace(cfg, plan=p), ranks, paths, one_by_one=False) for p in ("pr125", "shared_mlp")]
+        for rig in rigs:
+            rig.warm(3)
+            rig.loader.close()
+    ours, *others = (named_state(rig.model if isinstance(rig, DdpRig) else rig.machine.model) for rig in rigs)
+    return max(float((ours[n].double() - other[n].double()).abs().max()) for other in others for n in ours)
 
 
 class Clock:
