@@ -9,8 +9,9 @@ __all__ = ['DEMO_DATA', 'DEMO_LEAVES', 'BENCH_WORDS', 'EPILOG', 'SentenceParser'
            'run_config', 'pack_by_gptq', 'quantize_command', 'print_ledger', 'artifact_inspect_command', 'say_progress',
            'score_config', 'score_command', 'audit_command', 'score_adapting', 'find_tokenizer', 'sample_command',
            'report_command', 'package_version', 'check_packages', 'check_machine', 'doctor_command', 'bench_command',
-           'bench_parsers', 'add_command', 'add_settings', 'whole_number', 'fraction', 'run_parsers', 'data_parsers',
-           'more_data_parsers', 'artifact_parsers', 'make_parser', 'read_command', 'main_cli']
+           'compare_command', 'compare_parser', 'bench_parsers', 'add_command', 'add_settings', 'whole_number',
+           'fraction', 'run_parsers', 'data_parsers', 'more_data_parsers', 'artifact_parsers', 'make_parser',
+           'read_command', 'main_cli']
 
 # %% ../nbs/24_cli.ipynb #c2002cb3
 import argparse
@@ -494,6 +495,21 @@ BENCH_WORDS = {
 }
 
 
+def compare_command(args) -> int:
+    from golfnb.significance import compare_runs
+
+    print(compare_runs(args.runs, args.target, args.score))
+    return 0
+
+
+def compare_parser(commands) -> None:
+    "compare."
+    p = add_command(commands, "compare", compare_command, "mean, spread and t-tests of finished runs; runs that differ by their seed only are one group")
+    p.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or results of record_run")
+    p.add_argument("--target", type=float, metavar="X", help="test each group's mean against it: is it below?")
+    p.add_argument("--score", default="", metavar="NAME", help="e.g. sliding_bpb (default: the last that all runs have)")
+
+
 def bench_parsers(commands) -> None:
     "bench step, phases, startup, eval, links, optimizer."
     bench = commands.add_parser("bench", help="measure on this machine; every sample goes to nbs/results").add_subparsers(dest="bench", metavar="|".join(BENCH_WORDS), required=True)
@@ -650,6 +666,7 @@ def make_parser() -> SentenceParser:
     data_parsers(commands)
     artifact_parsers(commands)
     bench_parsers(commands)
+    compare_parser(commands)
     return parser
 
 # %% ../nbs/24_cli.ipynb #f6d8d2bb
