@@ -242,6 +242,6 @@ def test_over_the_cap_keeps_everything_and_says_how_to_go_on(trained):
     assert f"golfnb quantize runs/big --target-bytes 300000" in done.stderr
     assert not (run / "artifact.golf").exists() and (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file()
     assert "sliding window" in done.stdout and "over" in (run / "report.html").read_text()
-    done = golfnb("quantize", "runs/big", "--target-bytes", 400_000, cwd=root)
+    done = golfnb("quantize", "runs/big", "--target-bytes", 440_000, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert (run / "artifact.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= 400_000
+    assert (run / "artifact.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= 440_000
