@@ -245,7 +245,7 @@ def value_embeddings(model: GolfWeights, ids: torch.Tensor) -> list[torch.Tensor
     ve = F.linear(ve, model.ve_proj.to(ve.dtype)) * model.ve_scale.to(ve.dtype)
     return [ve * s.to(ve.dtype) for s in model.ve_layer_scales.unbind(0)]
 
-# %% ../nbs/08_model.ipynb #336b3fd4
+# %% ../nbs/08_model.ipynb #f2a4aec8
 SKIP_START = {"one": 1.0, "0.18": 0.18, "zero": 0.0, "frozen": 0.0, "sigmoid": -1.5}  # initial weights by cfg.skip_gate
 SKIP_FROZEN_STEPS = 50  # with skip_gate=frozen
 
@@ -255,7 +255,7 @@ def skip_factors(model: GolfWeights) -> tuple[torch.Tensor, ...]:  # [D] or [1] 
     w = model.skip_weights
     return (w.sigmoid() if model.cfg.skip_gate == "sigmoid" else w).unbind(0)
 
-
+# %% ../nbs/08_model.ipynb #336b3fd4
 def model_rotary(model: GolfWeights, T: int) -> tuple[torch.Tensor, torch.Tensor]:
     "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype."
     if hasattr(model, f"rotary_cos_{T}"):

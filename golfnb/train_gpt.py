@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 e3af2103dee448d9 | Apache-2.0
+# recipe pr549 | source sha256 32efa09c5cf7d96b | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -4188,7 +4188,7 @@ def named_masters(model: Golf,
                   ) -> tuple[dict, dict]:    # banks [n, r, c] by bank name, other tensors by parameter name, fp32 (or fp64)
     "A named state in the model's own storage form, without the rounding to its dtype."
     own = model.role_params()
-    def like(params): return {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in params.items()}
+    def like(params): return {n: torch.zeros_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in params.items()}
     banks, others = like(own["bank"]), like(own["table"] | own["scalar"])
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])

@@ -136,3 +136,20 @@ def test_local_and_global_clipping_agree_on_one_rank():
     first = weights["local", 1]
     for other in weights.values():
         assert max((first[n] - other[n]).abs().max().item() for n in first) < 1e-10
+
+
+def test_every_plan_adapts_alike():
+    "Score-first test-time training with a frozen block: SGD on the masters, whatever slot a matrix lies in."
+    from golfnb.bpb import ByteTable
+    from golfnb.ttt import score_first
+
+    none, stream, found = torch.zeros(32, dtype=torch.bool), torch.randint(32, (65,), generator=torch.Generator().manual_seed(0)), []
+    for plan in ("pr399", "shared_mlp", "pr125", "pr132"):
+        cfg, layout, model = model_of(settings(3, PLAN=plan, EVAL_SEQ_LEN="16", EVAL_STRIDE="8", TTT_CHUNK_TOKENS="16", TTT_EPOCHS="1", TTT_LR="0.1", TTT_FREEZE_BLOCKS="1"))
+        state = named_state(model)
+        loss, _, _ = score_first(model, layout, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), cfg, Ranks())
+        found.append((loss, named_state(model)))
+    for loss, after in found[1:]:
+        assert abs(loss - found[0][0]) < 1e-9 and max((after[n] - found[0][1][n]).abs().max().item() for n in after) < 1e-9
+    moved = {n for n in state if not torch.equal(found[0][1][n], state[n])}
+    assert "blocks.1.attn.c_q.weight" in moved and not any(n.startswith("blocks.0.") for n in moved)
