@@ -38,10 +38,11 @@ from .run import WEIGHT_DTYPES
 HOLD_CYCLES = 6_000_000  # some milliseconds of sleep on the device
 
 
-def hold(device: torch.device) -> None:
-    "Keep the GPU busy while the host queues what is to be timed; nothing on a CPU."
-    if device.type == "cuda":
+def hold(ranks: Ranks) -> None:
+    "Keep the GPU busy while the host queues what is to be timed, then let all GPUs go on together; nothing on a CPU."
+    if ranks.device.type == "cuda":
         torch.cuda._sleep(HOLD_CYCLES)
+        ranks.sum(torch.zeros(1, device=ranks.device))
 
 
 class Marks:
@@ -67,7 +68,7 @@ def device_us(call, ranks: Ranks, rounds: int, loops: int = 10) -> list[float]: 
     for i in range(rounds + 1):  # the first is thrown away
         wait_for(ranks.device)
         ranks.barrier()
-        hold(ranks.device)
+        hold(ranks)
         marks = Marks(ranks.device)
         marks.mark()
         for _ in range(loops):
@@ -211,7 +212,7 @@ def muon_ms(rig: TailRig) -> float:
     first.reduce, engine.small_step = marked, lambda: None
     try:
         rig.ready()
-        hold(rig.ranks.device)
+        hold(rig.ranks)
         rig.step()
         marks.mark()
     finally:
@@ -231,7 +232,7 @@ def tail_block(rig: TailRig, count: int) -> dict[str, list[float]]:  # ms
         wait_for(device)
         said["tail"].append(1e3 * (time.perf_counter() - start))
         rig.ready()
-        hold(device)
+        hold(rig.ranks)
         marks = Marks(device)
         marks.mark()
         rig.step()

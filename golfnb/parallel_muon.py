@@ -423,7 +423,8 @@ def clip_local(self: Engine):
     factor = clip_factor(norm_sq, self.max_norm)
     for n, g in self.staged.items():
         torch.mul(g, factor, out=self.wires[n])
-    torch._foreach_mul_(small, factor)
+    if small:  # a model may have nothing but banks
+        torch._foreach_mul_(small, factor)
 
 # %% ../nbs/13_parallel_muon.ipynb #cde58eef
 def engine_finish(self: Engine, multiplier, mu: float, project):

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 32efa09c5cf7d96b | Apache-2.0
+# recipe pr549 | source sha256 6211a8bbdcad4e04 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2819,7 +2819,8 @@ def clip_local(self: Engine):
     factor = clip_factor(norm_sq, self.max_norm)
     for n, g in self.staged.items():
         torch.mul(g, factor, out=self.wires[n])
-    torch._foreach_mul_(small, factor)
+    if small:  # a model may have nothing but banks
+        torch._foreach_mul_(small, factor)
 
 def engine_finish(self: Engine, multiplier, mu: float, project):
     "Second half of a step (see `Engine.finish`)."

@@ -74,17 +74,22 @@ class Machines:
         key = (tuple(cfg.model_settings().items()), *(getattr(cfg, f"{k}_dtype") for k in ("matrix", "table", "buffer")))
         key = tuple((k, "channel" if k == "skip_gate" and v != "sigmoid" else v) for k, v in key[0]), *key[1:]
         if key not in self.kept:
-            self.kept.clear()  # memory: one at a time
             self.kept[key] = build_machine(cfg, self.ranks)
         m = self.kept[key]
         init_model(m.model, cfg, cfg.seed)
         m.engine = make_engine(m.model, m.layout, cfg, self.ranks)
         return m
 
+    def let_go(self) -> None:
+        "Drop the engines; the compiled models stay."
+        for m in self.kept.values():
+            m.engine = None
+
 
 def run_one(job: Job, machines: Machines, ranks: Ranks, paths: list, stream, table) -> dict[str, list[float]]:
     "Train once; series of the run."
     cfg, cuda = job.cfg, ranks.device.type == "cuda"
+    machines.let_go()
     m, vals = machines.get(cfg), []
     rows = max(1, cfg.val_batch_size // (cfg.eval_seq_len * ranks.world * cfg.grad_accum(ranks.world)))
 
@@ -136,6 +141,7 @@ def read_state(name: str, folder: Path, facts: dict) -> dict:
 
 def main(what: str, env=os.environ) -> None:
     ranks, began, longest = start_ranks(timeout_s=600.0), time.time(), 0.0
+    torch._dynamo.config.recompile_limit = 64  # several models, one forward
     cfg, folder = load_config(env), Path(env.get("OUT", HOME))
     jobs = jobs_of(what, cfg, env)
     for job in jobs:
