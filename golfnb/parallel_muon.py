@@ -485,7 +485,7 @@ def update_bank(self: Engine, name: str):
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, bank.cuts)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, cuts=bank.cuts)
     else:
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
     bank.outgoing.copy_(bank.master)

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 6211a8bbdcad4e04 | Apache-2.0
+# recipe pr549 | source sha256 86cef85e6d3ad181 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2876,7 +2876,7 @@ def update_bank(self: Engine, name: str):
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, bank.cuts)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, cuts=bank.cuts)
     else:
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
     bank.outgoing.copy_(bank.master)
