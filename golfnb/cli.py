@@ -482,15 +482,16 @@ def bench_command(args) -> int:
 
     against = [read_settings(words.split(",")) for words in getattr(args, "against", [])]
     counts = {name: getattr(args, name) for name in ("steps", "warmup", "rounds", "tokens", "links", "only") if hasattr(args, name)}
-    return run_bench(BenchJob(args.bench, args.output or "", against=against, **counts), args.nproc or gpu_count() or 1, read_settings(args.settings))
+    module = "golfnb.baselines" if args.bench in ("links", "optimizer") else "golfnb.bench"
+    return run_bench(BenchJob(args.bench, args.output or "", against=against, module=module, **counts), args.nproc or gpu_count() or 1, read_settings(args.settings))
 
 
 BENCH_WORDS = {
     "step": "time of a training step",
     "phases": "forward and backward, gradients to published weights, average: with a wait around each",
     "startup": "process start to first step, cold and warm",
-    "links": "what collectives, updates and launches cost: the numbers that predict a plan (chapter 28)",
-    "optimizer": "ways of running Muon, and the plans' tails, predicted and measured (chapter 28)",
+    "links": "what collectives, updates and launches cost: the numbers that predict a plan (chapter 29)",
+    "optimizer": "ways of running Muon, and the plans' tails, predicted and measured (chapter 29)",
     "eval": "seconds per million tokens of sliding window and test-time training, and the fixed cost",
 }
 
