@@ -40,6 +40,7 @@ from .launcher import package_dir, relay_errors
 from .loader import Loader, make_sampler
 from .model import named_state
 from .parallel_muon import Ranks, start_ranks, stop_ranks
+from .plan import read_links
 from .run import LOST_RANK_WORDS, build_machine, device_name, open_session, rows_per_batch
 from .shards import atomic_write, find_shards, val_tokens, write_shard
 from .train import Averages, LoopState, RunLog, TrainClock, TrainResult, micro_steps, momentum_at, multiplier_at, one_step, warm_up
@@ -346,6 +347,8 @@ class BenchJob:
     started: float = 0.0  # seconds since the epoch when the process was started (startup)
     module: str = "golfnb.bench"  # what torchrun starts
     sets: list = field(default_factory=list)  # kernels to switch on, e.g. "heads+xsa" (kernels)
+    links: str = ""  # a result of bench links to predict with (optimizer)
+    only: str = ""  # one of the ways, or plans (optimizer)
 
 
 def variants_of(job: BenchJob, env: dict) -> dict[str, Config]:  # label -> settings
@@ -442,6 +445,8 @@ BENCH_NOTES = {
     "step": "ms of a training step after warm-up; 'step' by device events between steps, 'block' by the host's clock over whole blocks",
     "phases": "ms with a wait for the device around each phase of a step: forward and backward, gradients to published weights, average",
     "startup": "seconds from process start; 'warmed_up' is when the first timed step can start; cold: fresh compiler caches",
+    "links": "microseconds: each collective by bytes of the whole tensor, the recorded update by shape and batch, one launch, one recorded kernel, a pass over 64 MiB, a step's time on the host",
+    "optimizer": "ms; ways of running Muon: step, block, forward_backward, optimizer; plans on random gradients: tail (host's clock), host, device (events), muon (first reduce-scatter to last publishing)",
     "eval": "seconds; per_million: per million tokens after the first call; fixed: what the first call took beyond that",
 }
 
@@ -537,6 +542,12 @@ def run_bench(job: BenchJob, nproc: int, settings: dict[str, str], launch=None) 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and nproc > gpus:
         raise GolfError(f"bench: {nproc} ranks need as many GPUs, this machine shows {gpus}; lower --nproc")
+    if job.what == "optimizer" and not job.links:
+        measured = result_path(BenchJob("links"), torch.cuda.get_device_name(0) if gpus else "cpu", nproc)
+        job = replace(job, links=str(measured) if measured.is_file() else "")
+        print(f"links: {job.links or 'none measured, so nothing is predicted and no plan searched (golfnb bench links)'}", flush=True)
+    if job.links:
+        read_links(job.links)
     if job.out and not Path(job.out).parent.is_dir():
         raise GolfError(f"bench: no folder {Path(job.out).parent} to write into; make it or choose another -o")
     if job.out and not (job.out.endswith(".json") and result_name(Path(job.out).stem)):

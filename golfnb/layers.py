@@ -75,7 +75,7 @@ def rotate(x: torch.Tensor,    # [B, T, H, D]
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
-    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1).to(x.dtype)
 
 # %% ../nbs/06_layers.ipynb #41daced5
 def qk_norm_rope_gain(q: torch.Tensor,     # [B, Tq, H, D], the last Tq positions

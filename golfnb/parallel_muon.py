@@ -15,10 +15,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from .banks import read_cut, write_cut
 from .config import Config, GolfError
-from .layout import BankSpec, Layout
+from .layout import BankSpec, Layout, shard_cuts
 from .newton_schulz import orthogonalize
-from .plan import Plan, check_plan, make_plan
+from .plan import Plan, check_plan, make_plan, plan_orders
 
 # %% ../nbs/13_parallel_muon.ipynb #e5351d8a
 class Ranks:
@@ -121,14 +122,20 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 lr: torch.Tensor, # 0-dim: learning rate
                 mu: torch.Tensor, # 0-dim: momentum
                 wd: float,
-                scale: torch.Tensor, # [n, 1, 1] sqrt(max(1, rows/cols)) of each slot's logical matrix
+                scale: torch.Tensor, # [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
                 method: str = "ns5", steps: int = 5,
-                dtype: torch.dtype | None = None): # of the products; None: the gradient's
+                 dtype: torch.dtype | None = None, # of the products; None: the gradient's
+                 cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
     "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
     moved = momentum.mul(mu).add_(grad)
     nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
-    update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
+    if cuts is None:
+        update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
+    else:
+        update = torch.zeros_like(nesterov)
+        for cut in cuts:
+            write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
     torch.where(ok, moved, momentum, out=momentum)
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
@@ -152,8 +159,9 @@ class ShardedBank:
         full = torch.promote_types(replica.dtype, torch.float32)
         self.master = mine.to(full, copy=True)
         self.momentum = torch.zeros_like(mine, dtype=momentum_dtype or replica.dtype)
-        scales = torch.tensor(spec.lr_scales()[self.slots.start:self.slots.stop], dtype=full)
-        self.lr_scale = scales.view(-1, 1, 1).to(replica.device)
+        scales = torch.tensor(spec.row_scales()[self.slots.start:self.slots.stop], dtype=full)
+        self.lr_scale = scales.unsqueeze(-1).to(replica.device)
+        self.cuts = shard_cuts(spec, ranks.rank) if any(m.parts for m in spec.matrices) else None
         self.grad, self.outgoing = torch.zeros_like(mine), torch.zeros_like(mine) # fixed places for what arrives and what leaves
         self.sum = self.handle = None
 
@@ -165,7 +173,7 @@ class ShardedBank:
     def take(self) -> torch.Tensor:
         "The gradient backward left, which leaves `.grad` None; zeros when there is none."
         g, self.replica.grad = self.replica.grad, None
-        return torch.zeros_like(self.replica) if g is None else g
+        return torch.zeros_like(self.replica.data) if g is None else g
 
     def whole(self) -> torch.Tensor:
         "This rank's whole gradient of the step, in fp32 when it was accumulated: [n, r, c]."
@@ -198,6 +206,7 @@ class Replicated:
                  lr: dict, # name -> base learning rate
                  wd: dict, # name -> weight decay
                  masters: bool = False, # keep fp32 weights beside a bf16 replica
+                 state_dtype: torch.dtype | None = None, # of the moments; None: the parameters' own
                  tail: int = 0): # words that ride at the end of the gradients; such a wire is fp32 at least
         self.names = sorted(params, key=lambda k: (lr[k], wd[k], k))
         self.params = params
@@ -213,7 +222,7 @@ class Replicated:
             else:
                 self.segments.append((at, end, lr[k], wd[k]))
             at = end
-        self.first, self.second = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        self.first, self.second = (torch.zeros_like(self.flat, dtype=state_dtype) for _ in range(2))
         full = torch.promote_types(self.flat.dtype, torch.float32)
         self.master = self.flat.to(full) if masters else self.flat
         if masters:
@@ -249,8 +258,8 @@ def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, 
         v = torch.lerp(group.second[a:b].to(full), g * g, 1 - beta2)
         step = m / fix1 / ((v / fix2).sqrt() + eps)
         group.flat[a:b] = torch.where(ok, p * (1 - lr * wd) - lr * step, p).to(group.flat.dtype)
-        group.first[a:b] = torch.where(ok, m, group.first[a:b].to(full)).to(group.flat.dtype)
-        group.second[a:b] = torch.where(ok, v, group.second[a:b].to(full)).to(group.flat.dtype)
+        group.first[a:b] = torch.where(ok, m, group.first[a:b].to(full)).to(group.first.dtype)
+        group.second[a:b] = torch.where(ok, v, group.second[a:b].to(full)).to(group.first.dtype)
 
 # %% ../nbs/13_parallel_muon.ipynb #bad7a375
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
@@ -305,7 +314,8 @@ class Engine:
                  bank_lr: float = 0.025, bank_wd: float = 0.04, table_lr: float = 0.035, scalar_lr: float = 0.025, adam_wd: float = 0.04,
                  betas: tuple = (0.9, 0.95), eps: float = 1e-8, # AdamW
                  clip: str = "global", max_norm: float = 0.3, # 0 turns clipping off; clip "none": the caller writes norm_sq before launch (chapter 25)
-                 method: str = "ns5", ns_steps: int = 5, debug: bool = False):
+                 method: str = "ns5", ns_steps: int = 5, debug: bool = False,
+                 state_dtype: torch.dtype | None = None): # of momenta and moments; None: each as its parameter's (SGD: fp32)
         "Take over the parameters in `roles` under a `rule`. Raises GolfError when the layout is for another number of ranks."
         self.ranks, self.layout, self.rule, self.clip, self.max_norm = ranks or Ranks(), layout, rule, clip, max_norm
         if layout.world != self.ranks.world:
@@ -313,9 +323,9 @@ class Engine:
         self.plan = plan or make_plan(layout)
         check_plan(self.plan, layout)
         self.bank_lr, self.bank_wd, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, bank_wd, betas, eps, method, ns_steps, debug
-        momentum_dtype = torch.float32 if rule == "sgd" else None
+        momentum_dtype = torch.float32 if rule == "sgd" else state_dtype
         self.banks = {s.name: ShardedBank(s, roles["bank"][s.name], self.ranks, momentum_dtype if roles["bank"][s.name].dtype != torch.float64 else None) for s in layout.banks}
-        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd")
+        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd", state_dtype=state_dtype)
         some = next(iter(self.banks.values())).master
         self.full, self.device = some.dtype, some.device
         self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
@@ -359,7 +369,7 @@ class Engine:
                 h.wait()
 
 # %% ../nbs/13_parallel_muon.ipynb #cca88cb9
-def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, masters: bool) -> list:
+def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, masters: bool, state_dtype: torch.dtype | None = None) -> list:
     "The tables and scalars of a model as flat groups, one per dtype, the widest dtype first (the control words ride with it)."
     lr = {**{k: table_lr for k in roles.get("table", {})}, **{k: scalar_lr for k in roles.get("scalar", {})}}
     params = {**roles.get("table", {}), **roles.get("scalar", {})}
@@ -367,7 +377,7 @@ def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float,
     made = []
     for d in dtypes:
         some = {k: p for k, p in params.items() if p.dtype == d}
-        made.append(Replicated(some, lr, {k: wd for k in some}, masters and d.itemsize < 4, tail=0 if made else len(CONTROL_WORDS)))
+        made.append(Replicated(some, lr, {k: wd for k in some}, masters and d.itemsize < 4, state_dtype, tail=0 if made else len(CONTROL_WORDS)))
     return made
 
 # %% ../nbs/13_parallel_muon.ipynb #3ec8b5c0
@@ -404,7 +414,7 @@ def stage(self: Engine, grads: dict):
     dtypes = {n: g.dtype for n, g in grads.items()}
     if {n: t.dtype for n, t in self.staged.items()} != dtypes:
         self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
-        self.wires = {n: torch.empty_like(self.banks[n].replica, requires_grad=False) for n in grads}
+        self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
         self.clip_step = Recorded(lambda: clip_local(self), self.device)
     torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
 
@@ -417,7 +427,8 @@ def clip_local(self: Engine):
     factor = clip_factor(norm_sq, self.max_norm)
     for n, g in self.staged.items():
         torch.mul(g, factor, out=self.wires[n])
-    torch._foreach_mul_(small, factor)
+    if small:  # a model may have nothing but banks
+        torch._foreach_mul_(small, factor)
 
 # %% ../nbs/13_parallel_muon.ipynb #cde58eef
 def engine_finish(self: Engine, multiplier, mu: float, project):
@@ -478,7 +489,7 @@ def update_bank(self: Engine, name: str):
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, cuts=bank.cuts)
     else:
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
     bank.outgoing.copy_(bank.master)
@@ -545,6 +556,6 @@ def restore(self: Engine, saved: list):
 def make_engine(model: torch.nn.Module, # has role_params()
                 layout: Layout, cfg: Config, ranks: Ranks, debug: bool = False) -> Engine:
     "The engine a recipe describes, on a model of golfnb."
-    return Engine(model.role_params(), layout, ranks, plan=make_plan(layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
+    return Engine(model.role_params(), layout, ranks, plan=plan_orders(cfg.plan, layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
                         table_lr=cfg.tied_embed_lr, scalar_lr=cfg.scalar_lr, adam_wd=cfg.adam_wd, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
-                        clip=cfg.clip, max_norm=cfg.grad_clip_norm, method=cfg.ns, ns_steps=cfg.muon_backend_steps, debug=debug)
+                        clip=cfg.clip, max_norm=cfg.grad_clip_norm, method=cfg.ns, ns_steps=cfg.muon_backend_steps, debug=debug, state_dtype={"bf16": torch.bfloat16, "fp32": torch.float32}.get(cfg.state_dtype))

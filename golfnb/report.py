@@ -7,7 +7,7 @@ __all__ = ['SPREAD_EDGES', 'INK', 'BLUE', 'ORANGE', 'PALE', 'COLOURS', 'BPB_STAG
            'read_run', 'read_object', 'quantized_counts', 'weight_counts', 'counts_entropy', 'new_figure',
            'show_legend', 'embed', 'running_mean', 'step_series', 'plot_loss', 'plot_schedules', 'plot_gradient',
            'plot_step_time', 'plot_step_distribution', 'step_rows', 'plot_bars', 'plot_weights', 'plot_spread',
-           'plot_ttt', 'bpb_rows', 'byte_rows', 'phase_rows', 'run_table', 'student_t_tail', 'html_table', 'run_facts',
+           'plot_ttt', 'bpb_rows', 'byte_rows', 'phase_rows', 'run_table', 'html_table', 'run_facts',
            'changed_settings', 'paired', 'score_sections', 'step_sections', 'byte_sections', 'report_html',
            'write_report']
 
@@ -364,32 +364,6 @@ def run_table(
     if rows := phase_rows(summary):
         lines += ["", f"{'phase':30s} {'seconds':>16s}", *(f"{p:30s} {s:16.1f}" for p, s in rows)]
     return "\n".join(lines)
-
-# %% ../nbs/23_report.ipynb #eeed5c28
-def student_t_tail(
-    t: float,  # the statistic; either sign
-    df: float,  # degrees of freedom, above 0
-) -> float:  # P(T >= t), 0 to 1
-    "How often a Student t variable is at least `t`: one-sided. Raises GolfError unless t is a number and df is above 0."
-    if not (0 < df < math.inf and t == t):
-        raise GolfError(f"student_t_tail: a number t and a finite df above 0 expected, found t={t} and df={df}; a test needs at least two values that differ")
-    if math.isinf(t):
-        return 0.0 if t > 0 else 1.0
-    small = t * t * (df + 2) < 3 * df  # the fraction settles fast where its argument is below (a + 1) / (a + b + 2)
-    a, b, x = (0.5, 0.5 * df, t * t / (df + t * t)) if small else (0.5 * df, 0.5, df / (df + t * t))
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a if x else 0.0
-    value, c, d = 1.0, math.inf, 1.0
-    for n in range(1, 400):  # Lentz's way: c and d are ratios of neighbouring numerators and denominators
-        k = n // 2
-        e = (-(a + k) * (a + b + k) if n % 2 else k * (b - k)) * x / ((a + n - 1) * (a + n))
-        d = 1.0 / (1.0 + e * d)
-        c = 1.0 + e / c
-        value *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    half = 0.5 * front * value
-    tail = 0.5 - half if small else half
-    return tail if t >= 0 else 1.0 - tail
 
 # %% ../nbs/23_report.ipynb #6234c6c3
 PAGE_STYLE = """

@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 from .artifact import ARTIFACT_CAP
 from .config import GolfError
-from .report import changed_settings, student_t_tail
+from .report import changed_settings
+from .significance import student_tail
 
 # %% ../nbs/27_submission.ipynb #07faf6d2
 TRACKS = ("record", "systems", "non-record")
@@ -190,7 +191,7 @@ def beats_target(
     found = {"mean": mean(bpbs), "std": stdev(bpbs) if len(bpbs) > 1 else None, "target": target, "margin": margin, "df": len(bpbs) - 1, "t": None, "p": None}
     if found["std"]:
         found["t"] = (target - margin - found["mean"]) / (found["std"] / math.sqrt(len(bpbs)))
-        found["p"] = student_t_tail(found["t"], found["df"])
+        found["p"] = student_tail(found["t"], found["df"])
     return found
 
 # %% ../nbs/27_submission.ipynb #3cb69cd1

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LATE_STEPS', 'SWA_BELOW', 'momentum_at', 'multiplier_at', 'LateReader', 'TrainClock', 'should_stop', 'GridProjector',
            'RunLog', 'micro_steps', 'backward_pass', 'training_loss', 'StepGraph', 'warm_up', 'Averages', 'TrainResult',
-           'LoopState', 'read_control', 'one_step', 'validate_now', 'train', 'end_training']
+           'LoopState', 'read_control', 'hold_skips', 'one_step', 'validate_now', 'train', 'end_training']
 
 # %% ../nbs/15_train.ipynb #11bd76f1
 import functools
@@ -18,9 +18,12 @@ from pathlib import Path
 
 import torch
 from .averaging import Ema, Swa, average_of
+from .banks import read_cut, write_cut
 from .config import Config
 from .grid import clip_ratio, round_to_grid
 from .layers import softcap_loss
+from .layout import shard_cuts
+from .model import SKIP_FROZEN_STEPS
 from .parallel_muon import CONTROL_WORDS, Engine, engine_tensors, restore, snapshot
 
 # %% ../nbs/15_train.ipynb #c2bf94e7
@@ -103,18 +106,17 @@ class GridProjector:
         "Freeze the clip ratios of the shard's int6 slots; `qmax` is the largest integer."
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
-            mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
-            for row_dim in (-2, -1):
-                slots = [i for i, m in enumerate(mine) if m is not None and m.quant.kind == "int6" and m.transposed == (row_dim == -1)]
-                if slots:
-                    w = bank.master[slots]
-                    self.parts[name].append((slots, row_dim, clip_ratio(w if row_dim == -2 else w.mT, qmax, floor)))
+            self.parts[name] = []
+            for cut in shard_cuts(bank.spec, engine.ranks.rank, lambda m: (m.stored, m.transposed, m.quant)):
+                if cut.matrix.quant.kind == "int6":
+                    w = read_cut(bank.master, cut)
+                    self.parts[name].append((cut, clip_ratio(w.mT if cut.matrix.transposed else w, qmax, floor)))
 
     def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
         "A copy of `master` [n, r, c] with every int6 slot on its grid."
         out = master.clone()
-        for slots, row_dim, ratio in self.parts[name]:
-            out[slots] = round_to_grid(master[slots], ratio, self.qmax, self.floor, row_dim=row_dim)
+        for cut, ratio in self.parts[name]:
+            write_cut(out, cut, round_to_grid(read_cut(master, cut), ratio, self.qmax, self.floor, row_dim=-1 if cut.matrix.transposed else -2))
         return out
 
 # %% ../nbs/15_train.ipynb #b8515255
@@ -312,10 +314,20 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
         state.qat_due = True
 
 # %% ../nbs/15_train.ipynb #52237f04
+def hold_skips(step: int, engine: Engine):
+    "Mask the gradient of the skip weights for the first `SKIP_FROZEN_STEPS` steps (one of the settings of modded-nanogpt #125's discussion)."
+    if step < SKIP_FROZEN_STEPS:
+        engine.masks["skip_weights"] = torch.zeros((), device=engine.device)
+    else:
+        engine.masks.pop("skip_weights", None)
+
+
 def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: LoopState, log: RunLog):
     "Step `step` (0-based) of the loop."
     elapsed = state.clock.read()
     state.starts.append(elapsed)
+    if cfg.skip_gate == "frozen":
+        hold_skips(step, engine)
     loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
     control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))
     multiplier = multiplier_at(cfg, step, control[0])

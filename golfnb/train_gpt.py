@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 693a345069d4c7e3 | Apache-2.0
+# recipe pr549 | source sha256 5dacf036d8fe0536 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -13,6 +13,7 @@ import math
 import numpy as np
 import os
 import queue
+import re
 import sentencepiece as spm
 import shutil
 import struct
@@ -25,11 +26,11 @@ import torch.nn.functional as F
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, astuple, dataclass, field, fields
+from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
-from itertools import chain
+from itertools import chain, groupby
 from math import prod, sqrt
 from pathlib import Path
 from torch import Tensor
@@ -64,6 +65,10 @@ class RunSettings:
     val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps")
     train_log_every: int = setting(500, "steps between logged training losses (the first ten are logged too); 0: none: steps")
     weight_dtype: str = setting("auto", "dtype of banks and tables; auto: bf16 on CUDA, fp32 on CPU", "auto", "bf16", "fp32", "fp64")
+    matrix_dtype: str = setting("auto", "dtype of the banks alone; auto: as weight_dtype", "auto", "bf16", "fp32")
+    table_dtype: str = setting("auto", "dtype of the tables alone; auto: as weight_dtype", "auto", "bf16", "fp32")
+    buffer_dtype: str = setting("auto", "dtype of the rotary tables; auto: as weight_dtype", "auto", "bf16", "fp32")
+    state_dtype: str = setting("auto", "dtype of momenta and moments; auto: each as its parameter's", "auto", "bf16", "fp32")
     attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here: word")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
     step_graph: bool = setting(False, "record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
@@ -94,6 +99,7 @@ class ModelSettings:
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
     ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
     xsa_last_n: int = setting(4, "last blocks with exclusive self-attention; num_layers or more: all: blocks")
+    skip_gate: str = setting("one", "weights of the U-Net skips at the start: one (as published), 0.18, zero, frozen (zero, and held for 50 steps), or sigmoid (a scalar gate at -1.5)", "one", "0.18", "zero", "frozen", "sigmoid")
     negative_slope: float = setting(0.5, "slope s below zero in leaky_relu(x, s)**2; 0 is relu**2: ratio")
     tied_embed_init_std: float = setting(0.005, "standard deviation of the initial token table: number")
     bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
@@ -122,7 +128,7 @@ class OptimizerSettings:
     adam_eps: float = setting(1e-8, "AdamW epsilon: number")
     grad_clip_norm: float = setting(0.3, "largest L2 norm of the gradient; 0: no clipping: norm")
     clip: str = setting("local", "whose norm: each rank's own before averaging (as published), or the true global one", "local", "global")
-    plan: str = setting("pr399", "banks and communication order: one bank per shape, or up and down in one", "pr399", "shared_mlp")
+    plan: str = setting("pr399", "banks and communication order: pr399, shared_mlp, pr125, pr132, or buckets such as qo22,kv22,mlp22 (chapters 04 and 11): word")
 
 @dataclass
 class ExportSettings:
@@ -169,12 +175,16 @@ def _positive_problems(cfg, *names: str) -> Iterator[str]:
         if getattr(cfg, name) <= 0:
             yield f"{name.upper()} must be above 0, found {getattr(cfg, name)}: set it to a positive value"
 
+PLANS = ("pr399", "shared_mlp", "pr125", "pr132")  # bucketings with a name (chapter 04)
+
 def model_problems(cfg: ModelSettings, # shapes to check
                    longest: int = 1, # longest row the model will see: tokens
                   ) -> Iterator[str]: # sentences, none when the model can be built
     "What makes the model impossible."
     yield from _positive_problems(cfg, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult",
                                   "rope_base", "rope_dims", "rope_train_len", "logit_softcap", "tied_embed_init_std")
+    if cfg.plan not in PLANS and not re.fullmatch(r"[a-z]+\d+([,+][a-z]+\d+)*(/[a-z0-9._]+)*", cfg.plan):
+        yield f"PLAN must be one of {', '.join(PLANS)}, or buckets such as qo22,kv22,mlp22, found {cfg.plan!r}: choose one of these"
     if cfg.vocab_size > 65_536:
         yield f"VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), found {cfg.vocab_size}: use a smaller tokenizer"
     if cfg.model_dim % cfg.num_heads:
@@ -255,7 +265,7 @@ def schedule_problems(cfg: "Config", # settings to check
 
 MODEL_KEYS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base", "rope_dims", "rope_train_len",
               "logit_softcap", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim", "ve_enabled", "ve_dim", "ve_layers",
-              "negative_slope", "train_seq_len", "qk_gain_init", "tied_embed_init_std", "plan", "small_tensor")
+              "skip_gate", "negative_slope", "train_seq_len", "qk_gain_init", "tied_embed_init_std", "plan", "small_tensor")
 
 @dataclass
 class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, ExportSettings, TttSettings):
@@ -1031,6 +1041,12 @@ class Matrix:
     transposed: bool = False      # stored as [cols, rows]
     lr_scale: float = 1.0         # factor on the learning rate, from the logical shape
     quant: QuantSpec = QuantSpec()
+    parts: tuple["Matrix", ...] = ()  # smaller matrices that share this slot, one after the other; none: it is one matrix
+
+    @property
+    def logical(self) -> tuple["Matrix", ...]:
+        "The matrices in its slot: its parts, or itself."
+        return self.parts or (self,)
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -1051,6 +1067,18 @@ def matrix(name: str,                        # name in a state dict
     if lr_scale is None:
         lr_scale = sqrt(max(1.0, rows / cols))
     return Matrix(name, rows, cols, group, transposed, lr_scale, quant or QuantSpec("int6" if rows * cols > SMALL_MATRIX else "fp16"))
+
+def share_slot(name: str,                   # of the slot
+               shape: tuple[int, int],      # of the slot: stored rows, stored columns
+               parts: tuple[Matrix, ...],   # in storage order
+               group: str,                  # bank it belongs to
+               ) -> Matrix:
+    "A slot that holds several matrices. GolfError unless they fill it exactly, in whole rows."
+    sizes = [prod(m.stored) for m in parts]
+    if sum(sizes) != prod(shape) or any(n % shape[1] for n in sizes):
+        raise GolfError(f"matrices that share slot {name!r} of {shape[0]} x {shape[1]} must fill it exactly, in whole rows of {shape[1]}: found "
+                        f"{', '.join(f'{m.rows} x {m.cols}' for m in parts)}; choose a plan that gives them a bank of their own")
+    return Matrix(name, *shape, group, parts=tuple(parts))
 
 @dataclass(frozen=True)
 class BankSpec:
@@ -1088,15 +1116,47 @@ class BankSpec:
         "One learning-rate scale per slot, 1.0 in the padding."
         return [m.lr_scale for m in self.matrices] + [1.0] * self.padding
 
+    def row_scales(self) -> list[list[float]]:
+        "Learning-rate scales of every slot: one for each stored row, or a single one where no slot is shared."
+        rows, width = self.matrices[0].stored
+        if not any(m.parts for m in self.matrices):
+            return [[s] for s in self.lr_scales()]
+        return [[m.lr_scale for m in slot.logical for _ in range(prod(m.stored) // width)] for slot in self.matrices] + [[1.0] * rows] * self.padding
+
+@dataclass(frozen=True)
+class Cut:
+    "Equal matrices that lie side by side in one rank's shard of a bank."
+    first: int      # slots first .. last - 1 of the shard
+    last: int
+    start: int      # elements start .. stop - 1 of each of these slots
+    stop: int
+    matrix: Matrix  # what they are like
+
+def shard_cuts(bank: BankSpec, rank: int,
+               key=lambda m: m.stored,  # what equal means
+               ) -> list[Cut]:
+    "The cuts of a rank's shard, padding left out; a rank whose slots are all padding has none."
+    cuts, first = [], 0
+    for _, run in groupby((m for m in bank.slots(rank) if m), key=lambda slot: [key(m) for m in slot.logical]):
+        run, start = list(run), 0
+        for _, equal in groupby(run[0].logical, key=key):
+            equal = list(equal)
+            stop = start + sum(prod(m.stored) for m in equal)
+            cuts.append(Cut(first, first + len(run), start, stop, equal[0]))
+            start = stop
+        first += len(run)
+    return cuts
+
 @dataclass(frozen=True)
 class Layout:
     "All banks of a model for one world size."
     banks: tuple[BankSpec, ...]
     world: int
+    separate: bool = False  # every slot is a parameter of its own (modded-nanogpt #125)
 
     def __iter__(self):
-        "Every real slot as (bank, slot, matrix), bank by bank."
-        return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
+        "Every matrix as (bank, slot, matrix), bank by bank; those that share a slot one after the other."
+        return ((b, i, m) for b in self.banks for i, slot in enumerate(b.matrices) for m in slot.logical)
 
     def bank(self, name: str) -> BankSpec:
         "The bank of that name. Raises GolfError if there is none."
@@ -1132,29 +1192,85 @@ def group_matrices(matrices: list[Matrix],  # in the order that slots shall have
         if first and first[0].stored != m.stored:
             raise GolfError(f"matrices of one bank must have one stored shape: in {m.group!r}, {first[0].name} is stored as {first[0].stored} "
                             f"and {m.name} as {m.stored}; give one of them another group or store it transposed")
-        if m.name in names:
-            raise GolfError(f"matrix names must be unique: {m.name!r} appears twice")
-        names.add(m.name)
+        for one in m.logical:
+            if one.name in names:
+                raise GolfError(f"matrix names must be unique: {one.name!r} appears twice")
+            names.add(one.name)
         first.append(m)
     return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
 
-def model_matrices(cfg: Config) -> list[Matrix]:
-    "The matrices of the model's blocks under `cfg.plan`: Q then Out, K then V, MLP up, MLP down (PR #399's order). Raises GolfError for another plan."
-    if cfg.plan not in ("pr399", "shared_mlp"):
-        raise GolfError(f"PLAN must be pr399 or shared_mlp: found {cfg.plan!r}")
-    shared = cfg.plan == "shared_mlp"
+def slot_kinds(cfg: Config) -> dict[str, list[Matrix]]:
+    "The slots of the model's blocks by kind, each kind in checkpoint order; a matrix appears in several kinds."
     d, kv, hidden = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim
-    rows = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
-            ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
-            ("mlp.fc", hidden, d, "mlp_bank" if shared else "mlp_up_bank", False),
-            ("mlp.proj", d, hidden, "mlp_bank" if shared else "mlp_down_bank", shared)]
-    kinds = {(r, c): QuantSpec("int6" if r * c > cfg.small_tensor else "fp16") for _, r, c, _, _ in rows}
-    return [matrix(f"blocks.{i}.{name}.weight", r, c, group, transposed, quant=kinds[r, c])
-            for name, r, c, group, transposed in rows for i in range(cfg.num_layers)]
+
+    def each(name: str, rows: int, cols: int, transposed: bool = False) -> list[Matrix]:
+        quant = QuantSpec("int6" if rows * cols > cfg.small_tensor else "fp16")
+        return [matrix(f"blocks.{i}.{name}.weight", rows, cols, "", transposed, quant=quant) for i in range(cfg.num_layers)]
+
+    q, out, k, v = each("attn.c_q", d, d), each("attn.proj", d, d), each("attn.c_k", kv, d), each("attn.c_v", kv, d)
+    up, down = each("mlp.fc", hidden, d), each("mlp.proj", d, hidden)
+    attn = [share_slot(f"blocks.{i}.attn", (2 * d + 2 * kv, d), parts, "") for i, parts in enumerate(zip(q, out, k, v))]
+    return {"qo": q + out, "kv": k + v, "up": up, "down": down, "mlp": up + each("mlp.proj", d, hidden, True), "attn": attn}
+
+BANK_NAMES = {"qo": "qo_bank", "kv": "kv_bank", "up": "mlp_up_bank", "down": "mlp_down_bank", "mlp": "mlp_bank"}
+
+def bucket_layout(kinds: dict[str, list[Matrix]],  # slots by kind
+                  text: str,                       # buckets: "qo22,kv22,mlp22"
+                  world: int,                      # number of ranks
+                  separate: bool = False,          # every slot a parameter of its own
+                  ) -> Layout:
+    "A bank per bucket. GolfError for an unknown kind, too many of one, a matrix left out or stored twice, shapes that cannot share."
+    taken, slots, names = dict.fromkeys(kinds, 0), [], []
+    for bucket in text.split(","):
+        pairs = re.findall(r"([a-z_]+)(\d+)", bucket)
+        if "+".join(a + n for a, n in pairs) != bucket or any(a not in kinds for a, _ in pairs):
+            raise GolfError(f"a bucket is written like mlp22 or attn10+mlp6, with kinds out of {', '.join(kinds)}: found {bucket!r} in {text!r}; correct PLAN")
+        name = BANK_NAMES.get(pairs[0][0], pairs[0][0] + "_bank") if len(pairs) == 1 else "mixed_bank"
+        names.append(name)
+        group = name if names.count(name) == 1 else f"{name}_{names.count(name)}"
+        for kind, n in ((a, int(n)) for a, n in pairs):
+            some = kinds[kind][taken[kind]:taken[kind] + n]
+            if len(some) < n or not n:
+                raise GolfError(f"this model has {len(kinds[kind])} slots of kind {kind}: {text!r} asks for more, or for none; correct PLAN")
+            taken[kind] += n
+            slots += [replace(m, group=group) for m in some]
+    layout = replace(group_matrices(slots, world), separate=separate)
+    wanted = {m.name for some in kinds.values() for slot in some for m in slot.logical}
+    if missing := sorted(wanted - set(layout.names())):
+        raise GolfError(f"every matrix needs a bank: {text!r} leaves out {len(missing)}, {missing[0]} among them; give PLAN all the slots of its kinds")
+    return layout
+
+@lru_cache(maxsize=None)
+def mixed_buckets(attn: int,   # slots of the first kind
+                  mlp: int,    # slots of the second kind
+                  world: int,  # number of ranks
+                  ) -> tuple[tuple[int, int], ...]:  # (first kind, second kind) per bucket
+    "The bucketing with the least padding, and then the fewest buckets, in which no rank owns both kinds of one bucket."
+    if not attn:
+        return ((0, mlp),) if mlp else ()
+    found = []
+    for p in range(1, attn + 1):  # slots a rank has in the first bucket
+        a = p * min(attn // p, world)
+        m = min(world * p - a, mlp)
+        per_rank = -(-(a + m) // world)
+        if m == 0 or a % per_rank == 0:
+            found.append(((a, m), *mixed_buckets(attn - a, mlp - m, world)))
+    return min(found, key=lambda buckets: (sum(-(-(a + m) // world) for a, m in buckets), len(buckets)))
+
+def mixed_text(attn: int, mlp: int, world: int) -> str:
+    "That bucketing as `bucket_layout` reads it."
+    return ",".join("+".join(f"{kind}{n}" for kind, n in (("attn", a), ("mlp", m)) if n) for a, m in mixed_buckets(attn, mlp, world))
+
+def plan_buckets(cfg: Config, world: int) -> str:
+    "The bucketing that `cfg.plan` stands for."
+    n = cfg.num_layers
+    by_shape = f"qo{2 * n},kv{2 * n},up{n},down{n}"
+    named = {"pr399": by_shape, "pr125": by_shape, "shared_mlp": f"qo{2 * n},kv{2 * n},mlp{2 * n}"}
+    return mixed_text(n, 2 * n, world) if cfg.plan == "pr132" else named.get(cfg.plan, cfg.plan.split("/")[0])
 
 def model_layout(cfg: Config, world: int) -> Layout:
     "The model's layout over `world` ranks."
-    return group_matrices(model_matrices(cfg), world)
+    return bucket_layout(slot_kinds(cfg), plan_buckets(cfg, world), world, cfg.plan == "pr125")
 
 # ---- banks ----
 
@@ -1162,15 +1278,66 @@ def make_banks(layout: Layout,                             # which banks, which 
                dtype: torch.dtype = torch.float32,         # of the storage
                device: str | torch.device = "cpu",
                ) -> dict[str, torch.nn.Parameter]:         # bank name -> [slots with padding, rows, columns]
-    "A zero-filled parameter per bank, allocated already padded. Source: parameter-golf PR #399."
+    "A zero-filled parameter per bank, allocated already padded (PR #399); of a separate layout, a `LooseBank`."
+    if layout.separate:
+        return {b.name: LooseBank(b, dtype, device) for b in layout.banks}
     return {b.name: torch.nn.Parameter(torch.zeros(b.shape, dtype=dtype, device=device)) for b in layout.banks}
+
+class LooseBank(torch.nn.Module):
+    "A bank whose slots are parameters of their own (modded-nanogpt #125): its gradient is stacked when it is asked for."
+
+    def __init__(self, spec: BankSpec, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
+        super().__init__()
+        self.data, self.stacked = torch.zeros(spec.shape, dtype=dtype, device=device), None
+        self.shape, self.dtype, self.device = self.data.shape, dtype, self.data.device
+        self.slots = torch.nn.ParameterList(torch.nn.Parameter(t) for t in self.data[:spec.real].unbind(0))
+
+    def unbind(self, dim: int = 0) -> list[torch.nn.Parameter]:
+        "The real slots."
+        return list(self.slots)
+
+    def detach(self) -> torch.Tensor:
+        "The whole storage, [slots with padding, rows, columns]."
+        return self.data
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        "The padded stack of the slots' gradients, which are dropped; None where no slot has one."
+        found = [p.grad for p in self.slots]
+        if any(g is not None for g in found):
+            zero = torch.zeros_like(self.data[0])
+            stack = torch.stack([zero if g is None else g for g in found] + [zero] * (len(self.data) - len(found)))
+            self.stacked = stack if self.stacked is None else self.stacked + stack
+            for p in self.slots:
+                p.grad = None
+        return self.stacked
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None):
+        self.stacked = value
+        for p in self.slots:
+            p.grad = None
+
+def slot_shapes(spec: BankSpec) -> list[list[tuple[int, int]]]:
+    "The stored shapes of the matrices in every real slot; an empty list where the slot is one matrix."
+    return [[m.stored for m in slot.parts] for slot in spec.matrices]
+
+def bank_views(bank: torch.Tensor,  # [slots, rows, columns]; the padding slots may be missing
+               shapes: list,        # of `slot_shapes`
+               ) -> list[torch.Tensor]:  # [stored rows, stored columns] of every matrix
+    "Views of a bank's matrices, slot by slot."
+    views = []
+    for slot, parts in zip(bank.unbind(0), shapes):
+        pieces = slot.view(-1).split([r * c for r, c in parts]) if parts else ()
+        views += [p.view(shape) for p, shape in zip(pieces, parts)] or [slot]
+    return views
 
 def unbank(layout: Layout,
            banks: dict[str, torch.Tensor],  # bank name -> [slots, rows, columns]; the padding slots may be missing
            ) -> dict[str, torch.Tensor]:    # matrix name -> [rows, columns], logical orientation
     "Views of all matrices by name, in layout order; gradients flow back into the banks."
-    parts = {b.name: banks[b.name].unbind(0) for b in layout.banks}
-    return {m.name: parts[b.name][i].T if m.transposed else parts[b.name][i] for b, i, m in layout}
+    views = (v for b in layout.banks for v in bank_views(banks[b.name], slot_shapes(b)))
+    return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
 
 def rebank(layout: Layout,
            named: dict[str, torch.Tensor],  # matrix name -> [rows, columns], logical orientation, any dtype and device
@@ -1187,6 +1354,19 @@ def rebank(layout: Layout,
     with torch.no_grad():
         for name, view in unbank(layout, {k: b.detach() for k, b in banks.items()}).items():
             view.copy_(named[name])
+
+def read_cut(shard: torch.Tensor,  # [n, rows, columns]
+             cut: Cut,
+             ) -> torch.Tensor:    # [matrices, stored rows, stored columns]
+    "The matrices of a cut as a batch."
+    return shard.flatten(1)[cut.first:cut.last, cut.start:cut.stop].reshape(-1, *cut.matrix.stored)
+
+def write_cut(shard: torch.Tensor,  # [n, rows, columns], contiguous, written in place
+              cut: Cut,
+              batch: torch.Tensor,  # [matrices, stored rows, stored columns]
+              ) -> None:
+    "Put such a batch back."
+    shard.view(len(shard), -1)[cut.first:cut.last, cut.start:cut.stop] = batch.reshape(cut.last - cut.first, -1)
 
 # ---- layers ----
 
@@ -1241,7 +1421,7 @@ def rotate(x: torch.Tensor,    # [B, T, H, D]
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
-    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1).to(x.dtype)
 
 def qk_norm_rope_gain(q: torch.Tensor,     # [B, Tq, H, D], the last Tq positions
                       k: torch.Tensor,     # [B, T, KV, D]
@@ -1712,7 +1892,7 @@ def scalar_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     L, D = cfg.num_layers, cfg.model_dim
     shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D), "q_gain": (L, cfg.num_heads), "smear_gate": (D,)}
     if L > 1:
-        shapes["skip_weights"] = (L // 2, D)
+        shapes["skip_weights"] = (L // 2, 1 if cfg.skip_gate == "sigmoid" else D)
     if cfg.bigram_vocab_size:
         shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
     if cfg.ve_layer_list:
@@ -1837,31 +2017,35 @@ def skip_source(blocks: int,            # number of blocks
 
 BLOCK_MATRICES = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.proj", "mlp.fc", "mlp.proj")  # order of BlockWeights
 
-def block_slots(layout: Layout, index: int) -> list[tuple[str, int, bool]]:
-    "Bank, slot and whether it is stored transposed, for each matrix of one block. `index` is the block's number."
-    flipped = {m.name for _, _, m in layout if m.transposed}
-    names = [f"blocks.{index}.{m}.weight" for m in BLOCK_MATRICES]
-    return [(*layout.where(n), n in flipped) for n in names]
+def block_places(layout: Layout, blocks: int) -> list[list[tuple[str, int, bool]]]:
+    "Bank, place among the bank's matrices and whether it is stored transposed, for each matrix of each block."
+    found = {m.name: (b.name, i, m.transposed) for b in layout.banks for i, m in enumerate(p for slot in b.matrices for p in slot.logical)}
+    return [[found[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES] for i in range(blocks)]
+
+def chosen_dtype(word: str, usual: torch.dtype) -> torch.dtype:
+    "What a dtype switch stands for; `auto` is the usual one."
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(word, usual)
 
 class GolfWeights(torch.nn.Module):
     "Parameters by role, all zero, and what is fixed about the blocks that read them."
 
     def __init__(self, cfg: Config,                    # shapes and switches
                  layout: Layout,                       # of the banks, for any world size
-                 dtype: torch.dtype = torch.float32,   # of banks, tables and the residual stream
+                 dtype: torch.dtype = torch.float32,   # of the residual stream; and of banks, tables, rotary tables where cfg names no other
                  device: str | torch.device = "cpu"):
         super().__init__()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.cfg, self.layout, self.cap, self.order = cfg, layout, cfg.logit_softcap, list(range(cfg.num_layers))
         self.frozen = 0, "all"  # lowest blocks that get no gradient, and what of them: "all" or "controls" (chapter 18)
-        self.blocks, self.slots = block_traits(cfg), [block_slots(layout, i) for i in range(cfg.num_layers)]
-        self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
+        self.blocks, self.places, self.compute = block_traits(cfg), block_places(layout, cfg.num_layers), dtype
+        self.shapes = {b.name: slot_shapes(b) for b in layout.banks}
+        self.banks = torch.nn.ParameterDict(make_banks(layout, chosen_dtype(cfg.matrix_dtype, dtype), device))
         self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
-        for shapes, kind in ((table_shapes(cfg), dtype), (scalar_shapes(cfg), wide)):
+        for shapes, kind in ((table_shapes(cfg), chosen_dtype(cfg.table_dtype, dtype)), (scalar_shapes(cfg), wide)):
             for name, shape in shapes.items():
                 self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
         for T in {cfg.train_seq_len, cfg.eval_seq_len}:
-            for name, table in zip(("cos", "sin"), rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, device, dtype)):
+            for name, table in zip(("cos", "sin"), rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, device, chosen_dtype(cfg.buffer_dtype, dtype))):
                 self.register_buffer(f"rotary_{name}_{T}", table, persistent=False)
 
     def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
@@ -1870,11 +2054,11 @@ class GolfWeights(torch.nn.Module):
                 "scalar": {n: getattr(self, n) for n in self.scalars}}
 
 def block_weights(model: GolfWeights) -> list[BlockWeights]:
-    "Every block's weights as views; banks and stacked scalars are unbound once."
-    slices = {name: bank.unbind(0) for name, bank in model.banks.items()}
+    "Every block's weights in the compute dtype, as views where that is theirs; banks and stacked scalars are unbound once."
+    slices = {name: [w.to(model.compute) for w in bank_views(bank, model.shapes[name])] for name, bank in model.banks.items()}
     stacked = zip(*(p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix, model.q_gain)))
     blocks = [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *scalars)
-              for where, scalars in zip(model.slots, stacked)]
+              for where, scalars in zip(model.places, stacked)]
     return freeze_blocks(blocks, *model.frozen) if torch.is_grad_enabled() else blocks
 
 def freeze_blocks(blocks: list[BlockWeights], count: int,  # from the bottom
@@ -1885,9 +2069,9 @@ def freeze_blocks(blocks: list[BlockWeights], count: int,  # from the bottom
 
 def embed_input(model: GolfWeights, ids: torch.Tensor) -> torch.Tensor:
     "Token embedding plus BigramHash, normalised, smeared: [B, T, D] in the compute dtype."
-    x = F.embedding(ids, model.tok_emb)
+    x = F.embedding(ids, model.tok_emb).to(model.compute)
     if "bigram_table" in model.tables:
-        pair = F.embedding(bigram_rows(ids, model.bigram_table.shape[0]), model.bigram_table)
+        pair = F.embedding(bigram_rows(ids, model.bigram_table.shape[0]), model.bigram_table).to(x.dtype)
         x = x + F.linear(pair, model.bigram_proj.to(x.dtype)) * model.bigram_scale.to(x.dtype)
     return smear(rms_norm(x), model.smear_gate)
 
@@ -1895,16 +2079,25 @@ def value_embeddings(model: GolfWeights, ids: torch.Tensor) -> list[torch.Tensor
     "One [B, T, KV*head] per block that adds a value embedding."
     if "ve_table" not in model.tables:
         return []
-    ve = F.embedding(ids, model.ve_table)
+    ve = F.embedding(ids, model.ve_table).to(model.compute)
     ve = F.linear(ve, model.ve_proj.to(ve.dtype)) * model.ve_scale.to(ve.dtype)
     return [ve * s.to(ve.dtype) for s in model.ve_layer_scales.unbind(0)]
+
+SKIP_START = {"one": 1.0, "0.18": 0.18, "zero": 0.0, "frozen": 0.0, "sigmoid": -1.5}  # initial weights by cfg.skip_gate
+
+SKIP_FROZEN_STEPS = 50  # with skip_gate=frozen
+
+def skip_factors(model: GolfWeights) -> tuple[torch.Tensor, ...]:  # [D] or [1] each
+    "What each skip is multiplied by: a weight per channel, or one gate (modded-nanogpt #125)."
+    w = model.skip_weights
+    return (w.sigmoid() if model.cfg.skip_gate == "sigmoid" else w).unbind(0)
 
 def model_rotary(model: GolfWeights, T: int) -> tuple[torch.Tensor, torch.Tensor]:
     "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype."
     if hasattr(model, f"rotary_cos_{T}"):
         return getattr(model, f"rotary_cos_{T}"), getattr(model, f"rotary_sin_{T}")
-    cfg, like = model.cfg, model.tok_emb
-    return rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, like.device, like.dtype)
+    cfg = model.cfg
+    return rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, model.tok_emb.device, chosen_dtype(cfg.buffer_dtype, model.compute))
 
 def walk_blocks(model: GolfWeights, ids: torch.Tensor, keep: int | None, taps: dict | None, rope_len: int | None) -> torch.Tensor:
     "Embed, then all blocks of `model.order` with their skips; only the last one is cut to `keep`: [B, keep, D]."
@@ -1913,7 +2106,7 @@ def walk_blocks(model: GolfWeights, ids: torch.Tensor, keep: int | None, taps: d
     values, weights = value_embeddings(model, ids), block_weights(model)
     cos, sin = model_rotary(model, max(T, rope_len or T))
     half, source = cfg.num_layers // 2, skip_source(cfg.num_layers)
-    skips = model.skip_weights.unbind(0) if half else ()
+    skips = skip_factors(model) if half else ()
     outputs = {}
     for place, i in enumerate(model.order):
         block = model.blocks[i]
@@ -1936,7 +2129,7 @@ class Golf(GolfWeights):
         "Logits. GolfError if `keep` is not in 1..T."
         if keep is not None and not 1 <= keep <= ids.shape[1]:
             raise GolfError(f"keep must be between 1 and the row length {ids.shape[1]}: found {keep}")
-        return F.linear(rms_norm(walk_blocks(self, ids, keep, taps, rope_len)), self.tok_emb)
+        return F.linear(rms_norm(walk_blocks(self, ids, keep, taps, rope_len)), self.tok_emb.to(self.compute))
 
 def published_names(cfg: Config) -> dict[str, tuple[str, int | None]]:
     "Published name -> (parameter, row of it or None for all), for everything that is not in a bank."
@@ -2010,7 +2203,7 @@ def drawn_state(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
 
 def init_model(model: Golf, cfg: Config, seed: int) -> None:
     "Fill a fresh model: the published draws for `seed`, constants for the rest, all rounded to bfloat16 once."
-    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": 1.0, "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init,
+    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": SKIP_START[cfg.skip_gate], "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init,
                 "bigram_scale": 0.05, "ve_scale": 0.1}
     state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
     for name, (param, _) in published_names(cfg).items():
@@ -2213,6 +2406,21 @@ def make_plan(layout: Layout,              # banks to order
     names = tuple(sorted(size, key=lambda n: size[n] if order == "small_first" else -size[n]))
     return Plan(names, names)
 
+def plan_orders(text: str,      # cfg.plan
+                layout: Layout, # made from it
+                ) -> Plan:
+    "The orders that a plan asks for; pr132 is smallest first, everything else biggest first unless it says otherwise."
+    said = text.split("/")[1:]
+    if len(said) < 2:
+        return make_plan(layout, said[0] if said else "small_first" if text == "pr132" else "big_first")
+    try:
+        orders = [tuple(layout.banks[int(i)].name for i in part.split(".")) for part in said]
+        plan = Plan(*orders)
+    except (ValueError, IndexError, TypeError):
+        raise GolfError(f"a plan's orders are two lists of bucket numbers below {len(layout.banks)}, such as /0.1.2/1.0.2: found {text!r}; correct PLAN") from None
+    check_plan(plan, layout)
+    return plan
+
 # ---- averaging ----
 
 def wide_copy(tensors: list[Tensor],  # weights of any dtype
@@ -2366,14 +2574,20 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 lr: torch.Tensor, # 0-dim: learning rate
                 mu: torch.Tensor, # 0-dim: momentum
                 wd: float,
-                scale: torch.Tensor, # [n, 1, 1] sqrt(max(1, rows/cols)) of each slot's logical matrix
+                scale: torch.Tensor, # [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
                 method: str = "ns5", steps: int = 5,
-                dtype: torch.dtype | None = None): # of the products; None: the gradient's
+                 dtype: torch.dtype | None = None, # of the products; None: the gradient's
+                 cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
     "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
     moved = momentum.mul(mu).add_(grad)
     nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
-    update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
+    if cuts is None:
+        update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
+    else:
+        update = torch.zeros_like(nesterov)
+        for cut in cuts:
+            write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
     torch.where(ok, moved, momentum, out=momentum)
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
@@ -2395,8 +2609,9 @@ class ShardedBank:
         full = torch.promote_types(replica.dtype, torch.float32)
         self.master = mine.to(full, copy=True)
         self.momentum = torch.zeros_like(mine, dtype=momentum_dtype or replica.dtype)
-        scales = torch.tensor(spec.lr_scales()[self.slots.start:self.slots.stop], dtype=full)
-        self.lr_scale = scales.view(-1, 1, 1).to(replica.device)
+        scales = torch.tensor(spec.row_scales()[self.slots.start:self.slots.stop], dtype=full)
+        self.lr_scale = scales.unsqueeze(-1).to(replica.device)
+        self.cuts = shard_cuts(spec, ranks.rank) if any(m.parts for m in spec.matrices) else None
         self.grad, self.outgoing = torch.zeros_like(mine), torch.zeros_like(mine) # fixed places for what arrives and what leaves
         self.sum = self.handle = None
 
@@ -2408,7 +2623,7 @@ class ShardedBank:
     def take(self) -> torch.Tensor:
         "The gradient backward left, which leaves `.grad` None; zeros when there is none."
         g, self.replica.grad = self.replica.grad, None
-        return torch.zeros_like(self.replica) if g is None else g
+        return torch.zeros_like(self.replica.data) if g is None else g
 
     def whole(self) -> torch.Tensor:
         "This rank's whole gradient of the step, in fp32 when it was accumulated: [n, r, c]."
@@ -2440,6 +2655,7 @@ class Replicated:
                  lr: dict, # name -> base learning rate
                  wd: dict, # name -> weight decay
                  masters: bool = False, # keep fp32 weights beside a bf16 replica
+                 state_dtype: torch.dtype | None = None, # of the moments; None: the parameters' own
                  tail: int = 0): # words that ride at the end of the gradients; such a wire is fp32 at least
         self.names = sorted(params, key=lambda k: (lr[k], wd[k], k))
         self.params = params
@@ -2455,7 +2671,7 @@ class Replicated:
             else:
                 self.segments.append((at, end, lr[k], wd[k]))
             at = end
-        self.first, self.second = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        self.first, self.second = (torch.zeros_like(self.flat, dtype=state_dtype) for _ in range(2))
         full = torch.promote_types(self.flat.dtype, torch.float32)
         self.master = self.flat.to(full) if masters else self.flat
         if masters:
@@ -2490,8 +2706,8 @@ def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, 
         v = torch.lerp(group.second[a:b].to(full), g * g, 1 - beta2)
         step = m / fix1 / ((v / fix2).sqrt() + eps)
         group.flat[a:b] = torch.where(ok, p * (1 - lr * wd) - lr * step, p).to(group.flat.dtype)
-        group.first[a:b] = torch.where(ok, m, group.first[a:b].to(full)).to(group.flat.dtype)
-        group.second[a:b] = torch.where(ok, v, group.second[a:b].to(full)).to(group.flat.dtype)
+        group.first[a:b] = torch.where(ok, m, group.first[a:b].to(full)).to(group.first.dtype)
+        group.second[a:b] = torch.where(ok, v, group.second[a:b].to(full)).to(group.first.dtype)
 
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
@@ -2540,7 +2756,8 @@ class Engine:
                  bank_lr: float = 0.025, bank_wd: float = 0.04, table_lr: float = 0.035, scalar_lr: float = 0.025, adam_wd: float = 0.04,
                  betas: tuple = (0.9, 0.95), eps: float = 1e-8, # AdamW
                  clip: str = "global", max_norm: float = 0.3, # 0 turns clipping off; clip "none": the caller writes norm_sq before launch (chapter 25)
-                 method: str = "ns5", ns_steps: int = 5, debug: bool = False):
+                 method: str = "ns5", ns_steps: int = 5, debug: bool = False,
+                 state_dtype: torch.dtype | None = None): # of momenta and moments; None: each as its parameter's (SGD: fp32)
         "Take over the parameters in `roles` under a `rule`. Raises GolfError when the layout is for another number of ranks."
         self.ranks, self.layout, self.rule, self.clip, self.max_norm = ranks or Ranks(), layout, rule, clip, max_norm
         if layout.world != self.ranks.world:
@@ -2548,9 +2765,9 @@ class Engine:
         self.plan = plan or make_plan(layout)
         check_plan(self.plan, layout)
         self.bank_lr, self.bank_wd, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, bank_wd, betas, eps, method, ns_steps, debug
-        momentum_dtype = torch.float32 if rule == "sgd" else None
+        momentum_dtype = torch.float32 if rule == "sgd" else state_dtype
         self.banks = {s.name: ShardedBank(s, roles["bank"][s.name], self.ranks, momentum_dtype if roles["bank"][s.name].dtype != torch.float64 else None) for s in layout.banks}
-        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd")
+        self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd", state_dtype=state_dtype)
         some = next(iter(self.banks.values())).master
         self.full, self.device = some.dtype, some.device
         self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
@@ -2593,7 +2810,7 @@ class Engine:
             if h is not None:
                 h.wait()
 
-def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, masters: bool) -> list:
+def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float, masters: bool, state_dtype: torch.dtype | None = None) -> list:
     "The tables and scalars of a model as flat groups, one per dtype, the widest dtype first (the control words ride with it)."
     lr = {**{k: table_lr for k in roles.get("table", {})}, **{k: scalar_lr for k in roles.get("scalar", {})}}
     params = {**roles.get("table", {}), **roles.get("scalar", {})}
@@ -2601,7 +2818,7 @@ def replicated_groups(roles: dict, table_lr: float, scalar_lr: float, wd: float,
     made = []
     for d in dtypes:
         some = {k: p for k, p in params.items() if p.dtype == d}
-        made.append(Replicated(some, lr, {k: wd for k in some}, masters and d.itemsize < 4, tail=0 if made else len(CONTROL_WORDS)))
+        made.append(Replicated(some, lr, {k: wd for k in some}, masters and d.itemsize < 4, state_dtype, tail=0 if made else len(CONTROL_WORDS)))
     return made
 
 def apply_masks(self: Engine):
@@ -2635,7 +2852,7 @@ def stage(self: Engine, grads: dict):
     dtypes = {n: g.dtype for n, g in grads.items()}
     if {n: t.dtype for n, t in self.staged.items()} != dtypes:
         self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
-        self.wires = {n: torch.empty_like(self.banks[n].replica, requires_grad=False) for n in grads}
+        self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
         self.clip_step = Recorded(lambda: clip_local(self), self.device)
     torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
 
@@ -2647,7 +2864,8 @@ def clip_local(self: Engine):
     factor = clip_factor(norm_sq, self.max_norm)
     for n, g in self.staged.items():
         torch.mul(g, factor, out=self.wires[n])
-    torch._foreach_mul_(small, factor)
+    if small:  # a model may have nothing but banks
+        torch._foreach_mul_(small, factor)
 
 def engine_finish(self: Engine, multiplier, mu: float, project):
     "Second half of a step (see `Engine.finish`)."
@@ -2703,7 +2921,7 @@ def update_bank(self: Engine, name: str):
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, cuts=bank.cuts)
     else:
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
     bank.outgoing.copy_(bank.master)
@@ -2763,9 +2981,9 @@ def restore(self: Engine, saved: list):
 def make_engine(model: torch.nn.Module, # has role_params()
                 layout: Layout, cfg: Config, ranks: Ranks, debug: bool = False) -> Engine:
     "The engine a recipe describes, on a model of golfnb."
-    return Engine(model.role_params(), layout, ranks, plan=make_plan(layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
+    return Engine(model.role_params(), layout, ranks, plan=plan_orders(cfg.plan, layout), bank_lr=cfg.matrix_lr, bank_wd=cfg.muon_wd,
                         table_lr=cfg.tied_embed_lr, scalar_lr=cfg.scalar_lr, adam_wd=cfg.adam_wd, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
-                        clip=cfg.clip, max_norm=cfg.grad_clip_norm, method=cfg.ns, ns_steps=cfg.muon_backend_steps, debug=debug)
+                        clip=cfg.clip, max_norm=cfg.grad_clip_norm, method=cfg.ns, ns_steps=cfg.muon_backend_steps, debug=debug, state_dtype={"bf16": torch.bfloat16, "fp32": torch.float32}.get(cfg.state_dtype))
 
 # ---- evaluate ----
 
@@ -2941,18 +3159,17 @@ class GridProjector:
         "Freeze the clip ratios of the shard's int6 slots; `qmax` is the largest integer."
         self.qmax, self.floor, self.parts = qmax, floor, {}
         for name, bank in engine.banks.items():
-            mine, self.parts[name] = bank.spec.slots(engine.ranks.rank), []
-            for row_dim in (-2, -1):
-                slots = [i for i, m in enumerate(mine) if m is not None and m.quant.kind == "int6" and m.transposed == (row_dim == -1)]
-                if slots:
-                    w = bank.master[slots]
-                    self.parts[name].append((slots, row_dim, clip_ratio(w if row_dim == -2 else w.mT, qmax, floor)))
+            self.parts[name] = []
+            for cut in shard_cuts(bank.spec, engine.ranks.rank, lambda m: (m.stored, m.transposed, m.quant)):
+                if cut.matrix.quant.kind == "int6":
+                    w = read_cut(bank.master, cut)
+                    self.parts[name].append((cut, clip_ratio(w.mT if cut.matrix.transposed else w, qmax, floor)))
 
     def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
         "A copy of `master` [n, r, c] with every int6 slot on its grid."
         out = master.clone()
-        for slots, row_dim, ratio in self.parts[name]:
-            out[slots] = round_to_grid(master[slots], ratio, self.qmax, self.floor, row_dim=row_dim)
+        for cut, ratio in self.parts[name]:
+            write_cut(out, cut, round_to_grid(read_cut(master, cut), ratio, self.qmax, self.floor, row_dim=-1 if cut.matrix.transposed else -2))
         return out
 
 class RunLog:
@@ -3138,10 +3355,19 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
     if cfg.qat_banks and cfg.late_qat and multiplier_at(cfg, s, said["elapsed_ms"]) < cfg.late_qat_threshold:
         state.qat_due = True
 
+def hold_skips(step: int, engine: Engine):
+    "Mask the gradient of the skip weights for the first `SKIP_FROZEN_STEPS` steps (one of the settings of modded-nanogpt #125's discussion)."
+    if step < SKIP_FROZEN_STEPS:
+        engine.masks["skip_weights"] = torch.zeros((), device=engine.device)
+    else:
+        engine.masks.pop("skip_weights", None)
+
 def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: LoopState, log: RunLog):
     "Step `step` (0-based) of the loop."
     elapsed = state.clock.read()
     state.starts.append(elapsed)
+    if cfg.skip_gate == "frozen":
+        hold_skips(step, engine)
     loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
     control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))
     multiplier = multiplier_at(cfg, step, control[0])
@@ -4051,7 +4277,7 @@ def named_masters(model: Golf,
                   ) -> tuple[dict, dict]:    # banks [n, r, c] by bank name, other tensors by parameter name, fp32 (or fp64)
     "A named state in the model's own storage form, without the rounding to its dtype."
     own = model.role_params()
-    def like(params): return {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in params.items()}
+    def like(params): return {n: torch.zeros_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in params.items()}
     banks, others = like(own["bank"]), like(own["table"] | own["scalar"])
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])

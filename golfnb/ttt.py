@@ -83,7 +83,7 @@ def named_masters(model: Golf,
                   ) -> tuple[dict, dict]:    # banks [n, r, c] by bank name, other tensors by parameter name, fp32 (or fp64)
     "A named state in the model's own storage form, without the rounding to its dtype."
     own = model.role_params()
-    def like(params): return {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in params.items()}
+    def like(params): return {n: torch.zeros_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in params.items()}
     banks, others = like(own["bank"]), like(own["table"] | own["scalar"])
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])

@@ -47,6 +47,22 @@ def test_phases_on_two_ranks_into_a_file(tmp_path):
     assert all(s >= m for n in names for m, s in zip(samples[n], samples[f"{n} slowest rank"]))
 
 
+def test_links_and_then_plans_on_two_ranks(tmp_path):
+    "What one command measures the other predicts with; without it, it says so."
+    done = golfnb("bench", "links", "--nproc", 2, "--rounds", 3, *WORDS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = complete(tmp_path / "nbs" / "results" / "links_cpu_2.json")["facts"]
+    assert set(facts["links"]["collectives"]) == {"scatter", "gather", "all-reduce"} and "predicted" in done.stdout
+    done = golfnb("bench", "optimizer", "--nproc", 2, "--rounds", 3, "--only", "plans", *WORDS, cwd=tmp_path)
+    assert done.returncode == 0 and "links: nbs/results/links_cpu_2.json" in done.stdout, done.stderr[-2000:]
+    found = complete(tmp_path / "nbs" / "results" / "optimizer_cpu_2.json")
+    plans = found["facts"]["plans"]
+    assert {"pr399", "shared_mlp", "pr125", "searched", "132-model,pr132", "132-model,by-kind"} <= set(plans) and plans["searched"]["plan"] == facts["predicted_best"][0][1]
+    assert all(len(found["samples"][f"{p} {s}"]) == 15 for p in plans for s in ("tail", "host", "device", "muon")) and plans["pr399"]["predicted_device_ms"] > 0
+    with pytest.raises(GolfError, match="absent.json: expected a result of golfnb bench links"):
+        run_bench(BenchJob("optimizer", links="absent.json"), 1, SMALL)
+
+
 def test_startup_cold_and_warm(tmp_path):
     done = golfnb("bench", "startup", "--nproc", 1, *WORDS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from golfnb.banks import unbank
 from golfnb.config import GolfError, load_config
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
@@ -30,7 +31,7 @@ def run_steps(engine, model, cfg, momenta, check=None):
         engine.step(momentum=mu)
 
 
-@pytest.mark.parametrize("plan", ["pr399", "shared_mlp"])
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "pr125", "pr132", "attn2+mlp4,mlp2,attn1"])
 @pytest.mark.parametrize("order", ["big_first", "small_first"])
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     cfg, layout, model = model_of(settings(3, PLAN=plan))
@@ -39,9 +40,9 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
 
     def oracle(mu):
-        for bank, slot, m in layout:
-            g = model.banks[bank.name].grad[slot]
-            g = g.T if m.transposed else g
+        grads = unbank(layout, {n: b.grad for n, b in model.banks.items()})
+        for _, _, m in layout:
+            g = grads[m.name]
             scale = max(1.0, m.rows / m.cols) ** 0.5
             weights[m.name], momentum[m.name] = muon_one(weights[m.name], momentum[m.name], g, 0.025, mu, 0.04, scale)
 
@@ -200,3 +201,20 @@ def test_a_recorded_backward_on_the_gpu(accum):
     torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
     for a, b in zip(masters, others):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_every_plan_adapts_alike():
+    "Score-first test-time training with a frozen block: SGD on the masters, whatever slot a matrix lies in."
+    from golfnb.bpb import ByteTable
+    from golfnb.ttt import score_first
+
+    none, stream, found = torch.zeros(32, dtype=torch.bool), torch.randint(32, (65,), generator=torch.Generator().manual_seed(0)), []
+    for plan in ("pr399", "shared_mlp", "pr125", "pr132"):
+        cfg, layout, model = model_of(settings(3, PLAN=plan, EVAL_SEQ_LEN="16", EVAL_STRIDE="8", TTT_CHUNK_TOKENS="16", TTT_EPOCHS="1", TTT_LR="0.1", TTT_FREEZE_BLOCKS="1"))
+        state = named_state(model)
+        loss, _, _ = score_first(model, layout, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), cfg, Ranks())
+        found.append((loss, named_state(model)))
+    for loss, after in found[1:]:
+        assert abs(loss - found[0][0]) < 1e-9 and max((after[n] - found[0][1][n]).abs().max().item() for n in after) < 1e-9
+    moved = {n for n in state if not torch.equal(found[0][1][n], state[n])}
+    assert "blocks.1.attn.c_q.weight" in moved and not any(n.startswith("blocks.0.") for n in moved)

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from golfnb.banks import make_banks, rebank, unbank
-from golfnb.config import Config, GolfError
-from golfnb.layout import SMALL_MATRIX, group_matrices, matrix, model_layout, model_matrices
+from golfnb.config import Config, GolfError, load_config
+from golfnb.layout import SMALL_MATRIX, group_matrices, matrix, mixed_buckets, mixed_text, model_layout, shard_cuts, share_slot, slot_kinds, speedrun_kinds, bucket_layout
+from golfnb.model import Golf, init_model, named_state
+from workers import settings
 
 
 def layout_of(plan, world, layers=11):
@@ -16,7 +18,7 @@ def layout_of(plan, world, layers=11):
     return model_layout(cfg, world)
 
 
-@pytest.mark.parametrize("plan", ["pr399", "shared_mlp"])
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "pr125", "pr132"])
 @pytest.mark.parametrize("layers", [1, 4, 11])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
 def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world):
@@ -28,7 +30,8 @@ def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world)
         assert [m for r in range(world) for m in b.slots(r)] == list(b.matrices) + [None] * b.padding
         assert len(b.lr_scales()) == b.shape[0]
     for b, i, m in layout:
-        assert layout.where(m.name) == (b.name, i) and layout.bank(b.name) is b and m.stored == b.shape[1:]
+        assert layout.where(m.name) == (b.name, i) and layout.bank(b.name) is b and (m.stored == b.shape[1:] or m in b.matrices[i].parts)
+        assert len(b.row_scales()) == b.shape[0] and all(len(s) in (1, b.shape[1]) for s in b.row_scales())
 
 
 def test_published_banks_and_waste():
@@ -42,6 +45,39 @@ def test_published_banks_and_waste():
     assert scales == {m.name: m.lr_scale for _, _, m in layout}, "storing transposed must not change how fast a matrix learns"
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize("attn", [1, 2, 7, 10, 11])
+@pytest.mark.parametrize("mlp", [0, 5, 22])
+def test_mixed_buckets(attn, mlp, world):
+    "Everything is placed, no rank owns both kinds of one bucket, and never more slots than two buckets of one kind each would take."
+    buckets = mixed_buckets(attn, mlp, world)
+    assert [sum(x) for x in zip(*buckets)] == [attn, mlp]
+    for a, m in buckets:
+        per_rank = -(-(a + m) // world)
+        owners = [{"a" if i < a else "m" for i in range(r * per_rank, (r + 1) * per_rank) if i < a + m} for r in range(world)]
+        assert all(len(o) <= 1 for o in owners), buckets
+
+    def slots(some):
+        return sum(-(-n // world) * world for n in some)
+    assert slots(a + m for a, m in buckets) <= slots((attn, mlp))
+
+
+def test_the_published_mixed_buckets():
+    layout = bucket_layout(speedrun_kinds(), f"smear_gate1,attn_gate10,{mixed_text(10, 22, 8)}", 8)
+    assert [b.real for b in layout.banks] == [1, 10, 16, 16] and [b.padding for b in layout.banks] == [7, 6, 0, 0]
+    mixed = layout.banks[2]
+    assert [len(shard_cuts(mixed, r)) for r in range(8)] == [1] * 8 and [shard_cuts(mixed, r)[0].matrix.stored for r in range(8)] == [(768, 768)] * 5 + [(3072, 768)] * 3
+    assert not shard_cuts(layout.banks[0], 5)
+
+
+def test_a_shared_slot_is_cut_by_kind():
+    "With grouped-query attention a rank's attention slots are two batches."
+    layout = layout_of("pr132", 8)
+    cuts = shard_cuts(layout.banks[0], 0)
+    assert [c.matrix.stored for c in cuts] == [(512, 512), (256, 512)] and cuts[-1].stop == 1536 * 512
+    assert {m.name for slot in slot_kinds(Config())["attn"] for m in slot.logical} | {m.name for m in slot_kinds(Config())["mlp"]} == set(layout.names())
+
+
 def test_small_matrices_are_not_for_the_grid():
     assert matrix("a", 256, SMALL_MATRIX // 256, "g").quant.kind == "fp16"
     assert matrix("a", 257, SMALL_MATRIX // 256, "g").quant.kind == "int6"
@@ -51,7 +87,9 @@ def test_bad_layouts():
     one = matrix("a", 2, 3, "g")
     for bad in (lambda: group_matrices([one, matrix("b", 3, 2, "g")], 1), lambda: group_matrices([one, one], 1), lambda: group_matrices([], 1),
                 lambda: group_matrices([one], 0), lambda: group_matrices([one], 1).bank("x"), lambda: group_matrices([one], 1).where("x"),
-                lambda: model_matrices(type("C", (), {"plan": "x"})())):
+                lambda: layout_of("x", 8), lambda: layout_of("qo22,kv22", 8), lambda: layout_of("qo22,kv22,mlp21", 8), lambda: layout_of("qo22,kv22,mlp23", 8),
+                lambda: layout_of("qo22,kv22,mlp22,up1", 8), lambda: layout_of("qo22+kv22,mlp22", 8), lambda: layout_of("attn11,mlp22,qo1", 8),
+                lambda: share_slot("s", (4, 4), (matrix("a", 2, 4, "g"),), "g"), lambda: share_slot("s", (3, 4), (matrix("a", 2, 3, "g"), matrix("b", 2, 3, "g")), "g")):
         with pytest.raises(GolfError):
             bad()
 
@@ -105,3 +143,19 @@ def test_forward_and_gradient_equal_separate_linears(world):
     for name, g in unbank(layout, {"mlp": ga}).items():
         torch.testing.assert_close(g, named[name].grad, rtol=1e-12, atol=1e-12)
     assert ga.shape == banks["mlp"].shape and ga.is_contiguous() and not ga[6:].any()
+
+
+def test_separate_parameters_are_parameters():
+    cfg = load_config(settings(3, PLAN="pr125"))
+    model = Golf(cfg, model_layout(cfg, 8))
+    init_model(model, cfg, 1)
+    assert sum(1 for n, _ in model.named_parameters() if n.startswith("banks.")) == 18
+    twin = Golf(load_config(settings(3)), model_layout(load_config(settings(3)), 1))
+    init_model(twin, cfg, 1)
+    assert all(torch.equal(a, b) for a, b in zip(named_state(model).values(), named_state(twin).values()))
+
+
+@pytest.mark.parametrize("plan", ["one_big_bank", "PR399", "qo6;kv6", "../qo6", ""])
+def test_a_plan_that_is_no_plan(plan):
+    with pytest.raises(GolfError, match="PLAN must be"):
+        load_config(settings(3, PLAN=plan)).check(1)

@@ -13,15 +13,23 @@ CAPPED = settings(3, MAX_WALLCLOCK_SECONDS="0.07", ITERATIONS="1000", WARMDOWN_I
 CASES = [("five_steps", (EVEN,)), ("five_steps", (ODD,)), ("five_steps", (SHARED,)), ("five_steps", (ODD, torch.float64, True)),
          ("five_steps", (ODD, torch.bfloat16)), ("skewed_clocks", (CAPPED,)), ("bad_gradient", (settings(3), 1))]
 
+# every plan of the engine, in the same processes
+PLANS = {"pr399": "pr399", "shared": "shared_mlp", "125": "pr125", "132": "pr132", "searched": "mlp4,qo6,kv6,mlp2/3.1.0.2/1.0.3.2"}
+LOCAL = {"pr399 local": "pr399", "125 local": "pr125", "132 local": "pr132"}
+PLAN_CASES = [("plan_steps", (settings(3, PLAN=p),)) for p in PLANS.values()]
+PLAN_CASES += [("plan_steps", (settings(3, PLAN=p, CLIP="local", GRAD_CLIP_NORM="0.05"),)) for p in LOCAL.values()]
+PLAN_CASES += [("projected", (settings(3, PLAN=p, SMALL_TENSOR="64"),)) for p in ("pr399", "pr132")] + [("wrong_world", (settings(3, PLAN="pr132"),))]
+AT, CASES = len(CASES), CASES + PLAN_CASES
+
 
 @pytest.fixture(scope="module")
 def alone():
-    return workers.all_checks(Ranks(), CASES[:5])
+    return workers.all_checks(Ranks(), CASES[:5]) + [None] * (AT - 5) + workers.all_checks(Ranks(), PLAN_CASES)
 
 
 @pytest.fixture(scope="module", params=WORLDS)
 def ranked(request):
-    return request.param, spawn(request.param, "all_checks", CASES)
+    return request.param, spawn(request.param, "all_checks", CASES + [("ways", (settings(3),))] * (request.param == 2))
 
 
 def distance(a: dict, b: dict) -> float:
@@ -76,3 +84,47 @@ def test_bad_gradient_on_one_rank_is_skipped_by_all(ranked):
 def test_accumulation_is_the_mean(alone, accum):
     named, _, losses = workers.five_steps(Ranks(), EVEN, accum=accum)
     assert distance(named, alone[0][0]) < 1e-9 and np.allclose(losses, alone[0][2], atol=1e-9)
+
+
+def test_all_plans_are_one_optimizer(alone):
+    "One rank: the plan changes where a matrix lies and nothing else."
+    for out in alone[AT + 1:AT + len(PLANS)]:
+        assert distance(out, alone[AT]) < 1e-9
+    for out in alone[AT + len(PLANS) + 1:AT + len(PLANS) + len(LOCAL)]:
+        assert distance(out, alone[AT + len(PLANS)]) < 1e-9
+    assert distance(alone[AT + len(PLANS)], alone[AT]) > 1e-6, "the local clip did act"
+
+
+def test_every_world_size_gives_the_single_process(ranked, alone):
+    world, outs = ranked
+    for rank, out in enumerate(outs):
+        for i, plan in enumerate(PLANS):
+            assert distance(out[AT + i], alone[AT]) < 1e-9, f"plan {plan} at {world} ranks, rank {rank}"
+
+
+def test_local_clipping_is_the_same_in_every_plan(ranked):
+    world, outs = ranked
+    first = AT + len(PLANS)
+    for out in outs:
+        assert max(distance(out[first], out[first + i]) for i in range(1, len(LOCAL))) < 1e-9
+
+
+def test_rounding_knows_the_matrices_of_a_shared_slot(ranked, alone):
+    world, outs = ranked
+    at = AT + len(PLANS) + len(LOCAL)
+    assert distance(alone[at], alone[at + 1]) < 1e-5
+    for out in outs:
+        assert max(distance(out[at + i], alone[at]) for i in (0, 1)) < 2e-2
+        levels = {len(np.unique(np.round(row / np.abs(row).max() * 31, 3))) for row in out[at + 1]["blocks.0.attn.c_k.weight"]}
+        assert max(levels) <= 16, "a row of 16 weights on the grid"
+
+
+def test_the_usual_ways_are_the_same_optimizer(ranked):
+    "DDP with the batched rule, on separate weights and on banks: what is timed beside the engine computes the same."
+    world, outs = ranked
+    assert world != 2 or all(out[len(CASES)] < 1e-7 for out in outs)
+
+
+def test_a_plan_for_another_world_is_refused(ranked):
+    world, outs = ranked
+    assert all(f"made for {world + 1} ranks, but {world}" in out[len(CASES) - 1] for out in outs)

@@ -12,7 +12,7 @@ from tiny import TINY, tiny_data
 from golfnb.cli import main_cli
 from golfnb.config import GolfError, load_config
 from golfnb.parallel_muon import Ranks
-from golfnb.report import student_t_tail
+from golfnb.significance import student_tail
 from golfnb.run import run
 from golfnb.shards import write_shard
 from golfnb.submission import Claim, beats_target, check_submission, command_settings, make_submission, read_log
@@ -137,8 +137,8 @@ def test_the_t_test_agrees_with_the_density_it_integrates():
             low = np.arctan(t / np.sqrt(df))
             u = low + (np.arange(200_000) + 0.5) / 200_000 * (np.pi / 2 - low)  # T = sqrt(df) tan(u)
             want = float((np.cos(u) ** (df - 1)).mean() * (np.pi / 2 - low) * scale)
-            assert student_t_tail(t, df) == pytest.approx(want, rel=1e-6, abs=1e-12), (t, df)
-    assert student_t_tail(6.965, 2) == pytest.approx(0.01, abs=1e-5) and student_t_tail(31.821, 1) == pytest.approx(0.01, abs=1e-5)  # printed tables
+            assert student_tail(t, df) == pytest.approx(want, rel=1e-6, abs=1e-12), (t, df)
+    assert student_tail(6.965, 2) == pytest.approx(0.01, abs=1e-5) and student_tail(31.821, 1) == pytest.approx(0.01, abs=1e-5)  # printed tables
     found = beats_target([1.12, 1.13, 1.14], 1.16, 0.01)
     assert found["t"] == pytest.approx(0.02 / (0.01 / 3 ** 0.5)) and found["df"] == 2
 

@@ -6,17 +6,19 @@ import socket
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
 
-from golfnb.config import load_config
+from golfnb.banks import unbank
+from golfnb.config import GolfError, load_config
 from golfnb.layout import model_layout
-from golfnb.model import Golf, init_model
+from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import engine_gather, make_engine, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
-from golfnb.train import RunLog, train, training_loss
+from golfnb.train import GridProjector, RunLog, train, training_loss
 
 ROWS, SEQ = 24, 16
 TINY = dict(MODEL_DIM="16", NUM_HEADS="2", NUM_KV_HEADS="1", VOCAB_SIZE="32", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="24", BIGRAM_DIM="6", VE_DIM="6",
@@ -102,6 +104,59 @@ def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 
     named = {n: b[:real[n]].double().numpy() for n, b in banks.items()} | {n: t.double().numpy() for n, t in others.items()}
     replica = {n: b.replica.detach()[:real[n]].double().numpy() for n, b in engine.banks.items()}
     return named, replica, losses
+
+
+def plan_steps(ranks, env: dict) -> dict:
+    """Weights by published name after 4 steps in fp64, in which one matrix and one scalar get no gradient and another matrix is frozen:
+    what must not depend on the plan or the number of ranks."""
+    cfg, model, engine = machine(env, ranks)
+    loader, loss_fn, role = Batches(cfg, ranks), training_loss(model, model.cap), model.role_params()["bank"]
+    held = {b.name: torch.ones(b.shape, dtype=torch.float64) for b in model.layout.banks}
+    unbank(model.layout, held)["blocks.1.mlp.proj.weight"].zero_()
+    engine.masks = held
+    for step in range(4):
+        loss_fn(*loader.next()).backward()
+        unbank(model.layout, {n: b.grad for n, b in role.items()})["blocks.0.attn.c_k.weight"].zero_()
+        model.smear_gate.grad = None
+        engine.step(0.5 if step > 2 else 1.0, 0.9 + 0.02 * step)
+    state = named_state(model, *engine_gather(engine))
+    assert all(torch.equal(t.bfloat16(), named_state(model)[n].bfloat16()) for n, t in state.items()), "the replica is what the masters say"
+    return {n: t.numpy() for n, t in state.items()}
+
+
+def projected(ranks, env: dict) -> dict:
+    "Weights by published name after a step that published rounded masters."
+    cfg, model, engine = machine(env, ranks, torch.float32)
+    training_loss(model, model.cap)(*Batches(cfg, ranks).next()).backward()
+    engine.launch()
+    engine.finish(project=GridProjector(engine, floor=False))
+    return {n: t.numpy() for n, t in named_state(model).items()}
+
+
+def wrong_world(ranks, env: dict) -> str:
+    "What an engine says to a plan for another number of ranks."
+    cfg = load_config(env)
+    layout = model_layout(cfg, ranks.world + 1)
+    try:
+        make_engine(Golf(cfg, layout), layout, cfg, ranks)
+    except GolfError as e:
+        return str(e)
+
+
+def ways(ranks, env: dict) -> float:
+    "Largest difference, after 3 steps in fp64, between the engine and the same rule batched under DDP, with separate weights and with banks."
+    from golfnb.baselines import DdpRig
+    from golfnb.bench import Rig, random_shard
+
+    cfg = load_config({**env, "MUON_MOMENTUM_WARMUP_STEPS": "0", "WEIGHT_DTYPE": "fp64", "AVERAGING": "none", "WARMDOWN_ITERS": "0", "LOADER": "sequential"})
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [random_shard(Path(folder) / "fineweb_train_000000.bin", 4000, cfg.vocab_size)]
+        rigs = [Rig(cfg, ranks, paths)] + [DdpRig(replace(cfg, plan=p), ranks, paths, one_by_one=False) for p in ("pr125", "shared_mlp")]
+        for rig in rigs:
+            rig.warm(3)
+            rig.loader.close()
+    ours, *others = (named_state(rig.model if isinstance(rig, DdpRig) else rig.machine.model) for rig in rigs)
+    return max(float((ours[n].double() - other[n].double()).abs().max()) for other in others for n in ours)
 
 
 class Clock:
