@@ -11,8 +11,8 @@ from sources import PAGES, number, page_of, stems
 from sphinx import addnodes
 from sphinx.util.docutils import SphinxRole
 
-CHAPTERS = {s[:2]: page_of(s) for s in stems() if number(s) is not None}
-CHAPTER_WORDS = re.compile(r"\b(?:[Cc]hapters?|[Ss]tud(?:y|ies))\s\d\d\b(?:(?:,|,?\s(?:and|to|or))\s\d\d\b)*")
+CHAPTERS = {s.split("_")[0]: page_of(s) for s in stems() if number(s) is not None}
+CHAPTER_WORDS = re.compile(r"\b(?:[Cc]hapters?|[Ss]tud(?:y|ies))\s\d\d[a-z]?\b(?:(?:,|,?\s(?:and|to|or))\s\d\d[a-z]?\b)*")
 
 PLAIN_NAMES = re.compile(r"(?<![\w./-])(?:[A-Z][a-z]+[A-Z]\w*|[A-Za-z]+_\w+)(?![\w/]|\.\w)")
 
@@ -230,7 +230,7 @@ def link_prose(app, doctree, page: str) -> None:
         text = node.astext()
         spans = [(m.start(), m.end(), reference(page, places()[m[0]], nodes.Text(m[0]), style="golf-use")) for m in PLAIN_NAMES.finditer(text) if m[0] in places()]
         for match in CHAPTER_WORDS.finditer(text):
-            for n in re.finditer(r"\d\d", match[0]):
+            for n in re.finditer(r"\d\d[a-z]?\b", match[0]):
                 target = CHAPTERS.get(n[0])
                 if target and target != page:
                     begin = match.start() + n.start() if len(re.findall(r"\d\d", match[0])) > 1 else match.start()
@@ -261,7 +261,7 @@ class ChapterRole(SphinxRole):
     def run(self):
         module, name = self.text.split(".")
         chapter = modules()[module].chapter
-        return [reference(self.env.docname, f"{chapter}.html#{name}", nodes.Text(f"Defined in chapter {chapter[:2]}"), style="golf-defined")], []
+        return [reference(self.env.docname, f"{chapter}.html#{name}", nodes.Text(f"Defined in chapter {chapter.split('_')[0]}"), style="golf-defined")], []
 
 
 def resolved(app, doctree, page: str) -> None:

@@ -97,7 +97,7 @@ def read_class(node: ast.ClassDef, notes: dict[int, str]) -> Name:
         elif isinstance(item, FUNCTION) and item.name == "__init__":
             found.rows, _ = table_of(item, notes)
             found.signature = signature_of(item)
-        elif isinstance(item, FUNCTION) and not item.name.startswith("_"):
+        elif isinstance(item, FUNCTION) and not item.name.startswith("_") and not any(shown(d).endswith(".setter") for d in item.decorator_list):
             found.members.append(read_function(item, notes, "method"))
     return found
 

@@ -19,7 +19,7 @@ def stems() -> list[str]:
 
 
 def number(stem: str) -> int | None:
-    return int(stem[:2]) if re.match(r"\d\d_", stem) else None
+    return int(stem[:2]) if re.match(r"\d\d[a-z]?_", stem) else None
 
 
 def parts() -> list[tuple[str, list[str]]]:
@@ -39,7 +39,7 @@ def summary_of(nb: nbformat.NotebookNode) -> str:
 
 def numbered_title(stem: str) -> str:
     title = title_of(nbformat.read(NBS / f"{stem}.ipynb", as_version=4))
-    return f"{stem[:2]} {title}" if number(stem) is not None else title
+    return f"{stem.split('_')[0]} {title}" if number(stem) is not None else title
 
 
 # pictures
@@ -130,7 +130,7 @@ def as_page(stem: str) -> nbformat.NotebookNode:
         cells.append(cell)
     if number(stem) is not None:
         first = next(c for c in cells if c.cell_type == "markdown")
-        first.source = re.sub(r"^# ", f"# {stem[:2]} ", first.source, count=1, flags=re.M)
+        first.source = re.sub(r"^# ", f"# {stem.split('_')[0]} ", first.source, count=1, flags=re.M)
     nb.cells = cells
     nb.metadata = {"kernelspec": {"display_name": "Python", "language": "python", "name": "python3"}, "language_info": {"name": "python", "pygments_lexer": "ipython3"}}
     return nb
@@ -199,7 +199,7 @@ def api_index() -> str:
 def map_rooms() -> str:
     "The rooms, part by part: what each gives, what it builds on, who uses it."
     by_chapter = {m.chapter: m for m in modules().values()}
-    link = lambda stem: f"[{stem[:2]}]({stem}.ipynb)"
+    link = lambda stem: f"[{stem.split('_')[0]}]({stem}.ipynb)"
     lines = []
     for title, group in parts():
         lines += [f"## {title}", "", "| room | what it gives | builds on | used by |", "|---|---|---|---|"]
@@ -208,7 +208,7 @@ def map_rooms() -> str:
             m = by_chapter.get(stem)
             down = " ".join(link(modules()[i].chapter) for i in sorted(m.imports, key=lambda i: modules()[i].chapter)) if m else ""
             up = " ".join(link(o.chapter) for o in modules().values() if m and m.name in o.imports)
-            lines.append(f"| [{stem[:2]} {title_of(nb)}]({stem}.ipynb) | {summary_of(nb)} | {down} | {up} |")
+            lines.append(f"| [{stem.split('_')[0]} {title_of(nb)}]({stem}.ipynb) | {summary_of(nb)} | {down} | {up} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -234,7 +234,7 @@ def negative_results() -> str:
                 elif inside and block and not INPUT.search(block):
                     found.append(block if re.match(r"[*-] ", block) else f"* {block}")
         if found:
-            lines += [f"## {numbered_title(stem)}", "", *[re.sub(r"^[*-] ", "* ", b) for b in found], "", f"[From chapter {stem[:2]}]({stem}.ipynb).", ""]
+            lines += [f"## {numbered_title(stem)}", "", *[re.sub(r"^[*-] ", "* ", b) for b in found], "", f"[From chapter {stem.split('_')[0]}]({stem}.ipynb).", ""]
     return "\n".join(lines)
 
 

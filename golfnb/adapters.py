@@ -41,7 +41,7 @@ def document_spans(tokens: Tensor,  # int [N + 1]
     return np.stack([edges[:-1], edges[1:]], 1)
 
 # %% ../nbs/18b_adapters.ipynb #98f6a16f
-def row_fill(chunk: np.ndarray,   # int64, number of a chunk in its document
+def row_fill(chunk: np.ndarray,   # int64 [chunks], number of each in its document
              capacity: int,       # chunks of a row, at least 2
              ) -> tuple[np.ndarray, np.ndarray]:  # chunks before it in its row; bool: a new row begins half a row back
     "Where the chunks of a document lie in its rows."
@@ -136,11 +136,13 @@ def attend_stored(q: Tensor,  # [lanes, T, H, head]
 
 # %% ../nbs/18b_adapters.ipynb #cb281684
 def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
-                  w: BlockWeights, pairs: list, block: BlockTraits,
+                  w: BlockWeights,
+                  pairs: list,               # A and B of each matrix, see adapter_pairs
+                  block: BlockTraits,
                   cos: Tensor, sin: Tensor,  # [lanes * T, rope_dims/2]
                   ve: Tensor | None,         # [lanes, T, KV*head]
                   past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each
-                  mask: Tensor,
+                  mask: Tensor,              # bool [lanes, 1, T, S + T]
                   ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values
     "One block, as `run_block` of chapter 08."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
@@ -218,14 +220,16 @@ class DocumentLedger:
     def __init__(self, spans: np.ndarray):  # int64 [documents, 2]
         self.spans, self.upto, self.history = spans, spans[:, 0].copy(), []  # history: ("score" or "train", documents, first targets, ends)
 
-    def scored(self, docs: np.ndarray, a: np.ndarray, b: np.ndarray):
+    def scored(self, docs: np.ndarray,               # int64 [n], numbers of documents
+               a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
         "Targets a .. b-1 of these documents got their score. GolfError unless they follow each document's last scored one."
         if (a != self.upto[docs]).any() or (b <= a).any() or (b > self.spans[docs, 1]).any() or len(set(docs.tolist())) != len(docs):
             raise GolfError(f"targets of a document must be scored once, from left to right: expected the next of documents {docs[:4].tolist()} to be {self.upto[docs][:4].tolist()}, found {a[:4].tolist()}; start a new pass")
         self.upto[docs] = b
         self.history.append(("score", docs, a, b))
 
-    def train(self, docs: np.ndarray, a: np.ndarray, b: np.ndarray):
+    def train(self, docs: np.ndarray,               # as in `scored`
+              a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
         "Ask before an update of these documents' adapters with targets a .. b-1. GolfError if one of them has no score yet, or is another document's."
         if (a < self.spans[docs, 0]).any() or (b <= a).any() or (b > self.upto[docs]).any():
             raise GolfError(f"an update may use scored targets of its own document only: documents {docs[:4].tolist()} want up to {b[:4].tolist()}, scored are {self.upto[docs][:4].tolist()}; score the chunk first")
@@ -235,7 +239,10 @@ class DocumentLedger:
 class Lanes:
     "Adapters, stored keys and sums of one rank's lanes, and the step that moves them all."
 
-    def __init__(self, model: Golf, tokens: Tensor, table: ByteTable, cfg: Config, plan: dict[str, np.ndarray], step: Callable | None = None, out: Tensor | None = None):
+    def __init__(self, model: Golf, tokens: Tensor, table: ByteTable, cfg: Config,  # as in score_documents
+                 plan: dict[str, np.ndarray],   # int64 [steps, lanes] each, see lane_plan
+                 step: Callable | None = None,  # see adapted_step
+                 out: Tensor | None = None):    # [N + 1]: receives each target's nats; the last place is for what does not count
         device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
@@ -336,7 +343,10 @@ def document_trial(model: Golf, state: dict[str, Tensor], tokens: Tensor, table:
     return Trial(nats, loss, bpb, witness.forwards, witness.rows, ledger.history)
 
 
-def audit_independence(run: Callable[[Tensor], Trial], tokens: Tensor, base: Trial, together: Trial, vocab: int) -> list[dict]:
+def audit_independence(run: Callable[[Tensor], Trial],  # one pass over a stream, tokens int [N + 1], in one lane
+                       tokens: Tensor,              # int [N + 1]
+                       base: Trial, together: Trial,  # their passes: in one lane, and in several
+                       vocab: int) -> list[dict]:   # findings
     "Condition 1, for documents: a flip inside one leaves all others bit-equal, and lanes side by side give the scores of one lane."
     spans, leaks = document_spans(tokens), []
     for a, b in spans[np.linspace(0, len(spans) - 1, min(len(spans), 6)).astype(int)].tolist():

@@ -33,7 +33,7 @@ class LooseBank(torch.nn.Module):
         self.slots = torch.nn.ParameterList(torch.nn.Parameter(t) for t in self.data[:spec.real].unbind(0))
 
     def unbind(self, dim: int = 0) -> list[torch.nn.Parameter]:
-        "The real slots."
+        "The real slots, one parameter each; `dim` is there because a tensor's `unbind` has it."
         return list(self.slots)
 
     def detach(self) -> torch.Tensor:
@@ -54,6 +54,7 @@ class LooseBank(torch.nn.Module):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None):
+        "Set the stack to `value`, of the bank's shape or None; the slots' own gradients are dropped."
         self.stacked = value
         for p in self.slots:
             p.grad = None

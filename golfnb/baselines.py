@@ -52,17 +52,24 @@ class Marks:
         self.cuda, self.at = device.type == "cuda", []
 
     def mark(self) -> None:
+        "Set a point here."
         self.at.append(torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter())
         if self.cuda:
             self.at[-1].record()
 
     def ms(self) -> list[float]:
+        "Wait for the last point; the milliseconds from each to the next."
         if self.cuda:
             self.at[-1].synchronize()
         return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in zip(self.at, self.at[1:])]
 
 
-def device_us(call, ranks: Ranks, rounds: int, loops: int = 10) -> list[float]:  # microseconds per call, one sample a round
+def device_us(
+    call,              # () -> anything; queues work on the device
+    ranks: Ranks,
+    rounds: int,       # samples to take
+    loops: int = 10,   # calls in a sample
+) -> list[float]:      # microseconds per call, one sample a round
     "Time a call that queues work: loops of it behind a busy moment."
     samples = []
     for i in range(rounds + 1):  # the first is thrown away
@@ -101,7 +108,11 @@ def collective_calls(size: int,  # bytes of the whole tensor
     return {"scatter": lambda: scatter_mean(full, mine, ranks).wait(), "gather": lambda: gather_into(full, mine, ranks).wait(), "all-reduce": lambda: ranks.sum(full)}
 
 
-def collective_samples(ranks: Ranks, rounds: int, sizes: list[int]) -> dict[str, list[float]]:  # "scatter 65536" -> us
+def collective_samples(
+    ranks: Ranks,
+    rounds: int,       # samples of each
+    sizes: list[int],  # bytes of the whole tensor, two or more, ascending
+) -> dict[str, list[float]]:  # "scatter 65536" -> us
     "Every collective at every size; with a GPU also beside matrix products."
     samples, cuda = {}, ranks.device.type == "cuda"
     for size in sizes:
@@ -118,7 +129,11 @@ def collective_samples(ranks: Ranks, rounds: int, sizes: list[int]) -> dict[str,
     return samples
 
 # %% ../nbs/29_baselines.ipynb #76c6ca15
-def update_call(n: int, rows: int, cols: int, dtype: torch.dtype, cfg: Config, device: torch.device):  # a call
+def update_call(
+    n: int, rows: int, cols: int,  # the shard's shape
+    dtype: torch.dtype,            # of gradient and momentum
+    cfg: Config, device: torch.device,
+):  # a call
     "The recorded update of a shard of `n` matrices."
     grad = 1e-3 * torch.randn(n, rows, cols, device=device).to(dtype)
     momentum, outgoing, full = torch.zeros_like(grad), torch.zeros_like(grad), torch.promote_types(dtype, torch.float32)
@@ -132,7 +147,11 @@ def update_call(n: int, rows: int, cols: int, dtype: torch.dtype, cfg: Config, d
     return Recorded(update, device)
 
 
-def update_samples(cfg: Config, ranks: Ranks, rounds: int, layouts: list[Layout]) -> dict[str, list[float]]:  # "update 512x1536 3" -> us
+def update_samples(
+    cfg: Config, ranks: Ranks,
+    rounds: int,            # samples of each
+    layouts: list[Layout],  # of the plans to be predicted
+) -> dict[str, list[float]]:  # "update 512x1536 3" -> us
     "Every shape of the layouts, at the batches they use and at the smallest and the largest of them for all."
     wanted = {(r, c, n) for layout in layouts for bank in layout.banks for some in batches(bank) for n, r, c in some}
     for r, c in {(r, c) for r, c, _ in wanted}:
@@ -147,7 +166,10 @@ def update_samples(cfg: Config, ranks: Ranks, rounds: int, layouts: list[Layout]
     return samples
 
 
-def small_samples(ranks: Ranks, rounds: int) -> dict[str, list[float]]:  # us
+def small_samples(
+    ranks: Ranks,
+    rounds: int,  # samples of each
+) -> dict[str, list[float]]:  # us
     "`launch`: host time of one small kernel; `kernel`: one small recorded kernel on the device; `pass`: copying 64 MiB."
     device, small = ranks.device, torch.zeros(64, device=ranks.device)
     big = torch.zeros(1 << 24, device=device)
@@ -191,11 +213,13 @@ class TailRig:
         self.ranks.barrier()
 
     def step(self) -> None:
+        "The whole tail: from gradients to published weights."
         self.engine.launch(loss=self.one, elapsed_ms=1.0)
         self.engine.finish(self.one, 0.95)
 
     @property
     def small_bytes(self) -> int:
+        "Bytes of the all-reduces of the small parameters."
         return sum(g.wire.numel() * g.wire.itemsize for g in self.engine.groups)
 
 
@@ -242,7 +266,9 @@ def tail_block(rig: TailRig, count: int) -> dict[str, list[float]]:  # ms
     return said
 
 # %% ../nbs/29_baselines.ipynb #7dc6b83e
-def host_costs(cfg: Config, ranks: Ranks, rounds: int) -> dict[str, list[float]]:  # us
+def host_costs(cfg: Config, ranks: Ranks,
+               rounds: int,  # samples of each
+               ) -> dict[str, list[float]]:  # us
     "Host time of a step with few and with many banks, and with global clipping."
     n, w = 2 * cfg.num_layers, ranks.world
     rows = -(-n // w)
@@ -305,18 +331,22 @@ class LossModule(torch.nn.Module):
         self.model = model
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        "The mean loss, 0-dim, of ids and targets [rows, tokens]."
         return softcap_loss(self.model(ids), targets, self.model.cap)
 
 
 class BatchedMuon:
     "Muon on every rank, whole, one batch per shape; separate parameters are stacked before and unstacked after."
 
-    def __init__(self, banks: list, scales: list[torch.Tensor], cfg: Config):
+    def __init__(self, banks: list,           # Parameters [slots, rows, cols], or `LooseBank`s
+                 scales: list[torch.Tensor],  # of the learning rate, [slots, 1, 1] for each bank
+                 cfg: Config):
         self.banks, self.scales, self.cfg = banks, scales, cfg
         self.momenta = [torch.zeros_like(b.detach()) for b in banks]
 
     @torch.no_grad()
     def step(self) -> None:
+        "Momentum, Newton-Schulz, decay; gradients are dropped."
         cfg = self.cfg
         for bank, scale, m in zip(self.banks, self.scales, self.momenta):
             loose = isinstance(bank, LooseBank)
@@ -332,7 +362,9 @@ class BatchedMuon:
 class DdpRig:
     "The same training step with DDP and PyTorch's optimizers: ways 1 to 3."
 
-    def __init__(self, cfg: Config, ranks: Ranks, paths: list, one_by_one: bool):  # torch.optim.Muon, or `BatchedMuon`
+    def __init__(self, cfg: Config, ranks: Ranks,
+                 paths: list,          # training shards
+                 one_by_one: bool):    # torch.optim.Muon, or `BatchedMuon`
         cuda = ranks.device.type == "cuda"
         dtype = WEIGHT_DTYPES[("bf16" if cuda else "fp32") if cfg.weight_dtype == "auto" else cfg.weight_dtype]
         self.cfg, self.ranks, layout = cfg, ranks, model_layout(cfg, 1)
@@ -357,6 +389,7 @@ class DdpRig:
         self.params, self.optimizers = [*matrices, *(p for g in others for p in g["params"])], (muon, adam)
 
     def gradients(self) -> None:
+        "Forward and backward of a step's micro-batches; DDP sends with the last."
         accum = self.cfg.grad_accum(self.ranks.world)
         for i in range(accum):
             if self.ranks.world > 1:
@@ -364,6 +397,7 @@ class DdpRig:
             (self.loss(*self.loader.next()) / accum).backward()
 
     def update(self) -> None:
+        "Clip, step both optimizers, drop the gradients."
         if self.cfg.grad_clip_norm:
             torch.nn.utils.clip_grad_norm_(self.params, self.cfg.grad_clip_norm, foreach=True)
         for optimizer in self.optimizers:
@@ -372,10 +406,12 @@ class DdpRig:
             p.grad = None
 
     def step(self) -> None:
+        "One training step."
         self.gradients()
         self.update()
 
     def warm(self, steps: int) -> "DdpRig":
+        "Take `steps` steps and wait for them; returns itself."
         for _ in range(steps):
             self.step()
         wait_for(self.ranks.device)
@@ -470,7 +506,10 @@ def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, 
     return ways | plans, "ms", facts
 
 # %% ../nbs/29_baselines.ipynb #8fd033f5
-def text_table(head: list[str], rows: list[list[str]]) -> str:
+def text_table(
+    head: list[str],        # names of the columns
+    rows: list[list[str]],  # as many cells each
+) -> str:
     "A markdown table."
     return "\n".join("| " + " | ".join(r) + " |" for r in [head, ["---"] * len(head), *rows])
 

@@ -8,8 +8,8 @@ __all__ = ['PUBLISHED_TARGETS', 'BENCH_NOTES', 'BENCH_JOBS', 'RUN_SCORES', 'RUN_
            'record_result', 'one_line_lists', 'read_result', 'random_shard', 'bench_shards', 'bench_stream', 'Rig',
            'timed_block', 'run_rounds', 'step_block', 'phase_step', 'phase_block', 'slowest_rank', 'peak_memory',
            'BenchJob', 'variants_of', 'changed_settings', 'bench_steps', 'bench_eval', 'startup_marks', 'result_path',
-           'keep_result', 'bench_rank', 'bench_worker', 'launch_bench', 'measure_startup', 'run_bench', 'run_samples',
-           'record_run', 'run_of', 'parity_row', 'parity_rule']
+           'keep_result', 'bench_rank', 'bench_worker', 'launch_module', 'launch_bench', 'measure_startup', 'run_bench',
+           'run_samples', 'record_run', 'run_of', 'parity_row', 'parity_rule']
 
 # %% ../nbs/22_bench.ipynb #c7b633ae
 import json
@@ -505,16 +505,25 @@ def bench_worker(text: str) -> None:  # a BenchJob as JSON
     stop_ranks(ranks)
 
 # %% ../nbs/22_bench.ipynb #e7726a48
-def launch_bench(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:  # exit status
-    "Start the workers under torchrun and wait."
+def launch_module(words: list[str],  # a module and its arguments, as after python -m
+                  nproc: int,        # ranks
+                  settings: dict[str, str]) -> int:  # exit status
+    "Start a module on several ranks under torchrun and wait; its sentences come once."
     env = {**os.environ, **settings}
     env["PYTHONPATH"] = os.pathsep.join([str(package_dir().parent), *filter(None, [env.get("PYTHONPATH")])])
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m", job.module, json.dumps(asdict(job))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m", *words]
     child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
-    status = relay_errors(child.stderr, sys.stderr.write)
-    returned = child.wait()
+    try:
+        status = relay_errors(child.stderr, sys.stderr.write)
+    finally:
+        returned = child.wait()  # after Ctrl-C as well: torchrun ends its ranks first
     return status if status > 0 else min(abs(status or returned), 1)
+
+
+def launch_bench(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:  # exit status
+    "Start a job's workers and wait."
+    return launch_module([job.module, json.dumps(asdict(job))], nproc, settings)
 
 
 def measure_startup(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:  # exit status
@@ -534,7 +543,9 @@ def measure_startup(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:
     return 0
 
 # %% ../nbs/22_bench.ipynb #3267674b
-def run_bench(job: BenchJob, nproc: int, settings: dict[str, str], launch=None) -> int:  # exit status
+def run_bench(job: BenchJob, nproc: int, settings: dict[str, str],
+              launch=None,  # (job, nproc, settings) -> exit status; default what the job needs
+              ) -> int:     # exit status
     "Check a job, run it on `nproc` ranks, write its result. GolfError before anything starts."
     env = {**os.environ, **settings}
     for cfg in variants_of(job, env).values():

@@ -7,12 +7,12 @@ __all__ = ['DEMO_DATA', 'DEMO_LEAVES', 'BENCH_WORDS', 'TIMING_WORDS', 'EPILOG', 
            'gpu_count', 'train_folder', 'start_training', 'show_run', 'train_command', 'demo_data', 'demo_command',
            'script_command', 'data_build_command', 'data_download_command', 'data_recut_command', 'shard_files',
            'data_inspect_command', 'run_config', 'pack_by_gptq', 'quantize_command', 'print_ledger',
-           'artifact_inspect_command', 'say_progress', 'score_config', 'score_command', 'audit_command',
-           'score_adapting', 'find_tokenizer', 'sample_command', 'report_command', 'submission_command',
-           'submission_parser', 'lab_run', 'lab_parser', 'package_version', 'check_packages', 'check_machine',
-           'doctor_command', 'bench_command', 'compare_command', 'compare_parser', 'bench_parsers', 'add_command',
-           'add_settings', 'whole_number', 'fraction', 'run_parsers', 'data_parsers', 'more_data_parsers',
-           'artifact_parsers', 'make_parser', 'read_command', 'main_cli']
+           'artifact_inspect_command', 'say_progress', 'score_config', 'score_command', 'score_on_ranks', 'score_file',
+           'score_dtype', 'audit_command', 'score_adapting', 'find_tokenizer', 'sample_command', 'report_command',
+           'submission_command', 'submission_parser', 'lab_run', 'lab_parser', 'package_version', 'check_packages',
+           'check_machine', 'doctor_command', 'bench_command', 'compare_command', 'compare_parser', 'bench_parsers',
+           'add_command', 'add_settings', 'whole_number', 'fraction', 'run_parsers', 'data_parsers',
+           'more_data_parsers', 'artifact_parsers', 'make_parser', 'read_command', 'main_cli']
 
 # %% ../nbs/24_cli.ipynb #c2002cb3
 import argparse
@@ -342,27 +342,64 @@ def score_config(meta: dict, cfg, settings: dict[str, str]):  # a Config
 
 # %% ../nbs/24_cli.ipynb #fead5520
 def score_command(args) -> int:
-    "golfnb score: sliding window and, if asked, test-time training and audit, of a file."
+    "golfnb score: sliding window and, if asked, test-time training and audit, of a file. Raises GolfError for --audit on several ranks, and for more ranks than GPUs."
+    from golfnb.parallel_muon import start_ranks, stop_ranks
+
+    if args.nproc > 1:
+        return score_on_ranks(args)
+    ranks = start_ranks()
+    try:
+        status = score_file(args, ranks)
+    except GolfError as e:
+        if ranks.world == 1:
+            raise
+        print(f"golfnb: {' '.join(str(e).split())}", file=sys.stderr, flush=True)
+        os._exit(2)  # leaving the group in order could mean waiting for the other ranks
+    stop_ranks(ranks)
+    return status
+
+
+def score_on_ranks(args) -> int:
+    "The same command on `--nproc` ranks. Raises GolfError for --audit, which one rank does, and for more ranks than GPUs."
+    from golfnb.bench import launch_module
+
+    if args.audit:
+        raise GolfError(f"score: --audit runs on one rank, found --nproc {args.nproc}; leave one of them out")
+    if 0 < gpu_count() < args.nproc:
+        raise GolfError(f"score: {args.nproc} ranks need as many GPUs, this machine shows {gpu_count()}; lower --nproc")
+    words = [args.file, "--val", args.val, "--tokenizer", args.tokenizer, *(["--ttt"] if args.ttt else []), *args.settings]
+    return launch_module(["golfnb.cli", "score", *words], args.nproc, {})
+
+# %% ../nbs/24_cli.ipynb #52553376
+def score_file(args, ranks) -> int:  # exit status
+    "Score an artifact on `ranks` as the command's words say; rank 0 prints."
     import torch
     from golfnb.artifact import load_model
     from golfnb.bpb import byte_table, load_tokenizer
     from golfnb.evaluate import sliding_loss
-    from golfnb.parallel_muon import Ranks
     from golfnb.shards import val_tokens
 
-    device, dtype = ("cuda", torch.bfloat16) if gpu_count() else ("cpu", torch.float32)
-    model, meta, cfg = load_model(args.file, dtype, device, args.tokenizer)
+    say = print if ranks.master else lambda *words, **options: None
+    model, meta, cfg = load_model(args.file, score_dtype(ranks), ranks.device, args.tokenizer, ranks.world)
     cfg = score_config(meta, cfg, read_settings(args.settings))
-    table = byte_table(load_tokenizer(args.tokenizer, cfg.vocab_size)).to(device)
-    tokens = torch.from_numpy(val_tokens(args.val, cfg.eval_seq_len, cfg.vocab_size).astype("int64")).to(device)
-    rows = max(1, cfg.val_batch_size // cfg.eval_seq_len)
-    print(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, on {device}", flush=True)
-    loss, bpb = sliding_loss(model, tokens, table, cfg.eval_seq_len, cfg.eval_stride, rows, Ranks(device=device), progress=say_progress("windows scored"))
-    print(f"final_int6_sliding_window_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}", flush=True)
+    table = byte_table(load_tokenizer(args.tokenizer, cfg.vocab_size)).to(ranks.device)
+    tokens = torch.from_numpy(val_tokens(args.val, cfg.eval_seq_len, cfg.vocab_size).astype("int64")).to(ranks.device)
+    rows = max(1, cfg.val_batch_size // (cfg.eval_seq_len * ranks.world))
+    where = f"{ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}"
+    say(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, on {where}", flush=True)
+    loss, bpb = sliding_loss(model, tokens, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks, progress=say_progress("windows scored") if ranks.master else None)
+    say(f"final_int6_sliding_window_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}", flush=True)
     if args.ttt:
-        loss, bpb = score_adapting(args.file, tokens, table, cfg, device)
-        print(f"legal_ttt_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        loss, bpb = score_adapting(args.file, tokens, table, cfg, ranks, say)
+        say(f"legal_ttt_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}", flush=True)
     return audit_command(args, tokens, table, cfg) if args.audit else 0
+
+
+def score_dtype(ranks):  # a torch dtype
+    "What scoring computes in: bfloat16 on a GPU, float32 on a CPU."
+    import torch
+
+    return torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
 
 # %% ../nbs/24_cli.ipynb #36cdd261
 def audit_command(args, tokens, table, cfg) -> int:
@@ -389,24 +426,20 @@ def audit_command(args, tokens, table, cfg) -> int:
     return 0 if report["legal"] else 1
 
 # %% ../nbs/24_cli.ipynb #745d68ae
-def score_adapting(path: str, tokens, table, cfg, device: str) -> tuple[float, float]:  # loss in nats a token, bits per byte
-    "Score-first test-time training from an artifact, on one rank. `table` gives the bytes of each token."
+def score_adapting(path: str, tokens, table, cfg, ranks, say) -> tuple[float, float]:  # loss in nats a token, bits per byte
+    "Score-first test-time training from an artifact; every rank must call. `table` gives the bytes of each token, `say` prints."
     from golfnb.adapters import score_documents
     from golfnb.artifact import load_artifact, load_model
-    from golfnb.parallel_muon import Ranks
     from golfnb.quantize import dequantize_state
-    from golfnb.layout import model_layout
     from golfnb.ttt import score_first
 
-    import torch
-
-    model, _, _ = load_model(path, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    model, _, _ = load_model(path, score_dtype(ranks), ranks.device, world=ranks.world)
     state = dequantize_state(load_artifact(path)[1])
     if cfg.ttt_form == "adapters":
-        print(f"adapting: adapters of rank {cfg.ttt_lora_rank} for each document, chunks of {cfg.ttt_chunk_size} tokens, each scored first", flush=True)
-        return score_documents(model, state, tokens, table, cfg, Ranks(device=device))[:2]
-    print(f"adapting: {cfg.ttt_epochs} epochs over chunks of {cfg.ttt_chunk_tokens} tokens, each scored first", flush=True)
-    loss, bpb, _ = score_first(model, model_layout(cfg, 1), state, tokens, table, cfg, Ranks(device=device))
+        say(f"adapting: adapters of rank {cfg.ttt_lora_rank} for each document, chunks of {cfg.ttt_chunk_size} tokens, each scored first", flush=True)
+        return score_documents(model, state, tokens, table, cfg, ranks)[:2]
+    say(f"adapting: {cfg.ttt_epochs} epochs over chunks of {cfg.ttt_chunk_tokens} tokens, each scored first", flush=True)
+    loss, bpb, _ = score_first(model, model.layout, state, tokens, table, cfg, ranks)
     return loss, bpb
 
 # %% ../nbs/24_cli.ipynb #da54ffb2
@@ -582,6 +615,7 @@ TIMING_WORDS = {
 
 
 def compare_command(args) -> int:
+    "golfnb compare: mean, spread and t-tests of finished runs."
     from golfnb.significance import compare_runs
 
     print(compare_runs(args.runs, args.target, args.score))
@@ -744,7 +778,8 @@ def artifact_parsers(commands) -> None:
     p.add_argument("file", metavar="FILE")
     p.add_argument("--val", required=True, metavar="GLOB", help="validation shards, quoted")
     p.add_argument("--tokenizer", required=True, metavar="MODEL", help="the SentencePiece model of the artifact")
-    p.add_argument("--ttt", action="store_true", help="score-first test-time training as well (one rank: TTT_BATCH_SEQS counts for the whole step)")
+    p.add_argument("--ttt", action="store_true", help="score-first test-time training as well (a step takes TTT_BATCH_SEQS rows on each rank)")
+    p.add_argument("--nproc", type=whole_number(1), default=1, help="ranks that share the work (%(default)s)")
     p.add_argument("--audit", action="store_true", help="hold model and scorers against the four conditions of a legal score; the report is written beside the artifact as .audit.json")
     p.add_argument("--train", metavar="GLOB", help="training shards, quoted: the audit compares them with the validation shards")
     add_settings(p)

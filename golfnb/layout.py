@@ -281,7 +281,12 @@ def model_layout(cfg: Config, world: int) -> Layout:
     return bucket_layout(slot_kinds(cfg), plan_buckets(cfg, world), world, cfg.plan == "pr125")
 
 # %% ../nbs/04_layout.ipynb #297790d2
-def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10, heads: int = 6, gate: int = 12) -> dict[str, list[Matrix]]:
+def speedrun_kinds(width: int = 768,    # channels of the residual stream
+                   layers: int = 11,    # blocks, each with an MLP
+                   attention: int = 10, # how many of them have attention
+                   heads: int = 6,      # attention heads: rows of an attention gate
+                   gate: int = 12,      # channels that a gate reads
+                   ) -> dict[str, list[Matrix]]: # kind -> its slots
     "The slots of modded-nanogpt #132's model: attention in the MLP's shape, one layer without, and gates of [heads, gate]."
     def each(name, n, rows, cols, transposed=False):
         return [matrix(f"blocks.{i}.{name}", rows, cols, "", transposed) for i in range(n)]

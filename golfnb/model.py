@@ -190,7 +190,7 @@ def block_places(layout: Layout, blocks: int) -> list[list[tuple[str, int, bool]
 
 
 def chosen_dtype(word: str, usual: torch.dtype) -> torch.dtype:
-    "What a dtype switch stands for; `auto` is the usual one."
+    "The dtype that the switch `word` stands for: bf16, fp32, or with auto the usual one."
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(word, usual)
 
 # %% ../nbs/08_model.ipynb #0bbd4054

@@ -50,7 +50,7 @@ def make_plan(layout: Layout,              # banks to order
 def plan_orders(text: str,      # cfg.plan
                 layout: Layout, # made from it
                 ) -> Plan:
-    "The orders that a plan asks for; pr132 is smallest first, everything else biggest first unless it says otherwise."
+    "The orders that a plan asks for; pr132 is smallest first, everything else biggest first unless it says otherwise. GolfError for orders that do not fit."
     said = text.split("/")[1:]
     if len(said) < 2:
         return make_plan(layout, said[0] if said else "small_first" if text == "pr132" else "big_first")
@@ -64,7 +64,7 @@ def plan_orders(text: str,      # cfg.plan
 
 
 def plan_text(buckets: str, plan: Plan, layout: Layout) -> str:
-    "The inverse: a setting for PLAN."
+    "The inverse: a setting for PLAN, of `buckets` (kinds and slots, as chapter 04 writes them) and the orders."
     place = {b.name: str(i) for i, b in enumerate(layout.banks)}
     return "/".join([buckets, *(".".join(place[n] for n in order) for order in (plan.scatter, plan.work))])
 
@@ -223,7 +223,7 @@ def search_plans(layouts: dict[str, Layout],  # layouts to choose from, by name
 
 # %% ../nbs/11_plan.ipynb #560249f7
 def kind_splits(kind: str, slots: int, world: int) -> list[str]:
-    "Bucketings of one kind that add no padding: whole, in two (both ways round), in three."
+    "Bucketings of the `slots` matrices of one kind that add no padding: whole, in two (both ways round), in three."
     rows = -(-slots // world)  # slots a rank has of it
     cuts = {(rows,)} | {(a, rows - a) for a in (rows // 2, rows - rows // 2) if 0 < a < rows} | ({(1, 1, rows - 2)} if rows > 2 else set())
     sizes = [[min(world * n, slots - world * sum(cut[:i])) for i, n in enumerate(cut)] for cut in sorted(cuts, key=lambda c: (len(c), c))]

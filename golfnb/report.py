@@ -6,9 +6,9 @@
 __all__ = ['SPREAD_EDGES', 'INK', 'BLUE', 'ORANGE', 'PALE', 'COLOURS', 'BPB_STAGES', 'PHASES', 'PAGE_STYLE', 'read_metrics',
            'read_run', 'read_object', 'quantized_counts', 'weight_counts', 'counts_entropy', 'new_figure',
            'show_legend', 'embed', 'running_mean', 'step_series', 'plot_loss', 'plot_schedules', 'plot_gradient',
-           'plot_step_time', 'plot_step_distribution', 'step_rows', 'plot_bars', 'plot_weights', 'plot_spread',
+           'plot_step_time', 'plot_step_distribution', 'step_table', 'plot_bars', 'plot_weights', 'plot_spread',
            'plot_ttt', 'bpb_rows', 'byte_rows', 'phase_rows', 'run_table', 'html_table', 'run_facts',
-           'changed_settings', 'paired', 'score_sections', 'step_sections', 'byte_sections', 'report_html',
+           'settings_changed', 'paired', 'score_sections', 'step_sections', 'byte_sections', 'report_html',
            'write_report']
 
 # %% ../nbs/23_report.ipynb #fa2d841b
@@ -255,7 +255,7 @@ def plot_step_distribution(
     return fig
 
 
-def step_rows(
+def step_table(
     events: list[dict],  # of a run
     tokens: int | None = None,  # tokens of a step, all ranks
 ) -> list[tuple[str, float]]:  # quantile, ms; the last row tokens a second
@@ -397,7 +397,7 @@ def run_facts(summary: dict) -> str:  # one line
     return ", ".join(words) or "no summary: this run has not ended"
 
 # %% ../nbs/23_report.ipynb #cd0d1d3a
-def changed_settings(
+def settings_changed(
     config: dict,  # settings of a run, from its summary
     base: dict | None = None,  # settings to compare with; None: the run's own recipe
 ) -> dict[str, tuple]:  # NAME -> (the run's value, the other's); names and places of runs are left out
@@ -453,7 +453,7 @@ def step_sections(run: dict, other: dict | None) -> str:  # HTML
         out += ["<h2>Schedules and gradient</h2>", embed(plot_schedules(events), "learning-rate multiplier and momentum by step"),
                 embed(plot_gradient(events, theirs, label), "norm of the gradient before clipping by step, on a log scale")]
     tokens = run["summary"].get("config", {}).get("train_batch_tokens")
-    mine, yours = step_rows(events, tokens), step_rows(theirs, other["summary"].get("config", {}).get("train_batch_tokens")) if theirs else None
+    mine, yours = step_table(events, tokens), step_table(theirs, other["summary"].get("config", {}).get("train_batch_tokens")) if theirs else None
     return "".join([*out, "<h2>Step time</h2>", embed(plot_step_distribution(events, theirs, label), "distribution of the step times in milliseconds"),
                     embed(plot_step_time(events), "step time in milliseconds by step"), html_table(("step time", "ms", *((label, "difference") if theirs else ())), paired(mine, yours, ",.1f"))])
 
@@ -483,7 +483,7 @@ def report_html(
     over = f'<strong class="bad">{html.escape(s["over_budget"])}</strong>' if "over_budget" in s else ""
     against = f'<p>Against <b>{html.escape(other["name"])}</b>: {html.escape(run_facts(other["summary"]))}</p>' if other else ""
     config = s.get("config", {})
-    differ = changed_settings(config, other["summary"].get("config", {}) if other else None) if config else {}
+    differ = settings_changed(config, other["summary"].get("config", {}) if other else None) if config else {}
     word = "setting that differs" if other else "setting changed from its recipe"
     settings = html_table((word, "here", other["name"] if other else "recipe"), [(n, *v) for n, v in differ.items()]) if differ else ""
     body = score_sections(run, other) + step_sections(run, other) + byte_sections(run, other)

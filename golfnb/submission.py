@@ -14,7 +14,6 @@ __all__ = ['TRACKS', 'TRAIN_MS', 'EVAL_MS', 'MARGIN_NATS', 'P_BELOW', 'RECORD_RA
 import ast
 import hashlib
 import json
-import math
 import re
 import shutil
 import tempfile
@@ -27,8 +26,8 @@ from typing import NamedTuple
 
 from .artifact import ARTIFACT_CAP
 from .config import GolfError
-from .report import changed_settings
-from .significance import student_tail
+from .report import settings_changed
+from .significance import below_target, errors_below
 
 # %% ../nbs/27_submission.ipynb #07faf6d2
 TRACKS = ("record", "systems", "non-record")
@@ -185,13 +184,12 @@ def beats_target(
     target: float,  # what is to be beaten: bits per byte
     margin: float = 0.0,  # by how much: bits per byte
 ) -> dict:  # mean, std (n - 1; None for one seed), target, margin, t, df, p (None without a spread)
-    "One-sided t-test that the mean lies below `target - margin` (Student 1908). Raises GolfError without a score."
+    "The one-sided test of chapter 26 that the mean lies below `target - margin`, as submission.json tells it. Raises GolfError without a score."
     if not bpbs:
         raise GolfError("beats_target: at least one score expected, found none; give the runs of two or more seeds")
     found = {"mean": mean(bpbs), "std": stdev(bpbs) if len(bpbs) > 1 else None, "target": target, "margin": margin, "df": len(bpbs) - 1, "t": None, "p": None}
     if found["std"]:
-        found["t"] = (target - margin - found["mean"]) / (found["std"] / math.sqrt(len(bpbs)))
-        found["p"] = student_tail(found["t"], found["df"])
+        found |= {"t": errors_below(bpbs, target - margin), "p": below_target(bpbs, target - margin)}
     return found
 
 # %% ../nbs/27_submission.ipynb #3cb69cd1
@@ -353,7 +351,7 @@ def command_settings(
     config: dict,  # of a summary
 ) -> dict[str, str]:  # NAME -> value, where they differ from the recipe
     "The settings that a run's command must name; seed, paths and names of runs are left out."
-    return {n: str(int(v) if isinstance(v, bool) else v) for n, (v, _) in changed_settings(config).items() if n in {k.upper() for k in config} and n.lower() not in OWN | {"recipe"}}
+    return {n: str(int(v) if isinstance(v, bool) else v) for n, (v, _) in settings_changed(config).items() if n in {k.upper() for k in config} and n.lower() not in OWN | {"recipe"}}
 
 
 def readme_table(

@@ -32,13 +32,14 @@ from .parallel_muon import Engine, Ranks, make_engine, restore, snapshot
 from .train import StepGraph, backward_pass, read_control, training_loss
 
 # %% ../nbs/28_timing.ipynb #11c3d3ba
-def floor_ms(moved: float, flops: float, rates: dict[str, float]) -> float:
+def floor_ms(moved: float, flops: float,  # bytes; operations
+             rates: dict[str, float]) -> float:
     "Milliseconds that bytes and operations take at least, at `rates` of {'copy': bytes per second, 'product': operations per second}."
     return 1e3 * max(moved / rates["copy"], flops / rates["product"])
 
 
 def replayed(f, device: torch.device, calls: int):
-    "A function that runs `f` so many times: on CUDA as one recorded graph, so that no launch is timed."
+    "A function that runs `f` as many times as `calls` says: on CUDA as one recorded graph, so that no launch is timed."
     if device.type != "cuda":
         return lambda: [f() for _ in range(calls)]
     for _ in range(2):  # compiles, and warms the libraries up
@@ -51,7 +52,7 @@ def replayed(f, device: torch.device, calls: int):
 
 
 def measured_rates(device: torch.device, size: int) -> dict[str, float]:
-    "Bytes per second of a copy of 16 size² bytes, and operations per second of a size³ product in the compute dtype."
+    "Bytes per second of a copy of 16 `size`² bytes, and operations per second of a `size`³ product in the compute dtype."
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     big, out = torch.randn(4 * size, size, device=device), torch.empty(4 * size, size, device=device)
@@ -102,7 +103,10 @@ def kernel_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tupl
     return cases
 
 # %% ../nbs/28_timing.ipynb #c3651e8d
-def time_cases(cases: dict[str, tuple], device: torch.device, calls: int = 10) -> tuple[dict, dict]:  # samples in ms; why the others could not run
+def time_cases(cases: dict[str, tuple],  # name -> (function, bytes, operations)
+               device: torch.device,
+               calls: int = 10,          # in a row for one sample
+               ) -> tuple[dict, dict]:   # samples in ms a call; why the others could not run
     "Time every case alone, interleaved; a case that cannot be built (too much shared memory, say) is named with its reason."
     ready, failed, kept = {}, {}, (dict(MLP_UP_TILES), dict(MLP_DOWN_TILES))
     try:
@@ -146,7 +150,9 @@ def check_sets(sets: list[str]) -> list[str]:
     return list(dict.fromkeys(sets)) or DEFAULT_SETS
 
 
-def apply_words(words: set[str], best: dict) -> None:
+def apply_words(words: set[str],  # of one set
+                best: dict,       # 'up' and 'down': the fastest tiles, see best_tiles; 'usual up', 'usual down', 'usual library': what to go back to
+                ) -> None:
     "Switch kernels, tiles and the library of products."
     KERNELS_ON.clear()
     KERNELS_ON.update(words & {"heads", "xsa", "mlp", "fold"})
@@ -156,7 +162,9 @@ def apply_words(words: set[str], best: dict) -> None:
         current.update(best.get(way if "best" in words else f"usual {way}", {}))
 
 
-def whole_step(words: str, model: Golf, engine: Engine, best: dict, compiled: bool):
+def whole_step(words: str, model: Golf, engine: Engine,
+               best: dict,       # see apply_words
+               compiled: bool):  # under torch.compile
     "A function (ids, targets) -> loss that leaves gradients, with this set switched on."
     said, loss_fn = set(words.split("+")), training_loss(model, model.cap)
     if compiled:
@@ -173,13 +181,20 @@ def whole_step(words: str, model: Golf, engine: Engine, best: dict, compiled: bo
     return run
 
 # %% ../nbs/28_timing.ipynb #7c250a57
-def walk_batches(cfg: Config, rows: int, count: int, device: torch.device) -> list[tuple]:
+def walk_batches(cfg: Config, rows: int,  # of train_seq_len tokens in a batch
+                 count: int,              # batches
+                 device: torch.device) -> list[tuple]:  # ids and targets of each, int64 [rows, train_seq_len]
     "Random walks over the vocabulary, (ids, targets) each: tokens that can be predicted a little."
     walk = torch.randint(0, 12, (count, rows * cfg.train_seq_len + 1), generator=torch.Generator().manual_seed(0)).cumsum(1) % cfg.vocab_size
     return [(row[:-1].view(rows, -1), row[1:].view(rows, -1)) for row in walk.to(device)]
 
 
-def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device, best: dict, compiled: bool, rounds: int = 12) -> tuple[dict, dict]:  # samples, facts
+def bench_sets(sets: list[str],   # see check_sets
+               cfg: Config, rows: int, device: torch.device,
+               best: dict,        # the fastest tiles, see best_tiles
+               compiled: bool,    # under torch.compile
+               rounds: int = 12,  # samples of each set
+               ) -> tuple[dict, dict]:  # samples, facts
     "Forward and backward for each set: time, loss, gradients, memory; twenty steps with the first and the last."
     model = Golf(cfg, model_layout(cfg, 1), torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     init_model(model, cfg, 1337)
@@ -210,7 +225,11 @@ def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device, be
     return samples, facts
 
 
-def twenty_losses(step, engine: Engine, fresh: list, batches: list) -> list[float]:
+def twenty_losses(step,           # (ids, targets) -> loss, see whole_step
+                  engine: Engine,
+                  fresh: list,    # the first weights and moments, see snapshot
+                  batches: list,  # (ids, targets) of each step
+                  ) -> list[float]:  # nats a token
     "Losses of real steps from the first weights on."
     restore(engine, fresh)
     losses = []
@@ -231,7 +250,7 @@ def event_kind(name: str) -> str:
 
 
 def device_events(step, device: torch.device) -> list[dict]:  # name, stream, start and length in microseconds
-    "Everything that one call put on the device, in order; on a CPU the operators of torch."
+    "Everything that one call of `step` put on the device, in order; on a CPU the operators of torch."
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
         step()
@@ -245,7 +264,7 @@ def device_events(step, device: torch.device) -> list[dict]:  # name, stream, st
 
 
 def profile_summary(step, device: torch.device, top: int = 40) -> dict:
-    "Milliseconds and launches by kind, and of the longest kernels."
+    "Milliseconds and launches of one call of `step`, by kind, and of the `top` longest kernels."
     events = device_events(step, device)
     by_kind, by_name, count, kinds = Counter(), Counter(), Counter(), Counter()
     for e in events:
@@ -361,7 +380,7 @@ def bench_scaling(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
 BENCH_JOBS.update(kernels=bench_kernels, attention=bench_attention, trace=bench_trace, scaling=bench_scaling)
 BENCH_NOTES.update(
     kernels="ms; every kernel and product alone, recorded ten in a graph; forward and backward for sets of kernels, three in a row a sample, interleaved; the loss series are in nats a token",
-    attention="ms of one attention call of the whole micro-batch, ten in a row a sample, interleaved", trace="one step of rank 0, microseconds since its first kernel; neighbours of one kind on one stream joined",
+    attention="ms of one attention call of the whole micro-batch, ten in a row a sample, interleaved", trace="one step of rank 0; times in microseconds since its first kernel; neighbours of one kind on one stream joined",
     scaling="ms with the same global batch and CLIP=global at each number of ranks; step by device events, the phases with a wait around each; the loss series are in nats a token")
 
 # %% ../nbs/28_timing.ipynb #7fdcdf9f
@@ -393,7 +412,10 @@ def run_scaling(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:  # 
     return 0
 
 # %% ../nbs/28_timing.ipynb #ed9460e6
-def run_timing(what: str, out: str, sets: list[str], nproc: int, settings: dict[str, str]) -> int:  # exit status
+def run_timing(what: str,        # kernels, attention, trace or scaling
+               out: str,         # where the result goes; empty: nbs/results
+               sets: list[str],  # for kernels, see check_sets
+               nproc: int, settings: dict[str, str]) -> int:  # exit status
     "`golfnb bench kernels|attention|trace|scaling`. GolfError before anything starts."
     if what in ("kernels", "attention") and nproc != 1:
         raise GolfError(f"bench {what} measures one device: found --nproc {nproc}; leave it out")

@@ -163,7 +163,7 @@ def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
 
 
 def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-    "Forward and backward of one micro-batch: gradients in `.grad`, its share of the mean loss returned, detached."
+    "Forward and backward of one of `accum` micro-batches: gradients in `.grad`, its share of the mean loss returned, detached."
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
@@ -181,7 +181,8 @@ class StepGraph:
 
     def __init__(self, loss_fn, # (ids, targets) -> mean loss
                  params: list, # the Parameters that get gradients
-                 device: torch.device, eager: int = 2):
+                 device: torch.device,
+                 eager: int = 2): # calls that run as they are, to compile and tune
         self.loss_fn, self.params, self.left, self.graph = loss_fn, params, eager if device.type == "cuda" else -1, None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -208,7 +209,7 @@ class StepGraph:
         return self.loss.clone()
 
     def aside(self, accum: int) -> torch.Tensor:
-        "One call on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
+        "One call (of `accum` a step) on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -217,7 +218,7 @@ class StepGraph:
         return loss
 
     def record(self, accum: int):
-        "Record forward and backward on the fixed batch; keeps the loss and the gradients' places."
+        "Record forward and backward on the fixed batch, one of `accum` a step; keeps the loss and the gradients' places."
         for p in self.params:
             p.grad = None
         self.graph = torch.cuda.CUDAGraph()
@@ -315,7 +316,7 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
 
 # %% ../nbs/15_train.ipynb #52237f04
 def hold_skips(step: int, engine: Engine):
-    "Mask the gradient of the skip weights for the first `SKIP_FROZEN_STEPS` steps (one of the settings of modded-nanogpt #125's discussion)."
+    "Before step `step` (0-based): mask the gradient of the skip weights for the first `SKIP_FROZEN_STEPS` steps (one of the settings of modded-nanogpt #125's discussion)."
     if step < SKIP_FROZEN_STEPS:
         engine.masks["skip_weights"] = torch.zeros((), device=engine.device)
     else:

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 5dacf036d8fe0536 | Apache-2.0
+# recipe pr549 | source sha256 6597fca75085d919 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1293,7 +1293,7 @@ class LooseBank(torch.nn.Module):
         self.slots = torch.nn.ParameterList(torch.nn.Parameter(t) for t in self.data[:spec.real].unbind(0))
 
     def unbind(self, dim: int = 0) -> list[torch.nn.Parameter]:
-        "The real slots."
+        "The real slots, one parameter each; `dim` is there because a tensor's `unbind` has it."
         return list(self.slots)
 
     def detach(self) -> torch.Tensor:
@@ -1314,6 +1314,7 @@ class LooseBank(torch.nn.Module):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None):
+        "Set the stack to `value`, of the bank's shape or None; the slots' own gradients are dropped."
         self.stacked = value
         for p in self.slots:
             p.grad = None
@@ -2023,7 +2024,7 @@ def block_places(layout: Layout, blocks: int) -> list[list[tuple[str, int, bool]
     return [[found[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES] for i in range(blocks)]
 
 def chosen_dtype(word: str, usual: torch.dtype) -> torch.dtype:
-    "What a dtype switch stands for; `auto` is the usual one."
+    "The dtype that the switch `word` stands for: bf16, fp32, or with auto the usual one."
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(word, usual)
 
 class GolfWeights(torch.nn.Module):
@@ -2409,7 +2410,7 @@ def make_plan(layout: Layout,              # banks to order
 def plan_orders(text: str,      # cfg.plan
                 layout: Layout, # made from it
                 ) -> Plan:
-    "The orders that a plan asks for; pr132 is smallest first, everything else biggest first unless it says otherwise."
+    "The orders that a plan asks for; pr132 is smallest first, everything else biggest first unless it says otherwise. GolfError for orders that do not fit."
     said = text.split("/")[1:]
     if len(said) < 2:
         return make_plan(layout, said[0] if said else "small_first" if text == "pr132" else "big_first")
@@ -3213,7 +3214,7 @@ def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     return total
 
 def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-    "Forward and backward of one micro-batch: gradients in `.grad`, its share of the mean loss returned, detached."
+    "Forward and backward of one of `accum` micro-batches: gradients in `.grad`, its share of the mean loss returned, detached."
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
@@ -3229,7 +3230,8 @@ class StepGraph:
 
     def __init__(self, loss_fn, # (ids, targets) -> mean loss
                  params: list, # the Parameters that get gradients
-                 device: torch.device, eager: int = 2):
+                 device: torch.device,
+                 eager: int = 2): # calls that run as they are, to compile and tune
         self.loss_fn, self.params, self.left, self.graph = loss_fn, params, eager if device.type == "cuda" else -1, None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -3256,7 +3258,7 @@ class StepGraph:
         return self.loss.clone()
 
     def aside(self, accum: int) -> torch.Tensor:
-        "One call on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
+        "One call (of `accum` a step) on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -3265,7 +3267,7 @@ class StepGraph:
         return loss
 
     def record(self, accum: int):
-        "Record forward and backward on the fixed batch; keeps the loss and the gradients' places."
+        "Record forward and backward on the fixed batch, one of `accum` a step; keeps the loss and the gradients' places."
         for p in self.params:
             p.grad = None
         self.graph = torch.cuda.CUDAGraph()
@@ -3356,7 +3358,7 @@ def read_control(cfg: Config, state: LoopState, values: list, log: RunLog):
         state.qat_due = True
 
 def hold_skips(step: int, engine: Engine):
-    "Mask the gradient of the skip weights for the first `SKIP_FROZEN_STEPS` steps (one of the settings of modded-nanogpt #125's discussion)."
+    "Before step `step` (0-based): mask the gradient of the skip weights for the first `SKIP_FROZEN_STEPS` steps (one of the settings of modded-nanogpt #125's discussion)."
     if step < SKIP_FROZEN_STEPS:
         engine.masks["skip_weights"] = torch.zeros((), device=engine.device)
     else:
@@ -4308,14 +4310,17 @@ def row_loss(model: Callable,  # ids [B, T] -> logits before the softcap
 class RowStep:
     "Gradients of up to `rows` rows, left where the engine looks for them."
 
-    def __init__(self, engine: Engine, loss_fn: Callable, rows: int, seq: int):
+    def __init__(self, engine: Engine, loss_fn: Callable,  # see row_loss
+                 rows: int,  # room for so many
+                 seq: int):  # tokens of a row
         self.loss_fn, self.device = loss_fn, engine.device
-        self.params = [b.replica for b in engine.banks.values()] + [p for g in engine.groups for p in g.params.values()]
+        self.params = [s for b in engine.banks.values() for s in getattr(b.replica, "slots", [b.replica])] + [p for g in engine.groups for p in g.params.values()]
         self.ids, self.weights = torch.zeros(rows, seq + 1, dtype=torch.int64, device=self.device), torch.zeros(rows, dtype=engine.full, device=self.device)
         self.place, self.span = torch.arange(rows, device=self.device), torch.arange(seq + 1, device=self.device)
         self.recorded = Recorded(self.backward, self.device)
 
     def backward(self):
+        "Gradients of the rows that stand in `ids` and `weights`, into `grads`; recorded on CUDA."
         self.grads = torch.autograd.grad(self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights), self.params, allow_unused=True)
 
     def __call__(self, tokens: Tensor,  # int [N + 1]
@@ -4400,7 +4405,8 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
     log_chunk(log, len(parts) - 1, len(parts), sums)
     return sums[0] / n, bits_per_byte(sums[0], sums[1]), ledger
 
-def log_chunk(log: RunLog | None, chunk: int, n_chunks: int, sums: list[float]):
+def log_chunk(log: RunLog | None, chunk: int, n_chunks: int,  # which chunk, from 0 on, of how many
+              sums: list[float]):  # of all targets scored so far: nats, bytes, count
     "A line and an event: the running score over everything scored up to a chunk."
     if log is None or sums[1] <= 0:
         return
@@ -4419,7 +4425,7 @@ def document_spans(tokens: Tensor,  # int [N + 1]
     edges = np.concatenate([[0], (tokens[1:n] == BOS_ID).nonzero()[:, 0].cpu().numpy() + 1, [n]])
     return np.stack([edges[:-1], edges[1:]], 1)
 
-def row_fill(chunk: np.ndarray,   # int64, number of a chunk in its document
+def row_fill(chunk: np.ndarray,   # int64 [chunks], number of each in its document
              capacity: int,       # chunks of a row, at least 2
              ) -> tuple[np.ndarray, np.ndarray]:  # chunks before it in its row; bool: a new row begins half a row back
     "Where the chunks of a document lie in its rows."
@@ -4505,11 +4511,13 @@ def attend_stored(q: Tensor,  # [lanes, T, H, head]
     return y.view(lanes, -1, groups, T, D).permute(0, 3, 1, 2, 4).reshape(lanes, T, H, D)
 
 def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
-                  w: BlockWeights, pairs: list, block: BlockTraits,
+                  w: BlockWeights,
+                  pairs: list,               # A and B of each matrix, see adapter_pairs
+                  block: BlockTraits,
                   cos: Tensor, sin: Tensor,  # [lanes * T, rope_dims/2]
                   ve: Tensor | None,         # [lanes, T, KV*head]
                   past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each
-                  mask: Tensor,
+                  mask: Tensor,              # bool [lanes, 1, T, S + T]
                   ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values
     "One block, as `run_block` of chapter 08."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
@@ -4581,14 +4589,16 @@ class DocumentLedger:
     def __init__(self, spans: np.ndarray):  # int64 [documents, 2]
         self.spans, self.upto, self.history = spans, spans[:, 0].copy(), []  # history: ("score" or "train", documents, first targets, ends)
 
-    def scored(self, docs: np.ndarray, a: np.ndarray, b: np.ndarray):
+    def scored(self, docs: np.ndarray,               # int64 [n], numbers of documents
+               a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
         "Targets a .. b-1 of these documents got their score. GolfError unless they follow each document's last scored one."
         if (a != self.upto[docs]).any() or (b <= a).any() or (b > self.spans[docs, 1]).any() or len(set(docs.tolist())) != len(docs):
             raise GolfError(f"targets of a document must be scored once, from left to right: expected the next of documents {docs[:4].tolist()} to be {self.upto[docs][:4].tolist()}, found {a[:4].tolist()}; start a new pass")
         self.upto[docs] = b
         self.history.append(("score", docs, a, b))
 
-    def train(self, docs: np.ndarray, a: np.ndarray, b: np.ndarray):
+    def train(self, docs: np.ndarray,               # as in `scored`
+              a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
         "Ask before an update of these documents' adapters with targets a .. b-1. GolfError if one of them has no score yet, or is another document's."
         if (a < self.spans[docs, 0]).any() or (b <= a).any() or (b > self.upto[docs]).any():
             raise GolfError(f"an update may use scored targets of its own document only: documents {docs[:4].tolist()} want up to {b[:4].tolist()}, scored are {self.upto[docs][:4].tolist()}; score the chunk first")
@@ -4597,7 +4607,10 @@ class DocumentLedger:
 class Lanes:
     "Adapters, stored keys and sums of one rank's lanes, and the step that moves them all."
 
-    def __init__(self, model: Golf, tokens: Tensor, table: ByteTable, cfg: Config, plan: dict[str, np.ndarray], step: Callable | None = None, out: Tensor | None = None):
+    def __init__(self, model: Golf, tokens: Tensor, table: ByteTable, cfg: Config,  # as in score_documents
+                 plan: dict[str, np.ndarray],   # int64 [steps, lanes] each, see lane_plan
+                 step: Callable | None = None,  # see adapted_step
+                 out: Tensor | None = None):    # [N + 1]: receives each target's nats; the last place is for what does not count
         device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}

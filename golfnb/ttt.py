@@ -118,14 +118,17 @@ def row_loss(model: Callable,  # ids [B, T] -> logits before the softcap
 class RowStep:
     "Gradients of up to `rows` rows, left where the engine looks for them."
 
-    def __init__(self, engine: Engine, loss_fn: Callable, rows: int, seq: int):
+    def __init__(self, engine: Engine, loss_fn: Callable,  # see row_loss
+                 rows: int,  # room for so many
+                 seq: int):  # tokens of a row
         self.loss_fn, self.device = loss_fn, engine.device
-        self.params = [b.replica for b in engine.banks.values()] + [p for g in engine.groups for p in g.params.values()]
+        self.params = [s for b in engine.banks.values() for s in getattr(b.replica, "slots", [b.replica])] + [p for g in engine.groups for p in g.params.values()]
         self.ids, self.weights = torch.zeros(rows, seq + 1, dtype=torch.int64, device=self.device), torch.zeros(rows, dtype=engine.full, device=self.device)
         self.place, self.span = torch.arange(rows, device=self.device), torch.arange(seq + 1, device=self.device)
         self.recorded = Recorded(self.backward, self.device)
 
     def backward(self):
+        "Gradients of the rows that stand in `ids` and `weights`, into `grads`; recorded on CUDA."
         self.grads = torch.autograd.grad(self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights), self.params, allow_unused=True)
 
     def __call__(self, tokens: Tensor,  # int [N + 1]
@@ -216,7 +219,8 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
     return sums[0] / n, bits_per_byte(sums[0], sums[1]), ledger
 
 # %% ../nbs/18_ttt.ipynb #43e317c7
-def log_chunk(log: RunLog | None, chunk: int, n_chunks: int, sums: list[float]):
+def log_chunk(log: RunLog | None, chunk: int, n_chunks: int,  # which chunk, from 0 on, of how many
+              sums: list[float]):  # of all targets scored so far: nats, bytes, count
     "A line and an event: the running score over everything scored up to a chunk."
     if log is None or sums[1] <= 0:
         return

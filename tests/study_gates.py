@@ -123,7 +123,7 @@ def average_scores(m: Machine, result, cfg: Config, ranks: Ranks, stream, table,
         load_named(m.model, state)
         found[f"{mode}"], found[f"{mode}_bpb"] = ([x] for x in score())
     for mode, state in states.items():
-        loss, bpb, _ = score_first(m.model, m.layout, state, stream, table, cfg, ranks, forward=m.forward, loss_fn=m.loss_fn)
+        loss, bpb, _ = score_first(m.model, m.layout, state, stream, table, cfg, ranks, forward=m.forward)
         found[f"{mode}_ttt"], found[f"{mode}_ttt_bpb"] = [loss], [bpb]
     return found
 

@@ -64,6 +64,21 @@ def test_score_from_the_file_alone_gives_the_runs_numbers(trained):
     assert found["legal_ttt"] == pytest.approx(summary(run)["ttt_bpb"], abs=1e-4)
 
 
+@pytest.mark.parametrize("form", ["chunks", "adapters"])
+def test_score_gives_the_same_numbers_on_two_ranks(trained, capfd, form):
+    _, run, data, _ = trained
+    words = [w for w in WORDS if w.split("=")[0] in ("EVAL_SEQ_LEN", "EVAL_STRIDE", "VAL_BATCH_SIZE", "TTT_CHUNK_TOKENS", "TTT_EPOCHS", "TTT_BATCH_SEQS")]
+    score = ["score", str(run / "artifact.golf"), "--val", str(data / "fineweb_val_*.bin"), "--tokenizer", str(data / "tokenizer.model"), "--ttt", *words, f"TTT_FORM={form}", "TTT_CHUNK_SIZE=32", "TTT_BATCH_SIZE=16", "TTT_LORA_RANK=4"]
+    found = []
+    for more in ([], ["--nproc", "2"]):
+        status = main_cli([*score, *more])
+        out, err = capfd.readouterr()
+        assert status == 0 and f"{len(found) + 1} rank" in out and out.count("_exact") == 2, err
+        found.append({m[1]: float(m[2]) for m in re.finditer(r"^(\w+)_exact val_loss:(\S+) val_bpb:\S+$", out, re.M)})
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[0].keys() == {"final_int6_sliding_window", "legal_ttt"}
+    assert main_cli([*score, "--nproc", "2", "--audit"]) == 2 and one_sentence(capfd.readouterr().err)
+
+
 def test_audit_writes_its_report_beside_the_artifact(trained, tmp_path, capsys, monkeypatch):
     _, run, data, _ = trained
     copy = tmp_path / "copy.golf"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from golfnb.config import GolfError
-from golfnb.report import changed_settings, embed, paired, plot_bars, plot_gradient, plot_loss, plot_schedules, plot_spread, plot_step_distribution, plot_step_time, plot_ttt, plot_weights, write_report
+from golfnb.report import settings_changed, embed, paired, plot_bars, plot_gradient, plot_loss, plot_schedules, plot_spread, plot_step_distribution, plot_step_time, plot_ttt, plot_weights, write_report
 
 SVG = re.compile(r"<svg.*?</svg>", re.S)
 
@@ -51,7 +51,7 @@ def test_two_runs_beside_each_other(tmp_path):
     page = write_report(a, b).read_text()
     assert "Against <b>b</b>" in page and "setting that differs" in page and ">-0.0100<" in page and "b, running mean" in page
     assert paired([("x", 3)], [("x", 5), ("y", 1)], ",d") == [("x", "3", "5", "-2"), ("y", "", "1", "")]
-    assert set(changed_settings({"recipe": "demo", "seed": 1, "run_id": "p"}, {"recipe": "demo", "seed": 2, "run_id": "q"})) == {"SEED"}
+    assert set(settings_changed({"recipe": "demo", "seed": 1, "run_id": "p"}, {"recipe": "demo", "seed": 2, "run_id": "q"})) == {"SEED"}
 
 
 def test_a_run_that_died_and_files_that_are_damaged(tmp_path):

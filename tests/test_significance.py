@@ -6,7 +6,7 @@ import pytest
 from tiny import golfnb, one_sentence
 
 from golfnb.config import GolfError
-from golfnb.significance import below_target, beta_share, compare_runs, read_run, runs_needed, student_tail, welch
+from golfnb.significance import below_target, beta_share, compare_runs, run_summary, runs_needed, student_tail, welch
 
 
 def runs(folder, scores: dict) -> list:
@@ -64,7 +64,7 @@ def test_groups_differ_by_more_than_the_seed(tmp_path):
     said = compare_runs(runs(tmp_path, {("a", 1): 1.10, ("b", 1): 1.21, ("a", 2): 1.11, ("b", 2): 1.20, ("b", 3): 1.22, ("c", 1): 1.0}), target=1.3)
     assert "ema_bpb, 6 runs in 3 groups" in said and "recipe=a: n = 2, mean 1.10500" in said and "recipe=b: n = 3" in said and "recipe=c: n = 1" in said
     assert said.count("Welch") == 1 and "one run has no spread" in said and "run a third seed" in said
-    assert read_run(tmp_path / "a-1")["seed"] == 1
+    assert run_summary(tmp_path / "a-1")["seed"] == 1
 
 
 def test_result_files_are_runs_too():
