@@ -40,7 +40,7 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
     env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
     os.environ.update(env)
     start = time.time()
-    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NBS)}}).execute()
+    NotebookClient(nb, timeout=300, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
     seconds = time.time() - start
     for i, cell in held.items():
         nb.cells[i] = cell
