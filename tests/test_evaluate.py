@@ -9,7 +9,7 @@ from golfnb.config import GolfError
 from golfnb.evaluate import plain_loss, score_rows, score_windows, share_of, sliding_loss, window_batches, windows
 from golfnb.layers import token_nll
 from golfnb.parallel_muon import Ranks
-from score_workers import CFG, golf_on, random_table, spawn_scores, stream
+from score_workers import CFG, golf_on, random_table, stream
 
 ALONE = Ranks()
 
@@ -108,21 +108,6 @@ def test_scoring_leaves_no_graph_and_counts_progress():
     starts, keeps = windows(100, 16, 6)
     total = score_windows(model, stream(100), random_table(), starts, keeps, 16, 4, out, lambda done, n: seen.append((done, n)))
     assert not total.requires_grad and not out.requires_grad and total.dtype == torch.float64 and seen[-1] == (len(starts), len(starts))
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4, 8])
-def ranked(request):
-    return spawn_scores(request.param)
-
-
-def test_ranks_share_the_work(ranked):
-    "The same score on every rank as on one; 17 targets make 2 windows, so of 3 ranks one has nothing to do."
-    from score_workers import plain_and_sliding
-    for name, n in (("sliding", 700), ("short", 17)):
-        alone = plain_and_sliding(ALONE, n)
-        for out in ranked:
-            for ours, theirs in zip(alone, out[name]):
-                assert ours == pytest.approx(theirs, abs=1e-11)
 
 
 def test_disagreeing_ranks_are_caught():

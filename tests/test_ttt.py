@@ -13,7 +13,7 @@ from golfnb.layers import softcap_loss
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.ttt import Ledger, adapt_steps, chunk_windows, score_first, ttt_multiplier
-from score_workers import CFG, adapt, documents, golf_on, random_state, random_table, spawn_scores, stream
+from score_workers import CFG, adapt, documents, golf_on, random_state, random_table, stream
 
 ALONE = Ranks()
 
@@ -162,38 +162,6 @@ def test_shared_mlp_plan_adapts_alike():
     "Matrices stored transposed move like the others."
     a, b = adapt(ALONE, torch.float64), adapt(ALONE, torch.float64, plan="shared_mlp")
     assert a[0] == pytest.approx(b[0], abs=1e-11) and torch.allclose(moved(a[2]), moved(b[2]), atol=1e-10)
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4, 8])
-def ranked(request):
-    return request.param, spawn_scores(request.param)
-
-
-def test_ranks_give_one_score(ranked):
-    "A chunk that is one step: 8 rows over 2 to 8 ranks, 5 rows over as many (some have none), frozen blocks. Score and weights equal one rank's."
-    world, outs = ranked
-    for name, dtype, more, tolerance in (("one step", torch.float64, {}, 1e-10), ("fp32", torch.float32, {}, 2e-5),
-                                         ("frozen", torch.float64, dict(ttt_freeze_blocks=2), 1e-10), ("uneven", torch.float64, dict(ttt_chunk_tokens=80), 1e-10)):
-        if world > 3 and name in ("fp32", "frozen"):
-            continue
-        loss, bpb, named, *_ = adapt(ALONE, dtype, **more)
-        for out in outs:
-            assert out[name][:2] == pytest.approx((loss, bpb), abs=tolerance)
-            assert max(np.abs(out[name][2][k] - named[k]).max() for k in named) < 10 * tolerance, name
-
-
-def test_ranks_give_one_score_to_documents(ranked):
-    world, outs = ranked
-    for name, dtype, tolerance in (("documents", torch.float64, 1e-12), ("documents fp32", torch.float32, 2e-6))[:2 if world < 4 else 1]:
-        alone = documents(ALONE, dtype)
-        assert all(out[name] == pytest.approx(alone, abs=tolerance) for out in outs)
-
-
-def test_ranks_that_run_out_of_rows_still_join(ranked):
-    "5 rows over 2 to 8 ranks, one row a step: some ranks have none in the last step. As one rank that takes the same rows together."
-    world, outs = ranked
-    assert all(out["many steps"][:2] == outs[0]["many steps"][:2] for out in outs)
-    assert all(np.array_equal(out["many steps"][2][k], outs[0]["many steps"][2][k]) for out in outs for k in out["many steps"][2])
 
 
 def test_layout_of_another_world_is_refused():
