@@ -49,7 +49,7 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
     env = clean_env(JUPYTER_TOKEN="secret", JUPYTER_CONFIG_DIR=str(tmp_path / "config"), JUPYTER_DATA_DIR=str(tmp_path / "data"), JUPYTER_RUNTIME_DIR=str(tmp_path / "run"))
     command = [sys.executable, "-c", "from golfnb.cli import main_cli; raise SystemExit(main_cli())", "lab", "--no-browser", "--port", str(port), "--dir", str(tmp_path / "lab")]
     with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+        job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell may start us with it ignored
 
     def fetch(path: str, data: bytes | None = None) -> bytes:
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Authorization": "token secret", "Content-Type": "application/json"})
