@@ -27,8 +27,8 @@ from .layers import exclusive, mix_norm, qk_norm_rope_gain, rms_norm, squared_le
 from .model import BLOCK_MATRICES, BlockTraits, BlockWeights, Golf, block_weights, embed_input, load_named, model_rotary, skip_source, value_embeddings
 from .parallel_muon import Ranks, Recorded
 from .shards import BOS_ID
-from .train import LateReader, RunLog
-from .ttt import Trial, audit_prefix, audit_normalised, audit_single_pass, compiled, finding, log_chunk
+from .train import LateReader, RunLog, compiled
+from .ttt import Trial, audit_prefix, audit_normalised, audit_single_pass, finding, log_chunk
 
 # %% ../nbs/18b_adapters.ipynb #5ed00fa8
 def document_spans(tokens: Tensor,  # int [N + 1]
@@ -318,7 +318,7 @@ def score_documents(model: Golf,               # filled with the decoded state; 
     model.requires_grad_(True)
     if out is not None:
         out.copy_(room[:-1])
-    nats, n_bytes, count = ranks.sum(lanes.total).tolist()
+    nats, n_bytes, count = ranks.sum_late(lanes.total).tolist()
     if count != n:
         raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; do all ranks hold the same tokens?")
     return nats / n, bits_per_byte(nats, n_bytes), ledger

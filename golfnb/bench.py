@@ -25,7 +25,6 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean, median
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from .loader import Loader, make_sampler
 from .model import named_state
 from .parallel_muon import Ranks, start_ranks, stop_ranks
 from .plan import read_links
-from .run import LOST_RANK_WORDS, build_machine, device_name, open_session, rows_per_batch
+from .run import LOST_RANK_WORDS, build_machine, device_name, open_session
 from .shards import atomic_write, find_shards, val_tokens, write_shard
 from .train import Averages, LoopState, RunLog, TrainClock, TrainResult, micro_steps, momentum_at, multiplier_at, one_step, warm_up
 from .ttt import score_first
@@ -392,7 +391,7 @@ def bench_eval(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]
     val, table, words = bench_stream(cfg, ranks, job.tokens, job.given)
     m = build_machine(cfg, ranks)
     state = {k: v.detach().to(torch.promote_types(v.dtype, torch.float32), copy=True) for k, v in named_state(m.model).items()}
-    batch, n = rows_per_batch(SimpleNamespace(cfg=cfg, ranks=ranks)), val.numel() - 1
+    batch, n = cfg.rows_per_score(ranks.world), val.numel() - 1
     calls = {"plain": lambda: plain_loss(m.forward, val, table, cfg.train_seq_len, batch, ranks),
              "sliding": lambda: sliding_loss(m.forward, val, table, cfg.eval_seq_len, cfg.eval_stride, batch, ranks),
              "ttt": lambda: score_first(m.model, m.layout, state, val, table, cfg, ranks, forward=m.forward),

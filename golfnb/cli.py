@@ -378,19 +378,20 @@ def score_file(args, ranks) -> int:  # exit status
     from golfnb.bpb import byte_table, load_tokenizer
     from golfnb.evaluate import sliding_loss
     from golfnb.shards import val_tokens
+    from golfnb.train import compiled
 
     say = print if ranks.master else lambda *words, **options: None
     model, meta, cfg = load_model(args.file, score_dtype(ranks), ranks.device, args.tokenizer, ranks.world)
     cfg = score_config(meta, cfg, read_settings(args.settings))
     table = byte_table(load_tokenizer(args.tokenizer, cfg.vocab_size)).to(ranks.device)
     tokens = torch.from_numpy(val_tokens(args.val, cfg.eval_seq_len, cfg.vocab_size).astype("int64")).to(ranks.device)
-    rows = max(1, cfg.val_batch_size // (cfg.eval_seq_len * ranks.world))
+    forward = compiled(model, cfg, ranks.device)  # as the run that made the artifact
     where = f"{ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, on {where}", flush=True)
-    loss, bpb = sliding_loss(model, tokens, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks, progress=say_progress("windows scored") if ranks.master else None)
+    loss, bpb = sliding_loss(forward, tokens, table, cfg.eval_seq_len, cfg.eval_stride, cfg.rows_per_score(ranks.world), ranks, progress=say_progress("windows scored") if ranks.master else None)
     say(f"final_int6_sliding_window_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}", flush=True)
     if args.ttt:
-        loss, bpb = score_adapting(args.file, tokens, table, cfg, ranks, say)
+        loss, bpb = score_adapting(args.file, model, forward, tokens, table, cfg, ranks, say)
         say(f"legal_ttt_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}", flush=True)
     return audit_command(args, tokens, table, cfg) if args.audit else 0
 
@@ -426,21 +427,19 @@ def audit_command(args, tokens, table, cfg) -> int:
     return 0 if report["legal"] else 1
 
 # %% ../nbs/24_cli.ipynb #745d68ae
-def score_adapting(path: str, tokens, table, cfg, ranks, say) -> tuple[float, float]:  # loss in nats a token, bits per byte
-    "Score-first test-time training from an artifact; every rank must call. `table` gives the bytes of each token, `say` prints."
+def score_adapting(path: str, model, forward, tokens, table, cfg, ranks, say) -> tuple[float, float]:  # loss in nats a token, bits per byte
+    "Score-first test-time training from an artifact; every rank must call. `forward` runs `model`, `table` gives the bytes of each token, `say` prints."
     from golfnb.adapters import score_documents
-    from golfnb.artifact import load_artifact, load_model
+    from golfnb.artifact import load_artifact
     from golfnb.quantize import dequantize_state
     from golfnb.ttt import score_first
 
-    model, _, _ = load_model(path, score_dtype(ranks), ranks.device, world=ranks.world)
     state = dequantize_state(load_artifact(path)[1])
     if cfg.ttt_form == "adapters":
         say(f"adapting: adapters of rank {cfg.ttt_lora_rank} for each document, chunks of {cfg.ttt_chunk_size} tokens, each scored first", flush=True)
         return score_documents(model, state, tokens, table, cfg, ranks)[:2]
     say(f"adapting: {cfg.ttt_epochs} epochs over chunks of {cfg.ttt_chunk_tokens} tokens, each scored first", flush=True)
-    loss, bpb, _ = score_first(model, model.layout, state, tokens, table, cfg, ranks)
-    return loss, bpb
+    return score_first(model, model.layout, state, tokens, table, cfg, ranks, forward=forward)[:2]
 
 # %% ../nbs/24_cli.ipynb #da54ffb2
 def find_tokenizer(path: str, given: str | None) -> str:  # a model file

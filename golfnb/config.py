@@ -50,7 +50,7 @@ class RunSettings:
     state_dtype: str = setting("auto", "dtype of momenta and moments; auto: each as its parameter's", "auto", "bf16", "fp32")
     attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here: word")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
-    step_graph: bool = setting(False, "record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
+    step_graph: bool = setting(True, "on CUDA, record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
 
 # %% ../nbs/00_config.ipynb #db092c0b
 @dataclass
@@ -282,6 +282,8 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
         return max(1, 8 // world)
     def rows_per_micro(self, world: int) -> int: # ranks -> rows of train_seq_len per rank and micro-step
         return self.train_batch_tokens // (world * self.grad_accum(world) * self.train_seq_len)
+    def rows_per_score(self, world: int) -> int: # ranks -> rows of eval_seq_len per rank and scoring forward
+        return max(1, self.val_batch_size // (self.eval_seq_len * world * self.grad_accum(world)))
     def check(self, world: int) -> None: # ranks; raises GolfError for the first thing that cannot work
         if world < 1:
             raise GolfError(f"the number of ranks must be at least 1, found {world}: start with torchrun --nproc_per_node=1")

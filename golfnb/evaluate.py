@@ -107,7 +107,7 @@ def sliding_loss(model: Callable,    # (ids, keep) -> logits; has .cap
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
     total = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n), min(batch_seqs, len(starts)), out, progress)
-    nll, n_bytes, count = ranks.sum(total).tolist()
+    nll, n_bytes, count = ranks.sum_late(total).tolist()
     if count != n:
         raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; do all ranks hold the same tokens?")
     return nll / n, bits_per_byte(nll, n_bytes)

@@ -39,6 +39,12 @@ class Ranks:
             dist.all_reduce(t)
         return t
 
+    def sum_late(self, t: torch.Tensor) -> torch.Tensor:
+        "`sum` of a tensor of any shape that ranks may have ready minutes apart; waits for the last one."
+        t.ravel()[:1].tolist()  # a GPU's queue may hold minutes of work
+        self.barrier()
+        return self.sum(t)
+
     def barrier(self):
         "Return when every rank has come here; waits patiently, since one of them may be packing weights."
         if self.world > 1:

@@ -278,7 +278,7 @@ def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the sa
             p = pack_gptq(name, w, hessians[name], scale_floor, k)
             code.copy_(torch.from_numpy(p.data).flatten())
             scale.copy_(torch.from_numpy(p.scale.astype(np.float32)))
-    ranks.sum(codes), ranks.sum(scales)
+    ranks.sum_late(codes), ranks.sum(scales)
     return {name: Packed("int6", tuple(w.shape), code.view(w.shape).cpu().numpy(), scale.half().cpu().numpy()) for (name, w), code, scale in zip(named.items(), *cuts)}
 
 # %% ../nbs/16_quantize.ipynb #9320f0d1

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run_folder', 'count_tokens', 'open_session',
-           'Machine', 'build_machine', 'keep_traces', 'rows_per_batch', 'plain_score', 'score_line', 'artifact_meta',
-           'progress_lines', 'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase',
-           'run', 'device_name', 'announce', 'script_main']
+           'Machine', 'build_machine', 'keep_traces', 'plain_score', 'score_line', 'artifact_meta', 'progress_lines',
+           'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase', 'run',
+           'device_name', 'announce', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
 import hashlib
@@ -32,7 +32,7 @@ from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Engine, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
 from .quantize import calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
 from .shards import atomic_write, check_disjoint, find_shards, read_header, read_span, val_tokens
-from .train import RunLog, StepGraph, TrainResult, train, training_loss, warm_up
+from .train import RunLog, StepGraph, TrainResult, compiled, train, training_loss, warm_up
 from .ttt import score_first
 
 # %% ../nbs/19_run.ipynb #d9cef09f
@@ -130,10 +130,8 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     model = Golf(cfg, layout, dtype=dtype, device=ranks.device)
     init_model(model, cfg, cfg.seed)
     engine = make_engine(model, layout, cfg, ranks)
-    loss_fn, forward = training_loss(model, model.cap), model
-    if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
-        loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
-        forward = torch.compile(model, dynamic=False, fullgraph=True)
+    loss_fn, forward = (compiled(f, cfg, ranks.device) for f in (training_loss(model, model.cap), model))
+    if forward is not model:
         keep_traces()
     if cfg.step_graph:
         loss_fn = StepGraph(loss_fn, list(model.parameters()), ranks.device)
@@ -148,15 +146,10 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 # %% ../nbs/19_run.ipynb #98ea137c
-def rows_per_batch(s: Session) -> int:
-    "Validation rows of one rank in one forward."
-    return max(1, s.cfg.val_batch_size // (s.cfg.eval_seq_len * s.ranks.world * s.cfg.grad_accum(s.ranks.world)))
-
-
 def plain_score(s: Session, m: Machine) -> tuple[float, float]:
     "(loss in nats a token, bits per byte) of disjoint rows."
     m.model.eval()
-    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, rows_per_batch(s), s.ranks)
+    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, s.cfg.rows_per_score(s.ranks.world), s.ranks)
     m.model.train()
     return out
 
@@ -286,7 +279,7 @@ def score_phase(s: Session, m: Machine, path: Path):
     s.summary.update(int6_loss=loss, int6_bpb=bpb)
     if 0 < s.cfg.eval_stride:
         slide = time.perf_counter()
-        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, rows_per_batch(s), s.ranks, progress=progress_lines(s, "sliding_window"))
+        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, s.cfg.rows_per_score(s.ranks.world), s.ranks, progress=progress_lines(s, "sliding_window"))
         score_line(s, "final_int6_sliding_window", loss, bpb, slide)
         s.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         s.summary.update(sliding_loss=loss, sliding_bpb=bpb)

@@ -173,15 +173,18 @@ def read_span(path: str | Path, # a shard
               count: int, # tokens
              ) -> np.ndarray: # uint16 [count], a copy
     "Tokens begin .. begin + count of a shard. Raises GolfError as read_header does, and where the file ends before the span."
-    tokens = read_header(path)
+    tokens, part, at = read_header(path), np.empty(count, "<u2"), 0
     try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(HEADER_BYTES + 2 * begin)
-            part = np.fromfile(file, "<u2", count)
+        file = os.open(path, os.O_RDONLY)
+        try:
+            while got := os.preadv(file, [part.view("u1")[at:]], HEADER_BYTES + 2 * begin + at):
+                at += got
+        finally:
+            os.close(file)
     except OSError as error:
         raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
-    if part.size != count:
-        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,} of {tokens:,}, found {part.size:,} of them: it is cut off or damaged, copy or build it again")
+    if at != 2 * count:
+        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,} of {tokens:,}, found {at // 2:,} of them: it is cut off or damaged, copy or build it again")
     return part
 
 # %% ../nbs/02_shards.ipynb #1eeff20d

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['LATE_STEPS', 'SWA_BELOW', 'momentum_at', 'multiplier_at', 'LateReader', 'TrainClock', 'should_stop', 'GridProjector',
-           'RunLog', 'micro_steps', 'backward_pass', 'training_loss', 'StepGraph', 'warm_up', 'Averages', 'TrainResult',
-           'LoopState', 'read_control', 'hold_skips', 'one_step', 'validate_now', 'train', 'end_training']
+           'RunLog', 'micro_steps', 'backward_pass', 'compiled', 'training_loss', 'StepGraph', 'warm_up', 'Averages',
+           'TrainResult', 'LoopState', 'read_control', 'hold_skips', 'one_step', 'validate_now', 'train',
+           'end_training']
 
 # %% ../nbs/15_train.ipynb #11bd76f1
 import functools
@@ -13,6 +14,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,6 +169,11 @@ def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int)
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
+
+
+def compiled(fn: Callable, cfg: Config, device: torch.device) -> Callable:
+    "`fn` under torch.compile where the settings ask for it: COMPILE=1, or auto on CUDA."
+    return torch.compile(fn, dynamic=False, fullgraph=True) if cfg.compile == "1" or (cfg.compile == "auto" and device.type == "cuda") else fn
 
 
 def training_loss(model, cap: float):

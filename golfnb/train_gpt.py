@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 6597fca75085d919 | Apache-2.0
+# recipe pr549 | source sha256 1780edfb0b892147 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -71,7 +71,7 @@ class RunSettings:
     state_dtype: str = setting("auto", "dtype of momenta and moments; auto: each as its parameter's", "auto", "bf16", "fp32")
     attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here: word")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
-    step_graph: bool = setting(False, "record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
+    step_graph: bool = setting(True, "on CUDA, record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
 
 @dataclass
 class BatchSettings:
@@ -290,6 +290,8 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
         return max(1, 8 // world)
     def rows_per_micro(self, world: int) -> int: # ranks -> rows of train_seq_len per rank and micro-step
         return self.train_batch_tokens // (world * self.grad_accum(world) * self.train_seq_len)
+    def rows_per_score(self, world: int) -> int: # ranks -> rows of eval_seq_len per rank and scoring forward
+        return max(1, self.val_batch_size // (self.eval_seq_len * world * self.grad_accum(world)))
     def check(self, world: int) -> None: # ranks; raises GolfError for the first thing that cannot work
         if world < 1:
             raise GolfError(f"the number of ranks must be at least 1, found {world}: start with torchrun --nproc_per_node=1")
@@ -532,15 +534,18 @@ def read_span(path: str | Path, # a shard
               count: int, # tokens
              ) -> np.ndarray: # uint16 [count], a copy
     "Tokens begin .. begin + count of a shard. Raises GolfError as read_header does, and where the file ends before the span."
-    tokens = read_header(path)
+    tokens, part, at = read_header(path), np.empty(count, "<u2"), 0
     try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(HEADER_BYTES + 2 * begin)
-            part = np.fromfile(file, "<u2", count)
+        file = os.open(path, os.O_RDONLY)
+        try:
+            while got := os.preadv(file, [part.view("u1")[at:]], HEADER_BYTES + 2 * begin + at):
+                at += got
+        finally:
+            os.close(file)
     except OSError as error:
         raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
-    if part.size != count:
-        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,} of {tokens:,}, found {part.size:,} of them: it is cut off or damaged, copy or build it again")
+    if at != 2 * count:
+        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,} of {tokens:,}, found {at // 2:,} of them: it is cut off or damaged, copy or build it again")
     return part
 
 def find_shards(pattern: str | Path, # path of a shard, or a pattern with * and ?
@@ -2508,6 +2513,12 @@ class Ranks:
             dist.all_reduce(t)
         return t
 
+    def sum_late(self, t: torch.Tensor) -> torch.Tensor:
+        "`sum` of a tensor of any shape that ranks may have ready minutes apart; waits for the last one."
+        t.ravel()[:1].tolist()  # a GPU's queue may hold minutes of work
+        self.barrier()
+        return self.sum(t)
+
     def barrier(self):
         "Return when every rank has come here; waits patiently, since one of them may be packing weights."
         if self.world > 1:
@@ -3072,7 +3083,7 @@ def sliding_loss(model: Callable,    # (ids, keep) -> logits; has .cap
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
     total = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n), min(batch_seqs, len(starts)), out, progress)
-    nll, n_bytes, count = ranks.sum(total).tolist()
+    nll, n_bytes, count = ranks.sum_late(total).tolist()
     if count != n:
         raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; do all ranks hold the same tokens?")
     return nll / n, bits_per_byte(nll, n_bytes)
@@ -3218,6 +3229,10 @@ def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int)
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
+
+def compiled(fn: Callable, cfg: Config, device: torch.device) -> Callable:
+    "`fn` under torch.compile where the settings ask for it: COMPILE=1, or auto on CUDA."
+    return torch.compile(fn, dynamic=False, fullgraph=True) if cfg.compile == "1" or (cfg.compile == "auto" and device.type == "cuda") else fn
 
 def training_loss(model, cap: float):
     "The function (ids, targets) -> mean loss that training differentiates; `model` may be compiled."
@@ -3670,7 +3685,7 @@ def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the sa
             p = pack_gptq(name, w, hessians[name], scale_floor, k)
             code.copy_(torch.from_numpy(p.data).flatten())
             scale.copy_(torch.from_numpy(p.scale.astype(np.float32)))
-    ranks.sum(codes), ranks.sum(scales)
+    ranks.sum_late(codes), ranks.sum(scales)
     return {name: Packed("int6", tuple(w.shape), code.view(w.shape).cpu().numpy(), scale.half().cpu().numpy()) for (name, w), code, scale in zip(named.items(), *cuts)}
 
 K_FINEST = 4.0
@@ -4295,10 +4310,6 @@ def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Confi
     engine_load(engine, *named_masters(model, state))
     return engine
 
-def compiled(fn: Callable, cfg: Config, device: torch.device) -> Callable:
-    "`fn` under torch.compile where the settings ask for it: COMPILE=1, or auto on CUDA."
-    return torch.compile(fn, dynamic=False, fullgraph=True) if cfg.compile == "1" or (cfg.compile == "auto" and device.type == "cuda") else fn
-
 def row_loss(model: Callable,  # ids [B, T] -> logits before the softcap
              cap: float) -> Callable:  # (ids [B, T], targets [B, T], weights [B]) -> 0-dim
     "The loss of adapting: each row's mean, weighted and summed."
@@ -4383,7 +4394,7 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
     forward, n, chunk = model if forward is None else forward, tokens.numel() - 1, cfg.ttt_chunk_tokens
     row = min(cfg.eval_seq_len, n)
     starts, keeps = windows(n, cfg.eval_seq_len, cfg.eval_stride)
-    batch = min(batch_seqs or max(1, cfg.val_batch_size // (cfg.eval_seq_len * ranks.world * cfg.grad_accum(ranks.world))), len(starts))
+    batch = min(batch_seqs or cfg.rows_per_score(ranks.world), len(starts))
     parts = chunk_windows(starts, keeps, row, chunk, n)
     engine, ledger, reader = ttt_engine(model, layout, state, cfg, ranks), Ledger(n), LateReader()
     step = RowStep(engine, loss_fn or compiled(row_loss(model, model.cap), cfg, engine.device), step_rows(cfg, ranks), cfg.eval_seq_len)
@@ -4685,7 +4696,7 @@ def score_documents(model: Golf,               # filled with the decoded state; 
     model.requires_grad_(True)
     if out is not None:
         out.copy_(room[:-1])
-    nats, n_bytes, count = ranks.sum(lanes.total).tolist()
+    nats, n_bytes, count = ranks.sum_late(lanes.total).tolist()
     if count != n:
         raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; do all ranks hold the same tokens?")
     return nats / n, bits_per_byte(nats, n_bytes), ledger
@@ -4779,10 +4790,8 @@ def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     model = Golf(cfg, layout, dtype=dtype, device=ranks.device)
     init_model(model, cfg, cfg.seed)
     engine = make_engine(model, layout, cfg, ranks)
-    loss_fn, forward = training_loss(model, model.cap), model
-    if cfg.compile == "1" or (cfg.compile == "auto" and ranks.device.type == "cuda"):
-        loss_fn = torch.compile(loss_fn, dynamic=False, fullgraph=True)
-        forward = torch.compile(model, dynamic=False, fullgraph=True)
+    loss_fn, forward = (compiled(f, cfg, ranks.device) for f in (training_loss(model, model.cap), model))
+    if forward is not model:
         keep_traces()
     if cfg.step_graph:
         loss_fn = StepGraph(loss_fn, list(model.parameters()), ranks.device)
@@ -4795,14 +4804,10 @@ def keep_traces():
         inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{name}": "golfnb" for name in ("_backend_from_string", "_sdpa_kernel")}
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
-def rows_per_batch(s: Session) -> int:
-    "Validation rows of one rank in one forward."
-    return max(1, s.cfg.val_batch_size // (s.cfg.eval_seq_len * s.ranks.world * s.cfg.grad_accum(s.ranks.world)))
-
 def plain_score(s: Session, m: Machine) -> tuple[float, float]:
     "(loss in nats a token, bits per byte) of disjoint rows."
     m.model.eval()
-    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, rows_per_batch(s), s.ranks)
+    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, s.cfg.rows_per_score(s.ranks.world), s.ranks)
     m.model.train()
     return out
 
@@ -4923,7 +4928,7 @@ def score_phase(s: Session, m: Machine, path: Path):
     s.summary.update(int6_loss=loss, int6_bpb=bpb)
     if 0 < s.cfg.eval_stride:
         slide = time.perf_counter()
-        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, rows_per_batch(s), s.ranks, progress=progress_lines(s, "sliding_window"))
+        loss, bpb = sliding_loss(m.forward, s.val, s.table, s.cfg.eval_seq_len, s.cfg.eval_stride, s.cfg.rows_per_score(s.ranks.world), s.ranks, progress=progress_lines(s, "sliding_window"))
         score_line(s, "final_int6_sliding_window", loss, bpb, slide)
         s.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         s.summary.update(sliding_loss=loss, sliding_bpb=bpb)

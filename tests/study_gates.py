@@ -91,7 +91,7 @@ def run_one(job: Job, machines: Machines, ranks: Ranks, paths: list, stream, tab
     cfg, cuda = job.cfg, ranks.device.type == "cuda"
     machines.let_go()
     m, vals = machines.get(cfg), []
-    rows = max(1, cfg.val_batch_size // (cfg.eval_seq_len * ranks.world * cfg.grad_accum(ranks.world)))
+    rows = cfg.rows_per_score(ranks.world)
 
     def score():
         m.model.eval()

@@ -113,7 +113,7 @@ def test_scoring_leaves_no_graph_and_counts_progress():
 def test_disagreeing_ranks_are_caught():
     "A rank whose share is missing from the sum."
     class Deaf(Ranks):
-        def sum(self, t):
+        def sum_late(self, t):
             return t
     with pytest.raises(GolfError, match="scored once"):
         sliding_loss(PairModel(), stream(100), random_table(), 16, 6, 4, Deaf(0, 2))
