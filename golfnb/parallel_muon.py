@@ -40,7 +40,7 @@ class Ranks:
         return t
 
     def sum_late(self, t: torch.Tensor) -> torch.Tensor:
-        "`sum` of a tensor of any shape that ranks may have ready minutes apart; waits for the last one."
+        "`sum` where ranks may have `t` ready minutes apart: waits for the last one. Any shape."
         t.ravel()[:1].tolist()  # a GPU's queue may hold minutes of work
         self.barrier()
         return self.sum(t)

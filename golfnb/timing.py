@@ -52,11 +52,11 @@ def replayed(f, device: torch.device, calls: int):
 
 
 def measured_rates(device: torch.device, size: int) -> dict[str, float]:
-    "Bytes per second of a copy of 16 `size`² bytes, and operations per second of a `size`³ product in the compute dtype."
+    "Bytes per second of a kernel that reads and writes 16 `size`² bytes each, and operations per second of a `size`³ product in the compute dtype."
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     big, out = torch.randn(4 * size, size, device=device), torch.empty(4 * size, size, device=device)
-    took = {k: spread(v)["min"] / 4e3 for k, v in interleave({"copy": replayed(lambda: out.copy_(big), device, 4), "product": replayed(lambda: a @ b, device, 4)}, rounds=5, device=device).items()}
+    took = {k: spread(v)["min"] / 4e3 for k, v in interleave({"copy": replayed(lambda: torch.neg(big, out=out), device, 4), "product": replayed(lambda: a @ b, device, 4)}, rounds=5, device=device).items()}
     return {"copy": 2 * big.nbytes / took["copy"], "product": 2 * size ** 3 / took["product"]}
 
 # %% ../nbs/28_timing.ipynb #4302e278
@@ -134,7 +134,7 @@ def best_tiles(samples: dict[str, list[float]]) -> dict[str, dict]:
     return found
 
 # %% ../nbs/28_timing.ipynb #862b88f8
-COMPILE_WORDS = {"tuned": {"coordinate_descent_tuning": True}, "pdl": {"triton.enable_pdl": True}}
+COMPILE_WORDS = {"tuned": {"coordinate_descent_tuning": True}, "pdl": {"triton.enable_pdl": True}, "combo": {"combo_kernels": True}}
 SET_WORDS = {"plain", "heads", "xsa", "mlp", "fold", "best", "graph", "lt", *COMPILE_WORDS}
 DEFAULT_SETS = ["plain", "heads+xsa+fold", "heads+xsa+fold+mlp", "heads+xsa+fold+mlp+best", "heads+xsa+fold+mlp+best+graph"]
 
@@ -263,7 +263,7 @@ def device_events(step, device: torch.device) -> list[dict]:  # name, stream, st
     return sorted(found, key=lambda e: e["start"])
 
 
-def profile_summary(step, device: torch.device, top: int = 40) -> dict:
+def profile_summary(step, device: torch.device, top: int = 120) -> dict:
     "Milliseconds and launches of one call of `step`, by kind, and of the `top` longest kernels."
     events = device_events(step, device)
     by_kind, by_name, count, kinds = Counter(), Counter(), Counter(), Counter()

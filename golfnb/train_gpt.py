@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 1780edfb0b892147 | Apache-2.0
+# recipe pr549 | source sha256 6baf7a2727b2d650 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2514,7 +2514,7 @@ class Ranks:
         return t
 
     def sum_late(self, t: torch.Tensor) -> torch.Tensor:
-        "`sum` of a tensor of any shape that ranks may have ready minutes apart; waits for the last one."
+        "`sum` where ranks may have `t` ready minutes apart: waits for the last one. Any shape."
         t.ravel()[:1].tolist()  # a GPU's queue may hold minutes of work
         self.barrier()
         return self.sum(t)
