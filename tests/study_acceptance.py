@@ -5,7 +5,8 @@
 Parts: recipes (pr399 and pr726 for 300 steps, with scores), clock (30 s cap, every rank's last step), nan, kill, truncate
 (a rank's gradient is not finite; a rank is killed; a shard is cut off; all under a running job), firstSEED (the first 20 of 500
 steps: the loss of rank 0's first micro-batch, which are the rows that rank 0 has on 8 ranks, on any world that divides 8, and the
-mean over all rows, which with CLIP=global must be the same on any number of ranks). FOLDER/acceptance.json holds what came out;
+mean over all rows, which with CLIP=global must be the same on any number of ranks), paritySEED (500 steps and every score). In
+the last two CLIP=local clips what a rank of 8 would clip: each micro-batch's gradient. So on fewer ranks they compute what 8 do. FOLDER/acceptance.json holds what came out;
 it is written anew after every part, so a call that is cut off keeps what it had.
 """
 import json
@@ -21,7 +22,32 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 SCRIPT = HERE.parent.parent / "golfnb" / "train_gpt.py"
 FIRST_STEPS = 20
+COARSE = {"EVAL_STRIDE": "1024"}
+AS_REFERENCE = {"RECIPE": "pr549", "MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": "500", "WARMDOWN_ITERS": "200", "WARMUP_STEPS": "20", "BIGRAM_VOCAB_SIZE": "1536"}
 ENDLESS = {"ITERATIONS": "1000000", "WARMDOWN_ITERS": "0", "WARMUP_STEPS": "3", "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "0"}
+
+
+def clip_as_eight(m, cfg, world: int):
+    "With fewer ranks than 8, clip each micro-batch's gradient before it is added up; the engine's own clip then finds nothing to do."
+    from golfnb.parallel_muon import clip_factor, squared_norm
+    import torch
+
+    accum, add_up, params, sums = cfg.grad_accum(world), m.engine.accumulate, list(m.model.parameters()), []
+
+    def accumulate():
+        grads = [p.grad for p in params]
+        torch._foreach_mul_(grads, clip_factor(accum**2 * squared_norm(grads, torch.float32), cfg.grad_clip_norm))
+        add_up()  # takes the banks' gradients away
+        sums.append([p.grad for p in params])
+        last = len(sums) == accum
+        for p, *parts in zip(params, *sums):
+            p.grad = sum(g.float() for g in parts).to(p.dtype) if last and parts[0] is not None else None
+        if last:
+            sums.clear()
+
+    if accum > 1 and cfg.clip == "local":
+        m.engine.accumulate = accumulate
+    return m
 
 
 class Enough(Exception):
@@ -32,6 +58,7 @@ def worker(mode: str):
     "One rank of a job: train under the settings of the environment and tell what every rank saw."
     import torch
     import torch.distributed as dist
+    import golfnb.run
     from golfnb.config import load_config
     from golfnb.loader import Loader, make_sampler
     from golfnb.parallel_muon import engine_tensors, start_ranks, stop_ranks
@@ -40,8 +67,14 @@ def worker(mode: str):
 
     ranks = start_ranks()
     cfg = load_config(os.environ)
+    if mode.startswith("parity"):
+        golfnb.run.build_machine = lambda *args: clip_as_eight(build_machine(*args), cfg, ranks.world)
+        golfnb.run.run(cfg, ranks, SCRIPT.stat().st_size)
+        return stop_ranks(ranks)
     s = open_session(cfg, ranks)
     m = build_machine(cfg, ranks)
+    if mode.startswith("first"):
+        clip_as_eight(m, cfg, ranks.world)
     calls, losses = [0], []
 
     def poisoned(ids, targets):
@@ -112,7 +145,7 @@ class Acceptance:
 
     def recipe(self, recipe: str):
         begun = time.time()
-        status = self.start(recipe, [SCRIPT], RECIPE=recipe, **{"ITERATIONS": "300", "WARMDOWN_ITERS": "100", "MAX_WALLCLOCK_SECONDS": "0", "TRAIN_LOG_EVERY": "50", "TTT_ENABLED": "1", **self.settings}).wait()
+        status = self.start(recipe, [SCRIPT], RECIPE=recipe, **{"ITERATIONS": "300", "WARMDOWN_ITERS": "100", "MAX_WALLCLOCK_SECONDS": "0", "TRAIN_LOG_EVERY": "50", "TTT_ENABLED": "1", **COARSE, **self.settings}).wait()
         path = self.runs / recipe / "summary.json"
         summary = json.loads(path.read_text()) if path.exists() else {}
         names = ("steps", "raw_loss", "ema_loss", "int6_loss", "sliding_bpb", "ttt_bpb", "total_bytes", "step_ms", "peak_bytes", "seconds")
@@ -123,7 +156,7 @@ class Acceptance:
         artifact, here = self.runs / recipe / "artifact.golf", {"ranks": self.found[recipe].get("sliding_bpb")}
         for name, more in (("one", {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}), ("cpu", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(os.cpu_count())})):
             command = [sys.executable, "-m", "golfnb.cli", "score", str(artifact), "--val", os.environ["DATA_PATH"] + "/fineweb_val_*.bin", "--tokenizer", os.environ["TOKENIZER_PATH"],
-                       *(f"{k}={v}" for k, v in self.settings.items() if k.startswith("EVAL_"))]
+                       *(f"{k}={v}" for k, v in {**COARSE, **self.settings}.items() if k.startswith("EVAL_"))]
             done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True)
             lines = [line for line in done.stdout.splitlines() if "sliding_window_exact" in line]
             here[name] = float(lines[0].split("val_bpb:")[1]) if lines else done.stderr[-300:]
@@ -132,7 +165,7 @@ class Acceptance:
     def job(self, name: str, **more):
         "A worker job that ends by itself."
         begun = time.time()
-        status = self.start(name, [HERE, "worker", name], RECIPE="pr549", **{**ENDLESS, **more}).wait()
+        status = self.start(name, [HERE, "worker", name], **{"RECIPE": "pr549", **ENDLESS, **more}).wait()
         every = [json.loads(line[6:]) for line in self.text(name).splitlines() if line.startswith("EVERY ")]
         ranks = every[0] if every else []
         alike = bool(ranks) and all(r | {"train_ms": 0} == ranks[0] | {"train_ms": 0} for r in ranks)
@@ -184,7 +217,14 @@ def main(nproc: int, folder: Path, parts: list, settings: dict):
         elif part == "clock":
             todo.job("clock", **{"MAX_WALLCLOCK_SECONDS": "30", "WARMDOWN_ITERS": "3500", **settings})
         elif part.startswith("first"):
-            todo.job(part, MAX_WALLCLOCK_SECONDS="0", SEED=part[5:], **{"ITERATIONS": "500", "WARMDOWN_ITERS": "200", "WARMUP_STEPS": "20", "BIGRAM_VOCAB_SIZE": "1536", **settings})
+            todo.job(part, **{**AS_REFERENCE, "SEED": part[5:], **settings})
+        elif part.startswith("parity"):
+            log = folder / f"{part}.log"
+            status = todo.start(part, [HERE, "worker", part], **{**AS_REFERENCE, "SEED": part[6:], "TRAIN_LOG_EVERY": "10", "VAL_LOSS_EVERY": "100", "EVAL_STRIDE": "64",
+                                                                 "TTT_ENABLED": "1", "TTT_FREEZE_BLOCKS": "0", **settings}).wait()
+            print(part, status, *log.read_text().splitlines()[-6:], sep="\n", flush=True)
+            for name in ("summary.json", "metrics.jsonl") if status == 0 else ():
+                shutil.copy(todo.runs / part / name, folder / f"{part}_{name}")
         elif part == "nan":
             todo.job("nan", MAX_WALLCLOCK_SECONDS="0", COMPILE="0", **{**settings, "ITERATIONS": "12"})
         elif part == "kill":
@@ -200,4 +240,4 @@ if __name__ == "__main__":
         worker(sys.argv[2])
     else:
         words = sys.argv[3:]
-        main(int(sys.argv[1]), Path(sys.argv[2]), [w for w in words if "=" not in w], {"EVAL_STRIDE": "1024"} | dict(w.split("=", 1) for w in words if "=" in w))
+        main(int(sys.argv[1]), Path(sys.argv[2]), [w for w in words if "=" not in w], dict(w.split("=", 1) for w in words if "=" in w))
