@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import nbformat
-from names import ROOT, FUNCTION, Module, Name, Row, api_page, modules
+from names import ROOT, FUNCTION, Module, Name, Row, modules
 
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
 PARTS = ((0, "The data"), (4, "The model"), (9, "The optimizer"), (14, "The run"), (20, "Around the run"), (30, "Studies"))

@@ -26,7 +26,7 @@ from .bench import BENCH_JOBS, BENCH_NOTES, BenchJob, Rig, bench_shards, bench_w
 from .config import Config, GolfError, load_config
 from .kernels import KERNELS_ON, MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op, use_kernels, xsa_grad_op, xsa_op
 from .layers import attend, rotary_tables
-from .model import BLOCK_MATRICES, Golf, init_model
+from .model import Golf, init_model
 from .layout import model_layout
 from .parallel_muon import Engine, Ranks, make_engine, restore, snapshot
 from .train import StepGraph, backward_pass, read_control, training_loss

@@ -46,7 +46,7 @@ class SmallHub:
         self.thread.join()
 
     def answer(self, request, body: bool) -> None:
-        found = re.fullmatch(rf"/datasets/(.+?)/resolve/([^/]+)/(.+?)(\?.*)?", request.path)
+        found = re.fullmatch(r"/datasets/(.+?)/resolve/([^/]+)/(.+?)(\?.*)?", request.path)
         method, path = "GET" if body else "HEAD", found[3] if found else request.path
         if not found or found[1] != self.repo or path not in self.files:
             self.log.append((method, path, 0, 0))

@@ -14,7 +14,7 @@ from golfnb.config import GolfError
 from golfnb.layers import exclusive, rms_norm, rotary_tables, squared_leaky, token_nll
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
-from score_workers import CFG, golf_on, random_state, random_table, stream
+from score_workers import CFG, golf_on, random_state, random_table
 
 ALONE = Ranks()
 DOCS = replace(CFG, ttt_form="adapters", ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=5, ttt_beta2=0.9)

@@ -43,7 +43,7 @@ class PlainBlock(nn.Module):
         self.i, self.cfg = i, cfg
 
     def forward(self, x, x0, ve):
-        cfg, (B, T, D) = self.cfg, x.shape
+        cfg, T = self.cfg, x.shape[1]
         hd, group = cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
         norm = lambda t: t / (t.pow(2).mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
         s = 1 / math.sqrt(self.i + 1) if cfg.ln_scale else 1

@@ -13,7 +13,7 @@ from golfnb.layers import softcap_loss
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.ttt import Ledger, adapt_steps, chunk_windows, score_first, ttt_multiplier
-from score_workers import CFG, adapt, documents, golf_on, random_state, random_table, stream
+from score_workers import CFG, adapt, golf_on, random_state, random_table, stream
 
 ALONE = Ranks()
 
