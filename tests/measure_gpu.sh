@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The measurements of nbs/results that need GPUs, as calls of under ten minutes each.
+#   DATA_PATH=... TOKENIZER_PATH=... OUT=folder NPROC=2 tests/measure_gpu.sh PART ...
+# Parts: one (kernels, attention, compiler options; one GPU), accept (recipes, cap, faults), parity (two seeds as 8 ranks clip),
+# bench (step, phases, trace, start-up), scale (1, 2, ... NPROC ranks), eval (scoring and adapting), links (links, plans, baselines),
+# long (1,500 steps, two seeds, with and without QAT, then the curve of loss against bytes), orders (loader orders on the corpus cut anew).
+# Results land in $OUT; copy the .json files into nbs/results. A part that fails does not stop the others.
+set -u
+cd "$(dirname "$0")/.."
+export PYTHONPATH=. PYTHONUNBUFFERED=1 MAX_WALLCLOCK_SECONDS=0 RECIPE=pr549 RUNS_DIR="${RUNS_DIR:-/tmp/golfnb_runs}"
+OUT=${OUT:-out} NPROC=${NPROC:-$(python3 -c "import torch; print(torch.cuda.device_count())")}
+mkdir -p "$OUT"
+begun=$(date +%s)
+say() { echo "=== $* at $(($(date +%s) - begun)) s"; }
+bench() { say "bench $*"; what=$1; shift; python3 -m golfnb.cli bench "$what" -o "$OUT/${name:-${what}_h200_$NPROC}.json" "$@" > "$OUT/$what.log" 2>&1 || tail -5 "$OUT/$what.log"; tail -"${lines:-12}" "$OUT/$what.log"; }
+
+one() {
+  NPROC=1
+  say tests; python3 -m pytest -q -m gpu tests/test_engine.py tests/test_kernels.py tests/test_any_model.py 2>&1 | tail -3
+  bench attention
+  now=heads+xsa+fold+mlp+graph
+  lines=40 bench kernels --sets plain heads+xsa+fold+mlp $now $now+tuned $now+pdl $now+combo $now+lt
+}
+accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$OUT/accept" clock nan kill truncate recipes "$@"; cp "$OUT/accept/acceptance.json" "$OUT/acceptance.json"; }
+parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$OUT/parity" first1337 first42 parity1337 parity42 "$@"; cp "$OUT/parity/acceptance.json" "$OUT/firsts.json"; cp "$OUT"/parity/parity*_*.json* "$OUT/"; }
+bench_all() { bench step --nproc "$NPROC" --against STEP_GRAPH=0; bench phases --nproc "$NPROC"; bench trace --nproc "$NPROC"; bench startup --nproc "$NPROC" --rounds 1; }
+scale() { bench scaling --nproc "$NPROC"; }
+eval_all() { bench eval --nproc "$NPROC"; }
+links() { bench links --nproc "$NPROC"; lines=40 bench optimizer --nproc "$NPROC" --steps 30; }
+long() {
+  for seed in 1337 42; do for qat in 0 1; do
+    say "long $seed $qat"
+    SEED=$seed QAT_BANKS=$qat RUN_ID=long_${seed}_$qat RECIPE=golf ITERATIONS=1500 WARMDOWN_ITERS=600 TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE=1024 torchrun --standalone --nproc_per_node="$NPROC" golfnb/train_gpt.py > "$OUT/long_${seed}_$qat.log" 2>&1
+    tail -3 "$OUT/long_${seed}_$qat.log"
+  done; done
+  python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*
+}
+orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards 128; cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut; DATA_PATH=/tmp/recut STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py orders; }
+
+for part in "$@"; do
+  case $part in one|accept|parity|scale|links|long|orders) $part ;; bench) bench_all ;; eval) eval_all ;; *) echo "no such part: $part"; exit 2 ;; esac
+done
+say end
