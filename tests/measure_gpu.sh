@@ -3,6 +3,7 @@
 #   DATA_PATH=... TOKENIZER_PATH=... OUT=folder NPROC=2 tests/measure_gpu.sh PART ...
 # Parts: one (kernels, attention, compiler options; one GPU), accept (recipes, cap, faults), parity (two seeds as 8 ranks clip),
 # bench (step, phases, trace, start-up), scale (1, 2, ... NPROC ranks), eval (scoring and adapting), links (links, plans, baselines),
+# tails (the end of a step, any model), gates, dtypes, averaging (chapter 34's trainings; SMALL=1: a quarter of the batch), blocks (loader against a resident batch),
 # long (1,500 steps, two seeds, with and without QAT, then the curve of loss against bytes), orders (loader orders on the corpus cut anew).
 # Results land in $OUT; copy the .json files into nbs/results. A part that fails does not stop the others.
 set -u
@@ -36,8 +37,12 @@ long() {
   python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*
 }
 orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards 128; cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut; DATA_PATH=/tmp/recut STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py orders; }
+blocks() { say blocks; LOADER=coprime STUDY_BLOCK_STEPS=${STUDY_BLOCK_STEPS:-50} STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py blocks; }
+tails() { say tails; for study in study_tail study_any_model; do OUT=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/$study.py; done; }
+trainings() { say "$1"; OUT=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_gates.py "$1"; }
 
+[ -z "${SMALL:-}" ] || export TRAIN_BATCH_TOKENS=196608
 for part in "$@"; do
-  case $part in one|accept|parity|scale|links|long|orders) $part ;; bench) bench_all ;; eval) eval_all ;; *) echo "no such part: $part"; exit 2 ;; esac
+  case $part in one|accept|parity|scale|links|long|orders|blocks|tails) $part ;; gates|dtypes|averaging) trainings "$part" ;; bench) bench_all ;; eval) eval_all ;; *) echo "no such part: $part"; exit 2 ;; esac
 done
 say end
