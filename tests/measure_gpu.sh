@@ -10,6 +10,7 @@ set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH=. PYTHONUNBUFFERED=1 MAX_WALLCLOCK_SECONDS=0 RECIPE=pr549 RUNS_DIR="${RUNS_DIR:-/tmp/golfnb_runs}"
 OUT=${OUT:-out} NPROC=${NPROC:-$(python3 -c "import torch; print(torch.cuda.device_count())")}
+export OUT NPROC
 mkdir -p "$OUT"
 begun=$(date +%s)
 say() { echo "=== $* at $(($(date +%s) - begun)) s"; }
