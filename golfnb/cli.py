@@ -612,7 +612,7 @@ TIMING_WORDS = {
     "scaling": "20 losses and the time of a step with 1, 2, 4, ... ranks and the same global batch",
 }
 
-
+# %% ../nbs/24_cli.ipynb #3eaf48a2
 def compare_command(args) -> int:
     "golfnb compare: mean, spread and t-tests of finished runs."
     from golfnb.significance import compare_runs
@@ -628,7 +628,7 @@ def compare_parser(commands) -> None:
     p.add_argument("--target", type=float, metavar="X", help="test each group's mean against it: is it below?")
     p.add_argument("--score", default="", metavar="NAME", help="e.g. sliding_bpb (default: the last that all runs have)")
 
-
+# %% ../nbs/24_cli.ipynb #b513d303
 def bench_parsers(commands) -> None:
     "bench step, phases, startup, eval, links, optimizer, kernels, attention, trace, scaling."
     bench = commands.add_parser("bench", help="measure on this machine; every sample goes to nbs/results").add_subparsers(dest="bench", metavar="|".join(BENCH_WORDS | TIMING_WORDS), required=True)
@@ -727,7 +727,7 @@ def run_parsers(commands) -> None:
     lab_parser(commands)
     add_command(commands, "doctor", doctor_command, "look at this machine: packages, GPUs, ranks, disk")
 
-
+# %% ../nbs/24_cli.ipynb #cbc5ee7e
 def data_parsers(commands) -> None:
     "data build, inspect, download, recut."
     data = commands.add_parser("data", help="build shards from documents, download them, look into them").add_subparsers(dest="data", metavar="build|inspect|download|recut", required=True)

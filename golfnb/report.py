@@ -441,7 +441,7 @@ def score_sections(run: dict, other: dict | None) -> str:  # HTML
     lines = "".join(f'<tr><td class="{"good" if f["passed"] else "bad"}">{"holds" if f["passed"] else "fails"}</td><td>{html.escape(f["scorer"])}: {html.escape(f["check"])} ({html.escape(str(f["found"]))})</td></tr>' for f in audit["findings"])
     return "".join(out) + f'{verdict}<details><summary>{len(audit["findings"])} findings</summary><div class="frame"><table>{lines}</table></div></details>'
 
-
+# %% ../nbs/23_report.ipynb #2b766f99
 def step_sections(run: dict, other: dict | None) -> str:  # HTML
     "Loss, schedules, gradient, step time."
     events, theirs, label = run["events"], other["events"] if other else [], other["name"] if other else ""
@@ -473,7 +473,7 @@ def byte_sections(run: dict, other: dict | None) -> str:  # HTML
             html_table(("part", "bytes", *more), paired(sizes, byte_rows(o) if other else None, ",d"))] if sizes else ['<p class="note">nothing packed yet</p>']
     return "".join(out)
 
-
+# %% ../nbs/23_report.ipynb #b6b2cd0f
 def report_html(
     run: dict,  # as read by read_run
     other: dict | None = None,  # a run to compare with

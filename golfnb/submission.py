@@ -461,7 +461,7 @@ def make_submission(
         shutil.rmtree(made, ignore_errors=True)
     return faults
 
-
+# %% ../nbs/27_submission.ipynb #6530d0ea
 def fill_folder(folder: Path, run_dirs: list[Path], claim: Claim) -> list[Fault]:  # what keeps it from being written
     "Write script, logs, audits, submission.json and README.md."
     texts, scripts = [(d / "train.log").read_text(encoding="utf-8") for d in run_dirs], [d / "train_gpt.py" for d in run_dirs if (d / "train_gpt.py").is_file()]
