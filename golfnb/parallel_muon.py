@@ -146,7 +146,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
 
-
+# %% ../nbs/13_parallel_muon.ipynb #77495db9
 def sgd_update(master, momentum, grad, lr, mu, ok):
     "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."
     moved = momentum * mu + grad.to(momentum.dtype)
