@@ -61,7 +61,7 @@ def deal_documents(lengths: np.ndarray,  # int64 [documents] chunks of each
         heapq.heapreplace(load, (chunks + int(lengths[doc]), lane))
     return dealt
 
-
+# %% ../nbs/18b_adapters.ipynb #7f993fb2
 def lane_plan(spans: np.ndarray,  # int64 [documents, 2], see document_spans
               cfg: Config,        # ttt_chunk_size, ttt_batch_size, eval_seq_len
               ranks: Ranks,
@@ -155,7 +155,7 @@ def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
     h = squared_leaky(adapted_linear(rms_norm(x1) * block.norm_scale, w.up, pairs[4]), block.slope)
     return x1 + w.mlp_scale.to(x.dtype) * adapted_linear(h, w.down, pairs[5]), k, v
 
-
+# %% ../nbs/18b_adapters.ipynb #4e84a7eb
 def adapted_walk(model: Golf,
                  ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
                  fill: Tensor,  # int64 [lanes]
@@ -335,14 +335,14 @@ class StepWitness:
         self.rows.append(ids[goes_on > 0, 2:].clone())
         return self.step(ids, fill, flat, keys, values, goes_on)
 
-
+# %% ../nbs/18b_adapters.ipynb #633ddab9
 def document_trial(model: Golf, state: dict[str, Tensor], tokens: Tensor, table: ByteTable, cfg: Config) -> Trial:
     "One pass over `tokens` from a fresh state."
     witness, nats = StepWitness(model, cfg), torch.full((tokens.numel() - 1,), math.nan, dtype=torch.float64)
     loss, bpb, ledger = score_documents(model, state, tokens, table, cfg, Ranks(), step=witness, out=nats)
     return Trial(nats, loss, bpb, witness.forwards, witness.rows, ledger.history)
 
-
+# %% ../nbs/18b_adapters.ipynb #cfb37306
 def audit_independence(run: Callable[[Tensor], Trial],  # one pass over a stream, tokens int [N + 1], in one lane
                        tokens: Tensor,              # int [N + 1]
                        base: Trial, together: Trial,  # their passes: in one lane, and in several
@@ -359,7 +359,7 @@ def audit_independence(run: Callable[[Tensor], Trial],  # one pass over a stream
     return [finding("strict prefix", "a flip in one document leaves all other documents bit-equal", not leaks, "; ".join(leaks[:3]) or "bit-equal"),
             finding("strict prefix", "documents side by side score as they do alone", apart < 1e-3, f"at most {apart:.0e} nats apart")]
 
-
+# %% ../nbs/18b_adapters.ipynb #cd9afb70
 def audit_document_order(trial: Trial, tokens: Tensor) -> list[dict]:
     "Condition 3: each document is scored from left to right and learnt from when scored, and the step was shown what the ledger says."
     spans, shown, wrong, rows = document_spans(tokens), 0, [], iter(trial.rows)

@@ -556,7 +556,7 @@ def ledger(packed: Mapping[str, Packed], # what was packed
     rows = [(LEDGER_NAMES[section], stored) for section, _, stored in sections]
     return [("code", code_bytes), *rows, ("overhead", container_bytes - sum(n for _, n in rows))]
 
-
+# %% ../nbs/17_artifact.ipynb #dabcca26
 def _entropy_shares(packed: Mapping[str, Packed], # what was packed
                    ) -> dict[str, float]: # section -> bytes, were the codec ideal
     "What each section would take at its entropy."

@@ -63,7 +63,7 @@ def finite_matrix(w: torch.Tensor) -> torch.Tensor:
         raise GolfError(f"quantization needs finite weights: found {int((~torch.isfinite(w)).sum())} NaN or inf in a tensor of shape {tuple(w.shape)}; check the checkpoint")
     return w if w.dtype == torch.float64 else w.float()
 
-
+# %% ../nbs/10_grid.ipynb #7de103a9
 def best_clip(w: torch.Tensor,      # [..., rows, cols], finite
               qmax: int = 31,       # 31 for int6
               floor: bool = False,  # the published scale floor

@@ -146,7 +146,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
 
-
+# %% ../nbs/13_parallel_muon.ipynb #77495db9
 def sgd_update(master, momentum, grad, lr, mu, ok):
     "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."
     moved = momentum * mu + grad.to(momentum.dtype)
@@ -453,7 +453,7 @@ def engine_finish(self: Engine, multiplier, mu: float, project):
     for stream in self.streams.values():
         torch.cuda.current_stream().wait_stream(stream)
 
-
+# %% ../nbs/13_parallel_muon.ipynb #be641767
 def clip_global(self: Engine):
     "Wait for all mean gradients, put their squared norm into the control vector and the clip factor of the step into `factor`."
     for n in self.plan.scatter:
@@ -519,7 +519,7 @@ def engine_gather(self: Engine, tensors: list | None = None) -> tuple[dict, dict
         others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
     return banks, others
 
-
+# %% ../nbs/13_parallel_muon.ipynb #45cddcd8
 @torch.no_grad()
 def engine_load(self: Engine, banks: dict, others: dict):
     "Set masters from whole tensors (fp32, as `engine_gather` gives) and publish them; momenta are untouched."

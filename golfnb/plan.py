@@ -17,6 +17,7 @@ from pathlib import Path
 # %% ../nbs/11_plan.ipynb #45eb2eb1
 from .config import Config, GolfError
 from .layout import BankSpec, Layout, bucket_layout, mixed_text, shard_cuts, slot_kinds
+from .newton_schulz import newton_schulz_flops
 
 # %% ../nbs/11_plan.ipynb #d53d54a9
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Links:
     call_us: float = 0.0       # host: to start one collective, or the update of one bank
     norm_us: float = 0.0       # host: to start what global clipping needs between scatters and updates
 
-
+# %% ../nbs/11_plan.ipynb #2e5ddfdd
 def read_links(path: Path | str,  # what `golfnb bench links` wrote
                ) -> Links:
     "The machine that a result file describes. GolfError when it is none."
@@ -104,7 +105,7 @@ def transfer_us(n_bytes: float, world: int, links: Links,
     latency, gbps = links.collectives.get(kind, (links.latency_us, links.bandwidth_gbps))
     return latency + (2 if kind == "all-reduce" else 1) * n_bytes * (world - 1) / world / (gbps * 1e3)
 
-# %% ../nbs/11_plan.ipynb #2e5ddfdd
+# %% ../nbs/11_plan.ipynb #b657b65c
 def batches(bank: BankSpec) -> list[list[tuple[int, int, int]]]:
     "For each rank, the batches of its update as (matrices, short side, long side)."
     if not any(m.parts for m in bank.matrices):
@@ -116,16 +117,16 @@ def batches(bank: BankSpec) -> list[list[tuple[int, int, int]]]:
 
 def ns_flops(bank: BankSpec, steps: int = 5) -> float:
     "FLOPs of Newton-Schulz on the busiest rank's slots of a bank (chapter 09)."
-    return max(sum(n * steps * (4.0 * r * r * c + 2.0 * r ** 3) for n, r, c in some) for some in batches(bank))
+    return max(sum(n * float(newton_schulz_flops(r, c, steps)) for n, r, c in some) for some in batches(bank))
 
-
+# %% ../nbs/11_plan.ipynb #9727e63f
 def work_parts(bank: BankSpec, links: Links, steps: int = 5) -> tuple[float, float]:
     "Time of the busiest rank's update as (waiting for launches, filling the chip): the first part of several banks overlaps, the second does not."
     def one(n, r, c):
         if f"{r}x{c}" in links.update:
             fixed, each = links.update[f"{r}x{c}"]
             return fixed, n * each
-        return 0.0, max(n * steps * (4.0 * r * r * c + 2.0 * r ** 3) / (links.ns_tflops * 1e6), (5 * steps + 10) * links.launch_us)
+        return 0.0, max(n * newton_schulz_flops(r, c, steps) / (links.ns_tflops * 1e6), (5 * steps + 10) * links.launch_us)
 
     return max((tuple(map(sum, zip(*(one(*b) for b in some)))) for some in batches(bank) if some), key=sum)
 
@@ -158,7 +159,7 @@ def prepare_us(layout: Layout, links: Links, clip: str) -> float:
     copied = passes * 2 * sum(b.numel for b in layout.banks) / (links.memory_gbps * 1e3) if links.memory_gbps else 0.0
     return copied + (12 * links.kernel_us if clip == "local" else 0.0)
 
-
+# %% ../nbs/11_plan.ipynb #891d7d15
 def predict(plan: Plan, layout: Layout, links: Links,
             small_bytes: int = 0,     # bytes of all replicated gradients, all-reduced before the scatters
             clip: str = "local",      # "global" holds all work back until every gradient is there
@@ -238,7 +239,7 @@ def candidate_buckets(cfg: Config, world: int) -> list[str]:
         found += [f"{q},{kv},{mlp}" for q in qo]
     return found + ([mixed_text(n, 2 * n, world)] if 2 * (cfg.model_dim + cfg.kv_dim) == cfg.mlp_dim else [])
 
-
+# %% ../nbs/11_plan.ipynb #09dcc81c
 def search_buckets(cfg: Config, world: int, links: Links,
                    small_bytes: int = 0,
                    host: bool = False,  # as in `predict`

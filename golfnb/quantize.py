@@ -69,7 +69,7 @@ def spread_scale(w: torch.Tensor, # [rows, cols]
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
 
-
+# %% ../nbs/16_quantize.ipynb #14436c43
 @torch.no_grad()
 def pack_rows(name: str, # for errors
               w: torch.Tensor, # [rows, cols]
@@ -157,7 +157,7 @@ class HessianTaps(dict):
             self.sums[name] = self.sums[name].add_(product) if name in self.sums else product
         self.owner[name] = self.seen[1]
 
-
+# %% ../nbs/16_quantize.ipynb #63419529
 @torch.no_grad()
 def calibrate(model: Golf, # holds the weights that will be quantized
               batches: Iterable[torch.Tensor], # int64 [B, T] training tokens on the device; other ones on each rank
@@ -262,7 +262,7 @@ def share_matrices(shapes: Mapping[str, tuple[int, int]], # matrix name -> (rows
         load[owner[name]] += r * c**2 + c**3
     return owner
 
-
+# %% ../nbs/16_quantize.ipynb #2429b733
 def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the same on every rank
                   hessians: Mapping[str, torch.Tensor], # as from calibrate
                   ranks: Ranks, # every rank must call

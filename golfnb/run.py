@@ -75,7 +75,7 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
         raise GolfError(f"{folder} has {free:,} bytes free, a run needs at least {MIN_FREE_BYTES:,}: make room or set RUNS_DIR")
     return folder
 
-
+# %% ../nbs/19_run.ipynb #a9621aae
 def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
     "Counts [vocab] of the first `limit` training tokens. GolfError on a token outside the vocabulary."
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -200,7 +200,7 @@ def train_phase(s: Session, m: Machine) -> TrainResult:
         s.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     return result
 
-
+# %% ../nbs/19_run.ipynb #4d2ae8ce
 def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
     "Gather raw and averaged weights, write both, load the average into the model and score it; returns the averaged state by published names."
     start = time.perf_counter()
@@ -219,7 +219,7 @@ def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
     s.summary.update(ema_loss=loss, ema_bpb=bpb)
     return averaged
 
-# %% ../nbs/19_run.ipynb #4d2ae8ce
+# %% ../nbs/19_run.ipynb #98a267e3
 def choose_grid(cfg: Config, named: dict, target: int, measure) -> dict:
     "The packed state a recipe exports: GPTQ-lite with the published scale floor, or without it, and then as coarse as `target` bytes ask."
     if cfg.scale_floor:
@@ -235,7 +235,7 @@ def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict
     s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
     return packed
 
-
+# %% ../nbs/19_run.ipynb #429359ab
 def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: int) -> Path:
     "Quantize, pack, write; returns the file to score. Over the cap the file is kept under another name and the run ends non-zero."
     path, cap, start, meta = s.folder / "artifact.golf", s.cfg.target_bytes, time.perf_counter(), artifact_meta(s, steps)
@@ -316,7 +316,7 @@ def run(cfg: Config, ranks: Ranks | None = None,
     s.log.close()
     return s.summary
 
-
+# %% ../nbs/19_run.ipynb #b69f0a70
 def device_name(ranks: Ranks) -> str:
     "What this rank computes on, in words."
     return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"

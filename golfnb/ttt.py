@@ -89,7 +89,7 @@ def named_masters(model: Golf,
         view.copy_(state[name])
     return banks, others
 
-
+# %% ../nbs/18_ttt.ipynb #615768be
 def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Config, ranks: Ranks) -> Engine:
     "Load a state into the model, freeze its lowest blocks and put an SGD engine on it, the global norm clipped."
     load_named(model, state)
@@ -109,7 +109,7 @@ def row_loss(model: Callable,  # ids [B, T] -> logits before the softcap
         return (nats.view(targets.shape).mean(1) * weights).sum()
     return loss_of
 
-
+# %% ../nbs/18_ttt.ipynb #de1771ec
 class RowStep:
     "Gradients of up to `rows` rows, left where the engine looks for them."
 
@@ -251,7 +251,7 @@ class Witness:
         self.rows.append(row if torch.equal(x[:, 1:], y[:, :-1]) else torch.full_like(row, -1)) # inputs and targets of different texts: not a row of any
         return self.loss_fn(x, y, weights)
 
-
+# %% ../nbs/18_ttt.ipynb #dfb07301
 def audit_trial(model: Golf, layout: Layout, state: dict[str, Tensor], tokens: Tensor, table: ByteTable, cfg: Config, ttt: bool, batch: int = 8) -> Trial:
     "One pass over `tokens` from a fresh state: sliding window, or score-first training. `ttt` chooses; `batch` rows go into a forward."
     load_named(model, state)
@@ -294,7 +294,7 @@ def audit_normalised(run: Callable[[Tensor], Trial], tokens: Tensor, vocab: int,
     held = abs(total - 1) < 1e-3 if whole else total < 1 + 1e-3
     return [finding("full distribution", f"probabilities of {'all' if whole else len(values)} tokens at target {place - 1} sum to {'1' if whole else 'at most 1'}", held, f"{total:.6f}")]
 
-
+# %% ../nbs/18_ttt.ipynb #e834e05d
 def audit_order(trial: Trial, tokens: Tensor, seq: int) -> list[dict]:
     "Condition 3: the ledger scores before it trains, and the loss was shown what the ledger says, no more and no less. `seq` tokens make a training row."
     upto, trains, wrong = 0, [], []
@@ -332,7 +332,7 @@ def audit_single_pass(trial: Trial, tokens: Tensor, table: ByteTable, forwards: 
             finding("single pass", "the reported loss is the mean of the scores", math.isclose(loss, trial.loss, rel_tol=1e-6), f"{trial.loss:.8f} reported, {loss:.8f} from the scores"),
             finding("single pass", "the reported bits per byte count every byte once", math.isclose(bpb, trial.bpb, rel_tol=1e-6), f"{trial.bpb:.8f} reported, {bpb:.8f} from the scores")]
 
-
+# %% ../nbs/18_ttt.ipynb #b4191e90
 def audit_files(train_paths: list[Path], val_paths: list[Path], probes: int = 32, length: int = 256) -> list[dict]:
     "Condition 4: no file in both sets, and stretches of the validation tokens that do not occur in the training files. `probes` stretches of `length` tokens are looked for."
     try:
