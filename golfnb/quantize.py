@@ -104,12 +104,12 @@ def quantize_state(named: Mapping[str, torch.Tensor], # published name -> weight
 
 
 def dequantize_state(packed: Mapping[str, Packed], # as stored
-                    ) -> dict[str, torch.Tensor]: # fp32 (fp64 where stored so), CPU
-    "The weights that a model loads."
+                    ) -> dict[str, torch.Tensor]: # fp32 (fp64 where stored so), CPU; what was quantized holds bfloat16 numbers
+    "The weights that a model loads, the same on every device."
     state = {}
     for name, p in packed.items():
         if p.kind in INT_MAX:
-            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), torch.from_numpy(p.scale.astype(np.float32)))
+            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), torch.from_numpy(p.scale.astype(np.float32))).bfloat16().float()
         else:
             plain = unpack_plain(p)
             state[name] = plain if plain.dtype == torch.float64 else plain.float()

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 3080e6b5bd2d0e1a | Apache-2.0
+# recipe pr549 | source sha256 3f4a779d1fede7d1 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -3523,12 +3523,12 @@ def quantize_state(named: Mapping[str, torch.Tensor], # published name -> weight
     return packed
 
 def dequantize_state(packed: Mapping[str, Packed], # as stored
-                    ) -> dict[str, torch.Tensor]: # fp32 (fp64 where stored so), CPU
-    "The weights that a model loads."
+                    ) -> dict[str, torch.Tensor]: # fp32 (fp64 where stored so), CPU; what was quantized holds bfloat16 numbers
+    "The weights that a model loads, the same on every device."
     state = {}
     for name, p in packed.items():
         if p.kind in INT_MAX:
-            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), torch.from_numpy(p.scale.astype(np.float32)))
+            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), torch.from_numpy(p.scale.astype(np.float32))).bfloat16().float()
         else:
             plain = unpack_plain(p)
             state[name] = plain if plain.dtype == torch.float64 else plain.float()
@@ -4944,19 +4944,20 @@ def score_phase(s: Session, m: Machine, path: Path):
         s.phase("adapting", start)
 
 def run(cfg: Config, ranks: Ranks | None = None,
-        code_bytes: int = 0, # size of the script that runs, counted against the budget
-        quiet: bool = False,
-        code_sha256: str = "") -> dict: # of that script
+        code: bytes = b"", # the script that runs: counted against the budget, kept in the run's folder
+        quiet: bool = False) -> dict:
     "One whole run; returns (and writes) the summary: bits per byte of every stage, bytes, seconds per phase."
     ranks = ranks or Ranks()
     s = open_session(cfg, ranks, quiet)
-    announce(s, code_bytes, code_sha256)
+    announce(s, code)
+    if code and ranks.master:
+        atomic_write(s.folder / "train_gpt.py", code)
     start = time.perf_counter()
     m = build_machine(cfg, ranks)
     s.phase("building", start)
     result = train_phase(s, m)
     averaged = averaged_phase(s, m, result)
-    path = pack_phase(s, m, averaged, result.steps, code_bytes)
+    path = pack_phase(s, m, averaged, result.steps, len(code))
     score_phase(s, m, path)
     s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=ranks.world, device=device_name(ranks), seconds=s.seconds, config=asdict(cfg), losses=result.losses)
     if ranks.master:
@@ -4968,16 +4969,16 @@ def device_name(ranks: Ranks) -> str:
     "What this rank computes on, in words."
     return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
 
-def announce(s: Session, code_bytes: int, code_sha256: str = ""):
+def announce(s: Session, code: bytes):
     "The log's first lines: what runs, on what, over what, and what size to expect."
     cfg = s.cfg
     s.log.line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{s.ranks.world} grad_accum_steps:{cfg.grad_accum(s.ranks.world)} device:{device_name(s.ranks)} torch:{torch.__version__}")
-    s.log.line(f"train_shards:{len(s.train_paths)} val_tokens:{s.val.numel() - 1} unigram_bpb:{s.unigram:.4f} code_bytes:{code_bytes}")
-    if code_sha256:
-        s.log.line(f"code_sha256:{code_sha256}")
+    s.log.line(f"train_shards:{len(s.train_paths)} val_tokens:{s.val.numel() - 1} unigram_bpb:{s.unigram:.4f} code_bytes:{len(code)}")
+    if code:
+        s.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
     numel = sum(m.rows * m.cols for _, _, m in model_layout(cfg, 1))
     bits = 2.5 if cfg.scale_floor else 5.3
-    expected = int(numel * bits / 8) + code_bytes
+    expected = int(numel * bits / 8) + len(code)
     s.log.line(f"preflight: matrices hold {numel:,} weights; at about {bits} bits each expect {expected:,} of {cfg.target_bytes:,} bytes, plus tables")
     for note in cfg.notices:
         s.log.line(f"notice: {note}")
@@ -4991,8 +4992,7 @@ def script_main(path: str) -> None:
     try:
         cfg = load_config(os.environ)
         ranks = start_ranks()
-        code = Path(path).read_bytes()
-        summary = run(cfg, ranks, len(code), code_sha256=hashlib.sha256(code).hexdigest())
+        summary = run(cfg, ranks, Path(path).read_bytes())
         if "over_budget" in summary:
             print(f"golfnb: {summary['over_budget']}", file=sys.stderr, flush=True)
             status = 3

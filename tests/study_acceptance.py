@@ -69,7 +69,7 @@ def worker(mode: str):
     cfg = load_config(os.environ)
     if mode.startswith("parity"):
         golfnb.run.build_machine = lambda *args: clip_as_eight(build_machine(*args), cfg, ranks.world)
-        golfnb.run.run(cfg, ranks, SCRIPT.stat().st_size)
+        golfnb.run.run(cfg, ranks, SCRIPT.read_bytes())
         return stop_ranks(ranks)
     s = open_session(cfg, ranks)
     m = build_machine(cfg, ranks)

@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
         shutil.copy(SCRIPT, folder / "train_gpt.py")
         code = (folder / "train_gpt.py").read_bytes()
         cfg = load_config({**TINY, **data, "SEED": str(seed), "RUN_ID": f"s{seed}", "RUNS_DIR": str(root / "runs"), "ITERATIONS": "2"})
-        run(cfg, Ranks(), len(code), quiet=True, code_sha256=hashlib.sha256(code).hexdigest())
+        run(cfg, Ranks(), code, quiet=True)
         made.append(folder)
     words = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=64", "VAL_BATCH_SIZE=65536"]
     assert main_cli(["score", str(made[0] / "artifact.golf"), "--val", str(root / "data" / "fineweb_val_*.bin"), "--tokenizer", str(root / "data" / "tokenizer.model"), "--audit", "--ttt", "--train", str(root / "other.bin"), *words]) == 0
