@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 3f4a779d1fede7d1 | Apache-2.0
+# recipe pr549 | source sha256 785dbc2ac22bd579 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1073,18 +1073,6 @@ def matrix(name: str,                        # name in a state dict
         lr_scale = sqrt(max(1.0, rows / cols))
     return Matrix(name, rows, cols, group, transposed, lr_scale, quant or QuantSpec("int6" if rows * cols > SMALL_MATRIX else "fp16"))
 
-def share_slot(name: str,                   # of the slot
-               shape: tuple[int, int],      # of the slot: stored rows, stored columns
-               parts: tuple[Matrix, ...],   # in storage order
-               group: str,                  # bank it belongs to
-               ) -> Matrix:
-    "A slot that holds several matrices. GolfError unless they fill it exactly, in whole rows."
-    sizes = [prod(m.stored) for m in parts]
-    if sum(sizes) != prod(shape) or any(n % shape[1] for n in sizes):
-        raise GolfError(f"matrices that share slot {name!r} of {shape[0]} x {shape[1]} must fill it exactly, in whole rows of {shape[1]}: found "
-                        f"{', '.join(f'{m.rows} x {m.cols}' for m in parts)}; choose a plan that gives them a bank of their own")
-    return Matrix(name, *shape, group, parts=tuple(parts))
-
 @dataclass(frozen=True)
 class BankSpec:
     "Matrices of one stored shape, padded to a multiple of the world size."
@@ -1127,6 +1115,18 @@ class BankSpec:
         if not any(m.parts for m in self.matrices):
             return [[s] for s in self.lr_scales()]
         return [[m.lr_scale for m in slot.logical for _ in range(prod(m.stored) // width)] for slot in self.matrices] + [[1.0] * rows] * self.padding
+
+def share_slot(name: str,                   # of the slot
+               shape: tuple[int, int],      # of the slot: stored rows, stored columns
+               parts: tuple[Matrix, ...],   # in storage order
+               group: str,                  # bank it belongs to
+               ) -> Matrix:
+    "A slot that holds several matrices. GolfError unless they fill it exactly, in whole rows."
+    sizes = [prod(m.stored) for m in parts]
+    if sum(sizes) != prod(shape) or any(n % shape[1] for n in sizes):
+        raise GolfError(f"matrices that share slot {name!r} of {shape[0]} x {shape[1]} must fill it exactly, in whole rows of {shape[1]}: found "
+                        f"{', '.join(f'{m.rows} x {m.cols}' for m in parts)}; choose a plan that gives them a bank of their own")
+    return Matrix(name, *shape, group, parts=tuple(parts))
 
 @dataclass(frozen=True)
 class Cut:
