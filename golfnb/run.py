@@ -302,8 +302,9 @@ def run(cfg: Config, ranks: Ranks | None = None,
     ranks = ranks or Ranks()
     s = open_session(cfg, ranks, quiet)
     announce(s, code)
-    if code and ranks.master:
-        atomic_write(s.folder / "train_gpt.py", code)
+    kept = s.folder / "train_gpt.py"
+    if code and ranks.master and not (kept.is_file() and kept.read_bytes() == code):
+        atomic_write(kept, code)
     start = time.perf_counter()
     m = build_machine(cfg, ranks)
     s.phase("building", start)

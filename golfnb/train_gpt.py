@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 785dbc2ac22bd579 | Apache-2.0
+# recipe pr549 | source sha256 f5f7150f0f13b6aa | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -4950,8 +4950,9 @@ def run(cfg: Config, ranks: Ranks | None = None,
     ranks = ranks or Ranks()
     s = open_session(cfg, ranks, quiet)
     announce(s, code)
-    if code and ranks.master:
-        atomic_write(s.folder / "train_gpt.py", code)
+    kept = s.folder / "train_gpt.py"
+    if code and ranks.master and not (kept.is_file() and kept.read_bytes() == code):
+        atomic_write(kept, code)
     start = time.perf_counter()
     m = build_machine(cfg, ranks)
     s.phase("building", start)

@@ -38,8 +38,9 @@ def test_int6_against_the_oracle(floor, std):
     error, q, s = gptq_lite_oracle(w.numpy(), floor)
     assert np.mean(p.scale != s) < 0.01 and np.mean(p.data != q) < 0.001
     assert np.abs(p.scale.astype(np.float64) - s).max() <= np.spacing(s.max())
-    back = dequantize_state({"w": p})["w"].numpy()
-    assert math.isclose(np.mean((w.numpy() - back) ** 2), error, rel_tol=1e-3)
+    back = dequantize_state({"w": p})["w"]
+    assert torch.equal(back, torch.from_numpy(p.data * p.scale.astype(np.float32)[:, None]).bfloat16().float())
+    assert math.isclose((w - back).square().mean(), error, rel_tol=1e-2)  # rounding to bfloat16 adds a little
 
 
 def test_kinds_in_the_published_order():

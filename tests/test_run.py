@@ -2,6 +2,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,12 +70,14 @@ def test_a_rank_that_hangs_is_noticed():
 def test_disk_full_while_writing_weights(data, tmp_path):
     "No file may grow over 20 kB: the weights cannot be written; one sentence, status 2, nothing under a final name."
     command = [sys.executable, str(SCRIPT)]
+    (tmp_path / "runs" / "full").mkdir(parents=True)
+    shutil.copy(SCRIPT, tmp_path / "runs" / "full" / "train_gpt.py")  # larger than that, and there already
     done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full"}), capture_output=True, text=True, timeout=120,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.search(r"^golfnb: .*raw\.golf.*", done.stderr, re.M), done.stderr
     left = {p.name for p in (tmp_path / "runs" / "full").iterdir()}
-    assert left == {"train.log", "metrics.jsonl"}
+    assert left == {"train.log", "metrics.jsonl", "train_gpt.py"}
 
 
 def test_over_the_byte_budget_the_weights_are_kept(data, tmp_path):
