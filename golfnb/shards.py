@@ -171,13 +171,18 @@ def open_shard(path: str | Path, # a shard
 def read_span(path: str | Path, # a shard
               begin: int, # first token
               count: int, # tokens
+              expected: int | None = None, # tokens that the shard had when it was last looked at
              ) -> np.ndarray: # uint16 [count], a copy
-    "Tokens begin .. begin + count of a shard. Raises GolfError as read_header does, and where the file ends before the span."
-    tokens, part, at = read_header(path), np.empty(count, "<u2"), 0
+    "Tokens begin .. begin + count of a shard. Raises GolfError as read_header does, where the file ends before the span, and where it holds another number of tokens than expected."
+    part, at = np.empty(count, "<u2"), 0
     try:
         file = os.open(path, os.O_RDONLY)
         try:
-            while got := os.preadv(file, [part.view("u1")[at:]], HEADER_BYTES + 2 * begin + at):
+            stat = os.fstat(file)
+            tokens = _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
+            if tokens != (expected or tokens):
+                raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, found {tokens:,}: do not change shards in use")
+            while at < 2 * count and (got := os.preadv(file, [part.view("u1")[at:]], HEADER_BYTES + 2 * begin + at)):
                 at += got
         finally:
             os.close(file)

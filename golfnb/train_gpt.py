@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 f5f7150f0f13b6aa | Apache-2.0
+# recipe pr549 | source sha256 1a0f4e95b6c37875 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -532,13 +532,18 @@ def _checked_header(path: str, # a shard
 def read_span(path: str | Path, # a shard
               begin: int, # first token
               count: int, # tokens
+              expected: int | None = None, # tokens that the shard had when it was last looked at
              ) -> np.ndarray: # uint16 [count], a copy
-    "Tokens begin .. begin + count of a shard. Raises GolfError as read_header does, and where the file ends before the span."
-    tokens, part, at = read_header(path), np.empty(count, "<u2"), 0
+    "Tokens begin .. begin + count of a shard. Raises GolfError as read_header does, where the file ends before the span, and where it holds another number of tokens than expected."
+    part, at = np.empty(count, "<u2"), 0
     try:
         file = os.open(path, os.O_RDONLY)
         try:
-            while got := os.preadv(file, [part.view("u1")[at:]], HEADER_BYTES + 2 * begin + at):
+            stat = os.fstat(file)
+            tokens = _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
+            if tokens != (expected or tokens):
+                raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, found {tokens:,}: do not change shards in use")
+            while at < 2 * count and (got := os.preadv(file, [part.view("u1")[at:]], HEADER_BYTES + 2 * begin + at)):
                 at += got
         finally:
             os.close(file)
@@ -619,10 +624,7 @@ class WindowSampler:
         self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
     def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count] tokens begin to begin + count of a shard; raises GolfError when there are fewer
-        found = read_header(self.paths[shard])
-        if found != self.tokens[shard]:
-            raise GolfError(f"shard {self.paths[shard]} must keep its {self.tokens[shard]:,} tokens while training runs, found {found:,}: do not change shards in use")
-        return read_span(self.paths[shard], begin, count)
+        return read_span(self.paths[shard], begin, count, self.tokens[shard])
 
     def check_state(self, state: dict) -> None: # what state() gave; raises GolfError for another order or corpus
         found = (state.get("order"), state.get("corpus"))
