@@ -105,10 +105,11 @@ def cudnn_attend(q, k, v, choice="auto"):
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=q.shape[-1] ** -0.5)[0].transpose(1, 2)
 
 
-def generated(words: set, options: dict) -> list:
+def generated(words: set, options: dict, world: int) -> list:
     "The wrapper code of forward and of backward."
     import golfnb.model as model_module
     from torch._inductor import config as inductor_config
+    from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -116,11 +117,17 @@ def generated(words: set, options: dict) -> list:
     from golfnb.kernels import KERNELS_ON
     from golfnb.layout import model_layout
     from golfnb.train import training_loss
-    codes = []
+    codes, made = [], collections.defaultdict(list)
+
+    def noted(scheduling, source, nodes, kernel, define=TritonScheduling.define_kernel):
+        name = define(scheduling, source, nodes, kernel)
+        inner = [n for x in nodes for n in (x.get_nodes() if hasattr(x, "get_nodes") else [])]
+        made[name].append((kernel.estimate_kernel_num_bytes() / 1e9 if hasattr(kernel, "estimate_kernel_num_bytes") else 0.0, asked_by(inner)))
+        return name
 
     def stop(graph):
-        code, _ = graph.codegen()
-        codes.append((graph, code.value))
+        made.clear()
+        codes.append((graph.codegen()[0].value, dict(made)))
         if len(codes) == 2:
             raise Found
         return SimpleNamespace(call=lambda args: None, __file__="nothing", key="", cache_key="", cache_linemap=[], runner=None)
@@ -128,6 +135,7 @@ def generated(words: set, options: dict) -> list:
         hopper(stack)
         stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda device: None))  # patterns (of attention, of padding) that it would try on the card
         stack.enter_context(mock.patch.object(UniformValueConstantFolder, "_deduce_value", folded_on_cpu))
+        stack.enter_context(mock.patch.object(TritonScheduling, "define_kernel", noted))
         stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", stop))
         stack.enter_context(mock.patch.object(model_module, "attend", cudnn_attend))
         stack.enter_context(mock.patch.object(torch._functorch.config, "force_non_lazy_backward_lowering", True))
@@ -137,7 +145,7 @@ def generated(words: set, options: dict) -> list:
         KERNELS_ON.update(words - {"plain"})
         cfg = load_config({"RECIPE": "pr549", "DATA_PATH": "nowhere"})
         stack.enter_context(FakeTensorMode())
-        model = model_module.Golf(cfg, model_layout(cfg, 8), torch.bfloat16, "cuda")
+        model = model_module.Golf(cfg, model_layout(cfg, world), torch.bfloat16, "cuda")
         ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="cuda")
         try:
             torch.compile(training_loss(model, model.cap), fullgraph=True, dynamic=False)(ids, ids)
@@ -147,15 +155,69 @@ def generated(words: set, options: dict) -> list:
     return codes
 
 
+KINDS = {"heads": "chapter 07", "xsa": "chapter 07", "mlp": "chapter 07", "aten._scaled_dot": "attention", "extern_kernels": "product", "copy_": "copy", "zero_": "fill"}
+Launch = collections.namedtuple("Launch", "way kind name gb origins")
+
+
+def asked_by(nodes) -> list:
+    "The lines of golfnb behind the compiler's nodes, 'file:line function' each."
+    frames = set()
+    for n in nodes:
+        for origin in getattr(n.node, "origins", None) or () if getattr(n, "node", None) is not None else ():
+            if "view" not in origin.name:
+                frames |= set(re.findall(r'golfnb/(\w+\.py)", line (\d+), in (\w+)', origin.meta.get("stack_trace") or "")[-1:])
+    return sorted("{}:{} {}".format(*f) for f in frames)
+
+
+def launches_of(way: str, made: dict, code: str) -> list:
+    "Every launch of one wrapper, in order."
+    found = []
+    for line in code[code.index("def call("):].splitlines():
+        line = line.strip()
+        if line.startswith("#") or "assert_" in line:
+            continue
+        if m := re.match(r"(triton_\w+)\.run\(", line):
+            found.append(Launch(way, "generated", m[1], *made[m[1]].pop(0)))
+        elif m := re.search(r"torch\.ops\.(?:golfnb\.(\w+)|(aten\.\w+))|(extern_kernels)\.(\w+)", line):
+            word = m[1] or m[2] or m[3]
+            kind = next((k for w, k in KINDS.items() if word.startswith(w)), "other")
+            found.append(Launch(way, kind, m[4] or word, 0.0, []))
+        elif ".sum(dim=0)" in line:
+            found.append(Launch(way, "sum of parts", "aten sum", 0.0, []))
+            if ".to(" in line:
+                found.append(Launch(way, "cast of a sum", "aten to", 0.0, []))
+        elif m := re.search(r"\.(copy_|zero_|fill_)\(", line):
+            found.append(Launch(way, KINDS.get(m[1], "fill"), m[1], 0.0, []))
+    return found
+
+
+def show(launches: list, every: bool, small: float = 0.02):
+    "Print the launches, and the small ones by what asked for them. `small` is in GB."
+    if every:
+        for i, x in enumerate(launches):
+            print(f"{i:4d} {x.way:8s} {x.kind:13s} {1e3 * x.gb:9.2f} MB  {x.name[:60]:60s} {'; '.join(x.origins)[:200]}")
+    count = collections.Counter((x.way, x.kind) for x in launches)
+    print(len(launches), "launches:", ", ".join(f"{n} {kind} {way}" for (way, kind), n in sorted(count.items())))
+    generated = [x for x in launches if x.kind == "generated"]
+    print(f"{sum(x.gb for x in generated):.2f} GB by {len(generated)} generated kernels, of which {sum(x.gb < small for x in generated)} move less than {1e3 * small:.0f} MB:")
+    asked = collections.Counter((x.way, re.sub(r"_\d+$", "", x.name), "; ".join(sorted({re.sub(r":\d+", "", o) for o in x.origins}))) for x in generated if x.gb < small)
+    moved = {k: sum(x.gb for x in generated if (x.way, re.sub(r"_\d+$", "", x.name), "; ".join(sorted({re.sub(r":\d+", "", o) for o in x.origins}))) == k) for k in asked}
+    for (way, name, origins), n in asked.most_common():
+        print(f"{n:4d} x {way:8s} {1e3 * moved[way, name, origins]:8.2f} MB  {name[:70]:70s} {origins[:150]}")
+
+
 if __name__ == "__main__":
     p = argparse.ArgumentParser()
-    p.add_argument("words", nargs="?", default="heads+xsa+fold+mlp")
-    p.add_argument("--save", default="")
-    p.add_argument("--option", action="append", default=[])
+    p.add_argument("words", nargs="?", default="heads+xsa+fold+mlp", help="kernels that are switched on, joined by +")
+    p.add_argument("--world", type=int, default=1, help="ranks that share the banks")
+    p.add_argument("--all", action="store_true", help="print every launch in order")
+    p.add_argument("--save", default="", help="folder for the wrapper code")
+    p.add_argument("--option", action="append", default=[], help="of the compiler, name=value")
     a = p.parse_args()
-    options = {k: eval(v) for k, v in (o.split("=") for o in a.option)}
-    for (graph, code), way in zip(generated(set(a.words.split("+")), options), ("forward", "backward")):
-        print(way, len(code))
+    launches = []
+    for (code, made), way in zip(generated(set(a.words.split("+")), {k: eval(v) for k, v in (o.split("=") for o in a.option)}, a.world), ("forward", "backward")):
+        launches += launches_of(way, made, code)
         if a.save:
             Path(a.save).mkdir(exist_ok=True, parents=True)
             (Path(a.save) / f"{way}.py").write_text(code)
+    show(launches, a.all)
