@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 7daf4b173f0ce160 | Apache-2.0
+# recipe pr549 | source sha256 000bfae778bdef7c | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2036,10 +2036,10 @@ def block_places(layout: Layout, blocks: int) -> list[list[tuple[str, int, bool]
     found = {m.name: (b.name, i, m.transposed) for b in layout.banks for i, m in enumerate(p for slot in b.matrices for p in slot.logical)}
     return [[found[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES] for i in range(blocks)]
 
-def side_by_side(layout: Layout, places: list[list[tuple[str, int, bool]]]) -> bool:
-    "Whether every kind of matrix fills as many neighbouring slots of one bank as there are blocks, in their order, from a multiple of that number on."
+def side_by_side(layout: Layout, places: list[list[tuple[str, int, bool]]]) -> bool:  # places: see block_places
+    "Whether each kind of matrix fills as many neighbouring slots of a bank as there are blocks, in their order, from a multiple of that number on."
     L, alone = len(places), not layout.separate and not any(slot.parts for b in layout.banks for slot in b.matrices)
-    return alone and all(where == (first[0], first[1] + i, first[2]) and first[1] % L == 0 for kind in zip(*places) for first in kind[:1] for i, where in enumerate(kind))
+    return alone and all(first[1] % L == 0 and kind == tuple((first[0], first[1] + i, first[2]) for i in range(L)) for kind in zip(*places) for first in kind[:1])
 
 def chosen_dtype(word: str, usual: torch.dtype) -> torch.dtype:
     "The dtype that the switch `word` stands for: bf16, fp32, or with auto the usual one."
@@ -2073,35 +2073,32 @@ class GolfWeights(torch.nn.Module):
         return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks}, "table": {n: getattr(self, n) for n in self.tables},
                 "scalar": {n: getattr(self, n) for n in self.scalars}}
 
-def stacked_kinds(model: GolfWeights) -> list[torch.Tensor]:  # [blocks, rows, columns] each, in the order of BLOCK_MATRICES; padding may follow
+def stacked_kinds(model: GolfWeights) -> list[torch.Tensor]:  # [blocks, rows, columns] each, in the order of BLOCK_MATRICES; padding slots may follow
     "The matrices of each kind in the compute dtype, as views where that is theirs. Only for a model that is `stackable`."
     L = len(model.places)
     runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in model.banks.items()}
-    kinds = [runs[b][i // L].to(model.compute) for b, i, _ in model.places[0]]
-    return [kind.mT if flipped else kind for kind, (_, _, flipped) in zip(kinds, model.places[0])]
+    return [runs[b][i // L].to(model.compute).mT if flipped else runs[b][i // L].to(model.compute) for b, i, flipped in model.places[0]]
 
 def block_weights(model: GolfWeights,
-                  x: torch.Tensor | None = None,  # [B, T, D] what the blocks will read; None: no kernel will read these weights
+                  x: torch.Tensor | None = None,  # [B, T, D] what the blocks read; None: no kernel will read these weights
                   ) -> list[BlockWeights]:
-    "Every block's weights in the compute dtype, as views where that is theirs; with `x`, also what is made of them for kernels."
-    mix, detached = model.resid_mix.to(model.compute), torch.is_grad_enabled() and model.frozen[0] > 0
-    scalars = [p.unbind(0) for p in (model.attn_scale, model.mlp_scale, mix, model.q_gain)]
-    if not model.stackable:
-        slices = {name: [w.to(model.compute) for w in bank_views(bank, model.shapes[name])] for name, bank in model.banks.items()}
-        kinds = zip(*([slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where] for where in model.places))
-        blocks = [BlockWeights(*w) for w in zip(*kinds, *scalars)]
-    else:
+    "Every block's weights in the compute dtype, as views where that is theirs; with `x`, also what kernels that may take it want made of them."
+    scalars = [p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix.to(model.compute), model.q_gain)]
+    frozen = torch.is_grad_enabled() and model.frozen[0] > 0
+    if model.stackable:
         kinds = stacked_kinds(model)
         blocks = [BlockWeights(*w) for w in zip(*(k.unbind(0) for k in kinds), *scalars)]
-        if x is not None and not detached:
-            blocks = joined_weights(model, x, blocks, *(k[:len(blocks)] for k in kinds))
-    return freeze_blocks(blocks, *model.frozen) if detached else blocks
+        blocks = blocks if x is None or frozen else joined_weights(model, x, blocks, [k[:len(blocks)] for k in kinds])
+    else:
+        slices = {name: [w.to(model.compute) for w in bank_views(bank, model.shapes[name])] for name, bank in model.banks.items()}
+        blocks = [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *s) for where, s in zip(model.places, zip(*scalars))]
+    return freeze_blocks(blocks, *model.frozen) if frozen else blocks
 
 def joined_weights(model: GolfWeights, x: torch.Tensor, blocks: list[BlockWeights],
-                   q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, up: torch.Tensor, down: torch.Tensor,  # see stacked_kinds
+                   kinds: list[torch.Tensor],  # see stacked_kinds, without padding
                    ) -> list[BlockWeights]:
-    "The blocks' weights with what kernels that may read `x` want made of them, for all blocks at once."
-    made = {}
+    "The blocks' weights with what kernels that may read `x` want made of them."
+    (q, k, v, out, _, down), made = kinds, {}
     if use_kernels(x, "heads"):
         made["qkv"] = torch.cat((q, k, v), dim=1)
     if use_kernels(x, "fold"):
