@@ -1,10 +1,12 @@
 """Every launch of forward and backward, without a GPU: what the compiler writes for a Hopper card, in order, with the bytes it moves and the lines that asked for it.
 
-    python tests/study_launches.py [heads+xsa+fold+mlp] [--all] [--save FOLDER] [--option combo_kernels=1]
+    python tests/study_launches.py [heads+xsa+fold+mlp] [--all] [--world 8] [--option combo_kernels=True] [--save FOLDER] [--record NAME]
 
-The model's tensors are fakes that say they lie on `cuda`; the compiler stops where kernels would be built. What cuBLAS, cuDNN and a recorded graph
-launch inside one call is not seen here: a product counts once, an attention call once.
+The model's tensors are fakes that say they lie on `cuda`, and the compiler stops where kernels would be built. What one call launches inside is not seen:
+a product counts once, whether cuBLAS sums its parts in a second kernel or not, and so does an attention call. `--record` adds the counts to
+nbs/results/launches_codegen.json. Needs g++. About a minute.
 """
+import ast
 import argparse
 import collections
 import contextlib
@@ -21,8 +23,6 @@ ROWS, TOKENS = 48, 2048
 HOPPER = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
                          max_threads_per_block=1024, warp_size=32, total_memory=140 << 30, shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
                          gcnArchName="", L2_cache_size=50 << 20)
-
-
 CARD = """#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 struct Hooks : at::CUDAHooksInterface {
@@ -48,10 +48,8 @@ namespace at { C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks) }
 """  # a torch built without CUDA asks these before it indexes a fake tensor of that device or differentiates through it
 
 
-
-
 def plug_in():
-    "Load that before torch is imported, since torch asks once."
+    "Build and load CARD, before torch is imported, since torch asks once."
     folder, built = Path(importlib.util.find_spec("torch").origin).parent, Path(tempfile.mkdtemp()) / "card.so"
     subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", f"-I{folder}/include", "-x", "c++", "-", "-o", built, f"-L{folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{folder}/lib"], input=CARD, text=True, check=True)
     ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
@@ -67,8 +65,8 @@ class Found(Exception):
     "The code that was wanted."
 
 
-def hopper(stack):
-    "Make torch believe in one Hopper card. `stack` undoes it."
+def hopper(stack: contextlib.ExitStack) -> None:
+    "Make torch and Triton believe in one Hopper card; `stack` undoes it."
     import triton
     from torch._dynamo import device_interface
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -95,6 +93,7 @@ class OnCpu(TorchDispatchMode):
 
 
 def folded_on_cpu(folder, node, deduce=UniformValueConstantFolder._deduce_value):
+    "What the compiler's folding of constants does, there."
     with OnCpu():
         return deduce(folder, node)
 
@@ -106,7 +105,7 @@ def cudnn_attend(q, k, v, choice="auto"):
 
 
 def generated(words: set, options: dict, world: int) -> list:
-    "The wrapper code of forward and of backward."
+    "Of forward and of backward: the wrapper code, and of each kernel by name the GB it moves and the lines behind it, once for each time it is written."
     import golfnb.model as model_module
     from torch._inductor import config as inductor_config
     from torch._inductor.codegen.triton import TritonScheduling
@@ -121,8 +120,8 @@ def generated(words: set, options: dict, world: int) -> list:
 
     def noted(scheduling, source, nodes, kernel, define=TritonScheduling.define_kernel):
         name = define(scheduling, source, nodes, kernel)
-        inner = [n for x in nodes for n in (x.get_nodes() if hasattr(x, "get_nodes") else [])]
-        made[name].append((kernel.estimate_kernel_num_bytes() / 1e9 if hasattr(kernel, "estimate_kernel_num_bytes") else 0.0, asked_by(inner)))
+        parts = getattr(kernel, "sub_kernels", [kernel])
+        made[name].append((sum(k.estimate_kernel_num_bytes() for k in parts) / 1e9, asked_by(n for x in nodes for n in (x.get_nodes() if hasattr(x, "get_nodes") else []))))
         return name
 
     def stop(graph):
@@ -131,42 +130,40 @@ def generated(words: set, options: dict, world: int) -> list:
         if len(codes) == 2:
             raise Found
         return SimpleNamespace(call=lambda args: None, __file__="nothing", key="", cache_key="", cache_linemap=[], runner=None)
+    KERNELS_ON.clear()
+    KERNELS_ON.update(words - {"plain"})
     with contextlib.ExitStack() as stack:
         hopper(stack)
-        stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda device: None))  # patterns (of attention, of padding) that it would try on the card
-        stack.enter_context(mock.patch.object(UniformValueConstantFolder, "_deduce_value", folded_on_cpu))
-        stack.enter_context(mock.patch.object(TritonScheduling, "define_kernel", noted))
-        stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", stop))
-        stack.enter_context(mock.patch.object(model_module, "attend", cudnn_attend))
-        stack.enter_context(mock.patch.object(torch._functorch.config, "force_non_lazy_backward_lowering", True))
-        stack.enter_context(inductor_config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.autotune_at_compile_time": False, "worker_suppress_logging": True, **options}))
-        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        KERNELS_ON.clear()
-        KERNELS_ON.update(words - {"plain"})
-        cfg = load_config({"RECIPE": "pr549", "DATA_PATH": "nowhere"})
+        for place, name, stand_in in ((joint_graph, "lazy_init", lambda device: None),  # patterns (of attention, of padding) that it would try on the card
+                                      (UniformValueConstantFolder, "_deduce_value", folded_on_cpu), (TritonScheduling, "define_kernel", noted),
+                                      (GraphLowering, "compile_to_module", stop), (model_module, "attend", cudnn_attend)):
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True))
+        stack.enter_context(inductor_config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.autotune_at_compile_time": False, **options}))
         stack.enter_context(FakeTensorMode())
+        cfg = load_config({"RECIPE": "pr549", "DATA_PATH": "nowhere"})
         model = model_module.Golf(cfg, model_layout(cfg, world), torch.bfloat16, "cuda")
         ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="cuda")
         try:
             torch.compile(training_loss(model, model.cap), fullgraph=True, dynamic=False)(ids, ids)
-        except Exception as e:
+        except Exception:
             if len(codes) < 2:
                 raise
     return codes
-
-
-KINDS = {"heads": "chapter 07", "xsa": "chapter 07", "mlp": "chapter 07", "aten._scaled_dot": "attention", "extern_kernels": "product", "copy_": "copy", "zero_": "fill"}
-Launch = collections.namedtuple("Launch", "way kind name gb origins")
 
 
 def asked_by(nodes) -> list:
     "The lines of golfnb behind the compiler's nodes, 'file:line function' each."
     frames = set()
     for n in nodes:
-        for origin in getattr(n.node, "origins", None) or () if getattr(n, "node", None) is not None else ():
+        for origin in getattr(getattr(n, "node", None), "origins", None) or ():
             if "view" not in origin.name:
                 frames |= set(re.findall(r'golfnb/(\w+\.py)", line (\d+), in (\w+)', origin.meta.get("stack_trace") or "")[-1:])
     return sorted("{}:{} {}".format(*f) for f in frames)
+
+
+KINDS = {"heads": "chapter 07", "xsa": "chapter 07", "mlp": "chapter 07", "aten._scaled_dot": "attention", "extern_kernels": "product", "copy_": "copy", "zero_": "fill"}
+Launch = collections.namedtuple("Launch", "way kind name gb origins")
 
 
 def launches_of(way: str, made: dict, code: str) -> list:
@@ -191,19 +188,37 @@ def launches_of(way: str, made: dict, code: str) -> list:
     return found
 
 
-def show(launches: list, every: bool, small: float = 0.02):
-    "Print the launches, and the small ones by what asked for them. `small` is in GB."
+SMALL = 0.02  # GB
+
+
+def show(launches: list, every: bool):
+    "Print the launches, and the small ones by what asked for them."
     if every:
         for i, x in enumerate(launches):
             print(f"{i:4d} {x.way:8s} {x.kind:13s} {1e3 * x.gb:9.2f} MB  {x.name[:60]:60s} {'; '.join(x.origins)[:200]}")
-    count = collections.Counter((x.way, x.kind) for x in launches)
-    print(len(launches), "launches:", ", ".join(f"{n} {kind} {way}" for (way, kind), n in sorted(count.items())))
-    generated = [x for x in launches if x.kind == "generated"]
-    print(f"{sum(x.gb for x in generated):.2f} GB by {len(generated)} generated kernels, of which {sum(x.gb < small for x in generated)} move less than {1e3 * small:.0f} MB:")
-    asked = collections.Counter((x.way, re.sub(r"_\d+$", "", x.name), "; ".join(sorted({re.sub(r":\d+", "", o) for o in x.origins}))) for x in generated if x.gb < small)
-    moved = {k: sum(x.gb for x in generated if (x.way, re.sub(r"_\d+$", "", x.name), "; ".join(sorted({re.sub(r":\d+", "", o) for o in x.origins}))) == k) for k in asked}
-    for (way, name, origins), n in asked.most_common():
-        print(f"{n:4d} x {way:8s} {1e3 * moved[way, name, origins]:8.2f} MB  {name[:70]:70s} {origins[:150]}")
+    print(len(launches), "launches:", ", ".join(f"{n} {kind} {way}" for (way, kind), n in sorted(collections.Counter((x.way, x.kind) for x in launches).items())))
+    small = [x for x in launches if x.kind == "generated" and x.gb < SMALL]
+    print(f"{sum(x.gb for x in launches):.2f} GB by {sum(x.kind == 'generated' for x in launches)} generated kernels, of which {len(small)} move less than {1e3 * SMALL:.0f} MB:")
+    groups = collections.defaultdict(list)
+    for x in small:
+        groups[x.way, re.sub(r"_\d+$", "", x.name), "; ".join(sorted({re.sub(r":\d+", "", o) for o in x.origins}))].append(x.gb)
+    for (way, name, origins), gb in sorted(groups.items(), key=lambda kv: -len(kv[1])):
+        print(f"{len(gb):4d} x {way:8s} {1e3 * sum(gb):8.2f} MB  {name[:70]:70s} {origins[:150]}")
+
+
+def record(name: str, launches: list):
+    "Add the counts of one variant to nbs/results/launches_codegen.json."
+    from golfnb.bench import read_result, record_result
+    from golfnb.config import GolfError
+    try:
+        samples = read_result("launches_codegen")["samples"]
+    except GolfError:
+        samples = {}
+    of = lambda *kinds: [x for x in launches if x.kind in kinds]
+    samples |= {f"{name}: launches": [len(launches)], f"{name}: generated kernels": [len(of("generated"))], f"{name}: of them under 20 MB": [sum(x.gb < SMALL for x in of("generated"))],
+                f"{name}: sums of parts and their casts": [len(of("sum of parts", "cast of a sum"))], f"{name}: GB moved by generated kernels": [sum(x.gb for x in launches)]}
+    record_result("launches_codegen", samples, "as each series says", f"Launches of forward and backward in the code that the compiler writes for recipe pr549, {ROWS}x{TOKENS} tokens, one Hopper card; "
+                  "tests/study_launches.py, nothing was run; what cuBLAS and cuDNN launch inside a call is not counted")
 
 
 if __name__ == "__main__":
@@ -213,11 +228,14 @@ if __name__ == "__main__":
     p.add_argument("--all", action="store_true", help="print every launch in order")
     p.add_argument("--save", default="", help="folder for the wrapper code")
     p.add_argument("--option", action="append", default=[], help="of the compiler, name=value")
+    p.add_argument("--record", default="", help="name of this variant in nbs/results/launches_codegen.json")
     a = p.parse_args()
-    launches = []
-    for (code, made), way in zip(generated(set(a.words.split("+")), {k: eval(v) for k, v in (o.split("=") for o in a.option)}, a.world), ("forward", "backward")):
+    launches, options = [], {k: ast.literal_eval(v) for k, v in (o.split("=") for o in a.option)}
+    for (code, made), way in zip(generated(set(a.words.split("+")), options, a.world), ("forward", "backward")):
         launches += launches_of(way, made, code)
         if a.save:
             Path(a.save).mkdir(exist_ok=True, parents=True)
             (Path(a.save) / f"{way}.py").write_text(code)
     show(launches, a.all)
+    if a.record:
+        record(a.record, launches)
