@@ -123,7 +123,7 @@ def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
 def scaled_linear(x: torch.Tensor,       # [..., in]
                   weight: torch.Tensor,  # [out, in]
                   scale: torch.Tensor,   # [out]
-                  scaled: torch.Tensor | None,  # their product, if it is there already
+                  scaled: torch.Tensor | None,  # [out, in]: diag(scale) weight, if it is there already
                   ) -> torch.Tensor:     # [..., out]
     "A branch's last product, weighted per channel: the weights go into the matrix where that saves passes over the result."
     if not use_kernels(x, "fold"):
@@ -261,7 +261,7 @@ def block_weights(model: GolfWeights,
 
 
 def joined_weights(model: GolfWeights, x: torch.Tensor, blocks: list[BlockWeights],
-                   kinds: list[torch.Tensor],  # see stacked_kinds, without padding
+                   kinds: list[torch.Tensor],  # [blocks, rows, columns] each, see stacked_kinds
                    ) -> list[BlockWeights]:
     "The blocks' weights with what kernels that may read `x` want made of them."
     (q, k, v, out, _, down), made = kinds, {}

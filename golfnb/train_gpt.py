@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 000bfae778bdef7c | Apache-2.0
+# recipe pr549 | source sha256 b0ced244ee2a3e08 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1970,7 +1970,7 @@ def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
 def scaled_linear(x: torch.Tensor,       # [..., in]
                   weight: torch.Tensor,  # [out, in]
                   scale: torch.Tensor,   # [out]
-                  scaled: torch.Tensor | None,  # their product, if it is there already
+                  scaled: torch.Tensor | None,  # [out, in]: diag(scale) weight, if it is there already
                   ) -> torch.Tensor:     # [..., out]
     "A branch's last product, weighted per channel: the weights go into the matrix where that saves passes over the result."
     if not use_kernels(x, "fold"):
@@ -2095,7 +2095,7 @@ def block_weights(model: GolfWeights,
     return freeze_blocks(blocks, *model.frozen) if frozen else blocks
 
 def joined_weights(model: GolfWeights, x: torch.Tensor, blocks: list[BlockWeights],
-                   kinds: list[torch.Tensor],  # see stacked_kinds, without padding
+                   kinds: list[torch.Tensor],  # [blocks, rows, columns] each, see stacked_kinds
                    ) -> list[BlockWeights]:
     "The blocks' weights with what kernels that may read `x` want made of them."
     (q, k, v, out, _, down), made = kinds, {}
