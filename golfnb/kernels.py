@@ -130,7 +130,7 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
         tl.store(dqkv + i * ROW + d, (e * rw[:, None] - x * back[:, None]).to(dqkv.dtype.element_ty), mask=tail)
         tl.store(dqkv + i3 * ROW + g * HALF + j, (e3 * rw[:, None, None] - x3 * back[:, None, None]).to(dqkv.dtype.element_ty), mask=live3)
         if head < H:
-            tl.store(dgain + (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * H + head, tl.sum(dot * r))
+            tl.store(dgain + (head * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1), tl.sum(dot * r))
 
 # %% ../nbs/07_kernels.ipynb #938a014a
 HEAD_ROWS = 32  # tokens of one program
@@ -171,7 +171,7 @@ def heads_grad_run(dq, dk, dv, qkv, gain, cos, sin):
 def heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin):
     "Empty outputs of heads_grad_run."
     B, T, H, D = dq.shape
-    return qkv.new_empty(qkv.shape), qkv.new_empty(B * ((T + HEAD_ROWS - 1) // HEAD_ROWS), H, dtype=torch.float32)
+    return qkv.new_empty(qkv.shape), qkv.new_empty(H, B * ((T + HEAD_ROWS - 1) // HEAD_ROWS), dtype=torch.float32)
 
 
 heads_grad_op = kernel_op("heads_grad", "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor gain, Tensor cos, Tensor sin) -> (Tensor, Tensor)", heads_grad_run, heads_grad_shapes)
@@ -194,7 +194,7 @@ class FusedHeads(torch.autograd.Function):
         n, weight, gain, cos, sin, qkv = ctx.saved_tensors
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
-        return (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1), dgain.sum(0).to(gain.dtype), None, None, None, None
+        return (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1), dgain.sum(1).to(gain.dtype), None, None, None, None
 
 # %% ../nbs/07_kernels.ipynb #4a5f426d
 def fused_heads(n: torch.Tensor,       # [B, T, D] normalised input

@@ -134,7 +134,7 @@ def best_tiles(samples: dict[str, list[float]]) -> dict[str, dict]:
     return found
 
 # %% ../nbs/28_timing.ipynb #862b88f8
-COMPILE_WORDS = {"tuned": {"coordinate_descent_tuning": True}, "pdl": {"triton.enable_pdl": True}, "combo": {"combo_kernels": True}}
+COMPILE_WORDS = {"tuned": {"coordinate_descent_tuning": True}, "pdl": {"triton.enable_pdl": True}, "combo": {"combo_kernels": True}, "apart": {"triton.mix_order_reduction": False}}
 SET_WORDS = {"plain", "heads", "xsa", "mlp", "fold", "best", "graph", "lt", *COMPILE_WORDS}
 DEFAULT_SETS = ["plain", "heads+xsa+fold", "heads+xsa+fold+mlp", "heads+xsa+fold+mlp+best", "heads+xsa+fold+mlp+best+graph"]
 
@@ -220,7 +220,7 @@ def bench_sets(sets: list[str],   # see check_sets
     samples = {f"forward+backward, {k}": v for k, v in interleave({k: lambda f=f: f(*batches[0]) for k, f in steps.items()}, rounds=rounds, warmup=2, loops=3, device=device).items()}
     for name in dict.fromkeys((sets[0], sets[-1])):
         samples[f"loss of 20 steps (nats), {name}"] = twenty_losses(steps[name], engine, fresh, batches)
-    facts["launches"] = {sets[-1]: profile_summary(lambda: steps[sets[-1]](*batches[0]), device)}
+    facts["launches"] = {name: profile_summary(lambda step=step: step(*batches[0]), device) for name, step in steps.items()}
     apply_words(usual, best)
     return samples, facts
 
@@ -264,7 +264,7 @@ def device_events(step, device: torch.device) -> list[dict]:  # name, stream, st
 
 
 def profile_summary(step, device: torch.device, top: int = 120) -> dict:
-    "Milliseconds and launches of one call of `step`, by kind, and of the `top` longest kernels."
+    "Milliseconds and launches of one call of `step`, by kind, and of the `top` longest kernels; and what each copy or fill came before, since nobody asked for most of them by name."
     events = device_events(step, device)
     by_kind, by_name, count, kinds = Counter(), Counter(), Counter(), Counter()
     for e in events:
@@ -272,7 +272,8 @@ def profile_summary(step, device: torch.device, top: int = 120) -> dict:
         kinds[event_kind(e["name"])] += 1
         by_name[e["name"][:90]] += e["length"] / 1e3
         count[e["name"][:90]] += 1
-    return {"ms": sum(by_kind.values()), "launches": len(events), "span_ms": (max(e["start"] + e["length"] for e in events) - events[0]["start"]) / 1e3,
+    before = Counter(f"{e['name'][:40]} before {after['name'][:60]}" for e, after in zip(events, events[1:]) if event_kind(e["name"]) == "copies and fills")
+    return {"ms": sum(by_kind.values()), "launches": len(events), "copies_and_fills": dict(before.most_common(20)), "span_ms": (max(e["start"] + e["length"] for e in events) - events[0]["start"]) / 1e3,
             "kinds": {k: [round(v, 4), kinds[k]] for k, v in by_kind.most_common()}, "kernels": {k: [round(v, 4), count[k]] for k, v in by_name.most_common(top)}}
 
 # %% ../nbs/28_timing.ipynb #cecf5720

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 1a0f4e95b6c37875 | Apache-2.0
+# recipe pr549 | source sha256 0656f1ab680a94af | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1627,7 +1627,7 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
         tl.store(dqkv + i * ROW + d, (e * rw[:, None] - x * back[:, None]).to(dqkv.dtype.element_ty), mask=tail)
         tl.store(dqkv + i3 * ROW + g * HALF + j, (e3 * rw[:, None, None] - x3 * back[:, None, None]).to(dqkv.dtype.element_ty), mask=live3)
         if head < H:
-            tl.store(dgain + (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * H + head, tl.sum(dot * r))
+            tl.store(dgain + (head * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1), tl.sum(dot * r))
 
 HEAD_ROWS = 32  # tokens of one program
 
@@ -1662,7 +1662,7 @@ def heads_grad_run(dq, dk, dv, qkv, gain, cos, sin):
 def heads_grad_shapes(dq, dk, dv, qkv, gain, cos, sin):
     "Empty outputs of heads_grad_run."
     B, T, H, D = dq.shape
-    return qkv.new_empty(qkv.shape), qkv.new_empty(B * ((T + HEAD_ROWS - 1) // HEAD_ROWS), H, dtype=torch.float32)
+    return qkv.new_empty(qkv.shape), qkv.new_empty(H, B * ((T + HEAD_ROWS - 1) // HEAD_ROWS), dtype=torch.float32)
 
 heads_grad_op = kernel_op("heads_grad", "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor gain, Tensor cos, Tensor sin) -> (Tensor, Tensor)", heads_grad_run, heads_grad_shapes)
 
@@ -1683,7 +1683,7 @@ class FusedHeads(torch.autograd.Function):
         n, weight, gain, cos, sin, qkv = ctx.saved_tensors
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
-        return (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1), dgain.sum(0).to(gain.dtype), None, None, None, None
+        return (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1), dgain.sum(1).to(gain.dtype), None, None, None, None
 
 def fused_heads(n: torch.Tensor,       # [B, T, D] normalised input
                 weight: torch.Tensor,  # [(heads + 2 keys) * head_dim, D]: Q, K and V joined
@@ -1919,6 +1919,9 @@ class BlockWeights(NamedTuple):
     mlp_scale: torch.Tensor   # [D]
     mix: torch.Tensor         # [2, D]
     gain: torch.Tensor        # [H]
+    qkv: torch.Tensor | None = None          # [D + 2 KV*head, D]: q, k and v joined, where a kernel reads them so
+    out_scaled: torch.Tensor | None = None   # out and down with their scales multiplied in, where that saves passes
+    down_scaled: torch.Tensor | None = None
 
 @dataclass(frozen=True)
 class BlockTraits:
@@ -1960,7 +1963,7 @@ def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q [B, keep, H, head]; k, v [B, T, KV, head]
     "The heads of a block, normalised and rotated."
     if keep in (None, n.shape[1]) and use_kernels(n, "heads") and heads_fit(block.head_dim, 2 * cos.shape[-1]):
-        q, k, v = fused_heads(n, torch.cat((w.q, w.k, w.v)), w.gain, cos, sin, w.k.shape[0] // block.head_dim)
+        q, k, v = fused_heads(n, torch.cat((w.q, w.k, w.v)) if w.qkv is None else w.qkv, w.gain, cos, sin, w.k.shape[0] // block.head_dim)
         return q, k, v if ve is None else v + ve.view(v.shape)
     q, k, v = F.linear(last_positions(n, keep), w.q), F.linear(n, w.k), F.linear(n, w.v)
     q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
@@ -1969,13 +1972,18 @@ def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
 def scaled_linear(x: torch.Tensor,       # [..., in]
                   weight: torch.Tensor,  # [out, in]
                   scale: torch.Tensor,   # [out]
+                  scaled: torch.Tensor | None,  # [out, in]: diag(scale) weight, if it is there already
                   ) -> torch.Tensor:     # [..., out]
     "A branch's last product, weighted per channel: the weights go into the matrix where that saves passes over the result."
-    return F.linear(x, folded_weight(weight, scale)) if use_kernels(x, "fold") else scale.to(x.dtype) * F.linear(x, weight)
+    if not use_kernels(x, "fold"):
+        return scale.to(x.dtype) * F.linear(x, weight)
+    return F.linear(x, folded_weight(weight, scale) if scaled is None else scaled)
 
-def folded_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def folded_weight(weight: torch.Tensor,  # [..., out, in]
+                  scale: torch.Tensor,   # [..., out]
+                  ) -> torch.Tensor:     # shape and dtype of weight
     "diag(scale) weight, multiplied in float32 and rounded once."
-    return (weight * scale[:, None]).to(weight.dtype)
+    return (weight * scale[..., None]).to(weight.dtype)
 
 def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
                      w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor,
@@ -1991,7 +1999,7 @@ def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
         y = (fused_exclusive if use_kernels(y, "xsa") else exclusive)(y, last_positions(v, keep))
     y = y.flatten(2)
     record_tap(taps, block, ("attn.proj",), y)
-    return scaled_linear(y, w.out, w.attn_scale)
+    return scaled_linear(y, w.out, w.attn_scale, w.out_scaled)
 
 def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
                w: BlockWeights, block: BlockTraits, taps: dict | None,
@@ -1999,12 +2007,12 @@ def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
     "Up, squared leaky ReLU, down, weigh."
     if taps is None and use_kernels(n, "mlp") and mlp_fit(w.up):
         if use_kernels(n, "fold"):
-            return fused_mlp(n, w.up, folded_weight(w.down, w.mlp_scale), block.slope)
+            return fused_mlp(n, w.up, folded_weight(w.down, w.mlp_scale) if w.down_scaled is None else w.down_scaled, block.slope)
         return w.mlp_scale.to(n.dtype) * fused_mlp(n, w.up, w.down, block.slope)
     record_tap(taps, block, ("mlp.fc",), n)
     h = squared_leaky(F.linear(n, w.up), block.slope)
     record_tap(taps, block, ("mlp.proj",), h)
-    return scaled_linear(h, w.down, w.mlp_scale)
+    return scaled_linear(h, w.down, w.mlp_scale, w.down_scaled)
 
 def run_block(x: torch.Tensor,   # [B, T, D] residual stream
               x0: torch.Tensor,  # [B, T, D] the embedded input
@@ -2030,6 +2038,11 @@ def block_places(layout: Layout, blocks: int) -> list[list[tuple[str, int, bool]
     found = {m.name: (b.name, i, m.transposed) for b in layout.banks for i, m in enumerate(p for slot in b.matrices for p in slot.logical)}
     return [[found[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES] for i in range(blocks)]
 
+def side_by_side(layout: Layout, places: list[list[tuple[str, int, bool]]]) -> bool:  # places: see block_places
+    "Whether each kind of matrix fills as many neighbouring slots of a bank as there are blocks, in their order, from a multiple of that number on."
+    L, alone = len(places), not layout.separate and not any(slot.parts for b in layout.banks for slot in b.matrices)
+    return alone and all(first[1] % L == 0 and kind == tuple((first[0], first[1] + i, first[2]) for i in range(L)) for kind in zip(*places) for first in kind[:1])
+
 def chosen_dtype(word: str, usual: torch.dtype) -> torch.dtype:
     "The dtype that the switch `word` stands for: bf16, fp32, or with auto the usual one."
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(word, usual)
@@ -2046,6 +2059,7 @@ class GolfWeights(torch.nn.Module):
         self.cfg, self.layout, self.cap, self.order = cfg, layout, cfg.logit_softcap, list(range(cfg.num_layers))
         self.frozen = 0, "all"  # lowest blocks that get no gradient, and what of them: "all" or "controls" (chapter 18)
         self.blocks, self.places, self.compute = block_traits(cfg), block_places(layout, cfg.num_layers), dtype
+        self.stackable = side_by_side(layout, self.places)
         self.shapes = {b.name: slot_shapes(b) for b in layout.banks}
         self.banks = torch.nn.ParameterDict(make_banks(layout, chosen_dtype(cfg.matrix_dtype, dtype), device))
         self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
@@ -2061,19 +2075,44 @@ class GolfWeights(torch.nn.Module):
         return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks}, "table": {n: getattr(self, n) for n in self.tables},
                 "scalar": {n: getattr(self, n) for n in self.scalars}}
 
-def block_weights(model: GolfWeights) -> list[BlockWeights]:
-    "Every block's weights in the compute dtype, as views where that is theirs; banks and stacked scalars are unbound once."
-    slices = {name: [w.to(model.compute) for w in bank_views(bank, model.shapes[name])] for name, bank in model.banks.items()}
-    stacked = zip(*(p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix, model.q_gain)))
-    blocks = [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *scalars)
-              for where, scalars in zip(model.places, stacked)]
-    return freeze_blocks(blocks, *model.frozen) if torch.is_grad_enabled() else blocks
+def stacked_kinds(model: GolfWeights) -> list[torch.Tensor]:  # [blocks, rows, columns] each, in the order of BLOCK_MATRICES; padding slots may follow
+    "The matrices of each kind in the compute dtype, as views where that is theirs. Only for a model that is `stackable`."
+    L = len(model.places)
+    runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in model.banks.items()}
+    return [runs[b][i // L].to(model.compute).mT if flipped else runs[b][i // L].to(model.compute) for b, i, flipped in model.places[0]]
+
+def block_weights(model: GolfWeights,
+                  x: torch.Tensor | None = None,  # [B, T, D] what the blocks read; None: no kernel will read these weights
+                  ) -> list[BlockWeights]:
+    "Every block's weights in the compute dtype, as views where that is theirs; with `x`, also what kernels that may take it want made of them."
+    scalars = [p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix.to(model.compute), model.q_gain)]
+    frozen = torch.is_grad_enabled() and model.frozen[0] > 0
+    if model.stackable:
+        kinds = stacked_kinds(model)
+        blocks = [BlockWeights(*w) for w in zip(*(k.unbind(0) for k in kinds), *scalars)]
+        blocks = blocks if x is None or frozen else joined_weights(model, x, blocks, [k[:len(blocks)] for k in kinds])
+    else:
+        slices = {name: [w.to(model.compute) for w in bank_views(bank, model.shapes[name])] for name, bank in model.banks.items()}
+        blocks = [BlockWeights(*(slices[b][i].T if flipped else slices[b][i] for b, i, flipped in where), *s) for where, s in zip(model.places, zip(*scalars))]
+    return freeze_blocks(blocks, *model.frozen) if frozen else blocks
+
+def joined_weights(model: GolfWeights, x: torch.Tensor, blocks: list[BlockWeights],
+                   kinds: list[torch.Tensor],  # [blocks, rows, columns] each, see stacked_kinds
+                   ) -> list[BlockWeights]:
+    "The blocks' weights with what kernels that may read `x` want made of them."
+    (q, k, v, out, _, down), made = kinds, {}
+    if use_kernels(x, "heads"):
+        made["qkv"] = torch.cat((q, k, v), dim=1)
+    if use_kernels(x, "fold"):
+        made |= {"out_scaled": folded_weight(out, model.attn_scale), "down_scaled": folded_weight(down, model.mlp_scale)}
+    parts = {name: t.unbind(0) for name, t in made.items()}
+    return [w._replace(**{name: t[i] for name, t in parts.items()}) for i, w in enumerate(blocks)]
 
 def freeze_blocks(blocks: list[BlockWeights], count: int,  # from the bottom
                   scope: str) -> list[BlockWeights]:       # "all", or "controls": scales, mixes and gains only
     "Detach the weights of the lowest blocks, so that backward computes no gradient for them."
     first = 0 if scope == "all" else len(BLOCK_MATRICES)
-    return [BlockWeights(*w[:first], *(t.detach() for t in w[first:])) for w in blocks[:count]] + blocks[count:]
+    return [BlockWeights(*w[:first], *(t if t is None else t.detach() for t in w[first:])) for w in blocks[:count]] + blocks[count:]
 
 def embed_input(model: GolfWeights, ids: torch.Tensor) -> torch.Tensor:
     "Token embedding plus BigramHash, normalised, smeared: [B, T, D] in the compute dtype."
@@ -2089,16 +2128,16 @@ def value_embeddings(model: GolfWeights, ids: torch.Tensor) -> list[torch.Tensor
         return []
     ve = F.embedding(ids, model.ve_table).to(model.compute)
     ve = F.linear(ve, model.ve_proj.to(ve.dtype)) * model.ve_scale.to(ve.dtype)
-    return [ve * s.to(ve.dtype) for s in model.ve_layer_scales.unbind(0)]
+    return [ve * s for s in model.ve_layer_scales.to(ve.dtype).unbind(0)]
 
 SKIP_START = {"one": 1.0, "0.18": 0.18, "zero": 0.0, "frozen": 0.0, "sigmoid": -1.5}  # initial weights by cfg.skip_gate
 
 SKIP_FROZEN_STEPS = 50  # with skip_gate=frozen
 
-def skip_factors(model: GolfWeights) -> tuple[torch.Tensor, ...]:  # [D] or [1] each
+def skip_factors(model: GolfWeights) -> tuple[torch.Tensor, ...]:  # [D] or [1] each, in the compute dtype
     "What each skip is multiplied by: a weight per channel, or one gate (modded-nanogpt #125)."
     w = model.skip_weights
-    return (w.sigmoid() if model.cfg.skip_gate == "sigmoid" else w).unbind(0)
+    return (w.sigmoid() if model.cfg.skip_gate == "sigmoid" else w).to(model.compute).unbind(0)
 
 def model_rotary(model: GolfWeights, T: int) -> tuple[torch.Tensor, torch.Tensor]:
     "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype."
@@ -2111,7 +2150,7 @@ def walk_blocks(model: GolfWeights, ids: torch.Tensor, keep: int | None, taps: d
     "Embed, then all blocks of `model.order` with their skips; only the last one is cut to `keep`: [B, keep, D]."
     T, cfg = ids.shape[1], model.cfg
     x = x0 = embed_input(model, ids)
-    values, weights = value_embeddings(model, ids), block_weights(model)
+    values, weights = value_embeddings(model, ids), block_weights(model, x)
     cos, sin = model_rotary(model, max(T, rope_len or T))
     half, source = cfg.num_layers // 2, skip_source(cfg.num_layers)
     skips = skip_factors(model) if half else ()
@@ -2119,7 +2158,7 @@ def walk_blocks(model: GolfWeights, ids: torch.Tensor, keep: int | None, taps: d
     for place, i in enumerate(model.order):
         block = model.blocks[i]
         if source[i] is not None:
-            x = x + skips[i - half].to(x.dtype) * outputs[source[i]]
+            x = x + skips[i - half] * outputs[source[i]]
         ve = None if block.ve is None else values[block.ve]
         x = run_block(x, x0, weights[i], block, cos[:T], sin[:T], ve, keep if place + 1 == len(model.order) else None, taps)
         if i < half:

@@ -130,6 +130,30 @@ def test_banked_equals_plain_linears_forward_and_backward(variant):
     assert ours.keys() == dict(plain.named_parameters()).keys()
 
 
+@pytest.mark.parametrize("plan, together", [("pr399", True), ("shared_mlp", True), ("pr125", False), ("pr132", False)])
+@pytest.mark.parametrize("world", [1, 3])
+def test_weights_made_for_all_blocks_at_once_change_nothing(plan, together, world, monkeypatch):
+    "What kernels want made of the weights, with plain functions for kernels: same logits, same gradients, padding included."
+    from golfnb import model as module
+    from golfnb.layers import qk_norm_rope_gain
+    seen = []
+
+    def plain_heads(n, weight, gain, cos, sin, keys):
+        q, k, v = F.linear(n, weight).unflatten(-1, (-1, weight.shape[0] // (gain.shape[0] + 2 * keys))).split((gain.shape[0], keys, keys), 2)
+        return *qk_norm_rope_gain(q, k, cos, sin, gain), v
+
+    def run():
+        model, cfg = filled(world=world, PLAN=plan)
+        logits = model(tokens(cfg))
+        logits.square().sum().backward()
+        return [logits] + [p.grad for params in model.role_params().values() for p in params.values()]
+    expected = run()
+    monkeypatch.setattr(module, "use_kernels", lambda x, name="": name in ("heads", "fold"))
+    monkeypatch.setattr(module, "fused_heads", plain_heads)
+    monkeypatch.setattr(module, "joined_weights", lambda *a, join=module.joined_weights: seen.append(1) or join(*a))
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(run(), expected)) and bool(seen) == together
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_keep_equals_the_last_rows(variant):
     model, cfg = filled(variant)
