@@ -122,7 +122,7 @@ def start_alike(module: nn.Module, layout: Layout, ranks: Ranks,
 
 # %% ../nbs/25_any_model.ipynb #ff3ad5ad
 class ParallelMuon(torch.optim.Optimizer):
-    "Muon, sharded over the ranks, on the hidden matrices of any module; AdamW on its other parameters. Every rank makes it alike."
+    "Parallel Muon (parameter-golf PR #399) for any module: Muon, sharded over the ranks, on the hidden matrices of any module; AdamW on its other parameters. Every rank makes it alike."
     _step_supports_amp_scaling = True  # a GradScaler then calls `step`, which refuses, instead of skipping on one rank
 
     def __init__(self, module: nn.Module,  # on its device, in its dtype; code, forward and state dict stay as they are

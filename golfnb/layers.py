@@ -28,7 +28,7 @@ NORM_EPS = 1.1920929e-07  # float32's machine epsilon, for all dtypes
 
 def rms_norm(x: torch.Tensor,  # [..., D]
              ) -> torch.Tensor:  # [..., D], dtype of x
-    "RMSNorm over the last axis without a weight; 16-bit input is normalised in float32 and rounded once."
+    "RMSNorm (arXiv 1910.07467) over the last axis without a weight; 16-bit input is normalised in float32 and rounded once."
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
 
 # %% ../nbs/06_layers.ipynb #ff573f90
@@ -84,7 +84,7 @@ def qk_norm_rope_gain(q: torch.Tensor,     # [B, Tq, H, D], the last Tq position
                       sin: torch.Tensor,   # [T, R/2]
                       gain: torch.Tensor,  # [H], any float dtype
                       ) -> tuple[torch.Tensor, torch.Tensor]:  # shapes of q and k
-    "Per-head RMSNorm of q and k, RoPE on both, then the learned gain on q."
+    "Per-head RMSNorm of q and k (arXiv 2010.04245), RoPE on both, then the learned gain on q."
     start = k.shape[1] - q.shape[1]
     q = rotate(rms_norm(q), cos[start:], sin[start:]) * gain.to(q.dtype)[:, None]
     return q, rotate(rms_norm(k), cos, sin)
@@ -110,7 +110,7 @@ def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
            v: torch.Tensor,       # [B, T, KV, D]
            choice: str = "auto",  # backend, see attention_backend
            ) -> torch.Tensor:     # [B, Tq, H, D]
-    "Causal grouped-query attention with scale 1/sqrt(D). GolfError if the heads do not divide or queries outnumber keys."
+    "Causal grouped-query attention (arXiv 2305.13245) with scale 1/sqrt(D). GolfError if the heads do not divide or queries outnumber keys."
     (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
     if H % KV or Tq > T:
         raise GolfError(f"attention needs query heads divisible by key heads and at most as many queries as keys: found {H} and {KV} heads, {Tq} and {T} positions")
@@ -137,7 +137,7 @@ def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
 def squared_leaky(z: torch.Tensor,    # any shape
                   slope: float = 0.5,  # below zero; 0.0 gives ReLU squared
                   ) -> torch.Tensor:   # shape and dtype of z
-    "leaky_relu(z, slope) squared; float32 inside for 16-bit input."
+    "leaky_relu(z, slope) squared (arXiv 2109.08668; leaky in parameter-golf PR #549); float32 inside for 16-bit input."
     return widen(F.leaky_relu(z, slope)).square().to(z.dtype)
 
 # %% ../nbs/06_layers.ipynb #011471e8
@@ -153,7 +153,7 @@ def bigram_rows(ids: torch.Tensor,  # int [B, T] tokens
 def smear(x: torch.Tensor,     # [B, T, D]
           gate: torch.Tensor,  # [D], any float dtype
           ) -> torch.Tensor:   # [B, T, D]
-    "Blend of each position with its predecessor by a gate per channel; before the first position there is zero."
+    "SmearGate (parameter-golf PR #399): blend of each position with its predecessor by a gate per channel; before the first position there is zero."
     g = torch.sigmoid(gate.to(x.dtype))
     before = F.pad(x, (0, 0, 1, 0))[:, :-1]
     return (1 - g) * x + g * before
@@ -162,7 +162,7 @@ def smear(x: torch.Tensor,     # [B, T, D]
 def softcap(logits: torch.Tensor,  # any shape
             cap: float,            # bound of the result
             ) -> torch.Tensor:     # dtype of logits, widened if 16-bit
-    "cap * tanh(logits / cap), in float32 for 16-bit input."
+    "cap * tanh(logits / cap) (arXiv 2408.00118), in float32 for 16-bit input."
     return cap * torch.tanh(widen(logits) / cap)
 
 # %% ../nbs/06_layers.ipynb #5a2800ba

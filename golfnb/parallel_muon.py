@@ -133,7 +133,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 method: str = "ns5", steps: int = 5,
                  dtype: torch.dtype | None = None, # of the products; None: the gradient's
                  cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
-    "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
+    "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
     moved = momentum.mul(mu).add_(grad)
     nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
     if cuts is None:
@@ -311,7 +311,7 @@ class Recorded:
 
 # %% ../nbs/13_parallel_muon.ipynb #b9e072a9
 class Engine:
-    "Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
+    "Parallel Muon (parameter-golf PR #399): Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
 
     def __init__(self, roles: dict, # {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}
                  layout: Layout, ranks: Ranks | None = None, # layout made for ranks.world

@@ -65,7 +65,7 @@ def spread_scale(w: torch.Tensor, # [rows, cols]
                  k: float, # clip in units of the row's spread; larger is coarser
                  qmax: int = 31, # largest integer
                 ) -> torch.Tensor: # [rows], rounded to fp16
-    "The scale k * std(row) / qmax."
+    "The scale k * std(row) / qmax (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
 

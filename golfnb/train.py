@@ -102,7 +102,7 @@ def should_stop(cfg: Config, step: int, elapsed_ms: float) -> bool:
 
 # %% ../nbs/15_train.ipynb #fc5685e9
 class GridProjector:
-    "Rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
+    "Late QAT (meant so in parameter-golf PR #399): rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
 
     def __init__(self, engine: Engine, floor: bool, qmax: int = 31):
         "Freeze the clip ratios of the shard's int6 slots; `qmax` is the largest integer."

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 0656f1ab680a94af | Apache-2.0
+# recipe pr549 | source sha256 2afe7b62e1d48dff | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1386,7 +1386,7 @@ NORM_EPS = 1.1920929e-07  # float32's machine epsilon, for all dtypes
 
 def rms_norm(x: torch.Tensor,  # [..., D]
              ) -> torch.Tensor:  # [..., D], dtype of x
-    "RMSNorm over the last axis without a weight; 16-bit input is normalised in float32 and rounded once."
+    "RMSNorm (arXiv 1910.07467) over the last axis without a weight; 16-bit input is normalised in float32 and rounded once."
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
 
 def mix_norm(x: torch.Tensor,    # [B, T, D] residual stream
@@ -1437,7 +1437,7 @@ def qk_norm_rope_gain(q: torch.Tensor,     # [B, Tq, H, D], the last Tq position
                       sin: torch.Tensor,   # [T, R/2]
                       gain: torch.Tensor,  # [H], any float dtype
                       ) -> tuple[torch.Tensor, torch.Tensor]:  # shapes of q and k
-    "Per-head RMSNorm of q and k, RoPE on both, then the learned gain on q."
+    "Per-head RMSNorm of q and k (arXiv 2010.04245), RoPE on both, then the learned gain on q."
     start = k.shape[1] - q.shape[1]
     q = rotate(rms_norm(q), cos[start:], sin[start:]) * gain.to(q.dtype)[:, None]
     return q, rotate(rms_norm(k), cos, sin)
@@ -1460,7 +1460,7 @@ def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
            v: torch.Tensor,       # [B, T, KV, D]
            choice: str = "auto",  # backend, see attention_backend
            ) -> torch.Tensor:     # [B, Tq, H, D]
-    "Causal grouped-query attention with scale 1/sqrt(D). GolfError if the heads do not divide or queries outnumber keys."
+    "Causal grouped-query attention (arXiv 2305.13245) with scale 1/sqrt(D). GolfError if the heads do not divide or queries outnumber keys."
     (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
     if H % KV or Tq > T:
         raise GolfError(f"attention needs query heads divisible by key heads and at most as many queries as keys: found {H} and {KV} heads, {Tq} and {T} positions")
@@ -1485,7 +1485,7 @@ def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
 def squared_leaky(z: torch.Tensor,    # any shape
                   slope: float = 0.5,  # below zero; 0.0 gives ReLU squared
                   ) -> torch.Tensor:   # shape and dtype of z
-    "leaky_relu(z, slope) squared; float32 inside for 16-bit input."
+    "leaky_relu(z, slope) squared (arXiv 2109.08668; leaky in parameter-golf PR #549); float32 inside for 16-bit input."
     return widen(F.leaky_relu(z, slope)).square().to(z.dtype)
 
 def bigram_rows(ids: torch.Tensor,  # int [B, T] tokens
@@ -1499,7 +1499,7 @@ def bigram_rows(ids: torch.Tensor,  # int [B, T] tokens
 def smear(x: torch.Tensor,     # [B, T, D]
           gate: torch.Tensor,  # [D], any float dtype
           ) -> torch.Tensor:   # [B, T, D]
-    "Blend of each position with its predecessor by a gate per channel; before the first position there is zero."
+    "SmearGate (parameter-golf PR #399): blend of each position with its predecessor by a gate per channel; before the first position there is zero."
     g = torch.sigmoid(gate.to(x.dtype))
     before = F.pad(x, (0, 0, 1, 0))[:, :-1]
     return (1 - g) * x + g * before
@@ -1507,7 +1507,7 @@ def smear(x: torch.Tensor,     # [B, T, D]
 def softcap(logits: torch.Tensor,  # any shape
             cap: float,            # bound of the result
             ) -> torch.Tensor:     # dtype of logits, widened if 16-bit
-    "cap * tanh(logits / cap), in float32 for 16-bit input."
+    "cap * tanh(logits / cap) (arXiv 2408.00118), in float32 for 16-bit input."
     return cap * torch.tanh(widen(logits) / cap)
 
 def softcap_loss(logits: torch.Tensor,   # [B, T, V] head output, before the cap
@@ -2632,7 +2632,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 method: str = "ns5", steps: int = 5,
                  dtype: torch.dtype | None = None, # of the products; None: the gradient's
                  cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
-    "One Muon step on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
+    "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
     moved = momentum.mul(mu).add_(grad)
     nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
     if cuts is None:
@@ -2800,7 +2800,7 @@ class Recorded:
             self.graph.replay()
 
 class Engine:
-    "Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
+    "Parallel Muon (parameter-golf PR #399): Muon on sharded banks and AdamW on everything else (rule='muon'), or SGD on all (rule='sgd'); no DDP, no host sync."
 
     def __init__(self, roles: dict, # {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}
                  layout: Layout, ranks: Ranks | None = None, # layout made for ranks.world
@@ -3206,7 +3206,7 @@ def should_stop(cfg: Config, step: int, elapsed_ms: float) -> bool:
     return cap > 0 and step > 0 and elapsed_ms + LATE_STEPS * elapsed_ms / step >= cap
 
 class GridProjector:
-    "Rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
+    "Late QAT (meant so in parameter-golf PR #399): rounds a bank shard to the int6 grid, with clip ratios frozen at construction: the `project` argument of publish."
 
     def __init__(self, engine: Engine, floor: bool, qmax: int = 31):
         "Freeze the clip ratios of the shard's int6 slots; `qmax` is the largest integer."
@@ -3528,7 +3528,7 @@ def spread_scale(w: torch.Tensor, # [rows, cols]
                  k: float, # clip in units of the row's spread; larger is coarser
                  qmax: int = 31, # largest integer
                 ) -> torch.Tensor: # [rows], rounded to fp16
-    "The scale k * std(row) / qmax."
+    "The scale k * std(row) / qmax (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
 

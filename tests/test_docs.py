@@ -121,3 +121,21 @@ def test_a_silent_name_is_found():
     good = ["def _f(): pass", 'def f(n: int):\n    "Doc of `n`."', 'def f(\n    x: torch.Tensor,  # [rows, width]\n    n: int,  # rows: count\n):\n    "Doc."', 'def f():\n    "Raises GolfError always."\n    raise GolfError("no")', 'def f(cfg: Config):\n    "Doc."']
     assert all(len(problems("__all__ = ['f', 'A']\n" + b, {"Config"}, {})) == 1 for b in bad)
     assert not any(problems("__all__ = ['f', 'A']\n" + g, {"Config"}, {}) for g in good)
+
+
+SOURCES = {  # what comes from a paper or a pull request -> words of its docstring that say which
+    "layers": {"rms_norm": "1910.07467", "rotary_tables": "2104.09864", "qk_norm_rope_gain": "2010.04245", "attend": "2305.13245", "exclusive": "PR #399", "squared_leaky": "2109.08668",
+               "bigram_rows": "PR #399", "smear": "PR #399", "softcap": "2408.00118"},
+    "loader": {"CoprimeSampler": "PR #726", "mixture": "PR #726"}, "banks": {"make_banks": "PR #399"}, "model": {"drawn_state": "PR #549", "skip_factors": "#125"},
+    "newton_schulz": {"newton_schulz": "2505.16932"}, "grid": {"best_clip": "PR #399"}, "averaging": {"Ema": "PR #549", "Swa": "Izmailov"},
+    "parallel_muon": {"Engine": "PR #399", "muon_update": "Jordan"}, "any_model": {"ParallelMuon": "PR #399"}, "train": {"GridProjector": "PR #399"},
+    "quantize": {"quantize_state": "PR #399", "gptq_columns": "2210.17323", "spread_scale": "PR #1794"}, "artifact": {"rans_encode": "1311.2540"},
+    "ttt": {"score_first": "PR #549"}, "adapters": {"score_documents": "PR #77"},
+}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_what_others_found_names_its_source(module):
+    tree = ast.parse((MODULES[0].parent / f"{module}.py").read_text(encoding="utf-8"))
+    docs = {n.name: ast.get_docstring(n) or "" for n in tree.body if isinstance(n, (*DEFS, ast.ClassDef))}
+    assert {n: docs.get(n, "no such name") for n, words in SOURCES[module].items() if words not in docs.get(n, "")} == {}
