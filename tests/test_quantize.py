@@ -39,8 +39,9 @@ def test_int6_against_the_oracle(floor, std):
     assert np.mean(p.scale != s) < 0.01 and np.mean(p.data != q) < 0.001
     assert np.abs(p.scale.astype(np.float64) - s).max() <= np.spacing(s.max())
     back = dequantize_state({"w": p})["w"]
-    assert torch.equal(back, torch.from_numpy(p.data * p.scale.astype(np.float32)[:, None]).bfloat16().float())
-    assert math.isclose((w - back).square().mean(), error, rel_tol=1e-2)  # rounding to bfloat16 adds a little
+    exact = torch.from_numpy(p.data * p.scale.astype(np.float32)[:, None])
+    assert torch.equal(back, exact.bfloat16().float())
+    assert math.isclose((w - exact).square().mean(), error, rel_tol=1e-3)
 
 
 def test_kinds_in_the_published_order():

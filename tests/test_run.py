@@ -67,6 +67,11 @@ def test_a_rank_that_hangs_is_noticed():
     assert 2 < waited < 20
 
 
+def test_a_rank_that_is_only_late_is_waited_for():
+    "Twice the group's timeout, where ranks may finish minutes apart."
+    assert spawn(2, "late_partner", 6.0, timeout_s=3.0) == [2.0, 2.0]
+
+
 def test_disk_full_while_writing_weights(data, tmp_path):
     "No file may grow over 20 kB: the weights cannot be written; one sentence, status 2, nothing under a final name."
     command = [sys.executable, str(SCRIPT)]
@@ -85,6 +90,7 @@ def test_over_the_byte_budget_the_weights_are_kept(data, tmp_path):
                           capture_output=True, text=True, timeout=120)
     run = tmp_path / "runs" / "over"
     assert done.returncode == 3 and "Traceback" not in done.stderr and "--target-bytes" in done.stderr and "too many" in done.stderr
+    assert (run / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
     assert (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file() and not (run / "artifact.golf").exists()
     assert "final_int6_sliding_window_exact" in done.stdout
 

@@ -207,6 +207,12 @@ def silent_partner(ranks, seconds: float) -> float:
     raise AssertionError("a collective without a partner came back")
 
 
+def late_partner(ranks, seconds: float) -> float:
+    "Rank 1 has its part ready `seconds` later than rank 0; the sum."
+    time.sleep(seconds * ranks.rank)
+    return float(ranks.sum_late(torch.ones(1)))
+
+
 def all_checks(ranks, cases: list) -> list:
     "Several of these functions in one set of processes: [(name, args), ...] -> their results."
     return [globals()[name](ranks, *args) for name, args in cases]
