@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=. PYTHONUNBUFFERED=1 MAX_WALLCLOCK_SECONDS=0 RECIPE=pr549 RUNS_DIR="${RUNS_DIR:-/tmp/golfnb_runs}"
 OUT=${OUT:-out} NPROC=${NPROC:-$(python3 -c "import torch; print(torch.cuda.device_count())")}
 export OUT NPROC
-mkdir -p "$OUT"
+mkdir -p "$OUT" "$RUNS_DIR"
 begun=$(date +%s)
 say() { echo "=== $* at $(($(date +%s) - begun)) s"; }
 bench() { say "bench $*"; what=$1; shift; python3 -m golfnb.cli bench "$what" -o "$OUT/${name:-${what}_h200_$NPROC}.json" "$@" > "$OUT/$what.log" 2>&1 || tail -5 "$OUT/$what.log"; tail -"${lines:-12}" "$OUT/$what.log"; }
@@ -24,8 +24,8 @@ one() {
   more=$(python3 -c "import torch._inductor as i; print('$now+combo+apart' if 'triton.mix_order_reduction' in i.list_options() else '')")  # older compilers lack it
   lines=40 bench kernels --sets plain heads+xsa+fold+mlp heads+xsa+fold+mlp+best heads+xsa+fold+mlp+best+graph $now $now+tuned $now+pdl $now+combo $more $now+lt
 }
-accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$OUT/accept" clock nan kill truncate recipes "$@"; cp "$OUT/accept/acceptance.json" "$OUT/acceptance.json"; }
-parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$OUT/parity" first1337 first42 parity1337 parity42 "$@"; cp "$OUT/parity/acceptance.json" "$OUT/firsts.json"; cp "$OUT"/parity/parity*_*.json* "$OUT/"; }
+accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/accept" clock nan kill truncate recipes "$@"; cp "$RUNS_DIR/accept/acceptance.json" "$RUNS_DIR/acceptance.json"; }
+parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/parity" first1337 first42 parity1337 parity42 "$@"; cp "$RUNS_DIR/parity/acceptance.json" "$OUT/firsts.json"; cp "$RUNS_DIR"/parity/parity*_*.json* "$OUT/"; }
 bench_all() { bench step --nproc "$NPROC" --against STEP_GRAPH=0; bench phases --nproc "$NPROC"; bench trace --nproc "$NPROC"; bench startup --nproc "$NPROC" --rounds 1; }
 scale() { bench scaling --nproc "$NPROC"; }
 eval_all() { bench eval --nproc "$NPROC"; }
