@@ -14,7 +14,7 @@ export OUT NPROC
 mkdir -p "$OUT" "$RUNS_DIR"
 begun=$(date +%s)
 say() { echo "=== $* at $(($(date +%s) - begun)) s"; }
-bench() { say "bench $*"; what=$1; shift; python3 -m golfnb.cli bench "$what" -o "$OUT/${name:-${what}_h200_$NPROC}.json" "$@" > "$OUT/$what.log" 2>&1 || tail -5 "$OUT/$what.log"; tail -"${lines:-12}" "$OUT/$what.log"; }
+bench() { say "bench $*"; what=$1; shift; python3 -m golfnb.cli bench "$what" -o "$OUT/${name:-${what}_h200_$NPROC}.json" "$@" > "$RUNS_DIR/$what.log" 2>&1 || tail -5 "$RUNS_DIR/$what.log"; tail -"${lines:-12}" "$RUNS_DIR/$what.log"; }
 
 one() {
   NPROC=1
@@ -24,7 +24,7 @@ one() {
   more=$(python3 -c "import torch._inductor as i; print('$now+combo+apart' if 'triton.mix_order_reduction' in i.list_options() else '')")  # older compilers lack it
   lines=40 bench kernels --sets plain heads+xsa+fold+mlp heads+xsa+fold+mlp+best heads+xsa+fold+mlp+best+graph $now $now+tuned $now+pdl $now+combo $more $now+lt
 }
-accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/accept" clock nan kill truncate recipes "$@"; cp "$RUNS_DIR/accept/acceptance.json" "$RUNS_DIR/acceptance.json"; }
+accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/accept" clock nan kill truncate recipes "$@"; cp "$RUNS_DIR/accept/acceptance.json" "$OUT/acceptance.json"; }
 parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/parity" first1337 first42 parity1337 parity42 "$@"; cp "$RUNS_DIR/parity/acceptance.json" "$OUT/firsts.json"; cp "$RUNS_DIR"/parity/parity*_*.json* "$OUT/"; }
 bench_all() { bench step --nproc "$NPROC" --against STEP_GRAPH=0; bench phases --nproc "$NPROC"; bench trace --nproc "$NPROC"; bench startup --nproc "$NPROC" --rounds 1; }
 scale() { bench scaling --nproc "$NPROC"; }
@@ -33,8 +33,8 @@ links() { bench links --nproc "$NPROC"; lines=40 bench optimizer --nproc "$NPROC
 long() {
   for seed in 1337 42; do for qat in 0 1; do
     say "long $seed $qat"
-    SEED=$seed QAT_BANKS=$qat RUN_ID=long_${seed}_$qat RECIPE=golf ITERATIONS=1500 WARMDOWN_ITERS=600 TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE=1024 torchrun --standalone --nproc_per_node="$NPROC" golfnb/train_gpt.py > "$OUT/long_${seed}_$qat.log" 2>&1
-    tail -3 "$OUT/long_${seed}_$qat.log"
+    SEED=$seed QAT_BANKS=$qat RUN_ID=long_${seed}_$qat RECIPE=golf ITERATIONS=1500 WARMDOWN_ITERS=600 TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE=1024 torchrun --standalone --nproc_per_node="$NPROC" golfnb/train_gpt.py > "$RUNS_DIR/long_${seed}_$qat.log" 2>&1
+    tail -3 "$RUNS_DIR/long_${seed}_$qat.log"
   done; done
   python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*
 }
