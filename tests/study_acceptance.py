@@ -38,7 +38,7 @@ def clip_as_eight(m, cfg, world: int):
         grads = [p.grad for p in params]
         torch._foreach_mul_(grads, clip_factor(accum**2 * squared_norm(grads, torch.float32), cfg.grad_clip_norm))
         add_up()  # takes the banks' gradients away
-        sums.append([p.grad for p in params])
+        sums.append([None if p.grad is None else p.grad.clone() for p in params])  # a recorded backward writes the next ones into the same place
         last = len(sums) == accum
         for p, *parts in zip(params, *sums):
             p.grad = sum(g.float() for g in parts).to(p.dtype) if last and parts[0] is not None else None
