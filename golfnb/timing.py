@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MLP_TILES', 'COMPILE_WORDS', 'SET_WORDS', 'DEFAULT_SETS', 'EVENT_KINDS', 'floor_ms', 'replayed', 'measured_rates',
            'product_cases', 'kernel_cases', 'time_cases', 'best_tiles', 'check_sets', 'apply_words', 'whole_step',
-           'walk_batches', 'bench_sets', 'twenty_losses', 'event_kind', 'device_events', 'profile_summary',
+           'walk_batches', 'bench_sets', 'sustained', 'twenty_losses', 'event_kind', 'device_events', 'profile_summary',
            'bench_kernels', 'attention_cases', 'bench_attention', 'merge_events', 'bench_trace', 'tail_of',
            'bench_scaling', 'scaling_table', 'run_scaling', 'run_timing']
 
@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -134,9 +135,9 @@ def best_tiles(samples: dict[str, list[float]]) -> dict[str, dict]:
     return found
 
 # %% ../nbs/28_timing.ipynb #862b88f8
-COMPILE_WORDS = {"tuned": {"coordinate_descent_tuning": True}, "pdl": {"triton.enable_pdl": True}, "combo": {"combo_kernels": True}, "apart": {"triton.mix_order_reduction": False}}
-SET_WORDS = {"plain", "heads", "xsa", "mlp", "fold", "best", "graph", "lt", *COMPILE_WORDS}
-DEFAULT_SETS = ["plain", "heads+xsa+fold", "heads+xsa+fold+mlp", "heads+xsa+fold+mlp+best", "heads+xsa+fold+mlp+best+graph"]
+COMPILE_WORDS = {"pdl": {"triton.enable_pdl": True}, "combo": {"combo_kernels": True}, "apart": {"triton.mix_order_reduction": False}}
+SET_WORDS = {"plain", "heads", "xsa", "mlp", "fold", "best", "graph", *COMPILE_WORDS}
+DEFAULT_SETS = ["plain", "heads+xsa+fold", "heads+xsa+fold+mlp", "heads+xsa+fold+mlp+graph"]
 
 
 def check_sets(sets: list[str]) -> list[str]:
@@ -151,13 +152,11 @@ def check_sets(sets: list[str]) -> list[str]:
 
 
 def apply_words(words: set[str],  # of one set
-                best: dict,       # 'up' and 'down': the fastest tiles, see best_tiles; 'usual up', 'usual down', 'usual library': what to go back to
+                best: dict,       # 'up' and 'down': the fastest tiles, see best_tiles; 'usual up', 'usual down': what to go back to
                 ) -> None:
-    "Switch kernels, tiles and the library of products."
+    "Switch kernels and tiles."
     KERNELS_ON.clear()
     KERNELS_ON.update(words & {"heads", "xsa", "mlp", "fold"})
-    if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("cublaslt" if "lt" in words else best["usual library"])
     for way, current in (("up", MLP_UP_TILES), ("down", MLP_DOWN_TILES)):
         current.update(best.get(way if "best" in words else f"usual {way}", {}))
 
@@ -199,7 +198,7 @@ def bench_sets(sets: list[str],   # see check_sets
     model = Golf(cfg, model_layout(cfg, 1), torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     init_model(model, cfg, 1337)
     engine = make_engine(model, model.layout, cfg, Ranks(device=device))
-    fresh, batches, best = snapshot(engine), walk_batches(cfg, rows, 20, device), {**best, "usual up": dict(MLP_UP_TILES), "usual down": dict(MLP_DOWN_TILES), "usual library": torch.backends.cuda.preferred_blas_library()}
+    fresh, batches, best = snapshot(engine), walk_batches(cfg, rows, 20, device), {**best, "usual up": dict(MLP_UP_TILES), "usual down": dict(MLP_DOWN_TILES)}
     usual = set(KERNELS_ON)
     steps, first, facts = {s: whole_step(s, model, engine, best, compiled) for s in sets}, {}, {"gradient distance": {}, "loss": {}, "set_peak_bytes": {}}
     noise = torch.Generator(device).manual_seed(1)
@@ -220,9 +219,30 @@ def bench_sets(sets: list[str],   # see check_sets
     samples = {f"forward+backward, {k}": v for k, v in interleave({k: lambda f=f: f(*batches[0]) for k, f in steps.items()}, rounds=rounds, warmup=2, loops=3, device=device).items()}
     for name in dict.fromkeys((sets[0], sets[-1])):
         samples[f"loss of 20 steps (nats), {name}"] = twenty_losses(steps[name], engine, fresh, batches)
+    facts["sustained"] = {name: sustained(lambda step=step: step(*batches[0]), device) for name, step in steps.items()}
     facts["launches"] = {name: profile_summary(lambda step=step: step(*batches[0]), device) for name, step in steps.items()}
     apply_words(usual, best)
     return samples, facts
+
+
+def sustained(step, device: torch.device, calls: int = 24, ahead: int = 4) -> dict[str, float]:  # ms a call, MHz of the multiprocessors, W drawn
+    "What a call takes in a row of `calls`, the host `ahead` calls in front, and the clock and power while the last ones run; on a CPU, or without NVML's Python package, the time alone."
+    cuda, seen = device.type == "cuda", {}
+    marks = [torch.cuda.Event() for _ in range(calls)] if cuda else [None]
+    wait_for(device)
+    begun = time.perf_counter()
+    for i, mark in enumerate(marks):
+        step()
+        if cuda:
+            mark.record()
+            marks[max(i - ahead, 0)].synchronize()
+    if cuda:
+        try:
+            seen = {"MHz": torch.cuda.clock_rate(device), "W": torch.cuda.power_draw(device) / 1e3}
+        except (ModuleNotFoundError, RuntimeError):
+            pass
+    wait_for(device)
+    return {"ms": 1e3 * (time.perf_counter() - begun) / len(marks)} | seen
 
 
 def twenty_losses(step,           # (ids, targets) -> loss, see whole_step

@@ -20,9 +20,7 @@ one() {
   NPROC=1
   say tests; python3 -m pytest -q -m gpu tests/test_engine.py tests/test_kernels.py tests/test_any_model.py 2>&1 | tail -3
   bench attention
-  now=heads+xsa+fold+mlp+graph
-  more=$(python3 -c "import torch._inductor as i; print('$now+combo+apart' if 'triton.mix_order_reduction' in i.list_options() else '')")  # older compilers lack it
-  lines=40 bench kernels --sets plain heads+xsa+fold+mlp heads+xsa+fold+mlp+best heads+xsa+fold+mlp+best+graph $now $now+tuned $now+pdl $now+combo $more $now+lt
+  lines=40 bench kernels --sets plain heads+xsa+fold heads+xsa+fold+mlp heads+xsa+fold+mlp+graph
 }
 accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/accept" clock nan kill truncate recipes "$@"; cp "$RUNS_DIR/accept/acceptance.json" "$OUT/acceptance.json"; }
 parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/parity" first1337 first42 parity1337 parity42 "$@"; cp "$RUNS_DIR/parity/acceptance.json" "$OUT/firsts.json"; cp "$RUNS_DIR"/parity/parity*_*.json* "$OUT/"; }

@@ -73,7 +73,7 @@ def test_the_fastest_tiles_are_read_back_from_their_name(at):
 
 def test_sets_and_bad_jobs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert check_sets(["plain", "plain", "heads+xsa+tuned"]) == ["plain", "heads+xsa+tuned"] and set(BENCH_JOBS) >= {"kernels", "attention", "trace", "scaling"}
+    assert check_sets(["plain", "plain", "heads+xsa+pdl"]) == ["plain", "heads+xsa+pdl"] and set(BENCH_JOBS) >= {"kernels", "attention", "trace", "scaling"}
     for args, said in ((("kernels", "", ["heads+quick"], 1, SMALL), "'quick'"), (("attention", "", [], 2, SMALL), "one device"), (("trace", "x.txt", [], 1, {}), "end in .json"), (("scaling", "", [], 3, SMALL), "multiple of 3")):
         with pytest.raises(GolfError, match=said):
             run_timing(*args)
