@@ -43,7 +43,7 @@ def document_spans(tokens: Tensor,  # int [N + 1]
 # %% ../nbs/18b_adapters.ipynb #98f6a16f
 def row_fill(chunk: np.ndarray,   # int64 [chunks], number of each in its document
              capacity: int,       # chunks of a row, at least 2
-             ) -> tuple[np.ndarray, np.ndarray]:  # chunks before it in its row; bool: a new row begins half a row back
+             ) -> tuple[np.ndarray, np.ndarray]:  # int64 [chunks] before it in its row; bool [chunks]: a new row begins half a row back
     "Where the chunks of a document lie in its rows."
     fresh = capacity - capacity // 2
     rows = np.maximum((chunk - capacity) // fresh + 1, 0)
@@ -97,8 +97,8 @@ def first_adapters(model: Golf, rank: int,
     return torch.cat(parts).to(model.tok_emb.device, torch.promote_types(model.tok_emb.dtype, torch.float32))
 
 
-def adapter_pairs(model: Golf, flat: Tensor,  # [lanes, parameters]
-                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, rank, in], B [lanes, out, rank]
+def adapter_pairs(model: Golf, flat: Tensor,  # float [lanes, parameters]
+                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, rank, in], B [lanes, out, rank]; dtype of flat
     "The adapters of all lanes as views."
     shapes, layers = adapter_shapes(model), model.cfg.num_layers
     parts = iter(flat.split([layers * rank * n for rows, cols in shapes for n in (cols, rows)], 1))
@@ -106,10 +106,10 @@ def adapter_pairs(model: Golf, flat: Tensor,  # [lanes, parameters]
     return [list(pairs) for pairs in zip(*kinds)]
 
 
-def adapted_linear(x: Tensor,       # [lanes, T, in]
-                   weight: Tensor,  # [out, in]
-                   pair: tuple[Tensor, Tensor],  # A [lanes, rank, in], B [lanes, out, rank]
-                   ) -> Tensor:     # [lanes, T, out]
+def adapted_linear(x: Tensor,       # float [lanes, T, in]
+                   weight: Tensor,  # [out, in], dtype of x
+                   pair: tuple[Tensor, Tensor],  # A [lanes, rank, in], B [lanes, out, rank], dtype of x
+                   ) -> Tensor:     # [lanes, T, out], dtype of x
     "x (W + B A)^T, another A and B in each lane."
     return F.linear(x, weight) + torch.bmm(torch.bmm(x, pair[0].mT), pair[1].mT)
 
@@ -117,15 +117,15 @@ def adapted_linear(x: Tensor,       # [lanes, T, in]
 def embed_chunk(model: Golf,
                 ids: Tensor,   # int64 [lanes, 2 + T]: two tokens before the chunk, then the chunk
                 fill: Tensor,  # int64 [lanes] tokens before it in its row: 0, or 2 and more
-                ) -> Tensor:   # [lanes, T, D]
+                ) -> Tensor:   # [lanes, T, D] in the compute dtype
     "The embedded chunk; at the beginning of a row as if there were nothing before."
     return torch.where((fill == 0)[:, None, None], embed_input(model, ids[:, 2:]), embed_input(model, ids)[:, 2:])
 
 
-def attend_stored(q: Tensor,  # [lanes, T, H, head]
-                  k: Tensor, v: Tensor,  # [lanes, S + T, KV, head]: stored ones, then the chunk's own
+def attend_stored(q: Tensor,  # float [lanes, T, H, head]
+                  k: Tensor, v: Tensor,  # float [lanes, S + T, KV, head]: stored ones, then the chunk's own
                   mask: Tensor,  # bool [lanes, 1, T, S + T]
-                  ) -> Tensor:   # [lanes, T, H, head]
+                  ) -> Tensor:   # [lanes, T, H, head], dtype of q
     "Grouped-query attention under a mask; the heads that share a key stand below each other as more queries."
     lanes, T, H, D = q.shape
     groups = H // k.shape[2]
@@ -135,15 +135,15 @@ def attend_stored(q: Tensor,  # [lanes, T, H, head]
     return y.view(lanes, -1, groups, T, D).permute(0, 3, 1, 2, 4).reshape(lanes, T, H, D)
 
 # %% ../nbs/18b_adapters.ipynb #cb281684
-def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
+def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D], compute dtype
                   w: BlockWeights,
                   pairs: list,               # A and B of each matrix, see adapter_pairs
                   block: BlockTraits,
                   cos: Tensor, sin: Tensor,  # [lanes * T, rope_dims/2]
-                  ve: Tensor | None,         # [lanes, T, KV*head]
-                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each
+                  ve: Tensor | None,         # [lanes, T, KV*head], compute dtype
+                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each, any float dtype
                   mask: Tensor,              # bool [lanes, 1, T, S + T]
-                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values
+                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values; dtype of x
     "One block, as `run_block` of chapter 08."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
     q, k, v = (adapted_linear(n, m, p) for m, p in zip(w[:3], pairs))
@@ -159,10 +159,10 @@ def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
 def adapted_walk(model: Golf,
                  ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
                  fill: Tensor,  # int64 [lanes]
-                 flat: Tensor,  # [lanes, parameters] adapters
-                 keys: Tensor, values: Tensor,  # stored: [layers, lanes, S, KV, head]
+                 flat: Tensor,  # fp32 (or fp64) [lanes, parameters] adapters
+                 keys: Tensor, values: Tensor,  # stored: float [layers, lanes, S, KV, head]
                  cfg: Config,   # ttt_lora_rank, and eval_seq_len: a row's length sets the rotary base
-                 ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]
+                 ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]; compute dtype
     "All blocks with their skips, from tokens to the last residual stream."
     T, S, layers = ids.shape[1] - 2, keys.shape[2], model.cfg.num_layers
     x = x0 = embed_chunk(model, ids, fill)
@@ -200,10 +200,10 @@ def reread(model: Golf, cfg: Config) -> Callable:
 ADAPTER_EPS = 1e-10
 
 
-def adapter_update(flat: Tensor, second: Tensor,  # [lanes, parameters] adapters and their mean squared gradient, in place
-                   count: Tensor,    # [lanes, 1] steps so far, in place
-                   grad: Tensor, goes_on: Tensor,  # [lanes, parameters]; [lanes] 1 where the document has another chunk
-                   first: Tensor,    # [parameters]
+def adapter_update(flat: Tensor, second: Tensor,  # fp32 (or fp64) [lanes, parameters] adapters and their mean squared gradient, in place
+                   count: Tensor,    # [lanes, 1] steps so far, dtype of flat, in place
+                   grad: Tensor, goes_on: Tensor,  # dtype of flat: [lanes, parameters]; [lanes] 1 where the document has another chunk
+                   first: Tensor,    # [parameters], dtype of flat
                    lr: float, beta2: float) -> None:
     "One step of Adam without momentum in the lanes that go on, a fresh start in the others."
     on = goes_on[:, None] > 0
@@ -221,7 +221,7 @@ class DocumentLedger:
         self.spans, self.upto, self.history = spans, spans[:, 0].copy(), []  # history: ("score" or "train", documents, first targets, ends)
 
     def scored(self, docs: np.ndarray,               # int64 [n], numbers of documents
-               a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
+               a: np.ndarray, b: np.ndarray):  # a, b: int64 [n], first target, one past the last
         "Targets a .. b-1 of these documents got their score. GolfError unless they follow each document's last scored one."
         if (a != self.upto[docs]).any() or (b <= a).any() or (b > self.spans[docs, 1]).any() or len(set(docs.tolist())) != len(docs):
             raise GolfError(f"targets of a document must be scored once, from left to right: expected the next of documents {docs[:4].tolist()} to be {self.upto[docs][:4].tolist()}, found {a[:4].tolist()}; start a new pass")
@@ -229,7 +229,7 @@ class DocumentLedger:
         self.history.append(("score", docs, a, b))
 
     def train(self, docs: np.ndarray,               # as in `scored`
-              a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
+              a: np.ndarray, b: np.ndarray):  # a, b: int64 [n], first target, one past the last
         "Ask before an update of these documents' adapters with targets a .. b-1. GolfError if one of them has no score yet, or is another document's."
         if (a < self.spans[docs, 0]).any() or (b <= a).any() or (b > self.upto[docs]).any():
             raise GolfError(f"an update may use scored targets of its own document only: documents {docs[:4].tolist()} want up to {b[:4].tolist()}, scored are {self.upto[docs][:4].tolist()}; score the chunk first")
@@ -242,7 +242,7 @@ class Lanes:
     def __init__(self, model: Golf, tokens: Tensor, table: ByteTable, cfg: Config,  # as in score_documents
                  plan: dict[str, np.ndarray],   # int64 [steps, lanes] each, see lane_plan
                  step: Callable | None = None,  # see adapted_step
-                 out: Tensor | None = None):    # [N + 1]: receives each target's nats; the last place is for what does not count
+                 out: Tensor | None = None):    # float [N + 1]: receives each target's nats; the last place is for what does not count
         device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
@@ -257,7 +257,7 @@ class Lanes:
 
     def window(self, first: Tensor,  # int64 [lanes] first targets
                before: int, size: int) -> Tensor:  # int64 [lanes, before + size]
-        "Tokens from `before` places ahead of each first target on; places outside the stream repeat its ends."
+        "`before` + `size` tokens from `before` places ahead of each first target on; places outside the stream repeat its ends."
         return self.tokens[(first[:, None] + torch.arange(-before, size, device=first.device)).clamp(0, self.tokens.numel() - 1)].long()
 
     def advance(self):
@@ -296,7 +296,7 @@ def score_documents(model: Golf,               # filled with the decoded state; 
                     ranks: Ranks,              # every rank must call
                     log: RunLog | None = None,
                     step: Callable | None = None,  # see adapted_step
-                    out: Tensor | None = None,     # [N]: receives each target's nats, on the rank that scored it
+                    out: Tensor | None = None,     # float [N]: receives each target's nats, on the rank that scored it
                     ) -> tuple[float, float, DocumentLedger]:  # nats per token, bits per byte, what was done when on this rank
     "Score every document with adapters that learn from each chunk once it is scored (parameter-golf PR #77). GolfError if any rule would be broken."
     if not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:

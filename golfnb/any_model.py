@@ -247,9 +247,9 @@ def check_numbers(**numbers: float):
             raise GolfError(f"ParallelMuon needs {name} from 0 {'to below 1' if name in ('momentum', 'beta1', 'beta2') else 'up'}: found {x}")
 
 # %% ../nbs/25_any_model.ipynb #7df89dc4
-def slot_view(bank: torch.Tensor,  # [n, r, c]
+def slot_view(bank: torch.Tensor,  # [n, r, c], any dtype
               place: tuple,        # bank name, slot, whether the parameter is stored transposed
-              ) -> torch.Tensor:   # in the parameter's own shape
+              ) -> torch.Tensor:   # in the parameter's own shape, dtype of bank
     "A parameter's view of its slot."
     _, slot, flipped = place
     return bank[slot].T if flipped else bank[slot]
@@ -308,7 +308,7 @@ def stretches(group: Replicated,
 
 # %% ../nbs/25_any_model.ipynb #6b26447f
 def follow_module(master: torch.Tensor, replica: torch.Tensor, published: torch.Tensor):
-    "Where somebody else wrote `replica` since it was `published`, its value becomes the master. All of one shape, in place."
+    "Where somebody else wrote `replica` since it was `published`, its value becomes the master. All of one shape, in place; `master` is fp32 (or fp64)."
     if replica.dtype == master.dtype:
         master.copy_(replica)
     else:

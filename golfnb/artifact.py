@@ -107,7 +107,7 @@ def rans_model(symbols: np.ndarray, # uint8, a section
 
 
 def rans_side(levels: list, frequencies: np.ndarray) -> bytes:
-    "Tables and levels, deflated. `frequencies` are [contexts, 256]."
+    "Tables and levels, deflated. `frequencies` are uint32 [contexts, 256]."
     return zlib.compress(frequencies.astype("<u2").tobytes() + b"".join(line.tobytes() for line in levels), 9)
 
 # %% ../nbs/17_artifact.ipynb #a80b11c8
@@ -522,7 +522,7 @@ def save_weights(path: str | Path, # final name; parts get .000, .001 ... append
 
 
 def load_weights(path: str | Path, # what save_weights was given
-                ) -> tuple[dict, dict[str, torch.Tensor]]: # meta; tensors in their saved dtype
+                ) -> tuple[dict, dict[str, torch.Tensor]]: # meta; tensors in their saved shapes and dtypes
     "Load unquantized weights. Raises GolfError for missing or damaged files, and for an artifact of integers."
     meta, packed = load_artifact(path)
     if any(p.kind in INT_MAX for p in packed.values()):

@@ -13,8 +13,8 @@ from torch import Tensor
 from .config import GolfError
 
 # %% ../nbs/12_averaging.ipynb #3fe58530
-def wide_copy(tensors: list[Tensor],  # weights of any dtype
-              ) -> list[Tensor]:
+def wide_copy(tensors: list[Tensor],  # weights of any shapes and dtypes
+              ) -> list[Tensor]:  # their shapes, fp32 (or fp64)
     "Copies in at least fp32: in bf16 an average would swallow its own small steps."
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
@@ -23,7 +23,7 @@ class Ema:
     "Exponential moving average, E = decay*E + (1-decay)*W after every step; starts as a copy, without bias correction (as in parameter-golf PR #549)."
 
     def __init__(self,
-                 tensors: list[Tensor],   # initial weights (copied)
+                 tensors: list[Tensor],   # initial weights, any shapes and float dtypes (copied)
                  decay: float = 0.997):   # share of the old average kept at each step
         "Raises GolfError for a decay outside [0, 1)."
         if not 0 <= decay < 1:
@@ -32,7 +32,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self,
-               tensors: list[Tensor]):  # weights after this step: same order and shapes as at the start
+               tensors: list[Tensor]):  # weights after this step: same order and shapes as at the start, any float dtype
         "Take one step's weights in; no host synchronisation."
         now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
@@ -48,8 +48,8 @@ class Swa:
 
     @torch.no_grad()
     def add(self,
-            tensors: list[Tensor],  # finite weights, same order and shapes as at the start
-            weight: Tensor):        # 0-dim, on the tensors' device: 1 takes the snapshot, 0 leaves everything as it is
+            tensors: list[Tensor],  # finite weights, same order and shapes as at the start, any float dtype
+            weight: Tensor):        # 0-dim, any dtype, on the tensors' device: 1 takes the snapshot, 0 leaves everything as it is
         "Take a snapshot with a weight; no host synchronisation."
         weight = weight.to(self.count)
         self.count += weight
@@ -59,7 +59,7 @@ class Swa:
         torch._foreach_add_(self.tensors, change)
 
     def mean(self) -> list[Tensor]:
-        "The average of the snapshots; GolfError when none was taken. Waits for the device once."
+        "The average of the snapshots, of their shapes, fp32 (or fp64); GolfError when none was taken. Waits for the device once."
         if self.count.item() == 0:
             raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; lower SWA_EVERY, raise WARMDOWN_ITERS or use AVERAGING=ema")
         return self.tensors

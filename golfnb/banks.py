@@ -37,12 +37,12 @@ class LooseBank(torch.nn.Module):
         return list(self.slots)
 
     def detach(self) -> torch.Tensor:
-        "The whole storage, [slots with padding, rows, columns]."
+        "The whole storage, [slots with padding, rows, columns] in the bank's dtype."
         return self.data
 
     @property
     def grad(self) -> torch.Tensor | None:
-        "The padded stack of the slots' gradients, which are dropped; None where no slot has one."
+        "The padded stack of the slots' gradients, of the bank's shape and dtype; they are dropped. None where no slot has one."
         found = [p.grad for p in self.slots]
         if any(g is not None for g in found):
             zero = torch.zeros_like(self.data[0])
@@ -54,7 +54,7 @@ class LooseBank(torch.nn.Module):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None):
-        "Set the stack to `value`, of the bank's shape or None; the slots' own gradients are dropped."
+        "Set the stack to `value`, of the bank's shape and dtype, or None; the slots' own gradients are dropped."
         self.stacked = value
         for p in self.slots:
             p.grad = None
@@ -65,9 +65,9 @@ def slot_shapes(spec: BankSpec) -> list[list[tuple[int, int]]]:
     return [[m.stored for m in slot.parts] for slot in spec.matrices]
 
 
-def bank_views(bank: torch.Tensor,  # [slots, rows, columns]; the padding slots may be missing
+def bank_views(bank: torch.Tensor,  # [slots, rows, columns], any dtype; the padding slots may be missing
                shapes: list,        # of `slot_shapes`
-               ) -> list[torch.Tensor]:  # [stored rows, stored columns] of every matrix
+               ) -> list[torch.Tensor]:  # [stored rows, stored columns] of every matrix, dtype of the bank
     "Views of a bank's matrices, slot by slot."
     views = []
     for slot, parts in zip(bank.unbind(0), shapes):
@@ -78,7 +78,7 @@ def bank_views(bank: torch.Tensor,  # [slots, rows, columns]; the padding slots 
 # %% ../nbs/05_banks.ipynb #2ca870c3
 def unbank(layout: Layout,
            banks: dict[str, torch.Tensor],  # bank name -> [slots, rows, columns]; the padding slots may be missing
-           ) -> dict[str, torch.Tensor]:    # matrix name -> [rows, columns], logical orientation
+           ) -> dict[str, torch.Tensor]:    # matrix name -> [rows, columns], logical orientation, dtype of its bank
     "Views of all matrices by name, in layout order; gradients flow back into the banks."
     views = (v for b in layout.banks for v in bank_views(banks[b.name], slot_shapes(b)))
     return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
@@ -101,16 +101,16 @@ def rebank(layout: Layout,
             view.copy_(named[name])
 
 # %% ../nbs/05_banks.ipynb #78937aaf
-def read_cut(shard: torch.Tensor,  # [n, rows, columns]
+def read_cut(shard: torch.Tensor,  # [n, rows, columns], any dtype
              cut: Cut,
-             ) -> torch.Tensor:    # [matrices, stored rows, stored columns]
+             ) -> torch.Tensor:    # [matrices, stored rows, stored columns], dtype of shard
     "The matrices of a cut as a batch."
     return shard.flatten(1)[cut.first:cut.last, cut.start:cut.stop].reshape(-1, *cut.matrix.stored)
 
 
-def write_cut(shard: torch.Tensor,  # [n, rows, columns], contiguous, written in place
+def write_cut(shard: torch.Tensor,  # [n, rows, columns], any dtype, contiguous, written in place
               cut: Cut,
-              batch: torch.Tensor,  # [matrices, stored rows, stored columns]
+              batch: torch.Tensor,  # [matrices, stored rows, stored columns], any dtype
               ) -> None:
     "Put such a batch back."
     shard.view(len(shard), -1)[cut.first:cut.last, cut.start:cut.stop] = batch.reshape(cut.last - cut.first, -1)

@@ -85,8 +85,8 @@ def device_us(
     return samples[1:]
 
 # %% ../nbs/29_baselines.ipynb #cc7cb7e4
-def fit_line(points: dict[float, list[float]],  # x -> samples of y
-             ) -> tuple[float, float]:          # value at 0 (not negative), slope (positive)
+def fit_line(points: dict[float, list[float]],  # x -> samples of y, in any units
+             ) -> tuple[float, float]:          # value at 0 (not negative), slope (positive), in those units
     "The line through the medians with the least squares of relative errors."
     x = np.array(sorted(points), dtype=np.float64)
     y = np.array([median(points[k]) for k in sorted(points)])
@@ -287,7 +287,7 @@ def host_costs(cfg: Config, ranks: Ranks,
 
 
 def links_of(samples: dict[str, list[float]], world: int) -> Links:
-    "What the samples come to."
+    "What the `samples`, in microseconds, come to."
     by, mid = {}, {k: median(v) for k, v in samples.items()}
     for key, values in samples.items():
         words = key.split()
@@ -331,7 +331,7 @@ class LossModule(torch.nn.Module):
         self.model = model
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        "The mean loss, 0-dim, of ids and targets [rows, tokens]."
+        "The mean loss, 0-dim fp32 (or fp64), of ids and targets, int64 [rows, tokens]."
         return softcap_loss(self.model(ids), targets, self.model.cap)
 
 
@@ -339,7 +339,7 @@ class BatchedMuon:
     "Muon on every rank, whole, one batch per shape; separate parameters are stacked before and unstacked after."
 
     def __init__(self, banks: list,           # Parameters [slots, rows, cols], or `LooseBank`s
-                 scales: list[torch.Tensor],  # of the learning rate, [slots, 1, 1] for each bank
+                 scales: list[torch.Tensor],  # factors of the learning rate, fp32 [slots, 1, 1] for each bank
                  cfg: Config):
         self.banks, self.scales, self.cfg = banks, scales, cfg
         self.momenta = [torch.zeros_like(b.detach()) for b in banks]

@@ -272,7 +272,7 @@ def run_rounds(
     rigs: dict[str, Rig],  # label -> rig; "" where there is only one
     rounds: int,  # blocks of each
     block,  # rig -> {series: [samples]}
-) -> dict[str, list[float]]:  # "label series" -> samples
+) -> dict[str, list[float]]:  # "label series" -> samples, in the unit of the block
     "Blocks of every rig, interleaved."
     samples = {}
     for i in range(rounds):
@@ -311,7 +311,7 @@ def phase_block(rig: Rig, count: int) -> dict[str, list[float]]:
 
 
 def slowest_rank(samples: dict[str, list[float]], ranks: Ranks) -> dict[str, list[float]]:
-    "Every sample's largest value over the ranks; every rank must call."
+    "Every sample's largest value over the ranks, in its unit; every rank must call."
     flat = torch.tensor([x for v in samples.values() for x in v], dtype=torch.float64, device=ranks.device)
     if ranks.world > 1:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)
@@ -620,7 +620,7 @@ def run_of(result: dict) -> dict:  # series and figures in one
 
 
 def parity_row(what: str, ours: float, reference: float, allowed: float, complete: bool = True) -> dict:
-    "One line of the rule. It holds if `ours` and `reference` differ by at most `allowed`, and stays open while seeds are missing (`complete`)."
+    "One line of the rule. It holds if `ours` and `reference` differ by at most `allowed` (all in the unit of `what`), and stays open while seeds are missing (`complete`)."
     gap = ours - reference
     verdict = "open" if not complete else "holds" if abs(gap) <= allowed else "misses"
     return {"what": what, "ours": ours, "reference": reference, "difference": gap, "allowed": allowed, "verdict": verdict}

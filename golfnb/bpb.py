@@ -87,8 +87,8 @@ def target_bytes(table: ByteTable, # on the device of the tokens
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 # %% ../nbs/01_bpb.ipynb #71de3c95
-def unigram_bpb(train_counts: np.ndarray | torch.Tensor, # [V], how often each token occurs in training
-                val_tokens: np.ndarray | torch.Tensor, # [n + 1] validation stream, n targets
+def unigram_bpb(train_counts: np.ndarray | torch.Tensor, # int [V], how often each token occurs in training
+                val_tokens: np.ndarray | torch.Tensor, # int [n + 1] validation stream, n targets
                 table: ByteTable, # of the tokenizer, on CPU
                ) -> float: # bits per byte
     "The score of an add-one smoothed unigram model. Raises GolfError when counts and vocabulary differ."

@@ -318,7 +318,7 @@ RECIPES = {
 # %% ../nbs/00_config.ipynb #d35e4586
 def parse_setting(spec: Field, # a setting of Config
                   text: str, # as found in the environment
-                 ) -> bool | int | float | str: # value of the setting's type
+                 ) -> bool | int | float | str: # value of the setting's type, in its unit
     "Read one value. Raises GolfError when it does not parse or is not one of the choices."
     name, kind, choices = spec.name.upper(), type(spec.default), spec.metadata["choices"]
     if kind is bool:
@@ -380,7 +380,7 @@ def load_config(env: Mapping[str, str], # environment variables, upper case; unk
     return cfg
 
 # %% ../nbs/00_config.ipynb #6c5424e9
-def config_from_settings(settings: Mapping[str, bool | int | float | str], # what model_settings() gave, possibly by way of JSON
+def config_from_settings(settings: Mapping[str, bool | int | float | str], # what model_settings() gave, possibly by way of JSON; units as in Config
                         ) -> Config: # defaults for everything that is no part of the model
     "Rebuild the configuration of a saved model. Raises GolfError on missing, unknown or mistyped settings."
     if not isinstance(settings, Mapping) or set(settings) != set(MODEL_KEYS):

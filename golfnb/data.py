@@ -279,7 +279,7 @@ def encode_batch(sp: spm.SentencePieceProcessor, # the tokenizer
                  texts: list[str], # documents
                  cut: bool, # cuts_at_spaces(sp)
                  threads: int = 1, # for the parts of a long document
-                ) -> list[tuple[bytes, int, np.ndarray]]: # SHA-256, bytes of text, uint16 BOS and pieces; one for each
+                ) -> list[tuple[bytes, int, np.ndarray]]: # SHA-256, bytes of text, uint16 [1 + pieces] with the BOS in front; one for each
     "Encode documents, each exactly as `sp.encode` would."
     as_arrays = {"return_type": "numpy"} if hasattr(sp, "EncodeAsNumpy") else {}
     parts = [cut_document(t) if cut and len(t) > 2 * PART_CHARACTERS else [t] for t in texts]
@@ -320,7 +320,7 @@ def encode_documents(docs: Iterable[str], # documents, one at a time is fine
                      sp: spm.SentencePieceProcessor, # the tokenizer
                      threads: int | None = None, # None: one for each core this process may use
                      characters: int = 2**20, # of a batch
-                    ) -> Iterator[tuple[bytes, int, np.ndarray]]: # as encode_batch, in the order of the documents
+                    ) -> Iterator[tuple[bytes, int, np.ndarray]]: # as encode_batch: SHA-256, bytes of text, uint16 [1 + pieces]; in the order of the documents
     "Encode in threads, a few batches ahead of whoever asks."
     threads = threads or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
     cut, waiting = cuts_at_spaces(sp), deque()

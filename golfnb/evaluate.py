@@ -65,7 +65,7 @@ def score_windows(model: Callable,      # as in score_rows
                   keeps: Tensor,        # int64 [W]
                   row: int,             # tokens of a window
                   batch_seqs: int,      # rows of every forward
-                  out: Tensor | None = None,         # [N]: receives each target's nats, if given
+                  out: Tensor | None = None,         # float [N]: receives each target's nats, if given
                   progress: Callable | None = None,  # called with (windows done, windows) after each batch
                   ) -> Tensor:          # float64 [3]: nats, bytes and number of the scored targets
     "Score some windows of a stream, on this rank alone."

@@ -31,17 +31,17 @@ def row_clip(w: torch.Tensor,   # [..., rows, cols], any float dtype
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
 
-def row_scale(clip: torch.Tensor,    # [..., rows] largest magnitude the grid reaches
+def row_scale(clip: torch.Tensor,    # fp32 (or fp64) [..., rows] largest magnitude the grid reaches
               qmax: int,             # 31 for int6, 127 for int8
               floor: bool = False,   # the published floor: no scale under 1/qmax, so no clip under 1.0
-              ) -> torch.Tensor:     # like clip, values rounded to fp16
+              ) -> torch.Tensor:     # shape and dtype of clip, values rounded to fp16
     "The distance of two grid points, rounded to the fp16 number that the artifact stores; never zero or infinite."
     scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 # %% ../nbs/10_grid.ipynb #a3158dee
-def quantize_rows(w: torch.Tensor,      # [..., rows, cols]
-                  scale: torch.Tensor,  # [..., rows]
+def quantize_rows(w: torch.Tensor,      # float [..., rows, cols]
+                  scale: torch.Tensor,  # float [..., rows]
                   qmax: int,            # 31 or 127
                   ) -> torch.Tensor:    # int8 [..., rows, cols] in [-qmax, qmax]
     "The nearest grid point of every weight (ties to even), clipped to the grid."
@@ -49,14 +49,14 @@ def quantize_rows(w: torch.Tensor,      # [..., rows, cols]
 
 
 def dequantize_rows(q: torch.Tensor,      # int8 [..., rows, cols]
-                    scale: torch.Tensor,  # [..., rows]
+                    scale: torch.Tensor,  # float [..., rows]
                     ) -> torch.Tensor:    # [..., rows, cols] in scale's dtype
     "The weights that the integers stand for."
     return q.to(scale.dtype) * scale[..., None]
 
 # %% ../nbs/10_grid.ipynb #91c0d935
 def finite_matrix(w: torch.Tensor) -> torch.Tensor:
-    "`w` in fp32 (fp64 stays). GolfError if it is no matrix, empty, or holds a NaN or inf."
+    "`w`, a matrix or a batch [..., rows, cols], in fp32 (fp64 stays). GolfError if it is no matrix, empty, or holds a NaN or inf."
     if w.ndim < 2 or not w.numel():
         raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; store other tensors as fp16")
     if not torch.isfinite(w).all():
@@ -64,11 +64,11 @@ def finite_matrix(w: torch.Tensor) -> torch.Tensor:
     return w if w.dtype == torch.float64 else w.float()
 
 # %% ../nbs/10_grid.ipynb #7de103a9
-def best_clip(w: torch.Tensor,      # [..., rows, cols], finite
+def best_clip(w: torch.Tensor,      # float [..., rows, cols], finite
               qmax: int = 31,       # 31 for int6
               floor: bool = False,  # the published scale floor
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "GPTQ-lite: (q int8 [..., rows, cols], scale [..., rows], index into CLIP_QUANTILES [...] per matrix). GolfError for NaN or inf. Source: PR #399."
+    "GPTQ-lite: (q int8 [..., rows, cols], scale [..., rows] fp32 (or fp64), int64 index into CLIP_QUANTILES [...] per matrix). GolfError for NaN or inf. Source: PR #399."
     wide = finite_matrix(w)
     best = None
     for index, quantile in enumerate(CLIP_QUANTILES):
@@ -84,7 +84,7 @@ def best_clip(w: torch.Tensor,      # [..., rows, cols], finite
     return best[0], best[1], best[2]
 
 # %% ../nbs/10_grid.ipynb #83b70967
-def quantize_int8(w: torch.Tensor,      # [rows, cols], finite
+def quantize_int8(w: torch.Tensor,      # float [rows, cols], finite
                   floor: bool = False,  # no scale under 1/127
                   ) -> tuple[torch.Tensor, torch.Tensor]:
     "int8 rows as published: (q int8, scale [rows] rounded to fp16); one high clip quantile, integers from the unrounded scale. GolfError for NaN or inf."
@@ -95,10 +95,10 @@ def quantize_int8(w: torch.Tensor,      # [rows, cols], finite
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
 # %% ../nbs/10_grid.ipynb #349cc0e9
-def clip_ratio(w: torch.Tensor,      # [..., rows, cols], logical orientation
+def clip_ratio(w: torch.Tensor,      # float [..., rows, cols], logical orientation
                qmax: int = 31,       # 31 for int6
                floor: bool = False,  # the published scale floor
-               ) -> torch.Tensor:    # [..., rows] in (0, 1]
+               ) -> torch.Tensor:    # [..., rows] in (0, 1], fp32 (or fp64)
     "Each row's best clip as a fraction of its largest magnitude: what stays frozen while the weights move on."
     index = best_clip(w, qmax, floor)[2]
     clips = torch.stack([row_clip(w, quantile) for quantile in CLIP_QUANTILES])
@@ -107,12 +107,12 @@ def clip_ratio(w: torch.Tensor,      # [..., rows, cols], logical orientation
     return torch.where(top > 0, chosen / top.clamp_min(torch.finfo(top.dtype).tiny), torch.ones_like(top))
 
 # %% ../nbs/10_grid.ipynb #980f9f28
-def round_to_grid(w: torch.Tensor,      # [..., r, c] as stored
-                  ratio: torch.Tensor,  # one clip ratio per logical row: [..., r], or [..., c] if row_dim is -1
+def round_to_grid(w: torch.Tensor,      # float [..., r, c] as stored
+                  ratio: torch.Tensor,  # one clip ratio per logical row: [..., r], or [..., c] if row_dim is -1; fp32 (or fp64)
                   qmax: int = 31,       # 31 for int6
                   floor: bool = False,  # the published scale floor
                   row_dim: int = -2,    # axis that counts logical rows: -2, or -1 for a matrix stored transposed
-                  ) -> torch.Tensor:    # like w
+                  ) -> torch.Tensor:    # shape and dtype of w
     "The weights rounded to the grid whose clip is `ratio` times the row's present maximum."
     rows = w.mT if row_dim == -1 else w
     scale = row_scale(row_clip(rows, 1.0) * ratio, qmax, floor)

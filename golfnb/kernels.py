@@ -37,7 +37,7 @@ from .layers import NORM_EPS
 KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can; the benchmark empties and fills it
 
 
-def use_kernels(x: torch.Tensor,      # what the kernel would read
+def use_kernels(x: torch.Tensor,      # what the kernel would read, any shape and dtype
                 name: str = "",       # which one of KERNELS_ON; "": any
                 ) -> bool:
     "Whether a Triton kernel may take this tensor: on CUDA, Triton importable, 16-bit, and not switched off."
@@ -197,13 +197,13 @@ class FusedHeads(torch.autograd.Function):
         return (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1), dgain.sum(1).to(gain.dtype), None, None, None, None
 
 # %% ../nbs/07_kernels.ipynb #4a5f426d
-def fused_heads(n: torch.Tensor,       # [B, T, D] normalised input
-                weight: torch.Tensor,  # [(heads + 2 keys) * head_dim, D]: Q, K and V joined
+def fused_heads(n: torch.Tensor,       # float [B, T, D] normalised input
+                weight: torch.Tensor,  # dtype of n, [(heads + 2 keys) * head_dim, D]: Q, K and V joined
                 gain: torch.Tensor,    # [heads], any float dtype
                 cos: torch.Tensor,     # [T, rope_dims/2]
                 sin: torch.Tensor,
                 keys: int,             # key and value heads
-                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q, k, v [B, T, heads, head_dim]
+                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q, k, v [B, T, heads, head_dim], dtype of n
     "Twin of three linear layers followed by `qk_norm_rope_gain`. GolfError where no kernel can run."
     return FusedHeads.apply(n, weight, gain, cos, sin, gain.shape[0], keys)
 
@@ -248,8 +248,8 @@ def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl
 XSA_ROWS = 16  # tokens of one program
 
 
-def rows_apart(v: torch.Tensor,  # [B, T, KV, D]
-               ) -> torch.Tensor:
+def rows_apart(v: torch.Tensor,  # [B, T, KV, D], any dtype
+               ) -> torch.Tensor:  # shape and dtype of v
     "`v` itself if its tokens lie at one distance from each other and its heads side by side, else a contiguous copy."
     B, T, KV, D = v.shape
     return v if v.stride(3) == 1 and v.stride(2) == D and (B == 1 or v.stride(0) == T * v.stride(1)) else v.contiguous()
@@ -304,9 +304,9 @@ class FusedExclusive(torch.autograd.Function):
         return xsa_grad_op(dout, *ctx.saved_tensors)
 
 
-def fused_exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
-                    v: torch.Tensor,  # [B, T, KV, D] values of the same positions
-                    ) -> torch.Tensor:  # [B, T, H, D]
+def fused_exclusive(y: torch.Tensor,  # float [B, T, H, D] attention output
+                    v: torch.Tensor,  # float [B, T, KV, D] values of the same positions
+                    ) -> torch.Tensor:  # [B, T, H, D], dtype of y
     "Twin of `exclusive`. GolfError where no kernel can run."
     return FusedExclusive.apply(y, v)
 
@@ -405,11 +405,11 @@ class FusedMlp(torch.autograd.Function):
         return (dz @ up).view(n.shape), dz.T @ n.flatten(0, -2), dm.T @ h, None, None
 
 
-def fused_mlp(n: torch.Tensor,     # [..., D]
-              up: torch.Tensor,    # [hidden, D]
-              down: torch.Tensor,  # [D, hidden]
-              slope: float,        # of the activation below zero
-              ) -> torch.Tensor:   # [..., D]
+def fused_mlp(n: torch.Tensor,     # float [..., D]
+              up: torch.Tensor,    # [hidden, D], dtype of n
+              down: torch.Tensor,  # [D, hidden], dtype of n
+              slope: float,        # of the activation below zero: ratio
+              ) -> torch.Tensor:   # [..., D], dtype of n
     "Twin of linear, `squared_leaky`, linear. GolfError where no kernel can run."
     return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled())
 

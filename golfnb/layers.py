@@ -19,24 +19,24 @@ from .config import GolfError
 
 # %% ../nbs/06_layers.ipynb #25d890d1
 def widen(x: torch.Tensor) -> torch.Tensor:
-    "float32 of a 16-bit tensor, and any wider tensor as it is."
+    "float32 of a 16-bit tensor `x`, and any wider tensor as it is."
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 # %% ../nbs/06_layers.ipynb #bd3c3950
 NORM_EPS = 1.1920929e-07  # float32's machine epsilon, for all dtypes
 
 
-def rms_norm(x: torch.Tensor,  # [..., D]
+def rms_norm(x: torch.Tensor,  # float [..., D]
              ) -> torch.Tensor:  # [..., D], dtype of x
     "RMSNorm (arXiv 1910.07467) over the last axis without a weight; 16-bit input is normalised in float32 and rounded once."
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
 
 # %% ../nbs/06_layers.ipynb #ff573f90
-def mix_norm(x: torch.Tensor,    # [B, T, D] residual stream
-             x0: torch.Tensor,   # [B, T, D] the embedded input
+def mix_norm(x: torch.Tensor,    # float [B, T, D] residual stream
+             x0: torch.Tensor,   # float [B, T, D] the embedded input
              mix: torch.Tensor,  # [2, D] weights of x and of x0, any float dtype
              scale: float,       # factor after the norm
-             ) -> tuple[torch.Tensor, torch.Tensor]:  # x_in and its scaled norm, [B, T, D] each
+             ) -> tuple[torch.Tensor, torch.Tensor]:  # x_in and its scaled norm, [B, T, D] each, dtype of x
     "A block's first step: mix the stream with the embedding, then normalise and scale."
     m = mix.to(x.dtype)
     x_in = m[0] * x + m[1] * x0
@@ -45,20 +45,20 @@ def mix_norm(x: torch.Tensor,    # [B, T, D] residual stream
 # %% ../nbs/06_layers.ipynb #085508af
 def rotary_base(T: int,          # row length
                 rope_dims: int,  # rotated coordinates, even
-                base: float,     # 10000
+                base: float,     # 10000, a number
                 train_len: int,  # rows up to here use `base` itself
-                ) -> float:
+                ) -> float:  # the base to use, a number
     "RoPE's base, NTK-scaled for rows longer than `train_len`."
     return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if T > train_len and rope_dims > 2 else base
 
 
 def rotary_tables(T: int,                               # row length
                   rope_dims: int,                       # rotated coordinates, even
-                  base: float,                          # before scaling
+                  base: float,                          # before scaling, a number
                   train_len: int,                       # see rotary_base
                   device: str | torch.device = "cpu",
                   dtype: torch.dtype = torch.float32,   # computed in float32 (float64 for float64), then cast
-                  ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin, [T, rope_dims/2]
+                  ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin, [T, rope_dims/2], in `dtype`
     "Cosines and sines of position times frequency (RoPE, arXiv 2104.09864)."
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, rope_dims, 2, dtype=wide, device=device) / rope_dims
@@ -67,10 +67,10 @@ def rotary_tables(T: int,                               # row length
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 # %% ../nbs/06_layers.ipynb #195c35cd
-def rotate(x: torch.Tensor,    # [B, T, H, D]
-           cos: torch.Tensor,  # [T, R/2]
-           sin: torch.Tensor,  # [T, R/2]
-           ) -> torch.Tensor:  # [B, T, H, D]
+def rotate(x: torch.Tensor,    # float [B, T, H, D]
+           cos: torch.Tensor,  # float [T, R/2]
+           sin: torch.Tensor,  # float [T, R/2]
+           ) -> torch.Tensor:  # [B, T, H, D], dtype of x
     "RoPE on the first R coordinates of each head; the other D - R pass through."
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
@@ -78,12 +78,12 @@ def rotate(x: torch.Tensor,    # [B, T, H, D]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1).to(x.dtype)
 
 # %% ../nbs/06_layers.ipynb #41daced5
-def qk_norm_rope_gain(q: torch.Tensor,     # [B, Tq, H, D], the last Tq positions
-                      k: torch.Tensor,     # [B, T, KV, D]
-                      cos: torch.Tensor,   # [T, R/2]
-                      sin: torch.Tensor,   # [T, R/2]
+def qk_norm_rope_gain(q: torch.Tensor,     # float [B, Tq, H, D], the last Tq positions
+                      k: torch.Tensor,     # float [B, T, KV, D]
+                      cos: torch.Tensor,   # float [T, R/2]
+                      sin: torch.Tensor,   # float [T, R/2]
                       gain: torch.Tensor,  # [H], any float dtype
-                      ) -> tuple[torch.Tensor, torch.Tensor]:  # shapes of q and k
+                      ) -> tuple[torch.Tensor, torch.Tensor]:  # shapes and dtypes of q and k
     "Per-head RMSNorm of q and k (arXiv 2010.04245), RoPE on both, then the learned gain on q."
     start = k.shape[1] - q.shape[1]
     q = rotate(rms_norm(q), cos[start:], sin[start:]) * gain.to(q.dtype)[:, None]
@@ -105,11 +105,11 @@ def attention_backend(device: str | torch.device,  # where q lives
     return [first] + [b for b in order if b is not first] if first in order else order
 
 # %% ../nbs/06_layers.ipynb #89063458
-def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
-           k: torch.Tensor,       # [B, T, KV, D]
-           v: torch.Tensor,       # [B, T, KV, D]
+def attend(q: torch.Tensor,       # float [B, Tq, H, D], the last Tq positions
+           k: torch.Tensor,       # float [B, T, KV, D]
+           v: torch.Tensor,       # float [B, T, KV, D]
            choice: str = "auto",  # backend, see attention_backend
-           ) -> torch.Tensor:     # [B, Tq, H, D]
+           ) -> torch.Tensor:     # [B, Tq, H, D], dtype of q
     "Causal grouped-query attention (arXiv 2305.13245) with scale 1/sqrt(D). GolfError if the heads do not divide or queries outnumber keys."
     (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
     if H % KV or Tq > T:
@@ -124,8 +124,8 @@ def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
     return y.transpose(1, 2)
 
 # %% ../nbs/06_layers.ipynb #5c7a0d67
-def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
-              v: torch.Tensor,  # [B, T, KV, D] values of the same positions
+def exclusive(y: torch.Tensor,  # float [B, T, H, D] attention output
+              v: torch.Tensor,  # float [B, T, KV, D] values of the same positions
               ) -> torch.Tensor:  # [B, T, H, D], dtype of y
     "Attention output without its component along the position's own value (XSA, as in parameter-golf PR #399 and #549); float32 inside."
     B, T, H, D = y.shape
@@ -134,7 +134,7 @@ def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
     return (grouped - (grouped * u).sum(-1, keepdim=True) * u).reshape(B, T, H, D).to(y.dtype)
 
 # %% ../nbs/06_layers.ipynb #a783bb69
-def squared_leaky(z: torch.Tensor,    # any shape
+def squared_leaky(z: torch.Tensor,    # any shape, float
                   slope: float = 0.5,  # below zero; 0.0 gives ReLU squared
                   ) -> torch.Tensor:   # shape and dtype of z
     "leaky_relu(z, slope) squared (arXiv 2109.08668; leaky in parameter-golf PR #549); float32 inside for 16-bit input."
@@ -150,23 +150,23 @@ def bigram_rows(ids: torch.Tensor,  # int [B, T] tokens
     return F.pad(pair, (1, 0), value=rows - 1).long()
 
 # %% ../nbs/06_layers.ipynb #eb73a5da
-def smear(x: torch.Tensor,     # [B, T, D]
+def smear(x: torch.Tensor,     # float [B, T, D]
           gate: torch.Tensor,  # [D], any float dtype
-          ) -> torch.Tensor:   # [B, T, D]
+          ) -> torch.Tensor:   # [B, T, D], dtype of x
     "SmearGate (parameter-golf PR #399): blend of each position with its predecessor by a gate per channel; before the first position there is zero."
     g = torch.sigmoid(gate.to(x.dtype))
     before = F.pad(x, (0, 0, 1, 0))[:, :-1]
     return (1 - g) * x + g * before
 
 # %% ../nbs/06_layers.ipynb #fa969a08
-def softcap(logits: torch.Tensor,  # any shape
+def softcap(logits: torch.Tensor,  # any shape, float
             cap: float,            # bound of the result
-            ) -> torch.Tensor:     # dtype of logits, widened if 16-bit
+            ) -> torch.Tensor:     # shape and dtype of logits, widened if 16-bit
     "cap * tanh(logits / cap) (arXiv 2408.00118), in float32 for 16-bit input."
     return cap * torch.tanh(widen(logits) / cap)
 
 # %% ../nbs/06_layers.ipynb #5a2800ba
-def softcap_loss(logits: torch.Tensor,   # [B, T, V] head output, before the cap
+def softcap_loss(logits: torch.Tensor,   # float [B, T, V] head output, before the cap
                  targets: torch.Tensor,  # int64 [B, T]
                  cap: float,
                  ) -> torch.Tensor:      # [] mean, nats per token; float32 (float64 for float64)
@@ -174,7 +174,7 @@ def softcap_loss(logits: torch.Tensor,   # [B, T, V] head output, before the cap
     return F.cross_entropy(softcap(logits, cap).flatten(0, -2), targets.flatten())
 
 
-def token_nll(logits: torch.Tensor,   # [B, T, V] head output, before the cap
+def token_nll(logits: torch.Tensor,   # float [B, T, V] head output, before the cap
               targets: torch.Tensor,  # int64 [B, T]
               cap: float,
               ) -> torch.Tensor:      # [B, T] nats; float32 (float64 for float64)

@@ -55,7 +55,7 @@ def matrix(name: str,                        # name in a state dict
            cols: int,                        # logical columns (inputs)
            group: str,                       # bank it belongs to
            transposed: bool = False,         # stored as [cols, rows]
-           lr_scale: float | None = None,    # None: sqrt(max(1, rows/cols))
+           lr_scale: float | None = None,    # factor on the learning rate; None: sqrt(max(1, rows/cols))
            quant: QuantSpec | None = None,   # None: int6, or fp16 for a small matrix
            ) -> Matrix:
     "A `Matrix` with the usual learning-rate scale (Muon's, from the logical shape) and quantization filled in."
@@ -125,9 +125,9 @@ def share_slot(name: str,                   # of the slot
 class Cut:
     "Equal matrices that lie side by side in one rank's shard of a bank."
     first: int      # slots first .. last - 1 of the shard
-    last: int
+    last: int       # one past the last
     start: int      # elements start .. stop - 1 of each of these slots
-    stop: int
+    stop: int       # one past the last
     matrix: Matrix  # what they are like
 
 
@@ -175,7 +175,7 @@ class Layout:
     def names(self) -> list[str]: return [m.name for _, _, m in self]  # of all matrices, in bank order
 
     def padding_waste(self) -> float:
-        "Padding elements over real elements."
+        "Ratio of padding elements to real elements."
         real = sum(m.rows * m.cols for _, _, m in self)
         return sum(b.numel for b in self.banks) / real - 1
 

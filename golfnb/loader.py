@@ -361,7 +361,7 @@ class Batch:
     borders: torch.Tensor | None # int32 [D + 1], cu_seqlens of a packed batch
     arrived: "torch.cuda.Event | None" # ends the copy; None on CPU
 
-    def receive(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets, ready for the current stream
+    def receive(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets, int64 [rows, seq_len], ready for the current stream
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.ids.device)
             current.wait_event(self.arrived)
@@ -389,7 +389,7 @@ class Uploader:
         self.copying.append((arrived, buffer))
         return Batch(ids, targets, state, borders, arrived)
 
-    def ended(self, wait: bool) -> list[torch.Tensor]: # wait for every copy -> buffers that are free again
+    def ended(self, wait: bool) -> list[torch.Tensor]: # wait for every copy -> buffers that are free again, int16 [rows, seq_len + 1]
         buffers = []
         while self.copying and (wait or self.copying[0][0] is None or self.copying[0][0].query()):
             arrived, buffer = self.copying.popleft()

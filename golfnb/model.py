@@ -54,28 +54,28 @@ def scalar_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
 # %% ../nbs/08_model.ipynb #245b2494
 class BlockWeights(NamedTuple):
     "What one block reads."
-    q: torch.Tensor           # [D, D]
-    k: torch.Tensor           # [KV*head, D]
-    v: torch.Tensor           # [KV*head, D]
-    out: torch.Tensor         # [D, D]
-    up: torch.Tensor          # [hidden, D]
-    down: torch.Tensor        # [D, hidden]
-    attn_scale: torch.Tensor  # [D]
-    mlp_scale: torch.Tensor   # [D]
-    mix: torch.Tensor         # [2, D]
-    gain: torch.Tensor        # [H]
-    qkv: torch.Tensor | None = None          # [D + 2 KV*head, D]: q, k and v joined, where a kernel reads them so
-    out_scaled: torch.Tensor | None = None   # out and down with their scales multiplied in, where that saves passes
-    down_scaled: torch.Tensor | None = None
+    q: torch.Tensor           # [D, D], compute dtype
+    k: torch.Tensor           # [KV*head, D], compute dtype
+    v: torch.Tensor           # [KV*head, D], compute dtype
+    out: torch.Tensor         # [D, D], compute dtype
+    up: torch.Tensor          # [hidden, D], compute dtype
+    down: torch.Tensor        # [D, hidden], compute dtype
+    attn_scale: torch.Tensor  # [D], fp32 (or fp64)
+    mlp_scale: torch.Tensor   # [D], fp32 (or fp64)
+    mix: torch.Tensor         # [2, D], compute dtype
+    gain: torch.Tensor        # [H], fp32 (or fp64)
+    qkv: torch.Tensor | None = None          # [D + 2 KV*head, D], compute dtype: q, k and v joined, where a kernel reads them so
+    out_scaled: torch.Tensor | None = None   # [D, D], compute dtype: out with its scale multiplied in, where that saves passes
+    down_scaled: torch.Tensor | None = None  # [D, hidden], compute dtype: down likewise
 
 
 @dataclass(frozen=True)
 class BlockTraits:
     "What is fixed about one block."
     index: int       # which block it is
-    head_dim: int
+    head_dim: int    # channels of a head
     norm_scale: float  # factor after its norms
-    slope: float     # of the activation below zero
+    slope: float     # of the activation below zero: ratio
     xsa: bool        # exclusive self-attention
     ve: int | None   # its place among the blocks with a value embedding, or None
     attention: str   # backend choice
@@ -89,28 +89,28 @@ def block_traits(cfg: Config) -> list[BlockTraits]:
             for i in range(cfg.num_layers)]
 
 # %% ../nbs/08_model.ipynb #ccb3fe9f
-def last_positions(x: torch.Tensor,    # [B, T, ...]
+def last_positions(x: torch.Tensor,    # [B, T, ...], any dtype
                    keep: int | None,   # how many, or None for all
-                   ) -> torch.Tensor:  # [B, keep, ...]
+                   ) -> torch.Tensor:  # [B, keep, ...], dtype of x
     "The last `keep` positions."
     return x if keep is None or keep == x.shape[1] else x[:, -keep:]
 
 
 def record_tap(taps: dict | None, block: BlockTraits, names: tuple[str, ...], x: torch.Tensor) -> None:
-    "Store the input of a block's matrices under their names, if anybody asked."
+    "Store `x`, [B, T, channels] in the compute dtype, the input of a block's matrices under their names, if anybody asked."
     if taps is not None:
         for name in names:
             taps[f"blocks.{block.index}.{name}.weight"] = x
 
 # %% ../nbs/08_model.ipynb #99a8ea3f
-def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
+def project_heads(n: torch.Tensor,          # [B, T, D] normalised input, compute dtype
                   w: BlockWeights,
                   block: BlockTraits,
                   cos: torch.Tensor,        # [T, rope_dims/2]
                   sin: torch.Tensor,
-                  ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
+                  ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block, compute dtype
                   keep: int | None,         # last positions wanted of q
-                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q [B, keep, H, head]; k, v [B, T, KV, head]
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q [B, keep, H, head]; k, v [B, T, KV, head]; dtype of n
     "The heads of a block, normalised and rotated."
     if keep in (None, n.shape[1]) and use_kernels(n, "heads") and heads_fit(block.head_dim, 2 * cos.shape[-1]):
         q, k, v = fused_heads(n, torch.cat((w.q, w.k, w.v)) if w.qkv is None else w.qkv, w.gain, cos, sin, w.k.shape[0] // block.head_dim)
@@ -120,30 +120,30 @@ def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
     return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
 
-def scaled_linear(x: torch.Tensor,       # [..., in]
-                  weight: torch.Tensor,  # [out, in]
-                  scale: torch.Tensor,   # [out]
-                  scaled: torch.Tensor | None,  # [out, in]: diag(scale) weight, if it is there already
-                  ) -> torch.Tensor:     # [..., out]
+def scaled_linear(x: torch.Tensor,       # [..., in], compute dtype
+                  weight: torch.Tensor,  # [out, in], dtype of x
+                  scale: torch.Tensor,   # [out], any float dtype
+                  scaled: torch.Tensor | None,  # [out, in], dtype of x: diag(scale) weight, if it is there already
+                  ) -> torch.Tensor:     # [..., out], dtype of x
     "A branch's last product, weighted per channel: the weights go into the matrix where that saves passes over the result."
     if not use_kernels(x, "fold"):
         return scale.to(x.dtype) * F.linear(x, weight)
     return F.linear(x, folded_weight(weight, scale) if scaled is None else scaled)
 
 
-def folded_weight(weight: torch.Tensor,  # [..., out, in]
-                  scale: torch.Tensor,   # [..., out]
+def folded_weight(weight: torch.Tensor,  # float [..., out, in]
+                  scale: torch.Tensor,   # [..., out], fp32 (or fp64)
                   ) -> torch.Tensor:     # shape and dtype of weight
     "diag(scale) weight, multiplied in float32 and rounded once."
     return (weight * scale[..., None]).to(weight.dtype)
 
 # %% ../nbs/08_model.ipynb #87bb506c
-def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
+def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input, compute dtype
                      w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor,
-                     ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
+                     ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block, compute dtype
                      keep: int | None,         # last positions wanted
                      taps: dict | None,
-                     ) -> torch.Tensor:        # [B, keep, D]
+                     ) -> torch.Tensor:        # [B, keep, D], dtype of n
     "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back, weigh."
     record_tap(taps, block, ("attn.c_q", "attn.c_k", "attn.c_v"), n)
     q, k, v = project_heads(n, w, block, cos, sin, ve, keep)
@@ -155,9 +155,9 @@ def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
     return scaled_linear(y, w.out, w.attn_scale, w.out_scaled)
 
 
-def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
+def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input, compute dtype
                w: BlockWeights, block: BlockTraits, taps: dict | None,
-               ) -> torch.Tensor:  # [B, T, D]
+               ) -> torch.Tensor:  # [B, T, D], dtype of n
     "Up, squared leaky ReLU, down, weigh."
     if taps is None and use_kernels(n, "mlp") and mlp_fit(w.up):
         if use_kernels(n, "fold"):
@@ -169,11 +169,11 @@ def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
     return scaled_linear(h, w.down, w.mlp_scale, w.down_scaled)
 
 # %% ../nbs/08_model.ipynb #219f860b
-def run_block(x: torch.Tensor,   # [B, T, D] residual stream
-              x0: torch.Tensor,  # [B, T, D] the embedded input
+def run_block(x: torch.Tensor,   # [B, T, D] residual stream, compute dtype
+              x0: torch.Tensor,  # [B, T, D] the embedded input, compute dtype
               w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor, ve: torch.Tensor | None,
               keep: int | None = None, taps: dict | None = None,
-              ) -> torch.Tensor:  # [B, keep, D]
+              ) -> torch.Tensor:  # [B, keep, D], dtype of x
     "One transformer block: mix and norm, attention, norm, MLP."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
     x1 = last_positions(x_in, keep) + attention_branch(n, w, block, cos, sin, ve, keep, taps)
@@ -213,7 +213,7 @@ class GolfWeights(torch.nn.Module):
 
     def __init__(self, cfg: Config,                    # shapes and switches
                  layout: Layout,                       # of the banks, for any world size
-                 dtype: torch.dtype = torch.float32,   # of the residual stream; and of banks, tables, rotary tables where cfg names no other
+                 dtype: torch.dtype = torch.float32,   # of the residual stream (the compute dtype); and of banks, tables, rotary tables where cfg names no other
                  device: str | torch.device = "cpu"):
         super().__init__()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -245,7 +245,7 @@ def stacked_kinds(model: GolfWeights) -> list[torch.Tensor]:  # [blocks, rows, c
 
 # %% ../nbs/08_model.ipynb #ae3a18f7
 def block_weights(model: GolfWeights,
-                  x: torch.Tensor | None = None,  # [B, T, D] what the blocks read; None: no kernel will read these weights
+                  x: torch.Tensor | None = None,  # [B, T, D] what the blocks read, compute dtype; None: no kernel will read these weights
                   ) -> list[BlockWeights]:
     "Every block's weights in the compute dtype, as views where that is theirs; with `x`, also what kernels that may take it want made of them."
     scalars = [p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix.to(model.compute), model.q_gain)]
@@ -261,7 +261,7 @@ def block_weights(model: GolfWeights,
 
 
 def joined_weights(model: GolfWeights, x: torch.Tensor, blocks: list[BlockWeights],
-                   kinds: list[torch.Tensor],  # [blocks, rows, columns] each, see stacked_kinds
+                   kinds: list[torch.Tensor],  # [blocks, rows, columns] each, compute dtype, see stacked_kinds
                    ) -> list[BlockWeights]:
     "The blocks' weights with what kernels that may read `x` want made of them."
     (q, k, v, out, _, down), made = kinds, {}
@@ -290,7 +290,7 @@ def embed_input(model: GolfWeights, ids: torch.Tensor) -> torch.Tensor:
 
 
 def value_embeddings(model: GolfWeights, ids: torch.Tensor) -> list[torch.Tensor]:
-    "One [B, T, KV*head] per block that adds a value embedding."
+    "One [B, T, KV*head] per block that adds a value embedding, in the compute dtype."
     if "ve_table" not in model.tables:
         return []
     ve = F.embedding(ids, model.ve_table).to(model.compute)
@@ -309,7 +309,7 @@ def skip_factors(model: GolfWeights) -> tuple[torch.Tensor, ...]:  # [D] or [1] 
 
 # %% ../nbs/08_model.ipynb #336b3fd4
 def model_rotary(model: GolfWeights, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-    "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype."
+    "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype unless BUFFER_DTYPE names another."
     if hasattr(model, f"rotary_cos_{T}"):
         return getattr(model, f"rotary_cos_{T}"), getattr(model, f"rotary_sin_{T}")
     cfg = model.cfg
@@ -317,7 +317,7 @@ def model_rotary(model: GolfWeights, T: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def walk_blocks(model: GolfWeights, ids: torch.Tensor, keep: int | None, taps: dict | None, rope_len: int | None) -> torch.Tensor:
-    "Embed, then all blocks of `model.order` with their skips; only the last one is cut to `keep`: [B, keep, D]."
+    "Embed, then all blocks of `model.order` with their skips; only the last one is cut to `keep`: [B, keep, D] in the compute dtype."
     T, cfg = ids.shape[1], model.cfg
     x = x0 = embed_input(model, ids)
     values, weights = value_embeddings(model, ids), block_weights(model, x)
@@ -342,7 +342,7 @@ class Golf(GolfWeights):
     def forward(self, ids: torch.Tensor,         # int64 [B, T] tokens
                 keep: int | None = None,         # only the last `keep` positions; None: all
                 taps: dict | None = None,        # filled with the input of every matrix, by matrix name
-                rope_len: int | None = None,     # row length that sets the rotary base; None: T
+                rope_len: int | None = None,     # row length that sets the rotary base, in tokens; None: T
                 ) -> torch.Tensor:               # [B, keep, V] logits before the softcap, in the compute dtype
         "Logits. GolfError if `keep` is not in 1..T."
         if keep is not None and not 1 <= keep <= ids.shape[1]:
@@ -365,7 +365,7 @@ def published_names(cfg: Config) -> dict[str, tuple[str, int | None]]:
 
 
 def published_views(model: Golf, banks: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "Views of full tensors under the published names, matrices in logical orientation."
+    "Views of full tensors under the published names, matrices in logical orientation: each in its own shape, in the dtype given."
     views = {name: others[param] if row is None else others[param][row] for name, (param, row) in published_names(model.cfg).items()}
     return views | unbank(model.layout, banks)
 
@@ -374,7 +374,7 @@ def published_views(model: Golf, banks: Mapping[str, torch.Tensor], others: Mapp
 def named_state(model: Golf,
                 banks: Mapping[str, torch.Tensor] | None = None,   # bank name -> full tensor; None: the model's own
                 others: Mapping[str, torch.Tensor] | None = None,  # parameter name -> tensor; None: the model's own
-                ) -> dict[str, torch.Tensor]:                      # published name -> contiguous copy, dtype as given
+                ) -> dict[str, torch.Tensor]:                      # published name -> contiguous copy of its own shape, dtype as given
     "The weights under their published names."
     own = model.role_params()
     views = published_views(model, own["bank"] if banks is None else banks, own["table"] | own["scalar"] if others is None else others)
@@ -408,7 +408,7 @@ def _draw_orthogonal(g: torch.Generator, shape: tuple[int, int]) -> torch.Tensor
 
 
 def drawn_state(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
-    "All random tensors of a fresh model by published name, float32, drawn in the published order (PR #549) from a CPU generator."
+    "All random tensors of a fresh model by published name, float32 in their own shapes, drawn in the published order (PR #549) from a CPU generator."
     g, tables, scalars, out = torch.Generator().manual_seed(seed), table_shapes(cfg), scalar_shapes(cfg), {}
     _draw_normal(g, tables["tok_emb"], 1.0)                                                     # overwritten below
     for kind, table, proj in (("bigram", "bigram_table", "bigram_proj"), ("ve_shared", "ve_table", "ve_proj")):
@@ -449,7 +449,7 @@ def count_parameters(model: Golf) -> int:
 def generate(model: Golf,
              ids: list[int],            # the prompt, at least one token
              n: int,                    # tokens to add
-             temperature: float = 1.0,  # 0: always the likeliest
+             temperature: float = 1.0,  # factor that divides the logits; 0: always the likeliest
              seed: int = 0,
              ) -> list[int]:            # prompt and continuation
     "Sample a continuation, one token at a time, from at most the last training-length tokens. GolfError for an empty prompt or a token outside the vocabulary."

@@ -15,7 +15,7 @@ import torch
 from .config import GolfError
 
 # %% ../nbs/09_newton_schulz.ipynb #308a1840
-def polar_factor(G: torch.Tensor,  # [..., r, c]
+def polar_factor(G: torch.Tensor,  # [..., r, c], any float dtype
                  ) -> torch.Tensor:  # [..., r, c] float64
     "The orthogonal polar factor by SVD in float64: the oracle for everything below."
     U, _, Vh = torch.linalg.svd(G.double(), full_matrices=False)
@@ -27,7 +27,7 @@ NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # one quintic, five times (Muon, 
 
 def newton_schulz_one(G: torch.Tensor,        # [r, c], any float dtype
                       coeffs=NS5_COEFFS,      # (a, b, c) per iteration
-                      scale: float = 1.0,     # divides by scale * norm + eps
+                      scale: float = 1.0,     # factor: divides by scale * norm + eps
                       eps: float = 1e-7,
                       ) -> torch.Tensor:      # [r, c] in G's dtype
     "One matrix, written as the formula reads: the plain oracle of `newton_schulz`."
@@ -46,7 +46,7 @@ POLAR_EXPRESS_COEFFS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 # %% ../nbs/09_newton_schulz.ipynb #28637d7d
-def newton_schulz(G: torch.Tensor,                   # [..., r, c]; zero matrices (padding slots) stay zero
+def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero matrices (padding slots) stay zero
                   coeffs=NS5_COEFFS,                 # (a, b, c) per iteration
                   scale: float = 1.0,                # 1.0 for NS5, 1.02 for Polar Express
                   eps: float = 1e-7,                 # 1e-7 for NS5, 1e-6 for Polar Express

@@ -34,13 +34,13 @@ class Ranks:
         self.master = rank == 0
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
-        "Add `t` up over all ranks, in place; returns it. Any shape."
+        "Add `t` up over all ranks, in place; returns it. Any shape and dtype."
         if self.world > 1:
             dist.all_reduce(t)
         return t
 
     def sum_late(self, t: torch.Tensor) -> torch.Tensor:
-        "`sum` where ranks may have `t` ready minutes apart: waits for the last one. Any shape."
+        "`sum` where ranks may have `t` ready minutes apart: waits for the last one. Any shape and dtype."
         t.ravel()[:1].tolist()  # a GPU's queue may hold minutes of work
         self.barrier()
         return self.sum(t)
@@ -81,8 +81,8 @@ def stop_ranks(ranks: Ranks):
         dist.destroy_process_group()
 
 # %% ../nbs/13_parallel_muon.ipynb #723c1c61
-def scatter_mean(full: torch.Tensor, # [n, r, c] gradient of a whole bank, n divisible by world
-                 mine: torch.Tensor, # [n/world, r, c] receives my part
+def scatter_mean(full: torch.Tensor, # [n, r, c] gradient of a whole bank, n divisible by world, any float dtype
+                 mine: torch.Tensor, # [n/world, r, c] receives my part, same dtype
                  ranks: Ranks):
     "Start averaging `full` over the ranks into `mine`; returns a handle or None."
     if ranks.world == 1:
@@ -112,10 +112,10 @@ def gather_into(full: torch.Tensor, # [n, r, c] receives every rank's part
     return gather(full, mine, async_op=True)
 
 # %% ../nbs/13_parallel_muon.ipynb #0b2978e0
-def muon_one(weight: torch.Tensor, # [r, c] master
+def muon_one(weight: torch.Tensor, # [r, c] master, any float dtype
              momentum: torch.Tensor, # [r, c] running sum
              grad: torch.Tensor, # [r, c]
-             lr: float, mu: float, wd: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]: # scale = sqrt(max(1, rows/cols))
+             lr: float, mu: float, wd: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]: # factor scale = sqrt(max(1, rows/cols)) -> [r, c] each, dtypes of weight and momentum
     "One Muon step on one matrix, spelt out (Keller Jordan's Muon, with Nesterov momentum): returns (new weight, new momentum)."
     momentum = mu * momentum + grad
     update = orthogonalize(grad + mu * momentum)
@@ -128,7 +128,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 lr: torch.Tensor, # 0-dim: learning rate
                 mu: torch.Tensor, # 0-dim: momentum
                 wd: float,
-                scale: torch.Tensor, # [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
+                scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
                 method: str = "ns5", steps: int = 5,
                  dtype: torch.dtype | None = None, # of the products; None: the gradient's
@@ -177,7 +177,7 @@ class ShardedBank:
         self.sum = g.to(self.master.dtype, copy=True) if self.sum is None else self.sum.add_(g)
 
     def take(self) -> torch.Tensor:
-        "The gradient backward left, which leaves `.grad` None; zeros when there is none."
+        "The gradient backward left, [slots, rows, cols] in the replica's dtype, which leaves `.grad` None; zeros when there is none."
         g, self.replica.grad = self.replica.grad, None
         return torch.zeros_like(self.replica.data) if g is None else g
 
@@ -191,7 +191,7 @@ class ShardedBank:
         self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
 
     def arrive(self) -> torch.Tensor:
-        "Wait for the mean gradient of my slots."
+        "Wait for the mean gradient of my slots, [slots of this rank, rows, cols] in the replica's dtype."
         self.handle = wait_mean(self.grad, self.handle, self.ranks)
         return self.grad
 
@@ -248,13 +248,13 @@ class Replicated:
         return [t for k, p in zip(self.names, tensors) for t in (p.reshape(-1), self.gaps[k])]
 
     def view(self, flat: torch.Tensor) -> dict:
-        "Name -> view of `flat` in that parameter's shape."
+        "Name -> view of `flat`, [n] of any dtype, in that parameter's shape."
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
 # %% ../nbs/13_parallel_muon.ipynb #e1d04756
 def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, ok: torch.Tensor, count: torch.Tensor,
                  beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8):
-    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter). `lr_mul`, `factor`, `ok` and `count` are 0-dim."
+    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter). `lr_mul`, `factor`, `ok` and `count` are 0-dim: `ok` bool, the others fp32 (or fp64)."
     full = torch.promote_types(group.flat.dtype, torch.float32)
     fix1, fix2 = 1 - beta1 ** count, 1 - beta2 ** count
     for a, b, base_lr, wd in group.segments:
@@ -272,14 +272,14 @@ CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
 
 def say_control(words: torch.Tensor, ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor | None):
-    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host. `words` is [len(CONTROL_WORDS)]."
+    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host. `words` is [len(CONTROL_WORDS)], fp32 (or fp64)."
     said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=words.dtype)
     words[:2].copy_(said.pin_memory() if words.is_cuda else said, non_blocking=True)
     words[2].fill_(0.0) if loss is None else words[2].copy_(loss.detach())
 
 # %% ../nbs/13_parallel_muon.ipynb #2c9192a0
 def clip_factor(norm_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    "0-dim factor min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0 (no clipping)."
+    "0-dim factor, dtype of `norm_sq`: min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0 (no clipping)."
     if max_norm <= 0:
         return torch.ones_like(norm_sq)
     return (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
@@ -346,7 +346,7 @@ class Engine:
         self.publish()
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> torch.Tensor:
-        "After backward: start the communication of this step; returns the summed control vector, [4], on the device."
+        "After backward: start the communication of this step; returns the summed control vector, [4] fp32 (or fp64), on the device."
         return engine_launch(self, loss, elapsed_ms, stop)
 
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
@@ -396,7 +396,7 @@ def apply_masks(self: Engine):
 
 
 def engine_launch(self: Engine, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
-    "First half of a step (see `Engine.launch`)."
+    "First half of a step (see `Engine.launch`); returns the control vector, [4] fp32 (or fp64)."
     apply_masks(self)
     grads = {n: b.whole() for n, b in self.banks.items()}
     for g in self.groups:

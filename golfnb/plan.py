@@ -79,7 +79,7 @@ class Links:
     launch_us: float       # time to start one kernel that is not recorded: microseconds
     collectives: dict = field(default_factory=dict)  # "scatter", "gather", "all-reduce" -> [latency_us, bandwidth_gbps]
     update: dict = field(default_factory=dict)       # "512x1536" (stored, short side first) -> [fixed_us, us per matrix] of a recorded update
-    beside: float = 1.0        # how many times longer a collective takes beside running kernels
+    beside: float = 1.0        # ratio: how many times longer a collective takes beside running kernels
     memory_gbps: float = 0.0   # bytes read and written by a pass over memory, over time; 0: such passes are left out
     kernel_us: float = 0.0     # one small recorded kernel on the device
     start_us: float = 0.0      # host: from the end of backward to the first collective
@@ -142,7 +142,7 @@ class Event:
     name: str        # what and which bank: "scatter qo_bank"
     stream: str      # "net" or "gpu"
     start_us: float  # since the end of backward
-    end_us: float
+    end_us: float    # likewise
 
 
 def _place_event(events: list, free: dict, name: str, stream: str, ready: float, us: float) -> float:

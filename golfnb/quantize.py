@@ -61,10 +61,10 @@ def unpack_plain(packed: Packed, # of a float kind
     return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16) if packed.kind == "bf16" else torch.from_numpy(data)
 
 # %% ../nbs/16_quantize.ipynb #408a01d7
-def spread_scale(w: torch.Tensor, # [rows, cols]
+def spread_scale(w: torch.Tensor, # float [rows, cols]
                  k: float, # clip in units of the row's spread; larger is coarser
                  qmax: int = 31, # largest integer
-                ) -> torch.Tensor: # [rows], rounded to fp16
+                ) -> torch.Tensor: # [rows] fp32 (or fp64), values rounded to fp16
     "The scale k * std(row) / qmax (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
@@ -72,7 +72,7 @@ def spread_scale(w: torch.Tensor, # [rows, cols]
 # %% ../nbs/16_quantize.ipynb #14436c43
 @torch.no_grad()
 def pack_rows(name: str, # for errors
-              w: torch.Tensor, # [rows, cols]
+              w: torch.Tensor, # float [rows, cols]
               kind: str, # int6 or int8
               scale_floor: bool = False, # the published floor: no scale under 1/31 (int6) or 1/127 (int8)
               k: float | None = None, # int6 by spread; None: GPTQ-lite
@@ -104,7 +104,7 @@ def quantize_state(named: Mapping[str, torch.Tensor], # published name -> weight
 
 
 def dequantize_state(packed: Mapping[str, Packed], # as stored
-                    ) -> dict[str, torch.Tensor]: # fp32 (fp64 where stored so), CPU; what was quantized holds bfloat16 numbers
+                    ) -> dict[str, torch.Tensor]: # of the shapes stored, fp32 (fp64 where stored so), CPU; what was quantized holds bfloat16 numbers
     "The weights that a model loads, the same on every device."
     state = {}
     for name, p in packed.items():
@@ -187,9 +187,9 @@ GPTQ_DAMP = 0.01 # of the mean diagonal
 GPTQ_BLOCK = 128 # columns after which the rest of the matrix is brought up to date
 
 
-def hessian_factor(h: torch.Tensor, # [cols, cols], symmetric
-                   damp: float = GPTQ_DAMP, # of the mean diagonal of live columns
-                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: # order [cols]; dead [cols] bool; U [cols, cols] fp64, in that order
+def hessian_factor(h: torch.Tensor, # fp32 or fp64 [cols, cols], symmetric
+                   damp: float = GPTQ_DAMP, # share of the mean diagonal of live columns
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: # order int64 [cols]; dead [cols] bool; U [cols, cols] fp64, in that order
     "The upper Cholesky factor of H's inverse, or None where H has none."
     h = h.double().clone()
     diagonal = h.diagonal()
@@ -205,8 +205,8 @@ def hessian_factor(h: torch.Tensor, # [cols, cols], symmetric
     return None if failed.item() or not torch.isfinite(upper).all() else (order, dead, upper)
 
 # %% ../nbs/16_quantize.ipynb #d9c0baf1
-def gptq_columns(w: torch.Tensor, # [rows, cols], columns in the order of `upper`
-                 scale: torch.Tensor, # [rows]
+def gptq_columns(w: torch.Tensor, # fp32 (or fp64) [rows, cols], columns in the order of `upper`
+                 scale: torch.Tensor, # [rows], w's dtype
                  upper: torch.Tensor, # [cols, cols], w's dtype
                  qmax: int = 31, # largest integer
                  block: int = GPTQ_BLOCK,
@@ -227,8 +227,8 @@ def gptq_columns(w: torch.Tensor, # [rows, cols], columns in the order of `upper
 # %% ../nbs/16_quantize.ipynb #a39454d3
 @torch.no_grad()
 def pack_gptq(name: str, # for errors
-              w: torch.Tensor, # [rows, cols]
-              h: torch.Tensor, # [cols, cols] of its input
+              w: torch.Tensor, # float [rows, cols]
+              h: torch.Tensor, # fp32 (or fp64) [cols, cols] of its input
               scale_floor: bool = False, # the published floor: no scale under 1/31
               k: float | None = None, # step k * std(row) / 31; None: the five clips of GPTQ-lite, each row its best
              ) -> Packed:
@@ -268,7 +268,7 @@ def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the sa
                   ranks: Ranks, # every rank must call
                   scale_floor: bool = False, k: float | None = None, # as in pack_gptq
                  ) -> dict[str, Packed]: # the same on every rank
-    "GPTQ for all matrices, shared out over the ranks. `hessians` maps a name to its [cols, cols]."
+    "GPTQ for all matrices, shared out over the ranks. `hessians` maps a name to its [cols, cols], fp32 (or fp64)."
     owner = share_matrices({n: tuple(w.shape) for n, w in named.items()}, ranks.world)
     codes = torch.zeros(sum(w.numel() for w in named.values()), dtype=torch.int8, device=ranks.device)
     scales = torch.zeros(sum(len(w) for w in named.values()), device=ranks.device)
@@ -288,7 +288,7 @@ SIZE_AIM = 0.998 # fraction of the target that we aim at
 SIZE_GOOD = 0.995 # fraction that is near enough
 
 # %% ../nbs/16_quantize.ipynb #116a1743
-def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights
+def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights, any float dtype
                    target_bytes: int, # the container must have at most so many bytes
                    measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
                    small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16

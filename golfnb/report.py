@@ -71,7 +71,7 @@ def read_object(
 # %% ../nbs/23_report.ipynb #46a40bdc
 def quantized_counts(
     path: Path,  # an artifact
-) -> dict[str, np.ndarray]:  # "int6" -> counts of the values -31..31, "int8" -> counts of -127..127
+) -> dict[str, np.ndarray]:  # "int6" -> int64 [63], counts of the values -31..31, "int8" -> int64 [255], counts of -127..127
     "How often each integer occurs in the quantized weights of an artifact, per kind."
     _, packed = load_artifact(path)
     counts = {"int6": np.zeros(63, np.int64), "int8": np.zeros(255, np.int64)}
@@ -99,7 +99,7 @@ def weight_counts(
 
 
 def counts_entropy(counts: np.ndarray) -> float:  # bits a weight
-    "The entropy of the values: what an ideal coder that knows the counts would spend on each. `counts` is [n]."
+    "The entropy of the values: what an ideal coder that knows the counts would spend on each. `counts` is int64 [n]."
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log2(p)).sum())
 
@@ -160,9 +160,9 @@ def embed(
 
 # %% ../nbs/23_report.ipynb #dd49f7b2
 def running_mean(
-    values: np.ndarray,  # [n]
-    width: int,  # how many
-) -> np.ndarray:  # [n]
+    values: np.ndarray,  # [n], any dtype
+    width: int,  # values of a mean
+) -> np.ndarray:  # float64 [n]
     "Mean of the last `width` values (fewer at the start)."
     total = np.concatenate([[0.0], np.cumsum(values)])
     i = np.arange(1, len(values) + 1)
@@ -173,7 +173,7 @@ def running_mean(
 def step_series(
     events: list[dict],  # of a run
     name: str,  # such as "loss"
-) -> tuple[np.ndarray, np.ndarray]:  # steps [n], values [n]
+) -> tuple[np.ndarray, np.ndarray]:  # steps int64 [n], values float64 [n]
     "One number of every logged step."
     steps = [e for e in events if e["event"] == "step" and e.get(name) is not None]
     return np.array([e["step"] for e in steps]), np.array([e[name] for e in steps], float)
@@ -267,7 +267,7 @@ def step_table(
 # %% ../nbs/23_report.ipynb #23d5fbe2
 def plot_bars(
     title: str,  # what is shown
-    rows: list[tuple[str, float]],  # name, value; first row on top
+    rows: list[tuple[str, float]],  # name, value in `unit`; first row on top
     unit: str,  # of the values
     form: str = ",.0f",  # how they are written
 ):  # a figure
@@ -292,7 +292,7 @@ def _few_ticks():  # for long numbers under narrow bars
 
 
 def plot_weights(counts: dict[str, np.ndarray]):  # a figure
-    "Histogram of the quantized weights, one line a kind, log scale. `counts` maps a kind to [n]."
+    "Histogram of the quantized weights, one line a kind, log scale. `counts` maps a kind to int64 [n]."
     fig, ax = new_figure("Quantized weights", "value on the grid", "share of the weights")
     for (kind, c), color in zip(counts.items(), (BLUE, ORANGE)):
         values = np.arange(c.size) - c.size // 2
@@ -303,7 +303,7 @@ def plot_weights(counts: dict[str, np.ndarray]):  # a figure
 
 
 def plot_spread(spread: dict[str, np.ndarray]):  # a figure
-    "Histogram of the weights before quantization, in standard deviations of their own matrix, beside the normal curve. `spread` maps a name to [128], as weight_counts gives."
+    "Histogram of the weights before quantization, in standard deviations of their own matrix, beside the normal curve. `spread` maps a name to int64 [128], as weight_counts gives."
     fig, ax = new_figure("Weights", "standard deviations of the weight's matrix", "share of the weights")
     middle, width = (SPREAD_EDGES[1:] + SPREAD_EDGES[:-1]) / 2, SPREAD_EDGES[1] - SPREAD_EDGES[0]
     for (what, c), color in zip(spread.items(), (ORANGE, BLUE)):

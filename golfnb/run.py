@@ -47,12 +47,12 @@ class Session:
     train_paths: list
     val: torch.Tensor # validation tokens, int64 [N + 1], on the device
     unigram: float # bits per byte of the smoothed unigram of the training tokens
-    tokenizer_sha256: str
+    tokenizer_sha256: str # of the tokenizer file
     seconds: dict = field(default_factory=dict) # phase -> seconds
     summary: dict = field(default_factory=dict)
 
     def phase(self, name: str, start: float):
-        "Book the time since `start` (time.perf_counter) under `name`."
+        "Book the time since `start` (seconds of time.perf_counter) under `name`."
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
 
@@ -77,7 +77,7 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
 
 # %% ../nbs/19_run.ipynb #a9621aae
 def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
-    "Counts [vocab] of the first `limit` training tokens. GolfError on a token outside the vocabulary."
+    "Counts, int64 [vocab], of the first `limit` training tokens. GolfError on a token outside the vocabulary."
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
         tokens = read_span(path, 0, min(limit, read_header(path)))
@@ -155,7 +155,7 @@ def plain_score(s: Session, m: Machine) -> tuple[float, float]:
 
 
 def score_line(s: Session, label: str, loss: float, bpb: float, start: float, exact: bool = True):
-    "Write the field's lines for one score. `start` is when it began (time.perf_counter), `exact` adds the line with eight digits."
+    "Write the field's lines for one score. `start` is when it began (seconds of time.perf_counter), `exact` adds the line with eight digits."
     ms = 1000 * (time.perf_counter() - start)
     s.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
     if exact:

@@ -46,7 +46,7 @@ def student_tail(t: float, freedom: float) -> float:
 
 # %% ../nbs/26_significance.ipynb #1534b863
 def errors_below(
-    values: list[float],  # scores of two or more runs
+    values: list[float],  # scores of two or more runs, in one unit
     target: float,        # in their unit
 ) -> float:               # t
     "How many of its standard errors the mean lies below the target; where all values are alike infinite, or 0 on the target. GolfError for fewer than two values."
@@ -56,15 +56,15 @@ def errors_below(
     return gap / error if error else math.copysign(math.inf, gap) if gap else 0.0
 
 
-def below_target(values: list[float], target: float) -> float:  # p
+def below_target(values: list[float], target: float) -> float:  # p, a probability
     "One-sided t-test: the chance of a mean this far below the target (or further) if the true mean were the target."
     return student_tail(errors_below(values, target), len(values) - 1)
 
 
 def welch(
-    a: list[float],  # scores of one group
-    b: list[float],  # and of the other
-) -> tuple[float, float, float]:  # t of mean(a) - mean(b), degrees of freedom, two-sided p
+    a: list[float],  # scores of one group, in any unit
+    b: list[float],  # and of the other, in the same unit
+) -> tuple[float, float, float]:  # t of mean(a) - mean(b), degrees of freedom, two-sided p: without unit
     "Welch's t-test. GolfError for a group of fewer than two values."
     if min(len(a), len(b)) < 2:
         raise GolfError(f"Welch's test needs two runs in each group, found {len(a)} and {len(b)}; run more seeds")
@@ -77,9 +77,9 @@ def welch(
 
 
 def runs_needed(
-    values: list[float],  # scores of the runs there are
+    values: list[float],  # scores of the runs there are, in one unit
     target: float,        # in their unit
-    p: float = 0.01,      # the level of the test
+    p: float = 0.01,      # the level of the test, a probability
     most: int = 1000,     # runs, beyond which nobody counts
 ) -> int | None:
     "How many runs with this mean and spread would prove it below the target; None where the mean is not below it, has no spread, or `most` do not suffice."
@@ -97,8 +97,8 @@ PLACES = ("seed", "run_id", "runs_dir", "data_path", "tokenizer_path", "notices"
 class RunGroup:
     "Runs that differ by their seed only."
     label: str           # how they differ from the other groups
-    values: list[float]  # their scores
-    seeds: list[int]
+    values: list[float]  # their scores, in one unit
+    seeds: list[int]     # one for each score
 
 
 def run_summary(path: Path | str,  # a run's directory, or a result of record_run
@@ -149,7 +149,7 @@ def group_words(
     group: RunGroup,
     target: float | None,    # what it should be below, if anything
     first: RunGroup | None,  # the group to hold it against, if any
-    level: float = 0.01,     # p at which something counts as proved
+    level: float = 0.01,     # p (a probability) at which something counts as proved
 ) -> list[str]:              # lines
     "What can be said of a group, and what cannot."
     n, lines = len(group.values), []

@@ -61,9 +61,9 @@ class LogFacts:
     code_sha256: str = ""
     steps: int = 0
     train_ms: int = 0  # GPTQ's calibration included
-    eval_ms: int = 0
-    artifact_bytes: int = 0
-    artifact_sha256: str = ""
+    eval_ms: int = 0  # all scores together
+    artifact_bytes: int = 0  # of the file
+    artifact_sha256: str = ""  # of the file
     label: str = ""  # the stage that gives the score, one of SCORES
     val_loss: float | None = None  # nats a token
     val_bpb: float | None = None  # bits per byte
@@ -428,7 +428,7 @@ torchrun --standalone --nproc_per_node={world} train_gpt.py
 class Claim:
     "What only the author can say."
     author: str
-    github_id: str
+    github_id: str  # account
     name: str
     blurb: str = ""  # one sentence; empty: the name
     track: str = "record"  # one of TRACKS

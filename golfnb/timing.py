@@ -125,7 +125,7 @@ def time_cases(cases: dict[str, tuple],  # name -> (function, bytes, operations)
 
 
 def best_tiles(samples: dict[str, list[float]]) -> dict[str, dict]:
-    "The fastest measured tiles, {'up': ..., 'down': ...}; empty where none were measured."
+    "The fastest measured tiles, {'up': ..., 'down': ...}; empty where none were measured. `samples` are milliseconds."
     found = {}
     for way in ("up", "down"):
         timed = {k: spread(v)["median"] for k, v in samples.items() if k.startswith(f"mlp {way} ")}

@@ -58,7 +58,7 @@ class LateReader:
         self.queue = deque()
 
     def push(self, t: torch.Tensor) -> list | None:
-        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none. Any shape."
+        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none. Any shape and dtype."
         if t.device.type == "cuda":
             host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
             event = torch.cuda.Event()
@@ -154,7 +154,7 @@ class RunLog:
 
 # %% ../nbs/15_train.ipynb #1485001c
 def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
-    "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
+    "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim fp32 (or fp64), on the device."
     run, total = loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn), None
     for _ in range(accum):
         loss = run(*loader.next(), accum)
@@ -165,7 +165,7 @@ def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
 
 
 def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-    "Forward and backward of one of `accum` micro-batches: gradients in `.grad`, its share of the mean loss returned, detached."
+    "Forward and backward of one of `accum` micro-batches: gradients in `.grad`, its share of the mean loss returned, detached, 0-dim fp32 (or fp64)."
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
@@ -216,7 +216,7 @@ class StepGraph:
         return self.loss.clone()
 
     def aside(self, accum: int) -> torch.Tensor:
-        "One call (of `accum` a step) on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
+        "One call (of `accum` a step) on the stream that will be recorded, so that autograd's bookkeeping belongs to it; returns its share of the loss, 0-dim fp32 (or fp64)."
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 2afe7b62e1d48dff | Apache-2.0
+# recipe pr549 | source sha256 86722f38a6d27407 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -324,7 +324,7 @@ RECIPES = {
 
 def parse_setting(spec: Field, # a setting of Config
                   text: str, # as found in the environment
-                 ) -> bool | int | float | str: # value of the setting's type
+                 ) -> bool | int | float | str: # value of the setting's type, in its unit
     "Read one value. Raises GolfError when it does not parse or is not one of the choices."
     name, kind, choices = spec.name.upper(), type(spec.default), spec.metadata["choices"]
     if kind is bool:
@@ -446,8 +446,8 @@ def target_bytes(table: ByteTable, # on the device of the tokens
     "Bytes of each target, given the token before it. `prev` and `target` have any one shape."
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
-def unigram_bpb(train_counts: np.ndarray | torch.Tensor, # [V], how often each token occurs in training
-                val_tokens: np.ndarray | torch.Tensor, # [n + 1] validation stream, n targets
+def unigram_bpb(train_counts: np.ndarray | torch.Tensor, # int [V], how often each token occurs in training
+                val_tokens: np.ndarray | torch.Tensor, # int [n + 1] validation stream, n targets
                 table: ByteTable, # of the tokenizer, on CPU
                ) -> float: # bits per byte
     "The score of an add-one smoothed unigram model. Raises GolfError when counts and vocabulary differ."
@@ -928,7 +928,7 @@ class Batch:
     borders: torch.Tensor | None # int32 [D + 1], cu_seqlens of a packed batch
     arrived: "torch.cuda.Event | None" # ends the copy; None on CPU
 
-    def receive(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets, ready for the current stream
+    def receive(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets, int64 [rows, seq_len], ready for the current stream
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.ids.device)
             current.wait_event(self.arrived)
@@ -955,7 +955,7 @@ class Uploader:
         self.copying.append((arrived, buffer))
         return Batch(ids, targets, state, borders, arrived)
 
-    def ended(self, wait: bool) -> list[torch.Tensor]: # wait for every copy -> buffers that are free again
+    def ended(self, wait: bool) -> list[torch.Tensor]: # wait for every copy -> buffers that are free again, int16 [rows, seq_len + 1]
         buffers = []
         while self.copying and (wait or self.copying[0][0] is None or self.copying[0][0].query()):
             arrived, buffer = self.copying.popleft()
@@ -1067,7 +1067,7 @@ def matrix(name: str,                        # name in a state dict
            cols: int,                        # logical columns (inputs)
            group: str,                       # bank it belongs to
            transposed: bool = False,         # stored as [cols, rows]
-           lr_scale: float | None = None,    # None: sqrt(max(1, rows/cols))
+           lr_scale: float | None = None,    # factor on the learning rate; None: sqrt(max(1, rows/cols))
            quant: QuantSpec | None = None,   # None: int6, or fp16 for a small matrix
            ) -> Matrix:
     "A `Matrix` with the usual learning-rate scale (Muon's, from the logical shape) and quantization filled in."
@@ -1134,9 +1134,9 @@ def share_slot(name: str,                   # of the slot
 class Cut:
     "Equal matrices that lie side by side in one rank's shard of a bank."
     first: int      # slots first .. last - 1 of the shard
-    last: int
+    last: int       # one past the last
     start: int      # elements start .. stop - 1 of each of these slots
-    stop: int
+    stop: int       # one past the last
     matrix: Matrix  # what they are like
 
 def shard_cuts(bank: BankSpec, rank: int,
@@ -1182,7 +1182,7 @@ class Layout:
     def names(self) -> list[str]: return [m.name for _, _, m in self]  # of all matrices, in bank order
 
     def padding_waste(self) -> float:
-        "Padding elements over real elements."
+        "Ratio of padding elements to real elements."
         real = sum(m.rows * m.cols for _, _, m in self)
         return sum(b.numel for b in self.banks) / real - 1
 
@@ -1304,12 +1304,12 @@ class LooseBank(torch.nn.Module):
         return list(self.slots)
 
     def detach(self) -> torch.Tensor:
-        "The whole storage, [slots with padding, rows, columns]."
+        "The whole storage, [slots with padding, rows, columns] in the bank's dtype."
         return self.data
 
     @property
     def grad(self) -> torch.Tensor | None:
-        "The padded stack of the slots' gradients, which are dropped; None where no slot has one."
+        "The padded stack of the slots' gradients, of the bank's shape and dtype; they are dropped. None where no slot has one."
         found = [p.grad for p in self.slots]
         if any(g is not None for g in found):
             zero = torch.zeros_like(self.data[0])
@@ -1321,7 +1321,7 @@ class LooseBank(torch.nn.Module):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None):
-        "Set the stack to `value`, of the bank's shape or None; the slots' own gradients are dropped."
+        "Set the stack to `value`, of the bank's shape and dtype, or None; the slots' own gradients are dropped."
         self.stacked = value
         for p in self.slots:
             p.grad = None
@@ -1330,9 +1330,9 @@ def slot_shapes(spec: BankSpec) -> list[list[tuple[int, int]]]:
     "The stored shapes of the matrices in every real slot; an empty list where the slot is one matrix."
     return [[m.stored for m in slot.parts] for slot in spec.matrices]
 
-def bank_views(bank: torch.Tensor,  # [slots, rows, columns]; the padding slots may be missing
+def bank_views(bank: torch.Tensor,  # [slots, rows, columns], any dtype; the padding slots may be missing
                shapes: list,        # of `slot_shapes`
-               ) -> list[torch.Tensor]:  # [stored rows, stored columns] of every matrix
+               ) -> list[torch.Tensor]:  # [stored rows, stored columns] of every matrix, dtype of the bank
     "Views of a bank's matrices, slot by slot."
     views = []
     for slot, parts in zip(bank.unbind(0), shapes):
@@ -1342,7 +1342,7 @@ def bank_views(bank: torch.Tensor,  # [slots, rows, columns]; the padding slots 
 
 def unbank(layout: Layout,
            banks: dict[str, torch.Tensor],  # bank name -> [slots, rows, columns]; the padding slots may be missing
-           ) -> dict[str, torch.Tensor]:    # matrix name -> [rows, columns], logical orientation
+           ) -> dict[str, torch.Tensor]:    # matrix name -> [rows, columns], logical orientation, dtype of its bank
     "Views of all matrices by name, in layout order; gradients flow back into the banks."
     views = (v for b in layout.banks for v in bank_views(banks[b.name], slot_shapes(b)))
     return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
@@ -1363,15 +1363,15 @@ def rebank(layout: Layout,
         for name, view in unbank(layout, {k: b.detach() for k, b in banks.items()}).items():
             view.copy_(named[name])
 
-def read_cut(shard: torch.Tensor,  # [n, rows, columns]
+def read_cut(shard: torch.Tensor,  # [n, rows, columns], any dtype
              cut: Cut,
-             ) -> torch.Tensor:    # [matrices, stored rows, stored columns]
+             ) -> torch.Tensor:    # [matrices, stored rows, stored columns], dtype of shard
     "The matrices of a cut as a batch."
     return shard.flatten(1)[cut.first:cut.last, cut.start:cut.stop].reshape(-1, *cut.matrix.stored)
 
-def write_cut(shard: torch.Tensor,  # [n, rows, columns], contiguous, written in place
+def write_cut(shard: torch.Tensor,  # [n, rows, columns], any dtype, contiguous, written in place
               cut: Cut,
-              batch: torch.Tensor,  # [matrices, stored rows, stored columns]
+              batch: torch.Tensor,  # [matrices, stored rows, stored columns], any dtype
               ) -> None:
     "Put such a batch back."
     shard.view(len(shard), -1)[cut.first:cut.last, cut.start:cut.stop] = batch.reshape(cut.last - cut.first, -1)
@@ -1379,21 +1379,21 @@ def write_cut(shard: torch.Tensor,  # [n, rows, columns], contiguous, written in
 # ---- layers ----
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    "float32 of a 16-bit tensor, and any wider tensor as it is."
+    "float32 of a 16-bit tensor `x`, and any wider tensor as it is."
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 NORM_EPS = 1.1920929e-07  # float32's machine epsilon, for all dtypes
 
-def rms_norm(x: torch.Tensor,  # [..., D]
+def rms_norm(x: torch.Tensor,  # float [..., D]
              ) -> torch.Tensor:  # [..., D], dtype of x
     "RMSNorm (arXiv 1910.07467) over the last axis without a weight; 16-bit input is normalised in float32 and rounded once."
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
 
-def mix_norm(x: torch.Tensor,    # [B, T, D] residual stream
-             x0: torch.Tensor,   # [B, T, D] the embedded input
+def mix_norm(x: torch.Tensor,    # float [B, T, D] residual stream
+             x0: torch.Tensor,   # float [B, T, D] the embedded input
              mix: torch.Tensor,  # [2, D] weights of x and of x0, any float dtype
              scale: float,       # factor after the norm
-             ) -> tuple[torch.Tensor, torch.Tensor]:  # x_in and its scaled norm, [B, T, D] each
+             ) -> tuple[torch.Tensor, torch.Tensor]:  # x_in and its scaled norm, [B, T, D] each, dtype of x
     "A block's first step: mix the stream with the embedding, then normalise and scale."
     m = mix.to(x.dtype)
     x_in = m[0] * x + m[1] * x0
@@ -1401,19 +1401,19 @@ def mix_norm(x: torch.Tensor,    # [B, T, D] residual stream
 
 def rotary_base(T: int,          # row length
                 rope_dims: int,  # rotated coordinates, even
-                base: float,     # 10000
+                base: float,     # 10000, a number
                 train_len: int,  # rows up to here use `base` itself
-                ) -> float:
+                ) -> float:  # the base to use, a number
     "RoPE's base, NTK-scaled for rows longer than `train_len`."
     return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if T > train_len and rope_dims > 2 else base
 
 def rotary_tables(T: int,                               # row length
                   rope_dims: int,                       # rotated coordinates, even
-                  base: float,                          # before scaling
+                  base: float,                          # before scaling, a number
                   train_len: int,                       # see rotary_base
                   device: str | torch.device = "cpu",
                   dtype: torch.dtype = torch.float32,   # computed in float32 (float64 for float64), then cast
-                  ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin, [T, rope_dims/2]
+                  ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin, [T, rope_dims/2], in `dtype`
     "Cosines and sines of position times frequency (RoPE, arXiv 2104.09864)."
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, rope_dims, 2, dtype=wide, device=device) / rope_dims
@@ -1421,22 +1421,22 @@ def rotary_tables(T: int,                               # row length
     angle = torch.arange(T, dtype=wide, device=device)[:, None] * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
-def rotate(x: torch.Tensor,    # [B, T, H, D]
-           cos: torch.Tensor,  # [T, R/2]
-           sin: torch.Tensor,  # [T, R/2]
-           ) -> torch.Tensor:  # [B, T, H, D]
+def rotate(x: torch.Tensor,    # float [B, T, H, D]
+           cos: torch.Tensor,  # float [T, R/2]
+           sin: torch.Tensor,  # float [T, R/2]
+           ) -> torch.Tensor:  # [B, T, H, D], dtype of x
     "RoPE on the first R coordinates of each head; the other D - R pass through."
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1).to(x.dtype)
 
-def qk_norm_rope_gain(q: torch.Tensor,     # [B, Tq, H, D], the last Tq positions
-                      k: torch.Tensor,     # [B, T, KV, D]
-                      cos: torch.Tensor,   # [T, R/2]
-                      sin: torch.Tensor,   # [T, R/2]
+def qk_norm_rope_gain(q: torch.Tensor,     # float [B, Tq, H, D], the last Tq positions
+                      k: torch.Tensor,     # float [B, T, KV, D]
+                      cos: torch.Tensor,   # float [T, R/2]
+                      sin: torch.Tensor,   # float [T, R/2]
                       gain: torch.Tensor,  # [H], any float dtype
-                      ) -> tuple[torch.Tensor, torch.Tensor]:  # shapes of q and k
+                      ) -> tuple[torch.Tensor, torch.Tensor]:  # shapes and dtypes of q and k
     "Per-head RMSNorm of q and k (arXiv 2010.04245), RoPE on both, then the learned gain on q."
     start = k.shape[1] - q.shape[1]
     q = rotate(rms_norm(q), cos[start:], sin[start:]) * gain.to(q.dtype)[:, None]
@@ -1455,11 +1455,11 @@ def attention_backend(device: str | torch.device,  # where q lives
     first = names.get(choice)
     return [first] + [b for b in order if b is not first] if first in order else order
 
-def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
-           k: torch.Tensor,       # [B, T, KV, D]
-           v: torch.Tensor,       # [B, T, KV, D]
+def attend(q: torch.Tensor,       # float [B, Tq, H, D], the last Tq positions
+           k: torch.Tensor,       # float [B, T, KV, D]
+           v: torch.Tensor,       # float [B, T, KV, D]
            choice: str = "auto",  # backend, see attention_backend
-           ) -> torch.Tensor:     # [B, Tq, H, D]
+           ) -> torch.Tensor:     # [B, Tq, H, D], dtype of q
     "Causal grouped-query attention (arXiv 2305.13245) with scale 1/sqrt(D). GolfError if the heads do not divide or queries outnumber keys."
     (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
     if H % KV or Tq > T:
@@ -1473,8 +1473,8 @@ def attend(q: torch.Tensor,       # [B, Tq, H, D], the last Tq positions
                                            is_causal=mask is None, scale=1 / math.sqrt(q.shape[-1]), enable_gqa=mask is None)
     return y.transpose(1, 2)
 
-def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
-              v: torch.Tensor,  # [B, T, KV, D] values of the same positions
+def exclusive(y: torch.Tensor,  # float [B, T, H, D] attention output
+              v: torch.Tensor,  # float [B, T, KV, D] values of the same positions
               ) -> torch.Tensor:  # [B, T, H, D], dtype of y
     "Attention output without its component along the position's own value (XSA, as in parameter-golf PR #399 and #549); float32 inside."
     B, T, H, D = y.shape
@@ -1482,7 +1482,7 @@ def exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
     u = F.normalize(widen(v), dim=-1, eps=1e-12).unsqueeze(3)
     return (grouped - (grouped * u).sum(-1, keepdim=True) * u).reshape(B, T, H, D).to(y.dtype)
 
-def squared_leaky(z: torch.Tensor,    # any shape
+def squared_leaky(z: torch.Tensor,    # any shape, float
                   slope: float = 0.5,  # below zero; 0.0 gives ReLU squared
                   ) -> torch.Tensor:   # shape and dtype of z
     "leaky_relu(z, slope) squared (arXiv 2109.08668; leaky in parameter-golf PR #549); float32 inside for 16-bit input."
@@ -1496,28 +1496,28 @@ def bigram_rows(ids: torch.Tensor,  # int [B, T] tokens
     pair = (36313 * t[:, 1:]).bitwise_xor(27191 * t[:, :-1]) % (rows - 1)
     return F.pad(pair, (1, 0), value=rows - 1).long()
 
-def smear(x: torch.Tensor,     # [B, T, D]
+def smear(x: torch.Tensor,     # float [B, T, D]
           gate: torch.Tensor,  # [D], any float dtype
-          ) -> torch.Tensor:   # [B, T, D]
+          ) -> torch.Tensor:   # [B, T, D], dtype of x
     "SmearGate (parameter-golf PR #399): blend of each position with its predecessor by a gate per channel; before the first position there is zero."
     g = torch.sigmoid(gate.to(x.dtype))
     before = F.pad(x, (0, 0, 1, 0))[:, :-1]
     return (1 - g) * x + g * before
 
-def softcap(logits: torch.Tensor,  # any shape
+def softcap(logits: torch.Tensor,  # any shape, float
             cap: float,            # bound of the result
-            ) -> torch.Tensor:     # dtype of logits, widened if 16-bit
+            ) -> torch.Tensor:     # shape and dtype of logits, widened if 16-bit
     "cap * tanh(logits / cap) (arXiv 2408.00118), in float32 for 16-bit input."
     return cap * torch.tanh(widen(logits) / cap)
 
-def softcap_loss(logits: torch.Tensor,   # [B, T, V] head output, before the cap
+def softcap_loss(logits: torch.Tensor,   # float [B, T, V] head output, before the cap
                  targets: torch.Tensor,  # int64 [B, T]
                  cap: float,
                  ) -> torch.Tensor:      # [] mean, nats per token; float32 (float64 for float64)
     "Training loss: softcap and cross-entropy in float32."
     return F.cross_entropy(softcap(logits, cap).flatten(0, -2), targets.flatten())
 
-def token_nll(logits: torch.Tensor,   # [B, T, V] head output, before the cap
+def token_nll(logits: torch.Tensor,   # float [B, T, V] head output, before the cap
               targets: torch.Tensor,  # int64 [B, T]
               cap: float,
               ) -> torch.Tensor:      # [B, T] nats; float32 (float64 for float64)
@@ -1539,7 +1539,7 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
 
 KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can; the benchmark empties and fills it
 
-def use_kernels(x: torch.Tensor,      # what the kernel would read
+def use_kernels(x: torch.Tensor,      # what the kernel would read, any shape and dtype
                 name: str = "",       # which one of KERNELS_ON; "": any
                 ) -> bool:
     "Whether a Triton kernel may take this tensor: on CUDA, Triton importable, 16-bit, and not switched off."
@@ -1685,13 +1685,13 @@ class FusedHeads(torch.autograd.Function):
         flat = dqkv.flatten(0, 1)
         return (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1), dgain.sum(1).to(gain.dtype), None, None, None, None
 
-def fused_heads(n: torch.Tensor,       # [B, T, D] normalised input
-                weight: torch.Tensor,  # [(heads + 2 keys) * head_dim, D]: Q, K and V joined
+def fused_heads(n: torch.Tensor,       # float [B, T, D] normalised input
+                weight: torch.Tensor,  # dtype of n, [(heads + 2 keys) * head_dim, D]: Q, K and V joined
                 gain: torch.Tensor,    # [heads], any float dtype
                 cos: torch.Tensor,     # [T, rope_dims/2]
                 sin: torch.Tensor,
                 keys: int,             # key and value heads
-                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q, k, v [B, T, heads, head_dim]
+                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q, k, v [B, T, heads, head_dim], dtype of n
     "Twin of three linear layers followed by `qk_norm_rope_gain`. GolfError where no kernel can run."
     return FusedHeads.apply(n, weight, gain, cos, sin, gain.shape[0], keys)
 
@@ -1731,8 +1731,8 @@ def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl
 
 XSA_ROWS = 16  # tokens of one program
 
-def rows_apart(v: torch.Tensor,  # [B, T, KV, D]
-               ) -> torch.Tensor:
+def rows_apart(v: torch.Tensor,  # [B, T, KV, D], any dtype
+               ) -> torch.Tensor:  # shape and dtype of v
     "`v` itself if its tokens lie at one distance from each other and its heads side by side, else a contiguous copy."
     B, T, KV, D = v.shape
     return v if v.stride(3) == 1 and v.stride(2) == D and (B == 1 or v.stride(0) == T * v.stride(1)) else v.contiguous()
@@ -1779,9 +1779,9 @@ class FusedExclusive(torch.autograd.Function):
         "Gradients of y and v."
         return xsa_grad_op(dout, *ctx.saved_tensors)
 
-def fused_exclusive(y: torch.Tensor,  # [B, T, H, D] attention output
-                    v: torch.Tensor,  # [B, T, KV, D] values of the same positions
-                    ) -> torch.Tensor:  # [B, T, H, D]
+def fused_exclusive(y: torch.Tensor,  # float [B, T, H, D] attention output
+                    v: torch.Tensor,  # float [B, T, KV, D] values of the same positions
+                    ) -> torch.Tensor:  # [B, T, H, D], dtype of y
     "Twin of `exclusive`. GolfError where no kernel can run."
     return FusedExclusive.apply(y, v)
 
@@ -1872,11 +1872,11 @@ class FusedMlp(torch.autograd.Function):
         dz = mlp_down_grad_op(dm, down, z, ctx.slope)
         return (dz @ up).view(n.shape), dz.T @ n.flatten(0, -2), dm.T @ h, None, None
 
-def fused_mlp(n: torch.Tensor,     # [..., D]
-              up: torch.Tensor,    # [hidden, D]
-              down: torch.Tensor,  # [D, hidden]
-              slope: float,        # of the activation below zero
-              ) -> torch.Tensor:   # [..., D]
+def fused_mlp(n: torch.Tensor,     # float [..., D]
+              up: torch.Tensor,    # [hidden, D], dtype of n
+              down: torch.Tensor,  # [D, hidden], dtype of n
+              slope: float,        # of the activation below zero: ratio
+              ) -> torch.Tensor:   # [..., D], dtype of n
     "Twin of linear, `squared_leaky`, linear. GolfError where no kernel can run."
     return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled())
 
@@ -1909,27 +1909,27 @@ def scalar_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
 
 class BlockWeights(NamedTuple):
     "What one block reads."
-    q: torch.Tensor           # [D, D]
-    k: torch.Tensor           # [KV*head, D]
-    v: torch.Tensor           # [KV*head, D]
-    out: torch.Tensor         # [D, D]
-    up: torch.Tensor          # [hidden, D]
-    down: torch.Tensor        # [D, hidden]
-    attn_scale: torch.Tensor  # [D]
-    mlp_scale: torch.Tensor   # [D]
-    mix: torch.Tensor         # [2, D]
-    gain: torch.Tensor        # [H]
-    qkv: torch.Tensor | None = None          # [D + 2 KV*head, D]: q, k and v joined, where a kernel reads them so
-    out_scaled: torch.Tensor | None = None   # out and down with their scales multiplied in, where that saves passes
-    down_scaled: torch.Tensor | None = None
+    q: torch.Tensor           # [D, D], compute dtype
+    k: torch.Tensor           # [KV*head, D], compute dtype
+    v: torch.Tensor           # [KV*head, D], compute dtype
+    out: torch.Tensor         # [D, D], compute dtype
+    up: torch.Tensor          # [hidden, D], compute dtype
+    down: torch.Tensor        # [D, hidden], compute dtype
+    attn_scale: torch.Tensor  # [D], fp32 (or fp64)
+    mlp_scale: torch.Tensor   # [D], fp32 (or fp64)
+    mix: torch.Tensor         # [2, D], compute dtype
+    gain: torch.Tensor        # [H], fp32 (or fp64)
+    qkv: torch.Tensor | None = None          # [D + 2 KV*head, D], compute dtype: q, k and v joined, where a kernel reads them so
+    out_scaled: torch.Tensor | None = None   # [D, D], compute dtype: out with its scale multiplied in, where that saves passes
+    down_scaled: torch.Tensor | None = None  # [D, hidden], compute dtype: down likewise
 
 @dataclass(frozen=True)
 class BlockTraits:
     "What is fixed about one block."
     index: int       # which block it is
-    head_dim: int
+    head_dim: int    # channels of a head
     norm_scale: float  # factor after its norms
-    slope: float     # of the activation below zero
+    slope: float     # of the activation below zero: ratio
     xsa: bool        # exclusive self-attention
     ve: int | None   # its place among the blocks with a value embedding, or None
     attention: str   # backend choice
@@ -1941,26 +1941,26 @@ def block_traits(cfg: Config) -> list[BlockTraits]:
                         i >= cfg.num_layers - cfg.xsa_last_n, ve.index(i) if i in ve else None, cfg.attention)
             for i in range(cfg.num_layers)]
 
-def last_positions(x: torch.Tensor,    # [B, T, ...]
+def last_positions(x: torch.Tensor,    # [B, T, ...], any dtype
                    keep: int | None,   # how many, or None for all
-                   ) -> torch.Tensor:  # [B, keep, ...]
+                   ) -> torch.Tensor:  # [B, keep, ...], dtype of x
     "The last `keep` positions."
     return x if keep is None or keep == x.shape[1] else x[:, -keep:]
 
 def record_tap(taps: dict | None, block: BlockTraits, names: tuple[str, ...], x: torch.Tensor) -> None:
-    "Store the input of a block's matrices under their names, if anybody asked."
+    "Store `x`, [B, T, channels] in the compute dtype, the input of a block's matrices under their names, if anybody asked."
     if taps is not None:
         for name in names:
             taps[f"blocks.{block.index}.{name}.weight"] = x
 
-def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
+def project_heads(n: torch.Tensor,          # [B, T, D] normalised input, compute dtype
                   w: BlockWeights,
                   block: BlockTraits,
                   cos: torch.Tensor,        # [T, rope_dims/2]
                   sin: torch.Tensor,
-                  ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
+                  ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block, compute dtype
                   keep: int | None,         # last positions wanted of q
-                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q [B, keep, H, head]; k, v [B, T, KV, head]
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # q [B, keep, H, head]; k, v [B, T, KV, head]; dtype of n
     "The heads of a block, normalised and rotated."
     if keep in (None, n.shape[1]) and use_kernels(n, "heads") and heads_fit(block.head_dim, 2 * cos.shape[-1]):
         q, k, v = fused_heads(n, torch.cat((w.q, w.k, w.v)) if w.qkv is None else w.qkv, w.gain, cos, sin, w.k.shape[0] // block.head_dim)
@@ -1969,28 +1969,28 @@ def project_heads(n: torch.Tensor,          # [B, T, D] normalised input
     q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
     return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
-def scaled_linear(x: torch.Tensor,       # [..., in]
-                  weight: torch.Tensor,  # [out, in]
-                  scale: torch.Tensor,   # [out]
-                  scaled: torch.Tensor | None,  # [out, in]: diag(scale) weight, if it is there already
-                  ) -> torch.Tensor:     # [..., out]
+def scaled_linear(x: torch.Tensor,       # [..., in], compute dtype
+                  weight: torch.Tensor,  # [out, in], dtype of x
+                  scale: torch.Tensor,   # [out], any float dtype
+                  scaled: torch.Tensor | None,  # [out, in], dtype of x: diag(scale) weight, if it is there already
+                  ) -> torch.Tensor:     # [..., out], dtype of x
     "A branch's last product, weighted per channel: the weights go into the matrix where that saves passes over the result."
     if not use_kernels(x, "fold"):
         return scale.to(x.dtype) * F.linear(x, weight)
     return F.linear(x, folded_weight(weight, scale) if scaled is None else scaled)
 
-def folded_weight(weight: torch.Tensor,  # [..., out, in]
-                  scale: torch.Tensor,   # [..., out]
+def folded_weight(weight: torch.Tensor,  # float [..., out, in]
+                  scale: torch.Tensor,   # [..., out], fp32 (or fp64)
                   ) -> torch.Tensor:     # shape and dtype of weight
     "diag(scale) weight, multiplied in float32 and rounded once."
     return (weight * scale[..., None]).to(weight.dtype)
 
-def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
+def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input, compute dtype
                      w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor,
-                     ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block
+                     ve: torch.Tensor | None,  # [B, T, KV*head] value embedding of this block, compute dtype
                      keep: int | None,         # last positions wanted
                      taps: dict | None,
-                     ) -> torch.Tensor:        # [B, keep, D]
+                     ) -> torch.Tensor:        # [B, keep, D], dtype of n
     "Project, normalise and rotate q and k, attend, drop the own value (XSA), project back, weigh."
     record_tap(taps, block, ("attn.c_q", "attn.c_k", "attn.c_v"), n)
     q, k, v = project_heads(n, w, block, cos, sin, ve, keep)
@@ -2001,9 +2001,9 @@ def attention_branch(n: torch.Tensor,          # [B, T, D] normalised input
     record_tap(taps, block, ("attn.proj",), y)
     return scaled_linear(y, w.out, w.attn_scale, w.out_scaled)
 
-def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
+def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input, compute dtype
                w: BlockWeights, block: BlockTraits, taps: dict | None,
-               ) -> torch.Tensor:  # [B, T, D]
+               ) -> torch.Tensor:  # [B, T, D], dtype of n
     "Up, squared leaky ReLU, down, weigh."
     if taps is None and use_kernels(n, "mlp") and mlp_fit(w.up):
         if use_kernels(n, "fold"):
@@ -2014,11 +2014,11 @@ def mlp_branch(n: torch.Tensor,    # [B, T, D] normalised input
     record_tap(taps, block, ("mlp.proj",), h)
     return scaled_linear(h, w.down, w.mlp_scale, w.down_scaled)
 
-def run_block(x: torch.Tensor,   # [B, T, D] residual stream
-              x0: torch.Tensor,  # [B, T, D] the embedded input
+def run_block(x: torch.Tensor,   # [B, T, D] residual stream, compute dtype
+              x0: torch.Tensor,  # [B, T, D] the embedded input, compute dtype
               w: BlockWeights, block: BlockTraits, cos: torch.Tensor, sin: torch.Tensor, ve: torch.Tensor | None,
               keep: int | None = None, taps: dict | None = None,
-              ) -> torch.Tensor:  # [B, keep, D]
+              ) -> torch.Tensor:  # [B, keep, D], dtype of x
     "One transformer block: mix and norm, attention, norm, MLP."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
     x1 = last_positions(x_in, keep) + attention_branch(n, w, block, cos, sin, ve, keep, taps)
@@ -2052,7 +2052,7 @@ class GolfWeights(torch.nn.Module):
 
     def __init__(self, cfg: Config,                    # shapes and switches
                  layout: Layout,                       # of the banks, for any world size
-                 dtype: torch.dtype = torch.float32,   # of the residual stream; and of banks, tables, rotary tables where cfg names no other
+                 dtype: torch.dtype = torch.float32,   # of the residual stream (the compute dtype); and of banks, tables, rotary tables where cfg names no other
                  device: str | torch.device = "cpu"):
         super().__init__()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -2082,7 +2082,7 @@ def stacked_kinds(model: GolfWeights) -> list[torch.Tensor]:  # [blocks, rows, c
     return [runs[b][i // L].to(model.compute).mT if flipped else runs[b][i // L].to(model.compute) for b, i, flipped in model.places[0]]
 
 def block_weights(model: GolfWeights,
-                  x: torch.Tensor | None = None,  # [B, T, D] what the blocks read; None: no kernel will read these weights
+                  x: torch.Tensor | None = None,  # [B, T, D] what the blocks read, compute dtype; None: no kernel will read these weights
                   ) -> list[BlockWeights]:
     "Every block's weights in the compute dtype, as views where that is theirs; with `x`, also what kernels that may take it want made of them."
     scalars = [p.unbind(0) for p in (model.attn_scale, model.mlp_scale, model.resid_mix.to(model.compute), model.q_gain)]
@@ -2097,7 +2097,7 @@ def block_weights(model: GolfWeights,
     return freeze_blocks(blocks, *model.frozen) if frozen else blocks
 
 def joined_weights(model: GolfWeights, x: torch.Tensor, blocks: list[BlockWeights],
-                   kinds: list[torch.Tensor],  # [blocks, rows, columns] each, see stacked_kinds
+                   kinds: list[torch.Tensor],  # [blocks, rows, columns] each, compute dtype, see stacked_kinds
                    ) -> list[BlockWeights]:
     "The blocks' weights with what kernels that may read `x` want made of them."
     (q, k, v, out, _, down), made = kinds, {}
@@ -2123,7 +2123,7 @@ def embed_input(model: GolfWeights, ids: torch.Tensor) -> torch.Tensor:
     return smear(rms_norm(x), model.smear_gate)
 
 def value_embeddings(model: GolfWeights, ids: torch.Tensor) -> list[torch.Tensor]:
-    "One [B, T, KV*head] per block that adds a value embedding."
+    "One [B, T, KV*head] per block that adds a value embedding, in the compute dtype."
     if "ve_table" not in model.tables:
         return []
     ve = F.embedding(ids, model.ve_table).to(model.compute)
@@ -2140,14 +2140,14 @@ def skip_factors(model: GolfWeights) -> tuple[torch.Tensor, ...]:  # [D] or [1] 
     return (w.sigmoid() if model.cfg.skip_gate == "sigmoid" else w).to(model.compute).unbind(0)
 
 def model_rotary(model: GolfWeights, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-    "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype."
+    "The model's cos and sin for rows of length T, [T, rope_dims/2] each, in the compute dtype unless BUFFER_DTYPE names another."
     if hasattr(model, f"rotary_cos_{T}"):
         return getattr(model, f"rotary_cos_{T}"), getattr(model, f"rotary_sin_{T}")
     cfg = model.cfg
     return rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, model.tok_emb.device, chosen_dtype(cfg.buffer_dtype, model.compute))
 
 def walk_blocks(model: GolfWeights, ids: torch.Tensor, keep: int | None, taps: dict | None, rope_len: int | None) -> torch.Tensor:
-    "Embed, then all blocks of `model.order` with their skips; only the last one is cut to `keep`: [B, keep, D]."
+    "Embed, then all blocks of `model.order` with their skips; only the last one is cut to `keep`: [B, keep, D] in the compute dtype."
     T, cfg = ids.shape[1], model.cfg
     x = x0 = embed_input(model, ids)
     values, weights = value_embeddings(model, ids), block_weights(model, x)
@@ -2171,7 +2171,7 @@ class Golf(GolfWeights):
     def forward(self, ids: torch.Tensor,         # int64 [B, T] tokens
                 keep: int | None = None,         # only the last `keep` positions; None: all
                 taps: dict | None = None,        # filled with the input of every matrix, by matrix name
-                rope_len: int | None = None,     # row length that sets the rotary base; None: T
+                rope_len: int | None = None,     # row length that sets the rotary base, in tokens; None: T
                 ) -> torch.Tensor:               # [B, keep, V] logits before the softcap, in the compute dtype
         "Logits. GolfError if `keep` is not in 1..T."
         if keep is not None and not 1 <= keep <= ids.shape[1]:
@@ -2192,7 +2192,7 @@ def published_names(cfg: Config) -> dict[str, tuple[str, int | None]]:
     return names
 
 def published_views(model: Golf, banks: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "Views of full tensors under the published names, matrices in logical orientation."
+    "Views of full tensors under the published names, matrices in logical orientation: each in its own shape, in the dtype given."
     views = {name: others[param] if row is None else others[param][row] for name, (param, row) in published_names(model.cfg).items()}
     return views | unbank(model.layout, banks)
 
@@ -2200,7 +2200,7 @@ def published_views(model: Golf, banks: Mapping[str, torch.Tensor], others: Mapp
 def named_state(model: Golf,
                 banks: Mapping[str, torch.Tensor] | None = None,   # bank name -> full tensor; None: the model's own
                 others: Mapping[str, torch.Tensor] | None = None,  # parameter name -> tensor; None: the model's own
-                ) -> dict[str, torch.Tensor]:                      # published name -> contiguous copy, dtype as given
+                ) -> dict[str, torch.Tensor]:                      # published name -> contiguous copy of its own shape, dtype as given
     "The weights under their published names."
     own = model.role_params()
     views = published_views(model, own["bank"] if banks is None else banks, own["table"] | own["scalar"] if others is None else others)
@@ -2230,7 +2230,7 @@ def _draw_orthogonal(g: torch.Generator, shape: tuple[int, int]) -> torch.Tensor
     return torch.nn.init.orthogonal_(torch.empty(shape), generator=g)
 
 def drawn_state(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
-    "All random tensors of a fresh model by published name, float32, drawn in the published order (PR #549) from a CPU generator."
+    "All random tensors of a fresh model by published name, float32 in their own shapes, drawn in the published order (PR #549) from a CPU generator."
     g, tables, scalars, out = torch.Generator().manual_seed(seed), table_shapes(cfg), scalar_shapes(cfg), {}
     _draw_normal(g, tables["tok_emb"], 1.0)                                                     # overwritten below
     for kind, table, proj in (("bigram", "bigram_table", "bigram_proj"), ("ve_shared", "ve_table", "ve_proj")):
@@ -2284,7 +2284,7 @@ POLAR_EXPRESS_COEFFS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
-def newton_schulz(G: torch.Tensor,                   # [..., r, c]; zero matrices (padding slots) stay zero
+def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero matrices (padding slots) stay zero
                   coeffs=NS5_COEFFS,                 # (a, b, c) per iteration
                   scale: float = 1.0,                # 1.0 for NS5, 1.02 for Polar Express
                   eps: float = 1e-7,                 # 1e-7 for NS5, 1e-6 for Polar Express
@@ -2345,40 +2345,40 @@ def row_clip(w: torch.Tensor,   # [..., rows, cols], any float dtype
     parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
-def row_scale(clip: torch.Tensor,    # [..., rows] largest magnitude the grid reaches
+def row_scale(clip: torch.Tensor,    # fp32 (or fp64) [..., rows] largest magnitude the grid reaches
               qmax: int,             # 31 for int6, 127 for int8
               floor: bool = False,   # the published floor: no scale under 1/qmax, so no clip under 1.0
-              ) -> torch.Tensor:     # like clip, values rounded to fp16
+              ) -> torch.Tensor:     # shape and dtype of clip, values rounded to fp16
     "The distance of two grid points, rounded to the fp16 number that the artifact stores; never zero or infinite."
     scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
-def quantize_rows(w: torch.Tensor,      # [..., rows, cols]
-                  scale: torch.Tensor,  # [..., rows]
+def quantize_rows(w: torch.Tensor,      # float [..., rows, cols]
+                  scale: torch.Tensor,  # float [..., rows]
                   qmax: int,            # 31 or 127
                   ) -> torch.Tensor:    # int8 [..., rows, cols] in [-qmax, qmax]
     "The nearest grid point of every weight (ties to even), clipped to the grid."
     return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
 
 def dequantize_rows(q: torch.Tensor,      # int8 [..., rows, cols]
-                    scale: torch.Tensor,  # [..., rows]
+                    scale: torch.Tensor,  # float [..., rows]
                     ) -> torch.Tensor:    # [..., rows, cols] in scale's dtype
     "The weights that the integers stand for."
     return q.to(scale.dtype) * scale[..., None]
 
 def finite_matrix(w: torch.Tensor) -> torch.Tensor:
-    "`w` in fp32 (fp64 stays). GolfError if it is no matrix, empty, or holds a NaN or inf."
+    "`w`, a matrix or a batch [..., rows, cols], in fp32 (fp64 stays). GolfError if it is no matrix, empty, or holds a NaN or inf."
     if w.ndim < 2 or not w.numel():
         raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; store other tensors as fp16")
     if not torch.isfinite(w).all():
         raise GolfError(f"quantization needs finite weights: found {int((~torch.isfinite(w)).sum())} NaN or inf in a tensor of shape {tuple(w.shape)}; check the checkpoint")
     return w if w.dtype == torch.float64 else w.float()
 
-def best_clip(w: torch.Tensor,      # [..., rows, cols], finite
+def best_clip(w: torch.Tensor,      # float [..., rows, cols], finite
               qmax: int = 31,       # 31 for int6
               floor: bool = False,  # the published scale floor
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "GPTQ-lite: (q int8 [..., rows, cols], scale [..., rows], index into CLIP_QUANTILES [...] per matrix). GolfError for NaN or inf. Source: PR #399."
+    "GPTQ-lite: (q int8 [..., rows, cols], scale [..., rows] fp32 (or fp64), int64 index into CLIP_QUANTILES [...] per matrix). GolfError for NaN or inf. Source: PR #399."
     wide = finite_matrix(w)
     best = None
     for index, quantile in enumerate(CLIP_QUANTILES):
@@ -2393,7 +2393,7 @@ def best_clip(w: torch.Tensor,      # [..., rows, cols], finite
                 torch.where(better, index, best[2]), torch.where(better, error, best[3])]
     return best[0], best[1], best[2]
 
-def quantize_int8(w: torch.Tensor,      # [rows, cols], finite
+def quantize_int8(w: torch.Tensor,      # float [rows, cols], finite
                   floor: bool = False,  # no scale under 1/127
                   ) -> tuple[torch.Tensor, torch.Tensor]:
     "int8 rows as published: (q int8, scale [rows] rounded to fp16); one high clip quantile, integers from the unrounded scale. GolfError for NaN or inf."
@@ -2403,10 +2403,10 @@ def quantize_int8(w: torch.Tensor,      # [rows, cols], finite
     bounded = wide.clamp(-clip[..., None], clip[..., None])
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
-def clip_ratio(w: torch.Tensor,      # [..., rows, cols], logical orientation
+def clip_ratio(w: torch.Tensor,      # float [..., rows, cols], logical orientation
                qmax: int = 31,       # 31 for int6
                floor: bool = False,  # the published scale floor
-               ) -> torch.Tensor:    # [..., rows] in (0, 1]
+               ) -> torch.Tensor:    # [..., rows] in (0, 1], fp32 (or fp64)
     "Each row's best clip as a fraction of its largest magnitude: what stays frozen while the weights move on."
     index = best_clip(w, qmax, floor)[2]
     clips = torch.stack([row_clip(w, quantile) for quantile in CLIP_QUANTILES])
@@ -2414,12 +2414,12 @@ def clip_ratio(w: torch.Tensor,      # [..., rows, cols], logical orientation
     top = clips[-1]
     return torch.where(top > 0, chosen / top.clamp_min(torch.finfo(top.dtype).tiny), torch.ones_like(top))
 
-def round_to_grid(w: torch.Tensor,      # [..., r, c] as stored
-                  ratio: torch.Tensor,  # one clip ratio per logical row: [..., r], or [..., c] if row_dim is -1
+def round_to_grid(w: torch.Tensor,      # float [..., r, c] as stored
+                  ratio: torch.Tensor,  # one clip ratio per logical row: [..., r], or [..., c] if row_dim is -1; fp32 (or fp64)
                   qmax: int = 31,       # 31 for int6
                   floor: bool = False,  # the published scale floor
                   row_dim: int = -2,    # axis that counts logical rows: -2, or -1 for a matrix stored transposed
-                  ) -> torch.Tensor:    # like w
+                  ) -> torch.Tensor:    # shape and dtype of w
     "The weights rounded to the grid whose clip is `ratio` times the row's present maximum."
     rows = w.mT if row_dim == -1 else w
     scale = row_scale(row_clip(rows, 1.0) * ratio, qmax, floor)
@@ -2470,8 +2470,8 @@ def plan_orders(text: str,      # cfg.plan
 
 # ---- averaging ----
 
-def wide_copy(tensors: list[Tensor],  # weights of any dtype
-              ) -> list[Tensor]:
+def wide_copy(tensors: list[Tensor],  # weights of any shapes and dtypes
+              ) -> list[Tensor]:  # their shapes, fp32 (or fp64)
     "Copies in at least fp32: in bf16 an average would swallow its own small steps."
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
@@ -2479,7 +2479,7 @@ class Ema:
     "Exponential moving average, E = decay*E + (1-decay)*W after every step; starts as a copy, without bias correction (as in parameter-golf PR #549)."
 
     def __init__(self,
-                 tensors: list[Tensor],   # initial weights (copied)
+                 tensors: list[Tensor],   # initial weights, any shapes and float dtypes (copied)
                  decay: float = 0.997):   # share of the old average kept at each step
         "Raises GolfError for a decay outside [0, 1)."
         if not 0 <= decay < 1:
@@ -2488,7 +2488,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self,
-               tensors: list[Tensor]):  # weights after this step: same order and shapes as at the start
+               tensors: list[Tensor]):  # weights after this step: same order and shapes as at the start, any float dtype
         "Take one step's weights in; no host synchronisation."
         now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
@@ -2503,8 +2503,8 @@ class Swa:
 
     @torch.no_grad()
     def add(self,
-            tensors: list[Tensor],  # finite weights, same order and shapes as at the start
-            weight: Tensor):        # 0-dim, on the tensors' device: 1 takes the snapshot, 0 leaves everything as it is
+            tensors: list[Tensor],  # finite weights, same order and shapes as at the start, any float dtype
+            weight: Tensor):        # 0-dim, any dtype, on the tensors' device: 1 takes the snapshot, 0 leaves everything as it is
         "Take a snapshot with a weight; no host synchronisation."
         weight = weight.to(self.count)
         self.count += weight
@@ -2514,7 +2514,7 @@ class Swa:
         torch._foreach_add_(self.tensors, change)
 
     def mean(self) -> list[Tensor]:
-        "The average of the snapshots; GolfError when none was taken. Waits for the device once."
+        "The average of the snapshots, of their shapes, fp32 (or fp64); GolfError when none was taken. Waits for the device once."
         if self.count.item() == 0:
             raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; lower SWA_EVERY, raise WARMDOWN_ITERS or use AVERAGING=ema")
         return self.tensors
@@ -2549,13 +2549,13 @@ class Ranks:
         self.master = rank == 0
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
-        "Add `t` up over all ranks, in place; returns it. Any shape."
+        "Add `t` up over all ranks, in place; returns it. Any shape and dtype."
         if self.world > 1:
             dist.all_reduce(t)
         return t
 
     def sum_late(self, t: torch.Tensor) -> torch.Tensor:
-        "`sum` where ranks may have `t` ready minutes apart: waits for the last one. Any shape."
+        "`sum` where ranks may have `t` ready minutes apart: waits for the last one. Any shape and dtype."
         t.ravel()[:1].tolist()  # a GPU's queue may hold minutes of work
         self.barrier()
         return self.sum(t)
@@ -2593,8 +2593,8 @@ def stop_ranks(ranks: Ranks):
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
-def scatter_mean(full: torch.Tensor, # [n, r, c] gradient of a whole bank, n divisible by world
-                 mine: torch.Tensor, # [n/world, r, c] receives my part
+def scatter_mean(full: torch.Tensor, # [n, r, c] gradient of a whole bank, n divisible by world, any float dtype
+                 mine: torch.Tensor, # [n/world, r, c] receives my part, same dtype
                  ranks: Ranks):
     "Start averaging `full` over the ranks into `mine`; returns a handle or None."
     if ranks.world == 1:
@@ -2627,7 +2627,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 lr: torch.Tensor, # 0-dim: learning rate
                 mu: torch.Tensor, # 0-dim: momentum
                 wd: float,
-                scale: torch.Tensor, # [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
+                scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
                 method: str = "ns5", steps: int = 5,
                  dtype: torch.dtype | None = None, # of the products; None: the gradient's
@@ -2674,7 +2674,7 @@ class ShardedBank:
         self.sum = g.to(self.master.dtype, copy=True) if self.sum is None else self.sum.add_(g)
 
     def take(self) -> torch.Tensor:
-        "The gradient backward left, which leaves `.grad` None; zeros when there is none."
+        "The gradient backward left, [slots, rows, cols] in the replica's dtype, which leaves `.grad` None; zeros when there is none."
         g, self.replica.grad = self.replica.grad, None
         return torch.zeros_like(self.replica.data) if g is None else g
 
@@ -2688,7 +2688,7 @@ class ShardedBank:
         self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
 
     def arrive(self) -> torch.Tensor:
-        "Wait for the mean gradient of my slots."
+        "Wait for the mean gradient of my slots, [slots of this rank, rows, cols] in the replica's dtype."
         self.handle = wait_mean(self.grad, self.handle, self.ranks)
         return self.grad
 
@@ -2744,12 +2744,12 @@ class Replicated:
         return [t for k, p in zip(self.names, tensors) for t in (p.reshape(-1), self.gaps[k])]
 
     def view(self, flat: torch.Tensor) -> dict:
-        "Name -> view of `flat` in that parameter's shape."
+        "Name -> view of `flat`, [n] of any dtype, in that parameter's shape."
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
 def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, ok: torch.Tensor, count: torch.Tensor,
                  beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8):
-    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter). `lr_mul`, `factor`, `ok` and `count` are 0-dim."
+    "One AdamW step (decoupled decay before the update) on every segment; `factor` scales the gradient, `count` counts this step (Loshchilov and Hutter). `lr_mul`, `factor`, `ok` and `count` are 0-dim: `ok` bool, the others fp32 (or fp64)."
     full = torch.promote_types(group.flat.dtype, torch.float32)
     fix1, fix2 = 1 - beta1 ** count, 1 - beta2 ** count
     for a, b, base_lr, wd in group.segments:
@@ -2765,13 +2765,13 @@ def adamw_update(group: Replicated, lr_mul: torch.Tensor, factor: torch.Tensor, 
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
 def say_control(words: torch.Tensor, ranks: Ranks, elapsed_ms: float, stop: bool, loss: torch.Tensor | None):
-    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host. `words` is [len(CONTROL_WORDS)]."
+    "Fill this rank's first three words; `norm_sq` follows when it is known. Nothing is read back to the host. `words` is [len(CONTROL_WORDS)], fp32 (or fp64)."
     said = torch.tensor([elapsed_ms, float(stop)] if ranks.master else [0.0, 0.0], dtype=words.dtype)
     words[:2].copy_(said.pin_memory() if words.is_cuda else said, non_blocking=True)
     words[2].fill_(0.0) if loss is None else words[2].copy_(loss.detach())
 
 def clip_factor(norm_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    "0-dim factor min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0 (no clipping)."
+    "0-dim factor, dtype of `norm_sq`: min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0 (no clipping)."
     if max_norm <= 0:
         return torch.ones_like(norm_sq)
     return (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
@@ -2835,7 +2835,7 @@ class Engine:
         self.publish()
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> torch.Tensor:
-        "After backward: start the communication of this step; returns the summed control vector, [4], on the device."
+        "After backward: start the communication of this step; returns the summed control vector, [4] fp32 (or fp64), on the device."
         return engine_launch(self, loss, elapsed_ms, stop)
 
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
@@ -2882,7 +2882,7 @@ def apply_masks(self: Engine):
             owner.grad.mul_(mask)
 
 def engine_launch(self: Engine, loss, elapsed_ms: float, stop: bool) -> torch.Tensor:
-    "First half of a step (see `Engine.launch`)."
+    "First half of a step (see `Engine.launch`); returns the control vector, [4] fp32 (or fp64)."
     apply_masks(self)
     grads = {n: b.whole() for n, b in self.banks.items()}
     for g in self.groups:
@@ -3084,7 +3084,7 @@ def score_windows(model: Callable,      # as in score_rows
                   keeps: Tensor,        # int64 [W]
                   row: int,             # tokens of a window
                   batch_seqs: int,      # rows of every forward
-                  out: Tensor | None = None,         # [N]: receives each target's nats, if given
+                  out: Tensor | None = None,         # float [N]: receives each target's nats, if given
                   progress: Callable | None = None,  # called with (windows done, windows) after each batch
                   ) -> Tensor:          # float64 [3]: nats, bytes and number of the scored targets
     "Score some windows of a stream, on this rank alone."
@@ -3165,7 +3165,7 @@ class LateReader:
         self.queue = deque()
 
     def push(self, t: torch.Tensor) -> list | None:
-        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none. Any shape."
+        "Queue `t`; returns the values of the tensor pushed `LATE_STEPS` ago, or None while there is none. Any shape and dtype."
         if t.device.type == "cuda":
             host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
             event = torch.cuda.Event()
@@ -3256,7 +3256,7 @@ class RunLog:
         self.files = []
 
 def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
-    "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim, on the device."
+    "Forward and backward over `accum` micro-batches; returns this rank's mean loss, 0-dim fp32 (or fp64), on the device."
     run, total = loss_fn.backward if isinstance(loss_fn, StepGraph) else functools.partial(backward_pass, loss_fn), None
     for _ in range(accum):
         loss = run(*loader.next(), accum)
@@ -3266,7 +3266,7 @@ def micro_steps(loss_fn, loader, engine: Engine, accum: int) -> torch.Tensor:
     return total
 
 def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-    "Forward and backward of one of `accum` micro-batches: gradients in `.grad`, its share of the mean loss returned, detached."
+    "Forward and backward of one of `accum` micro-batches: gradients in `.grad`, its share of the mean loss returned, detached, 0-dim fp32 (or fp64)."
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
@@ -3314,7 +3314,7 @@ class StepGraph:
         return self.loss.clone()
 
     def aside(self, accum: int) -> torch.Tensor:
-        "One call (of `accum` a step) on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
+        "One call (of `accum` a step) on the stream that will be recorded, so that autograd's bookkeeping belongs to it; returns its share of the loss, 0-dim fp32 (or fp64)."
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -3524,17 +3524,17 @@ def unpack_plain(packed: Packed, # of a float kind
     data = np.array(packed.data)
     return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16) if packed.kind == "bf16" else torch.from_numpy(data)
 
-def spread_scale(w: torch.Tensor, # [rows, cols]
+def spread_scale(w: torch.Tensor, # float [rows, cols]
                  k: float, # clip in units of the row's spread; larger is coarser
                  qmax: int = 31, # largest integer
-                ) -> torch.Tensor: # [rows], rounded to fp16
+                ) -> torch.Tensor: # [rows] fp32 (or fp64), values rounded to fp16
     "The scale k * std(row) / qmax (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
 
 @torch.no_grad()
 def pack_rows(name: str, # for errors
-              w: torch.Tensor, # [rows, cols]
+              w: torch.Tensor, # float [rows, cols]
               kind: str, # int6 or int8
               scale_floor: bool = False, # the published floor: no scale under 1/31 (int6) or 1/127 (int8)
               k: float | None = None, # int6 by spread; None: GPTQ-lite
@@ -3564,7 +3564,7 @@ def quantize_state(named: Mapping[str, torch.Tensor], # published name -> weight
     return packed
 
 def dequantize_state(packed: Mapping[str, Packed], # as stored
-                    ) -> dict[str, torch.Tensor]: # fp32 (fp64 where stored so), CPU; what was quantized holds bfloat16 numbers
+                    ) -> dict[str, torch.Tensor]: # of the shapes stored, fp32 (fp64 where stored so), CPU; what was quantized holds bfloat16 numbers
     "The weights that a model loads, the same on every device."
     state = {}
     for name, p in packed.items():
@@ -3639,9 +3639,9 @@ GPTQ_DAMP = 0.01 # of the mean diagonal
 
 GPTQ_BLOCK = 128 # columns after which the rest of the matrix is brought up to date
 
-def hessian_factor(h: torch.Tensor, # [cols, cols], symmetric
-                   damp: float = GPTQ_DAMP, # of the mean diagonal of live columns
-                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: # order [cols]; dead [cols] bool; U [cols, cols] fp64, in that order
+def hessian_factor(h: torch.Tensor, # fp32 or fp64 [cols, cols], symmetric
+                   damp: float = GPTQ_DAMP, # share of the mean diagonal of live columns
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: # order int64 [cols]; dead [cols] bool; U [cols, cols] fp64, in that order
     "The upper Cholesky factor of H's inverse, or None where H has none."
     h = h.double().clone()
     diagonal = h.diagonal()
@@ -3656,8 +3656,8 @@ def hessian_factor(h: torch.Tensor, # [cols, cols], symmetric
     upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     return None if failed.item() or not torch.isfinite(upper).all() else (order, dead, upper)
 
-def gptq_columns(w: torch.Tensor, # [rows, cols], columns in the order of `upper`
-                 scale: torch.Tensor, # [rows]
+def gptq_columns(w: torch.Tensor, # fp32 (or fp64) [rows, cols], columns in the order of `upper`
+                 scale: torch.Tensor, # [rows], w's dtype
                  upper: torch.Tensor, # [cols, cols], w's dtype
                  qmax: int = 31, # largest integer
                  block: int = GPTQ_BLOCK,
@@ -3677,8 +3677,8 @@ def gptq_columns(w: torch.Tensor, # [rows, cols], columns in the order of `upper
 
 @torch.no_grad()
 def pack_gptq(name: str, # for errors
-              w: torch.Tensor, # [rows, cols]
-              h: torch.Tensor, # [cols, cols] of its input
+              w: torch.Tensor, # float [rows, cols]
+              h: torch.Tensor, # fp32 (or fp64) [cols, cols] of its input
               scale_floor: bool = False, # the published floor: no scale under 1/31
               k: float | None = None, # step k * std(row) / 31; None: the five clips of GPTQ-lite, each row its best
              ) -> Packed:
@@ -3716,7 +3716,7 @@ def gptq_matrices(named: Mapping[str, torch.Tensor], # the int6 matrices, the sa
                   ranks: Ranks, # every rank must call
                   scale_floor: bool = False, k: float | None = None, # as in pack_gptq
                  ) -> dict[str, Packed]: # the same on every rank
-    "GPTQ for all matrices, shared out over the ranks. `hessians` maps a name to its [cols, cols]."
+    "GPTQ for all matrices, shared out over the ranks. `hessians` maps a name to its [cols, cols], fp32 (or fp64)."
     owner = share_matrices({n: tuple(w.shape) for n, w in named.items()}, ranks.world)
     codes = torch.zeros(sum(w.numel() for w in named.values()), dtype=torch.int8, device=ranks.device)
     scales = torch.zeros(sum(len(w) for w in named.values()), device=ranks.device)
@@ -3737,7 +3737,7 @@ SIZE_AIM = 0.998 # fraction of the target that we aim at
 
 SIZE_GOOD = 0.995 # fraction that is near enough
 
-def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights
+def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights, any float dtype
                    target_bytes: int, # the container must have at most so many bytes
                    measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
                    small: int = SMALL_MATRIX, # up to so many elements a tensor stays fp16
@@ -3863,7 +3863,7 @@ def rans_model(symbols: np.ndarray, # uint8, a section
     return int(bits / 8) + len(rans_side(levels, frequencies)), fineness, low, levels, frequencies
 
 def rans_side(levels: list, frequencies: np.ndarray) -> bytes:
-    "Tables and levels, deflated. `frequencies` are [contexts, 256]."
+    "Tables and levels, deflated. `frequencies` are uint32 [contexts, 256]."
     return zlib.compress(frequencies.astype("<u2").tobytes() + b"".join(line.tobytes() for line in levels), 9)
 
 RANS_PREFIX = "<BHBI" # fineness, lowest level, contexts, bytes of the deflated tables
@@ -4353,7 +4353,7 @@ def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Confi
 
 def row_loss(model: Callable,  # ids [B, T] -> logits before the softcap
              cap: float) -> Callable:  # (ids [B, T], targets [B, T], weights [B]) -> 0-dim
-    "The loss of adapting: each row's mean, weighted and summed."
+    "The loss of adapting: each row's mean, weighted and summed; `cap` bounds the logits."
     def loss_of(ids, targets, weights):
         nats = F.cross_entropy(softcap(model(ids), cap).flatten(0, -2), targets.flatten(), reduction="none")
         return (nats.view(targets.shape).mean(1) * weights).sum()
@@ -4429,7 +4429,7 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
                 forward=None,              # (ids, keep) -> logits, with .cap; default the model (pass a compiled one here)
                 loss_fn=None,              # see row_loss; default the model's, compiled where the settings say so
                 log: RunLog | None = None, batch_seqs: int | None = None,  # rows of a scoring forward; default from VAL_BATCH_SIZE
-                out: Tensor | None = None, # [N]: receives each target's nats, on the rank that scored it
+                out: Tensor | None = None, # float [N]: receives each target's nats, on the rank that scored it
                 ) -> tuple[float, float, Ledger]:  # nats per token, bits per byte, what was done when
     "Legal score-first test-time training (parameter-golf PR #549). GolfError if any rule would be broken."
     forward, n, chunk = model if forward is None else forward, tokens.numel() - 1, cfg.ttt_chunk_tokens
@@ -4479,7 +4479,7 @@ def document_spans(tokens: Tensor,  # int [N + 1]
 
 def row_fill(chunk: np.ndarray,   # int64 [chunks], number of each in its document
              capacity: int,       # chunks of a row, at least 2
-             ) -> tuple[np.ndarray, np.ndarray]:  # chunks before it in its row; bool: a new row begins half a row back
+             ) -> tuple[np.ndarray, np.ndarray]:  # int64 [chunks] before it in its row; bool [chunks]: a new row begins half a row back
     "Where the chunks of a document lie in its rows."
     fresh = capacity - capacity // 2
     rows = np.maximum((chunk - capacity) // fresh + 1, 0)
@@ -4528,32 +4528,32 @@ def first_adapters(model: Golf, rank: int,
         parts += [(2 * torch.rand(layers * rank * cols, generator=g, dtype=torch.float64) - 1) / math.sqrt(cols), torch.zeros(layers * rows * rank, dtype=torch.float64)]
     return torch.cat(parts).to(model.tok_emb.device, torch.promote_types(model.tok_emb.dtype, torch.float32))
 
-def adapter_pairs(model: Golf, flat: Tensor,  # [lanes, parameters]
-                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, rank, in], B [lanes, out, rank]
+def adapter_pairs(model: Golf, flat: Tensor,  # float [lanes, parameters]
+                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, rank, in], B [lanes, out, rank]; dtype of flat
     "The adapters of all lanes as views."
     shapes, layers = adapter_shapes(model), model.cfg.num_layers
     parts = iter(flat.split([layers * rank * n for rows, cols in shapes for n in (cols, rows)], 1))
     kinds = [zip(next(parts).view(-1, layers, rank, cols).unbind(1), next(parts).view(-1, layers, rows, rank).unbind(1)) for rows, cols in shapes]
     return [list(pairs) for pairs in zip(*kinds)]
 
-def adapted_linear(x: Tensor,       # [lanes, T, in]
-                   weight: Tensor,  # [out, in]
-                   pair: tuple[Tensor, Tensor],  # A [lanes, rank, in], B [lanes, out, rank]
-                   ) -> Tensor:     # [lanes, T, out]
+def adapted_linear(x: Tensor,       # float [lanes, T, in]
+                   weight: Tensor,  # [out, in], dtype of x
+                   pair: tuple[Tensor, Tensor],  # A [lanes, rank, in], B [lanes, out, rank], dtype of x
+                   ) -> Tensor:     # [lanes, T, out], dtype of x
     "x (W + B A)^T, another A and B in each lane."
     return F.linear(x, weight) + torch.bmm(torch.bmm(x, pair[0].mT), pair[1].mT)
 
 def embed_chunk(model: Golf,
                 ids: Tensor,   # int64 [lanes, 2 + T]: two tokens before the chunk, then the chunk
                 fill: Tensor,  # int64 [lanes] tokens before it in its row: 0, or 2 and more
-                ) -> Tensor:   # [lanes, T, D]
+                ) -> Tensor:   # [lanes, T, D] in the compute dtype
     "The embedded chunk; at the beginning of a row as if there were nothing before."
     return torch.where((fill == 0)[:, None, None], embed_input(model, ids[:, 2:]), embed_input(model, ids)[:, 2:])
 
-def attend_stored(q: Tensor,  # [lanes, T, H, head]
-                  k: Tensor, v: Tensor,  # [lanes, S + T, KV, head]: stored ones, then the chunk's own
+def attend_stored(q: Tensor,  # float [lanes, T, H, head]
+                  k: Tensor, v: Tensor,  # float [lanes, S + T, KV, head]: stored ones, then the chunk's own
                   mask: Tensor,  # bool [lanes, 1, T, S + T]
-                  ) -> Tensor:   # [lanes, T, H, head]
+                  ) -> Tensor:   # [lanes, T, H, head], dtype of q
     "Grouped-query attention under a mask; the heads that share a key stand below each other as more queries."
     lanes, T, H, D = q.shape
     groups = H // k.shape[2]
@@ -4562,15 +4562,15 @@ def attend_stored(q: Tensor,  # [lanes, T, H, head]
         y = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask.repeat(1, 1, groups, 1), scale=1 / math.sqrt(D))
     return y.view(lanes, -1, groups, T, D).permute(0, 3, 1, 2, 4).reshape(lanes, T, H, D)
 
-def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
+def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D], compute dtype
                   w: BlockWeights,
                   pairs: list,               # A and B of each matrix, see adapter_pairs
                   block: BlockTraits,
                   cos: Tensor, sin: Tensor,  # [lanes * T, rope_dims/2]
-                  ve: Tensor | None,         # [lanes, T, KV*head]
-                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each
+                  ve: Tensor | None,         # [lanes, T, KV*head], compute dtype
+                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each, any float dtype
                   mask: Tensor,              # bool [lanes, 1, T, S + T]
-                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values
+                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values; dtype of x
     "One block, as `run_block` of chapter 08."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
     q, k, v = (adapted_linear(n, m, p) for m, p in zip(w[:3], pairs))
@@ -4585,10 +4585,10 @@ def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D]
 def adapted_walk(model: Golf,
                  ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
                  fill: Tensor,  # int64 [lanes]
-                 flat: Tensor,  # [lanes, parameters] adapters
-                 keys: Tensor, values: Tensor,  # stored: [layers, lanes, S, KV, head]
+                 flat: Tensor,  # fp32 (or fp64) [lanes, parameters] adapters
+                 keys: Tensor, values: Tensor,  # stored: float [layers, lanes, S, KV, head]
                  cfg: Config,   # ttt_lora_rank, and eval_seq_len: a row's length sets the rotary base
-                 ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]
+                 ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]; compute dtype
     "All blocks with their skips, from tokens to the last residual stream."
     T, S, layers = ids.shape[1] - 2, keys.shape[2], model.cfg.num_layers
     x = x0 = embed_chunk(model, ids, fill)
@@ -4622,10 +4622,10 @@ def reread(model: Golf, cfg: Config) -> Callable:
 
 ADAPTER_EPS = 1e-10
 
-def adapter_update(flat: Tensor, second: Tensor,  # [lanes, parameters] adapters and their mean squared gradient, in place
-                   count: Tensor,    # [lanes, 1] steps so far, in place
-                   grad: Tensor, goes_on: Tensor,  # [lanes, parameters]; [lanes] 1 where the document has another chunk
-                   first: Tensor,    # [parameters]
+def adapter_update(flat: Tensor, second: Tensor,  # fp32 (or fp64) [lanes, parameters] adapters and their mean squared gradient, in place
+                   count: Tensor,    # [lanes, 1] steps so far, dtype of flat, in place
+                   grad: Tensor, goes_on: Tensor,  # dtype of flat: [lanes, parameters]; [lanes] 1 where the document has another chunk
+                   first: Tensor,    # [parameters], dtype of flat
                    lr: float, beta2: float) -> None:
     "One step of Adam without momentum in the lanes that go on, a fresh start in the others."
     on = goes_on[:, None] > 0
@@ -4642,7 +4642,7 @@ class DocumentLedger:
         self.spans, self.upto, self.history = spans, spans[:, 0].copy(), []  # history: ("score" or "train", documents, first targets, ends)
 
     def scored(self, docs: np.ndarray,               # int64 [n], numbers of documents
-               a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
+               a: np.ndarray, b: np.ndarray):  # a, b: int64 [n], first target, one past the last
         "Targets a .. b-1 of these documents got their score. GolfError unless they follow each document's last scored one."
         if (a != self.upto[docs]).any() or (b <= a).any() or (b > self.spans[docs, 1]).any() or len(set(docs.tolist())) != len(docs):
             raise GolfError(f"targets of a document must be scored once, from left to right: expected the next of documents {docs[:4].tolist()} to be {self.upto[docs][:4].tolist()}, found {a[:4].tolist()}; start a new pass")
@@ -4650,7 +4650,7 @@ class DocumentLedger:
         self.history.append(("score", docs, a, b))
 
     def train(self, docs: np.ndarray,               # as in `scored`
-              a: np.ndarray, b: np.ndarray):  # int64 [n]: first target, one past the last
+              a: np.ndarray, b: np.ndarray):  # a, b: int64 [n], first target, one past the last
         "Ask before an update of these documents' adapters with targets a .. b-1. GolfError if one of them has no score yet, or is another document's."
         if (a < self.spans[docs, 0]).any() or (b <= a).any() or (b > self.upto[docs]).any():
             raise GolfError(f"an update may use scored targets of its own document only: documents {docs[:4].tolist()} want up to {b[:4].tolist()}, scored are {self.upto[docs][:4].tolist()}; score the chunk first")
@@ -4662,7 +4662,7 @@ class Lanes:
     def __init__(self, model: Golf, tokens: Tensor, table: ByteTable, cfg: Config,  # as in score_documents
                  plan: dict[str, np.ndarray],   # int64 [steps, lanes] each, see lane_plan
                  step: Callable | None = None,  # see adapted_step
-                 out: Tensor | None = None):    # [N + 1]: receives each target's nats; the last place is for what does not count
+                 out: Tensor | None = None):    # float [N + 1]: receives each target's nats; the last place is for what does not count
         device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
@@ -4677,7 +4677,7 @@ class Lanes:
 
     def window(self, first: Tensor,  # int64 [lanes] first targets
                before: int, size: int) -> Tensor:  # int64 [lanes, before + size]
-        "Tokens from `before` places ahead of each first target on; places outside the stream repeat its ends."
+        "`before` + `size` tokens from `before` places ahead of each first target on; places outside the stream repeat its ends."
         return self.tokens[(first[:, None] + torch.arange(-before, size, device=first.device)).clamp(0, self.tokens.numel() - 1)].long()
 
     def advance(self):
@@ -4715,7 +4715,7 @@ def score_documents(model: Golf,               # filled with the decoded state; 
                     ranks: Ranks,              # every rank must call
                     log: RunLog | None = None,
                     step: Callable | None = None,  # see adapted_step
-                    out: Tensor | None = None,     # [N]: receives each target's nats, on the rank that scored it
+                    out: Tensor | None = None,     # float [N]: receives each target's nats, on the rank that scored it
                     ) -> tuple[float, float, DocumentLedger]:  # nats per token, bits per byte, what was done when on this rank
     "Score every document with adapters that learn from each chunk once it is scored (parameter-golf PR #77). GolfError if any rule would be broken."
     if not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:
@@ -4755,12 +4755,12 @@ class Session:
     train_paths: list
     val: torch.Tensor # validation tokens, int64 [N + 1], on the device
     unigram: float # bits per byte of the smoothed unigram of the training tokens
-    tokenizer_sha256: str
+    tokenizer_sha256: str # of the tokenizer file
     seconds: dict = field(default_factory=dict) # phase -> seconds
     summary: dict = field(default_factory=dict)
 
     def phase(self, name: str, start: float):
-        "Book the time since `start` (time.perf_counter) under `name`."
+        "Book the time since `start` (seconds of time.perf_counter) under `name`."
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
 
@@ -4782,7 +4782,7 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     return folder
 
 def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
-    "Counts [vocab] of the first `limit` training tokens. GolfError on a token outside the vocabulary."
+    "Counts, int64 [vocab], of the first `limit` training tokens. GolfError on a token outside the vocabulary."
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
         tokens = read_span(path, 0, min(limit, read_header(path)))
@@ -4853,7 +4853,7 @@ def plain_score(s: Session, m: Machine) -> tuple[float, float]:
     return out
 
 def score_line(s: Session, label: str, loss: float, bpb: float, start: float, exact: bool = True):
-    "Write the field's lines for one score. `start` is when it began (time.perf_counter), `exact` adds the line with eight digits."
+    "Write the field's lines for one score. `start` is when it began (seconds of time.perf_counter), `exact` adds the line with eight digits."
     ms = 1000 * (time.perf_counter() - start)
     s.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
     if exact:

@@ -103,7 +103,7 @@ def ttt_engine(model: Golf, layout: Layout, state: dict[str, Tensor], cfg: Confi
 # %% ../nbs/18_ttt.ipynb #7f8c62b5
 def row_loss(model: Callable,  # ids [B, T] -> logits before the softcap
              cap: float) -> Callable:  # (ids [B, T], targets [B, T], weights [B]) -> 0-dim
-    "The loss of adapting: each row's mean, weighted and summed."
+    "The loss of adapting: each row's mean, weighted and summed; `cap` bounds the logits."
     def loss_of(ids, targets, weights):
         nats = F.cross_entropy(softcap(model(ids), cap).flatten(0, -2), targets.flatten(), reduction="none")
         return (nats.view(targets.shape).mean(1) * weights).sum()
@@ -185,7 +185,7 @@ def score_first(model: Golf,               # is changed: it ends as adapted as i
                 forward=None,              # (ids, keep) -> logits, with .cap; default the model (pass a compiled one here)
                 loss_fn=None,              # see row_loss; default the model's, compiled where the settings say so
                 log: RunLog | None = None, batch_seqs: int | None = None,  # rows of a scoring forward; default from VAL_BATCH_SIZE
-                out: Tensor | None = None, # [N]: receives each target's nats, on the rank that scored it
+                out: Tensor | None = None, # float [N]: receives each target's nats, on the rank that scored it
                 ) -> tuple[float, float, Ledger]:  # nats per token, bits per byte, what was done when
     "Legal score-first test-time training (parameter-golf PR #549). GolfError if any rule would be broken."
     forward, n, chunk = model if forward is None else forward, tokens.numel() - 1, cfg.ttt_chunk_tokens
@@ -269,7 +269,7 @@ def finding(condition: str, check: str, passed: bool, found: str) -> dict:
 
 
 def audit_prefix(run: Callable[[Tensor], Trial], tokens: Tensor, base: Trial, vocab: int, flips: int = 6) -> list[dict]:
-    "Condition 1: flipped tokens leave earlier scores bit-equal, and a second pass gives the first one's scores. `run` scores a stream [N + 1]; `flips` places are tried."
+    "Condition 1: flipped tokens leave earlier scores bit-equal, and a second pass gives the first one's scores. `run` scores a stream, int [N + 1]; `flips` places are tried."
     n = tokens.numel() - 1
     places, late = sorted({1 + i * (n - 1) // flips for i in range(1, flips + 1)} | {2}), []
     for p in places:
@@ -284,7 +284,7 @@ def audit_prefix(run: Callable[[Tensor], Trial], tokens: Tensor, base: Trial, vo
 
 # %% ../nbs/18_ttt.ipynb #0d789cc0
 def audit_normalised(run: Callable[[Tensor], Trial], tokens: Tensor, vocab: int, place: int, values: list[int]) -> list[dict]:
-    "Condition 2: the probabilities of all (or some) tokens in one place sum to one (or at most one). `run` scores a stream [N + 1]; `values` are the tokens tried in that place."
+    "Condition 2: the probabilities of all (or some) tokens in one place sum to one (or at most one). `run` scores a stream, int [N + 1]; `values` are the tokens tried in that place."
     total = 0.0
     for v in values:
         other = tokens.clone()

@@ -1,4 +1,4 @@
-"""Every public name says what it is: a docstring; what each parameter means, tensors with their shape; and the errors it raises.
+"""Every public name says what it is: a docstring; what each parameter means, tensors with shape and dtype, numbers with their unit; and the errors it raises.
 
 Rules that a program can check, over golfnb/*.py as exported:
   - a public function, class or method has a docstring, or a remark on its own line;
@@ -6,6 +6,12 @@ Rules that a program can check, over golfnb/*.py as exported:
     a path, a module of torch's, a command's parsed arguments), or its name is explained elsewhere in the same chapter, or in a table
     of names: its chapter's, or chapter 00's of those that mean the same everywhere;
   - a tensor or array has its shape there: brackets, or the words 0-dim, scalar, shape or any;
+  - it has its dtype there too: a dtype's name (float alone is any floating dtype), or the word dtype, as in "dtype of x";
+  - a result that holds a tensor or array has both on the line of its type, or in the docstring;
+  - a float has its unit there, as parameter, result or field: a unit, a word for a number without one (ratio, factor, share, ...),
+    or a name that carries it (`_ms`, `_bytes`, `_bpb`, `lr`, ...); so has an int whose name is that of a size, a length or a time;
+  - a field of a public dataclass or named tuple is explained as a parameter is; the meaning of a setting is its comment;
+  - a row of chapter 00's table that gives a shape gives the dtype;
   - a function whose own body raises GolfError says so, or says what else it raises.
 """
 import ast
@@ -23,6 +29,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "golfnb"
 MODULES = sorted(p for p in PACKAGE.glob("*.py") if p.name not in ("__init__.py", "_modidx.py", "train_gpt.py"))
 TENSOR = re.compile(r"\b(?:Tensor|ndarray)\b")
 SHAPE = re.compile(r"\[|0-dim|\bscalars?\b|\bshapes?\b|\bany\b", re.I)
+DTYPE = re.compile(r"\bu?int(?:8|16|32|64)?\b|\bbf(?:loat)?16\b|\bfp(?:16|32|64)\b|\bfloat(?:16|32|64|s)?\b|\bfloating\b|\bintegers?\b|\bbool\b|\bdtypes?\b")
+FLOAT, INT = re.compile(r"\bfloat\b"), re.compile(r"\bint\b")
+UNIT = re.compile(  # of a float
+    r"(?<!['’])\b(?:s|ms|us|[KMG]i?B|(?i:(?:milli|micro)?seconds?|minutes?|hours?|bytes?|bits?|nats?|bpb|T?FLOPs?|logits|per step|units?"
+    r"|ratios?|factors?|shares?|fractions?|rates?|probabilit(?:y|ies)|multipliers?|L2 norm|exponents?|decays?|momentum|standard (?:deviation|error)s?|number(?! of)|count))\b"
+    r"|\[0, 1\]|\b0 ?(?:to|\.\.) ?1\b|%")
+COUNTED = re.compile(r"\b(?:tokens?|steps?|elements?|characters?|channels?|rows|columns|slots|blocks|batches|windows|documents|values|targets|pieces|runs|chunks|samples|snapshots)\b")  # or of an int
+CARRIES = re.compile(r"_s$|(?:^|_)(?:ms|us|seconds|bytes|bpb|loss|nats|tokens|gbps|tflops|lr|wd|decay|momentum|share|ratio|eps|steps|multiplier|factor)$")
+SIZED = re.compile(r"(?:^|_)(?:size|length|len|timeout|wait|time|budget|limit|cap|every|stride|reserve|capacity|space|width)(?:_|$)")
 PLAIN = {"Path", "Path | str", "str | Path", "Path | None", "nn.Module", "argparse.ArgumentParser"}
 DEFS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -57,7 +72,7 @@ def explained(tree, said: dict[int, str]) -> dict[str, str]:  # name -> remarks
     for node in ast.walk(tree):
         if isinstance(node, DEFS):
             for name, remark in remarks(node, said).items():
-                found[name] = found.get(name, "") + remark
+                found[name] = f"{found.get(name, '')} {remark}"
     return found
 
 
@@ -72,21 +87,49 @@ def raises_golf_error(node) -> bool:
     return any(isinstance(n, ast.Raise) and isinstance(n.exc, ast.Call) and getattr(n.exc.func, "id", "") == "GolfError" for n in ast.walk(node))
 
 
+def unitless(name: str, kind: str, told: str) -> bool:
+    "Whether a float, or an int named like a size or a time, is without a unit."
+    if CARRIES.search(name) or UNIT.search(told):
+        return False
+    kind = re.sub(r"Callable\[\[.*?\], .*\]", "", kind)  # a function's own numbers are another matter
+    return bool(FLOAT.search(kind) or INT.search(kind) and SIZED.search(name) and not COUNTED.search(told))
+
+
+def tensor_problems(name: str, kind: str, told: str) -> list[str]:
+    "What is not told about a tensor."
+    return [f"{name} has no {word}" for word, rule in (("shape", SHAPE), ("dtype", DTYPE)) if TENSOR.search(kind) and not rule.search(told)]
+
+
+def field_problems(name: str, node: ast.AnnAssign, doc: str, said: dict[int, str], own: set[str], known: dict[str, str]) -> list[str]:
+    "What a field of a public class does not say."
+    arg, kind, value = node.target.id, ast.unparse(node.annotation), node.value
+    meaning = ast.unparse(value) if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "setting" else ""
+    told = " ".join(filter(None, (said.get(node.lineno), meaning, known.get(arg), doc if re.search(rf"\b{arg}\b", doc) else "")))
+    found = [] if told or kind in PLAIN or own & set(re.findall(r"\w+", kind)) else [f"{name}: field {arg} has no remark"]
+    return found + tensor_problems(f"{name}: tensor {arg}", kind, told) + ([f"{name}: field {arg} has no unit"] if unitless(arg, kind, told) else [])
+
+
 def function_problems(name: str, node, said: dict[int, str], own: set[str], known: dict[str, str]) -> list[str]:
     "What a function does not say."
     doc, first = ast.get_docstring(node) or "", node.body[0].lineno
-    head = " ".join(said[i] for i in range(node.lineno, first + 1) if i in said)
-    found = [] if doc or head else [f"{name}: no docstring"]
+    heads = [said[i] for i in range(node.lineno, first + 1) if i in said]
+    found = [] if doc or heads else [f"{name}: no docstring"]
     args = [a for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs if a.arg not in ("self", "cls")]
     for a in args:
-        kind, remark = ast.unparse(a.annotation) if a.annotation else "", remarks(node, said).get(a.arg, "") + known.get(a.arg, "")
-        named = bool(re.search(rf"\b{re.escape(a.arg)}\b", doc + head))
+        kind, remark = ast.unparse(a.annotation) if a.annotation else "", f"{remarks(node, said).get(a.arg, '')} {known.get(a.arg, '')}".strip()
+        named = " ".join(part for part in (doc, *heads) if re.search(rf"\b{re.escape(a.arg)}\b", part))
         plain = kind in PLAIN or a.arg == "args" or bool(own & set(re.findall(r"\w+", kind))) or kind == "tl.constexpr"
         if not (remark or named or plain):
             found.append(f"{name}: parameter {a.arg} has no remark")
-        if TENSOR.search(kind) and not SHAPE.search(remark + (doc + head if named else "")):
-            found.append(f"{name}: tensor {a.arg} has no shape")
-    if raises_golf_error(node) and not re.search(r"GolfError|[Rr]aises|[Rr]efuse", doc + head):
+        found += tensor_problems(f"{name}: tensor {a.arg}", kind, f"{remark} {named}")
+        if unitless(a.arg, kind, f"{remark} {named}"):
+            found.append(f"{name}: {a.arg} has no unit")
+    if node.returns:
+        kind, told = ast.unparse(node.returns), f"{doc} {said.get(node.returns.end_lineno, '')}"
+        found += tensor_problems(f"{name}: the result", kind, told)
+        if unitless(node.name, kind, told):
+            found.append(f"{name}: the result has no unit")
+    if raises_golf_error(node) and not re.search(r"GolfError|[Rr]aises|[Rr]efuse", " ".join((doc, *heads))):
         found.append(f"{name}: raises GolfError and does not say so")
     return found
 
@@ -95,7 +138,7 @@ def problems(source: str, own: set[str], names: dict[str, str]) -> list[str]:
     "What a module's public names do not say."
     tree, said, found = ast.parse(source), comments(source), []
     here = explained(tree, said)
-    known = {n: names.get(n, "") + here.get(n, "") for n in names.keys() | here.keys()}
+    known = {n: f"{names.get(n, '')} {here.get(n, '')}".strip() for n in names.keys() | here.keys()}
     public = next((ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"), None)
     for node in tree.body:
         if isinstance(node, DEFS) and (public is None or node.name in public):
@@ -103,6 +146,8 @@ def problems(source: str, own: set[str], names: dict[str, str]) -> list[str]:
         if isinstance(node, ast.ClassDef) and (public is None or node.name in public):
             found += [] if ast.get_docstring(node) else [f"{node.name}: no docstring"]
             for m in node.body:
+                if isinstance(m, ast.AnnAssign):
+                    found += field_problems(node.name, m, ast.get_docstring(node) or "", said, own, known)
                 if isinstance(m, DEFS) and (not m.name.startswith("_") or m.name == "__init__"):
                     lost = function_problems(f"{node.name}.{m.name}", m, said, own, known)
                     found += [f for f in lost if not (m.name == "__init__" and f.endswith("no docstring"))]  # the class has one
@@ -115,12 +160,60 @@ def test_public_names_say_what_they_are(path):
     assert not found, f"golfnb/{path.name} (write it in the notebook):\n" + "\n".join(found)
 
 
-def test_a_silent_name_is_found():
-    "Each rule can fail, and what keeps it passes."
-    bad = ["def f(): pass", 'def f(n: int):\n    "Doc."', 'def f(\n    x: torch.Tensor,  # the input\n):\n    "Doc."', 'def f():\n    "Doc."\n    raise GolfError("no")', "class A:\n    pass", 'class A:\n    "Doc."\n    def go(self): pass']
-    good = ["def _f(): pass", 'def f(n: int):\n    "Doc of `n`."', 'def f(\n    x: torch.Tensor,  # [rows, width]\n    n: int,  # rows: count\n):\n    "Doc."', 'def f():\n    "Raises GolfError always."\n    raise GolfError("no")', 'def f(cfg: Config):\n    "Doc."']
-    assert all(len(problems("__all__ = ['f', 'A']\n" + b, {"Config"}, {})) == 1 for b in bad)
-    assert not any(problems("__all__ = ['f', 'A']\n" + g, {"Config"}, {}) for g in good)
+def rows_without_dtype(table: dict[str, str]) -> list[str]:
+    "The names of a table that have a shape and no dtype."
+    return [name for name, meaning in table.items() if re.search(r"\[|0-dim", meaning) and not DTYPE.search(meaning)]
+
+
+def test_names_that_mean_the_same_everywhere_say_their_dtype():
+    assert not rows_without_dtype(glossary(PACKAGE.parent / "nbs" / "00_config.ipynb"))
+    assert rows_without_dtype({"x": "the input, [rows, cols]", "y": "fp32 [rows]", "n": "a count"}) == ["x"]
+
+
+SILENT = [  # source, what it does not say
+    ("def f(): pass", "no docstring"),
+    ('def f(n: int):\n    "Doc."', "n has no remark"),
+    ('def f(\n    x: torch.Tensor,  # the input, float\n):\n    "Doc."', "x has no shape"),
+    ('def f(\n    x: torch.Tensor,  # [rows]\n):\n    "Doc."', "x has no dtype"),
+    ('def f(\n    x: torch.Tensor,  # [rows], any\n):\n    "Doc."', "x has no dtype"),
+    ('def f(\n    n: int,  # rows\n) -> dict[str, np.ndarray]:  # name -> int64\n    "Doc."', "result has no shape"),
+    ('def f(\n    n: int,  # rows\n) -> torch.Tensor:  # [n]\n    "Doc."', "result has no dtype"),
+    ('def f(\n    x: torch.Tensor,  # float [rows], the row\'s\n    start: float,  # the row\'s start\n):\n    "Doc."', "start has no unit"),
+    ('def f(\n    x: float | None,  # a share\n) -> tuple[float, int]:  # the mean\n    "Doc."', "result has no unit"),
+    ('def f(\n    timeout: int = 3,  # how long\n):\n    "Doc."', "timeout has no unit"),
+    ('def f():\n    "Doc."\n    raise GolfError("no")', "raises GolfError"),
+    ("class A:\n    pass", "no docstring"),
+    ('class A:\n    "Doc."\n    def go(self): pass', "no docstring"),
+    ('class A:\n    "Doc."\n    n: int', "n has no remark"),
+    ('class A:\n    "Doc."\n    x: torch.Tensor  # [rows]', "x has no dtype"),
+    ('class A:\n    "Doc."\n    x: np.ndarray  # int64', "x has no shape"),
+    ('class A:\n    "Doc."\n    x: float = 1.0  # what it is', "x has no unit"),
+    ('class A:\n    "Doc."\n    x: float = setting(1.0, "what it is")', "x has no unit"),
+]
+SAID = [
+    "def _f(): pass",
+    'def f(n: int):\n    "Doc of `n`."',
+    'def f(\n    x: torch.Tensor,  # float [rows, width]\n    n: int,  # rows: count\n):\n    "Doc."',
+    'def f(\n    x: torch.Tensor,  # any shape and dtype\n) -> torch.Tensor:  # shape and dtype of x\n    "Doc."',
+    'def f(x: torch.Tensor) -> np.ndarray:\n    "int64 [n], from `x`, bool [n]."',
+    'def f(x: float, y_ms: float) -> float:  # seconds\n    "Doc of `x`, a share, and of `y_ms`."',
+    'def f(\n    fn: Callable[[float], int],  # bytes at a scale\n    timeout: int,  # seconds\n    size: int,  # tokens\n):\n    "Doc."',
+    'def f():\n    "Raises GolfError always."\n    raise GolfError("no")',
+    'def f(cfg: Config):\n    "Doc."',
+    'class A:\n    "Doc."\n    n: int  # rows\n    cfg: Config\n    x: torch.Tensor  # int64 [n]\n    lr: float = setting(1.0, "learning rate: per step")',
+]
+
+
+@pytest.mark.parametrize("source, words", SILENT)
+def test_a_silent_name_is_found(source, words):
+    "Each rule can fail."
+    found = problems("__all__ = ['f', 'A']\n" + source, {"Config"}, {})
+    assert len(found) == 1 and words in found[0], found
+
+
+@pytest.mark.parametrize("source", SAID)
+def test_a_name_that_says_it_all_passes(source):
+    assert not problems("__all__ = ['f', 'A']\n" + source, {"Config"}, {})
 
 
 SOURCES = {  # what comes from a paper or a pull request -> words of its docstring that say which
