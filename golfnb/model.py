@@ -14,7 +14,7 @@ __all__ = ['BLOCK_MATRICES', 'SKIP_START', 'SKIP_FROZEN_STEPS', 'CONTROL_NAMES',
 # %% ../nbs/08_model.ipynb #1a597c27
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from .banks import bank_views, make_banks, rebank, slot_shapes, unbank
 from .config import Config, GolfError, config_from_settings
 from .kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, use_kernels
-from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, rms_norm, rotary_tables, smear, softcap,
+from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, ready_attention, rms_norm, rotary_tables, smear, softcap,
                            squared_leaky)
 from .layout import SMALL_MATRIX, Layout, model_layout
 
@@ -78,7 +78,7 @@ class BlockTraits:
     slope: float     # of the activation below zero: ratio
     xsa: bool        # exclusive self-attention
     ve: int | None   # its place among the blocks with a value embedding, or None
-    attention: str   # backend choice
+    attention: str   # backend choice, see ready_attention
 
 # %% ../nbs/08_model.ipynb #b3668d42
 def block_traits(cfg: Config) -> list[BlockTraits]:
@@ -219,7 +219,8 @@ class GolfWeights(torch.nn.Module):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.cfg, self.layout, self.cap, self.order = cfg, layout, cfg.logit_softcap, list(range(cfg.num_layers))
         self.frozen = 0, "all"  # lowest blocks that get no gradient, and what of them: "all" or "controls" (chapter 18)
-        self.blocks, self.places, self.compute = block_traits(cfg), block_places(layout, cfg.num_layers), dtype
+        attention = ready_attention(cfg.attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
+        self.blocks, self.places, self.compute = block_traits(replace(cfg, attention=attention)), block_places(layout, cfg.num_layers), dtype
         self.stackable = side_by_side(layout, self.places)
         self.shapes = {b.name: slot_shapes(b) for b in layout.banks}
         self.banks = torch.nn.ParameterDict(make_banks(layout, chosen_dtype(cfg.matrix_dtype, dtype), device))

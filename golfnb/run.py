@@ -26,6 +26,7 @@ from .artifact import artifact_header, ledger, load_artifact, pack_bytes, save_a
 from .bpb import ByteTable, byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .config import Config, GolfError, load_config
 from .evaluate import plain_loss, sliding_loss
+from .layers import FLASH_PACKAGES, attention_backend
 from .layout import Layout, model_layout
 from .loader import Loader, make_sampler
 from .model import Golf, init_model, load_named, named_state
@@ -308,6 +309,8 @@ def run(cfg: Config, ranks: Ranks | None = None,
     start = time.perf_counter()
     m = build_machine(cfg, ranks)
     s.phase("building", start)
+    attention = m.model.blocks[0].attention
+    s.log.line(f"attention:{attention if attention in FLASH_PACKAGES else attention_backend(ranks.device, attention)[0].name.lower()}")
     result = train_phase(s, m)
     averaged = averaged_phase(s, m, result)
     path = pack_phase(s, m, averaged, result.steps, len(code))

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from .bench import BENCH_JOBS, BENCH_NOTES, BenchJob, Rig, bench_shards, bench_worker, interleave, keep_result, launch_bench, phase_block, read_result, run_bench, run_rounds, spread, step_block, wait_for
 from .config import Config, GolfError, load_config
 from .kernels import KERNELS_ON, MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op, use_kernels, xsa_grad_op, xsa_op
-from .layers import attend, rotary_tables
+from .layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
 from .model import Golf, init_model
 from .layout import model_layout
 from .parallel_muon import Engine, Ranks, make_engine, restore, snapshot
@@ -316,13 +316,14 @@ def bench_kernels(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
 
 # %% ../nbs/28_timing.ipynb #4dbbbe63
 def attention_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tuple]:
-    "Name -> (function, bytes, operations): forward, and forward with backward, of each backend; with key heads repeated; with heads before tokens."
+    "Name -> (function, bytes, operations): forward, and forward with backward, of each backend (for PyTorch's flash backend, a package of FlashAttention where one is installed); with key heads repeated; with heads before tokens."
     T, H, KV, D = cfg.train_seq_len, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     dtype, cases = torch.bfloat16 if device.type == "cuda" else torch.float32, {}
     moved, flops = rows * T * (2 * H + 2 * KV) * D * dtype.itemsize, 2 * rows * H * T * T * D
     plain = [torch.randn(rows, T, heads, D, device=device, dtype=dtype) for heads in (H, KV, KV)]
     kinds = {"": plain, ", key heads repeated": [plain[0], *(t.repeat_interleave(H // KV, 2) for t in plain[1:])], ", heads first": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in plain]}
-    for backend in ("cudnn", "flash") if device.type == "cuda" else ("flash", "math"):
+    flash = next((w for w in FLASH_PACKAGES if device.type == "cuda" and not flash_problem(w, str(device), H, KV, D)), "flash")
+    for backend in ("cudnn", flash) if device.type == "cuda" else (flash, "math"):
         for words, qkv in kinds.items():
             inputs, dy = [t.detach().requires_grad_() for t in qkv], torch.randn_like(plain[0])
 

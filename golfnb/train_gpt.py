@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 86722f38a6d27407 | Apache-2.0
+# recipe pr549 | source sha256 d13c9fda35302d24 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -7,6 +7,7 @@ import glob
 import hashlib
 import heapq
 import importlib
+import importlib.util
 import json
 import lzma
 import math
@@ -23,6 +24,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1442,13 +1444,15 @@ def qk_norm_rope_gain(q: torch.Tensor,     # float [B, Tq, H, D], the last Tq po
     q = rotate(rms_norm(q), cos[start:], sin[start:]) * gain.to(q.dtype)[:, None]
     return q, rotate(rms_norm(k), cos, sin)
 
+FLASH_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}  # choice -> the module that PyTorch takes for it
+
 _ATTENTION_ORDER = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 def attention_backend(device: str | torch.device,  # where q lives
-                      choice: str = "auto",        # "auto", "cudnn", "flash", "efficient" or "math": put this one first
+                      choice: str = "auto",        # "auto", "cudnn", "flash", "efficient", "math", or one of FLASH_PACKAGES: put this one first
                       ) -> list[SDPBackend]:
     "Attention kernels in order of preference. GolfError for a choice that there is not."
-    names = dict(zip(("cudnn", "flash", "efficient", "math"), _ATTENTION_ORDER))
+    names = dict(zip(("cudnn", "flash", "efficient", "math"), _ATTENTION_ORDER)) | dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION)
     if choice != "auto" and choice not in names:
         raise GolfError(f"ATTENTION must be auto, {', '.join(names)}: found {choice!r}")
     order = [b for b in _ATTENTION_ORDER if torch.device(device).type == "cuda" or b != SDPBackend.CUDNN_ATTENTION]
@@ -1472,6 +1476,61 @@ def attend(q: torch.Tensor,       # float [B, Tq, H, D], the last Tq positions
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
                                            is_causal=mask is None, scale=1 / math.sqrt(q.shape[-1]), enable_gqa=mask is None)
     return y.transpose(1, 2)
+
+def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float:  # ratio of norms
+    "The largest relative distance of the flash backend from the plain formula: output and gradients of a small bfloat16 batch, `heads` query and `keys` key heads of `head_dim` channels."
+    draw = torch.Generator(device).manual_seed(0)
+    shapes, found = [(2, h, 160, head_dim) for h in (heads, keys, keys, heads)], []
+    *qkv, dy = [torch.randn(s, generator=draw, device=device, dtype=torch.bfloat16) for s in shapes]
+    for backend, dtype in ((SDPBackend.FLASH_ATTENTION, torch.bfloat16), (SDPBackend.MATH, torch.float32)):
+        inputs = [t.to(dtype).requires_grad_() for t in qkv]
+        with sdpa_kernel(backend), torch.enable_grad():
+            y = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+            found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))])
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(*found))
+
+@functools.cache
+def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int) -> str:
+    "Put a package of FLASH_PACKAGES in the place of PyTorch's flash backend, for this process, and try it (see backend_distance): what is wrong with it, or an empty string."
+    attention = torch.nn.attention
+    if not flash_installed(choice):
+        return f"{FLASH_PACKAGES[choice]} is not installed"
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} has no place for it"
+    try:
+        attention.activate_flash_attention_impl(choice.upper())
+        far = backend_distance(device, heads, keys, head_dim)
+        problem = "" if far < 0.02 else f"it is {far:.3f} from the plain formula"
+    except Exception as e:  # whatever somebody else's build may raise
+        problem = f"{type(e).__name__}: {e}"
+    if problem and attention.current_flash_attention_impl():
+        attention.restore_flash_attention_impl()
+    return problem
+
+def flash_installed(choice: str) -> bool:
+    "Whether the module of this choice of FLASH_PACKAGES can be found."
+    try:
+        return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
+    except ModuleNotFoundError:  # nor its parent
+        return False
+
+def ready_attention(choice: str,    # the setting ATTENTION
+                    device: str | torch.device,
+                    heads: int,     # query heads: count
+                    keys: int,      # key heads: count
+                    head_dim: int,  # channels of a head
+                    ) -> str:
+    "The choice to give `attend` on this device, made ready; a warning where FlashAttention-3 is installed and fails. GolfError for a choice that there is not, or that cannot be had."
+    attention_backend(device, choice)
+    wanted = "fa3" if choice == "auto" and torch.device(device).type == "cuda" and flash_installed("fa3") else choice
+    if wanted not in FLASH_PACKAGES or torch.device(device).type != "cuda":
+        return choice
+    problem = flash_problem(wanted, str(device), heads, keys, head_dim)
+    if problem and choice != "auto":
+        raise GolfError(f"ATTENTION={choice} cannot be had here: {problem}; mend that, or leave ATTENTION at auto")
+    if problem:
+        warnings.warn(f"golfnb: FlashAttention-3 is installed and not used: {problem}; cuDNN's attention takes its place", stacklevel=2)
+    return "auto" if problem else wanted
 
 def exclusive(y: torch.Tensor,  # float [B, T, H, D] attention output
               v: torch.Tensor,  # float [B, T, KV, D] values of the same positions
@@ -1932,7 +1991,7 @@ class BlockTraits:
     slope: float     # of the activation below zero: ratio
     xsa: bool        # exclusive self-attention
     ve: int | None   # its place among the blocks with a value embedding, or None
-    attention: str   # backend choice
+    attention: str   # backend choice, see ready_attention
 
 def block_traits(cfg: Config) -> list[BlockTraits]:
     "The traits of every block: norms scaled by 1/sqrt(index + 1), XSA in the last `xsa_last_n`, value embeddings in `ve_layers`."
@@ -2058,7 +2117,8 @@ class GolfWeights(torch.nn.Module):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.cfg, self.layout, self.cap, self.order = cfg, layout, cfg.logit_softcap, list(range(cfg.num_layers))
         self.frozen = 0, "all"  # lowest blocks that get no gradient, and what of them: "all" or "controls" (chapter 18)
-        self.blocks, self.places, self.compute = block_traits(cfg), block_places(layout, cfg.num_layers), dtype
+        attention = ready_attention(cfg.attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
+        self.blocks, self.places, self.compute = block_traits(replace(cfg, attention=attention)), block_places(layout, cfg.num_layers), dtype
         self.stackable = side_by_side(layout, self.places)
         self.shapes = {b.name: slot_shapes(b) for b in layout.banks}
         self.banks = torch.nn.ParameterDict(make_banks(layout, chosen_dtype(cfg.matrix_dtype, dtype), device))
@@ -4997,6 +5057,8 @@ def run(cfg: Config, ranks: Ranks | None = None,
     start = time.perf_counter()
     m = build_machine(cfg, ranks)
     s.phase("building", start)
+    attention = m.model.blocks[0].attention
+    s.log.line(f"attention:{attention if attention in FLASH_PACKAGES else attention_backend(ranks.device, attention)[0].name.lower()}")
     result = train_phase(s, m)
     averaged = averaged_phase(s, m, result)
     path = pack_phase(s, m, averaged, result.steps, len(code))

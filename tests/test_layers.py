@@ -1,4 +1,5 @@
 """Layers: the functions of chapter 06 against formulas written out, in float64."""
+import importlib.util
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 from golfnb.config import GolfError
-from golfnb.layers import (NORM_EPS, attend, attention_backend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
+from golfnb.layers import (NORM_EPS, attend, attention_backend, backend_distance, bigram_rows, exclusive, flash_installed, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
                            rotary_tables, rotate, smear, softcap, softcap_loss, squared_leaky, token_nll)
 
 
@@ -96,3 +97,64 @@ def test_evaluation_rounds_capped_logits():
     rounded = softcap(logits.float(), 30.0).bfloat16().float()
     torch.testing.assert_close(token_nll(logits, targets, 30.0), F.cross_entropy(rounded.transpose(1, 2), targets, reduction="none"))
     torch.testing.assert_close(softcap_loss(logits, targets, 30.0), F.cross_entropy(softcap(logits.float(), 30.0).transpose(1, 2), targets))
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    "PyTorch's places for FlashAttention, with a package installed that is `far` from the plain formula; what was asked of them."
+    import golfnb.layers as L
+
+    asked, active = [], []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda w: (asked.append(w), active.append(w)), raising=False)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[-1] if active else None, raising=False)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: (asked.append("restored"), active.clear()), raising=False)
+    monkeypatch.setattr(L, "flash_installed", lambda choice: choice in asked.installed)
+
+    class Asked(list):
+        installed = {"fa3"}
+
+        def far(self, x):
+            def distance(*a):
+                if isinstance(x, Exception):
+                    raise x
+                return x
+            monkeypatch.setattr(L, "backend_distance", distance)
+            L.flash_problem.cache_clear()
+            return L.ready_attention
+
+    asked = Asked()
+    yield asked
+    L.flash_problem.cache_clear()
+
+
+def test_flash_attention_is_used_where_it_is_installed_and_right(flash, recwarn):
+    ready = flash.far(0.004)
+    assert ready("auto", "cuda", 8, 4, 64) == ready("fa3", "cuda", 8, 4, 64) == "fa3" and flash == ["FA3"], "tried once"
+    assert ready("cudnn", "cuda", 8, 4, 64) == "cudnn" and ready("auto", "cpu", 8, 4, 64) == "auto" and ready("fa4", "cpu", 8, 4, 64) == "fa4" and flash == ["FA3"]
+    flash.installed = set()
+    assert flash.far(0.004)("auto", "cuda", 8, 4, 64) == "auto" and not recwarn.list
+
+
+@pytest.mark.parametrize("far, words", [(0.3, "0.300 from the plain formula"), (float("nan"), "nan from the plain formula"), (RuntimeError("built for sm80"), "RuntimeError: built for sm80")])
+def test_flash_attention_that_fails_is_not_used(flash, far, words):
+    ready = flash.far(far)
+    with pytest.warns(UserWarning, match=f"installed and not used: .*{words}"):
+        assert ready("auto", "cuda", 8, 4, 64) == "auto"
+    assert flash == ["FA3", "restored"]
+    with pytest.raises(GolfError, match=f"ATTENTION=fa3 cannot be had here: .*{words}"):
+        ready("fa3", "cuda", 8, 4, 64)
+
+
+def test_flash_attention_that_is_missing_or_has_no_place_is_refused(flash, monkeypatch):
+    ready = flash.far(0.0)
+    with pytest.raises(GolfError, match="flash_attn.cute.interface is not installed"):
+        ready("fa4", "cuda", 8, 4, 64)
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    with pytest.raises(GolfError, match="has no place for it"):
+        ready("fa3", "cuda", 8, 4, 64)
+    with pytest.raises(GolfError, match="ATTENTION must be auto, .*fa4: found 'fa5'"):
+        ready("fa5", "cpu", 8, 4, 64)
+
+
+def test_the_flash_backend_of_a_cpu_is_near_the_plain_formula():
+    assert 0 < backend_distance("cpu", 4, 2, 32) < 0.02 and flash_installed("fa3") == (importlib.util.find_spec("flash_attn_interface") is not None)
