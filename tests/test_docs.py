@@ -11,7 +11,7 @@ Rules that a program can check, over golfnb/*.py as exported:
   - a float has its unit there, as parameter, result or field: a unit, a word for a number without one (ratio, factor, share, ...),
     or a name that carries it (`_ms`, `_bytes`, `_bpb`, `lr`, ...); so has an int whose name is that of a size, a length or a time;
   - a field of a public dataclass or named tuple is explained as a parameter is; the meaning of a setting is its comment;
-  - a row of chapter 00's table that gives a shape gives the dtype;
+  - a row of such a table that gives a shape gives the dtype;
   - a function whose own body raises GolfError says so, or says what else it raises.
 """
 import ast
@@ -165,8 +165,9 @@ def rows_without_dtype(table: dict[str, str]) -> list[str]:
     return [name for name, meaning in table.items() if re.search(r"\[|0-dim", meaning) and not DTYPE.search(meaning)]
 
 
-def test_names_that_mean_the_same_everywhere_say_their_dtype():
-    assert not rows_without_dtype(glossary(PACKAGE.parent / "nbs" / "00_config.ipynb"))
+def test_tables_of_names_say_dtypes():
+    for chapter in sorted((PACKAGE.parent / "nbs").glob("[0-9]*.ipynb")):
+        assert not rows_without_dtype(glossary(chapter)), chapter.name
     assert rows_without_dtype({"x": "the input, [rows, cols]", "y": "fp32 [rows]", "n": "a count"}) == ["x"]
 
 
