@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from forked import fork_processes
 from torch import nn
 
 from golfnb.any_model import ParallelMuon, hidden_matrices, linear_weights, muon_costs
@@ -276,13 +276,11 @@ def run_ranks(world: int, jobs: list) -> list:
     "Results of every rank; world 1 runs here, without a process group."
     if world == 1:
         return [all_jobs(Ranks(), jobs)]
-    mp.set_forkserver_preload(["any_workers", "transformers.models.gpt2.modeling_gpt2"])
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, PYTHONPATH=path):
-        mp.start_processes(entry, args=(world, port, jobs, folder), nprocs=world, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        fork_processes(entry, (world, port, jobs, folder), world)
         outs = [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world)]
     assert all(state == "ok" for state, _ in outs), "\n".join(f"rank {r} of {world}:\n{value}" for r, (state, value) in enumerate(outs) if state != "ok")
     return [value for _, value in outs]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
+from forked import fork_processes
 
 from golfnb.adapters import score_documents
 from golfnb.bpb import ByteTable
@@ -106,7 +106,7 @@ def free_port() -> int:
 @lru_cache
 def spawn_all() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(score_entry, args=([free_port() for _ in WORLDS], folder), nprocs=max(WORLDS), start_method="spawn")
+        fork_processes(score_entry, ([free_port() for _ in WORLDS], folder), max(WORLDS))
         return [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(max(WORLDS))]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from forked import fork_processes
 
 from golfnb.artifact import pack_bytes
 from golfnb.config import GolfError, load_config
@@ -181,7 +181,7 @@ def test_two_ranks_share_the_work_and_agree(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.start_processes(gptq_entry, args=(2, port, str(tmp_path)), nprocs=2, start_method="spawn")
+    fork_processes(gptq_entry, (2, port, str(tmp_path)), 2)
     (free0, fit0), (free1, fit1) = (pickle.loads((tmp_path / f"{r}.pkl").read_bytes()) for r in range(2))
     alone, _ = state_of(Ranks())
     for a, b in ((free0, free1), (fit0, fit1)):

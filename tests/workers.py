@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
+from forked import fork_processes
 
 from golfnb.banks import unbank
 from golfnb.config import GolfError, load_config
@@ -48,7 +48,7 @@ def spawn(world: int, name: str, *args, timeout_s: float = 60.0) -> list:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(entry, args=(world, port, name, args, folder, timeout_s), nprocs=world, start_method="spawn")
+        fork_processes(entry, (world, port, name, args, folder, timeout_s), world)
         outs = [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(world)]
     for r, (state, value) in enumerate(outs):
         assert state == "ok", f"rank {r} of {world}:\n{value}"
