@@ -190,7 +190,8 @@ class StepGraph:
                  params: list, # the Parameters that get gradients
                  device: torch.device,
                  eager: int = 2): # calls that run as they are, to compile and tune
-        self.loss_fn, self.params, self.left, self.graph = loss_fn, params, eager if device.type == "cuda" else -1, None
+        self.loss_fn, self.params, self.eager, self.graph = loss_fn, params, eager, None
+        self.left = eager if device.type == "cuda" else -1
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -201,6 +202,8 @@ class StepGraph:
         "What `backward_pass` does; shapes, dtypes and `accum` are those of the first call."
         if self.left < 0:
             return backward_pass(self.loss_fn, ids, targets, accum)
+        if self.graph is not None and self.places != self.addresses():
+            self.graph, self.left = None, self.eager
         if self.graph is None:
             self.ids, self.targets = ids.clone(), targets.clone()
             if self.left > 0:
@@ -231,7 +234,11 @@ class StepGraph:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):  # the loader's thread may go on using CUDA
             self.loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
-        self.grads = [p.grad for p in self.params]
+        self.grads, self.places = [p.grad for p in self.params], self.addresses()
+
+    def addresses(self) -> list[int]:
+        "Where the parameters lie."
+        return [p.data_ptr() for p in self.params]
 
 # %% ../nbs/15_train.ipynb #e0e61396
 def warm_up(cfg: Config, loss_fn, loader, engine: Engine, log: RunLog):

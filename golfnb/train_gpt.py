@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 64e46ecee580e50e | Apache-2.0
+# recipe pr549 | source sha256 3a43f8a20b308aa6 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -3364,7 +3364,8 @@ class StepGraph:
                  params: list, # the Parameters that get gradients
                  device: torch.device,
                  eager: int = 2): # calls that run as they are, to compile and tune
-        self.loss_fn, self.params, self.left, self.graph = loss_fn, params, eager if device.type == "cuda" else -1, None
+        self.loss_fn, self.params, self.eager, self.graph = loss_fn, params, eager, None
+        self.left = eager if device.type == "cuda" else -1
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -3375,6 +3376,8 @@ class StepGraph:
         "What `backward_pass` does; shapes, dtypes and `accum` are those of the first call."
         if self.left < 0:
             return backward_pass(self.loss_fn, ids, targets, accum)
+        if self.graph is not None and self.places != self.addresses():
+            self.graph, self.left = None, self.eager
         if self.graph is None:
             self.ids, self.targets = ids.clone(), targets.clone()
             if self.left > 0:
@@ -3405,7 +3408,11 @@ class StepGraph:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):  # the loader's thread may go on using CUDA
             self.loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
-        self.grads = [p.grad for p in self.params]
+        self.grads, self.places = [p.grad for p in self.params], self.addresses()
+
+    def addresses(self) -> list[int]:
+        "Where the parameters lie."
+        return [p.data_ptr() for p in self.params]
 
 def warm_up(cfg: Config, loss_fn, loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` real steps, then restore everything as if they had not been."

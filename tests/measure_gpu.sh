@@ -34,9 +34,9 @@ long() {
     SEED=$seed QAT_BANKS=$qat RUN_ID=long_${seed}_$qat RECIPE=golf ITERATIONS=1500 WARMDOWN_ITERS=600 TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE=1024 torchrun --standalone --nproc_per_node="$NPROC" golfnb/train_gpt.py > "$RUNS_DIR/long_${seed}_$qat.log" 2>&1
     tail -3 "$RUNS_DIR/long_${seed}_$qat.log"
   done; done
-  python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*
+  python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*/
 }
-orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards 128; cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut; DATA_PATH=/tmp/recut STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py orders; }
+orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards "${SHARDS:-128}" && cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut && DATA_PATH=/tmp/recut STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py orders; }
 blocks() { say blocks; LOADER=coprime STUDY_BLOCK_STEPS=${STUDY_BLOCK_STEPS:-50} STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py blocks; }
 tails() { say tails; for study in study_tail study_any_model; do OUT=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/$study.py; done; }
 trainings() { say "$1"; OUT=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_gates.py "$1"; }

@@ -145,12 +145,13 @@ class StandIn(StepGraph):
 
     def __init__(self, loss_fn, params):
         super().__init__(loss_fn, params, torch.device("cpu"))
-        self.left, self.replays = 2, 0
+        self.left, self.replays, self.records = 2, 0, 0
 
     def aside(self, accum):
         return backward_pass(self.loss_fn, self.ids, self.targets, accum)
 
     def again(self, accum):
+        assert self.places == self.addresses(), "a replay would read what lies there no more"
         self.replays += 1
         for p in self.params:
             p.grad = None
@@ -163,21 +164,24 @@ class StandIn(StepGraph):
         for p in self.params:
             p.grad = None
         self.loss = self.aside(accum)
-        self.grads, self.graph = [p.grad for p in self.params], SimpleNamespace(replay=lambda: self.again(accum))
+        self.grads, self.places, self.graph = [p.grad for p in self.params], self.addresses(), SimpleNamespace(replay=lambda: self.again(accum))
+        self.records += 1
 
 
-def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6):
-    "Losses of some steps, and the masters after them."
+def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=1):
+    "Losses of some steps, and the masters after them; with more `runs` each after the first starts from the same weights, with an engine of its own."
     cfg = load_config(settings(3))
     model = Golf(cfg, model_layout(cfg, 1), dtype=dtype, device=device)
-    init_model(model, cfg, 3)
-    engine = Engine(model.role_params(), model.layout, Ranks(device=device), clip=clip, max_norm=0.01)
-    loader, loss_fn, losses = Batches(cfg, Ranks(device=device), accum), wrap(training_loss(model, model.cap), list(model.parameters())), []
-    loader.next = lambda rows=loader.next: tuple(t.to(device) for t in rows())
-    for _ in range(steps):
-        losses.append(micro_steps(loss_fn, loader, engine, accum))
-        engine.launch(loss=losses[-1])
-        engine.finish(momentum=0.9)
+    loss_fn = wrap(training_loss(model, model.cap), list(model.parameters()))
+    for _ in range(runs):
+        init_model(model, cfg, 3)
+        engine = Engine(model.role_params(), model.layout, Ranks(device=device), clip=clip, max_norm=0.01)
+        loader, losses = Batches(cfg, Ranks(device=device), accum), []
+        loader.next = lambda rows=loader.next: tuple(t.to(device) for t in rows())
+        for _ in range(steps):
+            losses.append(micro_steps(loss_fn, loader, engine, accum))
+            engine.launch(loss=losses[-1])
+            engine.finish(momentum=0.9)
     return torch.stack(losses), [b.master for b in engine.banks.values()], loss_fn
 
 
@@ -190,12 +194,19 @@ def test_a_recorded_backward_trains_as_the_plain_one(clip, accum):
     assert graph.replays == 6 * accum - 2
 
 
+def test_a_recording_is_made_anew_where_an_engine_has_moved_the_parameters():
+    losses, masters, graph = stepped(StandIn, "local", 2, runs=2)
+    plain, others, _ = stepped(lambda f, params: f, "local", 2)
+    assert graph.records == 2 and graph.replays == 2 * (12 - 2)
+    assert torch.equal(losses, plain) and all(torch.equal(a, b) for a, b in zip(masters, others))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("accum", [1, 2])
-def test_a_recorded_backward_on_the_gpu(accum):
+@pytest.mark.parametrize("accum, runs", [(1, 1), (2, 1), (2, 2)])
+def test_a_recorded_backward_on_the_gpu(accum, runs):
     wrap = lambda f, params: StepGraph(f, params, torch.device("cuda"))
-    losses, masters, graph = stepped(wrap, "local", accum, "cuda", torch.float32)
+    losses, masters, graph = stepped(wrap, "local", accum, "cuda", torch.float32, runs=runs)
     plain, others, _ = stepped(lambda f, params: f, "local", accum, "cuda", torch.float32)
     assert graph.graph is not None
     torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
