@@ -4,7 +4,7 @@
 # Parts: one (kernels, attention, compiler options; one GPU), accept (recipes, cap, faults), parity (two seeds as 8 ranks clip),
 # bench (step, phases, trace, start-up), scale (1, 2, ... NPROC ranks), eval (scoring and adapting), links (links, plans, baselines),
 # tails (the end of a step, any model), gates, dtypes, averaging (chapter 34's trainings; SMALL=1: a quarter of the batch), blocks (loader against a resident batch),
-# long (1,500 steps, two seeds, with and without QAT, then the curve of loss against bytes), orders (loader orders on the corpus cut anew).
+# long (LONG_STEPS, 1,500, steps, two seeds, with and without QAT, then the curve of loss against bytes), orders (loader orders on the corpus cut anew).
 # Results land in $OUT; copy the .json files into nbs/results. A part that fails does not stop the others.
 set -u
 cd "$(dirname "$0")/.."
@@ -20,7 +20,7 @@ one() {
   NPROC=1
   say tests; python3 -m pytest -q -m gpu tests/test_engine.py tests/test_kernels.py tests/test_any_model.py 2>&1 | tail -3
   bench attention
-  lines=40 bench kernels --sets plain heads+xsa+fold heads+xsa+fold+mlp heads+xsa+fold+mlp+graph
+  lines=40 bench kernels --sets plain heads+xsa+fold+mlp heads+xsa+fold+mlp+graph heads+xsa+fold+mlp+signs+graph
 }
 accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/accept" clock nan kill truncate recipes "$@"; cp "$RUNS_DIR/accept/acceptance.json" "$OUT/acceptance.json"; }
 parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/parity" first1337 first42 parity1337 parity42 "$@"; cp "$RUNS_DIR/parity/acceptance.json" "$OUT/firsts.json"; cp "$RUNS_DIR"/parity/parity*_*.json* "$OUT/"; }
@@ -31,7 +31,7 @@ links() { bench links --nproc "$NPROC"; lines=40 bench optimizer --nproc "$NPROC
 long() {
   for seed in 1337 42; do for qat in 0 1; do
     say "long $seed $qat"
-    SEED=$seed QAT_BANKS=$qat RUN_ID=long_${seed}_$qat RECIPE=golf ITERATIONS=1500 WARMDOWN_ITERS=600 TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE=1024 torchrun --standalone --nproc_per_node="$NPROC" golfnb/train_gpt.py > "$RUNS_DIR/long_${seed}_$qat.log" 2>&1
+    SEED=$seed QAT_BANKS=$qat RUN_ID=long_${seed}_$qat RECIPE=golf ITERATIONS=${LONG_STEPS:-1500} WARMDOWN_ITERS=$((${LONG_STEPS:-1500} * 2 / 5)) TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE="${EVAL_STRIDE:-1024}" torchrun --standalone --nproc_per_node="$NPROC" golfnb/train_gpt.py > "$RUNS_DIR/long_${seed}_$qat.log" 2>&1
     tail -3 "$RUNS_DIR/long_${seed}_$qat.log"
   done; done
   python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*/
