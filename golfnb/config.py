@@ -48,7 +48,7 @@ class RunSettings:
     table_dtype: str = setting("auto", "dtype of the tables alone; auto: as weight_dtype", "auto", "bf16", "fp32")
     buffer_dtype: str = setting("auto", "dtype of the rotary tables; auto: as weight_dtype", "auto", "bf16", "fp32")
     state_dtype: str = setting("auto", "dtype of momenta and moments; auto: each as its parameter's", "auto", "bf16", "fp32")
-    attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here: word")
+    attention: str = setting("auto", "attention backend, by name; auto: the fastest that works here (chapter 06)", "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
     step_graph: bool = setting(True, "on CUDA, record forward and backward of training as one CUDA graph (chapter 15): 0 or 1")
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import GolfError
-from golfnb.layers import (NORM_EPS, attend, attention_backend, backend_distance, bigram_rows, exclusive, flash_installed, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
+from golfnb.config import GolfError, setting_specs
+from golfnb.layers import (FLASH_PACKAGES, NORM_EPS, attend, attention_backend, backend_distance, bigram_rows, exclusive, flash_installed, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
                            rotary_tables, rotate, smear, softcap, softcap_loss, squared_leaky, token_nll)
 
 
@@ -154,6 +154,13 @@ def test_flash_attention_that_is_missing_or_has_no_place_is_refused(flash, monke
         ready("fa3", "cuda", 8, 4, 64)
     with pytest.raises(GolfError, match="ATTENTION must be auto, .*fa4: found 'fa5'"):
         ready("fa5", "cpu", 8, 4, 64)
+
+
+def test_the_setting_has_the_words_that_attend_knows():
+    words = setting_specs()["attention"].metadata["choices"]
+    for word in words:
+        attention_backend("cuda", word)
+    assert set(words) == {"auto", "cudnn", "flash", "efficient", "math", *FLASH_PACKAGES}
 
 
 def test_the_flash_backend_of_a_cpu_is_near_the_plain_formula():
