@@ -34,7 +34,7 @@ from .config import GolfError
 from .layers import NORM_EPS
 
 # %% ../nbs/07_kernels.ipynb #6647f71a
-KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can (and "signs", not measured yet); the benchmark empties and fills it
+KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can; the benchmark empties and fills it
 
 
 def use_kernels(x: torch.Tensor,      # what the kernel would read, any shape and dtype
@@ -310,9 +310,9 @@ def fused_exclusive(y: torch.Tensor,  # float [B, T, H, D] attention output
     "Twin of `exclusive`. GolfError where no kernel can run."
     return FusedExclusive.apply(y, v)
 
-# %% ../nbs/07_kernels.ipynb #f349f5ad
-def mlp_product_kernel(a, b, wide, out, signs, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr, SIGNS: tl.constexpr, B_IS_KN: tl.constexpr,
-                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of the product with the activation, or its derivative, in the epilogue; `wide` is z, or backward with SIGNS h
+# %% ../nbs/07_kernels.ipynb #c6d02b43
+def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr, B_IS_KN: tl.constexpr,
+                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of the product with the activation, or its derivative, in the epilogue
     across = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0), flatten=FLAT):
         row, col = (tile // across) * BM, (tile % across) * BN
@@ -327,96 +327,81 @@ def mlp_product_kernel(a, b, wide, out, signs, M, N, K, slope, BACKWARD: tl.cons
         halves = (left, right)
         for part in tl.static_range(2):
             here = col + part * (BN // 2)
-            if SIGNS:
-                k, r = tl.arange(0, 8)[None, None, :, None], (row + tl.arange(0, BM))[:, None, None]
-                c = here // 8 + tl.arange(0, BN // 128)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-                bytes_a_row = tl.cdiv(N, 64) * 8
-                spot, live = signs + r * bytes_a_row + c, (r < M) & (c < bytes_a_row)
             if BACKWARD:
-                t = wide.load([row, here]).to(tl.float32)
-                if SIGNS:
-                    up = (tl.load(spot, mask=live, other=0).to(tl.int32)[:, :, None, :] >> k) & 1
-                    t = tl.sqrt(t) * tl.where(tl.reshape(up, (BM, BN // 2)) != 0, 1.0, -slope)
-                else:
-                    t = tl.where(t > 0, t, slope * slope * t)
-                out.store([row, here], (halves[part] * 2.0 * t).to(out.dtype))
+                t = z.load([row, here]).to(tl.float32)
+                out.store([row, here], (halves[part] * 2.0 * tl.where(t > 0, t, slope * slope * t)).to(out.dtype))
             else:
                 t = halves[part].to(out.dtype)
-                if SAVE and not SIGNS:
-                    wide.store([row, here], t)
+                if SAVE:
+                    z.store([row, here], t)
                 t = t.to(tl.float32)
-                if SAVE and SIGNS:
-                    bits = tl.reshape((t > 0).to(tl.int32), (BM, BN // 128, 8, 8)) << k
-                    tl.store(spot, tl.sum(bits, axis=2).to(tl.uint8), mask=live)
                 t = tl.where(t > 0, t, slope * t)
                 out.store([row, here], (t * t).to(out.dtype))
 
-# %% ../nbs/07_kernels.ipynb #5a386fe2
+# %% ../nbs/07_kernels.ipynb #2768f5b0
 MLP_UP_TILES = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3, "waves": 2, "FLAT": True}     # waves: programs per multiprocessor,
 MLP_DOWN_TILES = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3, "waves": 0, "FLAT": False}  # each taking tile after tile; 0: one per tile
 
 
-def mlp_launch(a, b, wide, out, signs, slope, tiles, backward, save):
-    "out = f(a bᵀ), and z = a bᵀ into `wide` or its signs into `signs` if `save`; or, backward, out = (a b) f'(z), from z or from h and signs."
+def mlp_launch(a, b, z, out, slope, tiles, backward, save):
+    "out = f(a bᵀ) and z = a bᵀ if `save`; or, backward, out = (a b) f'(z)."
     (M, K), N = a.shape, out.shape[1]
     half = [tiles["BM"], tiles["BN"] // 2]
-    parts = [(a, [tiles["BM"], tiles["BK"]]), (b, [tiles["BK"], tiles["BN"]] if backward else [tiles["BN"], tiles["BK"]]), (wide, half), (out, half)]
+    parts = [(a, [tiles["BM"], tiles["BK"]]), (b, [tiles["BK"], tiles["BN"]] if backward else [tiles["BN"], tiles["BK"]]), (z, half), (out, half)]
     count = triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"])
     if tiles["waves"] and a.is_cuda:
         count = min(count, tiles["waves"] * torch.cuda.get_device_properties(a.device).multi_processor_count)
-    jitted(mlp_product_kernel)[(count,)](*(TensorDescriptor.from_tensor(t, block) for t, block in parts), signs, M, N, K, slope, BACKWARD=backward, SAVE=save,
-                                         SIGNS=signs.dtype == torch.uint8, B_IS_KN=backward, **{k: v for k, v in tiles.items() if k != "waves"})
+    jitted(mlp_product_kernel)[(count,)](*(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward, SAVE=save,
+                                         B_IS_KN=backward, **{k: v for k, v in tiles.items() if k != "waves"})
 
-# %% ../nbs/07_kernels.ipynb #a3118828
-def mlp_up_run(n, up, slope, keep):
-    "Launch the product up with its activation: out, and what `keep` says: \"z\", \"signs\" or nothing (\"\")."
+# %% ../nbs/07_kernels.ipynb #1e80a2ba
+def mlp_up_run(n, up, slope, save):
+    "Launch the product up with its activation: out, and z if `save`."
     check_runnable(n)
-    h, kept = mlp_up_shapes(n, up, slope, keep)
-    mlp_launch(n.contiguous(), up.contiguous(), kept if keep == "z" else h, h, kept, slope, MLP_UP_TILES, False, bool(keep))
-    return h, kept
+    h, z = mlp_up_shapes(n, up, slope, save)
+    mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, MLP_UP_TILES, False, save)
+    return h, z
 
 
-def mlp_up_shapes(n, up, slope, keep):
+def mlp_up_shapes(n, up, slope, save):
     "Empty outputs of mlp_up_run."
-    rows, hidden = n.shape[0] if keep else 0, up.shape[0]
-    kept = n.new_empty(rows, -(-hidden // 64) * 8, dtype=torch.uint8) if keep == "signs" else n.new_empty(rows, hidden)
-    return n.new_empty(n.shape[0], hidden), kept
+    return n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
 
 
-def mlp_down_grad_run(dm, down, h, kept, slope):
+def mlp_down_grad_run(dm, down, z, slope):
     "Launch the gradient through down and the activation: dz."
     check_runnable(dm)
-    dz = torch.empty_like(h)
-    mlp_launch(dm.contiguous(), down.contiguous(), h if kept.dtype == torch.uint8 else kept, dz, kept, slope, MLP_DOWN_TILES, True, False)
+    dz = torch.empty_like(z)
+    mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, MLP_DOWN_TILES, True, False)
     return dz
 
 
-def mlp_down_grad_shapes(dm, down, h, kept, slope):
+def mlp_down_grad_shapes(dm, down, z, slope):
     "Empty output of mlp_down_grad_run."
-    return torch.empty_like(h)
+    return torch.empty_like(z)
 
 
-mlp_up_op = kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, str keep) -> (Tensor, Tensor)", mlp_up_run, mlp_up_shapes)
-mlp_down_grad_op = kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor h, Tensor kept, float slope) -> Tensor", mlp_down_grad_run, mlp_down_grad_shapes)
+mlp_up_op = kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save) -> (Tensor, Tensor)", mlp_up_run, mlp_up_shapes)
+mlp_down_grad_op = kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor z, float slope) -> Tensor", mlp_down_grad_run, mlp_down_grad_shapes)
 
-# %% ../nbs/07_kernels.ipynb #26999e6f
+# %% ../nbs/07_kernels.ipynb #a891dbc4
 class FusedMlp(torch.autograd.Function):
     "Up, squared leaky ReLU and down; the activation in the products' epilogues."
 
     @staticmethod
-    def forward(ctx, n, up, down, slope, keep):
+    def forward(ctx, n, up, down, slope, save):
         "Up with its activation, then down."
-        h, kept = mlp_up_op(n.flatten(0, -2), up, slope, keep)
-        ctx.save_for_backward(n, up, down, h, kept)
+        h, z = mlp_up_op(n.flatten(0, -2), up, slope, save)
+        ctx.save_for_backward(n, up, down, h, z)
         ctx.slope = slope
         return F.linear(h, down).view(*n.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dm):
         "Gradients of the input and both weights."
-        n, up, down, h, kept = ctx.saved_tensors
+        n, up, down, h, z = ctx.saved_tensors
         dm = dm.flatten(0, -2)
-        dz = mlp_down_grad_op(dm, down, h, kept, ctx.slope)
+        dz = mlp_down_grad_op(dm, down, z, ctx.slope)
         return (dz @ up).view(n.shape), dz.T @ n.flatten(0, -2), dm.T @ h, None, None
 
 
@@ -426,8 +411,7 @@ def fused_mlp(n: torch.Tensor,     # float [..., D]
               slope: float,        # of the activation below zero: ratio
               ) -> torch.Tensor:   # [..., D], dtype of n
     "Twin of linear, `squared_leaky`, linear. GolfError where no kernel can run."
-    keep = "" if not torch.is_grad_enabled() else "signs" if "signs" in KERNELS_ON else "z"
-    return FusedMlp.apply(n, up, down, slope, keep)
+    return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled())
 
 
 def mlp_fit(up: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NORM_EPS', 'FLASH_PACKAGES', 'widen', 'rms_norm', 'mix_norm', 'rotary_base', 'rotary_tables', 'rotate',
-           'qk_norm_rope_gain', 'attention_backend', 'attend', 'backend_distance', 'flash_problem', 'flash_installed',
+           'qk_norm_rope_gain', 'attention_backend', 'flash_installed', 'attend', 'backend_distance', 'flash_problem',
            'ready_attention', 'exclusive', 'squared_leaky', 'bigram_rows', 'smear', 'softcap', 'softcap_loss',
            'token_nll']
 
@@ -109,6 +109,14 @@ def attention_backend(device: str | torch.device,  # where q lives
     first = names.get(choice)
     return [first] + [b for b in order if b is not first] if first in order else order
 
+
+def flash_installed(choice: str) -> bool:
+    "Whether the module of this choice of FLASH_PACKAGES can be found."
+    try:
+        return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
+    except ModuleNotFoundError:  # nor its parent
+        return False
+
 # %% ../nbs/06_layers.ipynb #89063458
 def attend(q: torch.Tensor,       # float [B, Tq, H, D], the last Tq positions
            k: torch.Tensor,       # float [B, T, KV, D]
@@ -131,17 +139,24 @@ def attend(q: torch.Tensor,       # float [B, Tq, H, D], the last Tq positions
 # %% ../nbs/06_layers.ipynb #2cfd71e3
 def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float:  # ratio of norms
     "The largest relative distance of the flash backend from the plain formula: output and gradients of a small bfloat16 batch, `heads` query and `keys` key heads of `head_dim` channels."
+    def alone(q, k, v):  # no other backend may step in
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True).transpose(1, 2)
+
     draw = torch.Generator(device).manual_seed(0)
-    shapes, found = [(2, h, 160, head_dim) for h in (heads, keys, keys, heads)], []
-    *qkv, dy = [torch.randn(s, generator=draw, device=device, dtype=torch.bfloat16) for s in shapes]
-    for backend, dtype in ((SDPBackend.FLASH_ATTENTION, torch.bfloat16), (SDPBackend.MATH, torch.float32)):
+    *qkv, dy = [torch.randn(2, 160, h, head_dim, generator=draw, device=device).bfloat16() for h in (heads, keys, keys, heads)]
+    ways = [(lambda q, k, v: attend(q, k, v, "math"), torch.float32), (alone, torch.bfloat16)]
+    if torch.device(device).type == "cuda":
+        ways.append((torch.compile(lambda q, k, v: attend(q, k, v, "flash"), dynamic=False, fullgraph=True), torch.bfloat16))
+    found = []
+    for way, dtype in ways:
         inputs = [t.to(dtype).requires_grad_() for t in qkv]
-        with sdpa_kernel(backend), torch.enable_grad():
-            y = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        with torch.enable_grad():
+            y = way(*inputs)
             found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))])
-    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(*found))
+    return float(torch.stack([(a.float() - b).norm() / b.norm() for ours in found[1:] for a, b in zip(ours, found[0])]).max())
 
-
+# %% ../nbs/06_layers.ipynb #2dbe1847
 @functools.cache
 def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int) -> str:
     "Put a package of FLASH_PACKAGES in the place of PyTorch's flash backend, for this process, and try it (see backend_distance): what is wrong with it, or an empty string."
@@ -160,15 +175,7 @@ def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int
         attention.restore_flash_attention_impl()
     return problem
 
-
-def flash_installed(choice: str) -> bool:
-    "Whether the module of this choice of FLASH_PACKAGES can be found."
-    try:
-        return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
-    except ModuleNotFoundError:  # nor its parent
-        return False
-
-
+# %% ../nbs/06_layers.ipynb #f98358c8
 def ready_attention(choice: str,    # the setting ATTENTION
                     device: str | torch.device,
                     heads: int,     # query heads: count
@@ -177,8 +184,9 @@ def ready_attention(choice: str,    # the setting ATTENTION
                     ) -> str:
     "The choice to give `attend` on this device, made ready; a warning where FlashAttention-3 is installed and fails. GolfError for a choice that there is not, or that cannot be had."
     attention_backend(device, choice)
-    wanted = "fa3" if choice == "auto" and torch.device(device).type == "cuda" and flash_installed("fa3") else choice
-    if wanted not in FLASH_PACKAGES or torch.device(device).type != "cuda":
+    cuda = torch.device(device).type == "cuda"
+    wanted = "fa3" if choice == "auto" and cuda and flash_installed("fa3") else choice
+    if wanted not in FLASH_PACKAGES or not cuda:
         return choice
     problem = flash_problem(wanted, str(device), heads, keys, head_dim)
     if problem and choice != "auto":

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 24733a5a879ca496 | Apache-2.0
+# recipe pr549 | source sha256 753d3ea628c8ca62 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1459,6 +1459,13 @@ def attention_backend(device: str | torch.device,  # where q lives
     first = names.get(choice)
     return [first] + [b for b in order if b is not first] if first in order else order
 
+def flash_installed(choice: str) -> bool:
+    "Whether the module of this choice of FLASH_PACKAGES can be found."
+    try:
+        return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
+    except ModuleNotFoundError:  # nor its parent
+        return False
+
 def attend(q: torch.Tensor,       # float [B, Tq, H, D], the last Tq positions
            k: torch.Tensor,       # float [B, T, KV, D]
            v: torch.Tensor,       # float [B, T, KV, D]
@@ -1479,15 +1486,22 @@ def attend(q: torch.Tensor,       # float [B, Tq, H, D], the last Tq positions
 
 def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float:  # ratio of norms
     "The largest relative distance of the flash backend from the plain formula: output and gradients of a small bfloat16 batch, `heads` query and `keys` key heads of `head_dim` channels."
+    def alone(q, k, v):  # no other backend may step in
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True).transpose(1, 2)
+
     draw = torch.Generator(device).manual_seed(0)
-    shapes, found = [(2, h, 160, head_dim) for h in (heads, keys, keys, heads)], []
-    *qkv, dy = [torch.randn(s, generator=draw, device=device, dtype=torch.bfloat16) for s in shapes]
-    for backend, dtype in ((SDPBackend.FLASH_ATTENTION, torch.bfloat16), (SDPBackend.MATH, torch.float32)):
+    *qkv, dy = [torch.randn(2, 160, h, head_dim, generator=draw, device=device).bfloat16() for h in (heads, keys, keys, heads)]
+    ways = [(lambda q, k, v: attend(q, k, v, "math"), torch.float32), (alone, torch.bfloat16)]
+    if torch.device(device).type == "cuda":
+        ways.append((torch.compile(lambda q, k, v: attend(q, k, v, "flash"), dynamic=False, fullgraph=True), torch.bfloat16))
+    found = []
+    for way, dtype in ways:
         inputs = [t.to(dtype).requires_grad_() for t in qkv]
-        with sdpa_kernel(backend), torch.enable_grad():
-            y = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        with torch.enable_grad():
+            y = way(*inputs)
             found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))])
-    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(*found))
+    return float(torch.stack([(a.float() - b).norm() / b.norm() for ours in found[1:] for a, b in zip(ours, found[0])]).max())
 
 @functools.cache
 def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int) -> str:
@@ -1507,13 +1521,6 @@ def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int
         attention.restore_flash_attention_impl()
     return problem
 
-def flash_installed(choice: str) -> bool:
-    "Whether the module of this choice of FLASH_PACKAGES can be found."
-    try:
-        return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
-    except ModuleNotFoundError:  # nor its parent
-        return False
-
 def ready_attention(choice: str,    # the setting ATTENTION
                     device: str | torch.device,
                     heads: int,     # query heads: count
@@ -1522,8 +1529,9 @@ def ready_attention(choice: str,    # the setting ATTENTION
                     ) -> str:
     "The choice to give `attend` on this device, made ready; a warning where FlashAttention-3 is installed and fails. GolfError for a choice that there is not, or that cannot be had."
     attention_backend(device, choice)
-    wanted = "fa3" if choice == "auto" and torch.device(device).type == "cuda" and flash_installed("fa3") else choice
-    if wanted not in FLASH_PACKAGES or torch.device(device).type != "cuda":
+    cuda = torch.device(device).type == "cuda"
+    wanted = "fa3" if choice == "auto" and cuda and flash_installed("fa3") else choice
+    if wanted not in FLASH_PACKAGES or not cuda:
         return choice
     problem = flash_problem(wanted, str(device), heads, keys, head_dim)
     if problem and choice != "auto":
@@ -1596,7 +1604,7 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
     class tl:  # stands in where kernels are defined and never run
         constexpr = None
 
-KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can (and "signs", not measured yet); the benchmark empties and fills it
+KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can; the benchmark empties and fills it
 
 def use_kernels(x: torch.Tensor,      # what the kernel would read, any shape and dtype
                 name: str = "",       # which one of KERNELS_ON; "": any
@@ -1844,8 +1852,8 @@ def fused_exclusive(y: torch.Tensor,  # float [B, T, H, D] attention output
     "Twin of `exclusive`. GolfError where no kernel can run."
     return FusedExclusive.apply(y, v)
 
-def mlp_product_kernel(a, b, wide, out, signs, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr, SIGNS: tl.constexpr, B_IS_KN: tl.constexpr,
-                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of the product with the activation, or its derivative, in the epilogue; `wide` is z, or backward with SIGNS h
+def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr, B_IS_KN: tl.constexpr,
+                       FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of the product with the activation, or its derivative, in the epilogue
     across = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0), flatten=FLAT):
         row, col = (tile // across) * BM, (tile % across) * BN
@@ -1860,27 +1868,14 @@ def mlp_product_kernel(a, b, wide, out, signs, M, N, K, slope, BACKWARD: tl.cons
         halves = (left, right)
         for part in tl.static_range(2):
             here = col + part * (BN // 2)
-            if SIGNS:
-                k, r = tl.arange(0, 8)[None, None, :, None], (row + tl.arange(0, BM))[:, None, None]
-                c = here // 8 + tl.arange(0, BN // 128)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-                bytes_a_row = tl.cdiv(N, 64) * 8
-                spot, live = signs + r * bytes_a_row + c, (r < M) & (c < bytes_a_row)
             if BACKWARD:
-                t = wide.load([row, here]).to(tl.float32)
-                if SIGNS:
-                    up = (tl.load(spot, mask=live, other=0).to(tl.int32)[:, :, None, :] >> k) & 1
-                    t = tl.sqrt(t) * tl.where(tl.reshape(up, (BM, BN // 2)) != 0, 1.0, -slope)
-                else:
-                    t = tl.where(t > 0, t, slope * slope * t)
-                out.store([row, here], (halves[part] * 2.0 * t).to(out.dtype))
+                t = z.load([row, here]).to(tl.float32)
+                out.store([row, here], (halves[part] * 2.0 * tl.where(t > 0, t, slope * slope * t)).to(out.dtype))
             else:
                 t = halves[part].to(out.dtype)
-                if SAVE and not SIGNS:
-                    wide.store([row, here], t)
+                if SAVE:
+                    z.store([row, here], t)
                 t = t.to(tl.float32)
-                if SAVE and SIGNS:
-                    bits = tl.reshape((t > 0).to(tl.int32), (BM, BN // 128, 8, 8)) << k
-                    tl.store(spot, tl.sum(bits, axis=2).to(tl.uint8), mask=live)
                 t = tl.where(t > 0, t, slope * t)
                 out.store([row, here], (t * t).to(out.dtype))
 
@@ -1888,62 +1883,60 @@ MLP_UP_TILES = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3,
 
 MLP_DOWN_TILES = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3, "waves": 0, "FLAT": False}  # each taking tile after tile; 0: one per tile
 
-def mlp_launch(a, b, wide, out, signs, slope, tiles, backward, save):
-    "out = f(a bᵀ), and z = a bᵀ into `wide` or its signs into `signs` if `save`; or, backward, out = (a b) f'(z), from z or from h and signs."
+def mlp_launch(a, b, z, out, slope, tiles, backward, save):
+    "out = f(a bᵀ) and z = a bᵀ if `save`; or, backward, out = (a b) f'(z)."
     (M, K), N = a.shape, out.shape[1]
     half = [tiles["BM"], tiles["BN"] // 2]
-    parts = [(a, [tiles["BM"], tiles["BK"]]), (b, [tiles["BK"], tiles["BN"]] if backward else [tiles["BN"], tiles["BK"]]), (wide, half), (out, half)]
+    parts = [(a, [tiles["BM"], tiles["BK"]]), (b, [tiles["BK"], tiles["BN"]] if backward else [tiles["BN"], tiles["BK"]]), (z, half), (out, half)]
     count = triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"])
     if tiles["waves"] and a.is_cuda:
         count = min(count, tiles["waves"] * torch.cuda.get_device_properties(a.device).multi_processor_count)
-    jitted(mlp_product_kernel)[(count,)](*(TensorDescriptor.from_tensor(t, block) for t, block in parts), signs, M, N, K, slope, BACKWARD=backward, SAVE=save,
-                                         SIGNS=signs.dtype == torch.uint8, B_IS_KN=backward, **{k: v for k, v in tiles.items() if k != "waves"})
+    jitted(mlp_product_kernel)[(count,)](*(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward, SAVE=save,
+                                         B_IS_KN=backward, **{k: v for k, v in tiles.items() if k != "waves"})
 
-def mlp_up_run(n, up, slope, keep):
-    "Launch the product up with its activation: out, and what `keep` says: \"z\", \"signs\" or nothing (\"\")."
+def mlp_up_run(n, up, slope, save):
+    "Launch the product up with its activation: out, and z if `save`."
     check_runnable(n)
-    h, kept = mlp_up_shapes(n, up, slope, keep)
-    mlp_launch(n.contiguous(), up.contiguous(), kept if keep == "z" else h, h, kept, slope, MLP_UP_TILES, False, bool(keep))
-    return h, kept
+    h, z = mlp_up_shapes(n, up, slope, save)
+    mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, MLP_UP_TILES, False, save)
+    return h, z
 
-def mlp_up_shapes(n, up, slope, keep):
+def mlp_up_shapes(n, up, slope, save):
     "Empty outputs of mlp_up_run."
-    rows, hidden = n.shape[0] if keep else 0, up.shape[0]
-    kept = n.new_empty(rows, -(-hidden // 64) * 8, dtype=torch.uint8) if keep == "signs" else n.new_empty(rows, hidden)
-    return n.new_empty(n.shape[0], hidden), kept
+    return n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
 
-def mlp_down_grad_run(dm, down, h, kept, slope):
+def mlp_down_grad_run(dm, down, z, slope):
     "Launch the gradient through down and the activation: dz."
     check_runnable(dm)
-    dz = torch.empty_like(h)
-    mlp_launch(dm.contiguous(), down.contiguous(), h if kept.dtype == torch.uint8 else kept, dz, kept, slope, MLP_DOWN_TILES, True, False)
+    dz = torch.empty_like(z)
+    mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, MLP_DOWN_TILES, True, False)
     return dz
 
-def mlp_down_grad_shapes(dm, down, h, kept, slope):
+def mlp_down_grad_shapes(dm, down, z, slope):
     "Empty output of mlp_down_grad_run."
-    return torch.empty_like(h)
+    return torch.empty_like(z)
 
-mlp_up_op = kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, str keep) -> (Tensor, Tensor)", mlp_up_run, mlp_up_shapes)
+mlp_up_op = kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save) -> (Tensor, Tensor)", mlp_up_run, mlp_up_shapes)
 
-mlp_down_grad_op = kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor h, Tensor kept, float slope) -> Tensor", mlp_down_grad_run, mlp_down_grad_shapes)
+mlp_down_grad_op = kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor z, float slope) -> Tensor", mlp_down_grad_run, mlp_down_grad_shapes)
 
 class FusedMlp(torch.autograd.Function):
     "Up, squared leaky ReLU and down; the activation in the products' epilogues."
 
     @staticmethod
-    def forward(ctx, n, up, down, slope, keep):
+    def forward(ctx, n, up, down, slope, save):
         "Up with its activation, then down."
-        h, kept = mlp_up_op(n.flatten(0, -2), up, slope, keep)
-        ctx.save_for_backward(n, up, down, h, kept)
+        h, z = mlp_up_op(n.flatten(0, -2), up, slope, save)
+        ctx.save_for_backward(n, up, down, h, z)
         ctx.slope = slope
         return F.linear(h, down).view(*n.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dm):
         "Gradients of the input and both weights."
-        n, up, down, h, kept = ctx.saved_tensors
+        n, up, down, h, z = ctx.saved_tensors
         dm = dm.flatten(0, -2)
-        dz = mlp_down_grad_op(dm, down, h, kept, ctx.slope)
+        dz = mlp_down_grad_op(dm, down, z, ctx.slope)
         return (dz @ up).view(n.shape), dz.T @ n.flatten(0, -2), dm.T @ h, None, None
 
 def fused_mlp(n: torch.Tensor,     # float [..., D]
@@ -1952,8 +1945,7 @@ def fused_mlp(n: torch.Tensor,     # float [..., D]
               slope: float,        # of the activation below zero: ratio
               ) -> torch.Tensor:   # [..., D], dtype of n
     "Twin of linear, `squared_leaky`, linear. GolfError where no kernel can run."
-    keep = "" if not torch.is_grad_enabled() else "signs" if "signs" in KERNELS_ON else "z"
-    return FusedMlp.apply(n, up, down, slope, keep)
+    return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled())
 
 def mlp_fit(up: torch.Tensor) -> bool:
     "Whether the rows of [hidden, D] and of its transpose start on 16 bytes each, as the bulk copies of the kernel need."

@@ -20,7 +20,7 @@ one() {
   NPROC=1
   say tests; python3 -m pytest -q -m gpu tests/test_engine.py tests/test_kernels.py tests/test_any_model.py 2>&1 | tail -3
   bench attention
-  lines=40 bench kernels --sets plain heads+xsa+fold+mlp heads+xsa+fold+mlp+graph heads+xsa+fold+mlp+signs+graph
+  lines=40 bench kernels --sets plain heads+xsa+fold+mlp heads+xsa+fold+mlp+graph
 }
 accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/accept" clock nan kill truncate recipes "$@"; cp "$RUNS_DIR/accept/acceptance.json" "$OUT/acceptance.json"; }
 parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/parity" first1337 first42 parity1337 parity42 "$@"; cp "$RUNS_DIR/parity/acceptance.json" "$OUT/firsts.json"; cp "$RUNS_DIR"/parity/parity*_*.json* "$OUT/"; }

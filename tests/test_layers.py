@@ -165,3 +165,13 @@ def test_the_setting_has_the_words_that_attend_knows():
 
 def test_the_flash_backend_of_a_cpu_is_near_the_plain_formula():
     assert 0 < backend_distance("cpu", 4, 2, 32) < 0.02 and flash_installed("fa3") == (importlib.util.find_spec("flash_attn_interface") is not None)
+
+
+def test_a_flash_backend_that_gives_nan_somewhere_is_far(monkeypatch):
+    plain = F.scaled_dot_product_attention
+
+    def broken(q, *rest, **more):
+        y = plain(q, *rest, **more)
+        return torch.where(torch.arange(y.shape[-1]) == 3, float("nan") * y, y) if q.dtype == torch.bfloat16 else y
+    monkeypatch.setattr(F, "scaled_dot_product_attention", broken)
+    assert not backend_distance("cpu", 4, 2, 32) < 0.02
