@@ -115,7 +115,7 @@ def version_facts() -> dict:  # package -> version, "" where it is not installed
 
 
 def commit_of(folder: Path | str = ".") -> str:  # hex digits, "+" after them where files of the folder were changed, "" outside a checkout
-    "The git commit of a folder; where the files were copied without their history, what GOLFNB_COMMIT says."
+    "What GOLFNB_COMMIT says (for files copied without their history), else the git commit of a folder."
     def git(*words: str) -> str | None:
         try:
             said = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
@@ -123,8 +123,8 @@ def commit_of(folder: Path | str = ".") -> str:  # hex digits, "+" after them wh
             return None
         return said.stdout.strip() if said.returncode == 0 else None
 
-    head = git("rev-parse", "HEAD")
-    return head + ("+" if git("status", "--porcelain", "--", ".") else "") if head else os.environ.get("GOLFNB_COMMIT", "")
+    head = os.environ.get("GOLFNB_COMMIT") or git("rev-parse", "HEAD") or ""
+    return head + "+" if head and "GOLFNB_COMMIT" not in os.environ and git("status", "--porcelain", "--", ".") else head
 
 # %% ../nbs/22_bench.ipynb #4eb49464
 def result_name(name: str) -> bool:

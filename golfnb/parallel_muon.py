@@ -291,7 +291,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
 
 # %% ../nbs/13_parallel_muon.ipynb #fdfd6fbe
 class Recorded:
-    "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls and replayed from then on."
+    "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls, on the stream that calls it, and replayed from then on."
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
         "Wrap `fn`; the first `eager` calls on CUDA run as they are."
@@ -304,8 +304,9 @@ class Recorded:
             self.left -= 1
             self.fn()
         else:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may go on using CUDA
+            here, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            own = None if here == torch.cuda.default_stream() else here  # the default stream cannot be recorded
+            with torch.cuda.graph(self.graph, stream=own, capture_error_mode="thread_local"):  # other threads may go on using CUDA
                 self.fn()
             self.graph.replay()
 

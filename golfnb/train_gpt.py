@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 753d3ea628c8ca62 | Apache-2.0
+# recipe pr549 | source sha256 dfec6a69c40d8cc4 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2849,7 +2849,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
 class Recorded:
-    "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls and replayed from then on."
+    "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls, on the stream that calls it, and replayed from then on."
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
         "Wrap `fn`; the first `eager` calls on CUDA run as they are."
@@ -2862,8 +2862,9 @@ class Recorded:
             self.left -= 1
             self.fn()
         else:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may go on using CUDA
+            here, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            own = None if here == torch.cuda.default_stream() else here  # the default stream cannot be recorded
+            with torch.cuda.graph(self.graph, stream=own, capture_error_mode="thread_local"):  # other threads may go on using CUDA
                 self.fn()
             self.graph.replay()
 

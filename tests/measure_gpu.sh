@@ -27,7 +27,7 @@ parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/par
 bench_all() { bench step --nproc "$NPROC" --against STEP_GRAPH=0; bench phases --nproc "$NPROC"; bench trace --nproc "$NPROC"; bench startup --nproc "$NPROC" --rounds 1; }
 scale() { bench scaling --nproc "$NPROC"; }
 eval_all() { bench eval --nproc "$NPROC"; }
-links() { bench links --nproc "$NPROC"; lines=40 bench optimizer --nproc "$NPROC" --steps 30; }
+links() { bench links --nproc "$NPROC"; lines=40 bench optimizer --nproc "$NPROC" --steps 30 --links "$OUT/links_h200_$NPROC.json"; }
 long() {
   for seed in 1337 42; do for qat in 0 1; do
     say "long $seed $qat"

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from golfnb.banks import unbank
+from golfnb.banks import make_banks, unbank
 from golfnb.config import GolfError, load_config
-from golfnb.layout import model_layout
+from golfnb.layout import bucket_layout, model_layout, speedrun_kinds
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, Engine, Ranks, engine_gather, engine_load, muon_one, restore, snapshot
 from golfnb.plan import make_plan
@@ -212,6 +212,33 @@ def test_a_recorded_backward_on_the_gpu(accum, runs):
     torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
     for a, b in zip(masters, others):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def beside(device, steps, eager, dtype=torch.bfloat16, width=768):
+    "Masters and time of an engine on bare banks of four very different sizes, each bank on its own stream."
+    layout = bucket_layout(speedrun_kinds(width), "smear_gate1,attn_gate10,attn10,mlp22", 1)
+    draw = torch.Generator().manual_seed(5)
+    banks = make_banks(layout, dtype, device)
+    with torch.no_grad():
+        for b in banks.values():
+            b.copy_(0.02 * torch.randn(b.shape, generator=draw))
+    grads = {n: (1e-3 * torch.randn(b.shape, generator=draw)).to(b) for n, b in banks.items()}
+    engine = Engine({"bank": banks}, layout, Ranks(device=device), plan=make_plan(layout, "big_first"), clip="local")
+    if eager:
+        for step in (engine.clip_step, engine.small_step, *engine.bank_steps.values()):
+            step.left = -1
+    for _ in range(steps):
+        for n, b in banks.items():
+            b.grad = grads[n].clone()
+        engine.step(momentum=0.95)
+    return [engine.banks[n].master for n in sorted(banks)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_banks_recorded_beside_each_other_do_what_eager_ones_do():
+    for ours, theirs in zip(beside("cuda", 60, False), beside("cuda", 60, True)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_every_plan_adapts_alike():
