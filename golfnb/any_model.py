@@ -320,7 +320,7 @@ def update_matrices(self: ParallelMuon, name: str):
     engine, bank, ids = self.engine, self.engine.banks[name], self.slot_ids[name]
     lr, mu, wd = self.settings[:3].unbind()
     follow_module(bank.master, bank.replica.data[bank.slots.start:bank.slots.stop], bank.outgoing)
-    grad = bank.grad if engine.clip == "none" else (bank.grad * engine.factor).to(bank.grad.dtype)
+    grad = bank.grad if engine.clip == "none" else (bank.grad * engine.factor.view(1, 1, 1)).to(bank.grad.dtype)
     ok = engine.ok & (self.has_gradient[ids] > 0)
     dtype = torch.bfloat16 if grad.is_cuda and grad.dtype != torch.float64 else grad.dtype
     muon_update(bank.master, bank.momentum, grad, (lr * self.lr_mul[ids]).view(-1, 1, 1), mu, (wd * self.wd_mul[ids]).view(-1, 1, 1), bank.lr_scale,
