@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOLD_CYCLES', 'WAYS', 'hold', 'Marks', 'device_us', 'fit_line', 'collective_calls', 'collective_samples',
-           'update_call', 'update_samples', 'small_samples', 'TailRig', 'muon_ms', 'tail_block', 'host_costs',
+           'update_call', 'update_samples', 'small_samples', 'TailRig', 'step_parts', 'tail_block', 'host_costs',
            'links_of', 'bench_links', 'LossModule', 'BatchedMuon', 'DdpRig', 'way_phases', 'bench_ways',
            'plan_variants', 'plan_facts', 'bench_plans', 'bench_optimizer', 'text_table', 'optimizer_tables']
 
@@ -31,7 +31,7 @@ from .loader import Loader, make_sampler
 from .model import Golf, init_model
 from .newton_schulz import newton_schulz_flops, orthogonalize
 from .parallel_muon import Engine, Ranks, Recorded, gather_into, make_engine, muon_update, scatter_mean
-from .plan import Links, batches, candidate_buckets, finish_us, plan_orders, predict, read_links, search_buckets
+from .plan import CLIP_PASSES, Links, batches, candidate_buckets, finish_us, plan_orders, predict, read_links, search_buckets, transfer_us
 from .run import WEIGHT_DTYPES
 
 # %% ../nbs/29_baselines.ipynb #79392e66
@@ -170,20 +170,17 @@ def small_samples(
     ranks: Ranks,
     rounds: int,  # samples of each
 ) -> dict[str, list[float]]:  # us
-    "`launch`: host time of one small kernel; `kernel`: one small recorded kernel on the device; `pass`: copying 64 MiB."
+    "`launch`: host time of one small kernel; `pass`: copying 64 MiB."
     device, small = ranks.device, torch.zeros(64, device=ranks.device)
-    big = torch.zeros(1 << 24, device=device)
-    other, chain = torch.zeros_like(big), Recorded(lambda: [small.add_(1) for _ in range(50)] and None, device)
-    for _ in range(4):
-        chain()
-    launches = []
+    big, launches = torch.zeros(1 << 24, device=device), []
+    other = torch.zeros_like(big)
     for _ in range(rounds):
         wait_for(device)
         start = time.perf_counter()
         for _ in range(100):
             small.add_(1)
         launches.append(1e4 * (time.perf_counter() - start))
-    return {"launch": launches, "kernel": [us / 50 for us in device_us(chain, ranks, rounds)], "pass": device_us(lambda: other.copy_(big), ranks, rounds, 5)}
+    return {"launch": launches, "pass": device_us(lambda: other.copy_(big), ranks, rounds, 5)}
 
 # %% ../nbs/29_baselines.ipynb #9ee8caaa
 class TailRig:
@@ -223,8 +220,8 @@ class TailRig:
         return sum(g.wire.numel() * g.wire.itemsize for g in self.engine.groups)
 
 
-def muon_ms(rig: TailRig) -> float:
-    "First reduce-scatter started to last publishing done, AdamW left out."
+def step_parts(rig: TailRig) -> list[float]:  # ms
+    "A step with AdamW left out: backward to the first reduce-scatter, and that to the end of the last publishing."
     engine, marks = rig.engine, Marks(rig.ranks.device)
     first, small = engine.banks[engine.plan.scatter[0]], engine.small_step
     plain = first.reduce
@@ -237,12 +234,13 @@ def muon_ms(rig: TailRig) -> float:
     try:
         rig.ready()
         hold(rig.ranks)
+        marks.mark()
         rig.step()
         marks.mark()
     finally:
         del first.reduce
         engine.small_step = small
-    return marks.ms()[0]
+    return marks.ms()
 
 
 def tail_block(rig: TailRig, count: int) -> dict[str, list[float]]:  # ms
@@ -262,14 +260,14 @@ def tail_block(rig: TailRig, count: int) -> dict[str, list[float]]:  # ms
         rig.step()
         marks.mark()
         said["device"].append(marks.ms()[0])
-        said["muon"].append(muon_ms(rig))
+        said["muon"].append(step_parts(rig)[1])
     return said
 
 # %% ../nbs/29_baselines.ipynb #7dc6b83e
 def host_costs(cfg: Config, ranks: Ranks,
                rounds: int,  # samples of each
                ) -> dict[str, list[float]]:  # us
-    "Host time of a step with few and with many banks, and with global clipping."
+    "Host time of a step with few and with many banks, and with global clipping; time on the device from backward to the first reduce-scatter."
     n, w = 2 * cfg.num_layers, ranks.world
     rows = -(-n // w)
     many = ",".join(f"mlp{min(w, n - w * i)}" for i in range(rows))
@@ -283,6 +281,8 @@ def host_costs(cfg: Config, ranks: Ranks,
             rig.step()
             if i >= 3:
                 found.setdefault(f"host {name} {len(rig.layout.banks)}", []).append(1e6 * (time.perf_counter() - start))
+    few = rigs["few"]
+    found[f"prepare {2 * sum(b.numel for b in few.layout.banks)} {few.small_bytes}"] = [1e3 * step_parts(few)[0] for _ in range(rounds)]
     return found
 
 
@@ -302,8 +302,13 @@ def links_of(samples: dict[str, list[float]], world: int) -> Links:
     host = {k.split()[1]: (int(k.split()[2]), v) for k, v in mid.items() if k.startswith("host")}
     (few, t_few), (many, t_many), (_, t_global) = (host.get(k, (3, 0.0)) for k in ("few", "many", "global"))
     call = max(0.0, (t_many - t_few) / (3 * (many - few))) if many > few else 0.0
-    return Links(*sent.get("scatter", [0.0, 1e6]), max(rates), mid["launch"], sent, update, max(1.0, median(beside)) if beside else 1.0,
-                 2 * 4 * (1 << 24) / (mid["pass"] * 1e3), mid["kernel"], max(0.0, t_few - 3 * few * call), call, max(0.0, t_global - t_few))
+    links = Links(*sent.get("scatter", [0.0, 1e6]), max(rates), mid["launch"], sent, update, max(1.0, median(beside)) if beside else 1.0,
+                  2 * 4 * (1 << 24) / (mid["pass"] * 1e3), 0.0, max(0.0, t_few - 3 * few * call), call, max(0.0, t_global - t_few))
+    for key in (k for k in mid if k.startswith("prepare")):
+        banks, small = map(float, key.split()[1:])
+        known = CLIP_PASSES * banks / (links.memory_gbps * 1e3) + transfer_us(small, world, links, "all-reduce")
+        links = replace(links, prepare_us=max(0.0, mid[key] - known))
+    return links
 
 
 def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:  # samples, unit, facts
