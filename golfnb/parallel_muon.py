@@ -291,7 +291,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale_into(out: list, tensors: list, factor: torch.Tensor):
-    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype. Any shapes and float dtypes; `out` may be `tensors`."
+    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype (tensors of that dtype are scaled in place). Any shapes and float dtypes; `out` may be `tensors`."
     wide = [t.to(factor.dtype) for t in tensors]
     torch._foreach_mul_(wide, factor)
     torch._foreach_copy_(out, wide)

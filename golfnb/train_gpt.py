@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 ae456fe4e7244912 | Apache-2.0
+# recipe pr549 | source sha256 7c7cb230888f8dca | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2849,7 +2849,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
 def scale_into(out: list, tensors: list, factor: torch.Tensor):
-    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype. Any shapes and float dtypes; `out` may be `tensors`."
+    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype (tensors of that dtype are scaled in place). Any shapes and float dtypes; `out` may be `tensors`."
     wide = [t.to(factor.dtype) for t in tensors]
     torch._foreach_mul_(wide, factor)
     torch._foreach_copy_(out, wide)
