@@ -303,7 +303,7 @@ def links_of(samples: dict[str, list[float]], world: int) -> Links:
     (few, t_few), (many, t_many), (_, t_global) = (host.get(k, (3, 0.0)) for k in ("few", "many", "global"))
     call = max(0.0, (t_many - t_few) / (3 * (many - few))) if many > few else 0.0
     links = Links(*sent.get("scatter", [0.0, 1e6]), max(rates), mid["launch"], sent, update, max(1.0, median(beside)) if beside else 1.0,
-                  2 * 4 * (1 << 24) / (mid["pass"] * 1e3), 0.0, max(0.0, t_few - 3 * few * call), call, max(0.0, t_global - t_few))
+                  memory_gbps=2 * 4 * (1 << 24) / (mid["pass"] * 1e3), start_us=max(0.0, t_few - 3 * few * call), call_us=call, norm_us=max(0.0, t_global - t_few))
     for key in (k for k in mid if k.startswith("prepare")):
         banks, small = map(float, key.split()[1:])
         known = CLIP_PASSES * banks / (links.memory_gbps * 1e3) + transfer_us(small, world, links, "all-reduce")
