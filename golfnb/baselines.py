@@ -529,7 +529,7 @@ def optimizer_tables(samples: dict, facts: dict) -> str:
     plans = [[n, f"{p['padding']:.1%}", f"{p['sent_bytes'] / 1e6:.1f}", *(f"{p[k]:.2f}" if k in p else "-" for k in ("predicted_device_ms",)), mid(n, "device"),
               f"{p['predicted_tail_ms']:.2f}" if "predicted_tail_ms" in p else "-", mid(n, "tail"), mid(n, "muon")] for n, p in facts.get("plans", {}).items()]
     parts = [text_table(["way", "ms/step", "optimizer ms", "forward+backward ms"], ways)] if ways else []
-    parts += [text_table(["plan", "padding", "MB sent", "predicted ms", "measured ms", "predicted with host", "with host", "Muon part ms"], plans)] if plans else []
+    parts += [text_table(["plan", "padding", "MB", "predicted ms", "ms", "predicted with host", "with host", "Muon ms"], plans)] if plans else []
     return "\n\n".join(parts)
 
 # %% ../nbs/29_baselines.ipynb #b26107a5
