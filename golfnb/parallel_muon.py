@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean', 'wait_mean', 'gather_into', 'muon_one',
            'muon_update', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
-           'squared_norm', 'scale_into', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks', 'engine_launch',
-           'stage', 'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank',
-           'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
+           'squared_norm', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks', 'engine_launch', 'stage',
+           'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank', 'engine_tensors',
+           'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
 
 # %% ../nbs/13_parallel_muon.ipynb #ef592cd3
 import os
@@ -134,7 +134,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                  dtype: torch.dtype | None = None, # of the products; None: the gradient's
                  cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
     "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
-    moved = (momentum.to(master.dtype) * mu).to(momentum.dtype).add_(grad)
+    moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
     nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
     if cuts is None:
         update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
@@ -289,13 +289,6 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     "Sum of squares of all entries of all tensors, 0-dim in `dtype`."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
-
-def scale_into(out: list, tensors: list, factor: torch.Tensor):
-    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype (tensors of that dtype are scaled in place). Any shapes and float dtypes; `out` may be `tensors`."
-    wide = [t.to(factor.dtype) for t in tensors]
-    torch._foreach_mul_(wide, factor)
-    torch._foreach_copy_(out, wide)
-
 # %% ../nbs/13_parallel_muon.ipynb #fdfd6fbe
 class Recorded:
     "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls, on the stream that calls it, and replayed from then on."
@@ -439,9 +432,8 @@ def clip_local(self: Engine):
     norm_sq = squared_norm([*self.staged.values(), *small], self.full)
     self.control[CONTROL_WORDS.index("norm_sq")].copy_(norm_sq)
     factor = clip_factor(norm_sq, self.max_norm)
-    scale_into([self.wires[n] for n in self.staged], list(self.staged.values()), factor)
-    if small:  # a model may have nothing but banks
-        scale_into(small, small, factor)
+    for g, out in [*((g, self.wires[n]) for n, g in self.staged.items()), *zip(small, small)]:
+        torch.mul(g, factor.view([1] * g.ndim), out=out)
 
 # %% ../nbs/13_parallel_muon.ipynb #cde58eef
 def engine_finish(self: Engine, multiplier, mu: float, project):

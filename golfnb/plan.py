@@ -148,7 +148,7 @@ def _place_event(events: list, free: dict, name: str, stream: str, ready: float,
     return start + us
 
 # %% ../nbs/11_plan.ipynb #6ca6cc8d
-CLIP_PASSES = 13  # over the bf16 bytes of a gradient: copy 2, norm 1, widen 3, scale 4, round 3
+CLIP_PASSES = 5  # over the bf16 bytes of a gradient: copy 2, norm 1, scale 2
 
 
 def prepare_us(layout: Layout, links: Links, clip: str) -> float:

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 7c7cb230888f8dca | Apache-2.0
+# recipe pr549 | source sha256 5ab3b5d950505ad7 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2701,7 +2701,7 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                  dtype: torch.dtype | None = None, # of the products; None: the gradient's
                  cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
     "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
-    moved = (momentum.to(master.dtype) * mu).to(momentum.dtype).add_(grad)
+    moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
     nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
     if cuts is None:
         update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
@@ -2848,12 +2848,6 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     "Sum of squares of all entries of all tensors, 0-dim in `dtype`."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
-def scale_into(out: list, tensors: list, factor: torch.Tensor):
-    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype (tensors of that dtype are scaled in place). Any shapes and float dtypes; `out` may be `tensors`."
-    wide = [t.to(factor.dtype) for t in tensors]
-    torch._foreach_mul_(wide, factor)
-    torch._foreach_copy_(out, wide)
-
 class Recorded:
     "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls, on the stream that calls it, and replayed from then on."
 
@@ -2990,9 +2984,8 @@ def clip_local(self: Engine):
     norm_sq = squared_norm([*self.staged.values(), *small], self.full)
     self.control[CONTROL_WORDS.index("norm_sq")].copy_(norm_sq)
     factor = clip_factor(norm_sq, self.max_norm)
-    scale_into([self.wires[n] for n in self.staged], list(self.staged.values()), factor)
-    if small:  # a model may have nothing but banks
-        scale_into(small, small, factor)
+    for g, out in [*((g, self.wires[n]) for n, g in self.staged.items()), *zip(small, small)]:
+        torch.mul(g, factor.view([1] * g.ndim), out=out)
 
 def engine_finish(self: Engine, multiplier, mu: float, project):
     "Second half of a step (see `Engine.finish`)."
