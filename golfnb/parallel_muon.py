@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean', 'wait_mean', 'gather_into', 'muon_one',
-           'muon_update', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
-           'squared_norm', 'scale_into', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks', 'engine_launch',
-           'stage', 'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank',
-           'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
+           'nesterov_step', 'master_step', 'muon_update', 'nesterov_kernel', 'nesterov_kernels', 'master_kernel',
+           'master_kernels', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
+           'squared_norm', 'scale_into', 'scale_kernel', 'scale_kernels', 'Recorded', 'Engine', 'replicated_groups',
+           'apply_masks', 'engine_launch', 'stage', 'clip_local', 'engine_finish', 'clip_global', 'finish_bank',
+           'update_small', 'update_bank', 'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot',
+           'restore', 'make_engine']
 
 # %% ../nbs/13_parallel_muon.ipynb #ef592cd3
 import os
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from .banks import read_cut, write_cut
 from .config import Config, GolfError
+from .kernels import check_runnable, jitted, tl, triton, use_kernels
 from .layout import BankSpec, Layout, shard_cuts
 from .newton_schulz import orthogonalize
 from .plan import Plan, check_plan, make_plan, plan_orders
@@ -122,6 +125,36 @@ def muon_one(weight: torch.Tensor, # [r, c] master, any float dtype
     return weight * (1 - lr * wd) - lr * scale * update.to(weight.dtype), momentum
 
 # %% ../nbs/13_parallel_muon.ipynb #94b0c210
+def nesterov_step(momentum: torch.Tensor, # [n, r, c] in the gradient's dtype, changed in place
+                  grad: torch.Tensor, # [n, r, c]
+                  mu: torch.Tensor, # 0-dim: momentum
+                  ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the momentum alone
+                  ) -> torch.Tensor: # [n, r, c] in the gradient's dtype
+    "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; each product and sum rounds to the dtype."
+    if ok.ndim == 0 and use_kernels(momentum, "ns") and grad.is_contiguous():
+        return nesterov_kernels(momentum, grad, mu, ok)
+    full = torch.promote_types(momentum.dtype, mu.dtype)
+    moved = (momentum.to(full) * mu).to(momentum.dtype).add_(grad)
+    torch.where(ok, moved, momentum, out=momentum)
+    return torch.addcmul(grad.to(full), moved.to(full), mu).to(grad.dtype)
+
+
+def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in place
+                update: torch.Tensor, # [n, r, c] in any float dtype
+                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
+                wd: float | torch.Tensor, # weight decay: factor; a tensor is [n, 1, 1]
+                scale: torch.Tensor, # [n, 1, 1] or [n, r, 1]: factor of the learning rate
+                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the master alone
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
+                ):
+    "master = master * (1 - lr * wd) - lr * scale * update, and its rounded copy."
+    if ok.ndim == lr.ndim == 0 and use_kernels(out, "ns") and master.dtype == torch.float32:
+        return master_kernels(master, update, lr, wd, scale, ok, out)
+    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
+    torch.where(ok, stepped, master, out=master)
+    out.copy_(master)
+
+
 def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
                 momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
                 grad: torch.Tensor, # [n, r, c] mean gradient of my slots
@@ -130,21 +163,57 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
                 wd: float,
                 scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
                 ok: torch.Tensor, # 0-dim bool: False skips the step
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
                 method: str = "ns5", steps: int = 5,
-                 dtype: torch.dtype | None = None, # of the products; None: the gradient's
-                 cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
+                dtype: torch.dtype | None = None, # of the products; None: the gradient's
+                cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
     "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
-    moved = (momentum.to(master.dtype) * mu).to(momentum.dtype).add_(grad)
-    nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
+    nesterov = nesterov_step(momentum, grad, mu, ok)
     if cuts is None:
         update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
     else:
         update = torch.zeros_like(nesterov)
         for cut in cuts:
             write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
-    torch.where(ok, moved, momentum, out=momentum)
-    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
-    torch.where(ok, stepped, master, out=master)
+    master_step(master, update, lr, wd, scale, ok, out)
+
+# %% ../nbs/13_parallel_muon.ipynb #7a7b2c6a
+def nesterov_kernel(momentum, grad, out, mu, ok, numel, BLOCK: tl.constexpr):  # programs over blocks of the flat shard
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live, knob = at < numel, tl.load(mu).to(tl.float32)
+    g = tl.load(grad + at, mask=live, other=0.0).to(tl.float32)
+    moved = (tl.load(momentum + at, mask=live, other=0.0).to(tl.float32) * knob).to(momentum.dtype.element_ty).to(tl.float32)
+    moved = (moved + g).to(momentum.dtype.element_ty)
+    tl.store(out + at, (g + moved.to(tl.float32) * knob).to(out.dtype.element_ty), mask=live)
+    tl.store(momentum + at, moved, mask=live & tl.load(ok))
+
+
+def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
+    "Twin of `nesterov_step`: momentum and grad [n, r, c], mu and ok 0-dim -> [n, r, c], dtype of grad. GolfError where no kernel can run."
+    check_runnable(grad)
+    out, count = torch.empty_like(grad), grad.numel()
+    jitted(nesterov_kernel)[(triton.cdiv(count, 2048),)](momentum, grad, out, mu, ok, count, BLOCK=2048, num_warps=8)
+    return out
+
+
+def master_kernel(master, update, out, lr, scale, ok, wd, R, C, u_batch, u_row, u_col, s_batch, s_row, SIDE: tl.constexpr):  # programs over (block of columns, block of rows, slot)
+    n, row, col = tl.program_id(2).to(tl.int64), tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    live, rate = (row[:, None] < R) & (col[None, :] < C), tl.load(lr).to(tl.float32)
+    here = n * R * C + row[:, None] * C + col[None, :]
+    old = tl.load(master + here, mask=live, other=0.0)
+    step = tl.load(update + n * u_batch + row[:, None] * u_row + col[None, :] * u_col, mask=live, other=0.0).to(tl.float32)
+    factor = tl.load(scale + n * s_batch + row * s_row, mask=row < R, other=0.0).to(tl.float32) * rate
+    new = tl.where(tl.load(ok), old * (1 - rate * wd) - factor[:, None] * step, old)
+    tl.store(master + here, new, mask=live)
+    tl.store(out + here, new.to(out.dtype.element_ty), mask=live)
+
+
+def master_kernels(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, wd: float, scale: torch.Tensor, ok: torch.Tensor, out: torch.Tensor):
+    "Twin of `master_step` with 0-dim lr and ok; master, update and out are [n, r, c]. GolfError where no kernel can run."
+    check_runnable(out)
+    n, r, c = master.shape
+    grid = (triton.cdiv(c, 64), triton.cdiv(r, 64), n)
+    jitted(master_kernel)[grid](master, update, out, lr, scale, ok, wd, r, c, *update.stride(), scale.stride(0), scale.stride(1) if scale.shape[1] > 1 else 0, SIDE=64, num_warps=4)
 
 # %% ../nbs/13_parallel_muon.ipynb #77495db9
 def sgd_update(master, momentum, grad, lr, mu, ok):
@@ -292,9 +361,23 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
 
 def scale_into(out: list, tensors: list, factor: torch.Tensor):
     "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype. Any shapes and float dtypes; `out` may be `tensors`."
+    if use_kernels(out[0], "ns") and all(t.is_contiguous() for t in (*out, *tensors)):
+        return scale_kernels(out, tensors, factor)
     wide = [t.to(factor.dtype) for t in tensors]
     torch._foreach_mul_(wide, factor)
     torch._foreach_copy_(out, wide)
+
+
+def scale_kernel(x, out, factor, numel, BLOCK: tl.constexpr):  # programs over blocks of a flat tensor
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, (tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32) * tl.load(factor)).to(out.dtype.element_ty), mask=at < numel)
+
+
+def scale_kernels(out: list, tensors: list, factor: torch.Tensor):
+    "Twin of `scale_into`, one launch a tensor; `factor` is 0-dim fp32. GolfError where no kernel can run."
+    for x, y in zip(tensors, out):
+        check_runnable(y)
+        jitted(scale_kernel)[(triton.cdiv(x.numel(), 4096),)](x, y, factor, x.numel(), BLOCK=4096, num_warps=8)
 
 # %% ../nbs/13_parallel_muon.ipynb #fdfd6fbe
 class Recorded:
@@ -502,10 +585,10 @@ def update_bank(self: Engine, name: str):
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, cuts=bank.cuts)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, bank.outgoing, self.method, self.ns_steps, cuts=bank.cuts)
     else:
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
-    bank.outgoing.copy_(bank.master)
+        bank.outgoing.copy_(bank.master)
 
 # %% ../nbs/13_parallel_muon.ipynb #e9c86ee4
 def engine_tensors(self: Engine) -> list:

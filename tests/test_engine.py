@@ -251,7 +251,7 @@ def test_knobs_are_not_rounded_on_the_gpu():
         momentum, grad, mu = (t.clone().to(device) for t in (m, g, factor))
         out, one = torch.empty_like(grad), torch.ones((), device=device)
         scale_into([out], [grad], mu)
-        muon_update(torch.zeros(2, 8, 16, device=device), momentum, grad, one, mu, 0.0, one, one.bool())
+        muon_update(torch.zeros(2, 8, 16, device=device), momentum, grad, one, mu, 0.0, torch.ones(2, 1, 1, device=device), one.bool(), torch.empty_like(momentum))
         found.append((out.cpu(), momentum.cpu()))
     assert all(torch.equal(a, b) for a, b in zip(*found)) and torch.equal(found[0][0], (g.double() * 0.99).bfloat16())
 

@@ -51,6 +51,37 @@ for op, args in ((K.heads_op, (torch.randn(1, 5, 64), torch.randn(2), *rotary_ta
 print("equal")
 """
 
+OPTIMIZER = """
+import torch
+from golfnb.newton_schulz import newton_schulz, ns_product
+from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step, scale_kernels
+torch.manual_seed(0)
+near = lambda a, b: float((a - b).norm() / b.norm()) < 1e-6
+for n, M, K in ((2, 70, 100), (1, 128, 200), (3, 64, 64), (9, 130, 140)):
+    for X in (torch.randn(n, M, K), torch.randn(n, K, M).mT):
+        A = ns_product(X, X.mT, symmetric=True)
+        assert torch.equal(A, A.mT) and near(A, X @ X.mT)
+        B = ns_product(A, A, 2.0, A, -4.7, symmetric=True)
+        assert torch.equal(B, B.mT) and near(B, 2.0 * A @ A - 4.7 * A) and near(ns_product(B, X, 1.0, X, 3.4), B @ X + 3.4 * X)
+for shape in ((3, 70, 100), (2, 130, 65)):
+    n, r, c = shape
+    for ok, grad, update in ((True, torch.randn(shape), torch.randn(n, c, r).mT), (True, torch.randn(shape), torch.randn(shape)), (False, torch.full(shape, float("nan")), torch.full(shape, float("nan")))):
+        ok, mu, lr, (m, other) = torch.tensor(ok), torch.tensor(0.99), torch.tensor(0.02), [torch.randn(shape)] * 2
+        m, other = m.clone(), other.clone()
+        torch.testing.assert_close(nesterov_kernels(m, grad, mu, ok), nesterov_step(other, grad, mu, ok), equal_nan=True)
+        torch.testing.assert_close(m, other)
+        for scale in (torch.full((n, 1, 1), 1.7), torch.rand(n, r, 1)):
+            w, x, y, z = *[torch.randn(shape)] * 2, torch.zeros(shape), torch.zeros(shape)
+            w, x = w.clone(), x.clone()
+            master_kernels(w, update, lr, 0.04, scale, ok, y), master_step(x, update, lr, 0.04, scale, ok, z)
+            torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
+x = [torch.randn(5001), torch.randn(7, 9)]
+y = [torch.empty_like(t) for t in x]
+scale_kernels(y, x, torch.tensor(0.3))
+assert all(torch.equal(a, b * torch.tensor(0.3)) for a, b in zip(y, x))
+print("equal")
+"""
+
 MODEL = CASES + """
 import golfnb.model as M
 from golfnb.config import load_config
@@ -117,6 +148,13 @@ for tiles, back in ((P.MLP_UP_TILES, False), (P.MLP_DOWN_TILES, True)):
     ptx = build(P.mlp_product_kernel, dict(BACKWARD=back, SAVE=not back, B_IS_KN=back, FLAT=tiles["FLAT"], BM=bm, BN=bn, BK=bk), warps=tiles["num_warps"], stages=tiles["num_stages"],
                 a=desc(bm, bk), b=desc(bk, bn) if back else desc(bn, bk), z=desc(bm, bn // 2), out=desc(bm, bn // 2))
     assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
+for ones in (dict(a_col=1, b_row=1, c_col=1, SYMMETRIC=True, ADD=False), dict(a_col=1, b_row=1, c_col=1, SYMMETRIC=True, ADD=True), dict(a_col=1, b_col=1, c_col=1, SYMMETRIC=False, ADD=True)):
+    for side in (64, 128):
+        assert "wgmma" in build(P.ns_product_kernel, dict(ones, BM=side, BN=side, BK=64), numbers="M N K a_batch a_row b_batch b_row b_col c_batch c_row".split(), warps=side // 16, alpha="fp32", beta="fp32")
+assert "st.global.v4" in build(P.nesterov_kernel, dict(BLOCK=2048), ("mu",), ["numel"], ok="*i1")
+assert "st.global.v4" in build(P.scale_kernel, dict(BLOCK=4096), ("factor",), ["numel"])
+for ones in (dict(u_col=1), dict(u_row=1)):
+    assert "st.global.v4" in build(P.master_kernel, dict(ones, SIDE=64, s_row=0), ("master", "lr", "scale"), "R C u_batch u_row u_col s_batch".split(), ok="*i1", wd="fp32")
 print("built")
 """
 
@@ -131,7 +169,7 @@ needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
 
 
 @needs_triton
-@pytest.mark.parametrize("code", [INTERPRETED, MODEL], ids=["alone", "model"])
+@pytest.mark.parametrize("code", [INTERPRETED, OPTIMIZER, MODEL], ids=["alone", "optimizer", "model"])
 def test_interpreted_kernels_equal_their_oracle(code):
     assert "equal" in child(code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
