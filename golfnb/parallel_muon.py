@@ -73,8 +73,9 @@ def start_ranks(env: dict | None = None, # environment; default os.environ
     if cuda:
         torch.cuda.set_device(local)
     if world > 1:
+        first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if cuda else None  # what is to be sent does not wait behind products
         dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
-                                device_id=torch.device(device) if cuda else None)
+                                device_id=torch.device(device) if cuda else None, pg_options=first)
     return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) if world > 1 else None)
 
 
@@ -428,7 +429,9 @@ class Engine:
         self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
         self.factor.fill_(1.0)
         self.ok = torch.ones((), dtype=torch.bool, device=self.device)
-        self.masks, self.streams = {}, {n: torch.cuda.Stream(self.device) for n in self.banks} if self.device.type == "cuda" else {}
+        self.masks, self.streams = {}, {}
+        for i, n in enumerate(self.plan.work if self.device.type == "cuda" else ()):  # the first in work order goes before the others; CUDA's lowest priority is 0
+            self.streams[n] = torch.cuda.Stream(self.device, priority=max(-3, i + 1 - len(self.plan.work)))
         self.control = self.groups[0].tail if self.groups else torch.zeros(len(CONTROL_WORDS), dtype=self.full, device=self.device)
         self.staged, self.wires = {}, {}
         self.clip_step = Recorded(lambda: clip_local(self), self.device)
