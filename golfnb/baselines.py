@@ -303,7 +303,7 @@ def links_of(samples: dict[str, list[float]], world: int) -> Links:
     (few, t_few), (many, t_many), (_, t_global) = (host.get(k, (3, 0.0)) for k in ("few", "many", "global"))
     call = max(0.0, (t_many - t_few) / (3 * (many - few))) if many > few else 0.0
     links = Links(*sent.get("scatter", [0.0, 1e6]), max(rates), mid["launch"], sent, update, max(1.0, median(beside)) if beside else 1.0,
-                  2 * 4 * (1 << 24) / (mid["pass"] * 1e3), 0.0, max(0.0, t_few - 3 * few * call), call, max(0.0, t_global - t_few))
+                  memory_gbps=2 * 4 * (1 << 24) / (mid["pass"] * 1e3), start_us=max(0.0, t_few - 3 * few * call), call_us=call, norm_us=max(0.0, t_global - t_few))
     for key in (k for k in mid if k.startswith("prepare")):
         banks, small = map(float, key.split()[1:])
         known = CLIP_PASSES * banks / (links.memory_gbps * 1e3) + transfer_us(small, world, links, "all-reduce")
@@ -529,7 +529,7 @@ def optimizer_tables(samples: dict, facts: dict) -> str:
     plans = [[n, f"{p['padding']:.1%}", f"{p['sent_bytes'] / 1e6:.1f}", *(f"{p[k]:.2f}" if k in p else "-" for k in ("predicted_device_ms",)), mid(n, "device"),
               f"{p['predicted_tail_ms']:.2f}" if "predicted_tail_ms" in p else "-", mid(n, "tail"), mid(n, "muon")] for n, p in facts.get("plans", {}).items()]
     parts = [text_table(["way", "ms/step", "optimizer ms", "forward+backward ms"], ways)] if ways else []
-    parts += [text_table(["plan", "padding", "MB sent", "predicted ms", "measured ms", "predicted with host", "with host", "Muon part ms"], plans)] if plans else []
+    parts += [text_table(["plan", "padding", "MB", "predicted ms", "ms", "predicted with host", "with host", "Muon ms"], plans)] if plans else []
     return "\n\n".join(parts)
 
 # %% ../nbs/29_baselines.ipynb #b26107a5

@@ -123,8 +123,10 @@ def commit_of(folder: Path | str = ".") -> str:  # hex digits, "+" after them wh
             return None
         return said.stdout.strip() if said.returncode == 0 else None
 
-    head = os.environ.get("GOLFNB_COMMIT") or git("rev-parse", "HEAD") or ""
-    return head + "+" if head and "GOLFNB_COMMIT" not in os.environ and git("status", "--porcelain", "--", ".") else head
+    if os.environ.get("GOLFNB_COMMIT"):
+        return os.environ["GOLFNB_COMMIT"]
+    head = git("rev-parse", "HEAD") or ""
+    return head + ("+" if head and git("status", "--porcelain", "--", ".") else "")
 
 # %% ../nbs/22_bench.ipynb #4eb49464
 def result_name(name: str) -> bool:

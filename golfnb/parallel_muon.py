@@ -361,7 +361,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale_into(out: list, tensors: list, factor: torch.Tensor):
-    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype. Any shapes and float dtypes; `out` may be `tensors`."
+    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype (tensors of that dtype are scaled in place). Any shapes and float dtypes; `out` may be `tensors`."
     if use_kernels(out[0], "ns") and all(t.is_contiguous() for t in (*out, *tensors)):
         return scale_kernels(out, tensors, factor)
     wide = [t.to(factor.dtype) for t in tensors]

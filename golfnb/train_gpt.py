@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 0dcf3df3d0ebb00d | Apache-2.0
+# recipe pr549 | source sha256 e5a6590ac6597d00 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2703,8 +2703,9 @@ def start_ranks(env: dict | None = None, # environment; default os.environ
     if cuda:
         torch.cuda.set_device(local)
     if world > 1:
+        first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if cuda else None  # what is to be sent does not wait behind products
         dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
-                                device_id=torch.device(device) if cuda else None)
+                                device_id=torch.device(device) if cuda else None, pg_options=first)
     return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) if world > 1 else None)
 
 def stop_ranks(ranks: Ranks):
@@ -2960,7 +2961,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
 def scale_into(out: list, tensors: list, factor: torch.Tensor):
-    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype. Any shapes and float dtypes; `out` may be `tensors`."
+    "Write tensors * factor into `out`, rounded once; `factor` is 0-dim, and the product has its dtype (tensors of that dtype are scaled in place). Any shapes and float dtypes; `out` may be `tensors`."
     if use_kernels(out[0], "ns") and all(t.is_contiguous() for t in (*out, *tensors)):
         return scale_kernels(out, tensors, factor)
     wide = [t.to(factor.dtype) for t in tensors]
@@ -3024,7 +3025,9 @@ class Engine:
         self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
         self.factor.fill_(1.0)
         self.ok = torch.ones((), dtype=torch.bool, device=self.device)
-        self.masks, self.streams = {}, {n: torch.cuda.Stream(self.device) for n in self.banks} if self.device.type == "cuda" else {}
+        self.masks, self.streams = {}, {}
+        for i, n in enumerate(self.plan.work if self.device.type == "cuda" else ()):  # the first in work order goes before the others; CUDA's lowest priority is 0
+            self.streams[n] = torch.cuda.Stream(self.device, priority=max(-3, i + 1 - len(self.plan.work)))
         self.control = self.groups[0].tail if self.groups else torch.zeros(len(CONTROL_WORDS), dtype=self.full, device=self.device)
         self.staged, self.wires = {}, {}
         self.clip_step = Recorded(lambda: clip_local(self), self.device)

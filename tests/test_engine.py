@@ -215,7 +215,7 @@ def test_a_recorded_backward_on_the_gpu(accum, runs):
 
 
 def beside(device, steps, eager, dtype=torch.bfloat16, width=768):
-    "Masters and time of an engine on bare banks of four very different sizes, each bank on its own stream."
+    "Masters of an engine on bare banks of four very different sizes, each bank on its own stream."
     layout = bucket_layout(speedrun_kinds(width), "smear_gate1,attn_gate10,attn10,mlp22", 1)
     draw = torch.Generator().manual_seed(5)
     banks = make_banks(layout, dtype, device)
@@ -253,7 +253,7 @@ def test_knobs_are_not_rounded_on_the_gpu():
         scale_into([out], [grad], mu)
         muon_update(torch.zeros(2, 8, 16, device=device), momentum, grad, one, mu, 0.0, torch.ones(2, 1, 1, device=device), one.bool(), torch.empty_like(momentum))
         found.append((out.cpu(), momentum.cpu()))
-    assert all(torch.equal(a, b) for a, b in zip(*found)) and torch.equal(found[0][0], (g.double() * 0.99).bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and torch.equal(found[0][0], (g.float() * factor).bfloat16())
 
 
 def test_every_plan_adapts_alike():
