@@ -324,8 +324,7 @@ def update_matrices(self: ParallelMuon, name: str):
     ok = engine.ok & (self.has_gradient[ids] > 0)
     dtype = torch.bfloat16 if grad.is_cuda and grad.dtype != torch.float64 else grad.dtype
     muon_update(bank.master, bank.momentum, grad, (lr * self.lr_mul[ids]).view(-1, 1, 1), mu, (wd * self.wd_mul[ids]).view(-1, 1, 1), bank.lr_scale,
-                ok.view(-1, 1, 1), engine.method, engine.ns_steps, dtype)
-    bank.outgoing.copy_(bank.master)
+                ok.view(-1, 1, 1), bank.outgoing, engine.method, engine.ns_steps, dtype)
 
 
 def update_rest(self: ParallelMuon):

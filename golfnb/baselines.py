@@ -141,8 +141,7 @@ def update_call(
     scale, ok = torch.ones(n, 1, 1, dtype=full, device=device), torch.ones((), dtype=torch.bool, device=device)
 
     def update():
-        muon_update(master, momentum, grad, knob, knob, cfg.muon_wd, scale, ok, cfg.ns, cfg.muon_backend_steps)
-        outgoing.copy_(master)
+        muon_update(master, momentum, grad, knob, knob, knob, scale, ok, outgoing, cfg.ns, cfg.muon_backend_steps)
 
     return Recorded(update, device)
 

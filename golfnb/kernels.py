@@ -34,7 +34,7 @@ from .config import GolfError
 from .layers import NORM_EPS
 
 # %% ../nbs/07_kernels.ipynb #6647f71a
-KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can; the benchmark empties and fills it
+KERNELS_ON = {"heads", "mlp", "xsa", "fold", "ns"}  # what model and optimizer use where they can; the benchmark empties and fills it
 
 
 def use_kernels(x: torch.Tensor,      # what the kernel would read, any shape and dtype

@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean', 'wait_mean', 'gather_into', 'muon_one',
-           'muon_update', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
-           'squared_norm', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks', 'engine_launch', 'stage',
-           'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank', 'engine_tensors',
-           'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
+           'nesterov_step', 'master_step', 'muon_update', 'nesterov_kernel', 'slot_stride', 'nesterov_kernels',
+           'master_kernel', 'master_kernels', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control',
+           'clip_factor', 'squared_norm', 'record_graph', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks',
+           'engine_launch', 'stage', 'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small',
+           'update_bank', 'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore',
+           'make_engine']
 
 # %% ../nbs/13_parallel_muon.ipynb #ef592cd3
+import gc
 import os
 from datetime import timedelta
 
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from .banks import read_cut, write_cut
 from .config import Config, GolfError
+from .kernels import check_runnable, jitted, tl, triton, use_kernels
 from .layout import BankSpec, Layout, shard_cuts
 from .newton_schulz import orthogonalize
 from .plan import Plan, check_plan, make_plan, plan_orders
@@ -122,29 +126,100 @@ def muon_one(weight: torch.Tensor, # [r, c] master, any float dtype
     return weight * (1 - lr * wd) - lr * scale * update.to(weight.dtype), momentum
 
 # %% ../nbs/13_parallel_muon.ipynb #94b0c210
+def nesterov_step(momentum: torch.Tensor, # [n, r, c] in the gradient's dtype, changed in place
+                  grad: torch.Tensor, # [n, r, c]
+                  mu: torch.Tensor, # 0-dim fp32 (or fp64): momentum
+                  ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the momentum alone
+                  ) -> torch.Tensor: # [n, r, c] in the gradient's dtype
+    "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; each product and sum rounds to the dtype."
+    if use_kernels(momentum, "ns"):
+        return nesterov_kernels(momentum, grad, mu, ok)
+    moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
+    torch.where(ok, moved, momentum, out=momentum)
+    return torch.addcmul(grad.to(mu.dtype), moved.to(mu.dtype), mu).to(grad.dtype)
+
+
+def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in place
+                update: torch.Tensor, # [n, r, c] in any float dtype
+                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
+                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
+                scale: torch.Tensor, # [n, 1, 1] or [n, r, 1]: factor of the learning rate
+                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the master alone
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
+                ):
+    "master = master * (1 - lr * wd) - lr * scale * update, and its rounded copy."
+    if use_kernels(out, "ns"):
+        return master_kernels(master, update, lr, wd, scale, ok, out)
+    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
+    torch.where(ok, stepped, master, out=master)
+    out.copy_(master)
+
+
 def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
                 momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
                 grad: torch.Tensor, # [n, r, c] mean gradient of my slots
-                lr: torch.Tensor, # 0-dim: learning rate
+                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
                 mu: torch.Tensor, # 0-dim: momentum
-                wd: float,
+                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
                 scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
-                ok: torch.Tensor, # 0-dim bool: False skips the step
+                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False skips the step
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
                 method: str = "ns5", steps: int = 5,
-                 dtype: torch.dtype | None = None, # of the products; None: the gradient's
-                 cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
+                dtype: torch.dtype | None = None, # of the products; None: the gradient's
+                cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
     "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
-    moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
-    nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
+    nesterov = nesterov_step(momentum, grad, mu, ok)
     if cuts is None:
         update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
     else:
         update = torch.zeros_like(nesterov)
         for cut in cuts:
             write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
-    torch.where(ok, moved, momentum, out=momentum)
-    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
-    torch.where(ok, stepped, master, out=master)
+    master_step(master, update, lr, wd, scale, ok, out)
+
+# %% ../nbs/13_parallel_muon.ipynb #7a7b2c6a
+def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):  # programs over (blocks of a slot, slots)
+    n, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live, here, knob = at < size, n * size + at, tl.load(mu).to(tl.float32)
+    g = tl.load(grad + here, mask=live, other=0.0).to(tl.float32)
+    moved = (tl.load(momentum + here, mask=live, other=0.0).to(tl.float32) * knob).to(momentum.dtype.element_ty).to(tl.float32)
+    moved = (moved + g).to(momentum.dtype.element_ty)
+    tl.store(out + here, (g + moved.to(tl.float32) * knob).to(out.dtype.element_ty), mask=live)
+    tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
+
+
+def slot_stride(knob: torch.Tensor) -> int:
+    "Entries from one slot's value to the next in a knob, 0-dim or [n, 1, 1]."
+    return knob.stride(0) if knob.ndim else 0
+
+
+def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
+    "Twin of `nesterov_step` in one launch: arguments and result as there. GolfError where no kernel can run."
+    check_runnable(momentum)
+    (n, r, c), grad = momentum.shape, grad.contiguous()
+    out = torch.empty_like(grad)
+    jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, slot_stride(ok), BLOCK=2048, num_warps=8)
+    return out
+
+
+def master_kernel(master, update, out, lr, wd, scale, ok, R, C, u_slot, u_row, u_col, lr_slot, wd_slot, s_slot, s_row, ok_slot, SIDE: tl.constexpr):  # programs over (blocks of columns, blocks of rows, slots)
+    n, row, col = tl.program_id(2).to(tl.int64), tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    live, rate = (row[:, None] < R) & (col[None, :] < C), tl.load(lr + n * lr_slot)
+    here = n * R * C + row[:, None] * C + col[None, :]
+    old = tl.load(master + here, mask=live, other=0.0)
+    step = tl.load(update + n * u_slot + row[:, None] * u_row + col[None, :] * u_col, mask=live, other=0.0).to(tl.float32)
+    factor = tl.load(scale + n * s_slot + row * s_row, mask=row < R, other=0.0) * rate
+    new = tl.where(tl.load(ok + n * ok_slot), old * (1 - rate * tl.load(wd + n * wd_slot)) - factor[:, None] * step, old)
+    tl.store(master + here, new, mask=live)
+    tl.store(out + here, new.to(out.dtype.element_ty), mask=live)
+
+
+def master_kernels(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, wd: torch.Tensor, scale: torch.Tensor, ok: torch.Tensor, out: torch.Tensor):
+    "Twin of `master_step` in one launch: arguments as there. GolfError where no kernel can run."
+    check_runnable(out)
+    n, r, c = master.shape
+    grid, s_row = (triton.cdiv(c, 64), triton.cdiv(r, 64), n), scale.stride(1) if scale.shape[1] > 1 else 0
+    jitted(master_kernel)[grid](master, update, out, lr, wd, scale, ok, r, c, *update.stride(), slot_stride(lr), slot_stride(wd), scale.stride(0), s_row, slot_stride(ok), SIDE=64, num_warps=4)
 
 # %% ../nbs/13_parallel_muon.ipynb #77495db9
 def sgd_update(master, momentum, grad, lr, mu, ok):
@@ -290,6 +365,18 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
 # %% ../nbs/13_parallel_muon.ipynb #fdfd6fbe
+def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
+    "Record into `graph` what `fn()` launches on `stream` (None: one of torch's own), without running it; returns what fn returns."
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads may go on using CUDA
+            return fn()
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class Recorded:
     "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls, on the stream that calls it, and replayed from then on."
 
@@ -306,8 +393,7 @@ class Recorded:
         else:
             here, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             own = None if here == torch.cuda.default_stream() else here  # the default stream cannot be recorded
-            with torch.cuda.graph(self.graph, stream=own, capture_error_mode="thread_local"):  # other threads may go on using CUDA
-                self.fn()
+            record_graph(self.fn, self.graph, own)
             self.graph.replay()
 
 # %% ../nbs/13_parallel_muon.ipynb #b9e072a9
@@ -329,14 +415,13 @@ class Engine:
             raise GolfError(f"the layout was made for {layout.world} ranks, but {self.ranks.world} are running: make it with world={self.ranks.world}")
         self.plan = plan or make_plan(layout)
         check_plan(self.plan, layout)
-        self.bank_lr, self.bank_wd, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, bank_wd, betas, eps, method, ns_steps, debug
+        self.bank_lr, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, betas, eps, method, ns_steps, debug
         momentum_dtype = torch.float32 if rule == "sgd" else state_dtype
         self.banks = {s.name: ShardedBank(s, roles["bank"][s.name], self.ranks, momentum_dtype if roles["bank"][s.name].dtype != torch.float64 else None) for s in layout.banks}
         self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd", state_dtype=state_dtype)
         some = next(iter(self.banks.values())).master
         self.full, self.device = some.dtype, some.device
-        self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
-        self.factor.fill_(1.0)
+        self.count, self.multiplier, self.momentum, self.factor, self.bank_wd = (torch.full((), v, dtype=self.full, device=self.device) for v in (0.0, 0.0, 0.0, 1.0, bank_wd))
         self.ok = torch.ones((), dtype=torch.bool, device=self.device)
         self.masks, self.streams = {}, {n: torch.cuda.Stream(self.device) for n in self.banks} if self.device.type == "cuda" else {}
         self.control = self.groups[0].tail if self.groups else torch.zeros(len(CONTROL_WORDS), dtype=self.full, device=self.device)
@@ -494,10 +579,10 @@ def update_bank(self: Engine, name: str):
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, cuts=bank.cuts)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, bank.outgoing, self.method, self.ns_steps, cuts=bank.cuts)
     else:
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
-    bank.outgoing.copy_(bank.master)
+        bank.outgoing.copy_(bank.master)
 
 # %% ../nbs/13_parallel_muon.ipynb #e9c86ee4
 def engine_tensors(self: Engine) -> list:

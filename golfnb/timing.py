@@ -29,7 +29,7 @@ from .kernels import KERNELS_ON, MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, he
 from .layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
 from .model import Golf, init_model
 from .layout import model_layout
-from .parallel_muon import Engine, Ranks, make_engine, restore, snapshot
+from .parallel_muon import Engine, Ranks, make_engine, record_graph, restore, snapshot
 from .train import StepGraph, backward_pass, read_control, training_loss
 
 # %% ../nbs/28_timing.ipynb #11c3d3ba
@@ -46,9 +46,7 @@ def replayed(f, device: torch.device, calls: int):
     for _ in range(2):  # compiles, and warms the libraries up
         f()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            f()
+    record_graph(lambda: [f() for _ in range(calls)], graph)
     return graph.replay
 
 

@@ -26,7 +26,7 @@ from .grid import clip_ratio, round_to_grid
 from .layers import softcap_loss
 from .layout import shard_cuts
 from .model import SKIP_FROZEN_STEPS
-from .parallel_muon import CONTROL_WORDS, Engine, engine_tensors, restore, snapshot
+from .parallel_muon import CONTROL_WORDS, Engine, engine_tensors, record_graph, restore, snapshot
 
 # %% ../nbs/15_train.ipynb #c2bf94e7
 def momentum_at(cfg: Config, step: int) -> float:
@@ -232,8 +232,7 @@ class StepGraph:
         for p in self.params:
             p.grad = None
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):  # the loader's thread may go on using CUDA
-            self.loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
+        self.loss = record_graph(lambda: backward_pass(self.loss_fn, self.ids, self.targets, accum), self.graph, self.stream)
         self.grads, self.places = [p.grad for p in self.params], self.addresses()
 
     def addresses(self) -> list[int]:

@@ -1,8 +1,9 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 5ab3b5d950505ad7 | Apache-2.0
+# recipe pr549 | source sha256 7389d6c6330a74a7 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
+import gc
 import glob
 import hashlib
 import heapq
@@ -1604,7 +1605,7 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
     class tl:  # stands in where kernels are defined and never run
         constexpr = None
 
-KERNELS_ON = {"heads", "mlp", "xsa", "fold"}  # what the model uses where it can; the benchmark empties and fills it
+KERNELS_ON = {"heads", "mlp", "xsa", "fold", "ns"}  # what model and optimizer use where they can; the benchmark empties and fills it
 
 def use_kernels(x: torch.Tensor,      # what the kernel would read, any shape and dtype
                 name: str = "",       # which one of KERNELS_ON; "": any
@@ -2352,6 +2353,51 @@ POLAR_EXPRESS_COEFFS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
+def ns_product_kernel(a, b, c, out, M, N, K, a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, c_col, alpha, beta,
+                      SYMMETRIC: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of alpha a b + beta c; programs over (tile, matrix)
+    across = tl.cdiv(N, BN)
+    first, left = tl.program_id(0) // across * BM, tl.program_id(0) % across * BN
+    if SYMMETRIC:
+        if left < first:
+            return
+    n = tl.program_id(1).to(tl.int64)
+    row, col, k = first + tl.arange(0, BM), left + tl.arange(0, BN), tl.arange(0, BK)
+    a += n * a_batch + row[:, None] * a_row + k[None, :] * a_col
+    b += n * b_batch + k[:, None] * b_row + col[None, :] * b_col
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for at in tl.range(0, K, BK):
+        x = tl.load(a, mask=(row[:, None] < M) & (k[None, :] < K - at), other=0.0)
+        y = tl.load(b, mask=(k[:, None] < K - at) & (col[None, :] < N), other=0.0)
+        acc = tl.dot(x, y, acc)
+        a += BK * a_col
+        b += BK * b_row
+    live = (row[:, None] < M) & (col[None, :] < N)
+    acc *= alpha
+    if ADD:
+        acc += beta * tl.load(c + n * c_batch + row[:, None] * c_row + col[None, :] * c_col, mask=live, other=0.0).to(tl.float32)
+    found = acc.to(out.dtype.element_ty)
+    out += n * M * N
+    tl.store(out + row[:, None] * N + col[None, :], found, mask=live)
+    if SYMMETRIC:
+        if left > first:
+            tl.store(out + col[:, None] * N + row[None, :], tl.trans(found), mask=(col[:, None] < N) & (row[None, :] < M))
+
+def ns_product(a: torch.Tensor,        # [n, M, K]
+               b: torch.Tensor,        # [n, K, N], dtype of a
+               alpha: float = 1.0,     # factor of the product
+               add: torch.Tensor | None = None,  # [n, M, N], dtype of a
+               beta: float = 0.0,      # its factor
+               symmetric: bool = False,  # the result equals its transpose: compute half of it
+               ) -> torch.Tensor:      # [n, M, N], dtype of a
+    "alpha * a @ b + beta * add for every matrix of a batch, accumulated in fp32. GolfError where no kernel can run."
+    check_runnable(a)
+    (n, M, K), N = a.shape, b.shape[-1]
+    side = 128 if n * triton.cdiv(M, 128) * triton.cdiv(N, 128) >= 128 else 64  # small batches: more, smaller tiles fill the chip
+    out, c = a.new_empty(n, M, N), a if add is None else add
+    jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
+        a, b, c, out, M, N, K, *a.stride(), *b.stride(), *c.stride(), alpha, beta, SYMMETRIC=symmetric, ADD=add is not None, BM=side, BN=side, BK=64, num_warps=side // 16, num_stages=3)
+    return out
+
 def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero matrices (padding slots) stay zero
                   coeffs=NS5_COEFFS,                 # (a, b, c) per iteration
                   scale: float = 1.0,                # 1.0 for NS5, 1.02 for Polar Express
@@ -2363,8 +2409,14 @@ def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero m
     tall = X.shape[-2] > X.shape[-1]
     if tall:
         X = X.mT
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+    own, norm = use_kernels(X, "ns") and min(X.shape[1:]) >= 64, X.norm(dim=(-2, -1), keepdim=True) * scale + eps
+    X = torch.div(X, norm, out=X.new_empty(X.shape)) if own else X / norm  # the kernel likes rows that lie together
     for a, b, c in coeffs:
+        if own:
+            A = ns_product(X, X.mT, symmetric=True)
+            A = ns_product(A, A, c, A, b, symmetric=True)
+            X = ns_product(A, X, 1.0, X, a)
+            continue
         A = torch.bmm(X, X.mT)
         A = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, A, X, beta=a)
@@ -2689,29 +2741,93 @@ def gather_into(full: torch.Tensor, # [n, r, c] receives every rank's part
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(full, mine, async_op=True)
 
+def nesterov_step(momentum: torch.Tensor, # [n, r, c] in the gradient's dtype, changed in place
+                  grad: torch.Tensor, # [n, r, c]
+                  mu: torch.Tensor, # 0-dim fp32 (or fp64): momentum
+                  ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the momentum alone
+                  ) -> torch.Tensor: # [n, r, c] in the gradient's dtype
+    "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; each product and sum rounds to the dtype."
+    if use_kernels(momentum, "ns"):
+        return nesterov_kernels(momentum, grad, mu, ok)
+    moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
+    torch.where(ok, moved, momentum, out=momentum)
+    return torch.addcmul(grad.to(mu.dtype), moved.to(mu.dtype), mu).to(grad.dtype)
+
+def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in place
+                update: torch.Tensor, # [n, r, c] in any float dtype
+                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
+                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
+                scale: torch.Tensor, # [n, 1, 1] or [n, r, 1]: factor of the learning rate
+                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the master alone
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
+                ):
+    "master = master * (1 - lr * wd) - lr * scale * update, and its rounded copy."
+    if use_kernels(out, "ns"):
+        return master_kernels(master, update, lr, wd, scale, ok, out)
+    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
+    torch.where(ok, stepped, master, out=master)
+    out.copy_(master)
+
 def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
                 momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
                 grad: torch.Tensor, # [n, r, c] mean gradient of my slots
-                lr: torch.Tensor, # 0-dim: learning rate
+                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
                 mu: torch.Tensor, # 0-dim: momentum
-                wd: float,
+                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
                 scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
-                ok: torch.Tensor, # 0-dim bool: False skips the step
+                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False skips the step
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
                 method: str = "ns5", steps: int = 5,
-                 dtype: torch.dtype | None = None, # of the products; None: the gradient's
-                 cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
+                dtype: torch.dtype | None = None, # of the products; None: the gradient's
+                cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
     "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
-    moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
-    nesterov = torch.addcmul(grad.to(master.dtype), moved.to(master.dtype), mu).to(grad.dtype)
+    nesterov = nesterov_step(momentum, grad, mu, ok)
     if cuts is None:
         update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
     else:
         update = torch.zeros_like(nesterov)
         for cut in cuts:
             write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
-    torch.where(ok, moved, momentum, out=momentum)
-    stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
-    torch.where(ok, stepped, master, out=master)
+    master_step(master, update, lr, wd, scale, ok, out)
+
+def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):  # programs over (blocks of a slot, slots)
+    n, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live, here, knob = at < size, n * size + at, tl.load(mu).to(tl.float32)
+    g = tl.load(grad + here, mask=live, other=0.0).to(tl.float32)
+    moved = (tl.load(momentum + here, mask=live, other=0.0).to(tl.float32) * knob).to(momentum.dtype.element_ty).to(tl.float32)
+    moved = (moved + g).to(momentum.dtype.element_ty)
+    tl.store(out + here, (g + moved.to(tl.float32) * knob).to(out.dtype.element_ty), mask=live)
+    tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
+
+def slot_stride(knob: torch.Tensor) -> int:
+    "Entries from one slot's value to the next in a knob, 0-dim or [n, 1, 1]."
+    return knob.stride(0) if knob.ndim else 0
+
+def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
+    "Twin of `nesterov_step` in one launch: arguments and result as there. GolfError where no kernel can run."
+    check_runnable(momentum)
+    (n, r, c), grad = momentum.shape, grad.contiguous()
+    out = torch.empty_like(grad)
+    jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, slot_stride(ok), BLOCK=2048, num_warps=8)
+    return out
+
+def master_kernel(master, update, out, lr, wd, scale, ok, R, C, u_slot, u_row, u_col, lr_slot, wd_slot, s_slot, s_row, ok_slot, SIDE: tl.constexpr):  # programs over (blocks of columns, blocks of rows, slots)
+    n, row, col = tl.program_id(2).to(tl.int64), tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    live, rate = (row[:, None] < R) & (col[None, :] < C), tl.load(lr + n * lr_slot)
+    here = n * R * C + row[:, None] * C + col[None, :]
+    old = tl.load(master + here, mask=live, other=0.0)
+    step = tl.load(update + n * u_slot + row[:, None] * u_row + col[None, :] * u_col, mask=live, other=0.0).to(tl.float32)
+    factor = tl.load(scale + n * s_slot + row * s_row, mask=row < R, other=0.0) * rate
+    new = tl.where(tl.load(ok + n * ok_slot), old * (1 - rate * tl.load(wd + n * wd_slot)) - factor[:, None] * step, old)
+    tl.store(master + here, new, mask=live)
+    tl.store(out + here, new.to(out.dtype.element_ty), mask=live)
+
+def master_kernels(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, wd: torch.Tensor, scale: torch.Tensor, ok: torch.Tensor, out: torch.Tensor):
+    "Twin of `master_step` in one launch: arguments as there. GolfError where no kernel can run."
+    check_runnable(out)
+    n, r, c = master.shape
+    grid, s_row = (triton.cdiv(c, 64), triton.cdiv(r, 64), n), scale.stride(1) if scale.shape[1] > 1 else 0
+    jitted(master_kernel)[grid](master, update, out, lr, wd, scale, ok, r, c, *update.stride(), slot_stride(lr), slot_stride(wd), scale.stride(0), s_row, slot_stride(ok), SIDE=64, num_warps=4)
 
 def sgd_update(master, momentum, grad, lr, mu, ok):
     "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."
@@ -2848,6 +2964,17 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> torch.Tensor:
     "Sum of squares of all entries of all tensors, 0-dim in `dtype`."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
+def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
+    "Record into `graph` what `fn()` launches on `stream` (None: one of torch's own), without running it; returns what fn returns."
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads may go on using CUDA
+            return fn()
+    finally:
+        if collecting:
+            gc.enable()
+
 class Recorded:
     "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls, on the stream that calls it, and replayed from then on."
 
@@ -2864,8 +2991,7 @@ class Recorded:
         else:
             here, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             own = None if here == torch.cuda.default_stream() else here  # the default stream cannot be recorded
-            with torch.cuda.graph(self.graph, stream=own, capture_error_mode="thread_local"):  # other threads may go on using CUDA
-                self.fn()
+            record_graph(self.fn, self.graph, own)
             self.graph.replay()
 
 class Engine:
@@ -2886,14 +3012,13 @@ class Engine:
             raise GolfError(f"the layout was made for {layout.world} ranks, but {self.ranks.world} are running: make it with world={self.ranks.world}")
         self.plan = plan or make_plan(layout)
         check_plan(self.plan, layout)
-        self.bank_lr, self.bank_wd, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, bank_wd, betas, eps, method, ns_steps, debug
+        self.bank_lr, self.betas, self.eps, self.method, self.ns_steps, self.debug = bank_lr, betas, eps, method, ns_steps, debug
         momentum_dtype = torch.float32 if rule == "sgd" else state_dtype
         self.banks = {s.name: ShardedBank(s, roles["bank"][s.name], self.ranks, momentum_dtype if roles["bank"][s.name].dtype != torch.float64 else None) for s in layout.banks}
         self.groups = replicated_groups(roles, table_lr, scalar_lr, adam_wd, masters=rule == "sgd", state_dtype=state_dtype)
         some = next(iter(self.banks.values())).master
         self.full, self.device = some.dtype, some.device
-        self.count, self.multiplier, self.momentum, self.factor = (torch.zeros((), dtype=self.full, device=self.device) for _ in range(4))
-        self.factor.fill_(1.0)
+        self.count, self.multiplier, self.momentum, self.factor, self.bank_wd = (torch.full((), v, dtype=self.full, device=self.device) for v in (0.0, 0.0, 0.0, 1.0, bank_wd))
         self.ok = torch.ones((), dtype=torch.bool, device=self.device)
         self.masks, self.streams = {}, {n: torch.cuda.Stream(self.device) for n in self.banks} if self.device.type == "cuda" else {}
         self.control = self.groups[0].tail if self.groups else torch.zeros(len(CONTROL_WORDS), dtype=self.full, device=self.device)
@@ -3041,10 +3166,10 @@ def update_bank(self: Engine, name: str):
     bank, lr = self.banks[name], self.multiplier * self.bank_lr
     grad = bank.grad if self.clip == "local" else (bank.grad * self.factor.to(self.full).view(1, 1, 1)).to(bank.grad.dtype)
     if self.rule == "muon":
-        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, self.method, self.ns_steps, cuts=bank.cuts)
+        muon_update(bank.master, bank.momentum, grad, lr, self.momentum, self.bank_wd, bank.lr_scale, self.ok, bank.outgoing, self.method, self.ns_steps, cuts=bank.cuts)
     else:
         sgd_update(bank.master, bank.momentum, grad, lr, self.momentum, self.ok)
-    bank.outgoing.copy_(bank.master)
+        bank.outgoing.copy_(bank.master)
 
 def engine_tensors(self: Engine) -> list:
     "What an average follows: my shard of every bank's masters (layout order), then the flat replicated groups."
@@ -3397,8 +3522,7 @@ class StepGraph:
         for p in self.params:
             p.grad = None
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):  # the loader's thread may go on using CUDA
-            self.loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
+        self.loss = record_graph(lambda: backward_pass(self.loss_fn, self.ids, self.targets, accum), self.graph, self.stream)
         self.grads, self.places = [p.grad for p in self.params], self.addresses()
 
     def addresses(self) -> list[int]:

@@ -2,7 +2,7 @@
 
     OUT=FOLDER PYTHONPATH=. torchrun --standalone --nproc_per_node=N tests/study_tail.py [NAME=VALUE ...]
 
-Gradients are random, so no forward is compiled. Clip local and global, both plans; updates recorded, or eager (launched one by one); writes FOLDER/tail_N.json.
+Gradients are random, so no forward is compiled. Clip local and global, both plans; updates recorded, recorded with the library's products instead of chapter 09's kernels, or eager (launched one by one); writes FOLDER/tail_N.json.
 """
 import os
 import sys
@@ -13,6 +13,7 @@ import torch
 
 from golfnb.bench import record_result, wait_for
 from golfnb.config import load_config
+from golfnb.kernels import KERNELS_ON
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model
 from golfnb.parallel_muon import Ranks, make_engine, start_ranks, stop_ranks
@@ -21,14 +22,15 @@ from golfnb.train import Averages
 ROUNDS, WARM = 40, 10
 
 
-def measure(ranks: Ranks, settings: dict, eager: bool) -> dict:
+def measure(ranks: Ranks, settings: dict, mode: str) -> dict:
     "Samples in ms: `tail` to published weights, `host` until all is launched, `ema`."
+    (KERNELS_ON.discard if mode == "library" else KERNELS_ON.add)("ns")
     cfg = load_config({"RECIPE": "pr549", **settings})
     layout = model_layout(cfg, ranks.world)
     model = Golf(cfg, layout, dtype=torch.bfloat16, device=ranks.device)
     init_model(model, cfg, 1)
     engine = make_engine(model, layout, cfg, ranks)
-    for step in [engine.small_step, *engine.bank_steps.values()] if eager else []:
+    for step in [engine.small_step, *engine.bank_steps.values()] if mode == "eager" else []:
         step.left = -1
     averages, params = Averages(cfg, engine), [p for group in model.role_params().values() for p in group.values()]
     grads, one = [1e-3 * torch.randn_like(p) for p in params], torch.ones((), device=ranks.device)
@@ -57,8 +59,8 @@ def main(words: list[str]):
     given = dict(w.split("=", 1) for w in words)
     for clip in ("local", "global"):
         for plan in ("pr399", "shared_mlp"):
-            for mode in ("recorded", "eager"):
-                found = measure(ranks, {"CLIP": clip, "PLAN": plan, **given}, mode == "eager")
+            for mode in ("recorded", "library", "eager"):
+                found = measure(ranks, {"CLIP": clip, "PLAN": plan, **given}, mode)
                 samples |= {f"{clip} {plan} {mode}: {k}": v for k, v in found.items()}
                 if ranks.master:
                     print(f"{clip} {plan} {mode}: tail {median(found['tail']):.3f} ms, host {median(found['host']):.3f}, EMA {median(found['ema']):.3f}", flush=True)

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from golfnb.config import GolfError
-from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, use_kernels
+from golfnb.kernels import KERNELS_ON, fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, use_kernels
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
+from golfnb.newton_schulz import newton_schulz
 
 CASES = """
 import os, sys, torch
@@ -48,6 +49,38 @@ for op, args in ((K.heads_op, (torch.randn(1, 5, 64), torch.randn(2), *rotary_ta
                  (K.xsa_grad_op, (torch.randn(1, 5, 4, 16), torch.randn(1, 5, 4, 16), torch.randn(1, 5, 2, 16))),
                  (K.mlp_up_op, (torch.randn(5, 16), torch.randn(24, 16), 0.5, True)), (K.mlp_down_grad_op, (torch.randn(5, 16), torch.randn(16, 24), torch.randn(5, 24), 0.5))):
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+print("equal")
+"""
+
+OPTIMIZER = """
+import torch
+from golfnb.newton_schulz import newton_schulz, ns_product
+from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
+torch.manual_seed(0)
+near = lambda a, b: float((a - b).norm() / b.norm()) < 1e-6
+for n, M, K in ((2, 70, 100), (1, 128, 200), (3, 64, 64), (9, 130, 140)):
+    for X in (torch.randn(n, M, K), torch.randn(n, K, M).mT):
+        A = ns_product(X, X.mT, symmetric=True)
+        assert torch.equal(A, A.mT) and near(A, X @ X.mT)
+        B = ns_product(A, A, 2.0, A, -4.7, symmetric=True)
+        assert torch.equal(B, B.mT) and near(B, 2.0 * A @ A - 4.7 * A) and near(ns_product(B, X, 1.0, X, 3.4), B @ X + 3.4 * X)
+for shape in ((3, 70, 100), (2, 130, 65)):
+    n, r, c = shape
+    some = torch.arange(n).view(n, 1, 1) % 2 == 0  # every other slot has a gradient
+    for ok in (torch.tensor(True), torch.tensor(False), some):
+        bad = torch.where(ok, 0.0, float("nan")).expand(n, 1, 1)  # what a step that is not ok must not let through
+        for grad, update in ((torch.randn(shape), torch.randn(shape)), (torch.randn(n, c, r).mT, torch.randn(n, c, r).mT)):
+            mu, m = torch.tensor(0.99), torch.randn(shape)
+            other = m.clone()
+            torch.testing.assert_close(nesterov_kernels(m, grad + bad, mu, ok), nesterov_step(other, grad + bad, mu, ok), equal_nan=True)
+            torch.testing.assert_close(m, other)
+            for lr, wd in ((torch.tensor(0.02), torch.tensor(0.04)), (torch.rand(n, 1, 1), torch.rand(n, 1, 1))):
+                for scale in (torch.full((n, 1, 1), 1.7), torch.rand(n, r, 1)):
+                    w, y, z = torch.randn(shape), torch.zeros(shape), torch.zeros(shape)
+                    x = w.clone()
+                    master_kernels(w, update + bad, lr, wd, scale, ok, y), master_step(x, update + bad, lr, wd, scale, ok, z)
+                    torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
+                    assert y.isfinite().all()
 print("equal")
 """
 
@@ -117,6 +150,12 @@ for tiles, back in ((P.MLP_UP_TILES, False), (P.MLP_DOWN_TILES, True)):
     ptx = build(P.mlp_product_kernel, dict(BACKWARD=back, SAVE=not back, B_IS_KN=back, FLAT=tiles["FLAT"], BM=bm, BN=bn, BK=bk), warps=tiles["num_warps"], stages=tiles["num_stages"],
                 a=desc(bm, bk), b=desc(bk, bn) if back else desc(bn, bk), z=desc(bm, bn // 2), out=desc(bm, bn // 2))
     assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
+for ones in (dict(a_col=1, b_row=1, c_col=1, SYMMETRIC=True, ADD=False), dict(a_col=1, b_row=1, c_col=1, SYMMETRIC=True, ADD=True), dict(a_col=1, b_col=1, c_col=1, SYMMETRIC=False, ADD=True)):
+    for side in (64, 128):
+        assert "wgmma" in build(P.ns_product_kernel, dict(ones, BM=side, BN=side, BK=64), numbers="M N K a_batch a_row b_batch b_row b_col c_batch c_row".split(), warps=side // 16, alpha="fp32", beta="fp32")
+assert "st.global.v4" in build(P.nesterov_kernel, dict(BLOCK=2048, ok_slot=0), ("mu",), ["size"], ok="*i1")
+for ones in (dict(u_col=1), dict(u_row=1)):
+    assert "st.global.v4" in build(P.master_kernel, dict(ones, SIDE=64, lr_slot=0, wd_slot=0, s_row=0, ok_slot=0), ("master", "lr", "wd", "scale"), "R C u_slot u_row u_col s_slot".split(), ok="*i1")
 print("built")
 """
 
@@ -131,7 +170,7 @@ needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
 
 
 @needs_triton
-@pytest.mark.parametrize("code", [INTERPRETED, MODEL], ids=["alone", "model"])
+@pytest.mark.parametrize("code", [INTERPRETED, OPTIMIZER, MODEL], ids=["alone", "optimizer", "model"])
 def test_interpreted_kernels_equal_their_oracle(code):
     assert "equal" in child(code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
@@ -187,3 +226,18 @@ def test_kernels_on_the_gpu_round_no_worse_than_the_plain_functions():
                         rand(3, 301, 512), rand(1536, 512, size=0.05), rand(512, 1536, size=0.05)) for slope in (0.0, 0.5)]
     for ours, theirs in pairs:
         assert all(a < 1.3 * b + 1e-3 for a, b in zip(ours, theirs)), (ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_newton_schulz_on_the_gpu_rounds_no_worse_than_the_library():
+    torch.manual_seed(0)
+    for n, r, c in ((3, 512, 512), (22, 256, 512), (11, 512, 1536), (2, 1536, 512), (5, 70, 130)):
+        G = torch.randn(n, r, c, device="cuda").bfloat16()
+        exact, found = newton_schulz(G.double()), []
+        for words in (set(), {"ns"}):
+            before = set(KERNELS_ON)
+            KERNELS_ON.difference_update({"ns"} - words)
+            found.append(((newton_schulz(G).double() - exact).norm() / exact.norm()).item())
+            KERNELS_ON.update(before)
+        assert found[0] != found[1] and found[1] < 1.3 * found[0], (n, r, c, found)
