@@ -178,7 +178,9 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
     master_step(master, update, lr, wd, scale, ok, out)
 
 # %% ../nbs/13_parallel_muon.ipynb #7a7b2c6a
-def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):  # programs over (blocks of a slot, slots)
+def nesterov_kernel(momentum, grad, out, mu, ok,  # as in nesterov_step
+                    size, ok_slot,                # entries of a slot; stride
+                    BLOCK: tl.constexpr):         # programs over (blocks of a slot, slots)
     n, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live, here, knob = at < size, n * size + at, tl.load(mu).to(tl.float32)
     g = tl.load(grad + here, mask=live, other=0.0).to(tl.float32)
@@ -189,12 +191,12 @@ def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.conste
 
 
 def slot_stride(knob: torch.Tensor) -> int:
-    "Entries from one slot's value to the next in a knob, 0-dim or [n, 1, 1]."
+    "How many elements of `knob` (0-dim or [n, 1, 1], any dtype) lie from one slot's to the next."
     return knob.stride(0) if knob.ndim else 0
 
 
 def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
-    "Twin of `nesterov_step` in one launch: arguments and result as there. GolfError where no kernel can run."
+    "Twin of `nesterov_step` in one launch: arguments as there; [n, r, c], dtype of grad. GolfError where no kernel can run."
     check_runnable(momentum)
     (n, r, c), grad = momentum.shape, grad.contiguous()
     out = torch.empty_like(grad)
@@ -202,7 +204,10 @@ def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tenso
     return out
 
 
-def master_kernel(master, update, out, lr, wd, scale, ok, R, C, u_slot, u_row, u_col, lr_slot, wd_slot, s_slot, s_row, ok_slot, SIDE: tl.constexpr):  # programs over (blocks of columns, blocks of rows, slots)
+def master_kernel(master, update, out, lr, wd, scale, ok,  # as in master_step
+                  R, C,                                  # rows and columns
+                  u_slot, u_row, u_col, lr_slot, wd_slot, s_slot, s_row, ok_slot,  # strides
+                  SIDE: tl.constexpr):                   # programs over (blocks of columns, blocks of rows, slots)
     n, row, col = tl.program_id(2).to(tl.int64), tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     live, rate = (row[:, None] < R) & (col[None, :] < C), tl.load(lr + n * lr_slot)
     here = n * R * C + row[:, None] * C + col[None, :]

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MLP_TILES', 'COMPILE_WORDS', 'SET_WORDS', 'DEFAULT_SETS', 'EVENT_KINDS', 'floor_ms', 'replayed', 'measured_rates',
-           'product_cases', 'kernel_cases', 'time_cases', 'best_tiles', 'check_sets', 'apply_words', 'whole_step',
-           'sustained', 'walk_batches', 'bench_sets', 'twenty_losses', 'event_kind', 'device_events', 'profile_summary',
-           'bench_kernels', 'attention_cases', 'bench_attention', 'merge_events', 'bench_trace', 'tail_of',
-           'bench_scaling', 'scaling_table', 'run_scaling', 'run_timing']
+           'product_cases', 'kernel_cases', 'muon_cases', 'time_cases', 'best_tiles', 'check_sets', 'apply_words',
+           'whole_step', 'sustained', 'walk_batches', 'bench_sets', 'twenty_losses', 'event_kind', 'device_events',
+           'profile_summary', 'bench_kernels', 'attention_cases', 'bench_attention', 'merge_events', 'bench_trace',
+           'tail_of', 'bench_scaling', 'scaling_table', 'run_scaling', 'run_timing']
 
 # %% ../nbs/28_timing.ipynb #cf6a1b03
 import json
@@ -29,6 +29,7 @@ from .kernels import KERNELS_ON, MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, he
 from .layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
 from .model import Golf, init_model
 from .layout import model_layout
+from .newton_schulz import kernel_product, newton_schulz, newton_schulz_flops, plain_product
 from .parallel_muon import Engine, Ranks, make_engine, record_graph, restore, snapshot
 from .train import StepGraph, backward_pass, read_control, training_loss
 
@@ -99,6 +100,30 @@ def kernel_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tupl
         words = "{BM}x{BN}x{BK} warps {num_warps} stages {num_stages} waves {waves} flat {FLAT:d}".format(**t)
         cases[f"mlp up {words}"] = (tiled(t, MLP_UP_TILES, lambda: mlp_up_op(x, up, 0.5, True)), size * (d + 2 * hidden) + wide, flops)
         cases[f"mlp down {words}"] = (tiled(t, MLP_DOWN_TILES, lambda: mlp_down_grad_op(x, down, z, 0.5)), size * (d + 2 * hidden) + wide, flops)
+    return cases
+
+
+def muon_cases(cfg: Config, device: torch.device) -> dict[str, tuple]:
+    "Name -> (function, bytes, operations) of chapter 09 on the banks that 1 and 8 ranks own: its two products that add (a symmetric one counts half), and the whole; each with the library's product and with the kernel. None where no kernel runs."
+    if not use_kernels(torch.empty(0, device=device, dtype=torch.bfloat16)):
+        return {}
+    cases = {}
+
+    def with_library(X):
+        KERNELS_ON.discard("ns")
+        try:
+            return newton_schulz(X)
+        finally:
+            KERNELS_ON.add("ns")
+
+    for n, r, c in sorted({(b.per_rank, *sorted((b.rows, b.cols))) for world in (1, 8) for b in model_layout(cfg, world).banks}):
+        X = torch.randn(n, r, c, device=device, dtype=torch.bfloat16)
+        X = X / X.norm(dim=(-2, -1), keepdim=True)
+        A = X @ X.mT
+        for words, product, whole in (("library", plain_product, with_library), ("kernel", kernel_product, newton_schulz)):
+            cases[f"cAA + bA {r}x{r} of {n}, {words}"] = (lambda A=A, f=product: f(A, A, 2.03, -4.78, symmetric=True), 4 * A.numel(), n * r ** 3)
+            cases[f"AX + aX {r}x{c} of {n}, {words}"] = (lambda A=A, X=X, f=product: f(A, X, 1.0, 3.44), 2 * A.numel() + 4 * X.numel(), 2 * n * r * r * c)
+            cases[f"orthogonalize {r}x{c} of {n}, {words}"] = (lambda X=X, f=whole: f(X), 4 * X.numel(), n * newton_schulz_flops(r, c, symmetric=True))
     return cases
 
 # %% ../nbs/28_timing.ipynb #c3651e8d
@@ -301,7 +326,7 @@ def bench_kernels(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
     rows, cuda = cfg.rows_per_micro(8), ranks.device.type == "cuda"
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 64
     rates = measured_rates(ranks.device, 8192 if cuda else 256)
-    cases = product_cases(cfg, rows, ranks.device) | kernel_cases(cfg, rows, ranks.device)
+    cases = product_cases(cfg, rows, ranks.device) | kernel_cases(cfg, rows, ranks.device) | muon_cases(cfg, ranks.device)
     samples, failed = time_cases(cases, ranks.device, 10 if cuda else 1)
     floors = {k: floor_ms(moved, flops, rates) for k, (_, moved, flops) in cases.items()}
     for name, values in samples.items():

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 7389d6c6330a74a7 | Apache-2.0
+# recipe pr549 | source sha256 6fff8dc80edfa49f | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2353,49 +2353,53 @@ POLAR_EXPRESS_COEFFS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
-def ns_product_kernel(a, b, c, out, M, N, K, a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, c_col, alpha, beta,
-                      SYMMETRIC: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # a tile of alpha a b + beta c; programs over (tile, matrix)
-    across = tl.cdiv(N, BN)
-    first, left = tl.program_id(0) // across * BM, tl.program_id(0) % across * BN
+def plain_product(a: torch.Tensor,          # [n, M, M], any float dtype
+                  b: torch.Tensor,          # [n, M, N], dtype of a
+                  alpha: float,             # factor of the product
+                  beta: float,              # factor of b
+                  symmetric: bool = False,  # the result equals its transpose
+                  ) -> torch.Tensor:        # [n, M, N], dtype of a
+    "alpha * a @ b + beta * b for every matrix of a batch."
+    return torch.baddbmm(b, a, b, beta=beta, alpha=alpha)
+
+def ns_product_kernel(a, b, out,                 # as in kernel_product
+                      M, N,                      # rows and columns of the result
+                      a_slot, a_row, a_col, b_slot, b_row, b_col,  # strides
+                      alpha, beta,               # factors of product and addend
+                      SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):  # one tile; programs over (tiles, matrices)
+    across = tl.cdiv(N, SIDE)
+    first, left = tl.program_id(0) // across * SIDE, tl.program_id(0) % across * SIDE
     if SYMMETRIC:
         if left < first:
             return
     n = tl.program_id(1).to(tl.int64)
-    row, col, k = first + tl.arange(0, BM), left + tl.arange(0, BN), tl.arange(0, BK)
-    a += n * a_batch + row[:, None] * a_row + k[None, :] * a_col
-    b += n * b_batch + k[:, None] * b_row + col[None, :] * b_col
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for at in tl.range(0, K, BK):
-        x = tl.load(a, mask=(row[:, None] < M) & (k[None, :] < K - at), other=0.0)
-        y = tl.load(b, mask=(k[:, None] < K - at) & (col[None, :] < N), other=0.0)
-        acc = tl.dot(x, y, acc)
+    row, col, k = first + tl.arange(0, SIDE), left + tl.arange(0, SIDE), tl.arange(0, BK)
+    a += n * a_slot + row[:, None] * a_row + k[None, :] * a_col
+    b += n * b_slot + col[None, :] * b_col
+    x, acc = b + k[:, None] * b_row, tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    for at in tl.range(0, M, BK):
+        left_part = tl.load(a, mask=(row[:, None] < M) & (k[None, :] < M - at), other=0.0)
+        acc = tl.dot(left_part, tl.load(x, mask=(k[:, None] < M - at) & (col[None, :] < N), other=0.0), acc)
         a += BK * a_col
-        b += BK * b_row
+        x += BK * b_row
     live = (row[:, None] < M) & (col[None, :] < N)
-    acc *= alpha
-    if ADD:
-        acc += beta * tl.load(c + n * c_batch + row[:, None] * c_row + col[None, :] * c_col, mask=live, other=0.0).to(tl.float32)
-    found = acc.to(out.dtype.element_ty)
+    addend = tl.load(b + row[:, None] * b_row, mask=live, other=0.0).to(tl.float32)
+    found = (alpha * acc + beta * addend).to(out.dtype.element_ty)
     out += n * M * N
     tl.store(out + row[:, None] * N + col[None, :], found, mask=live)
     if SYMMETRIC:
         if left > first:
             tl.store(out + col[:, None] * N + row[None, :], tl.trans(found), mask=(col[:, None] < N) & (row[None, :] < M))
 
-def ns_product(a: torch.Tensor,        # [n, M, K]
-               b: torch.Tensor,        # [n, K, N], dtype of a
-               alpha: float = 1.0,     # factor of the product
-               add: torch.Tensor | None = None,  # [n, M, N], dtype of a
-               beta: float = 0.0,      # its factor
-               symmetric: bool = False,  # the result equals its transpose: compute half of it
-               ) -> torch.Tensor:      # [n, M, N], dtype of a
-    "alpha * a @ b + beta * add for every matrix of a batch, accumulated in fp32. GolfError where no kernel can run."
+def kernel_product(a: torch.Tensor, b: torch.Tensor, alpha: float, beta: float, symmetric: bool = False) -> torch.Tensor:
+    "Twin of `plain_product`: a is [n, M, M], b [n, M, N] in the dtype of a; sums in fp32, result [n, M, N] in the dtype of a. GolfError where no kernel can run."
     check_runnable(a)
-    (n, M, K), N = a.shape, b.shape[-1]
-    side = 128 if n * triton.cdiv(M, 128) * triton.cdiv(N, 128) >= 128 else 64  # small batches: more, smaller tiles fill the chip
-    out, c = a.new_empty(n, M, N), a if add is None else add
+    n, M, N = b.shape
+    high, wide = triton.cdiv(M, 128), triton.cdiv(N, 128)
+    side = 128 if n * (high * (high + 1) // 2 if symmetric else high * wide) >= 132 else 64  # the multiprocessors of an H100
+    out = b.new_empty(n, M, N)
     jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
-        a, b, c, out, M, N, K, *a.stride(), *b.stride(), *c.stride(), alpha, beta, SYMMETRIC=symmetric, ADD=add is not None, BM=side, BN=side, BK=64, num_warps=side // 16, num_stages=3)
+        a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric, SIDE=side, BK=64, num_warps=4, num_stages=3 if side == 128 else 4)
     return out
 
 def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero matrices (padding slots) stay zero
@@ -2409,17 +2413,12 @@ def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero m
     tall = X.shape[-2] > X.shape[-1]
     if tall:
         X = X.mT
-    own, norm = use_kernels(X, "ns") and min(X.shape[1:]) >= 64, X.norm(dim=(-2, -1), keepdim=True) * scale + eps
-    X = torch.div(X, norm, out=X.new_empty(X.shape)) if own else X / norm  # the kernel likes rows that lie together
+    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if use_kernels(X, "ns") and min(X.shape[1:]) >= 64 else plain_product
+    X = torch.div(X, norm, out=X.new_empty(X.shape))  # rows that lie together
     for a, b, c in coeffs:
-        if own:
-            A = ns_product(X, X.mT, symmetric=True)
-            A = ns_product(A, A, c, A, b, symmetric=True)
-            X = ns_product(A, X, 1.0, X, a)
-            continue
         A = torch.bmm(X, X.mT)
-        A = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        X = torch.baddbmm(X, A, X, beta=a)
+        A = add(A, A, c, b, symmetric=True)
+        X = add(A, X, 1.0, a)
     return (X.mT if tall else X).reshape(G.shape)
 
 def newton_schulz_settings(method: str,     # "ns5" or "polar"
@@ -2790,7 +2789,9 @@ def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my s
             write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
     master_step(master, update, lr, wd, scale, ok, out)
 
-def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):  # programs over (blocks of a slot, slots)
+def nesterov_kernel(momentum, grad, out, mu, ok,  # as in nesterov_step
+                    size, ok_slot,                # entries of a slot; stride
+                    BLOCK: tl.constexpr):         # programs over (blocks of a slot, slots)
     n, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live, here, knob = at < size, n * size + at, tl.load(mu).to(tl.float32)
     g = tl.load(grad + here, mask=live, other=0.0).to(tl.float32)
@@ -2800,18 +2801,21 @@ def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.conste
     tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
 
 def slot_stride(knob: torch.Tensor) -> int:
-    "Entries from one slot's value to the next in a knob, 0-dim or [n, 1, 1]."
+    "How many elements of `knob` (0-dim or [n, 1, 1], any dtype) lie from one slot's to the next."
     return knob.stride(0) if knob.ndim else 0
 
 def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
-    "Twin of `nesterov_step` in one launch: arguments and result as there. GolfError where no kernel can run."
+    "Twin of `nesterov_step` in one launch: arguments as there; [n, r, c], dtype of grad. GolfError where no kernel can run."
     check_runnable(momentum)
     (n, r, c), grad = momentum.shape, grad.contiguous()
     out = torch.empty_like(grad)
     jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, slot_stride(ok), BLOCK=2048, num_warps=8)
     return out
 
-def master_kernel(master, update, out, lr, wd, scale, ok, R, C, u_slot, u_row, u_col, lr_slot, wd_slot, s_slot, s_row, ok_slot, SIDE: tl.constexpr):  # programs over (blocks of columns, blocks of rows, slots)
+def master_kernel(master, update, out, lr, wd, scale, ok,  # as in master_step
+                  R, C,                                  # rows and columns
+                  u_slot, u_row, u_col, lr_slot, wd_slot, s_slot, s_row, ok_slot,  # strides
+                  SIDE: tl.constexpr):                   # programs over (blocks of columns, blocks of rows, slots)
     n, row, col = tl.program_id(2).to(tl.int64), tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     live, rate = (row[:, None] < R) & (col[None, :] < C), tl.load(lr + n * lr_slot)
     here = n * R * C + row[:, None] * C + col[None, :]
