@@ -28,13 +28,18 @@ bench_all() { bench step --nproc "$NPROC" --against STEP_GRAPH=0; bench phases -
 scale() { bench scaling --nproc "$NPROC"; }
 eval_all() { bench eval --nproc "$NPROC"; }
 links() { bench links --nproc "$NPROC"; lines=40 bench optimizer --nproc "$NPROC" --steps 30 --links "$OUT/links_h200_$NPROC.json"; }
-long() {
+one_run() {  # seed, qat, GPU: one training of `long`
+  SEED=$1 QAT_BANKS=$2 CUDA_VISIBLE_DEVICES=$3 RUN_ID=long_$1_$2 RECIPE=golf ITERATIONS=${LONG_STEPS:-1500} WARMDOWN_ITERS=$((${LONG_STEPS:-1500} * 2 / 5)) TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE="${EVAL_STRIDE:-1024}" torchrun --standalone --nproc_per_node=1 golfnb/train_gpt.py > "$RUNS_DIR/long_$1_$2.log" 2>&1
+  tail -3 "$RUNS_DIR/long_$1_$2.log"
+}
+long() {  # one GPU a run, as many at a time as there are GPUs
+  say long; i=0
   for seed in 1337 42; do for qat in 0 1; do
-    say "long $seed $qat"
-    SEED=$seed QAT_BANKS=$qat RUN_ID=long_${seed}_$qat RECIPE=golf ITERATIONS=${LONG_STEPS:-1500} WARMDOWN_ITERS=$((${LONG_STEPS:-1500} * 2 / 5)) TRAIN_LOG_EVERY=100 VAL_LOSS_EVERY=250 TTT_ENABLED=0 EVAL_STRIDE="${EVAL_STRIDE:-1024}" torchrun --standalone --nproc_per_node="$NPROC" golfnb/train_gpt.py > "$RUNS_DIR/long_${seed}_$qat.log" 2>&1
-    tail -3 "$RUNS_DIR/long_${seed}_$qat.log"
+    one_run $seed $qat $((i % NPROC)) & i=$((i + 1))
+    [ $((i % NPROC)) -ne 0 ] || wait
   done; done
-  python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*/
+  wait
+  say curve; python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*/
 }
 orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards "${SHARDS:-128}" && cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut && DATA_PATH=/tmp/recut STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py orders; }
 blocks() { say blocks; LOADER=coprime STUDY_BLOCK_STEPS=${STUDY_BLOCK_STEPS:-50} STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py blocks; }

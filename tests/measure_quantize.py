@@ -5,7 +5,7 @@
     python tests/measure_quantize.py ideal               codec_ideal_cpu.json: what a perfect coder of independent values would need for the synthetic integers, and what ours does
     python tests/measure_quantize.py loss RUN_DIR NAME [FOLDER]   NAME.json: loss of the round trip over the unquantized weights against bytes,
                                                          GPTQ-lite, spread clip and full GPTQ; RUN_DIR/ema.golf and the run's own data, on a GPU if there is one
-    python tests/measure_quantize.py curve FOLDER RUN_DIR ...     `loss` for every run, as many at a time as there are GPUs: FOLDER/quant_RUN.json each
+    python tests/measure_quantize.py curve FOLDER RUN_DIR ...     `loss` for every run, all at once, spread over the GPUs: FOLDER/quant_RUN.json each
 """
 import json
 import lzma
@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -106,18 +108,16 @@ def ideal() -> None:
 
 
 def curve(folder: str, *run_dirs: str) -> None:
-    gpus, waiting, running = max(torch.cuda.device_count(), 1), list(run_dirs), {}
+    gpus = max(torch.cuda.device_count(), 1)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    while waiting or running:
-        for gpu in [g for g in range(gpus) if g not in running][:len(waiting)]:
-            run = waiting.pop(0)
-            running[gpu] = run, subprocess.Popen([sys.executable, __file__, "loss", run, f"quant_{Path(run).name}", folder], env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)})
-        time.sleep(0.5)
-        for gpu, (run, child) in list(running.items()):
-            if child.poll() is not None:
-                del running[gpu]
-                if child.returncode:
-                    raise SystemExit(f"{run}: loss ended with status {child.returncode}")
+    running = {run: subprocess.Popen([sys.executable, __file__, "loss", run, f"quant_{Path(run).name}", folder], env={**os.environ, "CUDA_VISIBLE_DEVICES": str(i % gpus)}) for i, run in enumerate(run_dirs)}
+    if failed := [f"{run}: loss ended with status {child.returncode}" for run, child in running.items() if child.wait()]:
+        raise SystemExit("\n".join(failed))
+
+
+def packed_bytes(packed: dict, meta: dict) -> int:
+    torch.set_num_threads(1)
+    return len(pack_bytes(packed, meta, "best"))
 
 
 def loss(run_dir: str, name: str, folder: str = "nbs/results") -> None:
@@ -141,13 +141,16 @@ def loss(run_dir: str, name: str, folder: str = "nbs/results") -> None:
     sampler = make_sampler(cfg, find_shards(str(Path(cfg.data_path) / "fineweb_train_*.bin")), 0, 1)
     hessians = calibrate(model, calibration_batches(sampler, cfg.gptq_calib_samples, device), alone)
     matrices = {n: named[n] for n in model.layout.names() if quant_kind(n, tuple(named[n].shape), small) == "int6"}
-    samples = {}
-    for grid, (floor, k) in {**GRIDS, "k = 18": (False, 18.0), "k = 36": (False, 36.0)}.items():
-        plain = quantize_state(named, floor, k, small)
-        for way, packed in (("nearest", plain), ("GPTQ", plain | gptq_matrices(matrices, hessians, alone, floor, k))):
-            samples[f"{grid}, {way}: bytes"] = [len(pack_bytes(packed, meta, "best"))]
-            samples[f"{grid}, {way}: loss"] = [score(dequantize_state(packed)) - base]
-            print(f"{grid}, {way}: {samples[f'{grid}, {way}: bytes'][0]:,} bytes, {samples[f'{grid}, {way}: loss'][0]:.5f} nats over {base:.4f}", flush=True)
+    samples, sizes = {}, {}
+    with ProcessPoolExecutor(4, get_context("spawn")) as pool:  # packing, beside scoring
+        for grid, (floor, k) in {**GRIDS, "k = 18": (False, 18.0), "k = 36": (False, 36.0)}.items():
+            plain = quantize_state(named, floor, k, small)
+            for way, packed in (("nearest", plain), ("GPTQ", plain | gptq_matrices(matrices, hessians, alone, floor, k))):
+                sizes[f"{grid}, {way}"] = pool.submit(packed_bytes, packed, meta)
+                samples[f"{grid}, {way}: loss"] = [score(dequantize_state(packed)) - base]
+        for what, size in sizes.items():
+            samples[f"{what}: bytes"] = [size.result()]
+            print(f"{what}: {samples[f'{what}: bytes'][0]:,} bytes, {samples[f'{what}: loss'][0]:.5f} nats over {base:.4f}", flush=True)
     facts = {"base_loss": base, "steps": meta.get("steps"), "seed": meta.get("seed"), "recipe": meta.get("recipe"), "qat": bool(cfg.qat_banks), "targets": val.numel() - 1, "settings": meta["settings"]}
     print(record_result(name, samples, "bytes, and nats a token over the unquantized weights", "round trip of RUN_DIR/ema.golf, plain validation", facts, folder))
 
