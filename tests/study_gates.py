@@ -10,6 +10,7 @@ Read from the environment beside the settings: STUDY_STEPS (300), STUDY_SEEDS (1
 STUDY_MINUTES (begin no further run that may end later; 0: no limit), OUT (folder, nbs/results). Every finished run is written at once into
 OUT/study_WHAT_DEVICE_N.json (what lies in nbs/results is carried on); a second call does what is missing. One model is compiled for all runs whose graph is the same.
 """
+import gc
 import os
 import re
 import sys
@@ -50,7 +51,7 @@ def jobs_of(what: str, cfg: Config, env: dict) -> list[Job]:
     seeds = [int(s) for s in env.get("STUDY_SEEDS", "1337,42,2025").split(",")]
     steps = int(env.get("STUDY_STEPS", 300))
     cfg = replace(cfg, iterations=steps, warmdown_iters=min(cfg.warmdown_iters, steps * 2 // 5), max_wallclock_seconds=0.0, averaging="none",
-                  warmup_steps=0, val_loss_every=int(env.get("STUDY_VAL", 50)))
+                  warmup_steps=3, val_loss_every=int(env.get("STUDY_VAL", 50)))
     if what == "gates":
         kinds = {g: dict(skip_gate=g) for g in GATES}
     elif what == "dtypes":
@@ -84,6 +85,7 @@ class Machines:
         "Drop the engines; the compiled models stay."
         for m in self.kept.values():
             m.engine = None
+        gc.collect()  # an engine and its recordings hold each other: without this the next run's peak would hold them too
 
 
 def run_one(job: Job, machines: Machines, ranks: Ranks, paths: list, stream, table) -> dict[str, list[float]]:
