@@ -49,7 +49,7 @@ def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> li
             tab.on("console", lambda m: found.append(f"{view} {here}: console: {m.text[:200]}") if m.type in ("error", "warning") else None)
             tab.on("pageerror", lambda e: found.append(f"{view} {here}: error: {str(e)[:200]}"))
             tab.on("request", lambda r: found.append(f"{view} {here}: asks another host for {r.url[:200]}") if not r.url.startswith((home, "data:", "blob:")) else None)
-            tab.on("requestfailed", lambda r: found.append(f"{view} {here}: {r.url[:200]} failed"))
+            tab.on("requestfailed", lambda r: found.append(f"{view} {here}: {r.url[:200]} failed") if r.failure != "net::ERR_ABORTED" else None)  # aborted: the browser's own doing, as when a page is left while its icon loads
             for here in pages:
                 tab.goto(home + here, wait_until="load")
                 tab.evaluate("async () => { if (window.MathJax && MathJax.startup) await MathJax.startup.promise; }")

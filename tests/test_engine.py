@@ -1,4 +1,6 @@
 """The engine against oracles in one process: torch.optim.Muon at constant momentum, and the per-matrix rule under warm-up."""
+import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ from golfnb.banks import make_banks, unbank
 from golfnb.config import GolfError, load_config
 from golfnb.layout import bucket_layout, model_layout, speedrun_kinds
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import CONTROL_WORDS, Engine, Ranks, engine_gather, engine_load, muon_one, muon_update, restore, snapshot
+from golfnb.parallel_muon import CONTROL_WORDS, Engine, Ranks, engine_gather, engine_load, muon_one, muon_update, record_graph, restore, snapshot
 from golfnb.plan import make_plan
 from golfnb.train import StepGraph, backward_pass, micro_steps, training_loss
 from workers import Batches, settings
@@ -269,3 +271,19 @@ def test_every_plan_adapts_alike():
         assert abs(loss - found[0][0]) < 1e-9 and max((after[n] - found[0][1][n]).abs().max().item() for n in after) < 1e-9
     moved = {n for n in state if not torch.equal(found[0][1][n], state[n])}
     assert "blocks.1.attn.c_q.weight" in moved and not any(n.startswith("blocks.0.") for n in moved)
+
+
+def test_a_recording_keeps_the_garbage_collector_out(monkeypatch):
+    "A dead graph freed in the middle would spoil it; afterwards the collector is as it was, also after an error."
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: nullcontext())
+    seen = []
+    for on in (True, False):
+        (gc.enable if on else gc.disable)()
+        try:
+            assert record_graph(lambda: seen.append(gc.isenabled()) or 7, None) == 7 and gc.isenabled() == on
+            with pytest.raises(ZeroDivisionError):
+                record_graph(lambda: 1 / 0, None)
+            assert gc.isenabled() == on
+        finally:
+            gc.enable()
+    assert seen == [False, False]

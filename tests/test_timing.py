@@ -61,7 +61,7 @@ def test_a_case_that_cannot_be_built_is_named_and_the_tiles_come_back():
     assert list(samples) == ["good"] and not failed
     with pytest.raises(ValueError):
         time_cases({"bad": (breaks, 1, 1)}, torch.device("cpu"), calls=1)      # on a CPU nothing is built before it runs
-    assert (MLP_UP_TILES, MLP_DOWN_TILES) == before and KERNELS_ON == {"heads", "mlp", "xsa", "fold"}
+    assert (MLP_UP_TILES, MLP_DOWN_TILES) == before and KERNELS_ON == {"heads", "mlp", "xsa", "fold", "ns"}
 
 
 @pytest.mark.parametrize("at", range(len(MLP_TILES)))
