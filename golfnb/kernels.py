@@ -54,7 +54,7 @@ def check_runnable(x: torch.Tensor) -> None:
     "GolfError where neither CUDA nor the interpreter can run a kernel on `x`."
     interpreted = triton is not None and os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
     if not (use_kernels(x) or interpreted):
-        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; use the plain functions of golfnb.layers instead")
+        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; use its plain twin instead")
 
 # %% ../nbs/07_kernels.ipynb #4e1b5ab9
 def kernel_op(name: str,    # under golfnb::

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 6fff8dc80edfa49f | Apache-2.0
+# recipe pr549 | source sha256 726aa83b787321a0 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -1622,7 +1622,7 @@ def check_runnable(x: torch.Tensor) -> None:
     "GolfError where neither CUDA nor the interpreter can run a kernel on `x`."
     interpreted = triton is not None and os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
     if not (use_kernels(x) or interpreted):
-        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; use the plain functions of golfnb.layers instead")
+        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; use its plain twin instead")
 
 def kernel_op(name: str,    # under golfnb::
               schema: str,  # "(Tensor x, float s) -> Tensor"

@@ -192,7 +192,7 @@ def test_refusals(monkeypatch):
     n, w = torch.zeros(1, 2, 4), torch.zeros(4, 4)
     for call in (lambda d: fused_mlp(n.to(d), w.to(d), w.to(d), 0.5), lambda d: fused_exclusive(n[None].to(d), n[None].to(d)), lambda d: fused_heads(n.to(d), w.to(d), torch.ones(2, dtype=d), n[0, :, :1], n[0, :, :1], 1)):
         for dtype in (torch.float32, torch.float64):
-            with pytest.raises(GolfError, match="use the plain functions"):
+            with pytest.raises(GolfError, match="use its plain twin"):
                 call(dtype)
     assert heads_fit(64, 16) and heads_fit(32, 32) and not any(heads_fit(*a) for a in ((64, 12), (48, 16), (64, 0), (16, 32)))
     assert mlp_fit(torch.empty(24, 16)) and mlp_fit(torch.empty(24, 16, dtype=torch.bfloat16)) and not mlp_fit(torch.empty(24, 12, dtype=torch.bfloat16))
