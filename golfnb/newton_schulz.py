@@ -56,7 +56,7 @@ def plain_product(a: torch.Tensor,          # [n, M, M], any float dtype
     "alpha * a @ b + beta * b for every matrix of a batch."
     return torch.baddbmm(b, a, b, beta=beta, alpha=alpha)
 
-# %% ../nbs/09_newton_schulz.ipynb #28637d7d
+# %% ../nbs/09_newton_schulz.ipynb #5b0b16bd
 def ns_product_kernel(a, b, out,                 # as in kernel_product
                       M, N,                      # rows and columns of the result
                       a_slot, a_row, a_col, b_slot, b_row, b_col,  # strides
@@ -86,7 +86,7 @@ def ns_product_kernel(a, b, out,                 # as in kernel_product
         if left > first:
             tl.store(out + col[:, None] * N + row[None, :], tl.trans(found), mask=(col[:, None] < N) & (row[None, :] < M))
 
-
+# %% ../nbs/09_newton_schulz.ipynb #7bf23cff
 def kernel_product(a: torch.Tensor, b: torch.Tensor, alpha: float, beta: float, symmetric: bool = False) -> torch.Tensor:
     "Twin of `plain_product`: a is [n, M, M], b [n, M, N] in the dtype of a; sums in fp32, result [n, M, N] in the dtype of a. GolfError where no kernel can run."
     check_runnable(a)

@@ -154,7 +154,7 @@ def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in pla
     torch.where(ok, stepped, master, out=master)
     out.copy_(master)
 
-
+# %% ../nbs/13_parallel_muon.ipynb #e5e4abf7
 def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
                 momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
                 grad: torch.Tensor, # [n, r, c] mean gradient of my slots
@@ -203,7 +203,7 @@ def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tenso
     jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, slot_stride(ok), BLOCK=2048, num_warps=8)
     return out
 
-
+# %% ../nbs/13_parallel_muon.ipynb #5c7f518f
 def master_kernel(master, update, out, lr, wd, scale, ok,  # as in master_step
                   R, C,                                  # rows and columns
                   u_slot, u_row, u_col, lr_slot, wd_slot, s_slot, s_row, ok_slot,  # strides
@@ -381,7 +381,7 @@ def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | No
         if collecting:
             gc.enable()
 
-
+# %% ../nbs/13_parallel_muon.ipynb #6eb05be1
 class Recorded:
     "A function without arguments on fixed tensors; on CUDA it is captured after `eager` calls, on the stream that calls it, and replayed from then on."
 

@@ -76,7 +76,7 @@ def product_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tup
             cases[f"product {name}, {kind}"] = (f, moved, flops)
     return cases
 
-
+# %% ../nbs/28_timing.ipynb #4164a6af
 def kernel_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of the kernels of chapter 07; none where no kernel runs."
     T, H, KV, D, d, hidden = cfg.train_seq_len, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.model_dim, int(cfg.mlp_mult * cfg.model_dim)
@@ -102,7 +102,7 @@ def kernel_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tupl
         cases[f"mlp down {words}"] = (tiled(t, MLP_DOWN_TILES, lambda: mlp_down_grad_op(x, down, z, 0.5)), size * (d + 2 * hidden) + wide, flops)
     return cases
 
-
+# %% ../nbs/28_timing.ipynb #41dfc299
 def muon_cases(cfg: Config, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of chapter 09 on the banks that 1 and 8 ranks own: its two products that add (a symmetric one counts half), and the whole; each with the library's product and with the kernel. None where no kernel runs."
     if not use_kernels(torch.empty(0, device=device, dtype=torch.bfloat16)):
