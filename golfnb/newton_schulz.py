@@ -94,8 +94,9 @@ def kernel_product(a: torch.Tensor, b: torch.Tensor, alpha: float, beta: float, 
     high, wide = triton.cdiv(M, 128), triton.cdiv(N, 128)
     side = 128 if n * (high * (high + 1) // 2 if symmetric else high * wide) >= 132 else 64  # the multiprocessors of an H100
     out = b.new_empty(n, M, N)
-    jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
-        a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric, SIDE=side, BK=64, num_warps=4, num_stages=3 if side == 128 else 4)
+    with torch.cuda.device_of(a):  # Triton launches on the current device
+        jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
+            a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric, SIDE=side, BK=64, num_warps=4, num_stages=3 if side == 128 else 4)
     return out
 
 # %% ../nbs/09_newton_schulz.ipynb #207ee50d
@@ -110,8 +111,9 @@ def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero m
     tall = X.shape[-2] > X.shape[-1]
     if tall:
         X = X.mT
-    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if use_kernels(X, "ns") and min(X.shape[1:]) >= 64 else plain_product
-    X = torch.div(X, norm, out=X.new_empty(X.shape))  # rows that lie together
+    own = use_kernels(X, "ns") and min(X.shape[1:]) >= 64 and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
+    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if own else plain_product
+    X = torch.div(X, norm, out=X.new_empty(X.shape)) if own else X / norm  # a kernel likes rows that lie together
     for a, b, c in coeffs:
         A = torch.bmm(X, X.mT)
         A = add(A, A, c, b, symmetric=True)

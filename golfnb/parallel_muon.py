@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean', 'wait_mean', 'gather_into', 'muon_one',
-           'nesterov_step', 'master_step', 'muon_update', 'nesterov_kernel', 'slot_stride', 'nesterov_kernels',
-           'master_kernel', 'master_kernels', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control',
-           'clip_factor', 'squared_norm', 'record_graph', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks',
-           'engine_launch', 'stage', 'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small',
-           'update_bank', 'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore',
-           'make_engine']
+           'nesterov_step', 'master_step', 'muon_update', 'nesterov_kernel', 'nesterov_kernels', 'master_kernel',
+           'master_kernels', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
+           'squared_norm', 'record_graph', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks', 'engine_launch',
+           'stage', 'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank',
+           'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
 
 # %% ../nbs/13_parallel_muon.ipynb #ef592cd3
 import gc
@@ -131,8 +130,8 @@ def nesterov_step(momentum: torch.Tensor, # [n, r, c] in the gradient's dtype, c
                   mu: torch.Tensor, # 0-dim fp32 (or fp64): momentum
                   ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the momentum alone
                   ) -> torch.Tensor: # [n, r, c] in the gradient's dtype
-    "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; each product and sum rounds to the dtype."
-    if use_kernels(momentum, "ns"):
+    "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; mu*m, +g and the look-ahead each round to the dtype once."
+    if use_kernels(momentum, "ns") and momentum.is_contiguous():
         return nesterov_kernels(momentum, grad, mu, ok)
     moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
     torch.where(ok, moved, momentum, out=momentum)
@@ -148,7 +147,7 @@ def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in pla
                 out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
                 ):
     "master = master * (1 - lr * wd) - lr * scale * update, and its rounded copy."
-    if use_kernels(out, "ns"):
+    if use_kernels(out, "ns") and master.is_contiguous() and out.is_contiguous():
         return master_kernels(master, update, lr, wd, scale, ok, out)
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
@@ -190,17 +189,13 @@ def nesterov_kernel(momentum, grad, out, mu, ok,  # as in nesterov_step
     tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
 
 
-def slot_stride(knob: torch.Tensor) -> int:
-    "How many elements of `knob` (0-dim or [n, 1, 1], any dtype) lie from one slot's to the next."
-    return knob.stride(0) if knob.ndim else 0
-
-
 def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
-    "Twin of `nesterov_step` in one launch: arguments as there; [n, r, c], dtype of grad. GolfError where no kernel can run."
+    "Twin of `nesterov_step` in one launch: arguments as there, `momentum` contiguous; [n, r, c], dtype of grad. GolfError where no kernel can run."
     check_runnable(momentum)
     (n, r, c), grad = momentum.shape, grad.contiguous()
-    out = torch.empty_like(grad)
-    jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, slot_stride(ok), BLOCK=2048, num_warps=8)
+    out, ok = torch.empty_like(grad), ok.expand(n, 1, 1)
+    with torch.cuda.device_of(momentum):  # Triton launches on the current device
+        jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, ok.stride(0), BLOCK=2048, num_warps=8)
     return out
 
 # %% ../nbs/13_parallel_muon.ipynb #5c7f518f
@@ -220,11 +215,13 @@ def master_kernel(master, update, out, lr, wd, scale, ok,  # as in master_step
 
 
 def master_kernels(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, wd: torch.Tensor, scale: torch.Tensor, ok: torch.Tensor, out: torch.Tensor):
-    "Twin of `master_step` in one launch: arguments as there. GolfError where no kernel can run."
+    "Twin of `master_step` in one launch: arguments as there, `master` and `out` contiguous. GolfError where no kernel can run."
     check_runnable(out)
     n, r, c = master.shape
-    grid, s_row = (triton.cdiv(c, 64), triton.cdiv(r, 64), n), scale.stride(1) if scale.shape[1] > 1 else 0
-    jitted(master_kernel)[grid](master, update, out, lr, wd, scale, ok, r, c, *update.stride(), slot_stride(lr), slot_stride(wd), scale.stride(0), s_row, slot_stride(ok), SIDE=64, num_warps=4)
+    (lr, wd, ok), scale = (knob.expand(n, 1, 1) for knob in (lr, wd, ok)), scale.expand(n, r, 1)
+    with torch.cuda.device_of(out):
+        jitted(master_kernel)[(triton.cdiv(c, 64), triton.cdiv(r, 64), n)](
+            master, update, out, lr, wd, scale, ok, r, c, *update.stride(), lr.stride(0), wd.stride(0), *scale.stride()[:2], ok.stride(0), SIDE=64, num_warps=4)
 
 # %% ../nbs/13_parallel_muon.ipynb #77495db9
 def sgd_update(master, momentum, grad, lr, mu, ok):

@@ -121,12 +121,12 @@ def ns_flops(bank: BankSpec, steps: int = 5) -> float:
 
 # %% ../nbs/11_plan.ipynb #9727e63f
 def work_us(bank: BankSpec, links: Links, steps: int = 5) -> float:
-    "Time of the busiest rank's update of a bank: as measured for its shape, else arithmetic, or launches (5 kernels an iteration, 10 around them) where they are slower."
+    "Time of the busiest rank's update of a bank: as measured for its shape, else arithmetic, or launches (3 kernels an iteration, 7 around them) where they are slower."
     def one(n, r, c):
         if f"{r}x{c}" in links.update:
             fixed, each = links.update[f"{r}x{c}"]
             return fixed + n * each
-        return max(n * newton_schulz_flops(r, c, steps) / (links.ns_tflops * 1e6), (5 * steps + 10) * links.launch_us)
+        return max(n * newton_schulz_flops(r, c, steps) / (links.ns_tflops * 1e6), (3 * steps + 7) * links.launch_us)
 
     return max(sum(one(*b) for b in some) for some in batches(bank) if some)
 

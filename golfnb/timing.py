@@ -110,11 +110,12 @@ def muon_cases(cfg: Config, device: torch.device) -> dict[str, tuple]:
     cases = {}
 
     def with_library(X):
+        before = set(KERNELS_ON)
         KERNELS_ON.discard("ns")
         try:
             return newton_schulz(X)
         finally:
-            KERNELS_ON.add("ns")
+            KERNELS_ON.update(before)
 
     for n, r, c in sorted({(b.per_rank, *sorted((b.rows, b.cols))) for world in (1, 8) for b in model_layout(cfg, world).banks}):
         X = torch.randn(n, r, c, device=device, dtype=torch.bfloat16)
@@ -178,7 +179,7 @@ def apply_words(words: set[str],  # of one set
                 best: dict,       # 'up' and 'down': the fastest tiles, see best_tiles; 'usual up', 'usual down': what to go back to
                 ) -> None:
     "Switch kernels and tiles."
-    KERNELS_ON.clear()
+    KERNELS_ON.intersection_update({"ns"})  # the optimizer's is no matter of sets
     KERNELS_ON.update(words & {"heads", "xsa", "mlp", "fold"})
     for way, current in (("up", MLP_UP_TILES), ("down", MLP_DOWN_TILES)):
         current.update(best.get(way if "best" in words else f"usual {way}", {}))
@@ -283,7 +284,7 @@ def twenty_losses(step,           # (ids, targets) -> loss, see whole_step
     return torch.stack(losses).tolist()
 
 # %% ../nbs/28_timing.ipynb #0b5aab9b
-EVENT_KINDS = {"communication": "nccl", "attention": "cudnn|flash|fmha|sdpa", "chapter 07": "^(heads_|xsa_|mlp_product)", "products": "nvjet|gemm|cutlass|xmma|cublas|splitk|aten::(mm|addmm|bmm|linear)",
+EVENT_KINDS = {"communication": "nccl", "attention": "cudnn|flash|fmha|sdpa", "chapter 07": "^(heads_|xsa_|mlp_product)", "products": "ns_product|nvjet|gemm|cutlass|xmma|cublas|splitk|aten::(mm|addmm|bmm|linear)",
                "generated": "^triton_", "copies and fills": "memcpy|memset|copy|fill"}
 
 

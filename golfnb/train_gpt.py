@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 7160bcadd3961661 | Apache-2.0
+# recipe pr549 | source sha256 18d718963016ff9f | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2398,8 +2398,9 @@ def kernel_product(a: torch.Tensor, b: torch.Tensor, alpha: float, beta: float, 
     high, wide = triton.cdiv(M, 128), triton.cdiv(N, 128)
     side = 128 if n * (high * (high + 1) // 2 if symmetric else high * wide) >= 132 else 64  # the multiprocessors of an H100
     out = b.new_empty(n, M, N)
-    jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
-        a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric, SIDE=side, BK=64, num_warps=4, num_stages=3 if side == 128 else 4)
+    with torch.cuda.device_of(a):  # Triton launches on the current device
+        jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
+            a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric, SIDE=side, BK=64, num_warps=4, num_stages=3 if side == 128 else 4)
     return out
 
 def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero matrices (padding slots) stay zero
@@ -2413,8 +2414,9 @@ def newton_schulz(G: torch.Tensor,                   # float [..., r, c]; zero m
     tall = X.shape[-2] > X.shape[-1]
     if tall:
         X = X.mT
-    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if use_kernels(X, "ns") and min(X.shape[1:]) >= 64 else plain_product
-    X = torch.div(X, norm, out=X.new_empty(X.shape))  # rows that lie together
+    own = use_kernels(X, "ns") and min(X.shape[1:]) >= 64 and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
+    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if own else plain_product
+    X = torch.div(X, norm, out=X.new_empty(X.shape)) if own else X / norm  # a kernel likes rows that lie together
     for a, b, c in coeffs:
         A = torch.bmm(X, X.mT)
         A = add(A, A, c, b, symmetric=True)
@@ -2745,8 +2747,8 @@ def nesterov_step(momentum: torch.Tensor, # [n, r, c] in the gradient's dtype, c
                   mu: torch.Tensor, # 0-dim fp32 (or fp64): momentum
                   ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the momentum alone
                   ) -> torch.Tensor: # [n, r, c] in the gradient's dtype
-    "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; each product and sum rounds to the dtype."
-    if use_kernels(momentum, "ns"):
+    "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; mu*m, +g and the look-ahead each round to the dtype once."
+    if use_kernels(momentum, "ns") and momentum.is_contiguous():
         return nesterov_kernels(momentum, grad, mu, ok)
     moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
     torch.where(ok, moved, momentum, out=momentum)
@@ -2761,7 +2763,7 @@ def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in pla
                 out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
                 ):
     "master = master * (1 - lr * wd) - lr * scale * update, and its rounded copy."
-    if use_kernels(out, "ns"):
+    if use_kernels(out, "ns") and master.is_contiguous() and out.is_contiguous():
         return master_kernels(master, update, lr, wd, scale, ok, out)
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
@@ -2800,16 +2802,13 @@ def nesterov_kernel(momentum, grad, out, mu, ok,  # as in nesterov_step
     tl.store(out + here, (g + moved.to(tl.float32) * knob).to(out.dtype.element_ty), mask=live)
     tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
 
-def slot_stride(knob: torch.Tensor) -> int:
-    "How many elements of `knob` (0-dim or [n, 1, 1], any dtype) lie from one slot's to the next."
-    return knob.stride(0) if knob.ndim else 0
-
 def nesterov_kernels(momentum: torch.Tensor, grad: torch.Tensor, mu: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
-    "Twin of `nesterov_step` in one launch: arguments as there; [n, r, c], dtype of grad. GolfError where no kernel can run."
+    "Twin of `nesterov_step` in one launch: arguments as there, `momentum` contiguous; [n, r, c], dtype of grad. GolfError where no kernel can run."
     check_runnable(momentum)
     (n, r, c), grad = momentum.shape, grad.contiguous()
-    out = torch.empty_like(grad)
-    jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, slot_stride(ok), BLOCK=2048, num_warps=8)
+    out, ok = torch.empty_like(grad), ok.expand(n, 1, 1)
+    with torch.cuda.device_of(momentum):  # Triton launches on the current device
+        jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](momentum, grad, out, mu, ok, r * c, ok.stride(0), BLOCK=2048, num_warps=8)
     return out
 
 def master_kernel(master, update, out, lr, wd, scale, ok,  # as in master_step
@@ -2827,11 +2826,13 @@ def master_kernel(master, update, out, lr, wd, scale, ok,  # as in master_step
     tl.store(out + here, new.to(out.dtype.element_ty), mask=live)
 
 def master_kernels(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, wd: torch.Tensor, scale: torch.Tensor, ok: torch.Tensor, out: torch.Tensor):
-    "Twin of `master_step` in one launch: arguments as there. GolfError where no kernel can run."
+    "Twin of `master_step` in one launch: arguments as there, `master` and `out` contiguous. GolfError where no kernel can run."
     check_runnable(out)
     n, r, c = master.shape
-    grid, s_row = (triton.cdiv(c, 64), triton.cdiv(r, 64), n), scale.stride(1) if scale.shape[1] > 1 else 0
-    jitted(master_kernel)[grid](master, update, out, lr, wd, scale, ok, r, c, *update.stride(), slot_stride(lr), slot_stride(wd), scale.stride(0), s_row, slot_stride(ok), SIDE=64, num_warps=4)
+    (lr, wd, ok), scale = (knob.expand(n, 1, 1) for knob in (lr, wd, ok)), scale.expand(n, r, 1)
+    with torch.cuda.device_of(out):
+        jitted(master_kernel)[(triton.cdiv(c, 64), triton.cdiv(r, 64), n)](
+            master, update, out, lr, wd, scale, ok, r, c, *update.stride(), lr.stride(0), wd.stride(0), *scale.stride()[:2], ok.stride(0), SIDE=64, num_warps=4)
 
 def sgd_update(master, momentum, grad, lr, mu, ok):
     "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."

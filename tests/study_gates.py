@@ -51,7 +51,7 @@ def jobs_of(what: str, cfg: Config, env: dict) -> list[Job]:
     seeds = [int(s) for s in env.get("STUDY_SEEDS", "1337,42,2025").split(",")]
     steps = int(env.get("STUDY_STEPS", 300))
     cfg = replace(cfg, iterations=steps, warmdown_iters=min(cfg.warmdown_iters, steps * 2 // 5), max_wallclock_seconds=0.0, averaging="none",
-                  warmup_steps=3, val_loss_every=int(env.get("STUDY_VAL", 50)))
+                  warmup_steps=0, val_loss_every=int(env.get("STUDY_VAL", 50)))
     if what == "gates":
         kinds = {g: dict(skip_gate=g) for g in GATES}
     elif what == "dtypes":

@@ -222,7 +222,7 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8
 
 def measure_orders() -> None:
     "Final validation loss for every order, length and seed; one process, one compile."
-    from golfnb.bench import record_result
+    from golfnb.bench import commit_of, record_result
     from golfnb.loader import Loader, make_sampler
     from golfnb.model import init_model
     from golfnb.parallel_muon import make_engine, stop_ranks
@@ -248,7 +248,7 @@ def measure_orders() -> None:
                     warm_up(cfg, machine.loss_fn, loader, machine.engine, said)
                     result = train(cfg, machine.loss_fn, loader, machine.engine, said, validate=lambda: curve.append(plain_score(session, machine)) or curve[-1])
                 run = {"order": order, "steps": steps, "seed": seed, "val_loss": result.val_loss, "val_bpb": result.val_bpb, "passes": steps * cfg.train_batch_tokens / pass_tokens,
-                       "curve": [loss for loss, _ in curve], "last_train_loss": mean(result.losses[-20:]), "step_ms": result.train_ms / result.steps}
+                       "curve": [loss for loss, _ in curve], "last_train_loss": mean(result.losses[-20:]), "step_ms": result.train_ms / result.steps, "commit": commit_of(ROOT)}
                 runs.append(run)
                 samples.setdefault(f"{order}, {steps} steps", []).append(result.val_loss)
                 if ranks.master:

@@ -251,7 +251,7 @@ def test_knobs_are_not_rounded_on_the_gpu():
     for device in ("cpu", "cuda"):
         momentum, grad, mu = (t.clone().to(device) for t in (m, g, factor))
         one = torch.ones((), device=device)
-        muon_update(torch.zeros(2, 8, 16, device=device), momentum, grad, one, mu, one, one.view(1, 1, 1), one.bool(), torch.empty_like(grad))
+        muon_update(torch.zeros(2, 8, 16, device=device), momentum, grad, one, mu, one, one.expand(2, 1, 1), one.bool(), torch.empty_like(grad))
         found.append(momentum.cpu())
     assert torch.equal(*found) and torch.equal(found[0], (m.float() * factor).bfloat16())
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import golfnb.newton_schulz
+import golfnb.parallel_muon
 from golfnb.config import GolfError
 from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, use_kernels
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
@@ -59,7 +60,7 @@ from golfnb.newton_schulz import kernel_product, plain_product
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
 torch.manual_seed(0)
 near = lambda a, b: float((a - b).norm() / b.norm()) < 1e-6
-for n, M, N in ((2, 70, 100), (1, 128, 200), (3, 64, 64), (140, 65, 70), (30, 130, 140)):
+for n, M, N in ((2, 70, 100), (1, 128, 200), (3, 64, 64), (140, 65, 70), (45, 130, 140)):  # the last two have large tiles
     for X in (torch.randn(n, M, N), torch.randn(n, N, M).mT):
         A = X @ X.mT
         B = kernel_product(A, A, 2.0, -4.7, symmetric=True)
@@ -74,7 +75,10 @@ for shape in ((3, 70, 100), (2, 130, 65)):
             other = m.clone()
             torch.testing.assert_close(nesterov_kernels(m, grad + bad, mu, ok), nesterov_step(other, grad + bad, mu, ok), equal_nan=True)
             torch.testing.assert_close(m, other)
-            for lr, wd in ((torch.tensor(0.02), torch.tensor(0.04)), (torch.rand(n, 1, 1), torch.rand(n, 1, 1))):
+            low, twin, g = m.half(), m.half(), grad.half() + bad.half()  # sums that round: the same ones must
+            out, expected = nesterov_kernels(low, g, mu, ok), nesterov_step(twin, g, mu, ok)
+            assert torch.equal(low, twin) and torch.allclose(out, expected, rtol=2e-3, atol=2e-3, equal_nan=True)
+            for lr, wd in ((torch.tensor(0.02), torch.tensor(0.04)), (torch.rand(n, 1, 1), torch.rand(n, 1, 1)), (torch.rand(1, 1, 1), torch.rand(1, 1, 1))):
                 for scale in (torch.full((n, 1, 1), 1.7), torch.rand(n, r, 1)):
                     w, y, z = torch.randn(shape), torch.zeros(shape), torch.zeros(shape)
                     x = w.clone()
@@ -232,10 +236,37 @@ def test_kernels_on_the_gpu_round_no_worse_than_the_plain_functions():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_newton_schulz_on_the_gpu_rounds_no_worse_than_the_library(monkeypatch):
     torch.manual_seed(0)
-    for n, r, c in ((3, 512, 512), (22, 256, 512), (11, 512, 1536), (2, 1536, 512), (5, 70, 130)):
+    for n, r, c in ((3, 512, 512), (22, 256, 512), (11, 512, 1536), (22, 512, 512), (2, 1536, 512), (5, 70, 130)):
         G = torch.randn(n, r, c, device="cuda").bfloat16()
         exact, found = newton_schulz(G.double()), []
         for use in (use_kernels, lambda x, name="": False):
             monkeypatch.setattr(golfnb.newton_schulz, "use_kernels", use)
             found.append(((newton_schulz(G).double() - exact).norm() / exact.norm()).item())
         assert found[0] < 1.3 * found[1], (n, r, c, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_passes_of_the_update_on_the_gpu_are_their_twins(monkeypatch):
+    "In bf16, for slots that are skipped too and for an update stored transposed: the momentum bit for bit, the master but for a last digit."
+    torch.manual_seed(0)
+    n, r, c = 3, 130, 200
+    rand = lambda *shape: torch.randn(*shape, device="cuda")
+    ok, mu, lr, wd = torch.tensor([True, False, True], device="cuda").view(n, 1, 1), torch.tensor(0.99, device="cuda"), rand(n, 1, 1), torch.tensor(0.1, device="cuda")
+    momentum, grad, update, master, scale, found = rand(n, r, c).bfloat16(), rand(n, r, c).bfloat16(), rand(n, c, r).bfloat16().mT, rand(n, r, c), rand(n, r, 1), []
+    for use in (use_kernels, lambda x, name="": False):
+        monkeypatch.setattr(golfnb.parallel_muon, "use_kernels", use)
+        m, w, out = momentum.clone(), master.clone(), torch.empty_like(momentum)
+        ahead = golfnb.parallel_muon.nesterov_step(m, grad, mu, ok)
+        golfnb.parallel_muon.master_step(w, update, lr, wd, scale, ok, out)
+        found.append((m, ahead, w, out))
+    (m, ahead, w, out), (m2, ahead2, w2, out2) = found
+    assert torch.equal(m, m2) and torch.equal(m[1], momentum[1]) and not torch.equal(m[0], momentum[0])
+    torch.testing.assert_close(ahead, ahead2), torch.testing.assert_close(w, w2), torch.testing.assert_close(out, out2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_matrices_of_another_gpu_than_the_current_one():
+    G = torch.randn(3, 128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.testing.assert_close(newton_schulz(G.to("cuda:1")).cpu(), newton_schulz(G.to("cuda:0")).cpu())

@@ -106,3 +106,8 @@ def test_flops_formula():
     m, l = 4, 12
     assert newton_schulz_flops(12, 4, 1) == 2 * m * l * m + 2 * m ** 3 + 2 * m * m * l
     assert newton_schulz_flops(4, 12, 2, symmetric=True) == 2 * (m * l * m + m ** 3 + 2 * m * m * l)
+
+
+def test_gradients_flow_through_a_weight_that_wants_them():
+    W = torch.nn.Parameter(torch.randn(2, 6, 4, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda w: orthogonalize(w, steps=2), (W,))

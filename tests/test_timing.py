@@ -9,7 +9,7 @@ from golfnb.bench import BENCH_JOBS, BENCH_NOTES, BenchJob, read_result
 from golfnb.config import GolfError
 from golfnb.kernels import KERNELS_ON, MLP_DOWN_TILES, MLP_UP_TILES
 from golfnb.parallel_muon import Ranks
-from golfnb.timing import MLP_TILES, bench_trace, best_tiles, check_sets, device_events, event_kind, merge_events, run_timing, scaling_table, tail_of, time_cases
+from golfnb.timing import MLP_TILES, apply_words, bench_trace, best_tiles, check_sets, device_events, event_kind, merge_events, run_timing, scaling_table, tail_of, time_cases
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "2", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "DATA_PATH": "absent"}
 
@@ -62,6 +62,19 @@ def test_a_case_that_cannot_be_built_is_named_and_the_tiles_come_back():
     with pytest.raises(ValueError):
         time_cases({"bad": (breaks, 1, 1)}, torch.device("cpu"), calls=1)      # on a CPU nothing is built before it runs
     assert (MLP_UP_TILES, MLP_DOWN_TILES) == before and KERNELS_ON == {"heads", "mlp", "xsa", "fold", "ns"}
+
+
+@pytest.mark.parametrize("own", [{"ns"}, set()], ids=["on", "off"])
+def test_a_set_leaves_the_optimizer_alone(own):
+    usual = set(KERNELS_ON)
+    try:
+        KERNELS_ON.symmetric_difference_update({"ns"} - own)
+        apply_words({"heads", "graph"}, {})
+        assert KERNELS_ON == {"heads"} | own
+        apply_words(usual - {"ns"} | own, {})
+        assert KERNELS_ON == usual - {"ns"} | own
+    finally:
+        KERNELS_ON.update(usual)
 
 
 @pytest.mark.parametrize("at", range(len(MLP_TILES)))
