@@ -7,6 +7,8 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 sys.path.insert(0, str(Path(__file__).parent))
 from names import ROOT
@@ -36,6 +38,11 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def lost(url: str, failure: str) -> bool:
+    "Whether a failed request is a fault of the page: not where the browser itself cut off the reading of a file that is there, as when a page is left while its icon loads."
+    return failure != "net::ERR_ABORTED" or not url.startswith("file:") or not Path(url2pathname(urlsplit(url).path)).is_file()
+
+
 def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> list[str]:
     "What is wrong, one sentence each."
     from playwright.sync_api import sync_playwright
@@ -49,7 +56,7 @@ def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> li
             tab.on("console", lambda m: found.append(f"{view} {here}: console: {m.text[:200]}") if m.type in ("error", "warning") else None)
             tab.on("pageerror", lambda e: found.append(f"{view} {here}: error: {str(e)[:200]}"))
             tab.on("request", lambda r: found.append(f"{view} {here}: asks another host for {r.url[:200]}") if not r.url.startswith((home, "data:", "blob:")) else None)
-            tab.on("requestfailed", lambda r: found.append(f"{view} {here}: {r.url[:200]} failed") if r.failure != "net::ERR_ABORTED" else None)  # aborted: the browser's own doing, as when a page is left while its icon loads
+            tab.on("requestfailed", lambda r: found.append(f"{view} {here}: {r.url[:200]} failed") if lost(r.url, r.failure) else None)
             for here in pages:
                 tab.goto(home + here, wait_until="load")
                 tab.evaluate("async () => { if (window.MathJax && MathJax.startup) await MathJax.startup.promise; }")

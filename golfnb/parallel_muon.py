@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean', 'wait_mean', 'gather_into', 'muon_one',
-           'nesterov_step', 'master_step', 'muon_update', 'nesterov_kernel', 'nesterov_kernels', 'master_kernel',
-           'master_kernels', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
+           'nesterov_step', 'master_step', 'nesterov_kernel', 'nesterov_kernels', 'master_kernel', 'master_kernels',
+           'muon_update', 'sgd_update', 'ShardedBank', 'Replicated', 'adamw_update', 'say_control', 'clip_factor',
            'squared_norm', 'record_graph', 'Recorded', 'Engine', 'replicated_groups', 'apply_masks', 'engine_launch',
            'stage', 'clip_local', 'engine_finish', 'clip_global', 'finish_bank', 'update_small', 'update_bank',
            'engine_tensors', 'engine_gather', 'engine_load', 'engine_state', 'snapshot', 'restore', 'make_engine']
@@ -131,13 +131,11 @@ def nesterov_step(momentum: torch.Tensor, # [n, r, c] in the gradient's dtype, c
                   ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the momentum alone
                   ) -> torch.Tensor: # [n, r, c] in the gradient's dtype
     "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; mu*m, +g and the look-ahead each round to the dtype once."
-    if use_kernels(momentum, "ns") and momentum.is_contiguous():
-        return nesterov_kernels(momentum, grad, mu, ok)
     moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
     torch.where(ok, moved, momentum, out=momentum)
     return torch.addcmul(grad.to(mu.dtype), moved.to(mu.dtype), mu).to(grad.dtype)
 
-
+# %% ../nbs/13_parallel_muon.ipynb #e5e4abf7
 def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in place
                 update: torch.Tensor, # [n, r, c] in any float dtype
                 lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
@@ -147,34 +145,9 @@ def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in pla
                 out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
                 ):
     "master = master * (1 - lr * wd) - lr * scale * update, and its rounded copy."
-    if use_kernels(out, "ns") and master.is_contiguous() and out.is_contiguous():
-        return master_kernels(master, update, lr, wd, scale, ok, out)
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
     out.copy_(master)
-
-# %% ../nbs/13_parallel_muon.ipynb #e5e4abf7
-def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
-                momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
-                grad: torch.Tensor, # [n, r, c] mean gradient of my slots
-                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
-                mu: torch.Tensor, # 0-dim: momentum
-                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
-                scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
-                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False skips the step
-                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
-                method: str = "ns5", steps: int = 5,
-                dtype: torch.dtype | None = None, # of the products; None: the gradient's
-                cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
-    "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
-    nesterov = nesterov_step(momentum, grad, mu, ok)
-    if cuts is None:
-        update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
-    else:
-        update = torch.zeros_like(nesterov)
-        for cut in cuts:
-            write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
-    master_step(master, update, lr, wd, scale, ok, out)
 
 # %% ../nbs/13_parallel_muon.ipynb #7a7b2c6a
 def nesterov_kernel(momentum, grad, out, mu, ok,  # as in nesterov_step
@@ -222,6 +195,31 @@ def master_kernels(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor,
     with torch.cuda.device_of(out):
         jitted(master_kernel)[(triton.cdiv(c, 64), triton.cdiv(r, 64), n)](
             master, update, out, lr, wd, scale, ok, r, c, *update.stride(), lr.stride(0), wd.stride(0), *scale.stride()[:2], ok.stride(0), SIDE=64, num_warps=4)
+
+# %% ../nbs/13_parallel_muon.ipynb #a0b42e94
+def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
+                momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
+                grad: torch.Tensor, # [n, r, c] mean gradient of my slots
+                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
+                mu: torch.Tensor, # 0-dim: momentum
+                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
+                scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
+                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False skips the step
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
+                method: str = "ns5", steps: int = 5,
+                dtype: torch.dtype | None = None, # of the products; None: the gradient's
+                cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
+    "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
+    own = use_kernels(momentum, "ns") and use_kernels(out) and momentum.is_contiguous() and master.is_contiguous() and out.is_contiguous()
+    before, after = (nesterov_kernels, master_kernels) if own else (nesterov_step, master_step)
+    nesterov = before(momentum, grad, mu, ok)
+    if cuts is None:
+        update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
+    else:
+        update = torch.zeros_like(nesterov)
+        for cut in cuts:
+            write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
+    after(master, update, lr, wd, scale, ok, out)
 
 # %% ../nbs/13_parallel_muon.ipynb #77495db9
 def sgd_update(master, momentum, grad, lr, mu, ok):

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 18d718963016ff9f | Apache-2.0
+# recipe pr549 | source sha256 82aaefab59a8a360 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -2748,8 +2748,6 @@ def nesterov_step(momentum: torch.Tensor, # [n, r, c] in the gradient's dtype, c
                   ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False leaves the momentum alone
                   ) -> torch.Tensor: # [n, r, c] in the gradient's dtype
     "momentum = mu * momentum + grad, and the look-ahead grad + mu * momentum; mu*m, +g and the look-ahead each round to the dtype once."
-    if use_kernels(momentum, "ns") and momentum.is_contiguous():
-        return nesterov_kernels(momentum, grad, mu, ok)
     moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
     torch.where(ok, moved, momentum, out=momentum)
     return torch.addcmul(grad.to(mu.dtype), moved.to(mu.dtype), mu).to(grad.dtype)
@@ -2763,33 +2761,9 @@ def master_step(master: torch.Tensor, # [n, r, c] fp32 (or fp64), changed in pla
                 out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
                 ):
     "master = master * (1 - lr * wd) - lr * scale * update, and its rounded copy."
-    if use_kernels(out, "ns") and master.is_contiguous() and out.is_contiguous():
-        return master_kernels(master, update, lr, wd, scale, ok, out)
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
     out.copy_(master)
-
-def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
-                momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
-                grad: torch.Tensor, # [n, r, c] mean gradient of my slots
-                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
-                mu: torch.Tensor, # 0-dim: momentum
-                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
-                scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
-                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False skips the step
-                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
-                method: str = "ns5", steps: int = 5,
-                dtype: torch.dtype | None = None, # of the products; None: the gradient's
-                cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
-    "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
-    nesterov = nesterov_step(momentum, grad, mu, ok)
-    if cuts is None:
-        update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
-    else:
-        update = torch.zeros_like(nesterov)
-        for cut in cuts:
-            write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
-    master_step(master, update, lr, wd, scale, ok, out)
 
 def nesterov_kernel(momentum, grad, out, mu, ok,  # as in nesterov_step
                     size, ok_slot,                # entries of a slot; stride
@@ -2833,6 +2807,30 @@ def master_kernels(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor,
     with torch.cuda.device_of(out):
         jitted(master_kernel)[(triton.cdiv(c, 64), triton.cdiv(r, 64), n)](
             master, update, out, lr, wd, scale, ok, r, c, *update.stride(), lr.stride(0), wd.stride(0), *scale.stride()[:2], ok.stride(0), SIDE=64, num_warps=4)
+
+def muon_update(master: torch.Tensor, # [n, r, c] fp32 (or fp64) weights of my slots
+                momentum: torch.Tensor, # [n, r, c] in the gradient's dtype
+                grad: torch.Tensor, # [n, r, c] mean gradient of my slots
+                lr: torch.Tensor, # 0-dim or [n, 1, 1]: learning rate
+                mu: torch.Tensor, # 0-dim: momentum
+                wd: torch.Tensor, # 0-dim or [n, 1, 1]: weight decay
+                scale: torch.Tensor, # fp32 (or fp64) [n, 1, 1], or [n, r, 1] where slots are shared: sqrt(max(1, rows/cols)) of the logical matrix
+                ok: torch.Tensor, # 0-dim or [n, 1, 1] bool: False skips the step
+                out: torch.Tensor, # [n, r, c] receives the new master, rounded to its dtype
+                method: str = "ns5", steps: int = 5,
+                dtype: torch.dtype | None = None, # of the products; None: the gradient's
+                cuts: list | None = None): # where slots hold several matrices: the shard's cuts (chapter 04)
+    "One step of Muon (Jordan et al., 2024) on a shard, in place; each of mu*m, +g, g+mu*m rounds to the momentum's dtype."
+    own = use_kernels(momentum, "ns") and use_kernels(out) and momentum.is_contiguous() and master.is_contiguous() and out.is_contiguous()
+    before, after = (nesterov_kernels, master_kernels) if own else (nesterov_step, master_step)
+    nesterov = before(momentum, grad, mu, ok)
+    if cuts is None:
+        update = orthogonalize(nesterov, method=method, steps=steps, dtype=dtype or grad.dtype)
+    else:
+        update = torch.zeros_like(nesterov)
+        for cut in cuts:
+            write_cut(update, cut, orthogonalize(read_cut(nesterov, cut), method=method, steps=steps, dtype=dtype or grad.dtype))
+    after(master, update, lr, wd, scale, ok, out)
 
 def sgd_update(master, momentum, grad, lr, mu, ok):
     "One heavy-ball SGD step in place (no Nesterov, no decay): the rule of test-time training. Shapes as `muon_update`, or flat."

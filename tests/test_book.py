@@ -150,6 +150,13 @@ def test_a_site_with_problems_does_not_replace_the_old_one(site, tmp_path, monke
     assert build.build(tmp_path) == ["Sphinx warned, see above"] and (tmp_path / "html" / "index.html").read_text() == "old"
 
 
+def test_a_request_cut_off_counts_unless_its_file_is_there(tmp_path):
+    there, gone = tmp_path / "an icon.svg", tmp_path / "gone.svg"
+    there.touch()
+    assert not browse.lost(there.as_uri() + "?v=1", "net::ERR_ABORTED") and browse.lost(there.as_uri(), "net::ERR_FAILED")
+    assert browse.lost(gone.as_uri(), "net::ERR_ABORTED") and browse.lost("http://127.0.0.2:9/x.js", "net::ERR_ABORTED")
+
+
 @pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine; `make book-check` needs one")
 def test_the_browser_finds_what_is_planted(site, tmp_path):
     (tmp_path / "_static").mkdir()

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import golfnb.newton_schulz
-import golfnb.parallel_muon
 from golfnb.config import GolfError
 from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, use_kernels
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
 from golfnb.newton_schulz import newton_schulz
+from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
 
 CASES = """
 import os, sys, torch
@@ -85,6 +85,16 @@ for shape in ((3, 70, 100), (2, 130, 65)):
                     master_kernels(w, update + bad, lr, wd, scale, ok, y), master_step(x, update + bad, lr, wd, scale, ok, z)
                     torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
                     assert y.isfinite().all()
+import golfnb.newton_schulz, golfnb.parallel_muon
+found = []
+for use in (lambda x, name="": True, lambda x, name="": False):  # a whole update: which functions it takes
+    golfnb.newton_schulz.use_kernels = golfnb.parallel_muon.use_kernels = use
+    torch.manual_seed(1)
+    w, m, g, y = torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.zeros(2, 130, 65)
+    golfnb.parallel_muon.muon_update(w, m, g, torch.tensor(0.02), torch.tensor(0.95), torch.tensor(0.1), torch.full((2, 1, 1), 1.4), torch.tensor(True), y)
+    found += [(w, m, y)]
+for a, b in zip(*found):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 print("equal")
 """
 
@@ -247,18 +257,17 @@ def test_newton_schulz_on_the_gpu_rounds_no_worse_than_the_library(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_passes_of_the_update_on_the_gpu_are_their_twins(monkeypatch):
+def test_passes_of_the_update_on_the_gpu_are_their_twins():
     "In bf16, for slots that are skipped too and for an update stored transposed: the momentum bit for bit, the master but for a last digit."
     torch.manual_seed(0)
     n, r, c = 3, 130, 200
     rand = lambda *shape: torch.randn(*shape, device="cuda")
     ok, mu, lr, wd = torch.tensor([True, False, True], device="cuda").view(n, 1, 1), torch.tensor(0.99, device="cuda"), rand(n, 1, 1), torch.tensor(0.1, device="cuda")
     momentum, grad, update, master, scale, found = rand(n, r, c).bfloat16(), rand(n, r, c).bfloat16(), rand(n, c, r).bfloat16().mT, rand(n, r, c), rand(n, r, 1), []
-    for use in (use_kernels, lambda x, name="": False):
-        monkeypatch.setattr(golfnb.parallel_muon, "use_kernels", use)
+    for before, after in ((nesterov_kernels, master_kernels), (nesterov_step, master_step)):
         m, w, out = momentum.clone(), master.clone(), torch.empty_like(momentum)
-        ahead = golfnb.parallel_muon.nesterov_step(m, grad, mu, ok)
-        golfnb.parallel_muon.master_step(w, update, lr, wd, scale, ok, out)
+        ahead = before(m, grad, mu, ok)
+        after(w, update, lr, wd, scale, ok, out)
         found.append((m, ahead, w, out))
     (m, ahead, w, out), (m2, ahead2, w2, out2) = found
     assert torch.equal(m, m2) and torch.equal(m[1], momentum[1]) and not torch.equal(m[0], momentum[0])
