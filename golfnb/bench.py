@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from . import __version__
-from .adapters import score_documents
+from .adapters import document_spans, lane_plan, score_documents
 from .bpb import ByteTable, byte_table, load_tokenizer
 from .config import Config, GolfError, load_config
 from .evaluate import plain_loss, sliding_loss
@@ -393,11 +393,11 @@ def bench_eval(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]
     val, table, words = bench_stream(cfg, ranks, job.tokens, job.given)
     m = build_machine(cfg, ranks)
     state = {k: v.detach().to(torch.promote_types(v.dtype, torch.float32), copy=True) for k, v in named_state(m.model).items()}
-    batch, n = cfg.rows_per_score(ranks.world), val.numel() - 1
+    batch, n, adapted = cfg.rows_per_score(ranks.world), val.numel() - 1, replace(cfg, ttt_chunk_size=min(cfg.ttt_chunk_size, cfg.eval_seq_len // 2))
     calls = {"plain": lambda: plain_loss(m.forward, val, table, cfg.train_seq_len, batch, ranks),
              "sliding": lambda: sliding_loss(m.forward, val, table, cfg.eval_seq_len, cfg.eval_stride, batch, ranks),
              "ttt": lambda: score_first(m.model, m.layout, state, val, table, cfg, ranks, forward=m.forward),
-             "adapters": lambda: score_documents(m.model, state, val, table, replace(cfg, ttt_chunk_size=min(cfg.ttt_chunk_size, cfg.eval_seq_len // 2)), ranks)}
+             "adapters": lambda: score_documents(m.model, state, val, table, adapted, ranks)}
     samples, projected = {}, {}
     for name, call in calls.items():
         took = []
@@ -409,7 +409,8 @@ def bench_eval(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]
         samples |= {f"{name} per_million": [1e6 * s / n for s in took[1:]], f"{name} first_call": took[:1], f"{name} fixed": [took[0] - median(took[1:])]}
         projected[name] = took[0] + median(took[1:]) * (PUBLISHED_TARGETS / n - 1)
     projected |= {f"plain, sliding and {form}": projected["plain"] + projected["sliding"] + projected[form] for form in ("ttt", "adapters")}
-    return samples, "s", {"data": words, "tokens": n, "stride": cfg.eval_stride, "ttt_epochs": cfg.ttt_epochs, "projected": {k: round(s, 3) for k, s in projected.items()}}
+    return samples, "s", {"data": words, "tokens": n, "stride": cfg.eval_stride, "ttt_epochs": cfg.ttt_epochs, "projected": {k: round(s, 3) for k, s in projected.items()},
+                          "adapter_lanes": lane_plan(document_spans(val), adapted, ranks)["doc"].shape[1]}
 
 # %% ../nbs/22_bench.ipynb #ddc3f686
 def startup_marks(job: BenchJob, env: dict) -> tuple[Ranks, dict[str, float]]:  # mark -> seconds since the start

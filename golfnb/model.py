@@ -437,7 +437,12 @@ def init_model(model: Golf, cfg: Config, seed: int) -> None:
         state[name].fill_(constant.get(param, 0.0))
         if param == "resid_mix":
             state[name][0] = 1.0
-    state |= drawn_state(cfg, seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        state |= drawn_state(cfg, seed)
+    finally:
+        torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})
 
 

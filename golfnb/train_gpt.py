@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 82aaefab59a8a360 | Apache-2.0
+# recipe pr549 | source sha256 5119e6f66dd44c37 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -237,6 +237,16 @@ def batch_problems(cfg: "Config", # settings to check
     if cfg.val_batch_size < cfg.eval_seq_len:
         yield f"VAL_BATCH_SIZE must hold one window of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.val_batch_size}: raise it"
 
+SWA_BELOW = 0.2 # share of the peak learning rate under which tight SWA takes snapshots
+
+def snapshot_problems(cfg: "Config", # settings to check
+                     ) -> Iterator[str]: # sentences
+    "Whether tight SWA would end without a snapshot; a run that ends by the clock can only find out."
+    last = cfg.iterations // cfg.swa_every * cfg.swa_every # steps done at the last snapshot
+    if "swa" in cfg.averaging and not cfg.train_cap_ms and (not last or cfg.iterations - last + 1 >= SWA_BELOW * cfg.warmdown_iters):
+        yield (f"AVERAGING={cfg.averaging} needs a snapshot in the last fifth of WARMDOWN_ITERS={cfg.warmdown_iters}, found none with SWA_EVERY={cfg.swa_every} and "
+               f"ITERATIONS={cfg.iterations}: lower SWA_EVERY, raise WARMDOWN_ITERS or set AVERAGING=ema")
+
 def schedule_problems(cfg: "Config", # settings to check
                      ) -> Iterator[str]: # sentences
     "What makes optimizer, averaging, quantization or test-time training impossible."
@@ -248,6 +258,7 @@ def schedule_problems(cfg: "Config", # settings to check
         if not 0 <= getattr(cfg, name) < 1:
             yield f"{name.upper()} must lie in [0, 1), found {getattr(cfg, name)}: choose a ratio below 1"
     yield from _positive_problems(cfg, "adam_eps", "muon_backend_steps", "swa_every", "target_bytes", "gptq_calib_samples")
+    yield from snapshot_problems(cfg)
     if cfg.ns == "polar" and cfg.muon_backend_steps > 5:
         yield f"MUON_BACKEND_STEPS must be at most 5 with NS=polar (it has five triples of coefficients), found {cfg.muon_backend_steps}: lower it"
     if cfg.run_id in (".", "..") or "/" in cfg.run_id:
@@ -2326,7 +2337,12 @@ def init_model(model: Golf, cfg: Config, seed: int) -> None:
         state[name].fill_(constant.get(param, 0.0))
         if param == "resid_mix":
             state[name][0] = 1.0
-    state |= drawn_state(cfg, seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        state |= drawn_state(cfg, seed)
+    finally:
+        torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})
 
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales", "ve_shared.scale", "bigram.scale")
@@ -3548,8 +3564,6 @@ def warm_up(cfg: Config, loss_fn, loader, engine: Engine, log: RunLog):
     restore(engine, saved)
     loader.rewind(place)
 
-SWA_BELOW = 0.2
-
 class Averages:
     "The averages a recipe asks for, over the engine's own shards."
 
@@ -4697,13 +4711,20 @@ def deal_documents(lengths: np.ndarray,  # int64 [documents] chunks of each
         heapq.heapreplace(load, (chunks + int(lengths[doc]), lane))
     return dealt
 
+def lanes_needed(lengths: np.ndarray,  # int64 [documents] chunks of each
+                 most: int,            # of a rank
+                 world: int) -> int:   # lanes of each rank, at least 1
+    "How many lanes stay busy while the longest document lasts."
+    return min(most, -(-int(lengths.sum()) // (int(lengths.max()) * world)))
+
 def lane_plan(spans: np.ndarray,  # int64 [documents, 2], see document_spans
               cfg: Config,        # ttt_chunk_size, ttt_batch_size, eval_seq_len
               ranks: Ranks,
               ) -> dict[str, np.ndarray]:  # int64 [steps, lanes] each: doc (-1: idle), first target, count of targets, fill in tokens, again (new row), goes on
     "What each of this rank's lanes does at each step."
-    size, lanes = cfg.ttt_chunk_size, cfg.ttt_batch_size
+    size = cfg.ttt_chunk_size
     lengths = -(-(spans[:, 1] - spans[:, 0]) // size)
+    lanes = lanes_needed(lengths, cfg.ttt_batch_size, ranks.world)
     mine = deal_documents(lengths, lanes * ranks.world)[ranks.rank * lanes:(ranks.rank + 1) * lanes]
     steps = max(int(lengths[docs].sum()) for docs in mine)
     doc, chunk = np.full((lanes, steps), -1), np.zeros((lanes, steps), np.int64)
@@ -4864,7 +4885,7 @@ class Lanes:
                  plan: dict[str, np.ndarray],   # int64 [steps, lanes] each, see lane_plan
                  step: Callable | None = None,  # see adapted_step
                  out: Tensor | None = None):    # float [N + 1]: receives each target's nats; the last place is for what does not count
-        device, lanes, size = tokens.device, cfg.ttt_batch_size, cfg.ttt_chunk_size
+        device, lanes, size = tokens.device, plan["doc"].shape[1], cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
         self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg), reread(model, cfg), adapter_update))

@@ -4,7 +4,7 @@
 # Parts: one (kernels, attention, compiler options; one GPU), accept (recipes, cap, faults), parity (two seeds as 8 ranks clip),
 # bench (step, phases, trace, start-up), scale (1, 2, ... NPROC ranks), eval (scoring and adapting), links (links, plans, baselines),
 # tails (the end of a step, any model), gates, dtypes, averaging (chapter 34's trainings; SMALL=1: a quarter of the batch), blocks (loader against a resident batch),
-# long (LONG_STEPS, 1,500, steps, two seeds, with and without QAT, then the curve of loss against bytes), orders (loader orders on the corpus cut anew).
+# long (LONG_STEPS, 1,500, steps, two seeds, with and without QAT, then the curve of loss against bytes, and every form of TTT), orders (loader orders on the corpus cut anew).
 # Results land in $OUT; copy the .json files into nbs/results. A part that fails does not stop the others.
 set -u
 cd "$(dirname "$0")/.."
@@ -40,6 +40,7 @@ long() {  # one GPU a run, as many at a time as there are GPUs
   done; done
   wait
   say curve; python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*/
+  say scores; python3 tests/measure_quantize.py scores "$OUT" "$RUNS_DIR"/long_*_0/
 }
 orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards "${SHARDS:-128}" && cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut && DATA_PATH=/tmp/recut STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py orders; }
 blocks() { say blocks; LOADER=coprime STUDY_BLOCK_STEPS=${STUDY_BLOCK_STEPS:-50} STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py blocks; }

@@ -6,10 +6,13 @@
     python tests/measure_quantize.py loss RUN_DIR NAME [FOLDER]   NAME.json: loss of the round trip over the unquantized weights against bytes,
                                                          GPTQ-lite, spread clip and full GPTQ; RUN_DIR/ema.golf and the run's own data, on a GPU if there is one
     python tests/measure_quantize.py curve FOLDER RUN_DIR ...     `loss` for every run, all at once, spread over the GPUs: FOLDER/quant_RUN.json each
+    python tests/measure_quantize.py scores FOLDER RUN_DIR ...    scores_long.json: every run's artifact.golf by `golfnb score` in each form of TTT on
+                                                         all GPUs, and the first one's sliding window on 1, 2, 4, 8 of them; each score is written at once
 """
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import time
@@ -115,6 +118,32 @@ def curve(folder: str, *run_dirs: str) -> None:
         raise SystemExit("\n".join(failed))
 
 
+FORMS = {"all blocks": ["TTT_FREEZE_BLOCKS=0"], "2 blocks frozen": ["TTT_FREEZE_BLOCKS=2"], "adapters": ["TTT_FORM=adapters"]}
+
+
+def bpb_of(said: str) -> dict[str, float]:
+    "Bits per byte in what `golfnb score` printed, by kind."
+    return {kind: float(found[1]) for kind, label in (("sliding", "final_int6_sliding_window_exact"), ("TTT", "legal_ttt_exact")) if (found := re.search(label + r" .*val_bpb:(\S+)", said))}
+
+
+def record_scores(folder: str, said: dict) -> Path:
+    "What `golfnb score` printed, by what was asked (\"seed 42, adapters\", \"seed 1337, 2 ranks\")."
+    samples = {f"{what}: {kind}": [bpb] for what, text in said.items() for kind, bpb in bpb_of(text).items()}
+    return record_result("scores_long", samples, "bits per byte", "artifacts of the runs long_*, read from their files: sliding window of stride 64, and TTT", {}, folder)
+
+
+def scores(folder: str, *run_dirs: str) -> None:
+    gpus, said = max(torch.cuda.device_count(), 1), {}
+    jobs = [(run, form, [f"--nproc={gpus}", "--ttt", *words]) for form, words in FORMS.items() for run in run_dirs]
+    jobs += [(run_dirs[0], f"{n} ranks", [f"--nproc={n}"]) for n in (1, 2, 4, 8) if n <= gpus]
+    for run, how, words in jobs:
+        cfg = json.loads((Path(run) / "summary.json").read_text())["config"]
+        command = [sys.executable, "-m", "golfnb.cli", "score", f"{run}/artifact.golf", "--val", f"{cfg['data_path']}/fineweb_val_*.bin", "--tokenizer", cfg["tokenizer_path"], *words]
+        said[f"seed {cfg['seed']}, {how}"] = text = subprocess.run(command, capture_output=True, text=True).stdout
+        print(f"seed {cfg['seed']}, {how}: {bpb_of(text)}", flush=True)
+        record_scores(folder, said)
+
+
 def packed_bytes(packed: dict, meta: dict) -> int:
     torch.set_num_threads(1)
     return len(pack_bytes(packed, meta, "best"))
@@ -156,4 +185,4 @@ def loss(run_dir: str, name: str, folder: str = "nbs/results") -> None:
 
 
 if __name__ == "__main__":
-    {"codec": codec, "ideal": ideal, "loss": loss, "curve": curve}[sys.argv[1]](*sys.argv[2:])
+    {"codec": codec, "ideal": ideal, "loss": loss, "curve": curve, "scores": scores}[sys.argv[1]](*sys.argv[2:])

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from golfnb.averaging import average_of
-from golfnb.bench import bench_stream, changed_settings, read_result, record_result
+from golfnb.bench import bench_stream, changed_settings, commit_of, read_result, record_result
 from golfnb.config import Config, GolfError, load_config
 from golfnb.evaluate import plain_loss
 from golfnb.loader import Loader, make_sampler
@@ -49,7 +49,7 @@ class Job:
 def jobs_of(what: str, cfg: Config, env: dict) -> list[Job]:
     "The runs of a study, seeds in the outer loop: cut off, it still compares like with like."
     seeds = [int(s) for s in env.get("STUDY_SEEDS", "1337,42,2025").split(",")]
-    steps = int(env.get("STUDY_STEPS", 300))
+    steps, published = int(env.get("STUDY_STEPS", 300)), cfg.warmdown_iters
     cfg = replace(cfg, iterations=steps, warmdown_iters=min(cfg.warmdown_iters, steps * 2 // 5), max_wallclock_seconds=0.0, averaging="none",
                   warmup_steps=0, val_loss_every=int(env.get("STUDY_VAL", 50)))
     if what == "gates":
@@ -59,7 +59,9 @@ def jobs_of(what: str, cfg: Config, env: dict) -> list[Job]:
     elif what == "averaging":
         ms = {name: float(env[f"STUDY_{name.upper()}_MS"]) for name in ("fast", "plain")}
         budget = 1e3 * float(env["STUDY_SECONDS"])
-        kinds = {name: dict(iterations=int(budget / each), averaging="ema+swa", warmdown_iters=int(budget / max(ms.values())) * 2 // 5, val_loss_every=0) for name, each in ms.items()}
+        warmdown = int(budget / max(ms.values())) * 2 // 5
+        often = max(1, min(cfg.swa_every, cfg.swa_every * warmdown // published))  # as many snapshots as a run of full length takes
+        kinds = {name: dict(iterations=int(budget / each), averaging="ema+swa", warmdown_iters=warmdown, swa_every=often, val_loss_every=0) for name, each in ms.items()}
     else:
         raise GolfError(f"a study is gates, dtypes or averaging: found {what!r}")
     return [Job(f"{kind} seed {seed}", replace(cfg, seed=seed, **change)) for seed in seeds for kind, change in kinds.items()]
@@ -85,12 +87,12 @@ class Machines:
         "Drop the engines; the compiled models stay."
         for m in self.kept.values():
             m.engine = None
-        gc.collect()  # an engine and its recordings hold each other: without this the next run's peak would hold them too
+        gc.collect()  # an engine and its recordings hold each other
 
 
 def run_one(job: Job, machines: Machines, ranks: Ranks, paths: list, stream, table) -> dict[str, list[float]]:
     "Train once; series of the run."
-    cfg, cuda = job.cfg, ranks.device.type == "cuda"
+    cfg = job.cfg
     machines.let_go()
     m, vals = machines.get(cfg), []
     rows = cfg.rows_per_score(ranks.world)
@@ -105,12 +107,10 @@ def run_one(job: Job, machines: Machines, ranks: Ranks, paths: list, stream, tab
         vals.append(score())
         return vals[-1]
 
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     with Loader(make_sampler(cfg, paths, ranks.rank, ranks.world), ranks.device, cfg.vocab_size) as loader:
         result = train(cfg, m.loss_fn, loader, m.engine, RunLog(quiet=True), validate)
     found = {"train": result.losses, "val": [v[0] for v in vals], "val_bpb": [v[1] for v in vals], "step_ms": [result.train_ms / result.steps],
-             "peak_mb": [torch.cuda.max_memory_allocated() / 1e6 if cuda else 0.0], "skipped": [result.skipped]}
+             "skipped": [result.skipped]}
     if cfg.averaging == "ema+swa":
         found |= average_scores(m, result, cfg, ranks, stream, table, score)
     return found
@@ -130,15 +130,16 @@ def average_scores(m: Machine, result, cfg: Config, ranks: Ranks, stream, table,
     return found
 
 
-def read_state(name: str, folder: Path, facts: dict) -> dict:
-    "Samples of an earlier call; GolfError when its settings were others."
+def read_state(name: str, folder: Path, facts: dict) -> tuple[dict, dict]:
+    "Samples of an earlier call and the commit of each run; GolfError when its settings were others."
     for place in (folder, HOME):
         if (place / f"{name}.json").is_file():
             found = read_result(name, place)
+            commits = found["facts"].pop("commits")
             if found["facts"] != facts:
                 raise GolfError(f"{place / name}.json was measured with other settings; move it away, or set OUT to another folder")
-            return found["samples"]
-    return {}
+            return found["samples"], commits
+    return {}, {}
 
 
 def main(what: str, env=os.environ) -> None:
@@ -155,7 +156,7 @@ def main(what: str, env=os.environ) -> None:
              "val_every": jobs[0].cfg.val_loss_every, "settings": changed_settings(cfg)}
     facts |= {k.lower(): env[k] for k in ("STUDY_FAST_MS", "STUDY_PLAIN_MS", "STUDY_SECONDS") if what == "averaging"}
     name, machines = f"study_{what}_{device}_{ranks.world}", Machines(ranks)
-    samples = ranks.broadcast_object(read_state(name, folder, facts) if ranks.master else None)
+    samples, commits = ranks.broadcast_object(read_state(name, folder, facts) if ranks.master else None)
     for job in jobs:
         if f"{job.label} train" in samples:
             continue
@@ -165,9 +166,9 @@ def main(what: str, env=os.environ) -> None:
             break
         start = time.time()
         samples |= {f"{job.label} {k}": v for k, v in run_one(job, machines, ranks, paths, stream, table).items()}
-        longest = max(longest, time.time() - start)
+        longest, commits[job.label] = max(longest, time.time() - start), commit_of(HOME.parent.parent)
         if ranks.master:
-            record_result(name, samples, "nats per token", f"study {what}: mean training loss of every step, validation loss; ms a step, MB at the peak", facts, folder)
+            record_result(name, samples, "nats per token", f"study {what}: mean training loss of every step, validation loss; ms a step", facts | {"commits": commits}, folder)
             last = samples[f"{job.label} val"] or samples[f"{job.label} ema"]
             print(f"{job.label}: {last[-1]:.4f} nats, {time.time() - start:.0f} s", flush=True)
     stop_ranks(ranks)

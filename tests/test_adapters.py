@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from golfnb import adapters
-from golfnb.adapters import DocumentLedger, adapter_shapes, deal_documents, document_spans, first_adapters, lane_plan, row_fill, score_documents
+from golfnb.adapters import DocumentLedger, adapter_shapes, deal_documents, document_spans, first_adapters, lane_plan, lanes_needed, row_fill, score_documents
 from golfnb.config import GolfError
 from golfnb.layers import exclusive, rms_norm, rotary_tables, squared_leaky, token_nll
 from golfnb.model import named_state
@@ -149,7 +149,7 @@ def test_lr_zero_is_the_model_on_each_row():
 def test_lanes_do_not_matter():
     tokens = texts(MIXED)
     _, _, base, _ = scored(tokens)
-    for lanes in (1, 2, 13, 40):
+    for lanes in (1, 2, 3, 40):
         assert torch.allclose(scored(tokens, replace(DOCS, ttt_batch_size=lanes))[2], base, atol=1e-12)
 
 
@@ -193,7 +193,8 @@ def test_plans(seed):
     seen, capacity = torch.zeros(sum(lengths), dtype=torch.int64), 16 // cfg.ttt_chunk_size
     for rank in range(world):
         plan = lane_plan(spans, cfg, Ranks(rank, world))
-        for lane in range(cfg.ttt_batch_size):
+        assert 1 <= plan["doc"].shape[1] <= cfg.ttt_batch_size
+        for lane in range(plan["doc"].shape[1]):
             upto = {}
             for doc, first, count, fill, again, goes_on in zip(*(plan[k][:, lane].tolist() for k in ("doc", "first", "count", "fill", "again", "goes_on"))):
                 assert (doc < 0) == (count == 0)
@@ -354,3 +355,10 @@ CHEATS = [(never_resets, audited, "strict prefix"), (learns_before_it_scores, au
 def test_cheats_are_found(monkeypatch, cheat, audit, condition):
     cheat(monkeypatch)
     assert condition in failed(audit())
+
+
+@pytest.mark.parametrize("lengths, most, world, lanes", [([9], 64, 1, 1), ([9], 64, 8, 1), ([9, 1], 64, 1, 2), ([4, 4, 4, 4], 64, 2, 2), ([1] * 500, 64, 2, 64), ([100] + [1] * 400, 64, 2, 3)])
+def test_no_more_lanes_than_the_longest_document_keeps_busy(lengths, most, world, lanes):
+    assert lanes_needed(np.array(lengths), most, world) == lanes
+    loads = [sum(lengths[d] for d in docs) for docs in deal_documents(np.array(lengths), lanes * world)]
+    assert lanes == most or max(loads) == max(lengths), "none of them makes the pass longer"

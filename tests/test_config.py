@@ -7,7 +7,8 @@ import sys
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import MODEL_KEYS, NOT_BUILT, RECIPES, Config, GolfError, config_from_settings, load_config, setting_specs
+from golfnb.config import MODEL_KEYS, NOT_BUILT, RECIPES, SWA_BELOW, Config, GolfError, config_from_settings, load_config, setting_specs, snapshot_problems
+from golfnb.train import multiplier_at
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
 MAX_WALLCLOCK_SECONDS VAL_LOSS_EVERY TRAIN_LOG_EVERY VOCAB_SIZE NUM_LAYERS MODEL_DIM NUM_HEADS NUM_KV_HEADS MLP_MULT TIE_EMBEDDINGS ROPE_BASE ROPE_DIMS
@@ -123,7 +124,7 @@ def test_off_values_of_what_is_not_built_are_accepted():
     ("VOCAB_SIZE=70000", "65536"), ("BIGRAM_VOCAB_SIZE=1", "BIGRAM_VOCAB_SIZE 0 or"), ("BIGRAM_DIM=0", "above 0"), ("VE_DIM=0", "above 0"), ("NEGATIVE_SLOPE=-1", "NEGATIVE_SLOPE"), ("LOGIT_SOFTCAP=0", "above 0"),
     ("TRAIN_BATCH_TOKENS=1000", "whole rows"), ("TRAIN_BATCH_TOKENS=0", "above 0"), ("TRAIN_SEQ_LEN=0", "above 0"), ("TRAIN_SEQ_LEN=-8", "above 0"), ("TRAIN_BATCH_TOKENS=6144", "multiple of 8 ranks x 1"),
     ("EVAL_STRIDE=2049", "at most EVAL_SEQ_LEN"), ("EVAL_STRIDE=0", "above 0"), ("VAL_BATCH_SIZE=100", "hold one window"), ("ITERATIONS=0", "above 0"), ("WARMDOWN_ITERS=-1", "0 or more"), ("MAX_WALLCLOCK_SECONDS=-1", "0 or more"),
-    ("SEED=-1", "0 or more"), ("BETA1=1", r"\[0, 1\)"), ("EMA_DECAY=1.5", r"\[0, 1\)"), ("SWA_EVERY=0", "above 0"), ("QUANT_CLIP_RANGE=15", "must be 31"), ("TTT_CHUNK_TOKENS=100", "hold one row"),
+    ("SEED=-1", "0 or more"), ("BETA1=1", r"\[0, 1\)"), ("EMA_DECAY=1.5", r"\[0, 1\)"), ("SWA_EVERY=0", "above 0"), ("AVERAGING=swa MAX_WALLCLOCK_SECONDS=0 ITERATIONS=170 WARMDOWN_ITERS=68", "found none with SWA_EVERY=50"), ("QUANT_CLIP_RANGE=15", "must be 31"), ("TTT_CHUNK_TOKENS=100", "hold one row"),
     ("TTT_BATCH_SEQS=0", "above 0"), ("TTT_FREEZE_BLOCKS=12", "at most NUM_LAYERS"), ("RUN_ID=../x", "without slashes"), ("RUN_ID=..", "without slashes"), ("NS=polar MUON_BACKEND_STEPS=6", "at most 5"),
 ])
 def test_check_refuses(pairs, words):
@@ -185,3 +186,11 @@ def test_config_needs_no_torch():
     import golfnb.config
     done = subprocess.run([sys.executable, "-c", code, golfnb.config.__file__], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@given(st.integers(1, 60), st.integers(0, 80), st.integers(1, 20))
+def test_swa_without_a_snapshot_is_known_beforehand(iterations, warmdown, every):
+    cfg = dataclasses.replace(load_config({}), averaging="ema+swa", max_wallclock_seconds=0.0, iterations=iterations, warmdown_iters=warmdown, swa_every=every)
+    taken = [s for s in range(iterations) if (s + 1) % every == 0 and multiplier_at(cfg, s, 0.0) < SWA_BELOW]
+    assert bool(list(snapshot_problems(cfg))) == (not taken)
+    assert not list(snapshot_problems(dataclasses.replace(cfg, max_wallclock_seconds=1.0))), "a clock decides, not the plan"

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn import init
 
+import golfnb.model
 from golfnb.config import GolfError, load_config
 from golfnb.layers import softcap_loss, token_nll
 from golfnb.layout import model_layout
@@ -266,6 +267,18 @@ def test_initial_draws_are_the_published_ones(seed, plan, world):
         if "resid_mix" in name:
             want[1] = 0
         assert torch.equal(t, want), name
+
+
+def test_weights_are_drawn_with_one_thread(monkeypatch):
+    cfg, seen, draw = load_config(SMALL), [], golfnb.model.drawn_state
+    monkeypatch.setattr(golfnb.model, "drawn_state", lambda *args: seen.append(torch.get_num_threads()) or draw(*args))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        init_model(Golf(cfg, model_layout(cfg, 1)), cfg, 1)
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_published_size_and_groups():
