@@ -65,8 +65,12 @@ def deal_documents(lengths: np.ndarray,  # int64 [documents] chunks of each
 def lanes_needed(lengths: np.ndarray,  # int64 [documents] chunks of each
                  most: int,            # of a rank
                  world: int) -> int:   # lanes of each rank, at least 1
-    "How many lanes stay busy while the longest document lasts."
-    return min(most, -(-int(lengths.sum()) // (int(lengths.max()) * world)))
+    "The fewest lanes that are done when the longest document is, or `most`."
+    longest = int(lengths.max())
+    lanes = min(most, -(-int(lengths.sum()) // (longest * world)))
+    while lanes < most and max(lengths[docs].sum() for docs in deal_documents(lengths, lanes * world)) > longest:
+        lanes += 1
+    return lanes
 
 # %% ../nbs/18b_adapters.ipynb #7f993fb2
 def lane_plan(spans: np.ndarray,  # int64 [documents, 2], see document_spans

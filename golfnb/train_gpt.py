@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 5119e6f66dd44c37 | Apache-2.0
+# recipe pr549 | source sha256 d0615d0623888c16 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -4714,8 +4714,12 @@ def deal_documents(lengths: np.ndarray,  # int64 [documents] chunks of each
 def lanes_needed(lengths: np.ndarray,  # int64 [documents] chunks of each
                  most: int,            # of a rank
                  world: int) -> int:   # lanes of each rank, at least 1
-    "How many lanes stay busy while the longest document lasts."
-    return min(most, -(-int(lengths.sum()) // (int(lengths.max()) * world)))
+    "The fewest lanes that are done when the longest document is, or `most`."
+    longest = int(lengths.max())
+    lanes = min(most, -(-int(lengths.sum()) // (longest * world)))
+    while lanes < most and max(lengths[docs].sum() for docs in deal_documents(lengths, lanes * world)) > longest:
+        lanes += 1
+    return lanes
 
 def lane_plan(spans: np.ndarray,  # int64 [documents, 2], see document_spans
               cfg: Config,        # ttt_chunk_size, ttt_batch_size, eval_seq_len

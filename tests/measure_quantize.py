@@ -126,22 +126,28 @@ def bpb_of(said: str) -> dict[str, float]:
     return {kind: float(found[1]) for kind, label in (("sliding", "final_int6_sliding_window_exact"), ("TTT", "legal_ttt_exact")) if (found := re.search(label + r" .*val_bpb:(\S+)", said))}
 
 
-def record_scores(folder: str, said: dict) -> Path:
-    "What `golfnb score` printed, by what was asked (\"seed 42, adapters\", \"seed 1337, 2 ranks\")."
+def record_scores(folder: str, said: dict, gpus: int) -> Path:
+    "What `golfnb score` printed, by what was asked (\"seed 42, adapters\", \"seed 1337, ranks 2\")."
     samples = {f"{what}: {kind}": [bpb] for what, text in said.items() for kind, bpb in bpb_of(text).items()}
-    return record_result("scores_long", samples, "bits per byte", "artifacts of the runs long_*, read from their files: sliding window of stride 64, and TTT", {}, folder)
+    return record_result("scores_long", samples, "bits per byte", "artifacts of the runs long_*, read from their files: sliding window of stride 64, and TTT", {"gpus": gpus}, folder)
 
 
 def scores(folder: str, *run_dirs: str) -> None:
-    gpus, said = max(torch.cuda.device_count(), 1), {}
+    gpus, said, failed = max(torch.cuda.device_count(), 1), {}, []
     jobs = [(run, form, [f"--nproc={gpus}", "--ttt", *words]) for form, words in FORMS.items() for run in run_dirs]
-    jobs += [(run_dirs[0], f"{n} ranks", [f"--nproc={n}"]) for n in (1, 2, 4, 8) if n <= gpus]
+    jobs += [(run_dirs[0], f"ranks {n}", [f"--nproc={n}"]) for n in (1, 2, 3, 4, 8) if n <= gpus]
     for run, how, words in jobs:
         cfg = json.loads((Path(run) / "summary.json").read_text())["config"]
         command = [sys.executable, "-m", "golfnb.cli", "score", f"{run}/artifact.golf", "--val", f"{cfg['data_path']}/fineweb_val_*.bin", "--tokenizer", cfg["tokenizer_path"], *words]
-        said[f"seed {cfg['seed']}, {how}"] = text = subprocess.run(command, capture_output=True, text=True).stdout
-        print(f"seed {cfg['seed']}, {how}: {bpb_of(text)}", flush=True)
-        record_scores(folder, said)
+        done, what = subprocess.run(command, capture_output=True, text=True), f"seed {cfg['seed']}, {how}"
+        print(f"{what}: {bpb_of(done.stdout)}", flush=True)
+        if done.returncode:
+            failed.append(f"{what}: {done.stderr[-500:]}")
+            continue
+        said[what] = done.stdout
+        record_scores(folder, said, gpus)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def packed_bytes(packed: dict, meta: dict) -> int:

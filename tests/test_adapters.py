@@ -149,8 +149,14 @@ def test_lr_zero_is_the_model_on_each_row():
 def test_lanes_do_not_matter():
     tokens = texts(MIXED)
     _, _, base, _ = scored(tokens)
-    for lanes in (1, 2, 3, 40):
+    for lanes in (1, 2):
         assert torch.allclose(scored(tokens, replace(DOCS, ttt_batch_size=lanes))[2], base, atol=1e-12)
+    equal = texts([9] * 13)
+    alone = scored(equal, replace(DOCS, ttt_batch_size=1))[2]
+    for lanes in (2, 5, 13, 40):
+        cfg = replace(DOCS, ttt_batch_size=lanes)
+        assert lane_plan(document_spans(equal), cfg, Ranks())["doc"].shape[1] == min(lanes, 13)
+        assert torch.allclose(scored(equal, cfg)[2], alone, atol=1e-12)
 
 
 def test_other_documents_do_not_matter():
@@ -357,7 +363,7 @@ def test_cheats_are_found(monkeypatch, cheat, audit, condition):
     assert condition in failed(audit())
 
 
-@pytest.mark.parametrize("lengths, most, world, lanes", [([9], 64, 1, 1), ([9], 64, 8, 1), ([9, 1], 64, 1, 2), ([4, 4, 4, 4], 64, 2, 2), ([1] * 500, 64, 2, 64), ([100] + [1] * 400, 64, 2, 3)])
+@pytest.mark.parametrize("lengths, most, world, lanes", [([9], 64, 1, 1), ([9], 64, 8, 1), ([9, 1], 64, 1, 2), ([4, 4, 4, 4], 64, 2, 2), ([1] * 500, 64, 2, 64), ([100] + [1] * 400, 64, 2, 3), ([10, 6, 6, 6, 6, 6], 64, 1, 6), ([10, 6, 6, 6, 6, 6], 4, 1, 4)])
 def test_no_more_lanes_than_the_longest_document_keeps_busy(lengths, most, world, lanes):
     assert lanes_needed(np.array(lengths), most, world) == lanes
     loads = [sum(lengths[d] for d in docs) for docs in deal_documents(np.array(lengths), lanes * world)]
