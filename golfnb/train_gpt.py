@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 e2226a775c780797 | Apache-2.0
+# recipe pr549 | source sha256 45017281c0fe4a3e | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -244,7 +244,7 @@ def snapshot_problems(cfg: "Config", # settings to check
     "Whether tight SWA would end without a snapshot; a run that ends by the clock can only find out."
     last = cfg.iterations // cfg.swa_every * cfg.swa_every # steps done at the last snapshot
     if "swa" in cfg.averaging and not cfg.train_cap_ms and (not last or cfg.iterations - last + 1 >= SWA_BELOW * cfg.warmdown_iters):
-        yield f"AVERAGING={cfg.averaging} needs a snapshot in the last fifth of WARMDOWN_ITERS, found none with SWA_EVERY={cfg.swa_every}: lower it, or set AVERAGING=ema"
+        yield f"SWA_EVERY must give a snapshot in the last fifth of the warmdown, found {cfg.swa_every}: lower it or set AVERAGING=ema"
 
 def schedule_problems(cfg: "Config", # settings to check
                      ) -> Iterator[str]: # sentences
