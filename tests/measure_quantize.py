@@ -7,7 +7,7 @@
                                                          GPTQ-lite, spread clip and full GPTQ; RUN_DIR/ema.golf and the run's own data, on a GPU if there is one
     python tests/measure_quantize.py curve FOLDER RUN_DIR ...     `loss` for every run, all at once, spread over the GPUs: FOLDER/quant_RUN.json each
     python tests/measure_quantize.py scores FOLDER RUN_DIR ...    scores_long.json: every run's artifact.golf by `golfnb score` in each form of TTT on
-                                                         all GPUs, and the first one's sliding window on 1, 2, 4, 8 of them; each score is written at once
+                                                         all GPUs, and the first one's sliding window on 1, 2, 3, 4, 8 of them; each score is written at once
 """
 import json
 import lzma
@@ -138,7 +138,7 @@ def scores(folder: str, *run_dirs: str) -> None:
     jobs += [(run_dirs[0], f"ranks {n}", [f"--nproc={n}"]) for n in (1, 2, 3, 4, 8) if n <= gpus]
     for run, how, words in jobs:
         cfg = json.loads((Path(run) / "summary.json").read_text())["config"]
-        command = [sys.executable, "-m", "golfnb.cli", "score", f"{run}/artifact.golf", "--val", f"{cfg['data_path']}/fineweb_val_*.bin", "--tokenizer", cfg["tokenizer_path"], *words]
+        command = [sys.executable, "-m", "golfnb.cli", "score", f"{run}/artifact.golf", "--val", f"{cfg['data_path']}/fineweb_val_*.bin", "--tokenizer", cfg["tokenizer_path"], "EVAL_STRIDE=64", *words]
         done, what = subprocess.run(command, capture_output=True, text=True), f"seed {cfg['seed']}, {how}"
         print(f"{what}: {bpb_of(done.stdout)}", flush=True)
         if done.returncode:
