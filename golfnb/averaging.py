@@ -61,7 +61,7 @@ class Swa:
     def mean(self) -> list[Tensor]:
         "The average of the snapshots, of their shapes, fp32 (or fp64); GolfError when none was taken. Waits for the device once."
         if self.count.item() == 0:
-            raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; lower SWA_EVERY or use AVERAGING=ema")
+            raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; lower SWA_EVERY, raise WARMDOWN_ITERS or use AVERAGING=ema")
         return self.tensors
 
 # %% ../nbs/12_averaging.ipynb #915dee74

@@ -232,7 +232,8 @@ def snapshot_problems(cfg: "Config", # settings to check
     "Whether tight SWA would end without a snapshot; a run that ends by the clock can only find out."
     last = cfg.iterations // cfg.swa_every * cfg.swa_every # steps done at the last snapshot
     if "swa" in cfg.averaging and not cfg.train_cap_ms and (not last or cfg.iterations - last + 1 >= SWA_BELOW * cfg.warmdown_iters):
-        yield f"SWA_EVERY must give a snapshot in the last fifth of the warmdown, found {cfg.swa_every}: lower it or set AVERAGING=ema"
+        yield (f"AVERAGING={cfg.averaging} needs a snapshot in the last fifth of the warmdown, found none with SWA_EVERY={cfg.swa_every}, WARMDOWN_ITERS={cfg.warmdown_iters} "
+               f"and ITERATIONS={cfg.iterations}: lower SWA_EVERY, raise WARMDOWN_ITERS or set AVERAGING=ema")
 
 
 def schedule_problems(cfg: "Config", # settings to check

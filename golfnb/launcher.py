@@ -298,10 +298,14 @@ def minify(
         import python_minifier
     except ImportError as e:
         raise GolfError("pack: python-minifier is needed and is not installed; run `pip install golfnb[pack]`") from e
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation and ast.unparse(node.annotation) != "tl.constexpr":
+            node.annotation = None
     notes = python_minifier.RemoveAnnotationsOptions(
         remove_variable_annotations=True, remove_return_annotations=True, remove_argument_annotations=False, remove_class_attribute_annotations=False)
     return python_minifier.minify(
-        text, preserve_locals=sorted(constexpr_names(text)), remove_annotations=notes, remove_literal_statements=True, rename_globals=False, hoist_literals=False, remove_asserts=False, remove_debug=False)
+        ast.unparse(tree), preserve_locals=sorted(constexpr_names(text)), remove_annotations=notes, remove_literal_statements=True, rename_globals=False, hoist_literals=False, remove_asserts=False, remove_debug=False)
 
 # %% ../nbs/20_launcher.ipynb #92c60e54
 PACK_NAME = "<train_gpt>"

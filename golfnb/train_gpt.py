@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 45017281c0fe4a3e | Apache-2.0
+# recipe pr549 | source sha256 822a83fc4316db0c | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -244,7 +244,8 @@ def snapshot_problems(cfg: "Config", # settings to check
     "Whether tight SWA would end without a snapshot; a run that ends by the clock can only find out."
     last = cfg.iterations // cfg.swa_every * cfg.swa_every # steps done at the last snapshot
     if "swa" in cfg.averaging and not cfg.train_cap_ms and (not last or cfg.iterations - last + 1 >= SWA_BELOW * cfg.warmdown_iters):
-        yield f"SWA_EVERY must give a snapshot in the last fifth of the warmdown, found {cfg.swa_every}: lower it or set AVERAGING=ema"
+        yield (f"AVERAGING={cfg.averaging} needs a snapshot in the last fifth of the warmdown, found none with SWA_EVERY={cfg.swa_every}, WARMDOWN_ITERS={cfg.warmdown_iters} "
+               f"and ITERATIONS={cfg.iterations}: lower SWA_EVERY, raise WARMDOWN_ITERS or set AVERAGING=ema")
 
 def schedule_problems(cfg: "Config", # settings to check
                      ) -> Iterator[str]: # sentences
@@ -2652,7 +2653,7 @@ class Swa:
     def mean(self) -> list[Tensor]:
         "The average of the snapshots, of their shapes, fp32 (or fp64); GolfError when none was taken. Waits for the device once."
         if self.count.item() == 0:
-            raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; lower SWA_EVERY or use AVERAGING=ema")
+            raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; lower SWA_EVERY, raise WARMDOWN_ITERS or use AVERAGING=ema")
         return self.tensors
 
 def average_of(mode: str,                # "ema", "swa", "ema+swa" or "none"
