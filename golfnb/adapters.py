@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # %% ../nbs/18b_adapters.ipynb #41dd6e7a
 from .bpb import ByteTable, bits_per_byte, target_bytes
@@ -102,28 +101,27 @@ def adapter_shapes(model: Golf) -> list[tuple[int, int]]:  # (out, in) of each o
 
 def first_adapters(model: Golf, rank: int,
                    seed: int = 0) -> Tensor:  # [parameters of one document], fp32 (fp64 of an fp64 model), on the model's device
-    "A uniform in +-1/sqrt(in), B zero, matrix after matrix, each stacked over the blocks: [layers, rank, in] and [layers, out, rank]."
-    g, layers, parts = torch.Generator().manual_seed(seed), model.cfg.num_layers, []
-    for rows, cols in adapter_shapes(model):
-        parts += [(2 * torch.rand(layers * rank * cols, generator=g, dtype=torch.float64) - 1) / math.sqrt(cols), torch.zeros(layers * rows * rank, dtype=torch.float64)]
+    "A [in, rank] uniform in +-1/sqrt(in), then B [rank, out] zero, matrix after matrix, block after block."
+    g, parts = torch.Generator().manual_seed(seed), []
+    for rows, cols in adapter_shapes(model) * model.cfg.num_layers:
+        parts += [(2 * torch.rand(rank * cols, generator=g, dtype=torch.float64) - 1) / math.sqrt(cols), torch.zeros(rows * rank, dtype=torch.float64)]
     return torch.cat(parts).to(model.tok_emb.device, torch.promote_types(model.tok_emb.dtype, torch.float32))
 
 
 def adapter_pairs(model: Golf, flat: Tensor,  # float [lanes, parameters]
-                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, rank, in], B [lanes, out, rank]; dtype of flat
+                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, in, rank], B [lanes, rank, out]; dtype of flat
     "The adapters of all lanes as views."
     shapes, layers = adapter_shapes(model), model.cfg.num_layers
-    parts = iter(flat.split([layers * rank * n for rows, cols in shapes for n in (cols, rows)], 1))
-    kinds = [zip(next(parts).view(-1, layers, rank, cols).unbind(1), next(parts).view(-1, layers, rows, rank).unbind(1)) for rows, cols in shapes]
-    return [list(pairs) for pairs in zip(*kinds)]
+    parts = iter(flat.split([rank * n for shape in shapes * layers for n in reversed(shape)], 1))
+    return [[(next(parts).unflatten(1, (cols, rank)), next(parts).unflatten(1, (rank, rows))) for rows, cols in shapes] for _ in range(layers)]
 
 
 def adapted_linear(x: Tensor,       # float [lanes, T, in]
                    weight: Tensor,  # [out, in], dtype of x
-                   pair: tuple[Tensor, Tensor],  # A [lanes, rank, in], B [lanes, out, rank], dtype of x
+                   pair: tuple[Tensor, Tensor],  # A [lanes, in, rank], B [lanes, rank, out], dtype of x
                    ) -> Tensor:     # [lanes, T, out], dtype of x
-    "x (W + B A)^T, another A and B in each lane."
-    return F.linear(x, weight) + torch.bmm(torch.bmm(x, pair[0].mT), pair[1].mT)
+    "x W^T + x A B, another A and B in each lane."
+    return F.linear(x, weight) + torch.bmm(torch.bmm(x, pair[0]), pair[1])
 
 # %% ../nbs/18b_adapters.ipynb #af32e6b3
 def embed_chunk(model: Golf,
@@ -135,16 +133,16 @@ def embed_chunk(model: Golf,
 
 
 def attend_stored(q: Tensor,  # float [lanes, T, H, head]
-                  k: Tensor, v: Tensor,  # float [lanes, S + T, KV, head]: stored ones, then the chunk's own
-                  mask: Tensor,  # bool [lanes, 1, T, S + T]
+                  keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor],  # stored, then the chunk's own: [lanes, KV, S, head], [lanes, KV, T, head], dtype of q
+                  mask: Tensor,  # bool [lanes, 1, 1, T, S + T]
                   ) -> Tensor:   # [lanes, T, H, head], dtype of q
     "Grouped-query attention under a mask; the heads that share a key stand below each other as more queries."
     lanes, T, H, D = q.shape
-    groups = H // k.shape[2]
-    q = q.view(lanes, T, -1, groups, D).permute(0, 2, 3, 1, 4).reshape(lanes, -1, groups * T, D)
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        y = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask.repeat(1, 1, groups, 1), scale=1 / math.sqrt(D))
-    return y.view(lanes, -1, groups, T, D).permute(0, 3, 1, 2, 4).reshape(lanes, T, H, D)
+    q = q.view(lanes, T, keys[0].shape[1], -1, D).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = torch.cat([q @ k.mT for k in keys], -1).unflatten(2, (-1, T)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(D)
+    shares = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype).flatten(2, 3)
+    y = sum(p @ v for p, v in zip(shares.split([v.shape[2] for v in values], -1), values))
+    return y.unflatten(2, (-1, T)).permute(0, 3, 1, 2, 4).reshape(lanes, T, H, D)
 
 # %% ../nbs/18b_adapters.ipynb #cb281684
 def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D], compute dtype
@@ -153,35 +151,35 @@ def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D], compute dtype
                   block: BlockTraits,
                   cos: Tensor, sin: Tensor,  # [lanes * T, rope_dims/2]
                   ve: Tensor | None,         # [lanes, T, KV*head], compute dtype
-                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, S, KV, head] each, any float dtype
-                  mask: Tensor,              # bool [lanes, 1, T, S + T]
-                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values; dtype of x
+                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, KV, S, head] each, dtype of x
+                  mask: Tensor,              # bool [lanes, 1, 1, T, S + T]
+                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [lanes, KV, T, head]; dtype of x
     "One block, as `run_block` of chapter 08."
     x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
     q, k, v = (adapted_linear(n, m, p) for m, p in zip(w[:3], pairs))
     q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
     q, k = (t.view_as(s) for t, s in zip(qk_norm_rope_gain(q.flatten(0, 1)[None], k.flatten(0, 1)[None], cos, sin, w.gain), (q, k)))
-    y = attend_stored(q, torch.cat([past[0], k], 1), torch.cat([past[1], v], 1), mask)
+    y = attend_stored(q, (past[0], k.transpose(1, 2)), (past[1], v.transpose(1, 2)), mask)
     y = exclusive(y, v) if block.xsa else y
     x1 = x_in + w.attn_scale.to(x.dtype) * adapted_linear(y.flatten(2), w.out, pairs[3])
     h = squared_leaky(adapted_linear(rms_norm(x1) * block.norm_scale, w.up, pairs[4]), block.slope)
-    return x1 + w.mlp_scale.to(x.dtype) * adapted_linear(h, w.down, pairs[5]), k, v
+    return x1 + w.mlp_scale.to(x.dtype) * adapted_linear(h, w.down, pairs[5]), k.transpose(1, 2), v.transpose(1, 2)
 
 # %% ../nbs/18b_adapters.ipynb #4e84a7eb
 def adapted_walk(model: Golf,
                  ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
                  fill: Tensor,  # int64 [lanes]
-                 flat: Tensor,  # fp32 (or fp64) [lanes, parameters] adapters
-                 keys: Tensor, values: Tensor,  # stored: float [layers, lanes, S, KV, head]
+                 flat: Tensor,  # [lanes, parameters] adapters, compute dtype
+                 keys: Tensor, values: Tensor,  # stored: [layers, lanes, KV, S, head], compute dtype
                  cfg: Config,   # ttt_lora_rank, and eval_seq_len: a row's length sets the rotary base
-                 ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, T, KV, head]; compute dtype
+                 ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, KV, T, head]; compute dtype
     "All blocks with their skips, from tokens to the last residual stream."
-    T, S, layers = ids.shape[1] - 2, keys.shape[2], model.cfg.num_layers
+    T, S, layers = ids.shape[1] - 2, keys.shape[3], model.cfg.num_layers
     x = x0 = embed_chunk(model, ids, fill)
-    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat.to(x.dtype), cfg.ttt_lora_rank)
+    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat, cfg.ttt_lora_rank)
     place, stored = torch.arange(T, device=ids.device), torch.arange(S, device=ids.device)
     cos, sin = (table[(fill[:, None] + place).flatten()] for table in model_rotary(model, cfg.eval_seq_len))
-    mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None]
+    mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None, None]
     half, source, outputs, made = layers // 2, skip_source(layers), {}, []
     for i in model.order:
         block = model.blocks[i]
@@ -212,16 +210,19 @@ def reread(model: Golf, cfg: Config) -> Callable:
 ADAPTER_EPS = 1e-10
 
 
-def adapter_update(flat: Tensor, second: Tensor,  # fp32 (or fp64) [lanes, parameters] adapters and their mean squared gradient, in place
-                   count: Tensor,    # [lanes, 1] steps so far, dtype of flat, in place
-                   grad: Tensor, goes_on: Tensor,  # dtype of flat: [lanes, parameters]; [lanes] 1 where the document has another chunk
-                   first: Tensor,    # [parameters], dtype of flat
+def adapter_update(flat: Tensor,     # [lanes, parameters] adapters as the step reads them, compute dtype, in place
+                   masters: Tensor, second: Tensor,  # fp32 (or fp64), same shape, in place: their masters and mean squared gradient
+                   count: Tensor,    # [lanes, 1] steps so far, dtype of masters, in place
+                   grad: Tensor,     # like flat
+                   goes_on: Tensor,  # [lanes] 1 where the document has another chunk
+                   first: Tensor,    # [parameters], dtype of masters
                    lr: float, beta2: float) -> None:
     "One step of Adam without momentum in the lanes that go on, a fresh start in the others."
-    on = goes_on[:, None] > 0
-    steps, mean_square = count + 1, torch.lerp(second, grad.to(second.dtype).square(), 1 - beta2)
-    moved = flat - lr * grad / ((mean_square / (1 - beta2 ** steps)).sqrt() + ADAPTER_EPS)
-    flat.copy_(torch.where(on, moved, first))
+    on, grad = goes_on[:, None] > 0, grad.to(masters.dtype)
+    steps, mean_square = count + 1, torch.lerp(second, grad.square(), 1 - beta2)
+    moved = torch.where(on, masters - lr * grad / ((mean_square / (1 - beta2 ** steps)).sqrt() + ADAPTER_EPS), first)
+    masters.copy_(moved)
+    flat.copy_(moved)
     second.copy_(torch.where(on, mean_square, 0))
     count.copy_(torch.where(on, steps, 0))
 
@@ -260,9 +261,10 @@ class Lanes:
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
         self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg), reread(model, cfg), adapter_update))
         self.first = first_adapters(model, cfg.ttt_lora_rank)
-        self.flat = self.first.repeat(lanes, 1).requires_grad_()
-        self.second, self.count = torch.zeros_like(self.flat), torch.zeros(lanes, 1, dtype=self.flat.dtype, device=device)
-        self.keys, self.values = (torch.zeros(cfg.num_layers, lanes, cfg.eval_seq_len // size * size, cfg.num_kv_heads, cfg.head_dim, dtype=model.tok_emb.dtype, device=device) for _ in range(2))
+        self.masters = self.first.repeat(lanes, 1)
+        self.flat = self.masters.to(model.tok_emb.dtype, copy=True).requires_grad_()
+        self.second, self.count = torch.zeros_like(self.masters), torch.zeros(lanes, 1, dtype=self.masters.dtype, device=device)
+        self.keys, self.values = (torch.zeros(cfg.num_layers, lanes, cfg.num_kv_heads, cfg.eval_seq_len // size * size, cfg.head_dim, dtype=model.tok_emb.dtype, device=device) for _ in range(2))
         self.total, self.at = torch.zeros(3, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         self.lane, self.place = torch.arange(lanes, device=device)[:, None], torch.arange(size, device=device)
         self.recorded = Recorded(self.advance, device)
@@ -275,7 +277,7 @@ class Lanes:
     def advance(self):
         "Score each lane's next chunk, add it up, learn from it, store its keys."
         first, count, fill, goes_on = (self.plan[k].index_select(0, self.at)[0] for k in ("first", "count", "fill", "goes_on"))
-        ids, goes_on = self.window(first, 2, len(self.place) + 1), goes_on.to(self.flat.dtype)
+        ids, goes_on = self.window(first, 2, len(self.place) + 1), goes_on.to(self.masters.dtype)
         loss, nats, k, v = self.step_fn(ids, fill, self.flat, self.keys, self.values, goes_on)
         valid = self.place < count[:, None]
         n_bytes = target_bytes(self.table, ids[:, 2:-1], ids[:, 3:]) * valid
@@ -285,8 +287,9 @@ class Lanes:
             self.out.scatter_(0, at.flatten(), nats.flatten().to(self.out.dtype))
         grad, = torch.autograd.grad(loss, self.flat)
         with torch.no_grad():
-            self.update(self.flat, self.second, self.count, grad, goes_on, self.first, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
-            self.keys[:, self.lane, fill[:, None] + self.place], self.values[:, self.lane, fill[:, None] + self.place] = k, v
+            self.update(self.flat, self.masters, self.second, self.count, grad, goes_on, self.first, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
+            for stored, new in ((self.keys, k), (self.values, v)):
+                stored.transpose(2, 3)[:, self.lane, fill[:, None] + self.place] = new.transpose(2, 3)
             self.at += 1
 
     @torch.no_grad()
@@ -296,8 +299,8 @@ class Lanes:
             fill, first = int(self.host["fill"][step, lane]), int(self.host["first"][step, lane])
             zero = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
             ids = self.window(zero + (first - fill), 2, fill)
-            k, v = self.reread_fn(ids, zero, self.flat[lane:lane + 1], self.keys[:, lane:lane + 1, :0], self.values[:, lane:lane + 1, :0])
-            self.keys[:, lane, :fill], self.values[:, lane, :fill] = k[:, 0], v[:, 0]
+            k, v = self.reread_fn(ids, zero, self.flat[lane:lane + 1], self.keys[:, lane:lane + 1, :, :0], self.values[:, lane:lane + 1, :, :0])
+            self.keys[:, lane, :, :fill], self.values[:, lane, :, :fill] = k[:, 0], v[:, 0]
 
 # %% ../nbs/18b_adapters.ipynb #d997f6ce
 def score_documents(model: Golf,               # filled with the decoded state; only its adapters move

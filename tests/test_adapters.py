@@ -1,4 +1,5 @@
 """Adapters per document: equal to a plain loop over one document at a time; other documents, lanes and ranks do not matter."""
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -89,13 +90,13 @@ def oracle_document(model, cfg, ids):
     from golfnb.model import block_weights
     base = [[m.detach() for m in w[:6]] for w in block_weights(model)]
     flat, pairs, at = first_adapters(model, cfg.ttt_lora_rank), {}, 0
-    for kind, (rows, cols) in enumerate(adapter_shapes(model)):
-        for part, shape in (("a", (cfg.num_layers, cfg.ttt_lora_rank, cols)), ("b", (cfg.num_layers, rows, cfg.ttt_lora_rank))):
-            pairs[kind, part] = flat[at:at + math.prod(shape)].view(shape).clone().requires_grad_()
+    for layer, (kind, (rows, cols)) in itertools.product(range(cfg.num_layers), enumerate(adapter_shapes(model))):
+        for part, shape in (("a", (cols, cfg.ttt_lora_rank)), ("b", (cfg.ttt_lora_rank, rows))):
+            pairs[layer, kind, part] = flat[at:at + math.prod(shape)].view(shape).clone().requires_grad_()
             at += math.prod(shape)
     assert at == len(flat)
     adam, size, nats = torch.optim.Adam(pairs.values(), lr=cfg.ttt_lora_lr, betas=(0.0, cfg.ttt_beta2), eps=1e-10), cfg.ttt_chunk_size, []
-    def weights(i): return [base[i][k] + pairs[k, "b"][i].to(base[i][k].dtype) @ pairs[k, "a"][i].to(base[i][k].dtype) for k in range(6)]
+    def weights(i): return [base[i][k] + (pairs[i, k, "a"] @ pairs[i, k, "b"]).T.to(base[i][k].dtype) for k in range(6)]
     def empty(): return [([], []) for _ in range(cfg.num_layers)]
     begin, stored, capacity = 0, empty(), cfg.eval_seq_len // size
     for a in range(0, len(ids) - 1, size):
@@ -307,7 +308,7 @@ def test_an_honest_scorer_passes():
 def never_resets(monkeypatch):
     "What one document taught stays for the next in its lane."
     honest = adapters.adapter_update
-    monkeypatch.setattr(adapters, "adapter_update", lambda flat, second, count, grad, goes_on, first, lr, beta2: honest(flat, second, count, grad, torch.ones_like(goes_on), first, lr, beta2))
+    monkeypatch.setattr(adapters, "adapter_update", lambda *args: honest(*args[:5], torch.ones_like(args[5]), *args[6:]))
 
 
 def learns_before_it_scores(monkeypatch):
@@ -327,7 +328,7 @@ def learns_before_it_scores(monkeypatch):
 def sees_the_whole_chunk(monkeypatch):
     "Attention inside a chunk looks ahead."
     honest = adapters.attend_stored
-    monkeypatch.setattr(adapters, "attend_stored", lambda q, k, v, mask: honest(q, k, v, mask | (torch.arange(mask.shape[-1]) >= mask.shape[-1] - mask.shape[-2])))
+    monkeypatch.setattr(adapters, "attend_stored", lambda q, keys, values, mask: honest(q, keys, values, mask | (torch.arange(mask.shape[-1]) >= mask.shape[-1] - mask.shape[-2])))
 
 
 def books_no_training(monkeypatch):
