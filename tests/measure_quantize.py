@@ -7,8 +7,9 @@
                                                          GPTQ-lite, spread clip and full GPTQ; RUN_DIR/ema.golf and the run's own data, on a GPU if there is one
     python tests/measure_quantize.py curve FOLDER RUN_DIR ...     `loss` for every run, all at once, spread over the GPUs: FOLDER/quant_RUN.json each
     python tests/measure_quantize.py scores FOLDER RUN_DIR ...    scores_long.json: every run's artifact.golf by `golfnb score` in each form of TTT on
-                                                         all GPUs, and the first one's sliding window on 1, 2, 3, 4, 8 of them; each score is written at once
+                                                         all GPUs, and the first one's sliding window on 1, 2, 3, 4, 8 of them
 """
+import hashlib
 import json
 import lzma
 import os
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from golfnb.artifact import load_model, load_weights, open_container, pack_bytes, unpack_bytes
-from golfnb.bench import record_result
+from golfnb.bench import commit_of, read_result, record_result
 from golfnb.bpb import byte_table, load_tokenizer
 from golfnb.config import load_config, setting_specs
 from golfnb.evaluate import plain_loss
@@ -126,26 +127,28 @@ def bpb_of(said: str) -> dict[str, float]:
     return {kind: float(found[1]) for kind, label in (("sliding", "final_int6_sliding_window_exact"), ("TTT", "legal_ttt_exact")) if (found := re.search(label + r" .*val_bpb:(\S+)", said))}
 
 
-def record_scores(folder: str, said: dict, gpus: int) -> Path:
-    "What `golfnb score` printed, by what was asked (\"seed 42, adapters\", \"seed 1337, ranks 2\")."
-    samples = {f"{what}: {kind}": [bpb] for what, text in said.items() for kind, bpb in bpb_of(text).items()}
-    return record_result("scores_long", samples, "bits per byte", "artifacts of the runs long_*, read from their files: sliding window of stride 64, and TTT", {"gpus": gpus}, folder)
-
-
 def scores(folder: str, *run_dirs: str) -> None:
-    gpus, said, failed = max(torch.cuda.device_count(), 1), {}, []
-    jobs = [(run, form, [f"--nproc={gpus}", "--ttt", *words]) for form, words in FORMS.items() for run in run_dirs]
-    jobs += [(run_dirs[0], f"ranks {n}", [f"--nproc={n}"]) for n in (1, 2, 3, 4, 8) if n <= gpus]
-    for run, how, words in jobs:
-        cfg = json.loads((Path(run) / "summary.json").read_text())["config"]
-        command = [sys.executable, "-m", "golfnb.cli", "score", f"{run}/artifact.golf", "--val", f"{cfg['data_path']}/fineweb_val_*.bin", "--tokenizer", cfg["tokenizer_path"], "EVAL_STRIDE=64", *words]
-        done, what = subprocess.run(command, capture_output=True, text=True), f"seed {cfg['seed']}, {how}"
+    "Each score is written at once; called again with the same artifacts, it goes on with what is missing."
+    gpus, failed, place = max(torch.cuda.device_count(), 1), [], Path(folder) / "scores_long.json"
+    configs = {run: json.loads((Path(run) / "summary.json").read_text())["config"] for run in run_dirs}
+    facts = {"sha256": {f"seed {configs[run]['seed']}": hashlib.sha256(Path(run, "artifact.golf").read_bytes()).hexdigest() for run in run_dirs}}
+    found = read_result("scores_long", Path(folder)) if place.is_file() else {"samples": {}, "facts": {}}
+    samples, commits = (found["samples"], found["facts"]["commits"]) if found["facts"].get("sha256") == facts["sha256"] else ({}, {})
+    jobs = [(run, form, gpus, ["--ttt", *words]) for form, words in FORMS.items() for run in run_dirs]
+    jobs += [(run_dirs[0], f"ranks {n}", n, []) for n in (1, 2, 3, 4, 8) if n <= gpus]
+    for run, how, n, words in jobs:
+        cfg, what = configs[run], f"seed {configs[run]['seed']}, {how}"
+        if f"{what}: sliding" in samples:
+            continue
+        command = [sys.executable, "-m", "golfnb.cli", "score", f"{run}/artifact.golf", "--val", f"{cfg['data_path']}/fineweb_val_*.bin", "--tokenizer", cfg["tokenizer_path"], f"--nproc={n}", "EVAL_STRIDE=64", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
         print(f"{what}: {bpb_of(done.stdout)}", flush=True)
         if done.returncode:
             failed.append(f"{what}: {done.stderr[-500:]}")
             continue
-        said[what] = done.stdout
-        record_scores(folder, said, gpus)
+        samples |= {f"{what}: {kind}": [bpb] for kind, bpb in bpb_of(done.stdout).items()}
+        commits[what] = f"{commit_of(Path(__file__).resolve().parent.parent)}, {n} ranks"
+        record_result("scores_long", samples, "bits per byte", "artifacts of the runs long_*, read from their files: sliding window of stride 64, and TTT", facts | {"commits": commits}, folder)
     if failed:
         raise SystemExit("\n".join(failed))
 
