@@ -6,6 +6,7 @@
     python tests/measure_quantize.py loss RUN_DIR NAME [FOLDER]   NAME.json: loss of the round trip over the unquantized weights against bytes,
                                                          GPTQ-lite, spread clip and full GPTQ; RUN_DIR/ema.golf and the run's own data, on a GPU if there is one
     python tests/measure_quantize.py curve FOLDER RUN_DIR ...     `loss` for every run, all at once, spread over the GPUs: FOLDER/quant_RUN.json each
+    python tests/measure_quantize.py shipped RUN_DIR ... codec_long.json: every run's artifact.golf against the same integers as int8 in one lzma stream
     python tests/measure_quantize.py scores FOLDER RUN_DIR ...    scores_long.json: every run's artifact.golf by `golfnb score` in each form of TTT on
                                                          all GPUs, and the first one's sliding window on 1, 2, 3, 4, 8 of them
 """
@@ -111,6 +112,15 @@ def ideal() -> None:
     print(record_result("codec_ideal_cpu", samples, "bytes", "whole containers; ideal: integers at their cost under the Gaussian of their row, the rest as our coder stores it"))
 
 
+def shipped(*run_dirs: str) -> None:
+    samples = {}
+    for run in run_dirs:
+        data = Path(run, "artifact.golf").read_bytes()
+        meta, packed = unpack_bytes(data)
+        samples |= {f"seed {meta['seed']}: int8 in lzma": [one_stream(packed)], f"seed {meta['seed']}: ours": [len(data)]}
+    print(samples, record_result("codec_long", samples, "bytes", "artifacts of the runs long_* against the same integers, scales and controls in one lzma stream, as the reference ships them"))
+
+
 def curve(folder: str, *run_dirs: str) -> None:
     gpus = max(torch.cuda.device_count(), 1)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -194,4 +204,4 @@ def loss(run_dir: str, name: str, folder: str = "nbs/results") -> None:
 
 
 if __name__ == "__main__":
-    {"codec": codec, "ideal": ideal, "loss": loss, "curve": curve, "scores": scores}[sys.argv[1]](*sys.argv[2:])
+    {"codec": codec, "ideal": ideal, "shipped": shipped, "loss": loss, "curve": curve, "scores": scores}[sys.argv[1]](*sys.argv[2:])
