@@ -105,7 +105,7 @@ def first_adapters(model: Golf, rank: int,
     g, parts = torch.Generator().manual_seed(seed), []
     for rows, cols in adapter_shapes(model) * model.cfg.num_layers:
         parts += [(2 * torch.rand(rank * cols, generator=g, dtype=torch.float64) - 1) / math.sqrt(cols), torch.zeros(rows * rank, dtype=torch.float64)]
-    return torch.cat(parts).to(model.tok_emb.device, torch.promote_types(model.tok_emb.dtype, torch.float32))
+    return torch.cat(parts).to(model.tok_emb.device, torch.promote_types(model.compute, torch.float32))
 
 
 def adapter_pairs(model: Golf, flat: Tensor,  # float [lanes, parameters]
@@ -195,7 +195,7 @@ def adapted_step(model: Golf, cfg: Config) -> Callable:
     "(ids [lanes, 2 + T + 1], fill, flat, keys, values, goes_on [lanes]) -> loss, nats [lanes, T], the chunk's keys and values."
     def step(ids, fill, flat, keys, values, goes_on):
         x, k, v = adapted_walk(model, ids[:, :-1], fill, flat, keys, values, cfg)
-        nats = token_nll(F.linear(rms_norm(x), model.tok_emb), ids[:, 3:], model.cap)
+        nats = token_nll(F.linear(rms_norm(x), model.tok_emb.to(x.dtype)), ids[:, 3:], model.cap)
         return (nats.mean(1) * goes_on).sum(), nats.detach(), k.detach(), v.detach()
     return step
 
@@ -262,9 +262,9 @@ class Lanes:
         self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg), reread(model, cfg), adapter_update))
         self.first = first_adapters(model, cfg.ttt_lora_rank)
         self.masters = self.first.repeat(lanes, 1)
-        self.flat = self.masters.to(model.tok_emb.dtype, copy=True).requires_grad_()
+        self.flat = self.masters.to(model.compute, copy=True).requires_grad_()
         self.second, self.count = torch.zeros_like(self.masters), torch.zeros(lanes, 1, dtype=self.masters.dtype, device=device)
-        self.keys, self.values = (torch.zeros(cfg.num_layers, lanes, cfg.num_kv_heads, cfg.eval_seq_len // size * size, cfg.head_dim, dtype=model.tok_emb.dtype, device=device) for _ in range(2))
+        self.keys, self.values = (torch.zeros(cfg.num_layers, lanes, cfg.num_kv_heads, cfg.eval_seq_len // size * size, cfg.head_dim, dtype=model.compute, device=device) for _ in range(2))
         self.total, self.at = torch.zeros(3, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         self.lane, self.place = torch.arange(lanes, device=device)[:, None], torch.arange(size, device=device)
         self.recorded = Recorded(self.advance, device)

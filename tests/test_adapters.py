@@ -130,6 +130,20 @@ def test_equals_one_document_at_a_time(dtype, more, tolerance):
     assert (theirs - scored(tokens, replace(cfg, ttt_lora_lr=0.0), dtype)[2]).abs().max() > 0.01, "the adapters did something"
 
 
+@pytest.mark.parametrize("dtypes", [{}, {"table_dtype": "fp32"}, {"matrix_dtype": "fp32", "buffer_dtype": "fp32"}])
+def test_computing_in_bfloat16(dtypes):
+    "Whatever the weights are kept in: far nearer to the fp64 scores than those without learning are, and masters in fp32 that go on where bfloat16 stands still."
+    tokens, cfg = texts([1, 5, 30, 1, 41, 17]), replace(DOCS, **dtypes)
+    nats, exact = scored(tokens, cfg, torch.bfloat16)[2], scored(tokens, DOCS)[2]
+    learnt = (exact - scored(tokens, replace(DOCS, ttt_lora_lr=0.0))[2]).abs().mean()
+    assert (nats - exact).abs().mean() < 0.3 * learnt
+    slow = replace(cfg, ttt_lora_lr=1e-5)  # a step is far below the spacing of bfloat16 at A's values
+    model, _ = golf_on(slow, ALONE, torch.bfloat16)
+    lanes = adapters.Lanes(model.requires_grad_(False), tokens, random_table(), slow, lane_plan(document_spans(tokens), slow, ALONE))
+    lanes.recorded()
+    assert lanes.masters.dtype == torch.float32 and lanes.flat.dtype == torch.bfloat16 and torch.equal(lanes.flat, lanes.masters.to(torch.bfloat16)) and (lanes.masters != lanes.first).any()
+
+
 # --- without learning it is the model on rows
 
 def test_lr_zero_is_the_model_on_each_row():
