@@ -214,7 +214,7 @@ def adapter_update(flat: Tensor,     # [lanes, parameters] adapters as the step 
                    masters: Tensor, second: Tensor,  # fp32 (or fp64), same shape, in place: their masters and mean squared gradient
                    count: Tensor,    # [lanes, 1] steps so far, dtype of masters, in place
                    grad: Tensor,     # like flat
-                   goes_on: Tensor,  # [lanes] 1 where the document has another chunk
+                   goes_on: Tensor,  # [lanes], dtype of masters: 1 where the document has another chunk
                    first: Tensor,    # [parameters], dtype of masters
                    lr: float, beta2: float) -> None:
     "One step of Adam without momentum in the lanes that go on, a fresh start in the others."

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 28ce2a0ba588986b | Apache-2.0
+# recipe pr549 | source sha256 ef67069f3e2cd112 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -4851,7 +4851,7 @@ def adapter_update(flat: Tensor,     # [lanes, parameters] adapters as the step 
                    masters: Tensor, second: Tensor,  # fp32 (or fp64), same shape, in place: their masters and mean squared gradient
                    count: Tensor,    # [lanes, 1] steps so far, dtype of masters, in place
                    grad: Tensor,     # like flat
-                   goes_on: Tensor,  # [lanes] 1 where the document has another chunk
+                   goes_on: Tensor,  # [lanes], dtype of masters: 1 where the document has another chunk
                    first: Tensor,    # [parameters], dtype of masters
                    lr: float, beta2: float) -> None:
     "One step of Adam without momentum in the lanes that go on, a fresh start in the others."
