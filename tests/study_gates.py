@@ -132,14 +132,13 @@ def average_scores(m: Machine, result, cfg: Config, ranks: Ranks, stream, table,
 
 def read_state(name: str, folder: Path, facts: dict) -> tuple[dict, dict]:
     "Samples of an earlier call and the commit of each run; GolfError when its settings were others."
-    for place in (folder, HOME):
-        if (place / f"{name}.json").is_file():
-            found = read_result(name, place)
-            commits = found["facts"].pop("commits")
-            if found["facts"] != facts:
-                raise GolfError(f"{place / name}.json was measured with other settings; move it away, or set OUT to another folder")
-            return found["samples"], commits
-    return {}, {}
+    if not (folder / f"{name}.json").is_file():
+        return {}, {}
+    found = read_result(name, folder)
+    commits = found["facts"].pop("commits")
+    if found["facts"] != facts:
+        raise GolfError(f"{folder / name}.json was measured with other settings; move it away, or set OUT to another folder")
+    return found["samples"], commits
 
 
 def main(what: str, env=os.environ) -> None:

@@ -1,7 +1,7 @@
 """The driver of the skip-gate, dtype and averaging studies: every run is kept, a second call does what is missing, other settings are refused."""
 import pytest
 import torch
-from study_gates import DTYPES, GATES, MODES, jobs_of, main
+from study_gates import DTYPES, GATES, MODES, jobs_of, main, read_state
 from tiny import TINY, tiny_data
 
 from golfnb.bench import read_result
@@ -38,6 +38,7 @@ def test_a_study_cut_off_goes_on_where_it_stopped(env, capsys):
     assert "seed" not in capsys.readouterr().out.split("sigmoid")[-1].replace("sigmoid seed 1", "").replace("seed 1:", "")
     with pytest.raises(GolfError, match="other settings"):
         main("gates", {**some, "MATRIX_LR": "0.01"})
+    assert read_state("study_gates_cpu_1", folder / "elsewhere", {}) == ({}, {}), "in another folder it begins anew"
 
 
 def test_every_average_of_one_run_is_scored(env):
