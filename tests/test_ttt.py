@@ -205,3 +205,14 @@ def test_frozen_blocks_have_no_gradient_to_compute():
                 matrix = n.startswith("banks.") and [m for b, s, m in model.layout if b.name == n[6:] and s == i]
                 frozen = (i < 2 if stacked else scope == "all" and bool(matrix) and matrix[0].name.startswith(("blocks.0.", "blocks.1.")))
                 assert torch.equal(p.grad[i], torch.zeros_like(p.grad[i]) if frozen else whole[n][i]), (n, i)
+
+
+@pytest.mark.parametrize("kept", [{}, {"matrix_dtype": "fp32"}, {"table_dtype": "fp32"}, {"buffer_dtype": "fp32"}, dict.fromkeys(("matrix_dtype", "table_dtype", "buffer_dtype"), "fp32")])
+def test_bfloat16_scores_alike_whatever_the_weights_are_kept_in(kept):
+    cfg = replace(CFG, **kept)
+    model = golf_on(cfg, ALONE, torch.bfloat16)[0]
+    sliding = sliding_loss(model, stream(), random_table(), 16, 6, 4, ALONE)[0]
+    assert abs(sliding - sliding_loss(golf_on(CFG, ALONE)[0], stream(), random_table(), 16, 6, 4, ALONE)[0]) < 2e-3
+    for frozen in (0, 1):
+        learnt = adapt(ALONE, torch.bfloat16, ttt_freeze_blocks=frozen, **kept)[0]
+        assert learnt < sliding - 0.005 and abs(learnt - adapt(ALONE, ttt_freeze_blocks=frozen)[0]) < 2e-3
