@@ -23,7 +23,7 @@ from torch import Tensor
 from .bpb import ByteTable, bits_per_byte, target_bytes
 from .config import Config, GolfError
 from .layers import exclusive, mix_norm, qk_norm_rope_gain, rms_norm, squared_leaky, token_nll
-from .model import BLOCK_MATRICES, BlockTraits, BlockWeights, Golf, block_weights, embed_input, load_named, model_rotary, skip_source, value_embeddings
+from .model import BLOCK_MATRICES, BlockTraits, BlockWeights, Golf, block_weights, embed_input, load_named, model_rotary, skip_factors, skip_source, value_embeddings
 from .parallel_muon import Ranks, Recorded
 from .shards import BOS_ID
 from .train import LateReader, RunLog, compiled
@@ -181,10 +181,11 @@ def adapted_walk(model: Golf,
     cos, sin = (table[(fill[:, None] + place).flatten()] for table in model_rotary(model, cfg.eval_seq_len))
     mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None, None]
     half, source, outputs, made = layers // 2, skip_source(layers), {}, []
+    skips = skip_factors(model) if half else ()
     for i in model.order:
         block = model.blocks[i]
         if source[i] is not None:
-            x = x + model.skip_weights[i - half].to(x.dtype) * outputs[source[i]]
+            x = x + skips[i - half] * outputs[source[i]]
         x, k, v = adapted_block(x, x0, weights[i], pairs[i], block, cos, sin, None if block.ve is None else ves[block.ve], (keys[i], values[i]), mask)
         outputs[i] = x
         made.append((k, v))
@@ -399,7 +400,7 @@ def audit_documents(model: Golf, state: dict[str, Tensor],  # on the CPU; one ra
                     ) -> list[dict]:            # findings, JSON-able
     "Hold the adapters' scorer against the four conditions, with rows of at most 256 tokens and small adapters, since nothing here depends on large ones."
     seq = min(cfg.eval_seq_len, 256)
-    long = replace(cfg, eval_seq_len=seq, ttt_chunk_size=min(cfg.ttt_chunk_size, seq // 4), ttt_batch_size=1, ttt_lora_rank=min(cfg.ttt_lora_rank, 4))
+    long = replace(cfg, eval_seq_len=seq, ttt_chunk_size=min(cfg.ttt_chunk_size, max(2, seq // 4)), ttt_batch_size=1, ttt_lora_rank=min(cfg.ttt_lora_rank, 4))
     short = replace(long, eval_seq_len=16, ttt_chunk_size=4)
     stream, brief = tokens[:6 * seq + seq // 2 + 2], tokens[:41]
 

@@ -591,7 +591,7 @@ def _check_settings(meta: dict, # of a container
     for name, keys in claims.items():
         claimed = [settings.get(key) for key in keys]
         if keys[0] == "mlp_mult" and all(isinstance(n, (int, float)) for n in claimed):
-            claimed[0] *= claimed[1]
+            claimed[0] = int(claimed[0] * claimed[1])  # as Config.mlp_dim
         facts.append((f"{' and '.join(keys)}, for {name},", claimed, shape.get(name)))
     for what, claimed, found in facts:
         if claimed != found:

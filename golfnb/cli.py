@@ -337,6 +337,8 @@ def score_config(meta: dict, cfg, settings: dict[str, str]):  # a Config
         if name.upper() in settings:
             raise GolfError(f"score: {name.upper()} is fixed by the artifact; leave it out")
         setattr(wanted, name, getattr(cfg, name))
+    if "TRAIN_BATCH_TOKENS" not in settings:
+        wanted.train_batch_tokens = 8 * wanted.train_seq_len  # nothing is trained, and the recipe's batch may not hold this model's rows
     wanted.check(1)
     return wanted
 
@@ -384,7 +386,7 @@ def score_file(args, ranks) -> int:  # exit status
     model, meta, cfg = load_model(args.file, score_dtype(ranks), ranks.device, args.tokenizer, ranks.world)
     cfg = score_config(meta, cfg, read_settings(args.settings))
     table = byte_table(load_tokenizer(args.tokenizer, cfg.vocab_size)).to(ranks.device)
-    tokens = torch.from_numpy(val_tokens(args.val, cfg.eval_seq_len, cfg.vocab_size).astype("int64")).to(ranks.device)
+    tokens = torch.from_numpy(val_tokens(args.val, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size).astype("int64")).to(ranks.device)
     forward = compiled(model, cfg, ranks.device)  # as the run that made the artifact
     where = f"{ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, on {where}", flush=True)

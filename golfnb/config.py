@@ -121,7 +121,7 @@ class ExportSettings:
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio")
     swa_enabled: bool = setting(True, "accepted as published; AVERAGING decides: 0 or 1")
     swa_every: int = setting(50, "steps between two snapshots of the tight average: steps")
-    late_qat: bool = setting(True, "with qat_banks=1: start quantization-aware training late: 0 or 1")
+    late_qat: bool = setting(True, "with qat_banks=1: round once the learning rate is low; 0: never: 0 or 1")
     late_qat_threshold: float = setting(0.15, "learning-rate multiplier below which it starts: ratio")
     qat_banks: bool = setting(False, "owners publish weights rounded to the int6 grid: 0 or 1")
     scale_floor: bool = setting(True, "int6 scales at least 1/31, int8 scales at least 1/127 (as published): 0 or 1")
@@ -130,7 +130,7 @@ class ExportSettings:
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches")
     gptq_reserve_ms: float = setting(14_000.0, "training time kept back for calibration: milliseconds")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
-    codec: str = setting("lzma", "codec of the artifact (chapter 17): word")
+    codec: str = setting("lzma", "codec of the artifact (chapter 17)", "lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
     target_bytes: int = setting(16_000_000, "artifact and code together at most: bytes")
 
 # %% ../nbs/00_config.ipynb #b1cc482e
@@ -170,6 +170,8 @@ def model_problems(cfg: ModelSettings, # shapes to check
     "What makes the model impossible."
     yield from _positive_problems(cfg, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult",
                                   "rope_base", "rope_dims", "rope_train_len", "logit_softcap", "tied_embed_init_std")
+    if 0 < cfg.mlp_mult and int(cfg.mlp_mult * cfg.model_dim) < 1:
+        yield f"MLP_MULT must give the MLP at least one channel, found {cfg.mlp_mult} of {cfg.model_dim}: raise it"
     if cfg.plan not in PLANS and not re.fullmatch(r"[a-z]+\d+([,+][a-z]+\d+)*(/[a-z0-9._]+)*", cfg.plan):
         yield f"PLAN must be one of {', '.join(PLANS)}, or buckets such as qo22,kv22,mlp22, found {cfg.plan!r}: choose one of these"
     if cfg.vocab_size > 65_536:
@@ -248,6 +250,10 @@ def schedule_problems(cfg: "Config", # settings to check
             yield f"{name.upper()} must lie in [0, 1), found {getattr(cfg, name)}: choose a ratio below 1"
     yield from _positive_problems(cfg, "adam_eps", "muon_backend_steps", "swa_every", "target_bytes", "gptq_calib_samples")
     yield from snapshot_problems(cfg)
+    if cfg.seed >= 2**63:
+        yield f"SEED must be below 2^63, found {cfg.seed}: choose a smaller one"
+    if cfg.weight_dtype == "fp64" and cfg.matrix_dtype != "auto":
+        yield f"MATRIX_DTYPE must be auto with WEIGHT_DTYPE=fp64, found {cfg.matrix_dtype}: leave it out"
     if cfg.ns == "polar" and cfg.muon_backend_steps > 5:
         yield f"MUON_BACKEND_STEPS must be at most 5 with NS=polar (it has five triples of coefficients), found {cfg.muon_backend_steps}: lower it"
     if cfg.run_id in (".", "..") or "/" in cfg.run_id:
@@ -263,6 +269,8 @@ def schedule_problems(cfg: "Config", # settings to check
         yield from _positive_problems(cfg, "ttt_lora_rank", "ttt_batch_size")
         if cfg.ttt_form == "adapters" and not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:
             yield f"TTT_CHUNK_SIZE must be 2 to half a row of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.ttt_chunk_size}: change it"
+        if cfg.ttt_form == "adapters" and cfg.ttt_freeze_blocks:
+            yield f"TTT_FREEZE_BLOCKS must be 0 with TTT_FORM=adapters, which leave all blocks as they are, found {cfg.ttt_freeze_blocks}: set it to 0"
         if cfg.ttt_freeze_blocks > cfg.num_layers:
             yield f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={cfg.num_layers}, found {cfg.ttt_freeze_blocks}: lower it"
 
@@ -295,8 +303,8 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
         return max(1, 8 // world)
     def rows_per_micro(self, world: int) -> int: # ranks -> rows of train_seq_len per rank and micro-step
         return self.train_batch_tokens // (world * self.grad_accum(world) * self.train_seq_len)
-    def rows_per_score(self, world: int) -> int: # ranks -> rows of eval_seq_len per rank and scoring forward
-        return max(1, self.val_batch_size // (self.eval_seq_len * world * self.grad_accum(world)))
+    def rows_per_score(self, world: int, row: int = 0) -> int: # ranks; tokens of a row, 0: eval_seq_len -> rows per rank and scoring forward
+        return max(1, self.val_batch_size // ((row or self.eval_seq_len) * world * self.grad_accum(world)))
     def check(self, world: int) -> None: # ranks; raises GolfError for the first thing that cannot work
         if world < 1:
             raise GolfError(f"the number of ranks must be at least 1, found {world}: start with torchrun --nproc_per_node=1")

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from .adapters import score_documents
-from .artifact import artifact_header, ledger, load_artifact, pack_bytes, save_artifact, save_weights
+from .artifact import artifact_header, compress_section, ledger, load_artifact, pack_bytes, save_artifact, save_weights
 from .bpb import ByteTable, byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .config import Config, GolfError, load_config
 from .evaluate import plain_loss, sliding_loss
@@ -31,7 +31,7 @@ from .layout import Layout, model_layout
 from .loader import Loader, make_sampler
 from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Engine, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
-from .quantize import calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
+from .quantize import K_COARSEST, calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
 from .shards import atomic_write, check_disjoint, find_shards, read_header, read_span, val_tokens
 from .train import RunLog, StepGraph, TrainResult, compiled, train, training_loss, warm_up
 from .ttt import score_first
@@ -94,6 +94,7 @@ def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.nd
 def open_session(cfg: Config, ranks: Ranks, quiet: bool = False) -> Session:
     "Check everything a run needs, on every rank, and open its log. GolfError with one sentence for whatever is wrong."
     cfg.check(ranks.world)
+    compress_section(b"x", cfg.codec)  # or its package is missed after the training
     tokenizer = load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)
     data = Path(cfg.data_path)
     train_paths = find_shards(str(data / "fineweb_train_*.bin"))
@@ -150,7 +151,7 @@ def keep_traces():
 def plain_score(s: Session, m: Machine) -> tuple[float, float]:
     "(loss in nats a token, bits per byte) of disjoint rows."
     m.model.eval()
-    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, s.cfg.rows_per_score(s.ranks.world), s.ranks)
+    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, s.cfg.rows_per_score(s.ranks.world, s.cfg.train_seq_len), s.ranks)
     m.model.train()
     return out
 
@@ -208,6 +209,8 @@ def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
     raw = named_state(m.model, *engine_gather(m.engine))
     if s.ranks.master:
         save_weights(s.folder / "raw.golf", raw, artifact_meta(s, result.steps))
+    if (mode := result.averages.exported()) != s.cfg.averaging:
+        s.log.line(f"averaging: no snapshot fell into the end of the warmdown, so AVERAGING={s.cfg.averaging} became {mode}; lower SWA_EVERY or raise WARMDOWN_ITERS")
     averaged = named_state(m.model, *engine_gather(m.engine, result.averages.tensors()))
     if s.ranks.master:
         save_weights(s.folder / "ema.golf", averaged, artifact_meta(s, result.steps))
@@ -244,9 +247,12 @@ def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: i
     def measure(packed: dict) -> int:
         return len(pack_bytes(packed, meta, s.cfg.codec))
 
-    packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else None
+    try:
+        packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else choose_grid(s.cfg, averaged, cap - code_bytes, measure) if s.ranks.master else None
+    except GolfError as e:  # on all ranks alike: nothing fits, so what comes nearest is kept
+        s.log.line(str(e))
+        packed = quantize_state(averaged, False, K_COARSEST, s.cfg.small_tensor)
     if s.ranks.master:
-        packed = packed or choose_grid(s.cfg, averaged, cap - code_bytes, measure)
         try:
             size = save_artifact(path, packed, meta, s.cfg.codec, cap, code_bytes)
         except GolfError as e:

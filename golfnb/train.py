@@ -275,7 +275,11 @@ class Averages:
 
     def tensors(self) -> list:
         "The tensors to export, in `engine_tensors` order."
-        return average_of(self.mode, self.ema, self.swa, engine_tensors(self.engine))
+        return average_of(self.exported(), self.ema, self.swa, engine_tensors(self.engine))
+
+    def exported(self) -> str:
+        "Which average that is: `AVERAGING`, or what is left of it where no snapshot was taken before the clock ran out. Waits for the device."
+        return self.mode if self.swa is None or self.swa.count.item() else "ema" if self.ema else "none"
 
 # %% ../nbs/15_train.ipynb #1195a8e2
 @dataclass
@@ -337,7 +341,7 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: Loo
     "Step `step` (0-based) of the loop."
     elapsed = state.clock.read()
     state.starts.append(elapsed)
-    if cfg.skip_gate == "frozen":
+    if cfg.skip_gate == "frozen" and cfg.num_layers > 1:
         hold_skips(step, engine)
     loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
     control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))

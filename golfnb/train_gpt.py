@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 ef67069f3e2cd112 | Apache-2.0
+# recipe pr549 | source sha256 1a232b19485af515 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -141,7 +141,7 @@ class ExportSettings:
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio")
     swa_enabled: bool = setting(True, "accepted as published; AVERAGING decides: 0 or 1")
     swa_every: int = setting(50, "steps between two snapshots of the tight average: steps")
-    late_qat: bool = setting(True, "with qat_banks=1: start quantization-aware training late: 0 or 1")
+    late_qat: bool = setting(True, "with qat_banks=1: round once the learning rate is low; 0: never: 0 or 1")
     late_qat_threshold: float = setting(0.15, "learning-rate multiplier below which it starts: ratio")
     qat_banks: bool = setting(False, "owners publish weights rounded to the int6 grid: 0 or 1")
     scale_floor: bool = setting(True, "int6 scales at least 1/31, int8 scales at least 1/127 (as published): 0 or 1")
@@ -150,7 +150,7 @@ class ExportSettings:
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches")
     gptq_reserve_ms: float = setting(14_000.0, "training time kept back for calibration: milliseconds")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
-    codec: str = setting("lzma", "codec of the artifact (chapter 17): word")
+    codec: str = setting("lzma", "codec of the artifact (chapter 17)", "lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
     target_bytes: int = setting(16_000_000, "artifact and code together at most: bytes")
 
 @dataclass
@@ -186,6 +186,8 @@ def model_problems(cfg: ModelSettings, # shapes to check
     "What makes the model impossible."
     yield from _positive_problems(cfg, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult",
                                   "rope_base", "rope_dims", "rope_train_len", "logit_softcap", "tied_embed_init_std")
+    if 0 < cfg.mlp_mult and int(cfg.mlp_mult * cfg.model_dim) < 1:
+        yield f"MLP_MULT must give the MLP at least one channel, found {cfg.mlp_mult} of {cfg.model_dim}: raise it"
     if cfg.plan not in PLANS and not re.fullmatch(r"[a-z]+\d+([,+][a-z]+\d+)*(/[a-z0-9._]+)*", cfg.plan):
         yield f"PLAN must be one of {', '.join(PLANS)}, or buckets such as qo22,kv22,mlp22, found {cfg.plan!r}: choose one of these"
     if cfg.vocab_size > 65_536:
@@ -259,6 +261,10 @@ def schedule_problems(cfg: "Config", # settings to check
             yield f"{name.upper()} must lie in [0, 1), found {getattr(cfg, name)}: choose a ratio below 1"
     yield from _positive_problems(cfg, "adam_eps", "muon_backend_steps", "swa_every", "target_bytes", "gptq_calib_samples")
     yield from snapshot_problems(cfg)
+    if cfg.seed >= 2**63:
+        yield f"SEED must be below 2^63, found {cfg.seed}: choose a smaller one"
+    if cfg.weight_dtype == "fp64" and cfg.matrix_dtype != "auto":
+        yield f"MATRIX_DTYPE must be auto with WEIGHT_DTYPE=fp64, found {cfg.matrix_dtype}: leave it out"
     if cfg.ns == "polar" and cfg.muon_backend_steps > 5:
         yield f"MUON_BACKEND_STEPS must be at most 5 with NS=polar (it has five triples of coefficients), found {cfg.muon_backend_steps}: lower it"
     if cfg.run_id in (".", "..") or "/" in cfg.run_id:
@@ -274,6 +280,8 @@ def schedule_problems(cfg: "Config", # settings to check
         yield from _positive_problems(cfg, "ttt_lora_rank", "ttt_batch_size")
         if cfg.ttt_form == "adapters" and not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:
             yield f"TTT_CHUNK_SIZE must be 2 to half a row of EVAL_SEQ_LEN={cfg.eval_seq_len} tokens, found {cfg.ttt_chunk_size}: change it"
+        if cfg.ttt_form == "adapters" and cfg.ttt_freeze_blocks:
+            yield f"TTT_FREEZE_BLOCKS must be 0 with TTT_FORM=adapters, which leave all blocks as they are, found {cfg.ttt_freeze_blocks}: set it to 0"
         if cfg.ttt_freeze_blocks > cfg.num_layers:
             yield f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={cfg.num_layers}, found {cfg.ttt_freeze_blocks}: lower it"
 
@@ -304,8 +312,8 @@ class Config(RunSettings, BatchSettings, ModelSettings, OptimizerSettings, Expor
         return max(1, 8 // world)
     def rows_per_micro(self, world: int) -> int: # ranks -> rows of train_seq_len per rank and micro-step
         return self.train_batch_tokens // (world * self.grad_accum(world) * self.train_seq_len)
-    def rows_per_score(self, world: int) -> int: # ranks -> rows of eval_seq_len per rank and scoring forward
-        return max(1, self.val_batch_size // (self.eval_seq_len * world * self.grad_accum(world)))
+    def rows_per_score(self, world: int, row: int = 0) -> int: # ranks; tokens of a row, 0: eval_seq_len -> rows per rank and scoring forward
+        return max(1, self.val_batch_size // ((row or self.eval_seq_len) * world * self.grad_accum(world)))
     def check(self, world: int) -> None: # ranks; raises GolfError for the first thing that cannot work
         if world < 1:
             raise GolfError(f"the number of ranks must be at least 1, found {world}: start with torchrun --nproc_per_node=1")
@@ -3582,7 +3590,11 @@ class Averages:
 
     def tensors(self) -> list:
         "The tensors to export, in `engine_tensors` order."
-        return average_of(self.mode, self.ema, self.swa, engine_tensors(self.engine))
+        return average_of(self.exported(), self.ema, self.swa, engine_tensors(self.engine))
+
+    def exported(self) -> str:
+        "Which average that is: `AVERAGING`, or what is left of it where no snapshot was taken before the clock ran out. Waits for the device."
+        return self.mode if self.swa is None or self.swa.count.item() else "ema" if self.ema else "none"
 
 @dataclass
 class TrainResult:
@@ -3639,7 +3651,7 @@ def one_step(cfg: Config, step: int, loss_fn, loader, engine: Engine, state: Loo
     "Step `step` (0-based) of the loop."
     elapsed = state.clock.read()
     state.starts.append(elapsed)
-    if cfg.skip_gate == "frozen":
+    if cfg.skip_gate == "frozen" and cfg.num_layers > 1:
         hold_skips(step, engine)
     loss = micro_steps(loss_fn, loader, engine, cfg.grad_accum(engine.ranks.world))
     control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))
@@ -4822,10 +4834,11 @@ def adapted_walk(model: Golf,
     cos, sin = (table[(fill[:, None] + place).flatten()] for table in model_rotary(model, cfg.eval_seq_len))
     mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None, None]
     half, source, outputs, made = layers // 2, skip_source(layers), {}, []
+    skips = skip_factors(model) if half else ()
     for i in model.order:
         block = model.blocks[i]
         if source[i] is not None:
-            x = x + model.skip_weights[i - half].to(x.dtype) * outputs[source[i]]
+            x = x + skips[i - half] * outputs[source[i]]
         x, k, v = adapted_block(x, x0, weights[i], pairs[i], block, cos, sin, None if block.ve is None else ves[block.ve], (keys[i], values[i]), mask)
         outputs[i] = x
         made.append((k, v))
@@ -5027,6 +5040,7 @@ def count_tokens(paths: list, vocab_size: int, limit: int = 10_000_000) -> np.nd
 def open_session(cfg: Config, ranks: Ranks, quiet: bool = False) -> Session:
     "Check everything a run needs, on every rank, and open its log. GolfError with one sentence for whatever is wrong."
     cfg.check(ranks.world)
+    compress_section(b"x", cfg.codec)  # or its package is missed after the training
     tokenizer = load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)
     data = Path(cfg.data_path)
     train_paths = find_shards(str(data / "fineweb_train_*.bin"))
@@ -5078,7 +5092,7 @@ def keep_traces():
 def plain_score(s: Session, m: Machine) -> tuple[float, float]:
     "(loss in nats a token, bits per byte) of disjoint rows."
     m.model.eval()
-    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, s.cfg.rows_per_score(s.ranks.world), s.ranks)
+    out = plain_loss(m.forward, s.val, s.table, s.cfg.train_seq_len, s.cfg.rows_per_score(s.ranks.world, s.cfg.train_seq_len), s.ranks)
     m.model.train()
     return out
 
@@ -5131,6 +5145,8 @@ def averaged_phase(s: Session, m: Machine, result: TrainResult) -> dict:
     raw = named_state(m.model, *engine_gather(m.engine))
     if s.ranks.master:
         save_weights(s.folder / "raw.golf", raw, artifact_meta(s, result.steps))
+    if (mode := result.averages.exported()) != s.cfg.averaging:
+        s.log.line(f"averaging: no snapshot fell into the end of the warmdown, so AVERAGING={s.cfg.averaging} became {mode}; lower SWA_EVERY or raise WARMDOWN_ITERS")
     averaged = named_state(m.model, *engine_gather(m.engine, result.averages.tensors()))
     if s.ranks.master:
         save_weights(s.folder / "ema.golf", averaged, artifact_meta(s, result.steps))
@@ -5164,9 +5180,12 @@ def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: i
     def measure(packed: dict) -> int:
         return len(pack_bytes(packed, meta, s.cfg.codec))
 
-    packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else None
+    try:
+        packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else choose_grid(s.cfg, averaged, cap - code_bytes, measure) if s.ranks.master else None
+    except GolfError as e:  # on all ranks alike: nothing fits, so what comes nearest is kept
+        s.log.line(str(e))
+        packed = quantize_state(averaged, False, K_COARSEST, s.cfg.small_tensor)
     if s.ranks.master:
-        packed = packed or choose_grid(s.cfg, averaged, cap - code_bytes, measure)
         try:
             size = save_artifact(path, packed, meta, s.cfg.codec, cap, code_bytes)
         except GolfError as e:

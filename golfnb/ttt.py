@@ -359,7 +359,7 @@ def audit_score(model: Golf, layout: Layout, state: dict[str, Tensor],  # on the
                 ) -> dict:                 # "legal": bool, "findings": [...]; JSON-able
     "Hold a model and the scorers against the four conditions. GolfError for a stream shorter than three chunks."
     seq = min(cfg.eval_seq_len, 256)
-    long = replace(cfg, eval_seq_len=seq, eval_stride=min(cfg.eval_stride, seq // 4), ttt_chunk_tokens=2 * seq)
+    long = replace(cfg, eval_seq_len=seq, eval_stride=min(cfg.eval_stride, max(1, seq // 4)), ttt_chunk_tokens=2 * seq)
     short = replace(cfg, eval_seq_len=16, eval_stride=4, ttt_chunk_tokens=16)
     if tokens.numel() < 6 * seq + 2:
         raise GolfError(f"an audit needs a stream of at least {6 * seq + 2} tokens, found {tokens.numel()}: give a longer validation file")

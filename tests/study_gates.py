@@ -95,7 +95,7 @@ def run_one(job: Job, machines: Machines, ranks: Ranks, paths: list, stream, tab
     cfg = job.cfg
     machines.let_go()
     m, vals = machines.get(cfg), []
-    rows = cfg.rows_per_score(ranks.world)
+    rows = cfg.rows_per_score(ranks.world, cfg.train_seq_len)
 
     def score():
         m.model.eval()

@@ -146,10 +146,11 @@ def test_computing_in_bfloat16(dtypes):
 
 # --- without learning it is the model on rows
 
-def test_lr_zero_is_the_model_on_each_row():
-    tokens = texts(MIXED)
-    nats = scored(tokens, replace(DOCS, ttt_lora_lr=0.0))[2]
-    model, _ = golf_on(DOCS, ALONE, torch.float64)
+@pytest.mark.parametrize("gate", ["one", "sigmoid"])
+def test_lr_zero_is_the_model_on_each_row(gate):
+    tokens, cfg = texts(MIXED), replace(DOCS, skip_gate=gate)
+    nats = scored(tokens, replace(cfg, ttt_lora_lr=0.0))[2]
+    model, _ = golf_on(cfg, ALONE, torch.float64)
     for a, b in document_spans(tokens):
         for first in range(a, b, 8):  # a row of 16 begins every half row, and scores what is new in it
             row = tokens[first:min(first + 16, b) + 1]

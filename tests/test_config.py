@@ -75,6 +75,12 @@ def test_published_commands():
         load_config(env(PR1060) | {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)
 
 
+def test_the_codecs_are_those_of_the_container():
+    from golfnb.artifact import CODECS
+
+    assert next(f for f in dataclasses.fields(Config) if f.name == "codec").metadata["choices"] == CODECS
+
+
 def test_derived_figures():
     cfg = Config()
     assert (cfg.head_dim, cfg.kv_dim, cfg.mlp_dim, cfg.ve_layer_list) == (64, 256, 1536, [9, 10])
@@ -102,7 +108,7 @@ def test_yes_and_no(text, value):
 @pytest.mark.parametrize("pairs, words", [
     ("RECIPE=pr1", "RECIPE must be one of pr399, pr549"), ("RECIPE=", "RECIPE must be one of"), ("SEED=x", "SEED must be a whole number, found 'x'"), ("SEED=1.5", "whole number"), ("SEED=", "whole number"),
     ("MATRIX_LR=fast", "a number, found 'fast'"), ("MATRIX_LR=inf", "finite"), ("MLP_MULT=nan", "finite"), ("TTT_ENABLED=2", "TTT_ENABLED must be 0 or 1"),
-    ("LOADER=shuffled", "one of sequential, coprime, packed"), ("CLIP=none", "local, global"), ("AVERAGING=lawa", "one of"), ("WEIGHT_DTYPE=fp8", "one of"),
+    ("LOADER=shuffled", "one of sequential, coprime, packed"), ("CLIP=none", "local, global"), ("AVERAGING=lawa", "one of"), ("WEIGHT_DTYPE=fp8", "one of"), ("CODEC=lzm", "one of lzma, zlib"),
     ("MTP_NUM_HEADS=1", "not built"), ("TIE_EMBEDDINGS=0", "must stay 1"), ("QAT_ENABLED=1", "not built"), ("QAT_ENABLED=true", "not built"), ("MUON_BETA2=0.9", "stay 0.95"),
     ("LAWA_ENABLED=1", "not built"), ("DTG_ENABLED=1", "not built"), ("GATED_ATTENTION=1", "not built"), ("VALUE_RESIDUAL=1", "not built"), ("LAWA_K=ten", "must be a number"),
 ])
@@ -126,6 +132,7 @@ def test_off_values_of_what_is_not_built_are_accepted():
     ("EVAL_STRIDE=2049", "at most EVAL_SEQ_LEN"), ("EVAL_STRIDE=0", "above 0"), ("VAL_BATCH_SIZE=100", "hold one window"), ("ITERATIONS=0", "above 0"), ("WARMDOWN_ITERS=-1", "0 or more"), ("MAX_WALLCLOCK_SECONDS=-1", "0 or more"),
     ("SEED=-1", "0 or more"), ("BETA1=1", r"\[0, 1\)"), ("EMA_DECAY=1.5", r"\[0, 1\)"), ("SWA_EVERY=0", "above 0"), ("AVERAGING=swa MAX_WALLCLOCK_SECONDS=0 ITERATIONS=170 WARMDOWN_ITERS=68", "found none with SWA_EVERY=50"), ("QUANT_CLIP_RANGE=15", "must be 31"), ("TTT_CHUNK_TOKENS=100", "hold one row"),
     ("TTT_BATCH_SEQS=0", "above 0"), ("TTT_FREEZE_BLOCKS=12", "at most NUM_LAYERS"), ("RUN_ID=../x", "without slashes"), ("RUN_ID=..", "without slashes"), ("NS=polar MUON_BACKEND_STEPS=6", "at most 5"),
+    ("RECIPE=pr726 TTT_FORM=adapters", "must be 0 with TTT_FORM=adapters"), ("MLP_MULT=0.001", "at least one channel"), ("SEED=9223372036854775808", "below 2"), ("WEIGHT_DTYPE=fp64 MATRIX_DTYPE=bf16", "must be auto with"),
 ])
 def test_check_refuses(pairs, words):
     cfg = load_config(env(pairs))

@@ -14,9 +14,10 @@ import pytest
 from tiny import TINY, clean_env, tiny_data
 from workers import spawn
 
+from golfnb.cli import main_cli
 from golfnb.config import GolfError, load_config
 from golfnb.parallel_muon import Ranks
-from golfnb.run import open_session
+from golfnb.run import open_session, run
 from golfnb.shards import write_shard
 
 SCRIPT = Path(__file__).resolve().parent.parent / "golfnb" / "train_gpt.py"
@@ -93,6 +94,42 @@ def test_over_the_byte_budget_the_weights_are_kept(data, tmp_path):
     assert (run / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
     assert (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file() and not (run / "artifact.golf").exists()
     assert "final_int6_sliding_window_exact" in done.stdout
+
+
+def run_here(data, tmp_path, code=b"", **more) -> tuple[dict, str]:
+    "A whole run in this process: its summary and its log."
+    out = run(load_config({**TINY, "MODEL_DIM": "48", "NUM_HEADS": "3", "ROPE_DIMS": "8", "TTT_ENABLED": "0", **data, "RUNS_DIR": str(tmp_path), "RUN_ID": "here", **more}), code=code, quiet=True)
+    return out, (tmp_path / "here" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("asked, left", [("swa", "none"), ("ema+swa", "ema")])
+def test_a_capped_run_without_a_snapshot_exports_what_it_has(data, tmp_path, asked, left):
+    out, log = run_here(data, tmp_path, AVERAGING=asked, MAX_WALLCLOCK_SECONDS="600")
+    assert f"AVERAGING={asked} became {left}" in log and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf").is_file()
+
+
+@pytest.mark.parametrize("gptq", ["0", "1"])
+def test_a_budget_that_no_grid_meets_keeps_the_coarsest(data, tmp_path, gptq):
+    out, log = run_here(data, tmp_path, b"#" * 30_000, TARGET_BYTES="30000", SCALE_FLOOR="0", USE_GPTQ=gptq, MAX_WALLCLOCK_SECONDS="0")
+    assert "over_budget" in out and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf.over").is_file() and "cannot quantize" in log
+
+
+def test_a_codec_without_its_package_is_missed_before_training(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "brotli", None)
+    with pytest.raises(GolfError, match="brotli"):
+        run_here(data, tmp_path, CODEC="brotli")
+    assert not (tmp_path / "here").exists()
+
+
+def test_score_reads_what_the_run_read(data, tmp_path, capfd):
+    "Rows shorter than in training, an MLP of a fraction of a channel, a batch that the recipe's rows do not fill, gates: the run's figures from its file."
+    out, _ = run_here(data, tmp_path, TRAIN_SEQ_LEN="80", TRAIN_BATCH_TOKENS="640", EVAL_SEQ_LEN="32", MLP_MULT="1.3", SKIP_GATE="sigmoid", TTT_ENABLED="1", TTT_FORM="adapters", TTT_CHUNK_SIZE="8",
+                      SMALL_TENSOR="500", MAX_WALLCLOCK_SECONDS="0", CODEC="rans")
+    words = [f"{k}={v}" for k, v in {"EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 32, "TTT_FORM": "adapters", "TTT_CHUNK_SIZE": 8, "TTT_CHUNK_TOKENS": 1024}.items()]
+    assert main_cli(["score", str(tmp_path / "here" / "artifact.golf"), "--val", f"{data['DATA_PATH']}/fineweb_val_*.bin", "--tokenizer", data["TOKENIZER_PATH"], "--ttt", *words]) == 0
+    found = {m[1]: float(m[2]) for m in re.finditer(r"^(\w+)_exact val_loss:\S+ val_bpb:(\S+)$", capfd.readouterr().out, re.M)}
+    assert found["final_int6_sliding_window"] == pytest.approx(out["sliding_bpb"], abs=1e-6) and found["legal_ttt"] == pytest.approx(out["ttt_bpb"], abs=1e-5)
+    assert abs(out["ttt_bpb"] - out["sliding_bpb"]) < 0.1, "so small a rate changes little"
 
 
 def broken(tmp_path: Path, data: dict, kind: str) -> dict:
