@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run_folder', 'count_tokens', 'open_session',
            'Machine', 'build_machine', 'keep_traces', 'plain_score', 'score_line', 'artifact_meta', 'progress_lines',
-           'train_phase', 'averaged_phase', 'choose_grid', 'gptq_grid', 'pack_phase', 'score_phase', 'run',
-           'device_name', 'announce', 'script_main']
+           'train_phase', 'averaged_phase', 'choose_grid', 'nearest_grid', 'gptq_grid', 'pack_phase', 'score_phase',
+           'run', 'device_name', 'announce', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
 import hashlib
@@ -231,11 +231,24 @@ def choose_grid(cfg: Config, named: dict, target: int, measure) -> dict:
     return size_to_target(named, target, measure, cfg.small_tensor)[0]
 
 
-def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict:
-    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens; every rank must call."
+def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
+    "As `choose_grid`; where nothing fits, the coarsest grid, so that a finished run is not lost."
+    try:
+        return choose_grid(s.cfg, named, target, measure)
+    except GolfError as e:
+        s.log.line(str(e))
+        return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
+
+
+def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict | None:
+    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where that cannot be done; every rank must call."
     cfg, start = s.cfg, time.perf_counter()
     batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
-    packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
+    try:
+        packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
+    except GolfError as e:  # on all ranks alike
+        s.log.line(f"gptq: {e}; rounding to nearest instead")
+        return None
     s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
     return packed
 
@@ -247,12 +260,9 @@ def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: i
     def measure(packed: dict) -> int:
         return len(pack_bytes(packed, meta, s.cfg.codec))
 
-    try:
-        packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else choose_grid(s.cfg, averaged, cap - code_bytes, measure) if s.ranks.master else None
-    except GolfError as e:  # on all ranks alike: nothing fits, so what comes nearest is kept
-        s.log.line(str(e))
-        packed = quantize_state(averaged, False, K_COARSEST, s.cfg.small_tensor)
+    packed = gptq_grid(s, m, averaged, cap - code_bytes, measure) if s.cfg.use_gptq else None
     if s.ranks.master:
+        packed = packed or nearest_grid(s, averaged, cap - code_bytes, measure)
         try:
             size = save_artifact(path, packed, meta, s.cfg.codec, cap, code_bytes)
         except GolfError as e:
