@@ -73,14 +73,14 @@ class SmallHub:
         request.send_header("Content-Length", str(len(data) - start))
         request.end_headers()
         sent = data[start:]
+        if body and self.cuts.get(path):
+            sent = sent[: self.cuts[path].pop(0)]
+        self.log.append((method, path, start, len(sent) if body else 0))  # before the client can have it all
         if body:
-            if self.cuts.get(path):
-                sent = sent[: self.cuts[path].pop(0)]
             request.wfile.write(sent)
             if len(sent) < len(data) - start:  # the line breaks
                 request.wfile.flush()
                 request.close_connection = True
-        self.log.append((method, path, start, len(sent) if body else 0))
 
     def gets(self, path: str) -> list[tuple[int, int]]:  # (first byte, bytes sent) of every GET
         return [(start, sent) for method, p, start, sent in self.log if method == "GET" and p == path]
