@@ -6,8 +6,8 @@
 __all__ = ['KIND_DTYPES', 'INT_MAX', 'GAUSS', 'GPTQ_DAMP', 'GPTQ_BLOCK', 'K_FINEST', 'K_COARSEST', 'SIZE_AIM', 'SIZE_GOOD',
            'Packed', 'pack_plain', 'unpack_plain', 'spread_scale', 'pack_rows', 'quantize_state', 'dequantize_state',
            'entropy_bits', 'bits_per_weight', 'k_for_bits', 'HessianTaps', 'calibrate', 'calibration_batches',
-           'hessian_factor', 'gptq_columns', 'pack_gptq', 'share_matrices', 'gptq_matrices', 'size_to_target',
-           'gptq_state']
+           'hessian_factor', 'gptq_columns', 'pack_gptq', 'share_matrices', 'gptq_matrices', 'NothingFits',
+           'size_to_target', 'gptq_state']
 
 # %% ../nbs/16_quantize.ipynb #08720052
 import math
@@ -288,6 +288,10 @@ SIZE_AIM = 0.998 # fraction of the target that we aim at
 SIZE_GOOD = 0.995 # fraction that is near enough
 
 # %% ../nbs/16_quantize.ipynb #116a1743
+class NothingFits(GolfError):
+    "No grid is coarse enough for a target; raised on all ranks alike."
+
+
 def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights, any float dtype
                    target_bytes: int, # the container must have at most so many bytes
                    measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
@@ -295,7 +299,7 @@ def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weight
                    tries: int = 6, # packings at most, after the first
                    int6: Callable[[float | None], dict[str, Packed]] | None = None, # k -> all int6 matrices; None: pack_rows
                   ) -> tuple[dict[str, Packed], float | None, int]: # packed state, its k (None: GPTQ-lite), its bytes
-    "The finest quantization that fits. Raises GolfError when even the coarsest does not."
+    "The finest quantization that fits. Raises NothingFits when even the coarsest does not."
     packed = quantize_state(named, False, small=small)
     names = [name for name, p in packed.items() if p.kind == "int6"]
     if int6 is None:
@@ -317,7 +321,7 @@ def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weight
         if best and (best[2] >= SIZE_GOOD * target_bytes or k == K_FINEST) or not best and k == K_COARSEST:
             break
     if best is None:
-        raise GolfError(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; allow at least that much or train a smaller model")
+        raise NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; allow at least that much or train a smaller model")
     return best
 
 # %% ../nbs/16_quantize.ipynb #6baccc7b

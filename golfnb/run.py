@@ -31,7 +31,7 @@ from .layout import Layout, model_layout
 from .loader import Loader, make_sampler
 from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Engine, Ranks, engine_gather, make_engine, start_ranks, stop_ranks
-from .quantize import K_COARSEST, calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
+from .quantize import K_COARSEST, NothingFits, calibration_batches, dequantize_state, gptq_state, quantize_state, size_to_target
 from .shards import atomic_write, check_disjoint, find_shards, read_header, read_span, val_tokens
 from .train import RunLog, StepGraph, TrainResult, compiled, train, training_loss, warm_up
 from .ttt import score_first
@@ -235,19 +235,19 @@ def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
     "As `choose_grid`; where nothing fits, the coarsest grid, so that a finished run is not lost."
     try:
         return choose_grid(s.cfg, named, target, measure)
-    except GolfError as e:
+    except NothingFits as e:
         s.log.line(str(e))
         return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
 
 
 def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict | None:
-    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where that cannot be done; every rank must call."
+    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where no grid fits; every rank must call."
     cfg, start = s.cfg, time.perf_counter()
     batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
     try:
         packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
-    except GolfError as e:  # on all ranks alike
-        s.log.line(f"gptq: {e}; rounding to nearest instead")
+    except NothingFits as e:
+        s.log.line(f"gptq: {e}")
         return None
     s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
     return packed

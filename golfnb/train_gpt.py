@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 a751f46d525f20d1 | Apache-2.0
+# recipe pr549 | source sha256 c91507079b92eac5 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -3964,6 +3964,9 @@ SIZE_AIM = 0.998 # fraction of the target that we aim at
 
 SIZE_GOOD = 0.995 # fraction that is near enough
 
+class NothingFits(GolfError):
+    "No grid is coarse enough for a target; raised on all ranks alike."
+
 def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weights, any float dtype
                    target_bytes: int, # the container must have at most so many bytes
                    measure: Callable[[dict[str, Packed]], int], # bytes of the container of a packed state
@@ -3971,7 +3974,7 @@ def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weight
                    tries: int = 6, # packings at most, after the first
                    int6: Callable[[float | None], dict[str, Packed]] | None = None, # k -> all int6 matrices; None: pack_rows
                   ) -> tuple[dict[str, Packed], float | None, int]: # packed state, its k (None: GPTQ-lite), its bytes
-    "The finest quantization that fits. Raises GolfError when even the coarsest does not."
+    "The finest quantization that fits. Raises NothingFits when even the coarsest does not."
     packed = quantize_state(named, False, small=small)
     names = [name for name, p in packed.items() if p.kind == "int6"]
     if int6 is None:
@@ -3993,7 +3996,7 @@ def size_to_target(named: Mapping[str, torch.Tensor], # published name -> weight
         if best and (best[2] >= SIZE_GOOD * target_bytes or k == K_FINEST) or not best and k == K_COARSEST:
             break
     if best is None:
-        raise GolfError(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; allow at least that much or train a smaller model")
+        raise NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; allow at least that much or train a smaller model")
     return best
 
 def gptq_state(model: Golf, # holds the weights that will be quantized
@@ -5169,18 +5172,18 @@ def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
     "As `choose_grid`; where nothing fits, the coarsest grid, so that a finished run is not lost."
     try:
         return choose_grid(s.cfg, named, target, measure)
-    except GolfError as e:
+    except NothingFits as e:
         s.log.line(str(e))
         return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
 
 def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict | None:
-    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where that cannot be done; every rank must call."
+    "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where no grid fits; every rank must call."
     cfg, start = s.cfg, time.perf_counter()
     batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
     try:
         packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
-    except GolfError as e:  # on all ranks alike
-        s.log.line(f"gptq: {e}; rounding to nearest instead")
+    except NothingFits as e:
+        s.log.line(f"gptq: {e}")
         return None
     s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
     return packed
