@@ -268,7 +268,10 @@ class Lanes:
         self.keys, self.values = (torch.zeros(cfg.num_layers, lanes, cfg.num_kv_heads, cfg.eval_seq_len // size * size, cfg.head_dim, dtype=model.compute, device=device) for _ in range(2))
         self.total, self.at = torch.zeros(3, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         self.lane, self.place = torch.arange(lanes, device=device)[:, None], torch.arange(size, device=device)
-        self.recorded = Recorded(self.advance, device)
+        steps, again = plan["again"].nonzero()
+        self.rows = torch.from_numpy(np.stack([again, plan["first"][steps, again]], 1)).to(device)  # lane and first target of each new row
+        self.half, self.row = int(plan["fill"][steps[:1], again[:1]].sum()), torch.zeros(1, dtype=torch.int64, device=device)
+        self.recorded, self.read_again = Recorded(self.advance, device), Recorded(self.begin_row, device)
 
     def window(self, first: Tensor,  # int64 [lanes] first targets
                before: int, size: int) -> Tensor:  # int64 [lanes, before + size]
@@ -279,7 +282,7 @@ class Lanes:
         "Score each lane's next chunk, add it up, learn from it, store its keys."
         first, count, fill, goes_on = (self.plan[k].index_select(0, self.at)[0] for k in ("first", "count", "fill", "goes_on"))
         ids, goes_on = self.window(first, 2, len(self.place) + 1), goes_on.to(self.masters.dtype)
-        loss, nats, k, v = self.step_fn(ids, fill, self.flat, self.keys, self.values, goes_on)
+        loss, nats, k, v = self.step_fn(ids, fill, self.flat, self.keys[..., :-len(self.place), :], self.values[..., :-len(self.place), :], goes_on)  # nothing looks at a row's last chunk
         valid = self.place < count[:, None]
         n_bytes = target_bytes(self.table, ids[:, 2:-1], ids[:, 3:]) * valid
         self.total += torch.stack([torch.where(valid, nats, 0).double().sum(), n_bytes.sum().double(), valid.sum().double()])
@@ -294,14 +297,13 @@ class Lanes:
             self.at += 1
 
     @torch.no_grad()
-    def begin_rows(self, step: int):
+    def begin_row(self):
         "Where a document begins a new row: read the half row before its chunk again, with its adapters as they are."
-        for lane in np.flatnonzero(self.host["again"][step]).tolist():
-            fill, first = int(self.host["fill"][step, lane]), int(self.host["first"][step, lane])
-            zero = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
-            ids = self.window(zero + (first - fill), 2, fill)
-            k, v = self.reread_fn(ids, zero, self.flat[lane:lane + 1], self.keys[:, lane:lane + 1, :, :0], self.values[:, lane:lane + 1, :, :0])
-            self.keys[:, lane, :, :fill], self.values[:, lane, :, :fill] = k[:, 0], v[:, 0]
+        lane, first = self.rows.index_select(0, self.row).unbind(1)
+        k, v = self.reread_fn(self.window(first - self.half, 2, self.half), torch.zeros_like(first), self.flat.index_select(0, lane), self.keys[:, :1, :, :0], self.values[:, :1, :, :0])
+        for stored, new in ((self.keys, k), (self.values, v)):
+            stored[..., :self.half, :].index_copy_(1, lane, new)
+        self.row += 1
 
 # %% ../nbs/18b_adapters.ipynb #d997f6ce
 def score_documents(model: Golf,               # filled with the decoded state; only its adapters move
@@ -325,7 +327,8 @@ def score_documents(model: Golf,               # filled with the decoded state; 
     lanes, steps = Lanes(model, tokens, table, cfg, plan, step, room), len(plan["doc"])
     for s in range(steps):
         docs, a, b, on = (plan[k][s] for k in ("doc", "first", "count", "goes_on"))
-        lanes.begin_rows(s)
+        for _ in range(plan["again"][s].sum()):
+            lanes.read_again()
         ledger.scored(docs[docs >= 0], a[docs >= 0], (a + b)[docs >= 0])
         ledger.train(docs[on > 0], a[on > 0], (a + b)[on > 0])
         lanes.recorded()

@@ -266,12 +266,13 @@ def tail_block(rig: TailRig, count: int) -> dict[str, list[float]]:  # ms
 def host_costs(cfg: Config, ranks: Ranks,
                rounds: int,  # samples of each
                ) -> dict[str, list[float]]:  # us
-    "Host time of a step with few and with many banks, and with global clipping; time on the device from backward to the first reduce-scatter."
+    "Host time of a step with few and with many banks, with global clipping and with separate parameters; time on the device from backward to the first reduce-scatter."
     n, w = 2 * cfg.num_layers, ranks.world
     rows = -(-n // w)
     many = ",".join(f"mlp{min(w, n - w * i)}" for i in range(rows))
     plans = {"few": f"qo{n},kv{n},mlp{n}", "many": f"qo{n},kv{n},{many}"}
     rigs = {name: TailRig(replace(cfg, plan=text, clip="local"), ranks) for name, text in plans.items()} | {"global": TailRig(replace(cfg, plan=plans["few"], clip="global"), ranks)}
+    rigs["separate"] = TailRig(replace(cfg, plan="pr125", clip="local"), ranks)
     found = {}
     for i in range(rounds + 3):
         for name, rig in rigs.items():
@@ -279,7 +280,7 @@ def host_costs(cfg: Config, ranks: Ranks,
             start = time.perf_counter()
             rig.step()
             if i >= 3:
-                found.setdefault(f"host {name} {len(rig.layout.banks)}", []).append(1e6 * (time.perf_counter() - start))
+                found.setdefault(f"host {name} {len(rig.layout.banks)} {rig.layout.parts()}", []).append(1e6 * (time.perf_counter() - start))
     few = rigs["few"]
     found[f"prepare {2 * sum(b.numel for b in few.layout.banks)} {few.small_bytes}"] = [1e3 * step_parts(few)[0] for _ in range(rounds)]
     return found
@@ -298,11 +299,12 @@ def links_of(samples: dict[str, list[float]], world: int) -> Links:
     update = {k.split()[1]: list(line) for k, line in lines.items() if k.startswith("update")}
     rates = [newton_schulz_flops(*map(int, k.split("x"))) / (each * 1e6) for k, (_, each) in update.items()]
     beside = [mid[k] / mid[k.removesuffix(" beside")] for k in mid if k.endswith("beside")]
-    host = {k.split()[1]: (int(k.split()[2]), v) for k, v in mid.items() if k.startswith("host")}
-    (few, t_few), (many, t_many), (_, t_global) = (host.get(k, (3, 0.0)) for k in ("few", "many", "global"))
+    host = {k.split()[1]: (*map(int, k.split()[2:]), v) for k, v in mid.items() if k.startswith("host")}
+    (few, _, t_few), (many, _, t_many), (_, _, t_global), (apart, parts, t_apart) = (host.get(k, (3, 0, 0.0)) for k in ("few", "many", "global", "separate"))
     call = max(0.0, (t_many - t_few) / (3 * (many - few))) if many > few else 0.0
+    each = max(0.0, t_apart - t_few - 3 * (apart - few) * call) / max(1, parts)
     links = Links(*sent.get("scatter", [0.0, 1e6]), max(rates), mid["launch"], sent, update, max(1.0, median(beside)) if beside else 1.0,
-                  memory_gbps=2 * 4 * (1 << 24) / (mid["pass"] * 1e3), start_us=max(0.0, t_few - 3 * few * call), call_us=call, norm_us=max(0.0, t_global - t_few))
+                  memory_gbps=2 * 4 * (1 << 24) / (mid["pass"] * 1e3), start_us=max(0.0, t_few - 3 * few * call), call_us=call, norm_us=max(0.0, t_global - t_few), part_us=each)
     for key in (k for k in mid if k.startswith("prepare")):
         banks, small = map(float, key.split()[1:])
         known = CLIP_PASSES * banks / (links.memory_gbps * 1e3) + transfer_us(small, world, links, "all-reduce")

@@ -179,6 +179,8 @@ class Layout:
         real = sum(m.rows * m.cols for _, _, m in self)
         return sum(b.numel for b in self.banks) / real - 1
 
+    def parts(self) -> int: return self.separate * sum(b.real for b in self.banks)  # parameters of their own; 0 where a bank is one
+
 # %% ../nbs/04_layout.ipynb #d1d0b9fe
 def group_matrices(matrices: list[Matrix],  # in the order that slots shall have
                    world: int,              # number of ranks

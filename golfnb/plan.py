@@ -85,6 +85,7 @@ class Links:
     start_us: float = 0.0      # host: from the end of backward to the first collective
     call_us: float = 0.0       # host: to start one collective, or the update of one bank
     norm_us: float = 0.0       # host: to start what global clipping needs between scatters and updates
+    part_us: float = 0.0       # host: to collect the gradient of one separate parameter
 
 # %% ../nbs/11_plan.ipynb #2e5ddfdd
 def read_links(path: Path | str,  # what `golfnb bench links` wrote
@@ -167,7 +168,7 @@ def predict(plan: Plan, layout: Layout, links: Links,
     "The predicted timeline of one optimizer step, from the end of backward to the last gathered weight."
     check_plan(plan, layout)
     events, free, arrived, world = [], {"net": 0.0, "gpu": 0.0}, {}, layout.world
-    said = links.start_us if host else 0.0  # when the host has come so far
+    said = links.start_us + layout.parts() * links.part_us if host else 0.0  # when the host has come so far
     call = links.call_us if host else 0.0
     ready = max(said, prepare_us(layout, links, clip))
     slow = 1.0  # no kernels beside the first transfers
