@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ADAPTER_EPS', 'document_spans', 'row_fill', 'deal_documents', 'lanes_needed', 'lane_plan', 'adapter_shapes',
            'first_adapters', 'adapter_pairs', 'adapted_linear', 'embed_chunk', 'attend_stored', 'adapted_block',
-           'adapted_walk', 'adapted_step', 'reread', 'adapter_update', 'DocumentLedger', 'Lanes', 'score_documents',
+           'adapted_walk', 'chunk_loss', 'adapted_step', 'adapter_update', 'DocumentLedger', 'Lanes', 'score_documents',
            'StepWitness', 'document_trial', 'audit_independence', 'audit_document_order', 'audit_documents']
 
 # %% ../nbs/18b_adapters.ipynb #75024de7
@@ -100,20 +100,21 @@ def adapter_shapes(model: Golf) -> list[tuple[int, int]]:  # (out, in) of each o
 
 
 def first_adapters(model: Golf, rank: int,
-                   seed: int = 0) -> Tensor:  # [parameters of one document], fp32 (fp64 of an fp64 model), on the model's device
-    "A [in, rank] uniform in +-1/sqrt(in), then B [rank, out] zero, matrix after matrix, block after block."
+                   seed: int = 0) -> Tensor:  # [layers, parameters of a block], fp32 (fp64 of an fp64 model), on the model's device
+    "What each document starts with: A [in, rank] uniform in +-1/sqrt(in), then B [rank, out] zero, matrix after matrix."
     g, parts = torch.Generator().manual_seed(seed), []
     for rows, cols in adapter_shapes(model) * model.cfg.num_layers:
         parts += [(2 * torch.rand(rank * cols, generator=g, dtype=torch.float64) - 1) / math.sqrt(cols), torch.zeros(rows * rank, dtype=torch.float64)]
-    return torch.cat(parts).to(model.tok_emb.device, torch.promote_types(model.compute, torch.float32))
+    return torch.cat(parts).view(model.cfg.num_layers, -1).to(model.tok_emb.device, torch.promote_types(model.compute, torch.float32))
 
 
-def adapter_pairs(model: Golf, flat: Tensor,  # float [lanes, parameters]
-                  rank: int) -> list[list[tuple[Tensor, Tensor]]]:  # per block, per matrix: A [lanes, in, rank], B [lanes, rank, out]; dtype of flat
-    "The adapters of all lanes as views."
-    shapes, layers = adapter_shapes(model), model.cfg.num_layers
-    parts = iter(flat.split([rank * n for shape in shapes * layers for n in reversed(shape)], 1))
-    return [[(next(parts).unflatten(1, (cols, rank)), next(parts).unflatten(1, (rank, rows))) for rows, cols in shapes] for _ in range(layers)]
+def adapter_pairs(flat: Tensor,  # float [lanes, parameters of a block]
+                  w: BlockWeights) -> list[tuple[Tensor, Tensor]]:  # per matrix: A [lanes, in, rank], B [lanes, rank, out]; dtype of flat
+    "A block's adapters as views."
+    shapes = [m.shape for m in w[:len(BLOCK_MATRICES)]]
+    rank = flat.shape[1] // sum(map(sum, shapes))
+    parts = iter(flat.split([rank * n for shape in shapes for n in reversed(shape)], 1))
+    return [(next(parts).unflatten(1, (cols, rank)), next(parts).unflatten(1, (rank, rows))) for rows, cols in shapes]
 
 
 def adapted_linear(x: Tensor,       # float [lanes, T, in]
@@ -147,76 +148,86 @@ def attend_stored(q: Tensor,  # float [lanes, T, H, head]
 # %% ../nbs/18b_adapters.ipynb #cb281684
 def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D], compute dtype
                   w: BlockWeights,
-                  pairs: list,               # A and B of each matrix, see adapter_pairs
-                  block: BlockTraits,
+                  norm: Tensor,              # [D] factor after its norms, fp32 (or fp64)
+                  flat: Tensor,              # [lanes, parameters of a block] its adapters, dtype of x
                   cos: Tensor, sin: Tensor,  # [lanes * T, rope_dims/2]
                   ve: Tensor | None,         # [lanes, T, KV*head], compute dtype
-                  past: tuple[Tensor, Tensor],  # stored keys and values, [lanes, KV, S, head] each, dtype of x
-                  mask: Tensor,              # bool [lanes, 1, 1, T, S + T]
-                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [lanes, KV, T, head]; dtype of x
+                  keys: Tensor, values: Tensor,  # stored: [lanes, KV, S, head], dtype of x
+                  fill: Tensor,              # int64 [lanes] how many of them each lane has
+                  head: int, slope: float, xsa: bool,  # see BlockTraits
+                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [lanes, KV, T, head], without gradient; dtype of x
     "One block, as `run_block` of chapter 08."
-    x_in, n = mix_norm(x, x0, w.mix, block.norm_scale)
-    q, k, v = (adapted_linear(n, m, p) for m, p in zip(w[:3], pairs))
-    q, k, v = (t.unflatten(-1, (-1, block.head_dim)) for t in (q, k, v if ve is None else v + ve))
+    pairs, T = adapter_pairs(flat, w), x.shape[1]
+    place, stored = (torch.arange(n, device=x.device) for n in (T, keys.shape[2]))
+    mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None, None]
+    x_in, n = mix_norm(x, x0, w.mix, norm)
+    q, k, v = (adapted_linear(n.to(x.dtype), m, p) for m, p in zip(w[:3], pairs))
+    q, k, v = (t.unflatten(-1, (-1, head)) for t in (q, k, v if ve is None else v + ve))
     q, k = (t.view_as(s) for t, s in zip(qk_norm_rope_gain(q.flatten(0, 1)[None], k.flatten(0, 1)[None], cos, sin, w.gain), (q, k)))
-    y = attend_stored(q, (past[0], k.transpose(1, 2)), (past[1], v.transpose(1, 2)), mask)
-    y = exclusive(y, v) if block.xsa else y
+    y = attend_stored(q, (keys, k.transpose(1, 2)), (values, v.transpose(1, 2)), mask)
+    y = exclusive(y, v) if xsa else y
     x1 = x_in + w.attn_scale.to(x.dtype) * adapted_linear(y.flatten(2), w.out, pairs[3])
-    h = squared_leaky(adapted_linear(rms_norm(x1) * block.norm_scale, w.up, pairs[4]), block.slope)
-    return x1 + w.mlp_scale.to(x.dtype) * adapted_linear(h, w.down, pairs[5]), k.transpose(1, 2), v.transpose(1, 2)
+    h = squared_leaky(adapted_linear((rms_norm(x1) * norm).to(x.dtype), w.up, pairs[4]), slope)
+    return x1 + w.mlp_scale.to(x.dtype) * adapted_linear(h, w.down, pairs[5]), k.transpose(1, 2).detach(), v.transpose(1, 2).detach()
 
 # %% ../nbs/18b_adapters.ipynb #4e84a7eb
 def adapted_walk(model: Golf,
                  ids: Tensor,   # int64 [lanes, 2 + T], see embed_chunk
                  fill: Tensor,  # int64 [lanes]
-                 flat: Tensor,  # [lanes, parameters] adapters, compute dtype
+                 flats: list[Tensor],  # per block [lanes, parameters of a block], compute dtype
                  keys: Tensor, values: Tensor,  # stored: [layers, lanes, KV, S, head], compute dtype
-                 cfg: Config,   # ttt_lora_rank, and eval_seq_len: a row's length sets the rotary base
+                 cfg: Config,   # eval_seq_len: a row's length sets the rotary base
+                 run: Callable,  # adapted_block, compiled or not
                  ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [layers, lanes, KV, T, head]; compute dtype
     "All blocks with their skips, from tokens to the last residual stream."
-    T, S, layers = ids.shape[1] - 2, keys.shape[3], model.cfg.num_layers
-    x = x0 = embed_chunk(model, ids, fill)
-    ves, weights, pairs = value_embeddings(model, ids[:, 2:]), block_weights(model), adapter_pairs(model, flat, cfg.ttt_lora_rank)
-    place, stored = torch.arange(T, device=ids.device), torch.arange(S, device=ids.device)
-    cos, sin = (table[(fill[:, None] + place).flatten()] for table in model_rotary(model, cfg.eval_seq_len))
-    mask = torch.cat([(stored < fill[:, None])[:, None].expand(-1, T, -1), (place <= place[:, None]).expand(len(fill), -1, -1)], 2)[:, None, None]
+    layers = model.cfg.num_layers
+    x0 = embed_chunk(model, ids, fill)
+    x = x0.detach().requires_grad_(torch.is_grad_enabled())  # so that the first block is of the same kind as the second
+    ves, weights = value_embeddings(model, ids[:, 2:]), block_weights(model)
+    places = (fill[:, None] + torch.arange(ids.shape[1] - 2, device=ids.device)).flatten()
+    cos, sin = (table[places] for table in model_rotary(model, cfg.eval_seq_len))
     half, source, outputs, made = layers // 2, skip_source(layers), {}, []
     skips = skip_factors(model) if half else ()
     for i in model.order:
         block = model.blocks[i]
         if source[i] is not None:
             x = x + skips[i - half] * outputs[source[i]]
-        x, k, v = adapted_block(x, x0, weights[i], pairs[i], block, cos, sin, None if block.ve is None else ves[block.ve], (keys[i], values[i]), mask)
+        norm = torch.full_like(model.attn_scale[i], block.norm_scale)
+        x, k, v = run(x, x0, weights[i], norm, flats[i], cos, sin, None if block.ve is None else ves[block.ve], keys[i], values[i], fill, block.head_dim, block.slope, block.xsa)
         outputs[i] = x
         made.append((k, v))
     return x, *(torch.stack(t) for t in zip(*made))
 
 # %% ../nbs/18b_adapters.ipynb #e0d135e3
+def chunk_loss(x: Tensor,        # [lanes, T, D] the last residual stream
+               table: Tensor,    # [V, D] token embedding, any float dtype
+               targets: Tensor,  # int64 [lanes, T]
+               goes_on: Tensor,  # float [lanes]
+               cap: float) -> tuple[Tensor, Tensor]:  # loss [], nats [lanes, T] without gradient
+    "Each target's nats, and their mean in each lane, summed over the lanes that go on."
+    nats = token_nll(F.linear(rms_norm(x), table.to(x.dtype)), targets, cap)
+    return (nats.mean(1) * goes_on).sum(), nats.detach()
+
+
 def adapted_step(model: Golf, cfg: Config) -> Callable:
-    "(ids [lanes, 2 + T + 1], fill, flat, keys, values, goes_on [lanes]) -> loss, nats [lanes, T], the chunk's keys and values."
-    def step(ids, fill, flat, keys, values, goes_on):
-        x, k, v = adapted_walk(model, ids[:, :-1], fill, flat, keys, values, cfg)
-        nats = token_nll(F.linear(rms_norm(x), model.tok_emb.to(x.dtype)), ids[:, 3:], model.cap)
-        return (nats.mean(1) * goes_on).sum(), nats.detach(), k.detach(), v.detach()
-    return step
+    "(ids [lanes, 2 + T + 1], fill, flats, keys, values, goes_on [lanes]) -> loss, nats [lanes, T], the chunk's keys and values; compiled where the settings say so."
+    run, score = (compiled(f, cfg, model.tok_emb.device) for f in (adapted_block, chunk_loss))
 
-
-def reread(model: Golf, cfg: Config) -> Callable:
-    "(ids [1, 2 + T], fill, flat, keys, values) -> the keys and values of tokens that are read again."
-    def step(ids, fill, flat, keys, values):
-        return adapted_walk(model, ids, fill, flat, keys, values, cfg)[1:]
+    def step(ids, fill, flats, keys, values, goes_on):
+        x, k, v = adapted_walk(model, ids[:, :-1], fill, flats, keys, values, cfg, run)
+        return *score(x, model.tok_emb, ids[:, 3:], goes_on, model.cap), k, v
     return step
 
 # %% ../nbs/18b_adapters.ipynb #4cd6e0c3
 ADAPTER_EPS = 1e-10
 
 
-def adapter_update(flat: Tensor,     # [lanes, parameters] adapters as the step reads them, compute dtype, in place
+def adapter_update(flat: Tensor,     # [lanes, parameters of a block] adapters as the step reads them, compute dtype, in place
                    masters: Tensor, second: Tensor,  # fp32 (or fp64), same shape, in place: their masters and mean squared gradient
-                   count: Tensor,    # [lanes, 1] steps so far, dtype of masters, in place
+                   count: Tensor,    # [lanes, 1] steps so far, dtype of masters
                    grad: Tensor,     # like flat
                    goes_on: Tensor,  # [lanes], dtype of masters: 1 where the document has another chunk
-                   first: Tensor,    # [parameters], dtype of masters
+                   first: Tensor,    # [parameters of a block], dtype of masters
                    lr: float, beta2: float) -> None:
     "One step of Adam without momentum in the lanes that go on, a fresh start in the others."
     on, grad = goes_on[:, None] > 0, grad.to(masters.dtype)
@@ -225,7 +236,6 @@ def adapter_update(flat: Tensor,     # [lanes, parameters] adapters as the step 
     masters.copy_(moved)
     flat.copy_(moved)
     second.copy_(torch.where(on, mean_square, 0))
-    count.copy_(torch.where(on, steps, 0))
 
 # %% ../nbs/18b_adapters.ipynb #c5c8d102
 class DocumentLedger:
@@ -260,10 +270,11 @@ class Lanes:
         device, lanes, size = tokens.device, plan["doc"].shape[1], cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
-        self.step_fn, self.reread_fn, self.update = (compiled(f, cfg, device) for f in (step or adapted_step(model, cfg), reread(model, cfg), adapter_update))
+        self.step, self.update = step or adapted_step(model, cfg), compiled(adapter_update, cfg, device)
         self.first = first_adapters(model, cfg.ttt_lora_rank)
-        self.masters = self.first.repeat(lanes, 1)
-        self.flat = self.masters.to(model.compute, copy=True).requires_grad_()
+        self.masters = self.first[:, None].repeat(1, lanes, 1)
+        self.flat = self.masters.to(model.compute, copy=True)
+        self.flats = [block.detach().requires_grad_() for block in self.flat.unbind(0)]
         self.second, self.count = torch.zeros_like(self.masters), torch.zeros(lanes, 1, dtype=self.masters.dtype, device=device)
         self.keys, self.values = (torch.zeros(cfg.num_layers, lanes, cfg.num_kv_heads, cfg.eval_seq_len // size * size, cfg.head_dim, dtype=model.compute, device=device) for _ in range(2))
         self.total, self.at = torch.zeros(3, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
@@ -282,16 +293,18 @@ class Lanes:
         "Score each lane's next chunk, add it up, learn from it, store its keys."
         first, count, fill, goes_on = (self.plan[k].index_select(0, self.at)[0] for k in ("first", "count", "fill", "goes_on"))
         ids, goes_on = self.window(first, 2, len(self.place) + 1), goes_on.to(self.masters.dtype)
-        loss, nats, k, v = self.step_fn(ids, fill, self.flat, self.keys[..., :-len(self.place), :], self.values[..., :-len(self.place), :], goes_on)  # nothing looks at a row's last chunk
+        loss, nats, k, v = self.step(ids, fill, self.flats, self.keys[..., :-len(self.place), :], self.values[..., :-len(self.place), :], goes_on)  # nothing looks at a row's last chunk
         valid = self.place < count[:, None]
         n_bytes = target_bytes(self.table, ids[:, 2:-1], ids[:, 3:]) * valid
         self.total += torch.stack([torch.where(valid, nats, 0).double().sum(), n_bytes.sum().double(), valid.sum().double()])
         if self.out is not None:
             at = torch.where(valid, first[:, None] + self.place, self.tokens.numel() - 1)  # one place past the last target takes what does not count
             self.out.scatter_(0, at.flatten(), nats.flatten().to(self.out.dtype))
-        grad, = torch.autograd.grad(loss, self.flat)
+        grads = torch.autograd.grad(loss, self.flats)
         with torch.no_grad():
-            self.update(self.flat, self.masters, self.second, self.count, grad, goes_on, self.first, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
+            for flat, master, second, grad, start in zip(self.flat, self.masters, self.second, grads, self.first):
+                self.update(flat, master, second, self.count, grad, goes_on, start, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
+            self.count.copy_((self.count + 1) * goes_on[:, None])
             for stored, new in ((self.keys, k), (self.values, v)):
                 stored.transpose(2, 3)[:, self.lane, fill[:, None] + self.place] = new.transpose(2, 3)
             self.at += 1
@@ -300,7 +313,8 @@ class Lanes:
     def begin_row(self):
         "Where a document begins a new row: read the half row before its chunk again, with its adapters as they are."
         lane, first = self.rows.index_select(0, self.row).unbind(1)
-        k, v = self.reread_fn(self.window(first - self.half, 2, self.half), torch.zeros_like(first), self.flat.index_select(0, lane), self.keys[:, :1, :, :0], self.values[:, :1, :, :0])
+        flats, none = [f.index_select(0, lane) for f in self.flat], (stored[:, :1, :, :0] for stored in (self.keys, self.values))
+        _, k, v = adapted_walk(self.model, self.window(first - self.half, 2, self.half), torch.zeros_like(first), flats, *none, self.cfg, adapted_block)  # recorded as it is: a further compilation would cost more than it saves
         for stored, new in ((self.keys, k), (self.values, v)):
             stored[..., :self.half, :].index_copy_(1, lane, new)
         self.row += 1
@@ -349,10 +363,10 @@ class StepWitness:
     def __init__(self, model: Golf, cfg: Config):
         self.step, self.forwards, self.rows = adapted_step(model, cfg), 0, []
 
-    def __call__(self, ids, fill, flat, keys, values, goes_on):
+    def __call__(self, ids, fill, flats, keys, values, goes_on):
         self.forwards += 1
         self.rows.append(ids[goes_on > 0, 2:].clone())
-        return self.step(ids, fill, flat, keys, values, goes_on)
+        return self.step(ids, fill, flats, keys, values, goes_on)
 
 # %% ../nbs/18b_adapters.ipynb #633ddab9
 def document_trial(model: Golf, state: dict[str, Tensor], tokens: Tensor, table: ByteTable, cfg: Config) -> Trial:

@@ -89,7 +89,7 @@ def oracle_document(model, cfg, ids):
     "Nats of the targets ids[1:] of one document."
     from golfnb.model import block_weights
     base = [[m.detach() for m in w[:6]] for w in block_weights(model)]
-    flat, pairs, at = first_adapters(model, cfg.ttt_lora_rank), {}, 0
+    flat, pairs, at = first_adapters(model, cfg.ttt_lora_rank).flatten(), {}, 0
     for layer, (kind, (rows, cols)) in itertools.product(range(cfg.num_layers), enumerate(adapter_shapes(model))):
         for part, shape in (("a", (cols, cfg.ttt_lora_rank)), ("b", (cfg.ttt_lora_rank, rows))):
             pairs[layer, kind, part] = flat[at:at + math.prod(shape)].view(shape).clone().requires_grad_()
@@ -141,7 +141,7 @@ def test_computing_in_bfloat16(dtypes):
     model, _ = golf_on(slow, ALONE, torch.bfloat16)
     lanes = adapters.Lanes(model.requires_grad_(False), tokens, random_table(), slow, lane_plan(document_spans(tokens), slow, ALONE))
     lanes.recorded()
-    assert lanes.masters.dtype == torch.float32 and lanes.flat.dtype == torch.bfloat16 and torch.equal(lanes.flat, lanes.masters.to(torch.bfloat16)) and (lanes.masters != lanes.first).any()
+    assert lanes.masters.dtype == torch.float32 and lanes.flat.dtype == torch.bfloat16 and torch.equal(lanes.flat, lanes.masters.to(torch.bfloat16)) and (lanes.masters != lanes.first[:, None]).any()
 
 
 # --- without learning it is the model on rows
@@ -332,10 +332,10 @@ def learns_before_it_scores(monkeypatch):
 
     def cheating(model, cfg):
         step = honest(model, cfg)
-        def twice(ids, fill, flat, keys, values, goes_on):
-            loss = step(ids, fill, flat, keys, values, torch.ones_like(goes_on))[0]
-            grad, = torch.autograd.grad(loss, flat)
-            return step(ids, fill, flat, keys, values, goes_on)[0], *step(ids, fill, (flat - 0.5 * grad).detach(), keys, values, goes_on)[1:]
+        def twice(ids, fill, flats, keys, values, goes_on):
+            grads = torch.autograd.grad(step(ids, fill, flats, keys, values, torch.ones_like(goes_on))[0], flats)
+            learnt = [(f - 0.5 * g).detach() for f, g in zip(flats, grads)]
+            return step(ids, fill, flats, keys, values, goes_on)[0], *step(ids, fill, learnt, keys, values, goes_on)[1:]
         return twice
     monkeypatch.setattr(adapters, "adapted_step", cheating)
 
