@@ -270,7 +270,7 @@ class Lanes:
         device, lanes, size = tokens.device, plan["doc"].shape[1], cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
-        self.step, self.update = step or adapted_step(model, cfg), compiled(adapter_update, cfg, device)
+        self.step, self.run, self.update = step or adapted_step(model, cfg), compiled(adapted_block, cfg, device), compiled(adapter_update, cfg, device)
         self.first = first_adapters(model, cfg.ttt_lora_rank)
         self.masters = self.first[:, None].repeat(1, lanes, 1)
         self.flat = self.masters.to(model.compute, copy=True)
@@ -314,7 +314,7 @@ class Lanes:
         "Where a document begins a new row: read the half row before its chunk again, with its adapters as they are."
         lane, first = self.rows.index_select(0, self.row).unbind(1)
         flats, none = [f.index_select(0, lane) for f in self.flat], (stored[:, :1, :, :0] for stored in (self.keys, self.values))
-        _, k, v = adapted_walk(self.model, self.window(first - self.half, 2, self.half), torch.zeros_like(first), flats, *none, self.cfg, adapted_block)  # recorded as it is: a further compilation would cost more than it saves
+        _, k, v = adapted_walk(self.model, self.window(first - self.half, 2, self.half), torch.zeros_like(first), flats, *none, self.cfg, self.run)
         for stored, new in ((self.keys, k), (self.values, v)):
             stored[..., :self.half, :].index_copy_(1, lane, new)
         self.row += 1

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run_folder', 'count_tokens', 'open_session',
            'Machine', 'build_machine', 'keep_traces', 'plain_score', 'score_line', 'artifact_meta', 'progress_lines',
-           'train_phase', 'averaged_phase', 'choose_grid', 'nearest_grid', 'gptq_grid', 'pack_phase', 'score_phase',
-           'run', 'device_name', 'announce', 'script_main']
+           'train_phase', 'averaged_phase', 'choose_grid', 'nearest_grid', 'in_time', 'gptq_grid', 'pack_phase',
+           'score_phase', 'run', 'device_name', 'announce', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
 import hashlib
@@ -240,16 +240,32 @@ def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
         return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
 
 
+def in_time(batches, limit_ms: float, device, say):
+    "As many of the batches as the time allows (0: all), at least one; at the end `say` is called with their number and the milliseconds until the last had been computed with."
+    start, taken = time.perf_counter(), [0.0]
+    for ids in batches:
+        yield ids
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(1000 * (time.perf_counter() - start))
+        if limit_ms and 2 * taken[-1] - taken[-2] > limit_ms:  # the next may take as long as the last
+            break
+    say(len(taken) - 1, taken[-1])
+
+
 def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict | None:
     "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where no grid fits; every rank must call."
     cfg, start = s.cfg, time.perf_counter()
+
+    def say(count, ms): s.log.line(f"gptq: {count} of {cfg.gptq_calib_samples} calibration batches per rank, {ms:.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
     batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
+    batches = in_time(batches, cfg.gptq_reserve_ms if cfg.max_wallclock_seconds else 0.0, s.ranks.device, say)
     try:
         packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
     except NothingFits as e:
         s.log.line(f"gptq: {e}")
         return None
-    s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
+    s.log.line(f"gptq: all matrices and their grid in {1000 * (time.perf_counter() - start):.0f}ms, calibration included")
     return packed
 
 # %% ../nbs/19_run.ipynb #429359ab

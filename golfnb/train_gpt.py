@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 40635e6e33d2b3e0 | Apache-2.0
+# recipe pr549 | source sha256 7feb077aa9520572 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -4922,7 +4922,7 @@ class Lanes:
         device, lanes, size = tokens.device, plan["doc"].shape[1], cfg.ttt_chunk_size
         self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
-        self.step, self.update = step or adapted_step(model, cfg), compiled(adapter_update, cfg, device)
+        self.step, self.run, self.update = step or adapted_step(model, cfg), compiled(adapted_block, cfg, device), compiled(adapter_update, cfg, device)
         self.first = first_adapters(model, cfg.ttt_lora_rank)
         self.masters = self.first[:, None].repeat(1, lanes, 1)
         self.flat = self.masters.to(model.compute, copy=True)
@@ -4966,7 +4966,7 @@ class Lanes:
         "Where a document begins a new row: read the half row before its chunk again, with its adapters as they are."
         lane, first = self.rows.index_select(0, self.row).unbind(1)
         flats, none = [f.index_select(0, lane) for f in self.flat], (stored[:, :1, :, :0] for stored in (self.keys, self.values))
-        _, k, v = adapted_walk(self.model, self.window(first - self.half, 2, self.half), torch.zeros_like(first), flats, *none, self.cfg, adapted_block)  # recorded as it is: a further compilation would cost more than it saves
+        _, k, v = adapted_walk(self.model, self.window(first - self.half, 2, self.half), torch.zeros_like(first), flats, *none, self.cfg, self.run)
         for stored, new in ((self.keys, k), (self.values, v)):
             stored[..., :self.half, :].index_copy_(1, lane, new)
         self.row += 1
@@ -5195,16 +5195,31 @@ def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
         s.log.line(str(e))
         return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
 
+def in_time(batches, limit_ms: float, device, say):
+    "As many of the batches as the time allows (0: all), at least one; at the end `say` is called with their number and the milliseconds until the last had been computed with."
+    start, taken = time.perf_counter(), [0.0]
+    for ids in batches:
+        yield ids
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(1000 * (time.perf_counter() - start))
+        if limit_ms and 2 * taken[-1] - taken[-2] > limit_ms:  # the next may take as long as the last
+            break
+    say(len(taken) - 1, taken[-1])
+
 def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict | None:
     "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where no grid fits; every rank must call."
     cfg, start = s.cfg, time.perf_counter()
+
+    def say(count, ms): s.log.line(f"gptq: {count} of {cfg.gptq_calib_samples} calibration batches per rank, {ms:.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
     batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
+    batches = in_time(batches, cfg.gptq_reserve_ms if cfg.max_wallclock_seconds else 0.0, s.ranks.device, say)
     try:
         packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
     except NothingFits as e:
         s.log.line(f"gptq: {e}")
         return None
-    s.log.line(f"gptq: {cfg.gptq_calib_samples} calibration batches per rank, {1000 * (time.perf_counter() - start):.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
+    s.log.line(f"gptq: all matrices and their grid in {1000 * (time.perf_counter() - start):.0f}ms, calibration included")
     return packed
 
 def pack_phase(s: Session, m: Machine, averaged: dict, steps: int, code_bytes: int) -> Path:

@@ -114,6 +114,12 @@ def test_a_budget_that_no_grid_meets_keeps_the_coarsest(data, tmp_path, gptq):
     assert "over_budget" in out and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf.over").is_file() and "cannot quantize" in log
 
 
+def test_calibration_ends_in_its_time(data, tmp_path):
+    "A batch takes longer than a thousandth of a second, so the first is the last, and the log says so."
+    out, log = run_here(data, tmp_path, USE_GPTQ="1", GPTQ_RESERVE_MS="1", MAX_WALLCLOCK_SECONDS="600")
+    assert "gptq: 1 of 64 calibration batches per rank, " in log and out["sliding_bpb"] > 0
+
+
 def test_a_codec_without_its_package_is_missed_before_training(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "brotli", None)
     with pytest.raises(GolfError, match="brotli"):

@@ -146,5 +146,5 @@ def test_the_t_test_agrees_with_the_density_it_integrates():
 def test_what_a_log_says_is_read_as_it_stands(runs):
     facts, text = read_log((runs[1] / "train.log").read_text()), (runs[1] / "train.log").read_text()
     assert facts.seed == 2 and facts.world == 1 and facts.device == "cpu" and facts.steps == 2 and facts.label == "legal_ttt"
-    assert read_log(text + "gptq: 64 calibration batches per rank, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "calibration is training time"
+    assert read_log(text + "gptq: 64 of 64 calibration batches per rank, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "calibration is training time"
     assert command_settings({"recipe": "pr549", "matrix_lr": 0.03, "qat_banks": True, "seed": 5, "run_id": "x"}) == {"MATRIX_LR": "0.03", "QAT_BANKS": "1"}
