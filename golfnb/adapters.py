@@ -23,7 +23,7 @@ from torch import Tensor
 from .bpb import ByteTable, bits_per_byte, target_bytes
 from .config import Config, GolfError
 from .layers import exclusive, mix_norm, qk_norm_rope_gain, rms_norm, squared_leaky, token_nll
-from .model import BLOCK_MATRICES, BlockTraits, BlockWeights, Golf, block_weights, embed_input, load_named, model_rotary, skip_factors, skip_source, value_embeddings
+from .model import BLOCK_MATRICES, BlockWeights, Golf, block_weights, embed_input, load_named, model_rotary, skip_factors, skip_source, value_embeddings
 from .parallel_muon import Ranks, Recorded
 from .shards import BOS_ID
 from .train import LateReader, RunLog, compiled

@@ -173,7 +173,10 @@ def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int)
 
 def compiled(fn: Callable, cfg: Config, device: torch.device) -> Callable:
     "`fn` under torch.compile where the settings ask for it: COMPILE=1, or auto on CUDA."
-    return torch.compile(fn, dynamic=False, fullgraph=True) if cfg.compile == "1" or (cfg.compile == "auto" and device.type == "cuda") else fn
+    if cfg.compile == "0" or (cfg.compile == "auto" and device.type != "cuda"):
+        return fn
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # one function, blocks of several kinds, models of several shapes
+    return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
 def training_loss(model, cap: float):

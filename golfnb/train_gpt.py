@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 7feb077aa9520572 | Apache-2.0
+# recipe pr549 | source sha256 7f49a5b111cf7c8b | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -3494,7 +3494,10 @@ def backward_pass(loss_fn, ids: torch.Tensor, targets: torch.Tensor, accum: int)
 
 def compiled(fn: Callable, cfg: Config, device: torch.device) -> Callable:
     "`fn` under torch.compile where the settings ask for it: COMPILE=1, or auto on CUDA."
-    return torch.compile(fn, dynamic=False, fullgraph=True) if cfg.compile == "1" or (cfg.compile == "auto" and device.type == "cuda") else fn
+    if cfg.compile == "0" or (cfg.compile == "auto" and device.type != "cuda"):
+        return fn
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # one function, blocks of several kinds, models of several shapes
+    return torch.compile(fn, dynamic=False, fullgraph=True)
 
 def training_loss(model, cap: float):
     "The function (ids, targets) -> mean loss that training differentiates; `model` may be compiled."

@@ -143,7 +143,6 @@ def read_state(name: str, folder: Path, facts: dict) -> tuple[dict, dict]:
 
 def main(what: str, env=os.environ) -> None:
     ranks, began, longest = start_ranks(timeout_s=600.0), time.time(), 0.0
-    torch._dynamo.config.recompile_limit = 64  # several models, one forward
     cfg, folder = load_config(env), Path(env.get("OUT", HOME))
     jobs = jobs_of(what, cfg, env)
     for job in jobs:
