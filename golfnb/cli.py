@@ -248,15 +248,18 @@ def run_config(run_dir: Path, meta: dict) -> tuple:  # (Config, code bytes)
 # %% ../nbs/24_cli.ipynb #305c8883
 def pack_by_gptq(run_dir: Path, cfg, named: dict, floor: bool, target: int | None, measure) -> dict:
     "Full-Hessian GPTQ of a run's averaged weights on one device, calibrated on the run's own training shards."
+    from dataclasses import replace
     import torch
-    from golfnb.artifact import load_model
+    from golfnb.layout import model_layout
     from golfnb.loader import make_sampler
+    from golfnb.model import Golf, load_named
     from golfnb.parallel_muon import Ranks
     from golfnb.quantize import calibration_batches, gptq_state
     from golfnb.shards import find_shards
 
     device, dtype = ("cuda", torch.bfloat16) if gpu_count() else ("cpu", torch.float32)
-    model, _, _ = load_model(run_dir / "ema.golf", dtype, device)
+    model = Golf(replace(cfg, attention="auto"), model_layout(cfg, 1), dtype, device)  # with the run's plan and dtypes
+    load_named(model, named)
     sampler = make_sampler(cfg, find_shards(str(Path(cfg.data_path) / "fineweb_train_*.bin")), 0, 1)
     print(f"calibrating: {cfg.gptq_calib_samples} batches of training tokens on {device}", flush=True)
     return gptq_state(model, model.layout, {n: w.float().to(device) for n, w in named.items()}, calibration_batches(sampler, cfg.gptq_calib_samples, device), Ranks(device=device), floor,

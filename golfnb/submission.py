@@ -208,7 +208,7 @@ def track_faults(
     if first.world != RECORD_RANKS or RECORD_GPU not in first.device:
         yield Fault("hardware", f"a {track} submission runs on {RECORD_RANKS} {RECORD_GPU}, found {first.world} x {first.device}: run it there, or choose --track non-record")
     if claim.get("vocab_size") == 1024 and first.val_tokens < VAL_TOKENS_1024:
-        yield Fault("validation set", f"{first.val_tokens:,} targets were scored, the full validation split has {VAL_TOKENS_1024:,}: download all of it and score again")
+        yield Fault("validation set", f"{first.val_tokens:,} targets were scored, the full validation split has {VAL_TOKENS_1024:,}: download all of it (or, if it is all there, choose an EVAL_SEQ_LEN that divides that number) and score again")
     if track == "record":
         told, p = claim.get("target"), (claim.get("target") or {}).get("p")
         if not told:

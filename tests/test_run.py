@@ -114,6 +114,14 @@ def test_a_budget_that_no_grid_meets_keeps_the_coarsest(data, tmp_path, gptq):
     assert "over_budget" in out and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf.over").is_file() and "cannot quantize" in log
 
 
+@pytest.mark.parametrize("more", [{}, {"MATRIX_DTYPE": "bf16", "TABLE_DTYPE": "bf16"}, {"PLAN": "pr125"}, {"PLAN": "shared_mlp", "SCALE_FLOOR": "0"}])
+def test_gptq_packs_a_run_again_byte_for_byte(data, tmp_path, more):
+    "Whatever its weights were kept in, and in whatever order."
+    run_here(data, tmp_path, USE_GPTQ="1", MAX_WALLCLOCK_SECONDS="0", GPTQ_CALIB_SAMPLES="2", **more)
+    assert main_cli(["quantize", str(tmp_path / "here"), "-o", str(tmp_path / "again.golf")]) == 0
+    assert (tmp_path / "again.golf").read_bytes() == (tmp_path / "here" / "artifact.golf").read_bytes()
+
+
 def test_calibration_ends_in_its_time(data, tmp_path):
     "A batch takes longer than a thousandth of a second, so the first is the last, and the log says so."
     out, log = run_here(data, tmp_path, USE_GPTQ="1", GPTQ_RESERVE_MS="1", MAX_WALLCLOCK_SECONDS="600")
