@@ -154,7 +154,7 @@ def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D], compute dtype
                   ve: Tensor | None,         # [lanes, T, KV*head], compute dtype
                   keys: Tensor, values: Tensor,  # stored: [lanes, KV, S, head], dtype of x
                   fill: Tensor,              # int64 [lanes] how many of them each lane has
-                  head: int, slope: float, xsa: bool,  # see BlockTraits
+                  head: int, slope: float, xsa: bool,  # channels of a head; of the activation below zero: ratio; exclusive self-attention
                   ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [lanes, KV, T, head], without gradient; dtype of x
     "One block, as `run_block` of chapter 08."
     pairs, T = adapter_pairs(flat, w), x.shape[1]
@@ -203,7 +203,7 @@ def chunk_loss(x: Tensor,        # [lanes, T, D] the last residual stream
                table: Tensor,    # [V, D] token embedding, any float dtype
                targets: Tensor,  # int64 [lanes, T]
                goes_on: Tensor,  # float [lanes]
-               cap: float) -> tuple[Tensor, Tensor]:  # loss [], nats [lanes, T] without gradient
+               cap: float) -> tuple[Tensor, Tensor]:  # loss [], nats [lanes, T] without gradient; fp32 (or fp64)
     "Each target's nats, and their mean in each lane, summed over the lanes that go on."
     nats = token_nll(F.linear(rms_norm(x), table.to(x.dtype)), targets, cap)
     return (nats.mean(1) * goes_on).sum(), nats.detach()

@@ -240,8 +240,10 @@ def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
         return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
 
 
-def in_time(batches, limit_ms: float, device, say):
-    "As many of the batches as the time allows (0: all), at least one; at the end `say` is called with their number and the milliseconds until the last had been computed with."
+def in_time(batches,  # what takes time is done with each between two of them
+            limit_ms: float,  # milliseconds; 0: no limit
+            device: torch.device, say):  # say: called at the end with the number of batches and the milliseconds they took
+    "As many of the batches as the time allows, at least one."
     start, taken = time.perf_counter(), [0.0]
     for ids in batches:
         yield ids

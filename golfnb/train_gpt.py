@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 7f49a5b111cf7c8b | Apache-2.0
+# recipe pr549 | source sha256 8cdd5d9a8cfcc2b6 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -4816,7 +4816,7 @@ def adapted_block(x: Tensor, x0: Tensor,  # [lanes, T, D], compute dtype
                   ve: Tensor | None,         # [lanes, T, KV*head], compute dtype
                   keys: Tensor, values: Tensor,  # stored: [lanes, KV, S, head], dtype of x
                   fill: Tensor,              # int64 [lanes] how many of them each lane has
-                  head: int, slope: float, xsa: bool,  # see BlockTraits
+                  head: int, slope: float, xsa: bool,  # channels of a head; of the activation below zero: ratio; exclusive self-attention
                   ) -> tuple[Tensor, Tensor, Tensor]:  # x [lanes, T, D]; the chunk's keys and values [lanes, KV, T, head], without gradient; dtype of x
     "One block, as `run_block` of chapter 08."
     pairs, T = adapter_pairs(flat, w), x.shape[1]
@@ -4863,7 +4863,7 @@ def chunk_loss(x: Tensor,        # [lanes, T, D] the last residual stream
                table: Tensor,    # [V, D] token embedding, any float dtype
                targets: Tensor,  # int64 [lanes, T]
                goes_on: Tensor,  # float [lanes]
-               cap: float) -> tuple[Tensor, Tensor]:  # loss [], nats [lanes, T] without gradient
+               cap: float) -> tuple[Tensor, Tensor]:  # loss [], nats [lanes, T] without gradient; fp32 (or fp64)
     "Each target's nats, and their mean in each lane, summed over the lanes that go on."
     nats = token_nll(F.linear(rms_norm(x), table.to(x.dtype)), targets, cap)
     return (nats.mean(1) * goes_on).sum(), nats.detach()
@@ -5198,8 +5198,10 @@ def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
         s.log.line(str(e))
         return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
 
-def in_time(batches, limit_ms: float, device, say):
-    "As many of the batches as the time allows (0: all), at least one; at the end `say` is called with their number and the milliseconds until the last had been computed with."
+def in_time(batches,  # what takes time is done with each between two of them
+            limit_ms: float,  # milliseconds; 0: no limit
+            device: torch.device, say):  # say: called at the end with the number of batches and the milliseconds they took
+    "As many of the batches as the time allows, at least one."
     start, taken = time.perf_counter(), [0.0]
     for ids in batches:
         yield ids
