@@ -268,7 +268,7 @@ class Lanes:
                  step: Callable | None = None,  # see adapted_step
                  out: Tensor | None = None):    # float [N + 1]: receives each target's nats; the last place is for what does not count
         device, lanes, size = tokens.device, plan["doc"].shape[1], cfg.ttt_chunk_size
-        self.model, self.tokens, self.table, self.cfg, self.host, self.out = model, tokens, table, cfg, plan, out
+        self.model, self.tokens, self.table, self.cfg, self.out = model, tokens, table, cfg, out
         self.plan = {k: torch.from_numpy(plan[k]).to(device) for k in ("first", "count", "fill", "goes_on")}
         self.step, self.run, self.update = step or adapted_step(model, cfg), compiled(adapted_block, cfg, device), compiled(adapter_update, cfg, device)
         self.first = first_adapters(model, cfg.ttt_lora_rank)

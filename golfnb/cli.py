@@ -237,17 +237,17 @@ def data_inspect_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #3ebd74c3
 def run_config(run_dir: Path, meta: dict) -> tuple:  # (Config, code bytes)
-    "What a run was packed with: settings from its summary, else its recipe's; the bytes of its own script. `meta` is the container's."
+    "What a run was packed with: settings from its summary, else its recipe's, its model's and DATA_PATH; the bytes of its own script. `meta` is the container's."
     script, summary = run_dir / "train_gpt.py", run_dir / "summary.json"
-    cfg = load_config({"RECIPE": meta.get("recipe", "pr549")})
-    found = json.loads(summary.read_text(encoding="utf-8")).get("config", {}) if summary.is_file() else {}
+    cfg = load_config({"RECIPE": meta.get("recipe", "pr549")} | {k: os.environ[k] for k in ("DATA_PATH",) if k in os.environ})
+    found = json.loads(summary.read_text(encoding="utf-8")).get("config", {}) if summary.is_file() else meta.get("settings", {})
     for name in setting_specs().keys() & found.keys():
         setattr(cfg, name, found[name])
     return cfg, script.stat().st_size if script.is_file() else 0
 
 # %% ../nbs/24_cli.ipynb #305c8883
 def pack_by_gptq(run_dir: Path, cfg, named: dict, floor: bool, target: int | None, measure) -> dict:
-    "Full-Hessian GPTQ of a run's averaged weights on one device, calibrated on the run's own training shards."
+    "Full-Hessian GPTQ of a run's averaged weights on one device, calibrated on the run's own training shards. GolfError for shards of another tokenizer."
     from dataclasses import replace
     import torch
     from golfnb.layout import model_layout
@@ -255,15 +255,23 @@ def pack_by_gptq(run_dir: Path, cfg, named: dict, floor: bool, target: int | Non
     from golfnb.model import Golf, load_named
     from golfnb.parallel_muon import Ranks
     from golfnb.quantize import calibration_batches, gptq_state
+    from golfnb.run import WEIGHT_DTYPES
     from golfnb.shards import find_shards
 
-    device, dtype = ("cuda", torch.bfloat16) if gpu_count() else ("cpu", torch.float32)
+    device, usual = ("cuda", "bf16") if gpu_count() else ("cpu", "fp32")
+    dtype = WEIGHT_DTYPES[usual if cfg.weight_dtype == "auto" else cfg.weight_dtype]
     model = Golf(replace(cfg, attention="auto"), model_layout(cfg, 1), dtype, device)  # with the run's plan and dtypes
     load_named(model, named)
     sampler = make_sampler(cfg, find_shards(str(Path(cfg.data_path) / "fineweb_train_*.bin")), 0, 1)
+
+    def batches():
+        for ids in calibration_batches(sampler, cfg.gptq_calib_samples, device):
+            if ids.max() >= cfg.vocab_size:
+                raise GolfError(f"tokens must be below VOCAB_SIZE={cfg.vocab_size}, found {ids.max()} in the shards of {cfg.data_path}: set DATA_PATH to those that the run was trained on")
+            yield ids
+
     print(f"calibrating: {cfg.gptq_calib_samples} batches of training tokens on {device}", flush=True)
-    return gptq_state(model, model.layout, {n: w.float().to(device) for n, w in named.items()}, calibration_batches(sampler, cfg.gptq_calib_samples, device), Ranks(device=device), floor,
-                      cfg.small_tensor, target, measure)
+    return gptq_state(model, model.layout, {n: w.float().to(device) for n, w in named.items()}, batches(), Ranks(device=device), floor, cfg.small_tensor, target, measure)
 
 # %% ../nbs/24_cli.ipynb #f15c7339
 def quantize_command(args) -> int:

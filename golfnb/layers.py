@@ -39,8 +39,8 @@ def rms_norm(x: torch.Tensor,  # float [..., D]
 def mix_norm(x: torch.Tensor,    # float [B, T, D] residual stream
              x0: torch.Tensor,   # float [B, T, D] the embedded input
              mix: torch.Tensor,  # [2, D] weights of x and of x0, any float dtype
-             scale: float,       # factor after the norm
-             ) -> tuple[torch.Tensor, torch.Tensor]:  # x_in and its scaled norm, [B, T, D] each, dtype of x
+             scale: float | torch.Tensor,  # factor after the norm; [D], fp32 (or fp64), if it is a tensor
+             ) -> tuple[torch.Tensor, torch.Tensor]:  # x_in and its scaled norm, [B, T, D] each, dtype of x (with a tensor the norm's is the wider of both)
     "A block's first step: mix the stream with the embedding, then normalise and scale."
     m = mix.to(x.dtype)
     x_in = m[0] * x + m[1] * x0

@@ -11,6 +11,7 @@ __all__ = ['MIN_FREE_BYTES', 'WEIGHT_DTYPES', 'LOST_RANK_WORDS', 'Session', 'run
 # %% ../nbs/19_run.ipynb #f02c632b
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -240,33 +241,36 @@ def nearest_grid(s: Session, named: dict, target: int, measure) -> dict:
         return quantize_state(named, False, K_COARSEST, s.cfg.small_tensor)
 
 
-def in_time(batches,  # what takes time is done with each between two of them
-            limit_ms: float,  # milliseconds; 0: no limit
-            device: torch.device, say):  # say: called at the end with the number of batches and the milliseconds they took
+def in_time(batches,           # what takes time is done with each between two of them
+            limit_ms: float,   # milliseconds; math.inf: no limit
+            device: torch.device,
+            ends: list):       # receives the milliseconds from the start to the end of each
     "As many of the batches as the time allows, at least one."
-    start, taken = time.perf_counter(), [0.0]
+    start = time.perf_counter()
     for ids in batches:
         yield ids
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(1000 * (time.perf_counter() - start))
-        if limit_ms and 2 * taken[-1] - taken[-2] > limit_ms:  # the next may take as long as the last
+        ends.append(1000 * (time.perf_counter() - start))
+        last = ends[-1] - ends[-2] if len(ends) > 1 else 0.0  # the next may take as long; the first warms up and says nothing
+        if ends[-1] + last > limit_ms:
             break
-    say(len(taken) - 1, taken[-1])
 
 
 def gptq_grid(s: Session, m: Machine, named: dict, target: int, measure) -> dict | None:
     "Full-Hessian GPTQ of the averaged weights that the model holds, calibrated on training tokens, or None where no grid fits; every rank must call."
-    cfg, start = s.cfg, time.perf_counter()
-
-    def say(count, ms): s.log.line(f"gptq: {count} of {cfg.gptq_calib_samples} calibration batches per rank, {ms:.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
+    cfg, start, ends = s.cfg, time.perf_counter(), []
     batches = calibration_batches(make_sampler(cfg, s.train_paths, s.ranks.rank, s.ranks.world), cfg.gptq_calib_samples, s.ranks.device)
-    batches = in_time(batches, cfg.gptq_reserve_ms if cfg.max_wallclock_seconds else 0.0, s.ranks.device, say)
+    batches = in_time(batches, cfg.gptq_reserve_ms if cfg.max_wallclock_seconds else math.inf, s.ranks.device, ends)
     try:
         packed = gptq_state(m.model, m.layout, named, batches, s.ranks, cfg.scale_floor, cfg.small_tensor, None if cfg.scale_floor else target, measure)
     except NothingFits as e:
         s.log.line(f"gptq: {e}")
-        return None
+        packed = None
+    told = torch.zeros(s.ranks.world, 2, dtype=torch.float64, device=s.ranks.device)
+    told[s.ranks.rank] = told.new_tensor([len(ends), ends[-1]])
+    least, most = s.ranks.sum(told).min(0).values[0].item(), told.max(0).values[1].item()
+    s.log.line(f"gptq: {least:.0f} of {cfg.gptq_calib_samples} calibration batches per rank, {most:.0f}ms of {cfg.gptq_reserve_ms:.0f}ms kept back")
     s.log.line(f"gptq: all matrices and their grid in {1000 * (time.perf_counter() - start):.0f}ms, calibration included")
     return packed
 

@@ -143,7 +143,7 @@ def test_every_matrix_has_one_owner_and_the_load_is_even(world):
 
 def state_of(ranks: Ranks, target=None):
     model = a_model(world=ranks.world)
-    mine = words()[ranks.rank::ranks.world]
+    mine = words() if ranks.world == 1 else (words()[:3], words()[3:])[ranks.rank]  # as when one rank ran out of time
     measure = lambda packed: len(pack_bytes(packed, {}, "rans"))
     return gptq_state(model, model.layout, named_state(model), mine, ranks, small=CFG.small_tensor, target_bytes=target, measure=measure), measure
 

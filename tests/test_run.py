@@ -114,12 +114,24 @@ def test_a_budget_that_no_grid_meets_keeps_the_coarsest(data, tmp_path, gptq):
     assert "over_budget" in out and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf.over").is_file() and "cannot quantize" in log
 
 
-@pytest.mark.parametrize("more", [{}, {"MATRIX_DTYPE": "bf16", "TABLE_DTYPE": "bf16"}, {"PLAN": "pr125"}, {"PLAN": "shared_mlp", "SCALE_FLOOR": "0"}])
+@pytest.mark.parametrize("more", [{"PLAN": "pr125"}, {"MATRIX_DTYPE": "bf16", "SCALE_FLOOR": "0"}, {"WEIGHT_DTYPE": "bf16"}])
 def test_gptq_packs_a_run_again_byte_for_byte(data, tmp_path, more):
-    "Whatever its weights were kept in, and in whatever order."
+    "Whatever its weights were kept and computed in."
     run_here(data, tmp_path, USE_GPTQ="1", MAX_WALLCLOCK_SECONDS="0", GPTQ_CALIB_SAMPLES="2", **more)
     assert main_cli(["quantize", str(tmp_path / "here"), "-o", str(tmp_path / "again.golf")]) == 0
     assert (tmp_path / "again.golf").read_bytes() == (tmp_path / "here" / "artifact.golf").read_bytes()
+
+
+def test_gptq_packs_a_run_that_ended_before_its_summary(data, tmp_path, monkeypatch, capsys):
+    "The file of the weights says what model it is; the recipe says the rest."
+    run_here(data, tmp_path, MAX_WALLCLOCK_SECONDS="0")
+    (tmp_path / "here" / "summary.json").unlink()
+    monkeypatch.setenv("DATA_PATH", data["DATA_PATH"])
+    command = ["quantize", str(tmp_path / "here"), "--gptq", "-o", str(tmp_path / "again.golf")]
+    assert main_cli(command) == 0
+    write_shard(tmp_path / "fineweb_train_000000.bin", np.full(100_000, 700, dtype=np.uint16))
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    assert main_cli(command) == 2 and "VOCAB_SIZE=400, found 700" in capsys.readouterr().err
 
 
 def test_calibration_ends_in_its_time(data, tmp_path):
