@@ -114,7 +114,7 @@ def test_a_budget_that_no_grid_meets_keeps_the_coarsest(data, tmp_path, gptq):
     assert "over_budget" in out and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf.over").is_file() and "cannot quantize" in log
 
 
-@pytest.mark.parametrize("more", [{"PLAN": "pr125"}, {"MATRIX_DTYPE": "bf16", "SCALE_FLOOR": "0"}, {"WEIGHT_DTYPE": "bf16"}])
+@pytest.mark.parametrize("more", [{"PLAN": "pr125", "MATRIX_DTYPE": "bf16", "SCALE_FLOOR": "0"}, {"WEIGHT_DTYPE": "bf16"}])
 def test_gptq_packs_a_run_again_byte_for_byte(data, tmp_path, more):
     "Whatever its weights were kept and computed in."
     run_here(data, tmp_path, USE_GPTQ="1", MAX_WALLCLOCK_SECONDS="0", GPTQ_CALIB_SAMPLES="2", **more)
