@@ -10,3 +10,9 @@ for p in (str(ROOT), str(ROOT / "tests")):
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+LONG = ("test_book", "test_script", "test_score_ranks", "test_cli", "test_ranks", "test_bench", "test_run", "test_any_model", "test_kernels", "test_engine", "test_timing", "test_exercises", "test_loader")
+
+
+def pytest_collection_modifyitems(items):
+    "The longest files first (with --no-loadscope-reorder): no worker ends with one of them while the other waits."
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
