@@ -8,6 +8,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.golfnb-ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test book book-check export
 demo: $(STAMP)
@@ -36,7 +37,7 @@ $(STAMP): requirements.txt setup.py settings.ini
 	  [ -n "$$found" ] || { echo "golfnb: Python 3.11 or newer is needed, found none; install one or set PYTHON=/path/to/python" >&2; exit 1; }; \
 	  echo "making .venv with $$found"; "$$found" -m venv .venv; \
 	fi
-	$(BIN)/python -m pip install --quiet --progress-bar off -r requirements.txt
+	$(BIN)/python -m pip install --quiet --progress-bar off --no-compile -r requirements.txt  # most of it is never imported
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --use-pep517 -e .
 	$(BIN)/python -m pip check
 	@touch $@
