@@ -32,7 +32,7 @@ from .model import Golf, init_model
 from .newton_schulz import newton_schulz_flops, orthogonalize
 from .parallel_muon import Engine, Ranks, Recorded, gather_into, make_engine, muon_update, scatter_mean
 from .plan import CLIP_PASSES, Links, batches, candidate_buckets, finish_us, plan_orders, predict, read_links, search_buckets, transfer_us
-from .run import WEIGHT_DTYPES
+from .run import weight_dtype
 
 # %% ../nbs/29_baselines.ipynb #79392e66
 HOLD_CYCLES = 6_000_000  # some milliseconds of sleep on the device
@@ -372,9 +372,8 @@ class DdpRig:
                  paths: list,          # training shards
                  one_by_one: bool):    # torch.optim.Muon, or `BatchedMuon`
         cuda = ranks.device.type == "cuda"
-        dtype = WEIGHT_DTYPES[("bf16" if cuda else "fp32") if cfg.weight_dtype == "auto" else cfg.weight_dtype]
         self.cfg, self.ranks, layout = cfg, ranks, model_layout(cfg, 1)
-        self.model = Golf(cfg, layout, dtype, ranks.device)
+        self.model = Golf(cfg, layout, weight_dtype(cfg, ranks.device), ranks.device)
         init_model(self.model, cfg, cfg.seed)
         self.loader = Loader(make_sampler(cfg, paths, ranks.rank, ranks.world), ranks.device, cfg.vocab_size)
         roles, self.loss = self.model.role_params(), LossModule(self.model)

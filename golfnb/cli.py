@@ -239,7 +239,8 @@ def data_inspect_command(args) -> int:
 def run_config(run_dir: Path, meta: dict) -> tuple:  # (Config, code bytes)
     "What a run was packed with: settings from its summary, else its recipe's, its model's and DATA_PATH; the bytes of its own script. `meta` is the container's."
     script, summary = run_dir / "train_gpt.py", run_dir / "summary.json"
-    cfg = load_config({"RECIPE": meta.get("recipe", "pr549")} | {k: os.environ[k] for k in ("DATA_PATH",) if k in os.environ})
+    cfg = load_config({"RECIPE": meta.get("recipe", "pr549")})
+    cfg.data_path = os.environ.get("DATA_PATH", cfg.data_path)
     found = json.loads(summary.read_text(encoding="utf-8")).get("config", {}) if summary.is_file() else meta.get("settings", {})
     for name in setting_specs().keys() & found.keys():
         setattr(cfg, name, found[name])
@@ -255,12 +256,11 @@ def pack_by_gptq(run_dir: Path, cfg, named: dict, floor: bool, target: int | Non
     from golfnb.model import Golf, load_named
     from golfnb.parallel_muon import Ranks
     from golfnb.quantize import calibration_batches, gptq_state
-    from golfnb.run import WEIGHT_DTYPES
+    from golfnb.run import weight_dtype
     from golfnb.shards import find_shards
 
-    device, usual = ("cuda", "bf16") if gpu_count() else ("cpu", "fp32")
-    dtype = WEIGHT_DTYPES[usual if cfg.weight_dtype == "auto" else cfg.weight_dtype]
-    model = Golf(replace(cfg, attention="auto"), model_layout(cfg, 1), dtype, device)  # with the run's plan and dtypes
+    device = torch.device("cuda" if gpu_count() else "cpu")
+    model = Golf(replace(cfg, attention="auto"), model_layout(cfg, 1), weight_dtype(cfg, device), device)  # with the run's plan and dtypes
     load_named(model, named)
     sampler = make_sampler(cfg, find_shards(str(Path(cfg.data_path) / "fineweb_train_*.bin")), 0, 1)
 

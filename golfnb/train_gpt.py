@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: the chapters 00 to 19 of golfnb folded into one file. Made by `golfnb script`; do not edit.
-# recipe pr549 | source sha256 97b18fa36b256d13 | Apache-2.0
+# recipe pr549 | source sha256 dc5b78a46ad78078 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 
 import functools
@@ -5081,7 +5081,10 @@ def open_session(cfg: Config, ranks: Ranks, quiet: bool = False) -> Session:
     resident = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
     return Session(cfg, ranks, folder, log, table.to(ranks.device), train_paths, resident, unigram, tokenizer_hash(cfg.tokenizer_path))
 
-WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
+    "What WEIGHT_DTYPE stands for on a device."
+    usual = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[usual if cfg.weight_dtype == "auto" else cfg.weight_dtype]
 
 @dataclass
 class Machine:
@@ -5094,10 +5097,8 @@ class Machine:
 
 def build_machine(cfg: Config, ranks: Ranks) -> Machine:
     "Model, layout, engine and (compiled) functions for a configuration."
-    auto = "bf16" if ranks.device.type == "cuda" else "fp32"
-    dtype = WEIGHT_DTYPES[auto if cfg.weight_dtype == "auto" else cfg.weight_dtype]
     layout = model_layout(cfg, ranks.world)
-    model = Golf(cfg, layout, dtype=dtype, device=ranks.device)
+    model = Golf(cfg, layout, dtype=weight_dtype(cfg, ranks.device), device=ranks.device)
     init_model(model, cfg, cfg.seed)
     engine = make_engine(model, layout, cfg, ranks)
     loss_fn, forward = (compiled(f, cfg, ranks.device) for f in (training_loss(model, model.cap), model))
