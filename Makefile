@@ -2,7 +2,7 @@
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
 # make book-check  every page of it in a headless Chromium, on desktop and phone, light and dark
-# make export  golfnb/*.py, golfnb/train_gpt.py and README.md from the notebooks
+# make export  nbdev_clean, nbdev_export, golfnb script, nbdev_readme: golfnb/*.py, the script and README.md from the notebooks
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -28,7 +28,7 @@ book-check: book
 export: $(STAMP)
 	$(BIN)/python tests/step.py write
 
-$(STAMP): requirements.txt setup.py settings.ini
+$(STAMP): requirements.txt setup.py settings.ini book/quarto
 	@set -e; \
 	if [ ! -x $(BIN)/python ]; then \
 	  for p in "$$PYTHON" python3.11 python3.12 python3.13 python3; do \
@@ -40,4 +40,5 @@ $(STAMP): requirements.txt setup.py settings.ini
 	$(BIN)/python -m pip install --quiet --progress-bar off --no-compile -r requirements.txt  # most of it is never imported
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --use-pep517 -e .
 	$(BIN)/python -m pip check
+	@install -m 755 book/quarto $(BIN)/quarto  # what nbdev_readme asks for
 	@touch $@

@@ -18,7 +18,10 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=["golfnb"],
-    data_files=[("share/golfnb/nbs", sorted(map(str, Path("nbs").glob("*.ipynb")))), ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json"))))],  # golfnb lab
+    data_files=[  # what `golfnb lab` copies
+        ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
+        ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json")))),
+    ],
     python_requires=f">={cfg['min_python']}",
     install_requires=["torch>=2.9", "numpy", "sentencepiece", "triton; platform_system=='Linux'"],
     extras_require={

@@ -1,4 +1,5 @@
-"""Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark, from the files alone: nothing fails, nothing is asked of another host, formulas and pictures are there.
+"""Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark, from the files alone:
+nothing fails, nothing is asked of another host, formulas and pictures are there, no code, picture or table is cut off, and 110 characters fit a line.
 
     python book/browse.py [--site _book/html] [--shots FOLDER] [PAGE ...]
 """
@@ -15,7 +16,7 @@ from names import ROOT
 
 VIEWS = (("desktop", 1280, "light"), ("phone", 390, "dark"))
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-LOOK = """() => {
+LOOK = r"""() => {
   const box = e => e.getBoundingClientRect(), said = [];
   const formulas = [...document.querySelectorAll('.math')];
   const bare = formulas.filter(m => !m.querySelector('mjx-container'));
@@ -24,11 +25,24 @@ LOOK = """() => {
   if (wrong.length) said.push(`a formula has an error: ${wrong[0].textContent.slice(0, 80)}`);
   for (const i of document.querySelectorAll('article img, main img'))
     if (!i.complete || i.naturalWidth < 20 || box(i).width < 20) said.push(`picture ${i.getAttribute('src').slice(0, 60)} was not drawn`);
+  const frame = e => { for (let f = e.parentElement; f; f = f.parentElement) if (getComputedStyle(f).overflowX !== 'visible') return box(f); };
+  for (const e of document.querySelectorAll('article :is(pre, img, svg, figure, table)')) {
+    const f = frame(e) || {left: 0, right: innerWidth}, b = box(e), over = Math.max(b.right - Math.min(f.right, innerWidth), Math.max(f.left, 0) - b.left, e.scrollWidth - e.clientWidth);
+    if (b.width && over > 1.5) said.push(`${e.tagName.toLowerCase()} is cut off by ${Math.round(over)} px: ${(e.innerText || e.alt || '').replace(/\s+/g, ' ').trim().slice(0, 60)}`);
+  }
+  for (const l of innerWidth < 1280 ? [] : document.querySelectorAll('div.cell_input .golf-line'))
+    if (l.textContent.length <= 111 && box(l).height > 1.5 * parseFloat(getComputedStyle(l).lineHeight)) said.push(`a line of ${l.textContent.length - 1} characters folds`);
+  const walk = document.createTreeWalker(document.querySelector('article') || document.body, NodeFilter.SHOW_TEXT), range = document.createRange();
+  while (walk.nextNode()) if (walk.currentNode.parentElement.closest('td, th'))
+    for (const m of walk.currentNode.data.matchAll(/[\d.,]*\d/g)) {
+      range.setStart(walk.currentNode, m.index); range.setEnd(walk.currentNode, m.index + m[0].length);
+      if (new Set([...range.getClientRects()].map(r => r.top)).size > 1) said.push(`a table breaks inside ${m[0]}`);
+    }
   if (document.documentElement.scrollWidth > window.innerWidth + 1) {
     const wide = [...document.querySelectorAll('main article *')].filter(e => box(e).right > window.innerWidth + 1 && getComputedStyle(e).overflowX === 'visible').sort((a, b) => box(b).right - box(a).right)[0];
     said.push(`the page is ${document.documentElement.scrollWidth} wide on a screen of ${window.innerWidth}` + (wide ? `: ${wide.tagName} ${wide.className}` : ''));
   }
-  const dark = matchMedia('(prefers-color-scheme: dark)').matches, back = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
+  const dark = matchMedia('(prefers-color-scheme: dark)').matches, back = getComputedStyle(document.body).backgroundColor.match(/\d+/g).map(Number);
   if (dark !== (back[0] + back[1] + back[2] < 384)) said.push(`the background is rgb(${back}) where the reader asked for ${dark ? 'dark' : 'light'}`);
   return said;
 }"""

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).parent))
-from names import api_page, chapter_page, modules
+from names import places
 
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src", "audio": "src", "object": "data", "embed": "src", "use": "href"}
 SILENT_LINKS = {"canonical", "next", "prev", "index", "search", "author", "help"}  # relations that a browser does not fetch
@@ -58,13 +58,11 @@ def problems(site: Path) -> list[str]:
                 found.append(f"{name} links to {url}, which has no such anchor")
         for source, alt in page.pictures:
             if not alt or len(alt) < 20 and source.startswith("_images"):
-                found.append(f"{name}: picture {source} says {alt!r} instead of what it shows: write `#| fig-alt: ...` into its cell")
-    for m in modules().values():
-        for n in m.names:
-            for place in (chapter_page(n, m), api_page(m, n)):
-                path, _, anchor = place.partition("#")
-                if path not in pages or anchor not in pages[path].ids:
-                    found.append(f"{place}: golfnb.{m.name}.{n} has no place there")
+                found.append(f"{name}: picture {source} says {alt!r} instead of what it shows: write `#| fig-cap: ...` into its cell")
+    for name, place in places().items():
+        path, _, anchor = place.partition("#")
+        if path not in pages or anchor and anchor not in pages[path].ids:
+            found.append(f"{place}: {name} has no place there")
     for style in site.rglob("*.css"):
         for url in re.findall(r"""(?:url\(\s*|@import\s+)['"]?([^'")\s;]+)""", style.read_text(encoding="utf-8", errors="replace")):
             if outside(url):

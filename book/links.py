@@ -6,10 +6,9 @@ import re
 from functools import cache
 
 from docutils import nodes
-from names import Module, api_page, chapter_page, modules, place_of, places
+from names import Module, api_page, chapter_page, module_of, patched_class, place_of, places
 from sources import PAGES, number, page_of, stems
 from sphinx import addnodes
-from sphinx.util.docutils import SphinxRole
 
 CHAPTERS = {s.split("_")[0]: page_of(s) for s in stems() if number(s) is not None}
 CHAPTER_WORDS = re.compile(r"\b(?:[Cc]hapters?|[Ss]tud(?:y|ies))\s\d\d[a-z]?\b(?:(?:,|,?\s(?:and|to|or))\s\d\d[a-z]?\b)*")
@@ -30,139 +29,130 @@ def reference(page: str, place: str, *children: nodes.Node, style: str) -> nodes
 
 # code
 
-class Uses(ast.NodeVisitor):
-    "Positions in one cell of names that are golfnb's there: (line, column) -> (name, its place, is this the definition?)."
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def stores(node: ast.AST) -> list[ast.Name]:
+    "The names that a statement binds, but for those inside a scope of its own."
+    found = [node] if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else []
+    return found + [n for c in ast.iter_child_nodes(node) if not isinstance(c, SCOPES) for n in stores(c)]
+
+
+class Uses:
+    "Positions in one cell of names that are golfnb's there: (line, column) -> (name as written, its place, the anchor of a definition)."
 
     def __init__(self, known: dict[str, str], module: Module | None, exported: bool):
-        self.known, self.module, self.found, self.scopes = known, module, {}, []
-        self.defined = module.names if module and exported else ()  # names whose definition may stand here
+        self.known, self.module, self.found = known, module, {}
+        self.defined = module.names if module and exported else {}  # names whose definition may stand here
 
-    def mark(self, line: int, column: int, name: str, defines: bool = False):
-        self.found[line, column] = (name, api_page(self.module, name) if defines else self.known.get(name) or places()[name], defines)
+    def visit(self, node: ast.AST, hidden: frozenset[str] = frozenset()) -> "Uses":
+        "Statements in order; in one, what is read is looked up before what it binds is bound."
+        for child in ast.iter_child_nodes(node):
+            later = [c for c in ast.iter_child_nodes(child) if isinstance(c, BLOCKS)]
+            if isinstance(child, SCOPES):
+                self.scope(child, hidden)
+            elif isinstance(child, (ast.Import, ast.ImportFrom)):
+                self.imports(child)
+            elif isinstance(child, BLOCKS) and later:  # if, for, with, try: the head, then the bodies
+                head = ast.Module([ast.Expr(c) if isinstance(c, ast.expr) else c for c in ast.iter_child_nodes(child) if c not in later], [])
+                self.visit(ast.Module(head.body + later, []), hidden)
+            elif isinstance(child, ast.Name):
+                self.name(child, hidden)
+            else:
+                self.visit(child, hidden)
+                for n in stores(child) if isinstance(child, (ast.stmt, ast.withitem)) and not hidden else ():
+                    self.bind(n.id, n.lineno, n.col_offset)
+        return self
 
-    def bind(self, name: str):
-        "A name of the notebook itself hides golfnb's from here on."
-        if not self.scopes and name not in self.defined:
+    def name(self, node: ast.Name, hidden: frozenset[str]):
+        if isinstance(node.ctx, ast.Load) and node.id in self.known and node.id not in hidden:
+            self.found[node.lineno, node.col_offset] = (node.id, self.known[node.id], "")
+
+    def bind(self, name: str, line: int, column: int):
+        "A name that a cell binds is defined here, or hides golfnb's from here on."
+        if name in self.defined:
+            public = self.defined[name].public
+            self.found[line, column] = (name, api_page(self.module, name) if public else chapter_page(name, self.module), name)
+            self.known[name] = chapter_page(name, self.module)
+        else:
             self.known.pop(name, None)
 
-    def visit_ImportFrom(self, node):
-        if (node.module or "") in places():
-            self.mark(node.lineno, node.col_offset + len("from "), node.module)
+    def imports(self, node: ast.Import | ast.ImportFrom):
+        source = getattr(node, "module", None) or ""
+        if source in places():
+            self.found[node.lineno, node.col_offset + len("from ")] = (source, places()[source], "")
         for alias in node.names:
-            place = places().get(f"{node.module}.{alias.name}")
+            place = places().get(f"{source}.{alias.name}")
+            self.known.pop((alias.asname or alias.name).split(".")[0], None)
             if place:
-                self.known[alias.name] = place
-                self.mark(alias.lineno, alias.col_offset, alias.name)
-            else:
-                self.bind(alias.asname or alias.name)
+                self.known[alias.asname or alias.name] = place
+                self.found[alias.lineno, alias.col_offset] = (alias.name, place, "")
 
-    def visit_Import(self, node):
-        for alias in node.names:
-            self.bind((alias.asname or alias.name).split(".")[0])
-
-    def visit_Name(self, node):
-        if isinstance(node.ctx, ast.Load):
-            if node.id in self.known and not any(node.id in s for s in self.scopes):
-                self.mark(node.lineno, node.col_offset, node.id)
-        elif not self.scopes and node.id in self.defined:
-            self.mark(node.lineno, node.col_offset, node.id, True)
-        else:
-            self.bind(node.id)
-
-    def visit_Assign(self, node):
-        for part in (node.value, *node.targets):  # what is assigned is read before the name is bound
-            self.visit(part)
-
-    def visit_For(self, node):
-        for part in (node.iter, node.target, *node.body, *node.orelse):
-            self.visit(part)
-
-    def enter(self, node, bound: set[str]):
-        self.scopes.append(bound)
-        self.generic_visit(node)
-        self.scopes.pop()
-
-    def locals_of(self, node) -> set[str]:
-        a = node.args
-        bound = {p.arg for p in [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]}
+    def scope(self, node: ast.AST, hidden: frozenset[str]):
+        "A function, class or comprehension: its own names hide golfnb's inside it."
+        if isinstance(node, DEFINED):
+            at = node.lineno, node.col_offset + len(type(node).__name__[:3].lower() + " ") + 2 * isinstance(node, ast.ClassDef)
+            owner = patched_class(node)
+            if owner and self.defined:
+                self.found[at] = (node.name, api_page(self.module, owner, node.name), f"{owner}.{node.name}")
+            elif not hidden:
+                self.bind(node.name, *at)
         shared = {n for s in ast.walk(node) if isinstance(s, (ast.Global, ast.Nonlocal)) for n in s.names}
-        return (bound | {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}) - shared
+        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)} | {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        self.visit(node, hidden | (bound - shared) | {""})  # never empty inside: nothing there binds for the notebook
 
-    def visit_FunctionDef(self, node):
-        self.define(node, "def ")
-        for part in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)):
-            self.visit(part)
-        self.enter(node, self.locals_of(node))
 
-    def visit_ClassDef(self, node):
-        self.define(node, "class ")
-        self.enter(node, {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)})
-
-    def visit_Lambda(self, node):
-        self.enter(node, self.locals_of(node))
-
-    def comprehension(self, node):
-        self.enter(node, {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)})
-
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = comprehension
-
-    def define(self, node, word: str):
-        if not self.scopes and node.name in self.defined:
-            self.mark(node.lineno, node.col_offset + len(word), node.name, True)
-        elif not self.scopes:
-            self.bind(node.name)
+INDENT = re.compile(r"^((?:<[^>]*>)*)( *)")
 
 
 def linked_code(markup: str, source: str, page: str, uses: Uses, anchored: set[str]) -> str:
-    "Highlighted HTML of a cell with its golfnb names as links; a definition becomes an anchor and leads to the API."
-    lines, at, table = source.split("\n"), 0, {}
-    starts = [0]
-    for line in lines:
+    "Highlighted HTML of a cell with its golfnb names as links, a definition as an anchor too; each line is a box that knows its indentation, so that a long one folds under its own beginning."
+    starts, at, out = [0], 0, []
+    for line in source.split("\n"):
         starts.append(starts[-1] + len(line) + 1)
-    for (line, column), value in uses.found.items():
-        chars = len(lines[line - 1].encode()[:column].decode())
-        table[starts[line - 1] + chars] = value
-    out = []
+    lines = source.split("\n")
+    table = {starts[line - 1] + len(lines[line - 1].encode()[:column].decode()): value for (line, column), value in uses.found.items()}
     for piece in re.split(r"(<[^>]*>)", markup):
-        if not piece or piece.startswith("<"):
-            out.append(piece)
-            continue
-        text = html.unescape(piece)
-        hit = table.get(at)
-        at += len(text)
-        if hit and text == hit[0]:
-            name, place, defines = hit
-            anchor = f' id="{name}"' if defines and name not in anchored else ""
-            if defines:
-                anchored.add(name)
-            piece = f'<a class="golf-{"def" if defines else "use"}"{anchor} href="{html.escape(relative(page, place))}">{piece}</a>'
+        if piece and not piece.startswith("<"):
+            text = html.unescape(piece)
+            name, place, anchor = table.get(at, ("", "", ""))
+            at += len(text)
+            if name and text == name:
+                new = f' id="{anchor}"' if anchor and anchor not in anchored else ""
+                anchored.add(anchor)
+                piece = f'<a class="golf-{"def" if anchor else "use"}"{new} href="{html.escape(relative(page, place))}">{piece}</a>'
         out.append(piece)
-    return "".join(out)
+    rows = "".join(out).rstrip("\n").split("\n")
+    return "".join(f'<span class="golf-line" style="--in:{len(INDENT.match(row)[2])}ch">{row}\n</span>' for row in rows)
 
 
 def link_code(app, doctree, page: str) -> None:
-    "Every Python cell of a page, in order, with one namespace for all of them."
-    module = next((m for m in modules().values() if m.chapter == page), None)
-    known, anchored = {n: chapter_page(n, module) for n in module.names} if module else {}, set()
+    "Every Python cell of a page, in order, with one namespace for all of them; printed lines say how wide they are."
+    module, anchored = module_of(page), set()
+    known = {n: chapter_page(n, module) for n in module.names} if module else {}
     for block in list(doctree.findall(nodes.literal_block)):
+        source, around = block.astext().rstrip("\n"), classes_around(block)
         if block.get("language") not in ("ipython3", "python", "ipython", "py"):
+            block["classes"].append(f"golf-w{min(120, 10 * -(-max(map(len, source.split(chr(10)))) // 10))}")
             continue
-        cell, exported = block.parent, False
-        while cell is not None and "cell" not in cell.get("classes", []):
-            cell = cell.parent
-        if cell is not None:
-            exported = "tag_exported" in cell["classes"]
-        source = block.astext().rstrip("\n")
         try:
-            tree = ast.parse(source)
+            uses = Uses(known, module, "tag_exported" in around).visit(ast.parse(source))
         except SyntaxError:
             continue
-        uses = Uses(known, module, exported)
-        uses.visit(tree)
         markup = app.builder.highlighter.highlight_block(source, "python", location=block)
         inner = re.search(r"<pre>(?:<span></span>)?(.*)</pre>", markup, re.S)
         linked = markup[:inner.start(1)] + linked_code(inner[1], source, page, uses, anchored) + markup[inner.end(1):]
         block.replace_self(nodes.raw("", f'<div class="highlight-python notranslate">{linked}</div>\n', format="html"))
+
+
+def classes_around(node: nodes.Node) -> set[str]:
+    found = set()
+    while node is not None:
+        found |= set(getattr(node, "attributes", {}).get("classes", ()))
+        node = node.parent
+    return found
 
 
 # prose
@@ -245,25 +235,6 @@ def link_prose(app, doctree, page: str) -> None:
             split_text(node, spans)
 
 
-# roles of the API pages
-
-class FieldRole(SphinxRole):
-    "The name of a field, with an anchor of its own."
-
-    def run(self):
-        name = self.text.rsplit(".", 1)[1]
-        return [nodes.literal(name, name, ids=[self.text], classes=["golf-field"])], []
-
-
-class ChapterRole(SphinxRole):
-    "From an API entry to the chapter's cell that defines it."
-
-    def run(self):
-        module, name = self.text.split(".")
-        chapter = modules()[module].chapter
-        return [reference(self.env.docname, f"{chapter}.html#{name}", nodes.Text(f"Defined in chapter {chapter.split('_')[0]}"), style="golf-defined")], []
-
-
 def resolved(app, doctree, page: str) -> None:
     if app.builder.format != "html":
         return
@@ -274,7 +245,5 @@ def resolved(app, doctree, page: str) -> None:
 
 
 def setup(app):
-    app.add_role("golf-field", FieldRole())
-    app.add_role("golf-chapter", ChapterRole())
     app.connect("doctree-resolved", resolved)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

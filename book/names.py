@@ -1,8 +1,6 @@
-"""What golfnb defines, read from golfnb/*.py without importing it: modules, public names, their parameters and comments."""
+"""What golfnb defines, read from golfnb/*.py without importing it: modules, names, signatures, docstrings, settings."""
 import ast
-import io
 import re
-import tokenize
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,23 +10,15 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass
-class Row:
-    "One parameter, field or result: a line of a table."
-    name: str
-    type: str = ""
-    default: str = ""
-    meaning: str = ""
-
-
-@dataclass
 class Name:
-    "A public name of a module, or a public method of a class."
+    "A name of a module, or a method or field of a class."
     name: str
-    kind: str  # data, function, class, method, property
+    kind: str  # data, function, class, method, property, attribute; setting: a field whose value is `setting(...)`
     doc: str = ""
-    signature: str = ""
-    rows: list[Row] = field(default_factory=list)
-    returns: Row | None = None
+    signature: str = ""  # of data, fields and settings: the value
+    type: str = ""
+    public: bool = True
+    patched: bool = False  # a method that stands in a cell of its own
     members: list["Name"] = field(default_factory=list)
 
 
@@ -40,105 +30,86 @@ class Module:
     names: dict[str, Name]
     imports: set[str]  # golfnb modules it builds on
 
-
-def comments_of(source: str) -> dict[int, str]:
-    "Line -> the comment on it."
-    return {t.start[0]: t.string.lstrip("# ").strip() for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT}
+    @property
+    def public(self) -> list[Name]:
+        return [n for n in self.names.values() if n.public]
 
 
 def shown(node: ast.AST | None) -> str:
     return "" if node is None else ast.unparse(node)
 
 
-def table_of(function: ast.FunctionDef, notes: dict[int, str]) -> tuple[list[Row], Row | None]:
-    "Parameters and result with their comments; a comment belongs to the last parameter of its line, and below the last line to the result."
-    a = function.args
-    given = [*a.posonlyargs, *a.args]
-    defaults = dict(zip([p.arg for p in given][len(given) - len(a.defaults):], a.defaults))
-    defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults) if d is not None}
-    every = [*given, *([a.vararg] if a.vararg else []), *a.kwonlyargs, *([a.kwarg] if a.kwarg else [])]
-    stars = {a.vararg.arg if a.vararg else "": "*", a.kwarg.arg if a.kwarg else "": "**"}
-    last = function.body[0].lineno - 1
-    closing = function.returns.end_lineno if function.returns else last  # the line of `) -> X:`
-    by_line = {p.end_lineno: p.arg for p in every}
-    rows = [Row(stars.get(p.arg, "") + p.arg, shown(p.annotation), shown(defaults.get(p.arg)),
-                notes.get(p.end_lineno, "") if by_line[p.end_lineno] == p.arg and p.end_lineno != closing else "")
-            for p in every if p.arg not in ("self", "cls")]
-    returns = Row("", shown(function.returns), "", notes.get(closing, "")) if function.returns or notes.get(closing) else None
-    return rows, returns
-
-
 def signature_of(function: ast.FunctionDef) -> str:
-    "The head of a function as Sphinx reads it, without self."
-    args = ast.parse(f"def f({ast.unparse(function.args)}): pass").body[0].args
-    for group in (args.posonlyargs, args.args):
-        if group and group[0].arg in ("self", "cls"):
-            del group[0]
-    return f"({ast.unparse(args)})" + (f" -> {ast.unparse(function.returns)}" if function.returns else "")
+    "The head of a function in one line, without self."
+    args = re.sub(r"^(?:self|cls)(?:: [\w.]+)?(?:, |$)", "", ast.unparse(function.args))
+    return f"({args})" + (f" -> {ast.unparse(function.returns)}" if function.returns else "")
 
 
-def read_function(node: ast.FunctionDef, notes: dict[int, str], kind: str) -> Name:
-    if any(shown(d) in ("property", "cached_property") for d in node.decorator_list):
+def patched_class(node: ast.AST) -> str:
+    "The class to which `@patch` binds a function, or nothing."
+    is_patch = isinstance(node, FUNCTION) and any(shown(d) == "patch" for d in node.decorator_list)
+    return shown(node.args.args[0].annotation).strip("'\"") if is_patch else ""
+
+
+def read_function(node: ast.FunctionDef, kind: str) -> Name:
+    if {"property", "cached_property"} & {shown(d) for d in node.decorator_list}:
         kind = "property"
-    rows, returns = table_of(node, notes)
-    doc = ast.get_docstring(node) or ""
-    return Name(node.name, kind, doc, signature_of(node), rows, returns)
+    return Name(node.name, kind, ast.get_docstring(node) or "", signature_of(node), patched=bool(patched_class(node)))
 
 
-def read_class(node: ast.ClassDef, notes: dict[int, str]) -> Name:
-    "A class: its fields (with the sentence given to `setting`, or the comment), its constructor, its public methods."
+def read_field(node: ast.AnnAssign, remark) -> Name:
+    name, kind, value = node.target.id, shown(node.annotation), node.value
+    if isinstance(value, ast.Call) and shown(value.func) == "setting":
+        options = {k.arg: k.value.value for k in value.keywords}
+        allowed = ", ".join(shown(a).strip("'\"") for a in value.args[2:]) or options.get("bounds", "")
+        return Name(name, "setting", value.args[1].value + (f" ({allowed})" if allowed else "") + ("; fixed in a script" if options.get("fixed") == "yes" else ""), shown(value.args[0]), kind)
+    return Name(name, "attribute", remark(node), shown(value), kind)
+
+
+def read_class(node: ast.ClassDef, remark) -> Name:
+    "A class: its constructor, its fields, its public methods."
     found = Name(node.name, "class", ast.get_docstring(node) or "")
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
-            default, meaning = shown(item.value), notes.get(item.end_lineno, "")
-            if isinstance(item.value, ast.Call) and shown(item.value.func) == "setting":
-                default, meaning = shown(item.value.args[0]), item.value.args[1].value
-            found.rows.append(Row(item.target.id, shown(item.annotation), default, meaning))
+            found.members.append(read_field(item, remark))
         elif isinstance(item, FUNCTION) and item.name == "__init__":
-            found.rows, _ = table_of(item, notes)
             found.signature = signature_of(item)
         elif isinstance(item, FUNCTION) and not item.name.startswith("_") and not any(shown(d).endswith(".setter") for d in item.decorator_list):
-            found.members.append(read_function(item, notes, "method"))
+            found.members.append(read_function(item, "method"))
     return found
-
-
-def target_names(node: ast.stmt) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
 
 
 def read_module(path: Path) -> Module:
     source = path.read_text(encoding="utf-8")
-    tree, notes = ast.parse(source), comments_of(source)
+    lines, tree = source.splitlines(), ast.parse(source)
+    remark = lambda node: lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().partition("# ")[2]
     chapter = re.search(r"File to edit: \.\./nbs/(\w+)\.ipynb", source)[1]
-    public, names, imports = set(), {}, set()
-    for node in tree.body:
-        if "__all__" in target_names(node):
-            public = set(ast.literal_eval(node.value))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            imports.add(node.module)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("golfnb."):
-            imports.add(node.module.split(".")[1])
+    imports = {n.module.removeprefix("golfnb.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and (n.level or n.module.startswith("golfnb."))}
+    public, names = set(), {}
 
     def visit(body):
         for node in body:
-            if isinstance(node, FUNCTION) and node.name in public:
-                names.setdefault(node.name, read_function(node, notes, "function"))
-            elif isinstance(node, ast.ClassDef) and node.name in public:
-                names.setdefault(node.name, read_class(node, notes))
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            stored = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            if stored == ["__all__"]:
+                public.update(ast.literal_eval(node.value))
+                continue
+            if patched_class(node) in names and not node.name.startswith("_"):
+                names[patched_class(node)].members.append(read_function(node, "method"))
+            elif isinstance(node, FUNCTION) and not patched_class(node):
+                names.setdefault(node.name, read_function(node, "function"))
+            elif isinstance(node, ast.ClassDef):
+                names.setdefault(node.name, read_class(node, remark))
             elif isinstance(node, (ast.If, ast.Try)):
-                visit(node.body)
-                visit(node.orelse)
-            for name in target_names(node):
-                if name in public:
-                    value = shown(node.value)
-                    names.setdefault(name, Name(name, "data", notes.get(node.end_lineno, ""), value if len(value) <= 60 else ""))
+                visit([*node.body, *node.orelse])
+            for name in stored:
+                names.setdefault(name, Name(name, "data", remark(node), value if len(value := shown(node.value)) <= 60 else ""))
 
     visit(tree.body)
-    missing = public - names.keys()
-    if missing:
-        raise SystemExit(f"book: {path.name} lists {sorted(missing)} in __all__ and defines them nowhere at the top level")
+    for n in names.values():
+        n.public = n.name in public
+    if public - names.keys():
+        raise SystemExit(f"book: {path.name} lists {sorted(public - names.keys())} in __all__ and defines them nowhere at the top level")
     return Module(path.stem, chapter, " ".join((ast.get_docstring(tree) or "").split()), names, imports)
 
 
@@ -147,6 +118,11 @@ def modules() -> dict[str, Module]:
     "All modules that a notebook makes, in the order of the chapters."
     found = [read_module(p) for p in sorted((ROOT / "golfnb").glob("*.py")) if p.name not in ("__init__.py", "_modidx.py", "train_gpt.py")]
     return {m.name: m for m in sorted(found, key=lambda m: m.chapter)}
+
+
+@cache
+def module_of(chapter: str) -> Module | None:
+    return next((m for m in modules().values() if m.chapter == chapter), None)
 
 
 def chapter_page(name: str, module: Module) -> str:
@@ -160,28 +136,31 @@ def api_page(module: Module, *path: str) -> str:
 @cache
 def places() -> dict[str, str]:
     "Everything that prose may name -> its place in the site: names (their chapter), modules, methods and fields (their API entry), settings."
-    found = {}
+    found = {"golfnb": "api/index.html", **{f"golfnb.{name}": chapter_page(name, modules()[home]) for name, home in front_door().items()}}
     for m in modules().values():
         found[f"golfnb.{m.name}"] = api_page(m)
-        for n in m.names.values():
+        for n in m.public:
             for key in (n.name, f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
                 found.setdefault(key, chapter_page(n.name, m))
-            if n.kind == "class":
-                for member in n.members:
-                    found.setdefault(f"{n.name}.{member.name}", api_page(m, n.name, member.name))
-                for row in n.rows:
-                    found.setdefault(f"{n.name}.{row.name}", api_page(m, n.name, row.name))
-                    if n.name.endswith("Settings"):
-                        found.setdefault(row.name.upper(), api_page(m, n.name, row.name))
-                        found.setdefault(f"cfg.{row.name}", api_page(m, n.name, row.name))
-                        found.setdefault(f"Config.{row.name}", api_page(m, n.name, row.name))
+            for member in n.members:
+                setting, place = member.kind == "setting", api_page(m, n.name, member.name)
+                for key in (f"{n.name}.{member.name}", *((member.name.upper(), f"cfg.{member.name}", f"Config.{member.name}") if setting else ())):
+                    found.setdefault(key, f"settings.html#envvar-{member.name.upper()}" if setting else place)
     return found
+
+
+@cache
+def front_door() -> dict[str, str]:
+    "What `import golfnb` offers -> the module it comes from."
+    tree = ast.parse((ROOT / "golfnb" / "__init__.py").read_text(encoding="utf-8"))
+    return next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "_HOME")
 
 
 @cache
 def methods(chapter: str) -> dict[str, str]:
     "Methods that only one class of a chapter has: in its prose their bare names are enough."
-    found = [(n.name, api_page(m, c.name, n.name)) for m in modules().values() if m.chapter == chapter for c in m.names.values() for n in c.members]
+    module = module_of(chapter)
+    found = [(n.name, api_page(module, c.name, n.name)) for c in (module.public if module else ()) for n in c.members if n.kind == "method"]
     return {name: place for name, place in found if [n for n, _ in found].count(name) == 1}
 
 

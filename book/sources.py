@@ -1,17 +1,17 @@
 """What Sphinx reads, written from the notebooks: chapters, the API by module, the map, the negative results."""
-import ast
 import json
 import re
 import shutil
 from pathlib import Path
 
 import nbformat
-from names import ROOT, FUNCTION, Module, Name, Row, modules
+from names import ROOT, Module, Name, chapter_page, front_door, modules
 
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
 PARTS = ((0, "The data"), (4, "The model"), (9, "The optimizer"), (14, "The run"), (20, "Around the run"), (30, "Studies"))
 FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has another name
-LOOK_UP = ("published", "negative", "glossary", "api/index")
+LOOK_UP = ("settings", "published", "negative", "glossary", "contributing", "api/index")
+MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
 
 
 def stems() -> list[str]:
@@ -42,64 +42,6 @@ def numbered_title(stem: str) -> str:
     return f"{stem.split('_')[0]} {title}" if number(stem) is not None else title
 
 
-# pictures
-
-KINDS = {"plot": "line plot", "semilogx": "line plot, horizontal axis logarithmic", "semilogy": "line plot, vertical axis logarithmic", "bar": "bar chart", "barh": "horizontal bar chart",
-         "hist": "histogram", "imshow": "map of values in colour", "scatter": "scatter plot", "step": "step plot", "fill_between": "bands", "add_patch": "diagram of boxes", "Rectangle": "diagram of boxes",
-         "broken_barh": "timeline", "stem": "stem plot", "boxplot": "box plot", "errorbar": "points with error bars"}
-ROLES = {"title": "title", "suptitle": "title", "set_title": "title", "xlabel": "across", "set_xlabel": "across", "ylabel": "up", "set_ylabel": "up", "label": "series"}
-
-
-def words(node: ast.AST) -> str:
-    "The fixed text of a string in code; what is computed there becomes an ellipsis."
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(words(v) if isinstance(v, ast.Constant) else "…" for v in node.values)
-    return ""
-
-
-def helpers_of(nb: nbformat.NotebookNode) -> dict[str, ast.AST]:
-    "Functions that a cell of this notebook may draw with: its own, and those of the report page."
-    found = {n.name: n for n in ast.parse((ROOT / "golfnb" / "report.py").read_text(encoding="utf-8")).body if isinstance(n, FUNCTION)}
-    for cell in nb.cells:
-        if cell.cell_type == "code":
-            try:
-                found |= {n.name: n for n in ast.parse(cell.source).body if isinstance(n, FUNCTION)}
-            except SyntaxError:
-                pass
-    return found
-
-
-def alt_text(source: str, helpers: dict[str, ast.AST]) -> str:
-    "What a picture shows, in words: the cell's `#| fig-alt:`, else its kind, title, axes and series as the code names them."
-    given = re.search(r"^#\|\s*fig-alt:\s*(.+)$", source, re.M)
-    if given:
-        return given[1].strip()
-    found = {"kind": [], "title": [], "across": [], "up": [], "series": []}
-    todo, seen = [ast.parse(source)], set()
-    while todo:
-        for node in ast.walk(todo.pop(0)):
-            if not isinstance(node, ast.Call):
-                continue
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in KINDS and (called != "step" or len(node.args) > 1):  # an optimizer steps too
-                found["kind"].append(KINDS[called])
-            if called in helpers and called not in seen:
-                seen.add(called)
-                todo.append(helpers[called])
-            said = [(ROLES[called], words(node.args[0]))] if called in ROLES and node.args else []
-            said += [(ROLES[k.arg], words(k.value)) for k in node.keywords if k.arg in ROLES]
-            for role, text in said:
-                if text.strip(" …") and text.strip() not in found[role]:
-                    found[role].append(text.strip())
-    kinds = list(dict.fromkeys(found["kind"]))
-    parts = [" and ".join(kinds[:2]) or "picture"]
-    parts += [f"{name}: {'; '.join(found[role])}" for name, role in (("titles", "title"), ("horizontal axis", "across"), ("vertical axis", "up"), ("series", "series")) if found[role]]
-    text = ". ".join(parts)
-    return text[0].upper() + text[1:] + "."
-
-
 # chapters
 
 def directives(source: str) -> tuple[dict[str, str], str]:
@@ -113,9 +55,9 @@ def page_of(stem: str) -> str:
 
 
 def as_page(stem: str) -> nbformat.NotebookNode:
-    "A notebook as the site shows it: no hidden cells, no directives; cells marked for folding, definition and alt text."
-    nb = nbformat.read(NBS / f"{stem}.ipynb", as_version=4)
-    helpers, cells = helpers_of(nb), []
+    "A notebook as the site shows it: no hidden cells, no directives; cells marked for folding and definition, pictures with caption and alt text."
+    nb, cells = nbformat.read(NBS / f"{stem}.ipynb", as_version=4), []
+    unnamed = f"A picture of chapter {numbered_title(stem)}"
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\]\((\w+)\.ipynb", lambda m: f"]({page_of(m[1])}.ipynb", cell.source).replace("](../book/pages/", "](")
@@ -123,11 +65,11 @@ def as_page(stem: str) -> nbformat.NotebookNode:
             marks, source = directives(cell.source)
             if "hide" in marks or "default_exp" in marks or not source.strip():
                 continue
-            pictures = any("image/png" in o.get("data", {}) for o in cell.outputs)
-            alt = alt_text(cell.source, helpers) if pictures else ""
-            tags = [tag for mark, tag in (("exports", "exported"), ("code-fold", "hide-input"), ("hide_input", "remove-input")) if mark in marks]
-            cell.source, cell.metadata = source, {"tags": tags} | ({"mystnb": {"image": {"alt": alt}}} if alt else {})
-        cells.append(cell)
+            tags = [tag for mark, tag in MARKS.items() if mark in marks]
+            image = {"image": {"alt": marks.get("fig-alt") or marks.get("fig-cap") or unnamed}}
+            cell.source, cell.metadata = source, {"tags": tags, "mystnb": image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
+        if cell.cell_type != "raw":
+            cells.append(cell)
     if number(stem) is not None:
         first = next(c for c in cells if c.cell_type == "markdown")
         first.source = re.sub(r"^# ", f"# {stem.split('_')[0]} ", first.source, count=1, flags=re.M)
@@ -139,62 +81,59 @@ def as_page(stem: str) -> nbformat.NotebookNode:
 # the API
 
 def escaped(text: str) -> str:
-    "A docstring as MyST: what looks like markup is text, except code between backticks; names in capitals stay words."
-    pieces = re.split(r"(`[^`]*`)", " ".join(text.split()))
-    return "".join(p if p.startswith("`") else re.sub(r"([*_<>$\[\]{}|\\])", r"\\\1", p) for p in pieces)
+    "A docstring as MyST: what looks like markup is text, except code between backticks; a line that ends a sentence or comes before a list ends there."
+    pieces = re.split(r"(`[^`]*`)", text)
+    text = "".join(p if p.startswith("`") else re.sub(r"([*_<>$\[\]{}|\\#])", r"\\\1", p) for p in pieces)
+    return re.sub(r"(?<=[.:;])\n(?=\S)(?!- )", r"\\\n", text)
 
 
-def code(text: str) -> str:
-    return f"`` {text} ``" if "`" in text else f"`{text}`" if text else ""
-
-
-def row_table(rows: list[Row], word: str, anchor: str = "") -> list[str]:
-    "A table of parameters or fields: name, type with default, meaning; a column that nobody fills is left out."
-    cells = {"type": [code(f"{r.type} = {r.default}".strip() if r.default else r.type).replace("|", r"\|") for r in rows], "meaning": [escaped(r.meaning) for r in rows]}
-    columns = {head: column for head, column in cells.items() if any(column)}
-    names = [f"{{golf-field}}`{anchor}.{r.name}`" if anchor else code(r.name) for r in rows]
-    return ["| " + " | ".join((word, *columns)) + " |", "|---" * (len(columns) + 1) + "|", *("| " + " | ".join(line) + " |" for line in zip(names, *columns.values()))]
+def directive(kind: str, head: str, *lines: str, ticks: int = 3) -> list[str]:
+    return ["`" * ticks + f"{{{kind}}} {head}", *lines, "`" * ticks, ""]
 
 
 def entry(module: Module, n: Name, owner: str = "") -> list[str]:
-    "One name as a py directive."
-    path = f"{owner}.{n.name}" if owner else n.name
-    lines = [("````" if n.members else "```") + f"{{py:{n.kind}}} {path}{n.signature if n.kind not in ('data', 'property') else ''}"]
-    lines += [f":module: golfnb.{module.name}"]
-    if n.kind == "data" and n.signature:
-        lines += [f":value: {n.signature}"]
-    lines += ["", escaped(n.doc), ""]
-    anchor = f"golfnb.{module.name}.{path}" if n.kind == "class" else ""
-    if n.rows and (n.kind == "class" or any(r.meaning for r in n.rows)):
-        lines += [*row_table(n.rows, "field" if n.kind == "class" and not n.signature else "parameter", anchor), ""]
-    if n.returns and n.returns.meaning:
-        lines += [f"**Returns** {code(n.returns.type)} {escaped(n.returns.meaning)}" if n.returns.type not in ("", "None") else f"**Note**: {escaped(n.returns.meaning)}", ""]
-    for member in n.members:
-        lines += [*entry(module, member, n.name), ""]
-    if not owner:
-        lines += [f"{{golf-chapter}}`{module.name}.{n.name}`", ""]
-    return [*lines, "````" if n.members else "```", ""]
+    "One name as a py directive: its signature, its docstring, its members, and the way to its chapter."
+    if n.kind == "setting":
+        return []
+    options = [f":module: golfnb.{module.name}"]
+    if n.kind in ("data", "attribute"):
+        options += [f":type: {n.type}"] * bool(n.type) + [f":value: {n.signature}"] * bool(n.signature)
+    lines = [line for m in n.members for line in entry(module, m, f"{n.name}.")]
+    if any(m.kind == "setting" for m in n.members):
+        lines += [f"Its settings stand under [{n.name}](../settings.md#{n.name.lower()}).", ""]
+    if not owner or n.patched:
+        lines += [f'<a class="golf-defined" href="../{chapter_page(owner + n.name, module)}">Defined in chapter {module.chapter.split("_")[0]}</a>']
+    head = owner + n.name + (n.signature if n.kind in ("function", "class", "method") else "")
+    return directive(f"py:{n.kind}", head, *options, "", escaped(n.doc), "", *lines, ticks=3 if owner else 4)
 
 
 def api_module(module: Module) -> str:
     lines = [f"# golfnb.{module.name}", "", f"> {escaped(module.summary)}", "", f"Explained, defined and tried in [chapter {numbered_title(module.chapter)}](../{module.chapter}.ipynb).", ""]
     for title, kind in (("Functions", "function"), ("Classes", "class"), ("Constants", "data")):
-        group = [n for n in module.names.values() if n.kind == kind]
-        if group:
-            lines += [f"## {title}", ""]
-            for n in group:
-                lines += entry(module, n)
+        group = [line for n in module.public if n.kind == kind for line in entry(module, n)]
+        lines += [f"## {title}", "", *group] if group else []
     return "\n".join(lines) + "\n"
 
 
 def api_index() -> str:
-    lines = ["# The API by module", "", "Every public name with its signature, the meaning, shape, dtype and unit of each parameter, and what it raises. Each entry leads to the chapter that explains and defines it.", "",
-             "| module | what lives there | names |", "|---|---|---|"]
-    lines += [f"| [golfnb.{m.name}]({m.name}.md) | {escaped(m.summary)} | {len(m.names)} |" for m in modules().values()]
+    lines = ["# The API by module", "", "Every public name with its signature and what it does. Each entry leads to the chapter that explains and defines it.", "", f"`import golfnb` offers `{'`, `'.join(front_door())}`.", "", "| module | what lives there | names |", "|---|---|---|"]
+    lines += [f"| [golfnb.{m.name}]({m.name}.md) | {escaped(m.summary)} | {len(m.public)} |" for m in modules().values()]
     return "\n".join(lines) + "\n\n" + toctree("", [m.name for m in modules().values()]) + "\n"
 
 
 # gathered pages
+
+def all_settings() -> str:
+    "Every setting once, under the group that owns it."
+    lines = []
+    for m in modules().values():
+        for group in m.public:
+            rows = [n for n in group.members if n.kind == "setting"]
+            lines += [f"## {group.name}", "", f"{escaped(group.doc)} It acts in [chapter {numbered_title(m.chapter)}]({m.chapter}.ipynb).", ""] if rows else []
+            for n in rows:
+                lines += directive("envvar", n.name.upper(), "", f"{escaped(n.doc)}. Default: `{n.signature}`.")
+    return "\n".join(lines)
+
 
 def map_rooms() -> str:
     "The rooms, part by part: what each gives, what it builds on, who uses it."
@@ -257,9 +196,10 @@ def write(folder: Path) -> None:
         if page_of(stem) == "index":
             nb.cells.append(nbformat.v4.new_markdown_cell(tables_of_contents()))
         (folder / f"{page_of(stem)}.ipynb").write_text(json.dumps(nb), encoding="utf-8")
-    gathered = {"map": map_rooms, "negative": negative_results, "glossary": lambda: ""}
+    gathered = {"map": map_rooms, "negative": negative_results, "settings": all_settings}
     for path in sorted(PAGES.glob("*.md")):
-        (folder / path.name).write_text(path.read_text(encoding="utf-8").replace("<!-- gathered -->", gathered[path.stem]()), encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        (folder / path.name).write_text(text.replace("<!-- gathered -->", gathered[path.stem]()) if path.stem in gathered else text, encoding="utf-8")
     (folder / "api" / "index.md").write_text(api_index(), encoding="utf-8")
     for m in modules().values():
         (folder / "api" / f"{m.name}.md").write_text(api_module(m), encoding="utf-8")

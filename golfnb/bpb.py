@@ -15,87 +15,85 @@ import numpy as np
 import sentencepiece as spm
 import torch
 
-from .config import GolfError
+from .settings import GolfError
 
-# %% ../nbs/01_bpb.ipynb #0578ed38
-def bits_per_byte(nll_sum: float, # sum of the losses: nats
-                  byte_count: float, # bytes of the scored targets
-                 ) -> float: # bits per byte
-    "The score of a text from its summed loss. Raises GolfError when there are no bytes."
+# %% ../nbs/01_bpb.ipynb #06e8cbc2
+def bits_per_byte(nll_sum: float, byte_count: float) -> float:
+    "The score of a text from its summed loss in nats and its bytes. GolfError when there are no bytes."
     if byte_count <= 0:
-        raise GolfError(f"bits per byte need at least one byte of scored text, found {byte_count}: check tokenizer and validation shards")
+        raise GolfError(f"bits per byte need at least one byte of scored text, found {byte_count}: "
+                        "check tokenizer and validation shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
-# %% ../nbs/01_bpb.ipynb #7ba9013e
-def load_tokenizer(path: str | Path, # SentencePiece model file
-                   vocab_size: int | None = None, # pieces expected; None: not checked
-                  ) -> spm.SentencePieceProcessor: # ready to encode and decode
-    "Load a tokenizer. Raises GolfError when it is missing, damaged, or of another vocabulary size."
+# %% ../nbs/01_bpb.ipynb #03113488
+def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
+    "Load a SentencePiece model. Raises GolfError if it is missing, damaged, or has not `vocab_size` pieces."
     if not Path(path).is_file():
         raise GolfError(f"no tokenizer at {path}: expected a SentencePiece .model file; set TOKENIZER_PATH")
     try:
         sp = spm.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found something else or a damaged one; fetch or train it again") from error
-    if vocab_size is not None and sp.get_piece_size() != vocab_size:
-        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {sp.get_piece_size()}: set VOCAB_SIZE={sp.get_piece_size()} or use the matching tokenizer and shards")
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found "
+                        "something else or a damaged one; fetch or train it again") from error
+    if (found := sp.get_piece_size()) != (vocab_size or found):
+        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
+                        f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
     return sp
 
-# %% ../nbs/01_bpb.ipynb #03113488
-def tokenizer_hash(path: str | Path, # SentencePiece model file
-                  ) -> str: # SHA-256, 64 hex digits
-    "What identifies a tokenizer in an artifact. Raises GolfError when the file is missing."
+# %% ../nbs/01_bpb.ipynb #461dd32c
+def tokenizer_hash(path: str | Path) -> str:
+    "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): set TOKENIZER_PATH to a SentencePiece .model file") from None
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
+                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
 
 # %% ../nbs/01_bpb.ipynb #b1a78f33
 @dataclass
 class ByteTable:
-    "Bytes of every token of a vocabulary."
-    base: torch.Tensor # int16 [V], bytes without the leading space
-    leading_space: torch.Tensor # bool [V], a space in front, unless a boundary comes before
-    boundary: torch.Tensor # bool [V], stands for no text
+    """The bytes of text behind every token of a vocabulary of V pieces.
 
-    def to(self, device: torch.device | str) -> "ByteTable": # the same tables there
+    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: a space in front, unless a
+    boundary comes before. `boundary` bool [V]: stands for no text.
+    """
+    base: torch.Tensor
+    leading_space: torch.Tensor
+    boundary: torch.Tensor
+
+    def to(self, device: torch.device | str) -> "ByteTable":
+        "The same table on another device."
         return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
 
 # %% ../nbs/01_bpb.ipynb #13451138
-def byte_table(sp: spm.SentencePieceProcessor, # tokenizer
-              ) -> ByteTable: # on CPU
-    "Tabulate the bytes of every piece of a tokenizer."
-    size = sp.get_piece_size()
-    base, leading, boundary = torch.zeros(size, dtype=torch.int16), torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
-    for i in range(size):
-        piece = sp.id_to_piece(i)
-        if sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i):
-            boundary[i] = True
-        elif sp.is_byte(i):
-            base[i] = 1
-        else:
-            leading[i] = piece.startswith("\u2581")
-            base[i] = len(piece.removeprefix("\u2581").replace("\u2581", " ").encode())
-    return ByteTable(base, leading, boundary)
+def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
+    "The table of a tokenizer, on the CPU."
+    base, leading, boundary = [], [], []
+    for i in range(sp.get_piece_size()):
+        piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
+        text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
+        base.append(len(text.encode()))
+        leading.append(piece.startswith("▁") and not silent)
+        boundary.append(silent)
+    return ByteTable(torch.tensor(base, dtype=torch.int16), torch.tensor(leading), torch.tensor(boundary))
 
-# %% ../nbs/01_bpb.ipynb #9d371a26
-def target_bytes(table: ByteTable, # on the device of the tokens
-                 prev: torch.Tensor, # int64, token before each target
-                 target: torch.Tensor, # int64, same shape
-                ) -> torch.Tensor: # int64, same shape: bytes of text each target stands for
-    "Bytes of each target, given the token before it. `prev` and `target` have any one shape."
+# %% ../nbs/01_bpb.ipynb #4b11aaec
+def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    "Bytes of text behind each target, given the token before it; all int64, of one shape."
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 # %% ../nbs/01_bpb.ipynb #71de3c95
-def unigram_bpb(train_counts: np.ndarray | torch.Tensor, # int [V], how often each token occurs in training
-                val_tokens: np.ndarray | torch.Tensor, # int [n + 1] validation stream, n targets
-                table: ByteTable, # of the tokenizer, on CPU
-               ) -> float: # bits per byte
-    "The score of an add-one smoothed unigram model. Raises GolfError when counts and vocabulary differ."
+def unigram_bpb(train_counts: np.ndarray | torch.Tensor, val_tokens: np.ndarray | torch.Tensor,
+                table: ByteTable) -> float:
+    """The bits per byte of a model that knows only how often each token occurs in training, plus one.
+
+    `train_counts` [V], `val_tokens` [n + 1] with n targets, `table` on the CPU.
+    Raises GolfError when counts and vocabulary differ.
+    """
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
     if counts.shape != table.base.shape:
-        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape {tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
+        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "
+                        f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
     tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
-    prev, target = tokens[:-1], tokens[1:]
     log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
-    return bits_per_byte(-log_prob[target].sum().item(), target_bytes(table, prev, target).sum().item())
+    return bits_per_byte(-log_prob[tokens[1:]].sum(), target_bytes(table, tokens[:-1], tokens[1:]).sum())

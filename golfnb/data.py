@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['DEMO_MODULES', 'TOKENIZER_SETTINGS', 'PART_CHARACTERS', 'WHOLE_CHARACTERS', 'SPAN_TOKENS', 'HUB_REPO', 'HUB_ROOT',
-           'module_documents', 'topic_documents', 'stdlib_documents', 'documents_hash', 'read_documents',
-           'digest_validates', 'is_validation', 'train_tokenizer', 'sample_documents', 'cuts_at_spaces', 'cut_document',
-           'encode_batch', 'encode_documents', 'check_unoccupied', 'build_shards', 'recut_shards', 'inspect_shard',
-           'span_hashes', 'count_overlap', 'fetch_file', 'download_shards']
+           'module_documents', 'topic_documents', 'module_files', 'stdlib_documents', 'documents_hash', 'raw_documents',
+           'read_documents', 'hash_fraction', 'is_validation', 'train_tokenizer', 'sample_documents', 'cuts_at_spaces',
+           'cut_document', 'encode_batch', 'batches', 'encode_documents', 'check_unoccupied', 'build_shards',
+           'recut_shards', 'inspect_shard', 'parts_of', 'powers', 'span_hashes', 'document_digests', 'count_overlap',
+           'hub_client', 'hub_facts', 'check_arrived', 'fetch_file', 'append_download', 'download_shards']
 
 # %% ../nbs/21_data.ipynb #1abbefcd
 import ast
@@ -27,9 +28,8 @@ from pathlib import Path
 import numpy as np
 import sentencepiece as spm
 
-# %% ../nbs/21_data.ipynb #7a7c4f9a
 from .bpb import byte_table, load_tokenizer, tokenizer_hash
-from .config import GolfError
+from .settings import GolfError
 from .shards import BOS_ID, ShardWriter, atomic_write, find_shards, open_shard, read_header
 
 # %% ../nbs/21_data.ipynb #1f2c0139
@@ -48,103 +48,79 @@ warnings wave weakref webbrowser wsgiref xml xmlrpc zipapp zipfile zipimport zon
 """.split()
 
 # %% ../nbs/21_data.ipynb #3e5d50bb
-def _docstring_entries(body: list, # statements of a module or class
-                      ) -> list[str]: # "def name(args)" and the docstring, for each documented function
-    "What `help` would print of the functions defined right here."
-    found = []
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = (ast.get_docstring(node) or "").strip()
-            if text:
-                found.append(f"def {node.name}({ast.unparse(node.args)})\n{text}")
-    return found
+def module_documents(name: str, source: str) -> list[str]:
+    """What `help` would print of Python source, parsed and never run: a document for the module and one for each class.
 
-
-def module_documents(name: str, # dotted name, for the first line of each document
-                     source: str, # Python source, parsed and never run
-                    ) -> list[str]: # one document for the module, one for each class that documents anything
-    "The documentation in a source text. Raises SyntaxError for what is not Python."
-    tree = ast.parse(source)
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    documents = []
-    for title, node in [(f"module {name}", tree)] + [(f"class {name}.{c.name}", c) for c in classes]:
-        parts = [(ast.get_docstring(node) or "").strip(), *_docstring_entries(node.body)]
-        parts = [p for p in parts if p]
+    Raises SyntaxError for what is not Python.
+    """
+    tree, documents = ast.parse(source), []
+    classes = [(f"class {name}.{c.name}", c) for c in ast.walk(tree) if isinstance(c, ast.ClassDef)]
+    for title, node in [(f"module {name}", tree), *classes]:
+        functions = [n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(n)]
+        parts = [f"def {f.name}({ast.unparse(f.args)})\n{ast.get_docstring(f)}".strip() for f in functions]
+        if text := (ast.get_docstring(node) or "").strip():
+            parts.insert(0, text)
         if parts:
             documents.append("\n\n".join([title, *parts]))
     return documents
 
 # %% ../nbs/21_data.ipynb #0b34b101
-def _module_files(root: Path, # directory of the standard library
-                  name: str, # module or package
-                 ) -> list[Path]: # its source files, sorted; none if it is not installed
-    "A module's file, or all files of a package but its tests."
+def topic_documents(source: str) -> list[str]:
+    "The help topics of `pydoc`, from the text of its topics.py: the values of the dictionary that it assigns."
+    found = [n.value for n in ast.parse(source).body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Dict)]
+    return [text.strip() for text in ast.literal_eval(found[0]).values()] if found else []
+
+
+def module_files(root: Path, name: str) -> list[Path]:
+    "The source file of a module in `root`, or all files of a package but its tests, sorted; none if it is not installed."
     if (root / name).is_dir():
-        kept = (p for p in (root / name).rglob("*.py") if not {"test", "tests", "idle_test", "_bundled"} & set(p.relative_to(root).parts))
+        left_out = {"test", "tests", "idle_test", "_bundled"}
+        kept = (p for p in (root / name).rglob("*.py") if not left_out & set(p.relative_to(root).parts))
         return sorted(kept, key=lambda p: p.relative_to(root).as_posix())
     return [p for p in [root / f"{name}.py"] if p.is_file()]
 
 # %% ../nbs/21_data.ipynb #59549c9d
-def topic_documents(source: str, # text of pydoc_data/topics.py
-                   ) -> list[str]: # one document a topic
-    "The help topics of `pydoc`, read without importing them."
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            return [text.strip() for text in ast.literal_eval(node.value).values()]
-    return []
+def stdlib_documents(modules: Iterable[str] = tuple(DEMO_MODULES), root: Path | None = None) -> list[str]:
+    """The standard library's own documentation in a fixed order: help topics, then modules and classes.
 
-# %% ../nbs/21_data.ipynb #9fcbe245
-def stdlib_documents(modules: Iterable[str] = tuple(DEMO_MODULES), # names; those not installed are skipped
-                     root: Path | None = None, # directory to read; None: this Python's standard library
-                    ) -> list[str]: # documents without repetitions, in a fixed order
-    "The standard library's own documentation: topics, then modules and classes. Raises GolfError when nothing is found."
+    `root` is the folder to read, this Python's standard library by default. Raises GolfError if nothing is found.
+    """
     root = Path(root or sysconfig.get_paths()["stdlib"])
     topics = root / "pydoc_data" / "topics.py"
     found = topic_documents(topics.read_text("utf-8")) if topics.is_file() else []
-    for name in modules:
-        for path in _module_files(root, name):
-            dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-            found += module_documents(dotted, path.read_text("utf-8"))
+    for path in (path for name in modules for path in module_files(root, name)):
+        dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        found += module_documents(dotted, path.read_text("utf-8"))
     if not found:
-        raise GolfError(f"expected Python's own source files in {root}, found none: this Python is installed without them, bring documents of your own with `golfnb data build`")
-    return list(dict.fromkeys(d for d in found if d))
+        raise GolfError(f"expected Python's own source files in {root}, found none: bring documents with `golfnb data build`")
+    return list(dict.fromkeys(filter(None, found)))
 
-# %% ../nbs/21_data.ipynb #15f3d5d5
-def documents_hash(documents: Iterable[str], # in order
-                  ) -> str: # SHA-256, hex
-    "One fingerprint of all documents and their borders."
-    digest = hashlib.sha256()
-    for text in documents:
-        digest.update(hashlib.sha256(text.encode()).digest())
-    return digest.hexdigest()
 
-# %% ../nbs/21_data.ipynb #289a8c0f
-def _decode_text(data: bytes, # a line or a file
-                 where: str, # for the error
-                ) -> str:
-    "UTF-8 or GolfError."
+def documents_hash(documents: Iterable[str]) -> str:
+    "SHA-256 (hex) of all documents and their borders, in order."
+    return hashlib.sha256(b"".join(hashlib.sha256(text.encode()).digest() for text in documents)).hexdigest()
+
+# %% ../nbs/21_data.ipynb #9fcbe245
+def decode_text(data: bytes, where: str) -> str:
+    "UTF-8 as text. Raises GolfError that says `where`."
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise GolfError(f"{where} must be UTF-8, found byte 0x{data[error.start]:02x} at offset {error.start:,}: convert it, for instance with iconv") from None
+        raise GolfError(f"{where} must be UTF-8, found byte {data[error.start]:#x} at {error.start:,}: convert it") from None
 
 
-def _jsonl_text(line: bytes, # one JSON object
-                where: str, # for the error
-               ) -> str: # its text
-    "The `text` field of a line, or GolfError."
+def jsonl_text(line: bytes, where: str) -> str:
+    "The `text` field of a line. Raises GolfError that says `where`."
     try:
-        row = json.loads(_decode_text(line, where))
-        text = row["text"]
+        text = json.loads(decode_text(line, where))["text"]
         text.encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise GolfError(f'{where} must be a JSON object with a string under "text", found {line[:40]!r}: fix or remove the line') from None
+        raise GolfError(f'{where} must be a JSON object with a string under "text", found {line[:40]!r}: fix it') from None
     return text
 
-# %% ../nbs/21_data.ipynb #543a2063
-def _parquet_rows(path: Path, # a .parquet file with a column `text` of strings
-                 ) -> Iterator[tuple[str, bytes]]: # place for errors, text as bytes
-    "The texts of a parquet file, a batch of rows in memory at a time."
+# %% ../nbs/21_data.ipynb #15f3d5d5
+def parquet_rows(path: Path) -> Iterator[tuple[str, bytes]]:
+    "Place and bytes of each row of the column `text`, a batch of rows in memory at a time. Raises GolfError."
     try:
         import pyarrow
         import pyarrow.parquet
@@ -152,23 +128,22 @@ def _parquet_rows(path: Path, # a .parquet file with a column `text` of strings
         raise GolfError(f"reading {path} needs pyarrow, found none installed: pip install golfnb[data]") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            column = file.schema_arrow.field("text").type if "text" in file.schema_arrow.names else None
+            names, row = file.schema_arrow.names, 0
+            column = file.schema_arrow.field("text").type if "text" in names else None
             if column not in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary()):
-                raise GolfError(f"{path} must have a column of strings named text, found columns {file.schema_arrow.names[:8]}: rename the column")
-            row = 0
+                raise GolfError(f"{path} must have a column of strings named text, found columns {names[:8]}: rename the column")
             for batch in file.iter_batches(1024, columns=["text"]):
                 for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     row += 1
                     yield f"{path} row {row}", value or b""
     except pyarrow.ArrowException as error:
-        raise GolfError(f"cannot read {path} as parquet ({str(error).splitlines()[0][:80]}): it is damaged or another format, copy or make it again") from None
+        raise GolfError(f"cannot read {path} as parquet ({str(error).splitlines()[0][:80]}): make it again") from None
 
-# %% ../nbs/21_data.ipynb #2bc1b2fd
-def _document_bytes(path: Path, # .txt, .jsonl or .parquet
-                   ) -> Iterator[tuple[str, bytes]]: # place for errors, text (or a JSON line) as bytes
-    "The raw documents of one file."
+# %% ../nbs/21_data.ipynb #1fd4ba2c
+def raw_documents(path: Path) -> Iterator[tuple[str, bytes]]:
+    "Place (for errors) and bytes of each document of one file; of a .jsonl file each line."
     if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
+        yield from parquet_rows(path)
         return
     with open(path, "rb") as file:
         if path.suffix == ".txt":
@@ -176,18 +151,19 @@ def _document_bytes(path: Path, # .txt, .jsonl or .parquet
         else:
             yield from ((f"{path} line {i}", line) for i, line in enumerate(file, 1))
 
-# %% ../nbs/21_data.ipynb #9b0771c2
-def read_documents(paths: Iterable[str | Path], # .txt (one document each), .jsonl (one a line), .parquet (one a row)
-                   skipped: list | None = None, # gets the place of every empty document
-                  ) -> Iterator[str]: # documents, in order, stripped of outer white space
-    "Read documents one at a time. Raises GolfError for a missing file, another suffix, or text that is not UTF-8."
+
+def read_documents(paths: Iterable[str | Path], skipped: list | None = None) -> Iterator[str]:
+    """Documents one at a time, in order, stripped of outer white space; `skipped` gets the place of every empty one.
+
+    Raises GolfError for a missing file, another suffix than .txt, .jsonl or .parquet, or text that is not UTF-8.
+    """
     for path in map(Path, paths):
         if path.suffix not in (".txt", ".jsonl", ".parquet"):
             raise GolfError(f"documents must come as .txt, .jsonl or .parquet, found {path}: convert it to one of them")
+        decode = jsonl_text if path.suffix == ".jsonl" else decode_text
         try:
-            for where, data in _document_bytes(path):
-                text = (_jsonl_text(data, where) if path.suffix == ".jsonl" and data.strip() else _decode_text(data, where)).strip()
-                if text:
+            for where, data in raw_documents(path):
+                if text := decode(data, where).strip() if data.strip() else "":
                     yield text
                 elif skipped is not None:
                     skipped.append(where)
@@ -195,18 +171,14 @@ def read_documents(paths: Iterable[str | Path], # .txt (one document each), .jso
             raise GolfError(f"cannot read documents from {path} ({error.strerror or error}): check the path") from None
 
 # %% ../nbs/21_data.ipynb #63861807
-def digest_validates(digest: bytes, # SHA-256 of a document
-                     val_fraction: float, # 0..1
-                    ) -> bool: # True: validation
-    "The side a digest is on."
-    return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
+def hash_fraction(digest: bytes) -> float:
+    "The first 8 bytes of a SHA-256 as a fraction, 0 <= x < 1."
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def is_validation(document: str, # text
-                  val_fraction: float, # 0..1
-                 ) -> bool: # True: validation
-    "The side a document is on, from its own hash."
-    return digest_validates(hashlib.sha256(document.encode()).digest(), val_fraction)
+def is_validation(document: str, val_fraction: float) -> bool:
+    "Whether a document is on the validation side, from its own hash."
+    return hash_fraction(hashlib.sha256(document.encode()).digest()) < val_fraction
 
 # %% ../nbs/21_data.ipynb #e8677209
 TOKENIZER_SETTINGS = dict(
@@ -215,135 +187,114 @@ TOKENIZER_SETTINGS = dict(
     input_sentence_size=0, shuffle_input_sentence=False, max_sentence_length=2**24, num_threads=2, minloglevel=2)
 
 
-def train_tokenizer(docs: Iterable[str], # training documents only
-                    path: str | Path, # where the model goes, usually *.model
-                    vocab_size: int = 1024, # pieces, more than 260 (4 controls and 256 bytes)
-                   ) -> spm.SentencePieceProcessor: # read back from the file
-    "Train and write a byte-fallback BPE model; the same documents give the same file. Raises GolfError when the text is too small."
+def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 1024) -> spm.SentencePieceProcessor:
+    """Train a byte-fallback BPE model on training documents, write it to `path` and read it back.
+
+    The same documents give the same file. Raises GolfError if the text is too small.
+    """
     model = io.BytesIO()
     try:
-        spm.SentencePieceTrainer.train(sentence_iterator=iter(docs), model_writer=model, vocab_size=vocab_size, **TOKENIZER_SETTINGS)
+        spm.SentencePieceTrainer.train(sentence_iterator=iter(docs), model_writer=model, vocab_size=vocab_size,
+                                       **TOKENIZER_SETTINGS)
     except (RuntimeError, ValueError, OSError) as error:
         most = re.search(r"value <= (\d+)", str(error))
         reason = f"this text is enough for {most[1]}" if most else str(error).strip().rsplit("] ", 1)[-1].rstrip(".")
-        raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces ({reason}): bring more text or ask for fewer pieces, more than 260") from None
+        raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces ({reason}): "
+                        "bring more text or ask for fewer pieces, more than 260") from None
     atomic_write(path, model.getvalue())
     return load_tokenizer(path, vocab_size)
 
 # %% ../nbs/21_data.ipynb #71611260
-def sample_documents(docs: Iterable[str], # documents, one at a time is fine
-                     most_bytes: int = 64 * 2**20, # bytes of text to keep at most
-                    ) -> list[str]: # in their order
-    "A fixed part of the documents: those whose hashes are smallest. At least one, if there is any."
-    kept, held, ceiling = [], 0, 2**64
+def sample_documents(docs: Iterable[str], most_bytes: int = 64 * 2**20) -> list[str]:
+    "A fixed part of the documents, in their order: those whose hashes are smallest, at most `most_bytes`, at least one."
+    kept, size, ceiling = [], 0, 2**64
     for place, text in enumerate(docs):
         data = text.encode()
         number = int.from_bytes(hashlib.sha256(data).digest()[8:16], "big")
         if number >= ceiling:
             continue
         heapq.heappush(kept, (-number, place, len(data), text))
-        held += len(data)
-        while held > most_bytes and len(kept) > 1:
+        size += len(data)
+        while size > most_bytes and len(kept) > 1:
             ceiling = -kept[0][0]
-            held -= heapq.heappop(kept)[2]
+            size -= heapq.heappop(kept)[2]
     return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
 
 # %% ../nbs/21_data.ipynb #be492975
-PART_CHARACTERS = 2**9 # length of the parts that a document of twice that is cut into
-WHOLE_CHARACTERS = 2**25 # longest text that is encoded without a cut
+PART_CHARACTERS = 2**9  # length of the parts that a document of twice that is cut into
+WHOLE_CHARACTERS = 2**25  # longest text that is encoded without a cut
 _SPACE = re.compile(r"(?<=\w) (?=\w)")
 
 
-def cuts_at_spaces(sp: spm.SentencePieceProcessor, # any
-                  ) -> bool: # True: a text may be cut at a space between two letters
+def cuts_at_spaces(sp: spm.SentencePieceProcessor) -> bool:
     "Whether no piece of the vocabulary reaches over a space, and a text's first piece begins with one."
-    pieces = (sp.id_to_piece(i) for i in range(sp.vocab_size()))
-    reaches = any(re.search("[^\u2581]\u2581| ", p) for p in pieces)
+    reaches = any(re.search("[^\u2581]\u2581| ", sp.id_to_piece(i)) for i in range(sp.vocab_size()))
     return not reaches and sp.encode("x", out_type=str)[0].startswith("\u2581") and sp.encode("x x") == sp.encode("x") * 2
 
 
-def cut_document(text: str, # of any length
-                ) -> list[str]: # parts; joined by a space they are the text
-    "Cut a long text at spaces between letters. Raises GolfError where more than WHOLE_CHARACTERS have none."
+def cut_document(text: str) -> list[str]:
+    "Parts that joined by a space are the text. Raises GolfError where more than WHOLE_CHARACTERS have no space."
     parts, start = [], 0
     while len(text) - start > 2 * PART_CHARACTERS and (space := _SPACE.search(text, start + PART_CHARACTERS)):
         parts.append(text[start : space.start()])
         start = space.end()
     parts.append(text[start:])
-    if max(map(len, parts)) > WHOLE_CHARACTERS:
-        raise GolfError(f"a document must have a space between two letters at least every {WHOLE_CHARACTERS:,} characters, found {max(map(len, parts)):,} without one (it starts {text[:30]!r}): split it or leave it out")
+    if (longest := max(map(len, parts))) > WHOLE_CHARACTERS:
+        raise GolfError(f"a document needs a space between two letters at least every {WHOLE_CHARACTERS:,} characters, "
+                        f"found {longest:,} without one (it starts {text[:30]!r}): split it or leave it out")
     return parts
 
 # %% ../nbs/21_data.ipynb #339bc11e
-def encode_batch(sp: spm.SentencePieceProcessor, # the tokenizer
-                 texts: list[str], # documents
-                 cut: bool, # cuts_at_spaces(sp)
-                 threads: int = 1, # for the parts of a long document
-                ) -> list[tuple[bytes, int, np.ndarray]]: # SHA-256, bytes of text, uint16 [1 + pieces] with the BOS in front; one for each
-    "Encode documents, each exactly as `sp.encode` would."
-    as_arrays = {"return_type": "numpy"} if hasattr(sp, "EncodeAsNumpy") else {}
+def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool, threads: int = 1) -> list[tuple]:
+    "For each text its SHA-256, its bytes, and uint16 [1 + pieces], BOS in front. `cut` is what `cuts_at_spaces` says."
+    as_arrays = {"return_type": "numpy"} if hasattr(sp, "EncodeAsNumpy") else {}  # else lists
     parts = [cut_document(t) if cut and len(t) > 2 * PART_CHARACTERS else [t] for t in texts]
-    found = iter(sp.encode([p for group in parts for p in group], num_threads=threads if len(texts) == 1 else 1, **as_arrays))
+    pieces = iter(sp.encode([part for group in parts for part in group], num_threads=threads, **as_arrays))
     out = []
     for text, group in zip(texts, parts):
         data = text.encode()
-        pieces = [next(found) for _ in group]
-        ids, at = np.empty(1 + sum(map(len, pieces)), np.uint16), 1
-        ids[0] = sp.bos_id()
-        for piece in pieces:
-            ids[at : at + len(piece)] = piece
-            at += len(piece)
+        ids = np.concatenate([[sp.bos_id()], *(next(pieces) for _ in group)], dtype=np.uint16, casting="unsafe")
         out.append((hashlib.sha256(data).digest(), len(data), ids))
     return out
 
 # %% ../nbs/21_data.ipynb #62443103
-def _batches(docs: Iterable[str], # documents
-             characters: int, # of a batch, reached or passed by its last document
-            ) -> Iterator[list[str]]:
-    "Documents in batches; a long one is alone in its batch."
-    batch, held = [], 0
+def batches(docs: Iterable[str], characters: int) -> Iterator[list[str]]:
+    "Documents in batches of at least `characters`, but for the last."
+    batch, size = [], 0
     for text in docs:
-        if len(text) > characters:
-            yield from ([batch] if batch else []) + [[text]]
-            batch, held = [], 0
-            continue
         batch.append(text)
-        held += len(text)
-        if held >= characters:
+        size += len(text)
+        if size >= characters:
             yield batch
-            batch, held = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 
-# %% ../nbs/21_data.ipynb #a38d9a5c
-def encode_documents(docs: Iterable[str], # documents, one at a time is fine
-                     sp: spm.SentencePieceProcessor, # the tokenizer
-                     threads: int | None = None, # None: one for each core this process may use
-                     characters: int = 2**20, # of a batch
-                    ) -> Iterator[tuple[bytes, int, np.ndarray]]: # as encode_batch: SHA-256, bytes of text, uint16 [1 + pieces]; in the order of the documents
-    "Encode in threads, a few batches ahead of whoever asks."
+
+def encode_documents(docs: Iterable[str], sp: spm.SentencePieceProcessor, threads: int | None = None,
+                     characters: int = 2**20) -> Iterator[tuple]:
+    "What `encode_batch` gives for each document, in order; `threads` (default: one a core) work a few batches ahead."
     threads = threads or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
     cut, waiting = cuts_at_spaces(sp), deque()
     with ThreadPoolExecutor(threads) as pool:
-        for batch in _batches(docs, characters):
-            waiting.append(pool.submit(encode_batch, sp, batch, cut, threads))
+        for batch in batches(docs, characters):
+            share = threads if len(batch[-1]) > characters else 1  # the parts of a long document
+            waiting.append(pool.submit(encode_batch, sp, batch, cut, share))
             if len(waiting) > 2 * threads:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
 
-# %% ../nbs/21_data.ipynb #94466e9f
-class _ShardFiller:
-    "Writes the tokens of one side, and opens another shard whenever one is full."
+# %% ../nbs/21_data.ipynb #a38d9a5c
+class ShardFiller:
+    "Writes the tokens of one side (`split` is train or val), and opens another shard whenever one is full."
 
-    def __init__(self, directory: Path, # where shards go
-                 split: str, # train or val
-                 shard_tokens: int, # tokens of a full shard
-                ) -> None:
+    def __init__(self, directory: Path, split: str, shard_tokens: int):
         self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
         self.writer, self.shards, self.documents, self.text_bytes = None, [], 0, 0
 
-    def add(self, ids: np.ndarray, text_bytes: int) -> None: # uint16 [n] of one document, BOS included
+    def add(self, ids: np.ndarray, text_bytes: int) -> None:
+        "Append a document, uint16 [n] with its BOS."
         self.documents, self.text_bytes = self.documents + 1, self.text_bytes + text_bytes
         while ids.size:
             self.writer = self.writer or ShardWriter(self.directory / f"fineweb_{self.split}_{len(self.shards):06d}.bin")
@@ -353,43 +304,49 @@ class _ShardFiller:
             if self.writer.tokens == self.shard_tokens:
                 self.finish()
 
-    def finish(self) -> None: # close the shard that is open, if there is one
+    def finish(self) -> None:
+        "Close the open shard, if there is one."
         if self.writer:
             self.shards.append(self.writer.close())
             self.writer = None
 
-    def remove(self) -> None: # everything written so far
-        for path in [self.directory / s["name"] for s in self.shards]:
-            path.unlink(missing_ok=True)
+    def remove(self) -> None:
+        "Take back everything written."
+        for shard in self.shards:
+            (self.directory / shard["name"]).unlink(missing_ok=True)
         if self.writer:
             self.writer.abort()
 
-# %% ../nbs/21_data.ipynb #ec89a614
-def check_unoccupied(out_dir: Path) -> None:
-    "Raises GolfError for a directory that holds shards or a manifest."
-    present = sorted(p.name for p in out_dir.glob("fineweb_*.bin")) + [p.name for p in [out_dir / "manifest.json"] if p.exists()]
-    if present:
-        raise GolfError(f"{out_dir} must not hold shards yet, found {present[0]}: choose another directory or remove them")
+    def facts(self) -> dict:
+        "What the manifest says of this side."
+        return {"documents": self.documents, "text_bytes": self.text_bytes,
+                "tokens": sum(s["tokens"] for s in self.shards), "shards": self.shards}
 
-# %% ../nbs/21_data.ipynb #4513527e
-def build_shards(docs: Iterable[str], # documents, one at a time is fine
-                 tokenizer: str | Path, # SentencePiece model file
-                 out_dir: str | Path, # made if missing; must not hold shards
-                 shard_tokens: int = 100_000_000, # tokens of a full shard
-                 val_fraction: float = 0.05, # part of the documents that validate, 0..1
-                 threads: int | None = None, # that encode; None: one a core
-                 skipped: Sequence = (), # places of empty documents, as read_documents fills it
-                ) -> dict: # the manifest, also in out_dir/manifest.json
-    "Write fineweb_train_*.bin, fineweb_val_*.bin and manifest.json. Raises GolfError for an occupied directory, a side with no document, or a full disk."
+# %% ../nbs/21_data.ipynb #c52b85de
+def check_unoccupied(folder: Path) -> None:
+    "Raises GolfError for a directory that holds shards or a manifest."
+    if present := sorted(p.name for kind in ("fineweb_*.bin", "manifest.json") for p in folder.glob(kind)):
+        raise GolfError(f"{folder} must not hold shards yet, found {present[0]}: choose another directory or remove them")
+
+
+def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path, shard_tokens: int = 100_000_000,
+                 val_fraction: float = 0.05, threads: int | None = None, skipped: Sequence = ()) -> dict:
+    """Write fineweb_train_*.bin, fineweb_val_*.bin and manifest.json into `out_dir`; returns the manifest.
+
+    `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side with no document,
+    a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
+    """
     out_dir, sp = Path(out_dir), load_tokenizer(tokenizer)
     if shard_tokens < 1 or sp.vocab_size() > 65_536 or sp.bos_id() < 0:
-        raise GolfError(f"shards need at least 1 token each and a vocabulary of at most 65,536 pieces with a BOS, found {shard_tokens} and {sp.vocab_size()} pieces (bos {sp.bos_id()}): choose others")
+        raise GolfError("shards need at least 1 token each and at most 65,536 pieces with a BOS, "
+                        f"found {shard_tokens} and {sp.vocab_size()} pieces (bos {sp.bos_id()}): choose others")
     check_unoccupied(out_dir)
-    sides = {split: _ShardFiller(out_dir, split, shard_tokens) for split in ("train", "val")}
+    sides = {split: ShardFiller(out_dir, split, shard_tokens) for split in ("train", "val")}
     try:
-        fingerprint = _fill_sides(encode_documents(docs, sp, threads), sides, val_fraction)
-        manifest = _shard_manifest(sides, {"documents_sha256": fingerprint, "tokenizer_sha256": tokenizer_hash(tokenizer), "vocab_size": sp.vocab_size(),
-                                           "val_fraction": val_fraction, "skipped_empty": len(skipped)})
+        fingerprint = fill_sides(encode_documents(docs, sp, threads), sides, val_fraction)
+        manifest = {"documents_sha256": fingerprint, "tokenizer_sha256": tokenizer_hash(tokenizer),
+                    "vocab_size": sp.vocab_size(), "val_fraction": val_fraction, "skipped_empty": len(skipped),
+                    **{split: side.facts() for split, side in sides.items()}}
         atomic_write(out_dir / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     except BaseException:
         for side in sides.values():
@@ -397,44 +354,35 @@ def build_shards(docs: Iterable[str], # documents, one at a time is fine
         raise
     return manifest
 
-# %% ../nbs/21_data.ipynb #648a5938
-def _fill_sides(encoded: Iterable[tuple[bytes, int, np.ndarray]], # from encode_documents
-                sides: dict[str, _ShardFiller], # train and val
-                val_fraction: float, # 0..1
-               ) -> str: # fingerprint of the documents, as documents_hash gives it
-    "Hand each document to its side."
+# %% ../nbs/21_data.ipynb #014a4082
+def fill_sides(encoded: Iterable[tuple], sides: dict[str, ShardFiller], val_fraction: float) -> str:
+    "Hand each encoded document to its side; returns their `documents_hash`. Raises GolfError for an empty side."
     whole = hashlib.sha256()
     for digest, text_bytes, ids in encoded:
         whole.update(digest)
-        sides["val" if digest_validates(digest, val_fraction) else "train"].add(ids, text_bytes)
+        sides["val" if hash_fraction(digest) < val_fraction else "train"].add(ids, text_bytes)
     for split, side in sides.items():
         if not side.documents:
-            raise GolfError(f"the {split} side must get at least one document, found none of {sum(s.documents for s in sides.values())} at a validation fraction of {val_fraction}: bring more documents or change the fraction")
+            raise GolfError(f"the {split} side must get at least one document, found none at a validation fraction "
+                            f"of {val_fraction}: bring more documents or change the fraction")
         side.finish()
     return whole.hexdigest()
 
-
-def _shard_manifest(sides: dict[str, _ShardFiller], # filled and written
-                    made_with: dict, # documents_sha256, tokenizer_sha256, vocab_size, val_fraction, skipped_empty
-                   ) -> dict: # what manifest.json holds
-    "What the shards hold and what they were made with."
-    return {**made_with, **{split: {"documents": s.documents, "text_bytes": s.text_bytes, "tokens": sum(x["tokens"] for x in s.shards), "shards": s.shards} for split, s in sides.items()}}
-
 # %% ../nbs/21_data.ipynb #62805a95
-def recut_shards(pattern: str | Path, # shards to read, in sorted order
-                 out_dir: str | Path, # made if missing; must not hold shards
-                 count: int, # shards to write
-                 split: str = "train", # part of the new names
-                ) -> list[dict]: # name, tokens, sha256 of each
-    "The same documents in another number of shards, cut where documents begin. Raises GolfError for an occupied directory or too few documents."
+def recut_shards(pattern: str | Path, out_dir: str | Path, count: int, split: str = "train") -> list[dict]:
+    """The same documents in `count` shards, each beginning with a document; returns name, tokens, sha256 of each.
+
+    Raises GolfError for an occupied directory or too few documents.
+    """
     out_dir, tokens = Path(out_dir), [open_shard(p) for p in find_shards(pattern)]
     check_unoccupied(out_dir)
     offsets = np.cumsum([0, *(t.size for t in tokens)])
     begins = np.concatenate([np.flatnonzero(t == BOS_ID) + o for t, o in zip(tokens, offsets)])
-    edges = begins[np.minimum(np.searchsorted(begins, offsets[-1] * np.arange(1, count) / count), begins.size - 1)] if begins.size else begins
-    edges = np.unique(np.concatenate([[0], edges, offsets[-1:]])).tolist()
+    nearest = np.searchsorted(begins, offsets[-1] * np.arange(1, count) / count)
+    inner = begins[np.minimum(nearest, begins.size - 1)] if begins.size else begins
+    edges = np.unique(np.concatenate([[0], inner, offsets[-1:]])).tolist()
     if len(edges) != count + 1:
-        raise GolfError(f"{count} shards need as many documents of similar length, found {begins.size} documents in {offsets[-1]:,} tokens of {pattern}: ask for fewer shards")
+        raise GolfError(f"{count} shards need as many documents of similar length, found {begins.size}: ask for fewer shards")
     made = []
     for number, (a, b) in enumerate(zip(edges, edges[1:])):
         writer = ShardWriter(out_dir / f"fineweb_{split}_{number:06d}.bin")
@@ -445,100 +393,95 @@ def recut_shards(pattern: str | Path, # shards to read, in sorted order
     return made
 
 # %% ../nbs/21_data.ipynb #451cdd3f
-def inspect_shard(path: str | Path, # a .bin shard
-                  bos_id: int = BOS_ID, # the token that starts a document
-                  sp: spm.SentencePieceProcessor | None = None, # to count bytes and decode a sample; None: neither
-                 ) -> dict: # what the file holds
-    "Summary of a shard. Raises GolfError for a file that is missing, damaged, of another format, or of another tokenizer."
+def inspect_shard(path: str | Path, sp: spm.SentencePieceProcessor | None = None) -> dict:
+    "What a shard holds; with a tokenizer also its text. Raises GolfError for a damaged file or one of another tokenizer."
     tokens = open_shard(path)
-    documents, low, high, distinct = 0, 65_535, 0, np.zeros(65_536, bool)
-    for start in range(0, tokens.size, 2**22):
-        part = np.asarray(tokens[start:start + 2**22])
-        documents += int((part == bos_id).sum())
-        low, high = min(low, int(part.min())), max(high, int(part.max()))
-        distinct[part] = True
-    facts = {"path": str(path), "file_bytes": Path(path).stat().st_size, "tokens": int(tokens.size), "documents": documents,
-             "starts_with_bos": bool(tokens[0] == bos_id), "lowest_token": low, "highest_token": high,
-             "distinct_tokens": int(distinct.sum()), "first_tokens": tokens[:8].tolist()}
-    if sp is not None and high >= sp.vocab_size():
-        raise GolfError(f"tokens of {path} must be below the tokenizer's {sp.vocab_size()} pieces, found {high}: the shard belongs to another tokenizer")
-    return facts if sp is None else {**facts, **_shard_text(tokens, bos_id, sp)}
+    counts = np.zeros(65_536, np.int64)
+    for part in parts_of(tokens):
+        counts += np.bincount(part, minlength=65_536)
+    present = np.flatnonzero(counts)
+    facts = {"path": str(path), "file_bytes": Path(path).stat().st_size, "tokens": int(tokens.size),
+             "documents": int(counts[BOS_ID]), "starts_with_bos": bool(tokens[0] == BOS_ID),
+             "lowest_token": int(present[0]), "highest_token": int(present[-1]),
+             "distinct_tokens": int(present.size), "first_tokens": tokens[:8].tolist()}
+    if sp is None:
+        return facts
+    if facts["highest_token"] >= sp.vocab_size():
+        raise GolfError(f"tokens of {path} must be below the tokenizer's {sp.vocab_size()} pieces, "
+                        f"found {facts['highest_token']}: the shard belongs to another tokenizer")
+    return facts | shard_text(tokens, sp)
 
-# %% ../nbs/21_data.ipynb #944799d5
-def _shard_text(tokens: np.ndarray, bos_id: int, sp: spm.SentencePieceProcessor) -> dict: # uint16 [n]
-    "Bytes of text, bytes per token (BOS counted among the tokens), and the first 60 tokens of the first document that begins here."
+
+def parts_of(tokens: np.ndarray, overlap: int = 0) -> Iterator[np.ndarray]:
+    "Parts of tokens [n] that fit into memory, each with the first `overlap` tokens of the next."
+    for start in range(0, tokens.size, 2**21):
+        yield np.asarray(tokens[start : start + 2**21 + overlap])
+
+# %% ../nbs/21_data.ipynb #cd845913
+def shard_text(tokens: np.ndarray, sp: spm.SentencePieceProcessor) -> dict:
+    "Bytes of text of tokens [n], bytes per token (BOS included), and the beginning of the first document that begins here."
     table = byte_table(sp)
     base, space, border = table.base.numpy().astype(np.int64), table.leading_space.numpy(), table.boundary.numpy()
-    total, previous = 0, bos_id
-    for start in range(0, tokens.size, 2**22):
-        part = np.asarray(tokens[start:start + 2**22])
+    total, previous = 0, BOS_ID
+    for part in parts_of(tokens):
         before = np.append(np.uint16(previous), part[:-1])
         total += int(base[part].sum() + (space[part] & ~border[before]).sum())
         previous = part[-1]
-    first = int(np.argmax(tokens[: 2**22] == bos_id))
-    sample = [t for t in tokens[first : first + 60].tolist() if t != bos_id]
+    first = int(np.argmax(tokens[: 2**22] == BOS_ID))
+    sample = [t for t in tokens[first : first + 60].tolist() if t != BOS_ID]
     return {"text_bytes": total, "bytes_per_token": round(total / tokens.size, 4), "sample": sp.decode(sample)[:160]}
 
-# %% ../nbs/21_data.ipynb #6fd9ca8e
-SPAN_TOKENS = 50 # length of a span that counts as overlap
-_SPAN_BASE = 0x9E3779B97F4A7C15 # odd, so it has an inverse modulo 2**64
+# %% ../nbs/21_data.ipynb #944799d5
+SPAN_TOKENS = 50  # length of a span that counts as overlap
+_SPAN_BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
 
 
-def span_hashes(tokens: np.ndarray, # uint16 [n]
-                span: int = SPAN_TOKENS, # tokens
-               ) -> np.ndarray: # uint64 [n - span + 1], one for each place; empty for a short text
-    "A hash of the tokens from each place on."
-    if tokens.size < span:
-        return np.zeros(0, np.uint64)
-    def powers(base, n):
-        factors = np.full(n, base, np.uint64)
-        factors[0] = 1
-        return np.cumprod(factors)
-    sums = np.concatenate([[np.uint64(0)], np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * powers(_SPAN_BASE, tokens.size), dtype=np.uint64)])
+def powers(base: int, n: int) -> np.ndarray:
+    "base**0, base**1, ... modulo 2**64, uint64 [n]."
+    return np.cumprod(np.append(np.uint64(1), np.full(n - 1, base, np.uint64)))
+
+
+def span_hashes(tokens: np.ndarray, span: int = SPAN_TOKENS) -> np.ndarray:
+    "A hash of the `span` tokens from each place of tokens [n] on, uint64 [n - span + 1]; empty for a short text."
     n = tokens.size - span + 1
+    if n < 1:
+        return np.zeros(0, np.uint64)
+    terms = (tokens.astype(np.uint64) + np.uint64(1)) * powers(_SPAN_BASE, tokens.size)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
     return (sums[span:] - sums[:n]) * powers(pow(_SPAN_BASE, -1, 2**64), n)
 
 # %% ../nbs/21_data.ipynb #6433059e
-def _stream_parts(path: Path) -> Iterator[np.ndarray]: # a shard -> uint16 parts that overlap by SPAN_TOKENS - 1
-    tokens = open_shard(path)
-    for start in range(0, tokens.size, 2**21):
-        yield np.asarray(tokens[start : start + 2**21 + SPAN_TOKENS - 1])
-
-
-def _document_digests(path: Path) -> Iterator[bytes]: # of every document of a shard, a piece at either edge included
-    "A hash for each run of tokens between two BOS."
+def document_digests(path: Path) -> Iterator[bytes]:
+    "A hash for each run of tokens between two BOS of a shard, a piece at either edge included."
     tokens = open_shard(path)
     edges = [0, *(np.flatnonzero(tokens == BOS_ID) + 1).tolist(), tokens.size + 1]
     for a, b in zip(edges, edges[1:]):
         if b - 1 > a:
             yield hashlib.blake2b(tokens[a : b - 1].tobytes(), digest_size=16).digest()
 
-# %% ../nbs/21_data.ipynb #d288256f
-def count_overlap(train_paths: Sequence[Path], # training shards
-                  val_paths: Sequence[Path], # validation shards
-                 ) -> dict: # documents, shared_documents, spans, shared_spans: of validation
-    "How much of the validation text is also training text. Raises GolfError for a damaged shard."
-    documents = [d for path in val_paths for d in _document_digests(path)]
+
+def count_overlap(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> dict:
+    "How much of the validation text is also training text: documents, shared_documents, spans, shared_spans."
+    documents = [d for path in val_paths for d in document_digests(path)]
     spans = np.unique(np.concatenate([span_hashes(np.asarray(open_shard(p)))[::SPAN_TOKENS] for p in val_paths]))
-    maybe, held, found = np.zeros(2**24, bool), set(documents), np.zeros(spans.size, bool)
+    maybe, wanted, found, shared = np.zeros(2**24, bool), set(documents), np.zeros(spans.size, bool), set()
     maybe[spans >> np.uint64(40)] = True
-    shared = set()
     for path in train_paths:
-        shared.update(d for d in _document_digests(path) if d in held)
-        for part in _stream_parts(path):
+        shared |= wanted & set(document_digests(path))
+        for part in parts_of(open_shard(path), SPAN_TOKENS - 1):
             hashes = span_hashes(part)
             hashes = hashes[maybe[hashes >> np.uint64(40)]]
-            at = np.minimum(np.searchsorted(spans, hashes), max(spans.size - 1, 0))
-            found[at[spans[at] == hashes] if spans.size else at] = True
-    return {"documents": len(documents), "shared_documents": sum(d in shared for d in documents), "spans": int(spans.size), "shared_spans": int(found.sum())}
+            found |= np.isin(spans, hashes)
+    return {"documents": len(documents), "shared_documents": sum(d in shared for d in documents),
+            "spans": int(spans.size), "shared_spans": int(found.sum())}
 
 # %% ../nbs/21_data.ipynb #696895a7
-HUB_REPO = "willdepueoai/parameter-golf" # data set repository of the published shards
-HUB_ROOT = "datasets" # directory in it
+HUB_REPO = "willdepueoai/parameter-golf"  # data set repository of the published shards
+HUB_ROOT = "datasets"  # directory in it
 
 
-def _hub_client(): # the module huggingface_hub
-    "The hub's client. Raises GolfError where it is not installed."
+def hub_client():
+    "The module huggingface_hub. Raises GolfError where it is not installed."
     try:
         import huggingface_hub.errors
         import huggingface_hub.file_download
@@ -548,28 +491,26 @@ def _hub_client(): # the module huggingface_hub
     return huggingface_hub
 
 
-def _hub_facts(url: str, # of a file
-              ): # commit, tag, size; None where the hub has no such file
-    "What the hub says of a file. Raises GolfError when it cannot be asked."
-    hub = _hub_client()
+def hub_facts(url: str):
+    "Commit, tag (etag) and size of a file; None where the hub has no such file. Raises GolfError if it cannot be asked."
+    hub = hub_client()
     try:
         return hub.get_hf_file_metadata(url, token=False)
-    except Exception as error: # the client's errors come from two HTTP libraries and its own tree
+    except Exception as error:  # the client's errors come from two HTTP libraries and its own tree
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if status == 404 and not isinstance(error, hub.errors.RepositoryNotFoundError):
+        no_repository = isinstance(error, hub.errors.RepositoryNotFoundError)
+        if status == 404 and not no_repository:
             return None
-        reason = "no such repository, or not a public one" if isinstance(error, hub.errors.RepositoryNotFoundError) else f"{type(error).__name__}{f' {status}' if status else ''}"
-        raise GolfError(f"cannot ask the hub for {url} ({reason}): check the network, HF_ENDPOINT and the repository's name, then run the same command again") from None
+        reason = "no such repository, or not a public one" if no_repository else f"{type(error).__name__} {status or ''}"
+        raise GolfError(f"cannot ask the hub for {url} ({reason.strip()}): "
+                        "check the network, HF_ENDPOINT and the repository's name, then run the same command again") from None
 
 # %% ../nbs/21_data.ipynb #ff9a4177
-def _check_arrived(part: Path, # the partial file, complete by now
-                   name: str, # of the file, for the error
-                   facts, # from _hub_facts
-                  ) -> None: # raises GolfError
-    "Size, hash where there is one, shard header. A file that fails is removed, since going on with it cannot help."
-    problem = ""
-    if facts.size is not None and part.stat().st_size != facts.size:
-        problem = f"must have {facts.size:,} bytes, found {part.stat().st_size:,}"
+def check_arrived(part: Path, name: str, facts) -> None:
+    "Check size, hash and shard header of a complete partial file. Raises GolfError and removes it if one is wrong."
+    problem, size = "", part.stat().st_size
+    if facts.size is not None and size != facts.size:
+        problem = f"must have {facts.size:,} bytes, found {size:,}"
     elif re.fullmatch("[0-9a-f]{64}", facts.etag or ""):
         with open(part, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -581,53 +522,66 @@ def _check_arrived(part: Path, # the partial file, complete by now
             problem = f"is no sound shard ({str(error).replace(str(part), name)})"
     if problem:
         part.unlink(missing_ok=True)
-        raise GolfError(f"{name} as downloaded {problem}; it was removed: run the same command again, and if it happens again the published file is damaged")
+        raise GolfError(f"{name} as downloaded {problem}; it was removed: run the same command again, "
+                        "and if it happens again the published file is damaged")
 
 # %% ../nbs/21_data.ipynb #bad347a8
-def fetch_file(url: str, # of a file on the hub
-               target: Path, # final name
-              ) -> int | None: # bytes fetched now (0: it was there already); None: the hub has no such file
-    "Download one file, going on where an earlier attempt stopped. Raises GolfError for a fault on the way, a full disk, or a file that is not what the hub says."
-    hub, facts, name = _hub_client(), _hub_facts(url), target.name
+def fetch_file(url: str, target: Path) -> int | None:
+    """Download a file, going on where an earlier attempt stopped; returns the bytes fetched now, 0 if it was there already.
+
+    None: the hub has no such file. Raises GolfError for a fault on the way, a full disk, a file that is not as the hub says.
+    """
+    hub, facts, name = hub_client(), hub_facts(url), target.name
     if facts is None:
         return None
+    total = facts.size or 0
     if target.exists():
-        if facts.size is not None and target.stat().st_size != facts.size:
-            raise GolfError(f"{target} must have the {facts.size:,} bytes of the published file, found {target.stat().st_size:,}: move it away and run the same command again")
+        if total and (size := target.stat().st_size) != total:
+            raise GolfError(f"{target} must have the {total:,} bytes of the published file, found {size:,}: "
+                            "move it away and run the same command again")
         return 0
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{name}.{re.sub('[^0-9A-Za-z]', '', facts.etag or '')[:16]}.part")
     before = part.stat().st_size if part.exists() else 0
-    if facts.size is not None and facts.size - before > shutil.disk_usage(target.parent).free:
-        raise GolfError(f"{name} needs {facts.size - before:,} more bytes, found {shutil.disk_usage(target.parent).free:,} free in {target.parent}: free some space or choose another directory")
-    try:
-        with open(part, "ab") as file:
-            hub.file_download.http_get(url, file, resume_size=before, headers=hub.utils.build_hf_headers(token=False), expected_size=facts.size)
-    except Exception as error: # as in _hub_facts
-        held = part.stat().st_size if part.exists() else 0
-        if facts.size is not None and held < facts.size:
-            raise GolfError(f"the download of {name} stopped at {held:,} of {facts.size:,} bytes ({type(error).__name__}); they are kept: run the same command again to go on from there") from None
-    _check_arrived(part, name, facts)
+    if total - before > (free := shutil.disk_usage(target.parent).free):
+        raise GolfError(f"{name} needs {total - before:,} more bytes, found {free:,} free in {target.parent}: "
+                        "free some space or choose another directory")
+    append_download(hub, url, part, name, total)
+    check_arrived(part, name, facts)
     os.replace(part, target)
     return target.stat().st_size - before
 
-# %% ../nbs/21_data.ipynb #ff3516d4
-def download_shards(out: str | Path = "data", # gets datasets/ and tokenizers/, the layout of DATA_PATH and TOKENIZER_PATH
-                    vocab_size: int = 1024, # which of the published tokenizers
-                    train_shards: int = 80, # the first so many
-                    repo: str = HUB_REPO, # data set repository
-                    root: str = HUB_ROOT, # directory in it
-                    revision: str = "main", # branch, tag or commit
-                    endpoint: str | None = None, # of the hub; None: HF_ENDPOINT, or the public one
-                    say=print, # gets a line for each file
-                   ) -> tuple[Path, Path]: # directory of the shards, tokenizer
-    "Download published shards and their tokenizer. Raises GolfError as fetch_file does, and where the hub has fewer."
-    out, hub, data, model = Path(out), _hub_client(), f"datasets/fineweb10B_sp{vocab_size}", f"tokenizers/fineweb_{vocab_size}_bpe.model"
 
-    def fetch(name: str) -> bool: # False: the hub has none
-        got = fetch_file(hub.hf_hub_url(repo, f"{root}/{name}" if root else name, repo_type="dataset", revision=revision, endpoint=endpoint), out / name)
+def append_download(hub, url: str, part: Path, name: str, total: int) -> None:
+    "Append what is missing to a partial file. Raises GolfError if the line breaks before `total` bytes (0: unknown)."
+    try:
+        with open(part, "ab") as file:
+            hub.file_download.http_get(url, file, resume_size=file.tell(), expected_size=total or None,
+                                       headers=hub.utils.build_hf_headers(token=False))
+    except Exception as error:  # as in hub_facts
+        size = part.stat().st_size if part.exists() else 0
+        if size < total:
+            raise GolfError(f"the download of {name} stopped at {size:,} of {total:,} bytes ({type(error).__name__}); "
+                            "they are kept: run the same command again to go on from there") from None
+
+# %% ../nbs/21_data.ipynb #ff3516d4
+def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shards: int = 80, repo: str = HUB_REPO,
+                    root: str = HUB_ROOT, revision: str = "main", endpoint: str | None = None,
+                    say=print) -> tuple[Path, Path]:
+    """Download published shards and their tokenizer into `out`; returns the paths for DATA_PATH and TOKENIZER_PATH.
+
+    `root` is a directory in the data set `repo`, `endpoint` the hub's address; `say` gets a line for each file.
+    Raises GolfError as fetch_file does, and where the hub has fewer shards.
+    """
+    out, hub = Path(out), hub_client()
+    data, model = f"datasets/fineweb10B_sp{vocab_size}", f"tokenizers/fineweb_{vocab_size}_bpe.model"
+
+    def fetch(name: str) -> bool:
+        path = f"{root}/{name}" if root else name
+        url = hub.hf_hub_url(repo, path, repo_type="dataset", revision=revision, endpoint=endpoint)
+        got = fetch_file(url, out / name)
         if got is not None:
-            say(f"{out / name}: {'there already' if got == 0 else f'{got:,} bytes'}")
+            say(f"{out / name}: {f'{got:,} bytes' if got else 'there already'}")
         return got is not None
 
     if not fetch(model):
@@ -636,5 +590,6 @@ def download_shards(out: str | Path = "data", # gets datasets/ and tokenizers/, 
     for split, least, most in (("val", 1, 10_000), ("train", train_shards, train_shards)):
         count = next((i for i in range(most) if not fetch(f"{data}/fineweb_{split}_{i:06d}.bin")), most)
         if count < least:
-            raise GolfError(f"{repo} must have at least {least} {split} shards in {root}/{data}, found {count}: ask for fewer with --train-shards")
+            raise GolfError(f"{repo} must have at least {least} {split} shards in {root}/{data}, found {count}: "
+                            "ask for fewer with --train-shards")
     return out / data, out / model

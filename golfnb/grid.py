@@ -4,117 +4,110 @@
 
 # %% auto #0
 __all__ = ['CLIP_QUANTILES', 'INT8_QUANTILE', 'FP16_TINY', 'FP16_HUGE', 'row_clip', 'row_scale', 'quantize_rows',
-           'dequantize_rows', 'finite_matrix', 'best_clip', 'quantize_int8', 'clip_ratio', 'round_to_grid']
+           'dequantize_rows', 'finite_matrix', 'best_clip', 'GridSettings', 'quantize_int8', 'clip_ratio',
+           'round_to_grid']
 
 # %% ../nbs/10_grid.ipynb #e4193dbc
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 # %% ../nbs/10_grid.ipynb #53291b4b
-from .config import GolfError
+from .settings import GolfError, Settings, setting
 
-# %% ../nbs/10_grid.ipynb #59515daf
+# %% ../nbs/10_grid.ipynb #dc70d43f
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
-FP16_TINY = 2.0 ** -24  # smallest positive fp16
-FP16_HUGE = 65504.0     # largest fp16
+FP16_TINY, FP16_HUGE = 2.0 ** -24, 65504.0              # smallest and largest positive fp16
 
 
-def row_clip(w: torch.Tensor,   # [..., rows, cols], any float dtype
-             quantile: float,   # 0..1, linear interpolation between neighbours; 1.0 is the maximum
-             ) -> torch.Tensor:  # [..., rows] in w's dtype (fp32 for narrower ones)
-    "The row-wise quantile of |w|."
+def row_clip(w: Tensor, quantile: float) -> Tensor:
+    "The row-wise quantile of |w| [..., rows, cols], linear between neighbours; [..., rows], fp32 at least."
     magnitude = w.abs() if w.dtype == torch.float64 else w.abs().float()
     if quantile >= 1.0:
         return magnitude.amax(-1)
     rows = magnitude.reshape(-1, w.shape[-1])
-    parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))
+    parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
+# %% ../nbs/10_grid.ipynb #59515daf
+def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
+    """The distance of two grid points, an fp16 number, as `clip` [..., rows]; never zero or infinite.
 
-def row_scale(clip: torch.Tensor,    # fp32 (or fp64) [..., rows] largest magnitude the grid reaches
-              qmax: int,             # 31 for int6, 127 for int8
-              floor: bool = False,   # the published floor: no scale under 1/qmax, so no clip under 1.0
-              ) -> torch.Tensor:     # shape and dtype of clip, values rounded to fp16
-    "The distance of two grid points, rounded to the fp16 number that the artifact stores; never zero or infinite."
+    `qmax` is 31 for int6, 127 for int8; `floor`, as published: no scale under 1/qmax, so no clip under 1.
+    """
     scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
-# %% ../nbs/10_grid.ipynb #a3158dee
-def quantize_rows(w: torch.Tensor,      # float [..., rows, cols]
-                  scale: torch.Tensor,  # float [..., rows]
-                  qmax: int,            # 31 or 127
-                  ) -> torch.Tensor:    # int8 [..., rows, cols] in [-qmax, qmax]
-    "The nearest grid point of every weight (ties to even), clipped to the grid."
+
+def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
+    "The nearest grid points of w [..., rows, cols], int8 up to qmax; ties go to even; `scale` [..., rows]."
     return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
 
 
-def dequantize_rows(q: torch.Tensor,      # int8 [..., rows, cols]
-                    scale: torch.Tensor,  # float [..., rows]
-                    ) -> torch.Tensor:    # [..., rows, cols] in scale's dtype
-    "The weights that the integers stand for."
+def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
+    "The weights that integers q [..., rows, cols] stand for, in the dtype of `scale` [..., rows]."
     return q.to(scale.dtype) * scale[..., None]
 
-# %% ../nbs/10_grid.ipynb #91c0d935
-def finite_matrix(w: torch.Tensor) -> torch.Tensor:
-    "`w`, a matrix or a batch [..., rows, cols], in fp32 (fp64 stays). GolfError if it is no matrix, empty, or holds a NaN or inf."
+# %% ../nbs/10_grid.ipynb #a3158dee
+def finite_matrix(w: Tensor) -> Tensor:
+    "w [..., rows, cols] in fp32 at least. GolfError if it is no matrix, empty, or holds a NaN or inf."
     if w.ndim < 2 or not w.numel():
-        raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; store other tensors as fp16")
-    if not torch.isfinite(w).all():
-        raise GolfError(f"quantization needs finite weights: found {int((~torch.isfinite(w)).sum())} NaN or inf in a tensor of shape {tuple(w.shape)}; check the checkpoint")
+        raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; "
+                        "store other tensors as fp16")
+    if bad := int((~torch.isfinite(w)).sum()):
+        raise GolfError(f"quantization needs finite weights: found {bad} NaN or inf in a tensor of shape "
+                        f"{tuple(w.shape)}; check the checkpoint")
     return w if w.dtype == torch.float64 else w.float()
 
-# %% ../nbs/10_grid.ipynb #7de103a9
-def best_clip(w: torch.Tensor,      # float [..., rows, cols], finite
-              qmax: int = 31,       # 31 for int6
-              floor: bool = False,  # the published scale floor
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "GPTQ-lite: (q int8 [..., rows, cols], scale [..., rows] fp32 (or fp64), int64 index into CLIP_QUANTILES [...] per matrix). GolfError for NaN or inf. Source: PR #399."
-    wide = finite_matrix(w)
-    best = None
+# %% ../nbs/10_grid.ipynb #45948d05
+def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its candidate.
+
+    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. GolfError for
+    a NaN or inf.
+    """
+    wide, best = finite_matrix(w), None
     for index, quantile in enumerate(CLIP_QUANTILES):
         scale = row_scale(row_clip(wide, quantile), qmax, floor)
         q = quantize_rows(wide, scale, qmax)
         error = (wide - dequantize_rows(q, scale)).square().mean((-2, -1))
+        found = q, scale, torch.full_like(error, index, dtype=torch.int64), error
         if best is None:
-            best = [q, scale, torch.zeros_like(error, dtype=torch.int64), error]
+            best = found
             continue
         better = error < best[3]
-        best = [torch.where(better[..., None, None], q, best[0]), torch.where(better[..., None], scale, best[1]),
-                torch.where(better, index, best[2]), torch.where(better, error, best[3])]
-    return best[0], best[1], best[2]
+        masks = better[..., None, None], better[..., None], better, better
+        best = [torch.where(mask, a, b) for mask, a, b in zip(masks, found, best)]
+    return tuple(best[:3])
 
-# %% ../nbs/10_grid.ipynb #83b70967
-def quantize_int8(w: torch.Tensor,      # float [rows, cols], finite
-                  floor: bool = False,  # no scale under 1/127
-                  ) -> tuple[torch.Tensor, torch.Tensor]:
-    "int8 rows as published: (q int8, scale [rows] rounded to fp16); one high clip quantile, integers from the unrounded scale. GolfError for NaN or inf."
+# %% ../nbs/10_grid.ipynb #7de103a9
+@dataclass
+class GridSettings(Settings):
+    "What both quantization-aware training and the quantizer need to know of the grid."
+    scale_floor: bool = setting(True, "scales from 1/31 (int6) and 1/127 (int8) up: 0 or 1", fixed="yes")
+
+# %% ../nbs/10_grid.ipynb #3bedc56d
+def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
+    "As published: q int8 [rows, cols] from the unrounded scale, the fp16 scale [rows]. GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
     scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
-# %% ../nbs/10_grid.ipynb #349cc0e9
-def clip_ratio(w: torch.Tensor,      # float [..., rows, cols], logical orientation
-               qmax: int = 31,       # 31 for int6
-               floor: bool = False,  # the published scale floor
-               ) -> torch.Tensor:    # [..., rows] in (0, 1], fp32 (or fp64)
-    "Each row's best clip as a fraction of its largest magnitude: what stays frozen while the weights move on."
-    index = best_clip(w, qmax, floor)[2]
+# %% ../nbs/10_grid.ipynb #d6d9dc70
+def clip_ratio(w: Tensor, floor: bool = False) -> Tensor:
+    "Each row's best clip as a share of its largest magnitude, [..., rows] in (0, 1]; w [..., rows, cols]."
+    index = best_clip(w, floor=floor)[2]
     clips = torch.stack([row_clip(w, quantile) for quantile in CLIP_QUANTILES])
     chosen = clips.gather(0, index[None, ..., None].expand(1, *clips.shape[1:]))[0]
     top = clips[-1]
     return torch.where(top > 0, chosen / top.clamp_min(torch.finfo(top.dtype).tiny), torch.ones_like(top))
 
-# %% ../nbs/10_grid.ipynb #980f9f28
-def round_to_grid(w: torch.Tensor,      # float [..., r, c] as stored
-                  ratio: torch.Tensor,  # one clip ratio per logical row: [..., r], or [..., c] if row_dim is -1; fp32 (or fp64)
-                  qmax: int = 31,       # 31 for int6
-                  floor: bool = False,  # the published scale floor
-                  row_dim: int = -2,    # axis that counts logical rows: -2, or -1 for a matrix stored transposed
-                  ) -> torch.Tensor:    # shape and dtype of w
-    "The weights rounded to the grid whose clip is `ratio` times the row's present maximum."
-    rows = w.mT if row_dim == -1 else w
-    scale = row_scale(row_clip(rows, 1.0) * ratio, qmax, floor)
-    rounded = dequantize_rows(quantize_rows(rows, scale, qmax), scale).to(w.dtype)
-    return rounded.mT if row_dim == -1 else rounded
+
+def round_to_grid(w: Tensor, ratio: Tensor, qmax: int = 31, floor: bool = False) -> Tensor:
+    "w [..., rows, cols] on the grid whose clip is `ratio` [..., rows] times each row's present maximum."
+    scale = row_scale(row_clip(w, 1.0) * ratio, qmax, floor)
+    return dequantize_rows(quantize_rows(w, scale, qmax), scale).to(w.dtype)

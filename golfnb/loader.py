@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['RAMP_BATCHES', 'GROUP_SHARDS', 'WindowSampler', 'SequentialSampler', 'Cursor', 'draw_cursor', 'mixture', 'deal',
-           'CoprimeSampler', 'plan_batch', 'index_documents', 'DocumentGroup', 'draw_group', 'PackedSampler',
-           'settle_place', 'second_token', 'packed_row', 'document_borders', 'make_sampler', 'Feeder', 'Batch',
-           'Uploader', 'Pipeline', 'Loader']
+           'CoprimeSampler', 'index_documents', 'PackedSampler', 'grad_accum', 'LoaderSettings', 'batch_problems',
+           'make_sampler', 'Batch', 'Loader']
 
 # %% ../nbs/03_loader.ipynb #31806d61
 import hashlib
@@ -14,120 +13,125 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .config import Config, GolfError
+from .settings import GolfError, Settings, patch, setting
 from .shards import BOS_ID, read_header, read_span
 
-# %% ../nbs/03_loader.ipynb #eefeaac9
+# %% ../nbs/03_loader.ipynb #9c2f85cb
 class WindowSampler:
-    "What every order of windows shares: shards, this rank's part, a state to save and restore."
-    order = ""
+    """An endless iterator over one rank's rows of each batch, uint16 [rows, seq_len + 1], read from shards.
 
-    def __init__(self, paths: Sequence[Path], # shards, in order
-                 rank: int, # this process
-                 world: int, # processes
-                 rows: int, # rows per rank and micro-step
-                 seq_len: int, # length of a row: tokens
-                ):
+    Each order of windows derives from it. `state` and `load_state` save and restore a place exactly, as JSON.
+    """
+    order, vocab_size = "", 65_536
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int):
         self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
         self.tokens = [read_header(p) for p in self.paths]
-        self.mark = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
+        self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
-    def read(self, shard: int, begin: int, count: int) -> np.ndarray: # index of a shard, first token, tokens -> uint16 [count] tokens begin to begin + count of a shard; raises GolfError when there are fewer
-        return read_span(self.paths[shard], begin, count, self.tokens[shard])
+    def __iter__(self) -> "WindowSampler": return self
 
-    def check_state(self, state: dict) -> None: # what state() gave; raises GolfError for another order or corpus
-        found = (state.get("order"), state.get("corpus"))
-        if found != (self.order, self.mark):
-            raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.mark)}, found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
+    def borders(self, rows: np.ndarray) -> np.ndarray | None:
+        "Where documents begin in a batch, if the order knows: int32 [documents + 1]."
 
-# %% ../nbs/03_loader.ipynb #48f18879
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray:
+        "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
+        part = read_span(self.paths[shard], begin, count, self.tokens[shard])
+        if part.size and part.max() >= self.vocab_size:
+            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
+                            f"{self.paths[shard]}: the shard belongs to another tokenizer")
+        return part
+
+# %% ../nbs/03_loader.ipynb #06982dd1
+@patch
+def state(self: WindowSampler) -> dict:
+    "The place after the last batch."
+    return {"order": self.order, "corpus": self.corpus} | self._place()
+
+# %% ../nbs/03_loader.ipynb #90a8b22e
+@patch
+def load_state(self: WindowSampler, state: dict) -> None:
+    "Go to a place that `state` gave. Raises GolfError for another order or corpus."
+    found = (state.get("order"), state.get("corpus"))
+    if found != (self.order, self.corpus):
+        raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
+                        f"found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
+    self._go_to(state)
+
+# %% ../nbs/03_loader.ipynb #2dce7213
 class SequentialSampler(WindowSampler):
     "The baseline's order: consecutive spans of the joined shards, the first again after the last."
-    order = "sequential"
+    order, position = "sequential", 0
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int): # as WindowSampler
-        super().__init__(paths, rank, world, rows, seq_len)
-        self.ends, self.total = np.cumsum(self.tokens), sum(self.tokens)
-        self.span, self.position, self.begin = rows * seq_len + 1, 0, 0
+    def __next__(self) -> np.ndarray:
+        span, ends = self.rows * self.seq_len + 1, np.cumsum(self.tokens)
+        at, total, parts = self.position + self.rank * span, int(ends[-1]), []
+        self.position = (self.position + self.world * span) % total
+        while span:
+            shard = int(np.searchsorted(ends, at % total, side="right"))
+            left = int(ends[shard]) - at % total
+            parts.append(self.read(shard, self.tokens[shard] - left, min(left, span)))
+            at, span = at + parts[-1].size, span - parts[-1].size
+        windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(parts), self.seq_len + 1)
+        return windows[:: self.seq_len]
 
-    def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1], neighbours share a token
-        "The next rows of this rank."
-        self.begin = (self.position + self.rank * self.span) % self.total
-        self.position = (self.position + self.world * self.span) % self.total
-        parts, room, at = [], self.span, self.begin
-        while room:
-            shard = self.shard_at(at)
-            left = int(self.ends[shard]) - at
-            part = self.read(shard, self.tokens[shard] - left, min(left, room))
-            parts.append(part)
-            room, at = room - part.size, (at + part.size) % self.total
-        return np.lib.stride_tricks.sliding_window_view(np.concatenate(parts), self.seq_len + 1)[:: self.seq_len]
-
-    def shard_at(self, at: int) -> int: # position on the ring -> index of its shard
-        return int(np.searchsorted(self.ends, at % self.total, side="right"))
-    def source(self, row: int) -> Path: # row of the last batch -> the shard it starts in
-        return self.paths[self.shard_at(self.begin + row * self.seq_len)]
-    def state(self) -> dict: # JSON-able
-        return {"order": self.order, "corpus": self.mark, "position": self.position}
-    def load_state(self, state: dict) -> None: # what state() gave; raises GolfError as check_state does
-        self.check_state(state)
-        self.position = int(state["position"])
+    def _place(self) -> dict: return {"position": self.position}
+    def _go_to(self, state: dict) -> None: self.position = int(state["position"])
 
 # %% ../nbs/03_loader.ipynb #d8b89466
 @dataclass
 class Cursor:
-    "One pass over one shard: every block once, in jumps of a stride coprime to the number of blocks (PR #726)."
-    phase: int # tokens left out before the first block
-    blocks: int # blocks of seq_len tokens (and one more) in this pass
-    start: int # first block of the walk
-    stride: int # blocks per jump
-    used: int # blocks handed out
+    """One pass over one shard: every block once, in jumps of a stride coprime to their number (PR #726).
 
-    def take(self, seq_len: int) -> int: # length of a block: tokens -> token position of the next block
+    `phase` tokens come before the first of the `blocks`; `start` is the first block read, `used` are read.
+    """
+    phase: int
+    blocks: int
+    start: int
+    stride: int
+    used: int = 0
+
+    def take(self, seq_len: int) -> int:
+        "The token at which the next block begins."
         block = (self.start + self.used * self.stride) % self.blocks
         self.used += 1
         return self.phase + block * seq_len
 
-# %% ../nbs/03_loader.ipynb #07a58ac3
-def draw_cursor(rng: np.random.Generator, # drawn from, in a fixed order
-                tokens: int, # tokens in the shard, more than seq_len
-                seq_len: int, # length of a block: tokens
-               ) -> Cursor: # nothing used yet
-    "A new pass with a random phase, start and stride."
+# %% ../nbs/03_loader.ipynb #93e9371b
+def draw_cursor(rng: np.random.Generator, tokens: int, seq_len: int) -> Cursor:
+    "A new pass over a shard of more than `seq_len` tokens, with a random phase, start and stride."
     phase = int(rng.integers(min(seq_len - 1, tokens - seq_len - 1) + 1))
-    blocks = (tokens - 1 - phase) // seq_len
-    stride = 1
+    blocks, stride = (tokens - 1 - phase) // seq_len, 1
     while blocks > 1:
         stride = int(rng.integers(1, blocks))
         if math.gcd(stride, blocks) == 1:
             break
-    return Cursor(phase, blocks, int(rng.integers(blocks)), stride, 0)
+    return Cursor(phase, blocks, int(rng.integers(blocks)), stride)
 
 # %% ../nbs/03_loader.ipynb #3db2393e
-RAMP_BATCHES = 1800 # micro-batches over which the mixture widens
+RAMP_BATCHES = 1800  # micro-batches over which the mixture widens
 
-def mixture(batches: int, # micro-batches built before this one
-            shards: int, # shards with at least one block
-            windows: int, # windows in the batch, all ranks together
-            world: int, # ranks
-           ) -> tuple[int, float]: # shards to draw, exponent alpha
-    "How wide a batch draws, and how strongly by size (PR #726)."
+
+def mixture(batches: int, shards: int, windows: int, world: int) -> tuple[int, float]:
+    """How many shards batch number `batches` draws, and the exponent alpha of their sizes (PR #726).
+
+    `shards` have at least one block; the batch has so many `windows`, over all ranks.
+    """
     progress = min(batches / RAMP_BATCHES, 1.0)
     low, high = (min(wish, shards, windows) for wish in (max(8, world), max(32, 8 * world)))
     return round(low + progress * (high - low)), 0.90 - 0.40 * progress
 
-# %% ../nbs/03_loader.ipynb #02ba4892
-def deal(rng: np.random.Generator, # drawn from, in a fixed order
-         piles: list[list], # windows of each shard; emptied
-        ) -> list: # all windows, neighbours from different piles as far as possible
-    "Shuffle each pile, then take one window from every pile left, in a fresh random order each round."
+# %% ../nbs/03_loader.ipynb #fb09243a
+def deal(rng: np.random.Generator, piles: list[list]) -> list:
+    "Shuffle each pile, then take one from every pile left, in a fresh random order each round."
     for pile in piles:
         rng.shuffle(pile)
     dealt = []
@@ -136,333 +140,314 @@ def deal(rng: np.random.Generator, # drawn from, in a fixed order
         piles = [pile for pile in piles if pile]
     return dealt
 
-# %% ../nbs/03_loader.ipynb #e3d7dd60
+# %% ../nbs/03_loader.ipynb #02ba4892
 class CoprimeSampler(WindowSampler):
-    "Many shards in every batch, every block once a pass, the same plan on every rank (PR #726)."
+    """Many shards in every batch, every block once a pass, the same plan on every rank (PR #726).
+
+    `seed` is that of the plan. Raises GolfError if no shard is longer than a row.
+    """
     order = "coprime"
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, # as WindowSampler
-                 seed: int, # of the plan, the same on every rank
-                ):
-        "Raises GolfError when a shard is shorter than a window."
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, seed: int):
         super().__init__(paths, rank, world, rows, seq_len)
         self.usable = [i for i, n in enumerate(self.tokens) if n > seq_len]
         if not self.usable:
-            raise GolfError(f"a training shard must hold more than TRAIN_SEQ_LEN={seq_len} tokens, found at most {max(self.tokens)}: use longer shards or shorter rows")
+            raise GolfError(f"a training shard must hold more than TRAIN_SEQ_LEN={seq_len} tokens, "
+                            f"found at most {max(self.tokens)}: use longer shards or shorter rows")
         self.rng, self.batches = np.random.Generator(np.random.PCG64(seed)), 0
         self.cursors: list[Cursor | None] = [None] * len(self.paths)
-        self.mine: list[tuple[int, int]] = []
 
-    def plan(self) -> list[tuple[int, int]]: # (shard, position) of every window, all ranks, as dealt
-        return plan_batch(self)
-    def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1]
-        "The next rows of this rank."
-        self.mine = self.plan()[self.rank :: self.world]
-        return np.stack([self.read(shard, at, self.seq_len + 1) for shard, at in self.mine])
-    def source(self, row: int) -> Path: # row of the last batch -> its shard
-        return self.paths[self.mine[row][0]]
-    def state(self) -> dict: # JSON-able
-        return {"order": self.order, "corpus": self.mark, "batches": self.batches, "rng": self.rng.bit_generator.state,
-                "cursors": [list(astuple(c)) if c else None for c in self.cursors]}
-    def load_state(self, state: dict) -> None: # what state() gave; raises GolfError as check_state does
-        self.check_state(state)
+    def __next__(self) -> np.ndarray:
+        windows = self.plan()[self.rank :: self.world]
+        return np.stack([self.read(shard, at, self.seq_len + 1) for shard, at in windows])
+
+    def _place(self) -> dict:
+        cursors = [astuple(c) if c else None for c in self.cursors]
+        return {"batches": self.batches, "rng": self.rng.bit_generator.state, "cursors": cursors}
+
+    def _go_to(self, state: dict) -> None:
         self.batches, self.rng.bit_generator.state = int(state["batches"]), state["rng"]
         self.cursors = [Cursor(*c) if c else None for c in state["cursors"]]
 
-# %% ../nbs/03_loader.ipynb #53908600
-def plan_batch(sampler: CoprimeSampler, # its generator, cursors and batch count move on
-              ) -> list[tuple[int, int]]: # (shard, position) of every window, all ranks
-    "Choose shards, spread the windows over them, walk their cursors, deal."
-    rng, seq_len, windows = sampler.rng, sampler.seq_len, sampler.rows * sampler.world
-    opened = [sampler.cursors[s] for s in sampler.usable]
-    left = np.array([max(c.blocks - c.used, 1) if c else (sampler.tokens[s] - 1) // seq_len for s, c in zip(sampler.usable, opened)], dtype=np.float64)
-    count, alpha = mixture(sampler.batches, len(sampler.usable), windows, sampler.world)
-    weight = left**alpha / (left**alpha).sum()
-    drawn = rng.choice(len(weight), size=count, replace=False, p=weight)
-    shares = 1 + rng.multinomial(windows - count, weight[drawn] / weight[drawn].sum())
-    piles = []
-    for shard, share in zip((sampler.usable[i] for i in drawn), shares):
-        pile = []
-        for _ in range(share):
-            cursor = sampler.cursors[shard]
-            if cursor is None or cursor.used >= cursor.blocks:
-                cursor = sampler.cursors[shard] = draw_cursor(rng, sampler.tokens[shard], seq_len)
-            pile.append((shard, cursor.take(seq_len)))
-        piles.append(pile)
-    sampler.batches += 1
-    return deal(rng, piles)
+# %% ../nbs/03_loader.ipynb #ebbb9a95
+@patch
+def plan(self: CoprimeSampler) -> list[tuple[int, int]]:
+    "The next batch as (shard, position) of every window, of all ranks, as dealt."
+    piles = [[(shard, self.next_block(shard)) for _ in range(share)] for shard, share in self.draw_shards()]
+    self.batches += 1
+    return deal(self.rng, piles)
 
-# %% ../nbs/03_loader.ipynb #5ceb6af2
-def index_documents(tokens: np.ndarray, # uint16 [n], a shard
-                   ) -> tuple[np.ndarray, np.ndarray]: # int64 [D] first token after the BOS, int64 [D] tokens of text
-    "Where the documents of a shard are."
+# %% ../nbs/03_loader.ipynb #3959bd40
+@patch
+def draw_shards(self: CoprimeSampler) -> list[tuple[int, int]]:
+    "Shards for the next batch, and how many windows each gives."
+    fresh, windows = [(self.tokens[s] - 1) // self.seq_len for s in self.usable], self.rows * self.world
+    left = [max(c.blocks - c.used, 1) if (c := self.cursors[s]) else n for s, n in zip(self.usable, fresh)]
+    count, alpha = mixture(self.batches, len(self.usable), windows, self.world)
+    weight = np.array(left, dtype=np.float64) ** alpha
+    weight /= weight.sum()
+    drawn = self.rng.choice(len(weight), size=count, replace=False, p=weight)
+    shares = 1 + self.rng.multinomial(windows - count, weight[drawn] / weight[drawn].sum())
+    return [(self.usable[i], int(share)) for i, share in zip(drawn, shares)]
+
+# %% ../nbs/03_loader.ipynb #3d8f452f
+@patch
+def next_block(self: CoprimeSampler, shard: int) -> int:
+    "The token at which a shard's next block begins; an exhausted shard begins a new pass."
+    cursor = self.cursors[shard]
+    if cursor is None or cursor.used >= cursor.blocks:
+        cursor = self.cursors[shard] = draw_cursor(self.rng, self.tokens[shard], self.seq_len)
+    return cursor.take(self.seq_len)
+
+# %% ../nbs/03_loader.ipynb #db88c28d
+def index_documents(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    "Where a shard's documents begin, after their BOS, and how many tokens of text they have: int64 [D] each."
     at = np.flatnonzero(tokens == BOS_ID)
     starts = at + 1 if at.size and at[0] == 0 else np.concatenate([[0], at + 1])
     return starts, np.append(at[at > 0], tokens.size) - starts
 
 # %% ../nbs/03_loader.ipynb #cef39787
-GROUP_SHARDS = 4 # shards whose documents are mixed with one another
+GROUP_SHARDS = 4  # shards whose documents are mixed with one another
 
-@dataclass
-class DocumentGroup:
-    "Documents of a few shards as one stream: each a BOS and its text."
-    shards: np.ndarray # int64 [D], index of the shard
-    starts: np.ndarray # int64 [D], first token after the BOS, in the shard
-    begins: np.ndarray # int64 [D], place of the BOS in the stream
-    ends: np.ndarray # int64 [D], place after the last token in the stream
 
-    def document(self, at: int) -> int: # place in the stream -> which document
-        return int(np.searchsorted(self.ends, at, side="right"))
-
-def draw_group(sampler: WindowSampler, # its shards, its seed
-               lap: int, # pass, from 0
-               number: int, # group of this pass, from 0
-              ) -> DocumentGroup:
-    "The documents of one group of shards, in their order."
-    order = np.random.default_rng([sampler.seed, lap]).permutation(len(sampler.paths))
-    chosen = order[number * GROUP_SHARDS :][:GROUP_SHARDS].tolist()
-    index = [(shard, *index_documents(sampler.read(shard, 0, sampler.tokens[shard]))) for shard in chosen]
-    mix = np.random.default_rng([sampler.seed, lap, number]).permutation(sum(starts.size for _, starts, _ in index))
-    shards = np.concatenate([np.full(starts.size, shard) for shard, starts, _ in index])[mix]
-    starts, lengths = (np.concatenate(parts)[mix] for parts in list(zip(*index))[1:])
-    ends = np.cumsum(lengths + 1)
-    return DocumentGroup(shards, starts, ends - lengths - 1, ends)
-
-# %% ../nbs/03_loader.ipynb #8bcfd3a4
 class PackedSampler(WindowSampler):
-    "Rows that begin with a BOS, filled with documents in a drawn order; every token of text is a target once a pass."
+    "Rows that begin with a BOS, filled with documents in an order drawn from `seed`: each token once a pass."
     order = "packed"
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, # as WindowSampler
-                 seed: int, # of the order, the same on every rank
-                ):
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, seed: int):
         super().__init__(paths, rank, world, rows, seq_len)
-        self.seed, self.place, self.groups, self.mine = seed, (0, 0, 0), {}, []
+        self.seed, self.place = seed, (0, 0, 0)
+        self.group = lru_cache(maxsize=2)(self.draw_group)
 
-    def group(self, lap: int, number: int) -> DocumentGroup: # indexed once; the last two are kept
-        if (lap, number) not in self.groups:
-            self.groups = {**dict(list(self.groups.items())[-1:]), (lap, number): draw_group(self, lap, number)}
-        return self.groups[lap, number]
-    def next(self) -> np.ndarray: # uint16 [rows, seq_len + 1]
-        "The next rows of this rank."
+    def __next__(self) -> np.ndarray:
         places = []
         for _ in range(self.rows * self.world):
-            places.append(second_token(self, *self.place))
+            lap, number, at = self.place
+            shard, start, begin, end = self.document(lap, number, at)
+            places.append(self.settle(lap, number, at + (at == begin)))
             lap, number, at = places[-1]
-            self.place = settle_place(self, lap, number, at + self.seq_len)
-        self.mine = places[self.rank :: self.world]
-        return np.stack([packed_row(self, *place) for place in self.mine])
-    def source(self, row: int) -> Path: # row of the last batch -> the shard it starts in
-        group = self.group(*self.mine[row][:2])
-        return self.paths[group.shards[group.document(self.mine[row][2])]]
-    def state(self) -> dict: # JSON-able
-        return {"order": self.order, "corpus": self.mark, "seed": self.seed, "place": list(self.place)}
-    def load_state(self, state: dict) -> None: # what state() gave; raises GolfError as check_state does
-        self.check_state(state)
-        self.seed, self.place, self.groups = int(state["seed"]), tuple(state["place"]), {}
+            self.place = self.settle(lap, number, at + self.seq_len)
+        return np.stack([self.row(*place) for place in places[self.rank :: self.world]])
 
-# %% ../nbs/03_loader.ipynb #d23fae56
-def settle_place(sampler: PackedSampler, # its groups
-                 lap: int, number: int, at: int, # a place, perhaps past its group's end
-                ) -> tuple[int, int, int]: # the same place
-    "A place inside its group. `at` is a token of that document."
-    while at >= (total := int(sampler.group(lap, number).ends[-1])):
-        last = (number + 1) * GROUP_SHARDS >= len(sampler.paths)
+    def _place(self) -> dict: return {"seed": self.seed, "place": self.place}
+
+    def _go_to(self, state: dict) -> None:
+        self.seed, self.place = int(state["seed"]), tuple(state["place"])
+        self.group.cache_clear()
+
+# %% ../nbs/03_loader.ipynb #00e07f3f
+@patch
+def draw_group(self: PackedSampler, lap: int, number: int) -> np.ndarray:
+    """Index the shards of a group and draw the order of their documents: int64 [4, D].
+
+    Of each: its shard, its text's first token there, the places of its BOS and of its end in the stream.
+    """
+    order = np.random.default_rng([self.seed, lap]).permutation(len(self.paths))
+    index = []
+    for shard in order[number * GROUP_SHARDS :][:GROUP_SHARDS].tolist():
+        starts, lengths = index_documents(self.read(shard, 0, self.tokens[shard]))
+        index.append(np.stack([np.full(starts.size, shard), starts, lengths]))
+    index = np.concatenate(index, axis=1)
+    mix = np.random.default_rng([self.seed, lap, number]).permutation(index.shape[1])
+    shards, starts, lengths = index[:, mix]
+    ends = np.cumsum(lengths + 1)
+    return np.stack([shards, starts, ends - lengths - 1, ends])
+
+# %% ../nbs/03_loader.ipynb #8bcfd3a4
+@patch
+def settle(self: PackedSampler, lap: int, number: int, at: int) -> tuple[int, int, int]:
+    "The same place inside its group, when `at` may be past the group's end."
+    while at >= (total := int(self.group(lap, number)[3, -1])):
+        last = (number + 1) * GROUP_SHARDS >= len(self.paths)
         lap, number, at = (lap + 1, 0, at - total) if last else (lap, number + 1, at - total)
     return lap, number, at
 
+# %% ../nbs/03_loader.ipynb #a2ff5a5d
+@patch
+def document(self: PackedSampler, lap: int, number: int, at: int) -> list[int]:
+    "Shard, first token, begin and end of the document at a place."
+    group = self.group(lap, number)
+    return group[:, np.searchsorted(group[3], at, side="right")].tolist()
 
-def second_token(sampler: PackedSampler, # its groups
-                 lap: int, number: int, at: int, # where a row begins
-                ) -> tuple[int, int, int]: # place of its second token
-    "One token on if the stream has a BOS here, else here: the row's own BOS is put in front. `at` is a token of that document."
-    group = sampler.group(lap, number)
-    return settle_place(sampler, lap, number, at + int(group.begins[group.document(at)] == at))
-
-# %% ../nbs/03_loader.ipynb #942b2298
-def packed_row(sampler: PackedSampler, # its groups and shards
-               lap: int, number: int, at: int, # place of the row's second token
-              ) -> np.ndarray: # uint16 [seq_len + 1], the first a BOS
-    "One row of the stream. `at` is the token where the row begins."
-    row, filled = np.full(sampler.seq_len + 1, BOS_ID, np.uint16), 1
+# %% ../nbs/03_loader.ipynb #34369462
+@patch
+def row(self: PackedSampler, lap: int, number: int, at: int) -> np.ndarray:
+    "A row whose second token is at this place: uint16 [seq_len + 1], the first a BOS."
+    row, filled = np.full(self.seq_len + 1, BOS_ID, np.uint16), 1
     while filled < row.size:
-        lap, number, at = settle_place(sampler, lap, number, at)
-        group = sampler.group(lap, number)
-        document = group.document(at)
-        skip = at - int(group.begins[document]) # 0: the BOS, which is there already
-        take = min(row.size - filled, int(group.ends[document]) - at)
-        if skip + take > 1:
-            first = int(group.starts[document]) + max(skip - 1, 0)
-            bos = int(skip == 0)
-            row[filled + bos : filled + take] = sampler.read(int(group.shards[document]), first, take - bos)
+        lap, number, at = self.settle(lap, number, at)
+        shard, start, begin, end = self.document(lap, number, at)
+        take, bos = min(row.size - filled, end - at), int(at == begin)  # the row has its BOS already
+        if take > bos:
+            row[filled + bos : filled + take] = self.read(shard, start + at - begin - 1 + bos, take - bos)
         filled, at = filled + take, at + take
     return row
 
-# %% ../nbs/03_loader.ipynb #d4e40c6b
-def document_borders(rows: np.ndarray, # uint16 [rows, seq_len + 1]
-                    ) -> np.ndarray: # int32 [D + 1]: first token of every document in the flattened inputs, then their number
-    "cu_seqlens of a batch. A row's first token begins a document whatever it is."
+# %% ../nbs/03_loader.ipynb #942b2298
+@patch
+def borders(self: PackedSampler, rows: np.ndarray) -> np.ndarray:
+    "cu_seqlens of a batch [rows, seq_len + 1]: where documents begin in its flattened inputs, and their end."
     begins = rows[:, :-1] == BOS_ID
     begins[:, 0] = True
     return np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
 
 # %% ../nbs/03_loader.ipynb #7924bab7
-def make_sampler(cfg: Config, # loader, rows, train_seq_len and seed count
-                 paths: Sequence[Path], # training shards, sorted
-                 rank: int, # this process
-                 world: int, # processes
-                ) -> WindowSampler: # as LOADER says
-    "The sampler a configuration asks for."
-    rows = cfg.rows_per_micro(world)
-    if cfg.loader != "sequential":
-        order = PackedSampler if cfg.loader == "packed" else CoprimeSampler
-        return order(paths, rank, world, rows, cfg.train_seq_len, cfg.seed)
-    return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len)
+def grad_accum(world: int) -> int:
+    "Micro-steps of a step on `world` ranks: no rank holds more than an eighth of the batch at once."
+    return max(1, 8 // world)
 
-# %% ../nbs/03_loader.ipynb #6fcc3131
-class Feeder:
-    "A thread that fills buffers from a sampler, until none is free. What goes wrong in it is handed over like a batch."
-    def __init__(self, sampler: WindowSampler, # used by the thread only
-                 buffers: Sequence[torch.Tensor], # int16 [rows, seq_len + 1] each
-                 vocab_size: int, # every token must be below it
-                ):
-        self.sampler, self.vocab_size = sampler, vocab_size
-        self.free, self.ready, self.stopping = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
-        for buffer in buffers:
-            self.free.put(buffer)
-        self.thread = threading.Thread(target=self._work, name="golfnb-feeder", daemon=True)
-        self.thread.start()
+# %% ../nbs/03_loader.ipynb #b9af272e
+@dataclass
+class LoaderSettings(Settings):
+    "What one training step reads."
+    data_path: str = setting("./data/datasets/fineweb10B_sp1024",
+                             "directory of fineweb_train_*.bin and fineweb_val_*.bin: path")
+    loader: str = setting("sequential", "order of the training windows", "sequential", "coprime", "packed",
+                          fixed="yes")
+    train_batch_tokens: int = setting(786_432, "tokens of one optimizer step, of all ranks together: tokens",
+                                      bounds="> 0")
+    seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
-    def _work(self) -> None: # puts (buffer, state after it, borders of its documents) or (None, error, None)
-        try:
-            while (buffer := self.free.get()) is not None and not self.stopping.is_set():
-                rows = self.sampler.next()
-                if rows.max() >= self.vocab_size:
-                    source = self.sampler.source(int(np.argmax(rows.max(axis=1))))
-                    raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {rows.max()} in {source}: the shard belongs to another tokenizer")
-                buffer.numpy()[:] = rows.view(np.int16)
-                borders = torch.from_numpy(document_borders(rows)) if self.sampler.order == "packed" else None
-                self.ready.put((buffer, self.sampler.state(), borders))
-        except BaseException as error:
-            self.ready.put((None, error, None))
+    def rows_per_micro(self, world: int, seq_len: int) -> int:
+        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-step."
+        return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
 
-    def stop(self) -> None: # returns when the thread has ended
-        self.stopping.set()
-        self.free.put(None)
-        self.thread.join()
+# %% ../nbs/03_loader.ipynb #eb781d89
+def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[str]:
+    "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
+    rows, parts = cfg.train_batch_tokens // seq_len, world * grad_accum(world)
+    if cfg.train_batch_tokens % seq_len:
+        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, "
+               f"found {cfg.train_batch_tokens}: set it to {max(1, rows) * seq_len}")
+    elif rows % parts or not rows:
+        yield ("the rows of a batch (TRAIN_BATCH_TOKENS / TRAIN_SEQ_LEN) must be a multiple of "
+               f"{world} ranks x {grad_accum(world)} micro-steps, found {rows}: use another number of ranks "
+               f"or set TRAIN_BATCH_TOKENS={max(1, rows // parts) * parts * seq_len}")
 
-# %% ../nbs/03_loader.ipynb #5669e64d
+# %% ../nbs/03_loader.ipynb #61d949b7
+def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: int, seq_len: int):
+    "The `WindowSampler` that LOADER names, over sorted training shards, for rows of `seq_len` tokens."
+    rows = cfg.rows_per_micro(world, seq_len)
+    if cfg.loader == "sequential":
+        return SequentialSampler(paths, rank, world, rows, seq_len)
+    order = PackedSampler if cfg.loader == "packed" else CoprimeSampler
+    return order(paths, rank, world, rows, seq_len, cfg.seed)
+
+# %% ../nbs/03_loader.ipynb #15b6feea
 @dataclass
 class Batch:
-    "A batch on the device, or on its way there."
-    ids: torch.Tensor # int64 [rows, seq_len]
-    targets: torch.Tensor # int64 [rows, seq_len]
-    state: dict # the sampler's, after this batch
-    borders: torch.Tensor | None # int32 [D + 1], cu_seqlens of a packed batch
-    arrived: "torch.cuda.Event | None" # ends the copy; None on CPU
+    "A batch on the device: int64 [rows, seq_len]; of packed rows also cu_seqlens, int32 [documents + 1]."
+    ids: torch.Tensor
+    targets: torch.Tensor
+    borders: torch.Tensor | None = None
 
-    def receive(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets, int64 [rows, seq_len], ready for the current stream
-        if self.arrived is not None:
-            current = torch.cuda.current_stream(self.ids.device)
-            current.wait_event(self.arrived)
-            for tensor in (self.ids, self.targets, self.borders):
-                if tensor is not None:
-                    tensor.record_stream(current)
-        return self.ids, self.targets
-
-# %% ../nbs/03_loader.ipynb #86e3e338
-class Uploader:
-    "Copies buffers to the device without waiting, and knows which copies have ended."
-    def __init__(self, device: torch.device): # where batches go
-        self.device, self.copying = device, deque()
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def send(self, buffer: torch.Tensor, # int16 [rows, seq_len + 1], pinned for CUDA
-             state: dict, # the sampler's, after this batch
-             borders: torch.Tensor | None = None, # int32 [D + 1], for a packed batch
-            ) -> Batch: # may still be on its way
-        with torch.cuda.stream(self.stream): # does nothing where there is no stream
-            wide = buffer.to(self.device, non_blocking=True).long() & 0xFFFF
-            ids, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
-            borders = borders if borders is None else borders.to(self.device, non_blocking=True)
-        arrived = self.stream.record_event() if self.stream else None
-        self.copying.append((arrived, buffer))
-        return Batch(ids, targets, state, borders, arrived)
-
-    def ended(self, wait: bool) -> list[torch.Tensor]: # wait for every copy -> buffers that are free again, int16 [rows, seq_len + 1]
-        buffers = []
-        while self.copying and (wait or self.copying[0][0] is None or self.copying[0][0].query()):
-            arrived, buffer = self.copying.popleft()
-            if wait and arrived is not None:
-                arrived.synchronize()
-            buffers.append(buffer)
-        return buffers
-
-# %% ../nbs/03_loader.ipynb #2abc441d
-class Pipeline:
-    "Batches in order, buffers round and round."
-    def __init__(self, feeder: Feeder, uploader: Uploader):
-        self.feeder, self.uploader, self.error = feeder, uploader, None
-
-    def fetch(self, wait: bool) -> Batch | None: # None: nothing is ready, and we did not wait
-        "The next batch, uploaded. Raises the thread's error, once the batches before it have been fetched."
-        self._recycle(wait and self.feeder.ready.empty())
-        if self.error is None and (wait or not self.feeder.ready.empty()):
-            buffer, state, borders = self.feeder.ready.get()
-            if buffer is not None:
-                batch = self.uploader.send(buffer, state, borders)
-                self._recycle(wait=False)
-                return batch
-            self.error = state
-        if wait:
-            raise self.error
-        return None
-
-    def _recycle(self, wait: bool) -> None: # wait for every copy
-        for buffer in self.uploader.ended(wait):
-            self.feeder.free.put(buffer)
-
-    def close(self) -> None: # returns when the thread and all copies have ended
-        self.feeder.stop()
-        self.uploader.ended(wait=True)
-
-# %% ../nbs/03_loader.ipynb #eb6733fb
+# %% ../nbs/03_loader.ipynb #29141a2f
 class Loader:
-    "Batches on the device, built ahead in a thread. Use it in a `with`, or call `close()`."
-    def __init__(self, sampler: WindowSampler, # belongs to the loader from now on
-                 device: torch.device | str, # where batches go
-                 vocab_size: int, # every token must be below it
-                 depth: int = 4, # buffers: batches built ahead at most
-                ):
-        self.sampler, self.device, self.vocab_size = sampler, torch.device(device), vocab_size
-        shape, pinned = (sampler.rows, sampler.seq_len + 1), self.device.type == "cuda"
-        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=pinned) for _ in range(depth)]
-        self._open()
+    """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    def _open(self) -> None:
-        self.handed, self.ahead, self.borders = self.sampler.state(), None, None
-        self.pipeline: Pipeline | None = Pipeline(Feeder(self.sampler, self.buffers, self.vocab_size), Uploader(self.device))
+    The `sampler` is the loader's from now on. Tokens must be below `vocab_size`; `depth` buffers are filled.
+    """
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]: # ids, targets: int64 [rows, seq_len] on the device
-        "The next batch. Raises what went wrong in the thread, as often as it is asked."
-        if self.pipeline is None:
-            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
-        batch = self.ahead or self.pipeline.fetch(wait=True)
-        self.handed, self.borders, tensors = batch.state, batch.borders, batch.receive()
-        self.ahead = self.pipeline.fetch(wait=False) if batch.arrived is not None else None
-        return tensors
+    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int, depth: int = 4):
+        self.sampler, self.device, sampler.vocab_size = sampler, torch.device(device), vocab_size
+        cuda, shape = self.device.type == "cuda", (sampler.rows, sampler.seq_len + 1)
+        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
+        self.stream = torch.cuda.Stream(self.device) if cuda else None
+        self.start()
 
-    def state(self) -> dict: # JSON-able: the sampler's after the last batch handed out, not the last built
-        return self.handed
-    def rewind(self, state: dict) -> None: # what state() gave; batches built ahead are dropped
-        self.close()
-        self.sampler.load_state(state)
-        self._open()
-    load_state = rewind
-
-    def close(self) -> None: # stops the thread and waits for it; twice is fine
-        if self.pipeline is not None:
-            self.pipeline.close()
-            self.pipeline = self.ahead = None
+    def __iter__(self) -> "Loader": return self
     def __enter__(self) -> "Loader": return self
     def __exit__(self, *_) -> None: self.close()
+
+    def state(self) -> dict:
+        "The sampler's state after the last batch handed out, as JSON."
+        return self.given
+
+# %% ../nbs/03_loader.ipynb #6fcc3131
+@patch
+def start(self: Loader) -> None:
+    "Start the thread, with all buffers free."
+    self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
+    for buffer in self.buffers:
+        self.free.put(buffer)
+    self.given, self.error, self.running = self.sampler.state(), None, True
+    self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
+    self.thread.start()
+
+# %% ../nbs/03_loader.ipynb #f78bef75
+@patch
+def feed(self: Loader) -> None:
+    "The thread: fill free buffers. Hands over (buffer, borders, state), or the exception that ended it."
+    try:
+        while (buffer := self.free.get()) is not None and self.running:
+            rows = next(self.sampler)
+            buffer.numpy()[:] = rows.view(np.int16)
+            self.ready.put((buffer, self.sampler.borders(rows), self.sampler.state()))
+    except BaseException as error:
+        self.ready.put(error)
+
+# %% ../nbs/03_loader.ipynb #5669e64d
+@patch
+def send(self: Loader, buffer: torch.Tensor, borders: np.ndarray | None, state: dict) -> None:
+    "Start a filled buffer, int16 [rows, seq_len + 1], on its way."
+    with torch.cuda.stream(self.stream):  # does nothing where there is no stream
+        narrow = buffer.to(self.device, non_blocking=True)
+        self.copied.append((buffer, self.stream and self.stream.record_event()))
+        wide = narrow.long() & 0xFFFF
+        ids, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+        borders = None if borders is None else torch.from_numpy(borders).to(self.device, non_blocking=True)
+    self.sent.append((Batch(ids, targets, borders), state, self.stream and self.stream.record_event()))
+
+# %% ../nbs/03_loader.ipynb #91535244
+@patch
+def receive(self: Loader) -> Batch:
+    "The batch sent first: the current stream waits for it and keeps its memory while it uses it."
+    batch, self.given, arrived = self.sent.popleft()
+    if arrived is not None:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(arrived)
+        for tensor in (batch.ids, batch.targets, batch.borders):
+            if tensor is not None:
+                tensor.record_stream(current)
+    return batch
+
+# %% ../nbs/03_loader.ipynb #908fa9a3
+@patch
+def __next__(self: Loader) -> Batch:
+    "The next batch, ready for the current stream. Raises what went wrong in the thread, as often as asked."
+    if self.thread is None:
+        raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
+    for buffer, event in self.copied:  # a step ago
+        if event is not None:
+            event.synchronize()
+        self.free.put(buffer)
+    self.copied = []
+    while not self.sent or len(self.sent) < 2 and not self.error and not self.ready.empty():
+        built = self.error or self.ready.get()
+        if isinstance(built, tuple):
+            self.send(*built)
+        else:
+            self.error = built
+            if not self.sent:
+                raise built
+    return self.receive()
+
+# %% ../nbs/03_loader.ipynb #a52cc8d0
+@patch
+def rewind(self: Loader, state: dict) -> None:
+    "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
+    self.close()
+    self.sampler.load_state(state)
+    self.start()
+
+# %% ../nbs/03_loader.ipynb #49b57efd
+@patch
+def close(self: Loader) -> None:
+    "Stop the thread and wait for it and for copies; twice is fine."
+    if self.thread is not None:
+        self.running = False
+        self.free.put(None)
+        self.thread.join()
+        self.thread = None
+        if self.stream:
+            self.stream.synchronize()

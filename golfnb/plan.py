@@ -15,8 +15,8 @@ from math import prod
 from pathlib import Path
 
 # %% ../nbs/11_plan.ipynb #45eb2eb1
-from .config import Config, GolfError
-from .layout import BankSpec, Layout, bucket_layout, mixed_text, shard_cuts, slot_kinds
+from .settings import GolfError
+from .layout import BankSpec, Layout, LayoutSettings, bucket_layout, mixed_text, shard_cuts, slot_kinds
 from .newton_schulz import newton_schulz_flops
 
 # %% ../nbs/11_plan.ipynb #d53d54a9
@@ -48,13 +48,13 @@ def make_plan(layout: Layout,              # banks to order
     return Plan(names, names)
 
 # %% ../nbs/11_plan.ipynb #178749c4
-def plan_orders(text: str,      # cfg.plan
+def plan_orders(text: str,      # PLAN
                 layout: Layout, # made from it
                 ) -> Plan:
-    "The orders that a plan asks for; pr132 is smallest first, everything else biggest first unless it says otherwise. GolfError for orders that do not fit."
+    "The orders that a plan asks for, biggest first unless it says otherwise. GolfError for orders that do not fit."
     said = text.split("/")[1:]
     if len(said) < 2:
-        return make_plan(layout, said[0] if said else "small_first" if text == "pr132" else "big_first")
+        return make_plan(layout, said[0] if said else "big_first")
     try:
         orders = [tuple(layout.banks[int(i)].name for i in part.split(".")) for part in said]
         plan = Plan(*orders)
@@ -152,9 +152,9 @@ def _place_event(events: list, free: dict, name: str, stream: str, ready: float,
 CLIP_PASSES = 5  # over the bf16 bytes of a gradient: copy 2, norm 1, scale 2
 
 
-def prepare_us(layout: Layout, links: Links, clip: str) -> float:
+def prepare_us(layout: Layout, links: Links, clip: str, parts: int = 0) -> float:
     "What the GPU does between backward and the first collective."
-    passes = CLIP_PASSES * (clip == "local") + 2 * layout.separate
+    passes = CLIP_PASSES * (clip == "local") + 2 * (parts > 0)
     copied = passes * 2 * sum(b.numel for b in layout.banks) / (links.memory_gbps * 1e3) if links.memory_gbps else 0.0
     return copied + (links.prepare_us if clip == "local" else 0.0)
 
@@ -164,13 +164,14 @@ def predict(plan: Plan, layout: Layout, links: Links,
             clip: str = "local",      # "global" holds all work back until every gradient is there
             steps: int = 5,           # Newton-Schulz iterations
             host: bool = False,       # count the host's time too, as when a measurement waits before the step
+            parts: int = 0,           # separate parameters, which must be stacked first; 0: banks
             ) -> list[Event]:
     "The predicted timeline of one optimizer step, from the end of backward to the last gathered weight."
     check_plan(plan, layout)
     events, free, arrived, world = [], {"net": 0.0, "gpu": 0.0}, {}, layout.world
-    said = links.start_us + layout.parts() * links.part_us if host else 0.0  # when the host has come so far
+    said = links.start_us + parts * links.part_us if host else 0.0  # when the host has come so far
     call = links.call_us if host else 0.0
-    ready = max(said, prepare_us(layout, links, clip))
+    ready = max(said, prepare_us(layout, links, clip, parts))
     slow = 1.0  # no kernels beside the first transfers
 
     def send(name, kind, when, n_bytes):
@@ -229,7 +230,7 @@ def kind_splits(kind: str, slots: int, world: int) -> list[str]:
     return [",".join(f"{kind}{n}" for n in some) for some in sizes]
 
 
-def candidate_buckets(cfg: Config, world: int) -> list[str]:
+def candidate_buckets(cfg: LayoutSettings, world: int) -> list[str]:
     "Bucketings worth predicting; the published ones among them."
     n, found = cfg.num_layers, []
     qo, kv, apart = kind_splits("qo", 2 * n, world)[:3], f"kv{2 * n}", f"up{n},down{n}"
@@ -238,15 +239,16 @@ def candidate_buckets(cfg: Config, world: int) -> list[str]:
     return found + ([mixed_text(n, 2 * n, world)] if 2 * (cfg.model_dim + cfg.kv_dim) == cfg.mlp_dim else [])
 
 # %% ../nbs/11_plan.ipynb #09dcc81c
-def search_buckets(cfg: Config, world: int, links: Links,
+def search_buckets(cfg: LayoutSettings, world: int, links: Links,
                    small_bytes: int = 0,
                    host: bool = False,  # as in `predict`
+                   clip: str = "local",
                    ) -> list[tuple[float, str]]:  # (microseconds, a setting for PLAN), the fastest first
     "Every candidate bucketing in its best predicted order."
     kinds, rows = slot_kinds(cfg), []
     for text in candidate_buckets(cfg, world):
         layout = bucket_layout(kinds, text, world)
         plans = candidate_plans(layout) if len(layout.banks) < 5 else [Plan(s, s) for s in permutations(make_plan(layout).scatter)][:720]
-        us, plan = min(((finish_us(predict(p, layout, links, small_bytes, cfg.clip, host=host)), p) for p in plans), key=lambda t: t[0])
+        us, plan = min(((finish_us(predict(p, layout, links, small_bytes, clip, host=host)), p) for p in plans), key=lambda t: t[0])
         rows.append((us, plan_text(text, plan, layout)))
     return sorted(rows)

@@ -14,8 +14,8 @@ from forked import fork_processes
 from torch import nn
 
 from golfnb.any_model import ParallelMuon, hidden_matrices, linear_weights, muon_costs
-from golfnb.config import GolfError
-from golfnb.newton_schulz import newton_schulz_one
+from golfnb.settings import GolfError
+from golfnb.newton_schulz import newton_schulz
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 
 ROWS, VOCAB, MU = 24, 23, 0.9
@@ -152,7 +152,7 @@ def plain(kind: str, world: int, steps: int = 5, accum: int = 1, skip: int = -1,
     opts = [torch.optim.Muon(groups[True], momentum=MU), torch.optim.AdamW(groups[False], betas=(0.9, 0.95))]
     plans = [torch.optim.lr_scheduler.LambdaLR(o, schedule) for o in opts]
     freeze_later(kind, model)
-    with patch("torch.optim._muon._zeropower_via_newtonschulz", lambda grad, *_: newton_schulz_one(grad, eps=1e-7 * (1 - MU))):
+    with patch("torch.optim._muon._zeropower_via_newtonschulz", lambda grad, *_: newton_schulz(grad, eps=1e-7 * (1 - MU))):
         for step in range(steps):
             for o in opts:
                 o.zero_grad(set_to_none=not (keep_views and step % 2 == 1))

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The measurements of nbs/results that need GPUs, as calls of under ten minutes each.
 #   DATA_PATH=... TOKENIZER_PATH=... OUT=folder NPROC=2 tests/measure_gpu.sh PART ...
-# Parts: one (kernels, attention, compiler options; one GPU), accept (recipes, cap, faults), parity (two seeds as 8 ranks clip),
+# Parts: one (kernels, attention, compiler options; one GPU), faults (recipes, cap, faults), parity (two seeds as 8 ranks clip),
 # bench (step, phases, trace, start-up), scale (1, 2, ... NPROC ranks), eval (scoring and adapting), links (links, plans, baselines),
-# tails (the end of a step, any model), gates, dtypes, averaging (chapter 34's trainings; SMALL=1: a quarter of the batch), blocks (loader against a resident batch),
+# any (any model), gates, dtypes, averaging, golf_parts, golf_seconds (chapter 34's trainings; SMALL=1: a quarter of the batch), blocks (loader against a resident batch),
 # long (LONG_STEPS, 1,500, steps, two seeds, with and without QAT, then the curve of loss against bytes, and every form of TTT), orders (loader orders on the corpus cut anew).
 # Results land in $OUT; copy the .json files into nbs/results. A part that fails does not stop the others.
 set -u
@@ -22,8 +22,8 @@ one() {
   bench attention
   lines=40 bench kernels --sets plain heads+xsa+fold+mlp heads+xsa+fold+mlp+graph
 }
-accept() { say accept; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/accept" clock nan kill truncate recipes "$@"; cp "$RUNS_DIR/accept/acceptance.json" "$OUT/acceptance.json"; }
-parity() { say parity; python3 tests/study_acceptance.py "$NPROC" "$RUNS_DIR/parity" first1337 first42 parity1337 parity42 "$@"; cp "$RUNS_DIR/parity/acceptance.json" "$OUT/firsts.json"; cp "$RUNS_DIR"/parity/parity*_*.json* "$OUT/"; }
+faults() { say faults; python3 -m golfnb.trials jobs "$NPROC" "$RUNS_DIR/faults" clock nan kill truncate pr399 pr726 "$@"; cp "$RUNS_DIR/faults/trials.json" "$OUT/trials.json"; }
+parity() { say parity; python3 -m golfnb.trials jobs "$NPROC" "$RUNS_DIR/parity" first1337 first42 parity1337 parity42 "$@"; cp "$RUNS_DIR/parity/trials.json" "$OUT/firsts.json"; for run in 1337 42; do cp "$RUNS_DIR/parity/runs/parity$run/summary.json" "$OUT/parity${run}_summary.json"; cp "$RUNS_DIR/parity/runs/parity$run/metrics.jsonl" "$OUT/parity${run}_metrics.jsonl"; done; }
 bench_all() { bench step --nproc "$NPROC" --against STEP_GRAPH=0; bench phases --nproc "$NPROC"; bench trace --nproc "$NPROC"; bench startup --nproc "$NPROC" --rounds 1; }
 scale() { bench scaling --nproc "$NPROC"; }
 eval_all() { bench eval --nproc "$NPROC"; }
@@ -39,16 +39,16 @@ long() {  # one GPU a run, as many at a time as there are GPUs
     [ $((i % NPROC)) -ne 0 ] || wait
   done; done
   wait
-  say curve; python3 tests/measure_quantize.py curve "$OUT" "$RUNS_DIR"/long_*/
-  say scores; python3 tests/measure_quantize.py scores "$OUT" "$RUNS_DIR"/long_*_0/
+  say curve; python3 -m golfnb.trials curve "$RUNS_DIR"/long_*
+  say scores; python3 -m golfnb.trials scores "$RUNS_DIR"/long_*_0
 }
-orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards "${SHARDS:-128}" && cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut && DATA_PATH=/tmp/recut STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py orders; }
-blocks() { say blocks; LOADER=coprime STUDY_BLOCK_STEPS=${STUDY_BLOCK_STEPS:-50} STUDY_FOLDER=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_loader.py blocks; }
-tails() { say tails; for study in study_tail study_any_model; do OUT=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/$study.py; done; }
-trainings() { say "$1"; OUT=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_gates.py "$1"; }
+orders() { say orders; python3 -m golfnb.cli data recut "$DATA_PATH/fineweb_train_*.bin" --out /tmp/recut --shards "${SHARDS:-128}" && cp "$DATA_PATH"/fineweb_val_*.bin /tmp/recut && study orders DATA_PATH=/tmp/recut; }
+blocks() { say blocks; study blocks LOADER=coprime STUDY_BLOCK_STEPS="${STUDY_BLOCK_STEPS:-50}"; }
+any() { say any; OUT=$OUT torchrun --standalone --nproc_per_node="$NPROC" tests/study_any_model.py; }
+study() { python3 -m golfnb.studies "$1" NPROC="$NPROC" "${@:2}"; }
 
 [ -z "${SMALL:-}" ] || export TRAIN_BATCH_TOKENS=196608
 for part in "$@"; do
-  case $part in one|accept|parity|scale|links|long|orders|blocks|tails) $part ;; gates|dtypes|averaging) trainings "$part" ;; bench) bench_all ;; eval) eval_all ;; *) echo "no such part: $part"; exit 2 ;; esac
+  case $part in one|faults|parity|scale|links|long|orders|blocks|any) $part ;; gates|dtypes|averaging|golf_parts|golf_seconds) say "$part"; study "$part" ;; bench) bench_all ;; eval) eval_all ;; *) echo "no such part: $part"; exit 2 ;; esac
 done
 say end

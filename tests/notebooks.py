@@ -7,7 +7,6 @@
 
 Several notebooks run in parallel processes; each runs in a fresh kernel with one thread and a fixed hash seed.
 """
-import json
 import os
 import re
 import subprocess
@@ -19,26 +18,23 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbdev.clean import clean_nb
+from nbdev.export import nb_export
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS, TEXT = ROOT / "nbs", ROOT / ".text"
-MAX_BYTES, MAX_SECONDS = 150_000, 90
+MAX_BYTES, MAX_SECONDS = 200_000, 90
 VOLATILE = re.compile(r"0x[0-9a-f]{6,}")
-
-
-def skipped(source: str) -> bool:
-    "A cell marked `#| eval: false` is shown and not run."
-    return bool(re.search(r"^#\|\s*eval:\s*false", source, re.M))
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
 
 
 def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
-    "The executed notebook and its seconds; cells marked `eval: false` keep what they have."
+    "The executed notebook and its seconds; cells marked `#| eval: false` are shown and not run."
     nb = nbformat.read(path, as_version=4)
-    held = {i: c for i, c in enumerate(nb.cells) if c.cell_type == "code" and skipped(c.source)}
-    for i, cell in held.items():
+    held = {i: c for i, c in enumerate(nb.cells) if c.cell_type == "code" and re.search(r"^#\|\s*eval:\s*false", c.source, re.M)}
+    for i in held:
         nb.cells[i] = nbformat.v4.new_raw_cell("")
-    env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
-    os.environ.update(env)
+    os.environ.update(ENVIRONMENT)
     start = time.time()
     NotebookClient(nb, timeout=300, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
     seconds = time.time() - start
@@ -48,20 +44,13 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
 
 
 def clean(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    "No counts, warnings or metadata of the machine that ran it."
+    "What nbdev_clean leaves, without warnings and what the machine says of its outputs."
+    clean_nb(nb)
     for cell in nb.cells:
-        if cell.cell_type != "code":
-            continue
-        cell.execution_count = None
-        cell.metadata = {}
-        cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
-        for out in cell.outputs:
-            if "execution_count" in out:
-                out["execution_count"] = None
-            out["metadata"] = {} if "metadata" in out else out.get("metadata", {})
-            if out.get("output_type") == "stream":
-                out.pop("metadata", None)
-    nb.metadata = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+            for out in cell.outputs:
+                out.update({"metadata": {}} if "metadata" in out else {})
     return nb
 
 
@@ -69,21 +58,15 @@ def text_outputs(nb: nbformat.NotebookNode) -> list[str]:
     "The text a reader sees, cell by cell (pictures are not compared)."
     rows = []
     for cell in nb.cells:
-        if cell.cell_type != "code":
-            continue
         parts = []
-        for out in cell.outputs:
-            if out.output_type == "stream" and out.name == "stdout":
-                parts.append("".join(out.text))
-            elif out.output_type in ("execute_result", "display_data") and "image/png" not in out.get("data", {}):
-                shown = next((k for k in ("text/markdown", "text/html") if k in out.data), "text/plain")  # a table's own text, not "<Markdown object>"
-                parts.append("".join(out.data.get(shown, "")))
+        for out in cell.get("outputs", ()):
+            if out.output_type == "stream":
+                parts.append(out.text)
+            elif "image/png" not in out.get("data", {}):
+                shown = next((k for k in ("text/markdown", "text/html") if k in out.get("data", {})), "text/plain")  # a table's own text, not "<Markdown object>"
+                parts.append(out.get("data", {}).get(shown, ""))
         rows.append(VOLATILE.sub("0x", "".join(parts)))
     return rows
-
-
-def dump(nb: nbformat.NotebookNode) -> str:
-    return json.dumps(json.loads(nbformat.writes(nb)), indent=1, ensure_ascii=False) + "\n"
 
 
 def stated_seconds(nb: nbformat.NotebookNode) -> int | None:
@@ -109,35 +92,24 @@ def one(path: Path, write: bool) -> str | None:
         return f"{path.name}: took {seconds:.0f} s, at most {MAX_SECONDS} s are allowed"
     if (stated := stated_seconds(done)) and untrue_seconds(stated, seconds):
         return f"{path.name}: says it takes about {stated} s, took {seconds:.0f} s; correct the sentence"
+    kept = text_outputs(nbformat.read(path, as_version=4))
     if write:
-        path.write_text(dump(done), encoding="utf-8")
+        nbformat.write(done, path)
     if path.stat().st_size > MAX_BYTES:
         return f"{path.name}: {path.stat().st_size:,} bytes, at most {MAX_BYTES:,} are allowed: fewer or smaller pictures"
-    if write:
-        return None
-    kept = text_outputs(nbformat.read(path, as_version=4))
-    for i, (a, b) in enumerate(zip(kept, text_outputs(done))):
-        if a != b:
-            return f"{path.name}: kept output of code cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}\n  run: python tests/notebooks.py run nbs/{path.name}"
-    return None
+    stale = [(i, a, b) for i, (a, b) in enumerate(zip(kept, text_outputs(done))) if a != b and not write]
+    return next((f"{path.name}: kept output of cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}\n  run: python tests/notebooks.py run nbs/{path.name}" for i, a, b in stale), None)
 
 
-def jupytext(*argv: str) -> None:
-    subprocess.run([sys.executable, "-m", "jupytext", "--quiet", *argv], check=True, cwd=ROOT)
-
-
-def to_text(path: Path) -> None:
-    "The notebook's text, for an editor."
+def jupytext(*argv: str | Path) -> None:
     TEXT.mkdir(exist_ok=True)
-    jupytext("--to", "py:percent", "-o", str(TEXT / f"{path.stem}.py"), str(path))
+    subprocess.run([sys.executable, "-m", "jupytext", "--quiet", *map(str, argv)], check=True, cwd=ROOT)
 
 
 def from_text(path: Path) -> None:
     "The notebook from its text, and the module from the notebook."
-    from nbdev.export import nb_export
-
-    jupytext("--to", "ipynb", "--update", "-o", str(path), str(TEXT / f"{path.stem}.py"))
-    path.write_text(dump(clean(nbformat.read(path, as_version=4))), encoding="utf-8")
+    jupytext("--to", "ipynb", "--update", "-o", path, TEXT / f"{path.stem}.py")
+    nbformat.write(clean(nbformat.read(path, as_version=4)), path)
     nb_export(path, lib_path=str(ROOT / "golfnb"))
 
 
@@ -145,12 +117,11 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in ("run", "check", "text", "sync"):
         print(__doc__)
         return 2
-    if argv[0] in ("text", "sync"):
-        for path in [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb")):
-            (to_text if argv[0] == "text" else from_text)(path)
-        if argv[0] == "text":
-            return 0
     paths = [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb"))
+    for path in paths if argv[0] in ("text", "sync") else ():
+        jupytext("--to", "py:percent", "-o", TEXT / f"{path.stem}.py", path) if argv[0] == "text" else from_text(path)
+    if argv[0] == "text":
+        return 0
     with ThreadPoolExecutor(max_workers=max(1, min(len(paths), os.cpu_count() or 1))) as pool:
         problems = [p for p in pool.map(lambda q: one(q, argv[0] != "check"), paths) if p]
     for p in problems:

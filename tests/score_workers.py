@@ -24,9 +24,17 @@ CFG = Config(num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, vocab_size
              xsa_last_n=1, train_seq_len=16, rope_train_len=8, eval_seq_len=16, eval_stride=6, val_batch_size=512,
              ttt_chunk_tokens=128, ttt_batch_seqs=8, ttt_lr=0.05)
 
+DOCS = replace(CFG, ttt_form="adapters", ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=5, ttt_beta2=0.9)
+
 
 def stream(n: int = 700, vocab: int = 32, seed: int = 0) -> torch.Tensor:
     return torch.randint(vocab, (n + 1,), generator=torch.Generator().manual_seed(seed))
+
+
+def texts(lengths: list[int], seed: int = 0) -> torch.Tensor:
+    "A stream of documents of these lengths, BOS included, and a closing BOS."
+    g = torch.Generator().manual_seed(seed)
+    return torch.cat([torch.cat([torch.tensor([1]), 2 + torch.randint(30, (n - 1,), generator=g)]) for n in lengths] + [torch.tensor([1])])
 
 
 def random_table(vocab: int = 32) -> ByteTable:
@@ -50,9 +58,9 @@ def golf_on(cfg: Config, ranks, dtype=torch.float32):
 def adapt(ranks, dtype=torch.float32, n: int = 700, tokens=None, **more):
     "(loss, bpb, named weights afterwards, nats per target on this rank)"
     cfg = replace(CFG, **more)
-    model, layout = golf_on(cfg, ranks, dtype)
+    model, _ = golf_on(cfg, ranks, dtype)
     nats = torch.full((n,), float("nan"), dtype=torch.float64)
-    loss, bpb, ledger = score_first(model, layout, random_state(cfg), stream(n) if tokens is None else tokens, random_table(), cfg, ranks, batch_seqs=4, out=nats)
+    loss, bpb, ledger = score_first(model, random_state(cfg), stream(n) if tokens is None else tokens, random_table(), cfg, ranks, out=nats)
     return loss, bpb, {k: t.double().numpy() for k, t in named_state(model).items()}, nats, ledger.history
 
 

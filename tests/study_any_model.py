@@ -18,7 +18,7 @@ from torch import nn
 
 from golfnb.any_model import ParallelMuon, hidden_matrices, muon_costs
 from golfnb.bench import Timer, record_result, run_rounds, slowest_rank, timed_block, wait_for
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 
 SIZES = dict(layers=12, width=768, heads=12, vocab=50304, length=1024, rows=16, warm=8, rounds=6, block=10, compile=-1)

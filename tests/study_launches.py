@@ -113,7 +113,6 @@ def generated(words: set, options: dict, world: int) -> list:
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
     from golfnb.config import load_config
-    from golfnb.kernels import KERNELS_ON
     from golfnb.layout import model_layout
     from golfnb.train import training_loss
     codes, made = [], collections.defaultdict(list)
@@ -130,8 +129,6 @@ def generated(words: set, options: dict, world: int) -> list:
         if len(codes) == 2:
             raise Found
         return SimpleNamespace(call=lambda args: None, __file__="nothing", key="", cache_key="", cache_linemap=[], runner=None)
-    KERNELS_ON.clear()
-    KERNELS_ON.update(words - {"plain"})
     with contextlib.ExitStack() as stack:
         hopper(stack)
         for place, name, stand_in in ((joint_graph, "lazy_init", lambda device: None),  # patterns (of attention, of padding) that it would try on the card
@@ -142,7 +139,7 @@ def generated(words: set, options: dict, world: int) -> list:
         stack.enter_context(inductor_config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.autotune_at_compile_time": False, **options}))
         stack.enter_context(FakeTensorMode())
         cfg = load_config({"RECIPE": "pr549", "DATA_PATH": "nowhere"})
-        model = model_module.Golf(cfg, model_layout(cfg, world), torch.bfloat16, "cuda")
+        model = model_module.Golf(cfg, model_layout(cfg, world), torch.bfloat16, "cuda", kernels=words - {"plain"})
         ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="cuda")
         try:
             torch.compile(training_loss(model, model.cap), fullgraph=True, dynamic=False)(ids, ids)
@@ -209,7 +206,7 @@ def show(launches: list, every: bool):
 def record(name: str, launches: list):
     "Add the counts of one variant to nbs/results/launches_codegen.json."
     from golfnb.bench import read_result, record_result
-    from golfnb.config import GolfError
+    from golfnb.settings import GolfError
     try:
         samples = read_result("launches_codegen")["samples"]
     except GolfError:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from any_workers import SETTINGS, NanoGPT, Vision, build, loss_of, lr_mul, plain, rows_of, run_ranks, wd_mul
 from torch import nn
 
-from golfnb.any_model import ParallelMuon, bank_table, find_ranks, head_weight, hidden_matrices, module_layout, muon_costs
-from golfnb.config import GolfError
+from golfnb.any_model import ParallelMuon, find_ranks, head_weight, hidden_matrices, module_layout, muon_costs
+from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.plan import Plan, make_plan
 
@@ -589,9 +589,8 @@ def test_costs_are_what_is_there():
     costs, banks = muon_costs(opt), opt.engine.banks.values()
     size = lambda ts: sum(t.numel() * t.element_size() for t in ts)
     assert costs["weights"] == size(b.replica for b in banks) == costs["gradient buffer"] == size(opt.buffers.values())
-    assert costs["masters"] == size(b.master for b in banks) and costs["momentum"] == size(b.momentum for b in banks)
-    assert costs["shard in and out"] == size(t for b in banks for t in (b.grad, b.outgoing)) and costs["sent for banks"] == 0
-    assert len(bank_table(opt).splitlines()) == 2 + len(banks)
+    assert costs["masters"] == size(b.master for b in banks) and costs["momentum"] == size(b.state["momentum_buffer"] for b in banks)
+    assert costs["shard in and out"] == size(t for b in banks for t in (b.grad, b.rounded)) and costs["sent for banks"] == 0
 
 
 @pytest.mark.gpu

@@ -9,14 +9,17 @@ import tracemalloc
 import zlib
 
 import numpy as np
+from dataclasses import asdict
+
 import pytest
 import torch
 
 import golfnb.artifact as artifact
-from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, artifact_header, artifact_ledger, compress_section, decompress_section, ledger, load_artifact, load_model,
-                             load_weights, pack_bytes, save_artifact, save_weights, seal, split_parts, unpack_bytes)
+from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, artifact_header, artifact_ledger, compress_section, decompress_section, export_safetensors, import_safetensors, load_artifact, load_model,
+                             load_weights, pack_bytes, save_artifact, save_weights, seal, unpack_bytes)
 from golfnb.bpb import tokenizer_hash
-from golfnb.config import GolfError, load_config
+from golfnb.config import load_config
+from golfnb.settings import GolfError
 from golfnb.model import init_model, model_from_settings, named_state
 from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, quantize_state
 
@@ -301,56 +304,18 @@ def test_full_disk_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- weights and parts
+# --- weights
 
 def weights(seed=0):
     g = torch.Generator().manual_seed(seed)
     return {"a": torch.randn(90, 20, generator=g), "b": torch.randn(7, generator=g).bfloat16(), "c": torch.tensor(2.5).half(), "d": torch.randn(3, 4, generator=g).double()}
 
 
-@pytest.mark.parametrize("part_bytes", [100, 1000, 10**6])
-def test_weights_come_back_bit_for_bit(tmp_path, part_bytes):
-    save_weights(tmp_path / "ema.golf", weights(), META, part_bytes)
+def test_weights_come_back_bit_for_bit(tmp_path):
+    save_weights(tmp_path / "ema.golf", weights(), META)
     meta, back = load_weights(tmp_path / "ema.golf")
     assert meta == META and back.keys() == weights().keys() and all(torch.equal(back[n], w) and back[n].dtype == w.dtype for n, w in weights().items())
-    assert all(p.stat().st_size <= part_bytes for p in tmp_path.iterdir()) and len(list(tmp_path.iterdir())) > 1 or part_bytes == 10**6
-
-
-def test_saving_again_leaves_no_stale_part(tmp_path):
-    path = tmp_path / "ema[1].golf"
-    (tmp_path / "ema[1].golf.txt").write_text("mine")
-    for part_bytes, count in ((1000, None), (4000, None), (10**6, 1), (2000, None)):
-        save_weights(path, weights(part_bytes), {}, part_bytes)
-        assert torch.equal(load_weights(path)[1]["a"], weights(part_bytes)["a"])
-        assert count is None or [p.name for p in tmp_path.iterdir() if p.suffix != ".txt"] == [path.name]
-    assert (tmp_path / "ema[1].golf.txt").exists()
-
-
-def test_parts_missing_misplaced_damaged_or_foreign(tmp_path):
-    path = tmp_path / "ema.golf"
-    save_weights(path, weights(), {}, 2000)
-    good = {p: p.read_bytes() for p in sorted(tmp_path.iterdir())}
-    files = list(good)
-    assert len(files) >= 4
-    save_weights(tmp_path / "other.golf", weights(1), {}, 2000)
-    foreign = (tmp_path / "other.golf.001").read_bytes()
-    flipped = bytearray(good[files[1]])
-    flipped[500] ^= 1
-    for name, change, word in (("first missing", {files[0]: None}, "missing"), ("middle missing", {files[1]: None}, "missing"), ("last missing", {files[-1]: None}, "must have"),
-                               ("swapped", {files[1]: good[files[2]], files[2]: good[files[1]]}, "must be part 1"), ("damaged", {files[1]: bytes(flipped)}, "undamaged"),
-                               ("cut", {files[1]: good[files[1]][:40]}, "undamaged"), ("foreign", {files[1]: foreign}, "of another"),
-                               ("surplus", {path.with_name(f"ema.golf.{len(files):03d}"): good[files[-1]]}, "must be part")):
-        for file, content in (good | change).items():
-            file.unlink(missing_ok=True)
-            if content is not None:
-                file.write_bytes(content)
-        with pytest.raises(GolfError, match=word):
-            load_weights(path)
-        for file in change:
-            file.unlink(missing_ok=True)
-    for file, content in good.items():
-        file.write_bytes(content)
-    assert torch.equal(load_weights(path)[1]["a"], weights()["a"])
+    assert [p.name for p in tmp_path.iterdir()] == ["ema.golf"]
 
 
 def test_weights_refuse_what_they_cannot_hold(tmp_path):
@@ -358,8 +323,6 @@ def test_weights_refuse_what_they_cannot_hold(tmp_path):
         save_weights(tmp_path / "w", {"a": torch.zeros(3, dtype=torch.int64)}, {})
     with pytest.raises(GolfError, match="finite"):
         save_weights(tmp_path / "w", {"a": torch.tensor([float("nan")])}, {})
-    with pytest.raises(GolfError, match="more than"):
-        split_parts(b"x", 84)
     save_artifact(tmp_path / "a.golf", toy(), {})
     with pytest.raises(GolfError, match="unquantized"):
         load_weights(tmp_path / "a.golf")
@@ -370,11 +333,8 @@ def test_weights_refuse_what_they_cannot_hold(tmp_path):
 
 def test_ledger_adds_up(tmp_path):
     size = save_artifact(tmp_path / "a.golf", toy(), META)
-    exact, estimate = artifact_ledger(tmp_path / "a.golf", 1234), ledger(toy(), 1234, size)
-    for rows in (exact, estimate):
-        assert rows[0] == ("code", 1234) and rows[-1][0] == "overhead" and sum(n for _, n in rows) == size + 1234 and all(type(n) is int and n >= 0 for _, n in rows)
-    assert [r[0] for r in exact] == [r[0] for r in estimate]
-    assert ledger({}, 0, 100)[-1] == ("overhead", 100)
+    rows = artifact_ledger(tmp_path / "a.golf", 1234)
+    assert rows[0] == ("code", 1234) and rows[-1][0] == "overhead" and sum(n for _, n in rows) == size + 1234 and all(type(n) is int and n >= 0 for _, n in rows)
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +343,7 @@ def tiny():
                        "VE_LAYERS": "1", "VE_DIM": "8", "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "16", "EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "8"})
     model, cfg, _ = model_from_settings(cfg.model_settings())
     init_model(model, cfg, 0)
-    return model, cfg, {"settings": cfg.model_settings(), "tokenizer_sha256": "0" * 64, "vocab_size": 64, "recipe": "pr549", "seed": 0, "steps": 0}
+    return model, cfg, {"settings": asdict(cfg), "tokenizer_sha256": "0" * 64, "vocab_size": 64, "recipe": "pr549", "seed": 0, "steps": 0}
 
 
 def test_a_model_from_the_file_alone(tiny, tmp_path):
@@ -392,7 +352,7 @@ def test_a_model_from_the_file_alone(tiny, tmp_path):
     save_artifact(tmp_path / "a.golf", packed, meta)
     loaded, found, settings = load_model(tmp_path / "a.golf")
     wanted = dequantize_state(packed)
-    assert found == meta and settings.model_settings() == cfg.model_settings()
+    assert found == meta and settings == cfg
     assert all(torch.equal(w, wanted[n]) for n, w in named_state(loaded).items())
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -400,9 +360,9 @@ def test_a_model_from_the_file_alone(tiny, tmp_path):
     assert load_model(tmp_path / "a.golf", torch.bfloat16)[0].tok_emb.dtype == torch.bfloat16
 
 
-def test_a_model_from_saved_weights_in_parts(tiny, tmp_path):
+def test_a_model_from_saved_weights(tiny, tmp_path):
     model, _, meta = tiny
-    save_weights(tmp_path / "ema.golf", named_state(model), meta, 9000)
+    save_weights(tmp_path / "ema.golf", named_state(model), meta)
     loaded, _, _ = load_model(tmp_path / "ema.golf")
     assert all(torch.equal(w, named_state(model)[n]) for n, w in named_state(loaded).items())
 
@@ -433,3 +393,21 @@ def test_containers_that_hold_no_model(tiny, tmp_path):
         save_artifact(tmp_path / "a.golf", toy(), meta)
         with pytest.raises(GolfError, match="a.golf"):
             load_model(tmp_path / "a.golf")
+
+
+def test_safetensors_there_and_back(tiny, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, cfg, meta = tiny
+    packed = quantize_state(named_state(model), False)
+    save_artifact(tmp_path / "a.golf", packed, meta)
+    export_safetensors(tmp_path / "a.golf", tmp_path / "a.safetensors")
+    wanted, found = dequantize_state(packed), safetensors.load_file(tmp_path / "a.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], w) for n, w in wanted.items())
+    import_safetensors(tmp_path / "a.safetensors", tmp_path / "b.golf")
+    loaded, again, _ = load_model(tmp_path / "b.golf")
+    assert again == meta and all(torch.equal(w, wanted[n]) for n, w in named_state(loaded).items())
+    for name, content in (("text", b"not safetensors"), ("short", b"\x09\0\0\0\0\0\0\0{}")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(GolfError, match="as safetensors"):
+            import_safetensors(tmp_path / name, tmp_path / "c.golf")
+    assert not (tmp_path / "c.golf").exists()

@@ -1,52 +1,63 @@
-"""The audit of a score: honest scorers pass, and more than ten planted cheats are found, each under its condition."""
+"""The audit of a score: honest scorers pass, and more than twenty planted cheats are found, each under its condition."""
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import golfnb.evaluate as evaluate
-import golfnb.ttt as ttt
-from golfnb.config import GolfError
-from golfnb.evaluate import windows
+from golfnb import adapters, ttt
+from golfnb.adapters import Lanes, document_spans, lane_plan
+from golfnb.settings import GolfError
 from golfnb.model import Golf, load_named
 from golfnb.parallel_muon import Ranks
 from golfnb.shards import write_shard
-from golfnb.ttt import Ledger, audit_files, audit_score
-from score_workers import CFG, golf_on, random_state, random_table, stream
+from golfnb.ttt import ChunkTrainer, Ledger, audit_files, audit_order, audit_score, audit_single_pass
+from score_workers import CFG, DOCS, golf_on, random_state, random_table, stream, texts
 
-ALONE = Ranks()
-CFG_AUDIT = replace(CFG, ttt_epochs=1)
+CHUNKS = replace(CFG, ttt_epochs=1)
+LANES = replace(DOCS, eval_seq_len=32, ttt_chunk_size=8, ttt_lora_lr=0.1)
+PREFIX, FULL, ORDER, ONCE = CONDITIONS = "strict prefix", "full distribution", "score before update", "single pass"
 
 
 def audit(model=None, ttt_too=True, **paths):
-    honest, layout = golf_on(CFG, ALONE)
-    return audit_score(model or honest, layout, random_state(), stream(), random_table(), CFG_AUDIT, ttt_too, **paths)
+    return audit_score(model or golf_on(CFG, Ranks())[0], random_state(), stream(), random_table(), CHUNKS, ttt_too, **paths)
 
 
-def broken(report: dict) -> set:
-    assert report["legal"] == all(f["passed"] for f in report["findings"])
-    return {(f["scorer"], f["condition"]) for f in report["findings"] if not f["passed"]}
+def broken(findings: list) -> set:
+    return {(f["scorer"], f["condition"]) for f in findings if not f["passed"]}
 
 
-def model_of(kind: type) -> Golf:
-    model = kind(CFG, golf_on(CFG, ALONE)[1])
-    load_named(model, random_state())
-    return model
+def sliding(): return broken(audit(ttt_too=False)["findings"])
+
+
+def chunks(): return broken(audit()["findings"])
+
+
+def documents(): return broken(adapters.audit_documents(golf_on(DOCS, Ranks())[0], random_state(), texts([12, 3, 20, 1, 9]), random_table(), LANES))
+
+
+def one_pass() -> set:
+    "The part of an audit of documents that looks at a single pass."
+    tokens = texts([12, 3, 20, 1, 9])
+    spans, trial = document_spans(tokens), adapters.document_trial(golf_on(DOCS, Ranks())[0], random_state(), tokens, random_table(), LANES)
+    found = [*audit_order(trial, tokens, spans, 8), *audit_single_pass(trial, tokens, random_table(), len(lane_plan(spans, LANES, Ranks())["doc"]))]
+    return broken([f | {"scorer": "adapters per document"} for f in found])
 
 
 def test_honest_scorers_pass_and_the_report_is_json():
     report = audit()
-    assert not broken(report) and report["legal"] and len(report["findings"]) == 16
-    assert json.loads(json.dumps(report)) == report
-    assert {f["condition"] for f in report["findings"]} == {"strict prefix", "full distribution", "score before update", "single pass"}
+    assert report["legal"] and not broken(report["findings"]) and len(report["findings"]) == 16
+    assert json.loads(json.dumps(report)) == report and {f["condition"] for f in report["findings"]} == set(CONDITIONS)
     assert len(audit(ttt_too=False)["findings"]) == 7
+    found = adapters.audit_documents(golf_on(DOCS, Ranks())[0], random_state(), texts([12, 3, 20, 1, 9]), random_table(), LANES)
+    assert not broken(found) and len(found) == 11 and {f["condition"] for f in found} == set(CONDITIONS) and not one_pass()
 
 
 def test_a_stream_that_is_too_short_is_refused():
-    model, layout = golf_on(CFG, ALONE)
     with pytest.raises(GolfError, match="at least 98 tokens"):
-        audit_score(model, layout, random_state(), stream(90), random_table(), CFG, True)
+        audit_score(golf_on(CFG, Ranks())[0], random_state(), stream(90), random_table(), CFG, True)
 
 
 # --- models that cheat
@@ -79,121 +90,127 @@ class Remembers(Golf):
         return logits[:, -keep:] if keep else logits
 
 
-@pytest.mark.parametrize("kind, condition", [(SeesTheWholeRow, "strict prefix"), (PeeksAtTheNext, "full distribution"), (Remembers, "strict prefix")])
+@pytest.mark.parametrize("kind, condition", [(SeesTheWholeRow, PREFIX), (PeeksAtTheNext, FULL), (Remembers, PREFIX)])
 def test_models_that_cheat(kind, condition):
-    if kind is Remembers:
-        Remembers.rows.clear()
-    assert ("sliding window", condition) in broken(audit(model_of(kind), ttt_too=False))
+    Remembers.rows.clear()
+    model = kind(CFG, golf_on(CFG, Ranks())[1])
+    load_named(model, random_state())
+    report = audit(model, ttt_too=False)
+    assert not report["legal"] and ("sliding window", condition) in broken(report["findings"])
 
 
-# --- scorers that cheat
+# --- scorers and ledgers that cheat: each puts something else in an honest function's place
 
-def bonus(monkeypatch):
-    "Every score a little better than it is."
-    honest = evaluate.score_rows
-    monkeypatch.setattr(evaluate, "score_rows", lambda *a: honest(*a) - 0.01)
-
-
-def clamps(monkeypatch):
-    "Hard targets never cost more than so much."
-    honest = evaluate.score_rows
-    monkeypatch.setattr(evaluate, "score_rows", lambda *a: honest(*a).clamp(max=3.4))
+def sees_the_whole_chunk(honest):
+    "Attention inside a chunk looks ahead."
+    return lambda q, keys, values, mask: honest(q, keys, values, mask | (torch.arange(mask.shape[-1]) >= mask.shape[-1] - mask.shape[-2]))
 
 
-def best_of_two(monkeypatch):
-    "Each window is scored twice."
-    honest = ttt.score_windows
-    monkeypatch.setattr(ttt, "score_windows", lambda *a: torch.minimum(honest(*a), honest(*a)))
+def scores_twice(honest):
+    "Every step of the lanes is done again, and the better score counts."
+    def cheating(self, *a, **k):
+        honest(self, *a, **k)
+        step = self.step
+        def better(*a):
+            loss, nats, *stored = step(*a)
+            return loss, torch.minimum(nats, step(*a)[1]), *stored
+        self.step = better
+    return cheating
 
 
-def more_bytes(monkeypatch):
-    "The text is counted longer than it is."
-    honest = evaluate.target_bytes
-    monkeypatch.setattr(evaluate, "target_bytes", lambda *a: honest(*a) + 1)
+def learns_documents_first(honest):
+    "A document's chunk is scored with adapters that have learnt it."
+    def cheating(model, cfg):
+        step = honest(model, cfg)
+        def twice(ids, fill, flats, keys, values, goes_on):
+            grads = torch.autograd.grad(step(ids, fill, flats, keys, values, torch.ones_like(goes_on))[0], flats)
+            learnt = [(f - 0.5 * g).detach() for f, g in zip(flats, grads)]
+            return step(ids, fill, flats, keys, values, goes_on)[0], *step(ids, fill, learnt, keys, values, goes_on)[1:]
+        return twice
+    return cheating
 
 
-def better_report(monkeypatch):
-    "The scores are right, the sum is not."
-    honest = ttt.sliding_loss
-    monkeypatch.setattr(ttt, "sliding_loss", lambda *a, **k: tuple(0.999 * x for x in honest(*a, **k)))
+class Quiet:
+    "A ledger that books nothing, or somewhere else."
+    def __init__(self, book=None, shift=0):
+        self.book, self.shift = book, shift
+
+    def train(self, doc, a, b):
+        if self.book:
+            self.book.train(doc, a - self.shift, b - self.shift)
 
 
-def skips_the_end(monkeypatch):
-    "The last targets are left out and the mean is taken of the rest."
-    honest = ttt.sliding_loss
-    monkeypatch.setattr(ttt, "sliding_loss", lambda model, tokens, *a, out=None: honest(model, tokens[:-9], *a, out=out[:-9]))
+def learns_chunks_first(honest):
+    "A chunk is learnt, then it is scored."
+    def cheating(self, *a):
+        honest(self, *a)
+        def learn_and_score(forward, tokens, table, starts, keeps, row, *rest):
+            first, self.ledger, book = int((starts + row - keeps)[0]), Quiet(), self.ledger
+            self.learn(first, min(self.cfg.ttt_chunk_tokens, len(tokens) - 1 - first), 1.0)
+            self.ledger = book
+            return evaluate.score_windows(forward, tokens, table, starts, keeps, row, *rest)
+        ttt.score_windows = learn_and_score
+    return cheating
 
 
-SCORERS = [(bonus, "sliding window", "full distribution"), (clamps, "sliding window", "full distribution"), (best_of_two, "score-first training", "single pass"), (more_bytes, "sliding window", "single pass"),
-           (better_report, "sliding window", "single pass"), (skips_the_end, "sliding window", "single pass")]
-
-
-@pytest.mark.parametrize("cheat, scorer, condition", SCORERS, ids=[c[0].__name__ for c in SCORERS])
-def test_scorers_that_cheat(monkeypatch, cheat, scorer, condition):
-    cheat(monkeypatch)
-    assert (scorer, condition) in broken(audit(ttt_too=scorer != "sliding window"))
-
-
-# --- ledgers and orders that cheat
-
-def learns_before_it_scores(monkeypatch):
-    "The ledger is told that a chunk is scored, the model learns it, and then it is scored."
-    def cheating(model, layout, state, tokens, table, cfg, ranks, forward=None, loss_fn=None, batch_seqs=8, out=None, log=None):
-        n, chunk, row = tokens.numel() - 1, cfg.ttt_chunk_tokens, cfg.eval_seq_len
-        starts, keeps = windows(n, cfg.eval_seq_len, cfg.eval_stride)
-        engine, ledger, sums = ttt.ttt_engine(model, layout, state, cfg, ranks), Ledger(n), torch.zeros(3, dtype=torch.float64)
-        parts = ttt.chunk_windows(starts, keeps, row, chunk, n)
-        for c, (lo, hi) in enumerate(parts):
-            ledger.scored(ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
-            if c + 1 < len(parts):
-                ttt.adapt_chunk(engine, ttt.RowStep(engine, loss_fn, ttt.step_rows(cfg, ranks), row), tokens, c * chunk, chunk, 1.0, cfg, ledger)
-            sums += ttt.score_windows(forward, tokens, table, starts[lo:hi], keeps[lo:hi], row, batch_seqs, out)
-        return float(sums[0]) / n, evaluate.bits_per_byte(float(sums[0]), float(sums[1])), ledger
-    monkeypatch.setattr(ttt, "score_first", cheating)
-
-
-def learns_the_next_chunk(monkeypatch):
+def learns_the_next_chunk(honest):
     "Training is booked on the chunk that was scored, and done on the one that follows."
-    honest = ttt.adapt_chunk
-
-    class Quiet(Ledger):
-        def train(self, a, b): self.book.train(a - self.shift, b - self.shift)
-    def cheating(engine, step, tokens, first, length, multiplier, cfg, ledger):
-        quiet = Quiet(ledger.n_targets)
-        quiet.book, quiet.shift = ledger, length
-        if first + 2 * length < tokens.numel():
-            honest(engine, step, tokens, first + length, length, multiplier, cfg, quiet)
-    monkeypatch.setattr(ttt, "adapt_chunk", cheating)
+    def cheating(self, first, length, multiplier):
+        self.ledger, book = Quiet(self.ledger, length), self.ledger
+        if first + 2 * length < self.tokens.numel():
+            honest(self, first + length, length, multiplier)
+        self.ledger = book
+    return cheating
 
 
-def books_what_is_convenient(monkeypatch):
-    "Every step is booked on the first targets of the stream."
-    monkeypatch.setattr(Ledger, "train", lambda self, a, b: self.history.append(("train", 0, b - a)))
+def skips_the_end(honest):
+    "The last targets are left out and the mean is taken of the rest."
+    return lambda model, tokens, *a, out: honest(model, tokens[:-9], *a, out=out[:-9])
 
 
-def books_no_training(monkeypatch):
-    monkeypatch.setattr(Ledger, "train", lambda self, a, b: None)
+def books_the_beginning(honest):
+    "Every step is booked on the first targets of the text."
+    return lambda self, docs, a, b: honest(self, docs, self.spans[docs, 0], self.spans[docs, 0] + b - a)
 
 
-def trains_first_in_the_books(monkeypatch):
-    "A forged history: training on targets without a score."
-    honest = Ledger.scored
-    monkeypatch.setattr(Ledger, "scored", lambda self, a, b: (self.history.append(("train", a, b)), honest(self, a, b)))
+def forges_training(honest):
+    "A history of training on targets without a score."
+    return lambda self, *a: (self.history.append(("train", *map(np.atleast_1d, a))), honest(self, *a))
 
 
-def scores_twice_in_the_books(monkeypatch):
-    honest = Ledger.scored
-    monkeypatch.setattr(Ledger, "scored", lambda self, a, b: (honest(self, a, b), self.history.append(("score", a, b))))
+def no_booking(honest): return lambda self, *a: None
 
 
-ORDERS = [(learns_before_it_scores, {"strict prefix"}), (learns_the_next_chunk, {"strict prefix", "score before update"}), (books_what_is_convenient, {"score before update"}),
-          (books_no_training, {"score before update"}), (trains_first_in_the_books, {"score before update"}), (scores_twice_in_the_books, {"score before update"})]
+S, C, D = "sliding window", "score-first training", "adapters per document"
+CHEATS = {  # name -> audit, scorer, conditions, what is replaced, by what
+    "bonus": (sliding, S, {FULL}, evaluate, "score_rows", lambda f: lambda *a: f(*a) - 0.01),
+    "hard targets are clamped": (sliding, S, {FULL}, evaluate, "score_rows", lambda f: lambda *a: f(*a).clamp(max=3.4)),
+    "text counted longer": (sliding, S, {ONCE}, evaluate, "target_bytes", lambda f: lambda *a: f(*a) + 1),
+    "better report": (sliding, S, {ONCE}, ttt, "sliding_loss", lambda f: lambda *a, **k: tuple(0.999 * x for x in f(*a, **k))),
+    "skips the end": (sliding, S, {ONCE}, ttt, "sliding_loss", skips_the_end),
+    "best of two": (chunks, C, {ONCE}, ttt, "score_windows", lambda f: lambda *a: torch.minimum(f(*a), f(*a))),
+    "learns first": (chunks, C, {PREFIX}, ChunkTrainer, "__init__", learns_chunks_first),
+    "learns the next chunk": (chunks, C, {PREFIX, ORDER}, ChunkTrainer, "learn", learns_the_next_chunk),
+    "books the beginning": (chunks, C, {ORDER}, Ledger, "train", books_the_beginning),
+    "books no training": (chunks, C, {ORDER}, Ledger, "train", no_booking),
+    "books training first": (chunks, C, {ORDER}, Ledger, "scored", forges_training),
+    "books scores twice": (chunks, C, {ORDER}, Ledger, "scored", lambda f: lambda self, *a: (f(self, *a), self.history.append(self.history[-1]))),
+    "never resets": (documents, D, {PREFIX}, adapters, "adapter_update", lambda f: lambda *a: f(*a[:5], torch.ones_like(a[5]), *a[6:])),
+    "sees the whole chunk": (documents, D, {PREFIX}, adapters, "attend_stored", sees_the_whole_chunk),
+    "learns documents first": (documents, D, {PREFIX}, adapters, "adapted_step", learns_documents_first),
+    "books the documents' beginning": (one_pass, D, {ORDER}, Ledger, "train", books_the_beginning),
+    "books no learning": (one_pass, D, {ORDER}, Ledger, "train", no_booking),
+    "scores documents twice": (one_pass, D, {ONCE}, Lanes, "__init__", scores_twice),
+    "reports less": (one_pass, D, {ONCE}, adapters, "score_documents", lambda f: lambda *a, **k: [x if isinstance(x, Ledger) else 0.99 * x for x in f(*a, **k)]),
+}
 
 
-@pytest.mark.parametrize("cheat, conditions", ORDERS, ids=[c[0].__name__ for c in ORDERS])
-def test_orders_that_cheat(monkeypatch, cheat, conditions):
-    cheat(monkeypatch)
-    assert conditions <= {condition for scorer, condition in broken(audit()) if scorer == "score-first training"}
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheats_are_found(monkeypatch, name):
+    run, scorer, conditions, owner, attribute, cheat = CHEATS[name]
+    monkeypatch.setattr(ttt, "score_windows", ttt.score_windows)  # so that it is put back
+    monkeypatch.setattr(owner, attribute, cheat(getattr(owner, attribute)))
+    assert {(scorer, condition) for condition in conditions} <= run()
 
 
 # --- files
@@ -208,4 +225,4 @@ def test_files_that_share_text(tmp_path):
     assert all(f["passed"] for f in audit_files([clean], [val]))
     assert [f["passed"] for f in audit_files([clean, hidden], [val])] == [True, False]
     assert [f["passed"] for f in audit_files([clean, copy], [val])] == [False, False]
-    assert ("files", "single pass") in broken(audit(ttt_too=False, train_paths=[hidden], val_paths=[val]))
+    assert ("files", "single pass") in broken(audit(ttt_too=False, train_paths=[hidden], val_paths=[val])["findings"])

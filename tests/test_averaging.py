@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from golfnb.averaging import Ema, Swa, average_of
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 
 
 def path(steps=12, dtype=torch.float64, seed=0):

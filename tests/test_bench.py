@@ -1,15 +1,17 @@
 """`golfnb bench`: every measurement runs on CPU in tiny settings and leaves a complete result; bad input gets one sentence; a run becomes a result; the parity rule judges."""
 import json
 import math
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import TINY, clean_env, golfnb, one_sentence
+from tiny import TINY, golfnb, one_sentence
 
-from golfnb.bench import BenchJob, bench_eval, bench_shards, bench_stream, changed_settings, parity_rule, read_result, record_run, result_path, run_bench, run_of, timed_block
-from golfnb.config import GolfError, load_config
+from golfnb import cli
+from golfnb.bench import (BENCHES, LAUNCHERS, BenchJob, bench_eval, bench_function, bench_shards, bench_startup, bench_stream, changed_settings, keep_result, parity_rule, read_result, record_run, result_path,
+                          run_bench, run_of, timed_block, turns)
+from golfnb.config import load_config
+from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.shards import write_shard
 
@@ -27,24 +29,15 @@ def complete(path: Path) -> dict:
     return found
 
 
-def test_step_compares_variants_on_two_ranks(tmp_path):
-    done = golfnb("bench", "step", "--nproc", 2, "--steps", 6, "--warmup", 1, "--against", "CLIP=local,SEED=3", *WORDS, cwd=tmp_path)
+def test_phases_of_two_variants_on_two_ranks(tmp_path):
+    done = golfnb("bench", "phases", "--nproc", 2, "--steps", 4, "--warmup", 1, "--against", "CLIP=local,SEED=3", "-o", "mine.json", *WORDS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = complete(tmp_path / "nbs" / "results" / "step_cpu_2.json")
-    assert {k: len(v) for k, v in found["samples"].items()} == {"base step": 6, "base block": 3, "CLIP=local,SEED=3 step": 6, "CLIP=local,SEED=3 block": 3}
-    assert min(min(v) for v in found["samples"].values()) > 0 and found["unit"] == "ms"
-    facts = found["facts"]
-    assert facts["world"] == 2 and facts["data"] == "random tokens" and facts["settings"]["model_dim"] == 64 and facts["peak_bytes"]["resident"] > 1e7
-    assert "base block" in done.stdout and "step_cpu_2.json: written" in done.stdout and "Traceback" not in done.stderr
-
-
-def test_phases_on_two_ranks_into_a_file(tmp_path):
-    done = golfnb("bench", "phases", "--nproc", 2, "--steps", 4, "--warmup", 1, "-o", "mine.json", *WORDS, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    samples = complete(tmp_path / "mine.json")["samples"]
-    names = ("forward_backward", "post_backward", "ema")
-    assert {k: len(v) for k, v in samples.items()} == {n + s: 4 for n in names for s in ("", " slowest rank")}
-    assert all(s >= m for n in names for m, s in zip(samples[n], samples[f"{n} slowest rank"]))
+    found = complete(tmp_path / "mine.json")
+    samples, facts, names = found["samples"], found["facts"], ("forward_backward", "post_backward", "ema")
+    assert {k: len(v) for k, v in samples.items()} == {f"{label} {n}{s}": 4 for label in ("base", "CLIP=local,SEED=3") for n in names for s in ("", " slowest rank")}
+    assert all(s >= m for n in names for m, s in zip(samples[f"base {n}"], samples[f"base {n} slowest rank"]))
+    assert facts["world"] == 2 and facts["data"] == "random tokens" and facts["settings"]["model_dim"] == 64
+    assert "base ema" in done.stdout and "mine.json: written" in done.stdout and "wait around each" in found["note"] and "Traceback" not in done.stderr
 
 
 def test_links_and_then_plans_on_two_ranks(tmp_path):
@@ -59,18 +52,29 @@ def test_links_and_then_plans_on_two_ranks(tmp_path):
     plans = found["facts"]["plans"]
     assert {"pr399", "shared_mlp", "pr125", "searched", "132-model,pr132", "132-model,by-kind"} <= set(plans) and plans["searched"]["plan"] == facts["predicted_best"][0][1]
     assert all(len(found["samples"][f"{p} {s}"]) == 15 for p in plans for s in ("tail", "host", "device", "muon")) and plans["pr399"]["predicted_device_ms"] > 0
-    with pytest.raises(GolfError, match="absent.json: expected a result of golfnb bench links"):
-        run_bench(BenchJob("optimizer", links="absent.json"), 1, SMALL)
 
 
-def test_startup_cold_and_warm(tmp_path):
-    done = golfnb("bench", "startup", "--nproc", 1, *WORDS, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_startup_cold_and_warm(tmp_path, monkeypatch):
+    "Each sample in processes of its own, which are this one here; cold has fresh compiler caches, warm the same again."
+    caches = []
+
+    def here(job, nproc, settings):
+        caches.append(Path(settings["TRITON_CACHE_DIR"]))
+        assert caches[-1].exists() == (len(caches) % 2 == 0) and job.started > 0
+        caches[-1].mkdir(parents=True, exist_ok=True)
+        samples, unit, facts = bench_startup(replace(job, imported=job.started), Ranks(), {**SMALL, **settings})
+        keep_result(job, samples, unit, {**facts, "world": 1, "device": "cpu"})
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("golfnb.bench.launch_bench", here)
+    assert run_bench(BenchJob("startup", rounds=2), 1, SMALL) == 0
     samples = complete(tmp_path / "nbs" / "results" / "startup_cpu_1.json")["samples"]
     for kind in ("cold", "warm"):
-        marks = [samples[f"{kind} {m}"][0] for m in ("imported", "joined", "data_open", "built", "warmed_up", "first_step_done")]
-        assert 0 < marks[0] and marks == sorted(marks)
-    assert not list(tmp_path.glob("runs*"))
+        for i in range(2):
+            marks = [samples[f"{kind} {m}"][i] for m in ("imported", "joined", "data_open", "built", "warmed_up", "first_step_done")]
+            assert marks == sorted(marks)
+    assert len(set(caches)) == 2 and not any(c.exists() for c in caches) and not list(tmp_path.glob("runs*"))
 
 
 def test_eval_gives_rates_and_fixed_costs(tmp_path):
@@ -110,6 +114,8 @@ def test_an_error_in_a_rank_is_one_sentence(tmp_path):
     (BenchJob("step", against=[{"NUM_HEADS": "7"}]), {}, "divisible"),
     (BenchJob("eval"), {"EVAL_STRIDE": "64"}, "EVAL_STRIDE"),
     (BenchJob("startup"), {"RECIPE": "none"}, "RECIPE must be"),
+    (BenchJob("attention"), {}, "one device"),
+    (BenchJob("optimizer", links="absent.json"), {}, "absent.json: expected a result of golfnb bench links"),
 ])
 def test_bad_jobs_are_refused_before_anything_starts(job, settings, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -119,27 +125,17 @@ def test_bad_jobs_are_refused_before_anything_starts(job, settings, said, tmp_pa
 
 
 @pytest.mark.parametrize("argv", [["bench"], ["bench", "walk"], ["bench", "step", "--steps", "2"], ["bench", "step", "--against", "CLIPS=local"], ["bench", "eval", "--against", "CLIP=local"]])
-def test_bad_command_lines(argv, capsys):
-    from golfnb.cli import main_cli
-
-    try:
-        status = main_cli(argv)
-    except SystemExit as e:
-        status = e.code
-    err = capsys.readouterr().err
-    assert status == 2 and one_sentence(err)
-
-
-def test_the_command_runs_as_a_module(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "golfnb.cli", "bench", "--help"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
-    assert done.returncode == 0 and all(w in done.stdout for w in ("step", "phases", "startup", "eval"))
+def test_bad_command_lines(argv, tmp_path):
+    done = golfnb(*argv, cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr)
 
 
 def test_names_blocks_and_settings():
     assert str(result_path(BenchJob("phases"), "NVIDIA H200", 8)) == "nbs/results/phases_h200_8.json"
     calls = []
     each, whole = timed_block(lambda: calls.append(1), 7)
-    assert len(each) == len(calls) == 7 and whole >= 0
+    assert len(each) == len(calls) == 7 and whole >= 0 and list(turns("ab", 3)) == list("abbaab")
+    assert BENCHES.keys() == cli.BENCHES.keys() and all(bench_function(t).__doc__ for t in BENCHES.values()) and all(map(bench_function, LAUNCHERS.values()))
     assert changed_settings(load_config({"SEED": "7", "DATA_PATH": "x"})) == {"recipe": "pr549", "seed": 7}
 
 

@@ -1,10 +1,11 @@
-"""The site: built once, its links, anchors, alt texts and symbol links held; and the checkers find what is planted."""
+"""The site: built once, its links, anchors, captions and symbol links held; and the checkers find what is planted."""
 import ast
 import re
 import shutil
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,13 +17,16 @@ import links
 import names
 import sources
 
+from golfnb.lab import copy_notebooks
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Check CHANGES for Sphinx")
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("book")
-    assert build.build(out) == []  # Sphinx warns of nothing; links, anchors, loads, alt texts and public names are in order
+    assert build.build(out) == []  # Sphinx warns of nothing; links, anchors, loads, alt texts and the place of every name are in order
     return out / "html"
 
 
@@ -32,8 +36,7 @@ def text(site: Path, page: str) -> str:
 
 def test_every_notebook_and_every_module_has_a_page(site):
     pages = {p.relative_to(site).with_suffix("").as_posix() for p in site.rglob("*.html")}
-    assert {sources.page_of(s) for s in sources.stems()} | {f"api/{m}" for m in names.modules()} | {"map", "glossary", "negative", "search", "genindex"} <= pages
-    assert (site / "_static/mathjax/tex-chtml.js").stat().st_size > 10**6 and list((site / "_static/mathjax").rglob("*.woff"))
+    assert {sources.page_of(s) for s in sources.stems()} | {f"api/{m}" for m in names.modules()} | {p.stem for p in sources.PAGES.glob("*.md")} | {"search", "genindex"} <= pages
     assert 'class="math' in text(site, "09_newton_schulz") and "_static/mathjax/tex-chtml.js" in text(site, "09_newton_schulz")
 
 
@@ -48,17 +51,14 @@ def test_no_name_of_ours_stands_in_code_type_without_a_link(site):
 def test_a_definition_is_an_anchor_and_leads_to_the_api(site):
     page = text(site, "06_layers")
     assert re.search(r'<a class="golf-def" id="rms_norm" href="api/layers.html#golfnb.layers.rms_norm">rms_norm</a>', page)
-    assert page.count('class="golf-use" href="#rms_norm"') >= 4
-    assert 'href="06_layers.html#smear"' in text(site, "08_model")
+    assert 'class="golf-use" href="#rms_norm"' in page and 'href="06_layers.html#' in text(site, "08_model")
 
 
 def used(source: str, exported: bool = False) -> set[str]:
     "name@line of the links in a cell, a definition with a bang; `exported` puts the cell into the chapter of `layers`."
     layers = names.modules()["layers"]
-    known = {n: names.chapter_page(n, layers) for n in layers.names}
-    uses = links.Uses(known, layers, exported)
-    uses.visit(ast.parse(source))
-    return {f"{name}@{line}" + "!" * defines for (line, _), (name, _, defines) in uses.found.items()}
+    uses = links.Uses({n: names.chapter_page(n, layers) for n in layers.names}, layers, exported).visit(ast.parse(source))
+    return {f"{name}@{line}" + "!" * bool(anchor) for (line, _), (name, _, anchor) in uses.found.items()}
 
 
 def test_a_link_needs_the_name_to_be_ours_at_that_place():
@@ -69,56 +69,101 @@ def test_a_link_needs_the_name_to_be_ours_at_that_place():
     assert used("def softcap(x): pass\nsoftcap(1)") == set(), "a naive version hides the real one"
     assert used("def softcap(x):\n    return softcap(x)", exported=True) == {"softcap@1!", "softcap@2"}
     assert used("def f():\n    global softcap\n    softcap = 2\n    return softcap") == {"softcap@4"}
+    assert used("for i in softcap(x):\n    softcap = i\nsoftcap") == {"softcap@1"} and used("with softcap(x) as softcap:\n    softcap") == {"softcap@1"}
+    assert used("@patch\ndef go(self: Golf): return softcap", exported=True) == {"go@2!", "softcap@2"}
     assert used("NORM_EPS = 1e-7", exported=True) == {"NORM_EPS@1!"} and used("NORM_EPS = 1e-7") == set()
 
 
-def test_links_fall_on_their_names_whatever_stands_before_them():
-    source = "naïve = 'é'; softcap(1 < 2)\nz = [softcap]"
-    uses = links.Uses({"softcap": names.place_of("softcap")}, None, False)
-    uses.visit(ast.parse(source))
-    markup = "<span class=\"n\">naïve</span> <span>=</span> <span>'é'</span>; <span class=\"n\">softcap</span>(1 &lt; 2)\nz = [<span>softcap</span>]"
-    assert links.linked_code(markup, source, "08_model", uses, set()).count('<a class="golf-use" href="06_layers.html#softcap">softcap</a>') == 2
+def test_links_fall_on_their_names_and_long_lines_under_their_own_beginning():
+    source = "naïve = 'é'; softcap(1 < 2)\n    z = [softcap]"
+    uses = links.Uses({"softcap": names.place_of("softcap")}, None, False).visit(ast.parse(source.replace("\n    ", "\n")))
+    uses.found = {(line, column + 4 * (line == 2)): value for (line, column), value in uses.found.items()}
+    markup = "<span class=\"n\">naïve</span> <span>=</span> <span>'é'</span>; <span class=\"n\">softcap</span>(1 &lt; 2)\n    z = [<span>softcap</span>]\n"
+    made = links.linked_code(markup, source, "08_model", uses, set())
+    assert made.count('<a class="golf-use" href="06_layers.html#softcap">softcap</a>') == 2 and re.findall(r"--in:(\d+)ch", made) == ["0", "4"]
 
 
 def test_prose_names_resolve():
     assert names.place_of("rms_norm") == names.place_of("rms_norm(x, y)") == names.place_of("golfnb.layers.rms_norm") == "06_layers.html#rms_norm"
-    assert names.place_of("MATRIX_LR=0.1") == names.place_of("cfg.matrix_lr") == "api/config.html#golfnb.config.OptimizerSettings.matrix_lr"
+    assert names.place_of("MATRIX_LR=0.1") == names.place_of("cfg.matrix_lr") == "settings.html#envvar-MATRIX_LR"
     assert names.place_of("Loader.rewind") == names.place_of("rewind()", "03_loader") == "api/loader.html#golfnb.loader.Loader.rewind"
     assert names.place_of("golfnb.layers") == "api/layers.html"
     assert names.place_of("print") is names.place_of("rms_norm = 3") is names.place_of("x.rms_norm") is names.place_of("rewind()", "08_model") is None
 
 
-def test_parameters_come_with_their_comments():
-    module = names.modules()["shards"]
-    rows = {r.name: r for r in module.names["read_span"].rows}
-    assert rows["begin"].meaning == "first token" and rows["path"].type == "str | Path" and module.names["read_span"].returns.meaning.startswith("uint16")
-    assert names.modules()["config"].names["RunSettings"].rows[5].meaning.startswith("seed of the initial weights")
-    settings = sources.api_module(names.modules()["config"])
-    assert "{golf-field}`golfnb.config.RunSettings.seed`" in settings and "untimed steps before the run" in settings
-    assert r"\[B, T, D\]" in sources.api_module(names.modules()["layers"])
+MODULE = '''"""What it is."""
+# AUTOGENERATED! DO NOT EDIT! File to edit: ../nbs/98_small.ipynb.
+__all__ = ["Small", "SmallSettings", "go"]
+
+class Small:
+    "Something small."
+    n: int = 3  # rows
+
+@patch
+def grow(self: Small, by: int = 1) -> int:
+    """Make it larger by `by`.
+
+    x [B, T]: what it eats.
+    Raises GolfError below 0."""
+
+class SmallSettings(Settings):
+    "Of small things."
+    small_lr: float = setting(0.1, "learning rate: per step", bounds=">= 0", fixed="yes")
+
+def go(x: int, *, y=2): "Go."
+
+def helper(): pass
+'''
+
+
+def test_the_api_shows_signature_and_docstring_and_patched_methods(tmp_path, monkeypatch):
+    (tmp_path / "small.py").write_text(MODULE)
+    module = names.read_module(tmp_path / "small.py")
+    assert [n.name for n in module.public] == ["Small", "SmallSettings", "go"] and not module.names["helper"].public
+    monkeypatch.setattr(sources, "numbered_title", lambda stem: "98 Small")
+    page = sources.api_module(module)
+    for words in ("{py:class} Small\n", "{py:attribute} Small.n\n:module: golfnb.small\n:type: int\n:value: 3\n\nrows", "{py:method} Small.grow(by: int=1) -> int", "{py:function} go(x: int, *, y=2)",
+                  "Make it larger by `by`.\n\nx \\[B, T\\]: what it eats.\\\nRaises GolfError below 0.", 'href="../98_small.html#Small.grow">Defined in chapter 98</a>', "[SmallSettings](../settings.md#smallsettings)"):
+        assert words in page, words
+    monkeypatch.setattr(sources, "modules", lambda: {"small": module})
+    assert "{envvar} SMALL_LR\n\nlearning rate: per step (\\>= 0); fixed in a script. Default: `0.1`." in sources.all_settings()
 
 
 def test_each_term_is_defined_once_and_linked_once_a_chapter(site):
     terms = re.findall(r'id="term-([^"]+)"', text(site, "glossary"))
     assert len(terms) == len(set(terms)) > 40
-    for stem in sources.stems():
-        if sources.number(stem) is not None:
-            found = re.findall(r'class="golf-term[^"]*" href="glossary.html#term-([^"]+)"', text(site, stem))
-            assert len(found) == len(set(found)) and (found or sources.number(stem) > 19), stem
-    assert len({t for s in sources.stems() for t in re.findall(r"glossary.html#term-([^\"]+)", text(site, sources.page_of(s)))}) > 0.9 * len(terms), "terms nobody uses"
+    used = {s: re.findall(r'class="golf-term[^"]*" href="glossary.html#term-([^"]+)"', text(site, sources.page_of(s))) for s in sources.stems()}
+    assert all(len(found) == len(set(found)) for found in used.values())
+    assert len({t for found in used.values() for t in found}) > 0.9 * len(terms), "terms nobody uses"
 
 
 def test_negative_results_are_gathered_and_bad_input_stays_in_the_chapters():
     page = sources.negative_results()
-    assert "**A stream per bank, alone**" in page and "[From chapter 13](13_parallel_muon.ipynb)" in page
-    assert page.count("\n## ") + 1 >= 15 and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
+    assert "(13_parallel_muon.ipynb)" in page and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
 
 
-def test_alt_text_comes_from_the_directive_or_from_the_code():
-    assert sources.alt_text("#| fig-alt: Two lines that cross.\nplt.plot(x)", {}) == "Two lines that cross."
-    drawn = 'draw(ax)\nax.set(title=f"rank {r}", xlabel="step"); ax.set_ylabel("nats"); ax.plot(y, label="EMA")'
-    said = sources.alt_text(drawn, {"draw": ast.parse("def draw(ax):\n    ax.bar(x, y)").body[0]})
-    assert said == "Line plot and bar chart. titles: rank …. horizontal axis: step. vertical axis: nats. series: EMA."
+def test_a_picture_has_its_caption_under_it_and_its_code_folded(tmp_path, monkeypatch):
+    cell = nbformat.v4.new_code_cell("#| code-fold: true\n#| fig-cap: Loss in `nats` over steps.\nplot()", outputs=[nbformat.v4.new_output("display_data", {"image/png": PIXEL})])
+    nbs = tmp_path / "nbs"
+    nbs.mkdir()
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# Small"), cell]), nbs / "small.ipynb")
+    monkeypatch.setattr(sources, "NBS", nbs)
+    monkeypatch.setattr(sources, "write", lambda folder: (folder.mkdir(parents=True), nbformat.write(sources.as_page("small"), folder / "index.ipynb")))
+    build.build(tmp_path)
+    page = (tmp_path / "html.new" / "index.html").read_text()
+    assert re.search(r'<figure.*?<img alt="Loss in `nats` over steps."[^>]*/>.*?<figcaption>.*Loss in <code.*nats.*</figcaption>', page, re.S) and "Show the code" in page
+
+
+def test_the_picture_style_can_be_seen_on_light_and_dark_and_goes_along_to_the_lab(tmp_path):
+    def light(colour: str) -> float:
+        parts = [int(colour[i:i + 2], 16) / 255 for i in (0, 2, 4)]
+        return sum(w * (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4) for w, x in zip((0.2126, 0.7152, 0.0722), parts))
+
+    style = (sources.NBS / "golfnb.mplstyle").read_text()
+    for colour in set(re.findall(r"\b[0-9a-f]{6}\b", style)):
+        assert 1.05 / (light(colour) + 0.05) > 3 and (light(colour) + 0.05) / (light("121212") + 0.05) > 3, colour
+    copy_notebooks(tmp_path / "lab")
+    assert (tmp_path / "lab" / "golfnb.mplstyle").read_text() == style
 
 
 PLANTED = {
@@ -143,7 +188,7 @@ def test_the_checker_finds_what_is_planted(site, tmp_path):
         assert any(sentence in f for f in found), sentence
 
 
-def test_a_site_with_problems_does_not_replace_the_old_one(site, tmp_path, monkeypatch):
+def test_a_site_with_problems_does_not_replace_the_old_one(tmp_path, monkeypatch):
     (tmp_path / "html").mkdir()
     (tmp_path / "html" / "index.html").write_text("old")
     monkeypatch.setattr(build.sources, "write", lambda folder: (folder.mkdir(parents=True), (folder / "index.md").write_text("# x\n\n[broken](none.md)\n")))
@@ -157,12 +202,20 @@ def test_a_request_cut_off_counts_unless_its_file_is_there(tmp_path):
     assert browse.lost(gone.as_uri(), "net::ERR_ABORTED") and browse.lost("http://127.0.0.2:9/x.js", "net::ERR_ABORTED")
 
 
+WRONG = f"""<!doctype html><link rel="icon" href="data:,"><body style="background:#fff"><main><article><span class="math">x^2</span>
+<img src="gone.png"><div style="width:900px">wide</div><script src="http://127.0.0.2:9/x.js"></script><script>console.error("planted"); none()</script>
+<pre style="overflow:auto">{"x" * 300}</pre><div class="cell_input"><span class="golf-line" style="display:block; line-height:10px; width:9ch">{"long " * 9}</span></div><div style="overflow:auto; width:200px"><table><tr><td style="min-width:600px">far</td></tr></table></div>
+<div style="overflow:auto; width:100px"><img src="data:image/png;base64,{PIXEL}" style="width:300px"></div>
+<table style="width:30px; table-layout:fixed"><tr><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
+NOTICED = ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png failed", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark",
+           "the search finds nothing", "desktop index.html: pre is cut off", "a line of 44 characters folds", "px: far", "img is cut off by 200 px", "a table breaks inside 16,000,000")
+
+
 @pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine; `make book-check` needs one")
-def test_the_browser_finds_what_is_planted(site, tmp_path):
-    (tmp_path / "_static").mkdir()
-    (tmp_path / "index.html").write_text("""<!doctype html><link rel="icon" href="data:,"><body style="background:#fff"><main><article><span class="math">x^2</span>
-        <img src="gone.png"><div style="width:900px">wide</div><script src="http://127.0.0.2:9/x.js"></script><script>console.error("planted"); none()</script></article></main>""")
+def test_the_browser_finds_what_is_planted_and_nothing_on_our_pages(site, tmp_path):
+    (tmp_path / "index.html").write_text(WRONG)
     found = "\n".join(browse.look(tmp_path, ["index.html"], None, browse.find_chromium()))
-    for sentence in ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png failed", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark", "the search finds nothing"):
+    for sentence in NOTICED:
         assert sentence in found, sentence
-    assert browse.look(site, ["09_newton_schulz.html"], None, browse.find_chromium()) == []
+    pages = ["index.html", "08_model.html", "09_newton_schulz.html", "29_baselines.html", "published.html", "settings.html", "api/bench.html"]
+    assert browse.look(site, pages, None, browse.find_chromium()) == []

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from golfnb.bpb import bits_per_byte, byte_table, load_tokenizer, target_bytes, tokenizer_hash, unigram_bpb
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs", "how vexingly quick daft zebras jump, na\u00efve caf\u00e9s",
         "le c\u0153ur a ses raisons que la raison ne conna\u00eet point", "1 2 3 45 678 ; : ( ) [ ] { } == != <= >="] * 30

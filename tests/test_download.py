@@ -6,7 +6,7 @@ pytest.importorskip("huggingface_hub")
 
 from small_hub import SmallHub
 
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.data import download_shards, fetch_file, stdlib_documents, train_tokenizer
 from golfnb.shards import read_header, shard_header
 

@@ -7,21 +7,30 @@ import pytest
 import torch
 
 from golfnb.banks import make_banks, unbank
-from golfnb.config import GolfError, load_config
-from golfnb.layout import bucket_layout, model_layout, speedrun_kinds
+from golfnb.config import load_config
+from golfnb.settings import GolfError
+from golfnb.baselines import published, separate, speedrun_kinds
+from golfnb.layout import bucket_layout, model_layout
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import CONTROL_WORDS, Engine, Ranks, engine_gather, engine_load, muon_one, muon_update, record_graph, restore, snapshot
+from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record_graph
+from golfnb.newton_schulz import orthogonalize
 from golfnb.plan import make_plan
 from golfnb.train import StepGraph, backward_pass, micro_steps, training_loss
 from workers import Batches, settings
 
 
 def model_of(env, dtype=torch.float64):
-    cfg = load_config(env)
+    cfg, apart = published(load_config(env), 1)
     layout = model_layout(cfg, 1)
     model = Golf(cfg, layout, dtype=dtype)
     init_model(model, cfg, 3)
-    return cfg, layout, model
+    return cfg, layout, separate(model) if apart else model
+
+
+def muon_one(weight, momentum, grad, mu, scale, lr=0.025, wd=0.04):
+    "Muon on one matrix, as it is written on paper."
+    momentum = mu * momentum + grad
+    return weight * (1 - lr * wd) - lr * scale * orthogonalize(grad + mu * momentum), momentum
 
 
 def run_steps(engine, model, cfg, momenta, check=None):
@@ -46,10 +55,10 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
         for _, _, m in layout:
             g = grads[m.name]
             scale = max(1.0, m.rows / m.cols) ** 0.5
-            weights[m.name], momentum[m.name] = muon_one(weights[m.name], momentum[m.name], g, 0.025, mu, 0.04, scale)
+            weights[m.name], momentum[m.name] = muon_one(weights[m.name], momentum[m.name], g, mu, scale)
 
     run_steps(engine, model, cfg, [0.85 + 0.02 * s for s in range(5)], oracle)
-    ours = named_state(model, *engine_gather(engine))
+    ours = named_state(model, *engine.gather())
     assert max((ours[n] - w).abs().max().item() for n, w in weights.items()) < 1e-10
 
 
@@ -57,7 +66,7 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
 def test_against_torch_muon_at_constant_momentum():
     "torch keeps momentum as a moving average: proportional to ours while mu is constant, and it runs Newton-Schulz in bf16, so the bound is bf16's."
     cfg, layout, model = model_of(settings(3))
-    engine = Engine(model.role_params(), layout, bank_lr=0.02, bank_wd=0.1, max_norm=0)
+    engine = Engine(model.role_params(), layout, bank_rule=Muon(lr=0.02, wd=0.1), max_norm=0)
     names = set(layout.names())
     plain = {n: torch.nn.Parameter(w.float().clone()) for n, w in named_state(model).items() if n in names}
     theirs = torch.optim.Muon(list(plain.values()), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True, adjust_lr_fn="original")
@@ -69,7 +78,7 @@ def test_against_torch_muon_at_constant_momentum():
         theirs.step()
 
     run_steps(engine, model, cfg, [0.9] * 5, oracle)
-    ours = named_state(model, *engine_gather(engine))
+    ours = named_state(model, *engine.gather())
     for n, w in plain.items():
         moved, difference = (w.detach() - start[n]).norm(), (w.detach() - ours[n].float()).norm()
         assert moved > 0 and difference < 0.05 * moved, (n, float(difference / moved))
@@ -78,29 +87,29 @@ def test_against_torch_muon_at_constant_momentum():
 def test_snapshot_restore_leaves_no_trace():
     cfg, layout, model = model_of(settings(3))
     engine = Engine(model.role_params(), layout)
-    saved, before = snapshot(engine), {n: p.detach().clone() for n, p in model.named_parameters()}
+    saved, before = engine.snapshot(), {n: p.detach().clone() for n, p in model.named_parameters()}
     run_steps(engine, model, cfg, [0.9] * 3)
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
-    restore(engine, saved)
+    engine.restore(saved)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    assert all(not t.any() for b in engine.banks.values() for t in [b.momentum]) and engine.count == 0
+    assert all(not t.any() for b in engine.banks.values() for t in b.state.values()) and engine.knobs.count == 0
 
 
 def test_gather_load_round_trip():
     cfg, layout, model = model_of(settings(3))
     engine = Engine(model.role_params(), layout)
-    banks, others = engine_gather(engine)
+    banks, others = engine.gather()
     run_steps(engine, model, cfg, [0.9] * 2)
-    engine_load(engine, banks, others)
-    again = engine_gather(engine)
+    engine.load(banks, others)
+    again = engine.gather()
     assert all(torch.equal(banks[k], again[0][k]) for k in banks) and all(torch.equal(others[k], again[1][k]) for k in others)
 
 
 def test_sgd_keeps_fp32_masters_for_bf16_weights():
     "lr 0.002 on bf16 weights would lose most of a step; the masters must move as an fp32 oracle does."
     cfg, layout, model = model_of(settings(3), torch.bfloat16)
-    engine = Engine(model.role_params(), layout, rule="sgd", bank_lr=0.002, table_lr=0.002, scalar_lr=0.002, max_norm=0)
-    banks, others = engine_gather(engine)
+    engine = Engine(model.role_params(), layout, bank_rule=Sgd(0.002), small_rule=Sgd(0.002), max_norm=0)
+    banks, others = engine.gather()
     oracle, momentum = {**banks, **others}, {}
 
     def step(mu):
@@ -110,7 +119,7 @@ def test_sgd_keeps_fp32_masters_for_bf16_weights():
             oracle[n] = oracle[n] - 0.002 * momentum[n]
 
     run_steps(engine, model, cfg, [0.9] * 4, step)
-    now = {**engine_gather(engine)[0], **engine_gather(engine)[1]}
+    now = {**engine.gather()[0], **engine.gather()[1]}
     for n in oracle:
         assert torch.allclose(now[n], oracle[n], rtol=1e-6, atol=1e-8), n
 
@@ -146,8 +155,8 @@ class StandIn(StepGraph):
     "Records on a CPU: a replay runs the pass on the fixed batch and writes into the places that were kept."
 
     def __init__(self, loss_fn, params):
-        super().__init__(loss_fn, params, torch.device("cpu"))
-        self.left, self.replays, self.records = 2, 0, 0
+        super().__init__(loss_fn, params)
+        self.stream, self.replays, self.records = "", 0, 0
 
     def aside(self, accum):
         return backward_pass(self.loss_fn, self.ids, self.targets, accum)
@@ -207,8 +216,7 @@ def test_a_recording_is_made_anew_where_an_engine_has_moved_the_parameters():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("accum, runs", [(1, 1), (2, 1), (2, 2)])
 def test_a_recorded_backward_on_the_gpu(accum, runs):
-    wrap = lambda f, params: StepGraph(f, params, torch.device("cuda"))
-    losses, masters, graph = stepped(wrap, "local", accum, "cuda", torch.float32, runs=runs)
+    losses, masters, graph = stepped(StepGraph, "local", accum, "cuda", torch.float32, runs=runs)
     plain, others, _ = stepped(lambda f, params: f, "local", accum, "cuda", torch.float32)
     assert graph.graph is not None
     torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
@@ -227,7 +235,7 @@ def beside(device, steps, eager, dtype=torch.bfloat16, width=768):
     grads = {n: (1e-3 * torch.randn(b.shape, generator=draw)).to(b) for n, b in banks.items()}
     engine = Engine({"bank": banks}, layout, Ranks(device=device), plan=make_plan(layout, "big_first"), clip="local")
     if eager:
-        for step in (engine.clip_step, engine.small_step, *engine.bank_steps.values()):
+        for step in (engine.small_step, *engine.bank_steps.values()):
             step.left = -1
     for _ in range(steps):
         for n, b in banks.items():
@@ -250,8 +258,9 @@ def test_knobs_are_not_rounded_on_the_gpu():
     m, g, factor, found = torch.randn(2, 8, 16).bfloat16(), torch.zeros(2, 8, 16).bfloat16(), torch.tensor(0.99), []
     for device in ("cpu", "cuda"):
         momentum, grad, mu = (t.clone().to(device) for t in (m, g, factor))
-        one = torch.ones((), device=device)
-        muon_update(torch.zeros(2, 8, 16, device=device), momentum, grad, one, mu, one, one.expand(2, 1, 1), one.bool(), torch.empty_like(grad))
+        one, master = torch.ones((), device=device), torch.zeros(2, 8, 16, device=device)
+        shard = SimpleNamespace(master=master, state={"momentum_buffer": momentum}, lr_scale=one.expand(2, 1, 1), cuts=None, rounded=torch.empty_like(grad))
+        Muon().move(shard, grad, one, mu, one, one.bool())
         found.append(momentum.cpu())
     assert torch.equal(*found) and torch.equal(found[0], (m.float() * factor).bfloat16())
 
@@ -265,7 +274,7 @@ def test_every_plan_adapts_alike():
     for plan in ("pr399", "shared_mlp", "pr125", "pr132"):
         cfg, layout, model = model_of(settings(3, PLAN=plan, EVAL_SEQ_LEN="16", EVAL_STRIDE="8", TTT_CHUNK_TOKENS="16", TTT_EPOCHS="1", TTT_LR="0.1", TTT_FREEZE_BLOCKS="1"))
         state = named_state(model)
-        loss, _, _ = score_first(model, layout, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), cfg, Ranks())
+        loss, _, _ = score_first(model, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), cfg, Ranks())
         found.append((loss, named_state(model)))
     for loss, after in found[1:]:
         assert abs(loss - found[0][0]) < 1e-9 and max((after[n] - found[0][1][n]).abs().max().item() for n in after) < 1e-9

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from golfnb.bpb import ByteTable, bits_per_byte, target_bytes
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.evaluate import plain_loss, score_rows, score_windows, share_of, sliding_loss, window_batches, windows
 from golfnb.layers import token_nll
 from golfnb.parallel_muon import Ranks

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from golfnb.artifact import PREFIX_BYTES, load_artifact, load_weights, pack_bytes, save_weights, seal
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.shards import open_shard, read_header, read_tokens, write_shard
 from test_artifact import META, same, toy
 

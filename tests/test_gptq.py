@@ -10,12 +10,13 @@ import torch
 from forked import fork_processes
 
 from golfnb.artifact import pack_bytes
-from golfnb.config import GolfError, load_config
+from golfnb.config import load_config
+from golfnb.settings import GolfError
 from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.quantize import (HessianTaps, calibrate, calibration_batches, dequantize_state, gptq_columns, gptq_matrices, gptq_state, hessian_factor, pack_gptq, pack_rows,
+from golfnb.quantize import (HessianTaps, QuantSettings, calibrate, calibration_batches, dequantize_state, gptq_columns, gptq_matrices, gptq_state, hessian_factor, pack_gptq, pack_rows,
                              quantize_state, share_matrices, spread_scale)
 
 CFG = load_config({"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
@@ -127,7 +128,7 @@ def test_hessians_are_means_over_tokens_of_the_real_inputs():
 
 def test_calibration_batches_are_inputs_of_the_sampler():
     class Sampler:
-        def next(self): return np.arange(10, dtype=np.uint16).reshape(2, 5)
+        def __next__(self): return np.arange(10, dtype=np.uint16).reshape(2, 5)
     got = list(calibration_batches(Sampler(), 3, "cpu"))
     assert len(got) == 3 and got[0].tolist() == [[0, 1, 2, 3], [5, 6, 7, 8]] and got[0].dtype == torch.int64
 
@@ -141,11 +142,14 @@ def test_every_matrix_has_one_owner_and_the_load_is_even(world):
     assert world > 11 or max(load) < 1.6 * sum(load) / world
 
 
-def state_of(ranks: Ranks, target=None):
+FINE, FLOORED = QuantSettings(scale_floor=False), QuantSettings(scale_floor=True)
+
+
+def state_of(ranks: Ranks, target=10**9):
     model = a_model(world=ranks.world)
     mine = words() if ranks.world == 1 else (words()[:3], words()[3:])[ranks.rank]  # as when one rank ran out of time
     measure = lambda packed: len(pack_bytes(packed, {}, "rans"))
-    return gptq_state(model, model.layout, named_state(model), mine, ranks, small=CFG.small_tensor, target_bytes=target, measure=measure), measure
+    return gptq_state(FINE, model, model.layout, named_state(model), mine, ranks, target, measure, CFG.small_tensor), measure
 
 
 def test_a_whole_state_and_a_target():
@@ -157,7 +161,7 @@ def test_a_whole_state_and_a_target():
     target = int(0.8 * measure(packed))
     fitted, _ = state_of(Ranks(), target)
     assert 0.98 * target < measure(fitted) <= target
-    floored = gptq_state(a_model(), a_model().layout, named, words(), Ranks(), scale_floor=True, small=CFG.small_tensor)
+    floored = gptq_state(FLOORED, a_model(), a_model().layout, named, words(), Ranks(), 0, measure, CFG.small_tensor)
     assert min(p.scale.min() for p in floored.values() if p.kind == "int6") >= np.float16(1 / 31)
     ids, exact = torch.cat(words(9, 5)), a_model()
     def error(state):

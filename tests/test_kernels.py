@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import golfnb.newton_schulz
-from golfnb.config import GolfError
-from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, use_kernels
+from golfnb.settings import GolfError
+from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, usable_kernels
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
 from golfnb.newton_schulz import newton_schulz
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 import golfnb.kernels as K
 from golfnb.kernels import *
 from golfnb.layers import *
-for t in (K.MLP_UP_TILES, K.MLP_DOWN_TILES): t.update(BM=32, BN=32, BK=16)
 g = torch.Generator().manual_seed(0)
 def apart(twin, plain, shapes, size=1.0):
     inputs = [(size * torch.randn(s, generator=g)).requires_grad_() for s in shapes]
@@ -40,21 +38,23 @@ for B, T, H, KV, D, half in ((2, 35, 4, 2, 32, 8), (1, 70, 2, 1, 16, 8), (1, 3, 
     assert apart(lambda y, v: fused_exclusive(y, v[:, -T:]), lambda y, v: exclusive(y, v[:, -T:]), ((B, T, H, D), (B, T + 2, KV, D))) < 1e-5
 zero = torch.zeros(1, 2, 1, 16, requires_grad=True)
 assert all(torch.isfinite(t).all() for t in torch.autograd.grad(fused_exclusive(zero, zero).sum(), zero))
+small = K.Tiles(BM=32, BN=32, BK=16)
 for rows, D, hidden in ((33, 48, 80), (64, 16, 24)):
     for slope in (0.0, 0.5):
-        assert apart(lambda *a: fused_mlp(*a, slope), lambda n, u, d: F.linear(squared_leaky(F.linear(n, u), slope), d), ((2, rows, D), (hidden, D), (D, hidden)), D ** -0.5) < 1e-5
+        assert apart(lambda *a: fused_mlp(*a, slope, (small, small)), lambda n, u, d: F.linear(squared_leaky(F.linear(n, u), slope), d), ((2, rows, D), (hidden, D), (D, hidden)), D ** -0.5) < 1e-5
         with torch.no_grad():
             n, u, d = (torch.randn(s, generator=g) for s in ((rows, D), (hidden, D), (D, hidden)))
-            torch.testing.assert_close(fused_mlp(n, u, d.T.contiguous().T, slope), F.linear(squared_leaky(F.linear(n, u), slope), d), rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(fused_mlp(n, u, d.T.contiguous().T, slope, (small, small)), F.linear(squared_leaky(F.linear(n, u), slope), d), rtol=1e-4, atol=1e-3)
 for op, args in ((K.heads_op, (torch.randn(1, 5, 64), torch.randn(2), *rotary_tables(5, 8, 100.0, 9), 2, 1)), (K.xsa_op, (torch.randn(1, 5, 4, 16), torch.randn(1, 5, 2, 16))),
                  (K.heads_grad_op, (torch.randn(1, 5, 2, 16), torch.randn(1, 5, 1, 16), torch.randn(1, 5, 1, 16), torch.randn(1, 5, 64), torch.randn(2), *rotary_tables(5, 8, 100.0, 9))),
                  (K.xsa_grad_op, (torch.randn(1, 5, 4, 16), torch.randn(1, 5, 4, 16), torch.randn(1, 5, 2, 16))),
-                 (K.mlp_up_op, (torch.randn(5, 16), torch.randn(24, 16), 0.5, True)), (K.mlp_down_grad_op, (torch.randn(5, 16), torch.randn(16, 24), torch.randn(5, 24), 0.5))):
+                 (K.mlp_up_op, (torch.randn(5, 16), torch.randn(24, 16), 0.5, True, list(small))), (K.mlp_down_grad_op, (torch.randn(5, 16), torch.randn(16, 24), torch.randn(5, 24), 0.5, list(small)))):
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 print("equal")
 """
 
 OPTIMIZER = """
+from types import SimpleNamespace
 import torch
 from golfnb.newton_schulz import kernel_product, plain_product
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
@@ -92,7 +92,8 @@ for use in (lambda x, name="": True, lambda x, name="": False):  # a whole updat
     golfnb.newton_schulz.use_kernels = golfnb.parallel_muon.use_kernels = use
     torch.manual_seed(1)
     w, m, g, y = torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.zeros(2, 130, 65)
-    golfnb.parallel_muon.muon_update(w, m, g, torch.tensor(0.02), torch.tensor(0.95), torch.tensor(0.1), torch.full((2, 1, 1), 1.4), torch.tensor(True), y)
+    shard = SimpleNamespace(master=w, state={"momentum_buffer": m}, lr_scale=torch.full((2, 1, 1), 1.4), cuts=None, rounded=y)
+    golfnb.parallel_muon.Muon().move(shard, g, torch.tensor(0.02), torch.tensor(0.95), torch.tensor(0.1), torch.tensor(True))
     found += [(w, m, y)]
 for a, b in zip(*found):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -103,7 +104,6 @@ MODEL = CASES + """
 import golfnb.model as M
 from golfnb.config import load_config
 from golfnb.layout import model_layout
-for t in (K.MLP_UP_TILES, K.MLP_DOWN_TILES): t.update(BM=64, BN=128, BK=64)
 ids = torch.randint(64, (2, 21), generator=g)
 def run(plan, fused, compiled, keep=None):
     cfg = load_config({"RECIPE": "demo", "MODEL_DIM": "64", "NUM_LAYERS": "3", "VOCAB_SIZE": "64", "VE_LAYERS": "2", "TRAIN_SEQ_LEN": "20", "EVAL_SEQ_LEN": "20", "EVAL_STRIDE": "4", "PLAN": plan})
@@ -111,7 +111,7 @@ def run(plan, fused, compiled, keep=None):
     M.init_model(model, cfg, 1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))
-    M.use_kernels = (lambda x, name="": True) if fused else (lambda x, name="": False)
+    if fused: model.fuse(K.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
     loss = lambda i, t: softcap_loss(model(i, keep), t[:, -(keep or 0):], model.cap)
     if compiled:
         torch._dynamo.reset()
@@ -133,9 +133,9 @@ WITHOUT = """
 import sys
 sys.modules["triton"] = None          # any import of triton raises ImportError
 import torch
-from golfnb.kernels import fused_exclusive, triton, use_kernels
-from golfnb.config import GolfError
-assert triton is None and not use_kernels(torch.zeros(1)) and torch.ops.golfnb.heads
+from golfnb.kernels import fused_exclusive, triton, usable_kernels
+from golfnb.settings import GolfError
+assert triton is None and not usable_kernels("cuda", torch.bfloat16) and torch.ops.golfnb.heads
 try:
     fused_exclusive(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
 except GolfError as e:
@@ -160,9 +160,9 @@ for fn in (P.heads_forward_kernel, P.heads_backward_kernel):
 for fn in (P.xsa_forward_kernel, P.xsa_backward_kernel):
     assert "ld.global.v4" in build(fn, dict(GROUP=2, D=64, ROWS=P.XSA_ROWS))
 for tiles, back in ((P.MLP_UP_TILES, False), (P.MLP_DOWN_TILES, True)):
-    bm, bn, bk = tiles["BM"], tiles["BN"], tiles["BK"]
+    bm, bn, bk = tiles[:3]
     desc = lambda *block: f"tensordesc<bf16[{block[0]}, {block[1]}]>"
-    ptx = build(P.mlp_product_kernel, dict(BACKWARD=back, SAVE=not back, B_IS_KN=back, FLAT=tiles["FLAT"], BM=bm, BN=bn, BK=bk), warps=tiles["num_warps"], stages=tiles["num_stages"],
+    ptx = build(P.mlp_product_kernel, dict(BACKWARD=back, SAVE=not back, FLAT=bool(tiles.FLAT), BM=bm, BN=bn, BK=bk), warps=tiles.num_warps, stages=tiles.num_stages,
                 a=desc(bm, bk), b=desc(bk, bn) if back else desc(bn, bk), z=desc(bm, bn // 2), out=desc(bm, bn // 2))
     assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
 for symmetric in (False, True):
@@ -203,14 +203,14 @@ def test_imports_without_triton():
 
 def test_refusals(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not use_kernels(torch.zeros(1)) and not use_kernels(torch.zeros(1, dtype=torch.bfloat16), "mlp")
+    assert usable_kernels("cuda:1", torch.bfloat16, {"mlp"}) == ({"mlp"} if triton else set()) and not usable_kernels("cuda", torch.float32) and not usable_kernels("cpu", torch.bfloat16)
     n, w = torch.zeros(1, 2, 4), torch.zeros(4, 4)
     for call in (lambda d: fused_mlp(n.to(d), w.to(d), w.to(d), 0.5), lambda d: fused_exclusive(n[None].to(d), n[None].to(d)), lambda d: fused_heads(n.to(d), w.to(d), torch.ones(2, dtype=d), n[0, :, :1], n[0, :, :1], 1)):
         for dtype in (torch.float32, torch.float64):
             with pytest.raises(GolfError, match="use its plain twin"):
                 call(dtype)
     assert heads_fit(64, 16) and heads_fit(32, 32) and not any(heads_fit(*a) for a in ((64, 12), (48, 16), (64, 0), (16, 32)))
-    assert mlp_fit(torch.empty(24, 16)) and mlp_fit(torch.empty(24, 16, dtype=torch.bfloat16)) and not mlp_fit(torch.empty(24, 12, dtype=torch.bfloat16))
+    assert mlp_fit(24, 16, torch.float32) and mlp_fit(24, 16, torch.bfloat16) and not mlp_fit(24, 12, torch.bfloat16)
 
 
 def gpu_apart(twin, plain, *inputs):
@@ -245,14 +245,13 @@ def test_kernels_on_the_gpu_round_no_worse_than_the_plain_functions():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_newton_schulz_on_the_gpu_rounds_no_worse_than_the_library(monkeypatch):
+def test_newton_schulz_on_the_gpu_rounds_no_worse_than_the_library():
     torch.manual_seed(0)
     for n, r, c in ((3, 512, 512), (22, 256, 512), (11, 512, 1536), (22, 512, 512), (2, 1536, 512), (5, 70, 130)):
         G = torch.randn(n, r, c, device="cuda").bfloat16()
         exact, found = newton_schulz(G.double()), []
-        for use in (use_kernels, lambda x, name="": False):
-            monkeypatch.setattr(golfnb.newton_schulz, "use_kernels", use)
-            found.append(((newton_schulz(G).double() - exact).norm() / exact.norm()).item())
+        for kernels in (True, False):
+            found.append(((newton_schulz(G, kernels=kernels).double() - exact).norm() / exact.norm()).item())
         assert found[0] < 1.3 * found[1], (n, r, c, found)
 
 

@@ -1,13 +1,11 @@
 """`golfnb lab` serves a scratch copy of the notebooks, leaves the book alone, and stops with everything it started."""
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,12 +58,12 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
         end = time.time() + 60
         while True:
             try:
-                page = fetch("/lab/tree/00_config.ipynb")
+                page = fetch("/lab/tree/00_settings.ipynb")
                 break
             except OSError:
                 assert job.poll() is None and time.time() < end, (tmp_path / "log").read_text()[-2000:]
                 time.sleep(0.2)
-        assert b"JupyterLab" in page and b'"00_config.ipynb"' in fetch("/api/contents")
+        assert b"JupyterLab" in page and b'"00_settings.ipynb"' in fetch("/api/contents")
         fetch("/api/kernels", b"{}")
         members = family(job.pid)
         assert len(members) >= 2, "the server and a kernel"
@@ -81,16 +79,3 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
         job.wait()
     assert before == {p.name: p.stat().st_mtime_ns for p in (ROOT / "nbs").glob("*.ipynb")}, "the book was touched"
     assert "notebooks copied" in (tmp_path / "log").read_text() and (tmp_path / "lab" / "results").is_dir()
-
-
-def test_a_wheel_carries_the_notebooks(tmp_path):
-    tree = tmp_path / "tree"  # a build leaves folders behind
-    for name in ("golfnb", "nbs"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    for name in ("setup.py", "settings.ini", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    wanted = {p.name for p in (ROOT / "nbs").glob("*.ipynb")}
-    assert wanted == {n.rsplit("/", 1)[1] for n in names if "/share/golfnb/nbs/" in n and n.endswith(".ipynb")}

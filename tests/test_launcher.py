@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from golfnb.config import GolfError
-from golfnb.launcher import (SCRIPT_MODULES, all_pieces, explain, fold_script, global_names, minify, module_sources, pack_script, package_dir, reachable, relay_errors, run_script,
+from golfnb.settings import GolfError
+from golfnb.launcher import (SCRIPT_MODULES, Piece, all_pieces, explain, fold_script, global_names, join_patches, minify, module_sources, pack_script, package_dir, relay_errors, run_script,
                              source_hash, torchrun_command)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ def package(tmp_path: Path, sources: dict) -> tuple:
     "Write modules; the arguments that fold them."
     for name, text in sources.items():
         (tmp_path / f"{name}.py").write_text(text)
-    return tmp_path, tuple(sources)
+    return {}, tmp_path, tuple(sources)
 
 
 def run(path: Path, *flags: str, env=None):
@@ -39,7 +39,7 @@ def test_good_package_folds_runs_and_packs(tmp_path):
     text = fold_script("demo", *package(tmp_path, GOOD))
     assert text == fold_script("demo", *package(tmp_path, GOOD))
     assert text.count("import os\n") == 1 and "json" not in text and "never" not in text and "# %%" not in text and "__all__" not in text
-    assert "# shape of everything\nSHAPE = (2, 3)  # rows, columns" in text and "# a count" in text
+    assert "# shape of everything\nSHAPE = (2, 3)  # rows, columns" in text and "# a count" in text and "helper()" in text
     assert "from dataclasses import asdict, dataclass, field" in text
     assert text.index("import triton") < text.index("class A") < text.index("from nowhere import gone")
     assert text.endswith('if __name__ == "__main__":\n    script_main(__file__)\n')
@@ -56,16 +56,16 @@ def test_good_package_folds_runs_and_packs(tmp_path):
 
 def test_recipe_is_embedded_and_checked(tmp_path):
     place = package(tmp_path, GOOD)
-    assert "DEFAULT_RECIPE = 'pr399'" in fold_script("pr399", *place)
-    with pytest.raises(GolfError, match="unknown recipe 'pr000'.*pr399"):
-        fold_script("pr000", *place)
+    assert 'DEFAULT_RECIPE = "pr399"' in fold_script("pr399", *place)
+    with pytest.raises(GolfError, match="script: RECIPE must be one of .*pr399.*found 'pr000'"):
+        fold_script("pr000")
 
 
 BROKEN = {
     "clash of definitions": ({"config": HEAD + "def f(): pass\n", "run": "def f(): pass\n"}, "'f' means two things: config.py line 2 and run.py line 1"),
     "clash with a private name": ({"config": HEAD + "_x = 1\n", "run": "_x = 2\n"}, "'_x' means two things"),
     "twice in one module": ({"config": HEAD + "def f(): pass\ndef f(): pass\n", "run": ""}, "'f' means two things"),
-    "definition and import": ({"config": HEAD + "def replace(): pass\n", "run": "from dataclasses import replace\n"}, "'replace' means two things: defined in config.py"),
+    "definition and import": ({"config": HEAD + "def replace(): pass\n", "run": "from dataclasses import replace\n"}, "'replace' means two things: config.py"),
     "two imports of one name": ({"config": "from glob import glob\n" + HEAD, "run": "import glob\n"}, "'glob' means two things"),
     "alias of ours": ({"config": HEAD, "run": "from .config import DEFAULT_RECIPE as R\n"}, "without an alias"),
     "alias of ours, absolute": ({"config": HEAD, "run": "from golfnb.config import DEFAULT_RECIPE as R\n"}, "without an alias"),
@@ -96,7 +96,7 @@ def test_a_broken_rule_gets_a_sentence(rule, tmp_path):
 
 def test_a_missing_module_is_named(tmp_path):
     with pytest.raises(GolfError, match="module run.py expected"):
-        module_sources(*package(tmp_path, {"config": HEAD})[:1], ("config", "run"))
+        module_sources(package(tmp_path, {"config": HEAD})[1], ("config", "run"))
 
 
 @pytest.mark.parametrize("text, names", [
@@ -110,7 +110,7 @@ def test_a_missing_module_is_named(tmp_path):
     ("def f():\n    if (n := h()): return n\n", {"h"}),
 ])
 def test_names_by_pythons_own_scopes(text, names):
-    assert global_names(text) - {"f", "C", "g"} == names - {"g"}
+    assert global_names(Piece("x", 1, text)) - {"f", "C", "g"} == names - {"g"}
 
 
 def test_minified_kernels_keep_their_annotations_and_literals():
@@ -176,5 +176,4 @@ def test_the_script_in_the_tree_is_the_folded_one():
 
 
 def test_all_names_of_the_script_chapters_are_unique():
-    pieces = all_pieces(module_sources())
-    assert len(reachable(pieces)) > 50
+    assert len(join_patches(all_pieces(module_sources()))) > 300

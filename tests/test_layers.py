@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import GolfError, setting_specs
+from golfnb.config import setting_specs
+from golfnb.settings import GolfError
 from golfnb.layers import (FLASH_PACKAGES, NORM_EPS, attend, attention_backend, backend_distance, bigram_rows, exclusive, flash_installed, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
                            rotary_tables, rotate, smear, softcap, softcap_loss, squared_leaky, token_nll)
 

@@ -6,19 +6,20 @@ import torch
 import torch.nn.functional as F
 
 from golfnb.banks import make_banks, rebank, unbank
-from golfnb.config import Config, GolfError, load_config
-from golfnb.layout import SMALL_MATRIX, group_matrices, matrix, mixed_buckets, mixed_text, model_layout, shard_cuts, share_slot, slot_kinds, speedrun_kinds, bucket_layout
+from golfnb.baselines import separate, speedrun_kinds
+from golfnb.config import load_config
+from golfnb.settings import GolfError
+from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, bucket_layout, group_matrices, mixed_buckets, mixed_text, model_layout, shard_cuts, share_slot, slot_kinds
 from golfnb.model import Golf, init_model, named_state
 from workers import settings
 
 
 def layout_of(plan, world, layers=11):
-    cfg = Config()
-    cfg.plan, cfg.num_layers = plan, layers
-    return model_layout(cfg, world)
+    plan = mixed_text(layers, 2 * layers, world) if plan == "mixed" else plan
+    return model_layout(LayoutSettings(num_layers=layers, plan=plan), world)
 
 
-@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "pr125", "pr132"])
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "mixed"])
 @pytest.mark.parametrize("layers", [1, 4, 11])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
 def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world):
@@ -28,9 +29,8 @@ def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world)
         assert b.shape[0] % world == 0 and b.shape[0] == b.real + b.padding and 0 <= b.padding < world
         assert sorted(i for r in range(world) for i in b.shard(r)) == list(range(b.shape[0]))
         assert [m for r in range(world) for m in b.slots(r)] == list(b.matrices) + [None] * b.padding
-        assert len(b.lr_scales()) == b.shape[0]
     for b, i, m in layout:
-        assert layout.where(m.name) == (b.name, i) and layout.bank(b.name) is b and (m.stored == b.shape[1:] or m in b.matrices[i].parts)
+        assert layout.bank(b.name) is b and (m.stored == b.shape[1:] or m in b.matrices[i].parts)
         assert len(b.row_scales()) == b.shape[0] and all(len(s) in (1, b.shape[1]) for s in b.row_scales())
 
 
@@ -39,8 +39,8 @@ def test_published_banks_and_waste():
     assert {b.name: (b.real, *b.shape[1:]) for b in layout.banks} == {
         "qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_up_bank": (11, 1536, 512), "mlp_down_bank": (11, 512, 1536)}
     assert round(layout.padding_waste(), 2) == 0.33 and round(shared.padding_waste(), 2) == 0.09
-    assert layout.where("blocks.3.attn.c_q.weight") == ("qo_bank", 3) and layout.where("blocks.3.attn.proj.weight") == ("qo_bank", 14)
-    assert layout.where("blocks.3.attn.c_k.weight") == ("kv_bank", 3) and layout.where("blocks.3.attn.c_v.weight") == ("kv_bank", 14)
+    places = {m.name: (b.name, i) for b, i, m in layout}
+    assert [places[f"blocks.3.attn.{n}.weight"] for n in ("c_q", "proj", "c_k", "c_v")] == [("qo_bank", 3), ("qo_bank", 14), ("kv_bank", 3), ("kv_bank", 14)]
     scales = {m.name: m.lr_scale for _, _, m in shared}
     assert scales == {m.name: m.lr_scale for _, _, m in layout}, "storing transposed must not change how fast a matrix learns"
 
@@ -72,24 +72,25 @@ def test_the_published_mixed_buckets():
 
 def test_a_shared_slot_is_cut_by_kind():
     "With grouped-query attention a rank's attention slots are two batches."
-    layout = layout_of("pr132", 8)
+    layout = layout_of("mixed", 8)
     cuts = shard_cuts(layout.banks[0], 0)
     assert [c.matrix.stored for c in cuts] == [(512, 512), (256, 512)] and cuts[-1].stop == 1536 * 512
-    assert {m.name for slot in slot_kinds(Config())["attn"] for m in slot.logical} | {m.name for m in slot_kinds(Config())["mlp"]} == set(layout.names())
+    kinds = slot_kinds(LayoutSettings(plan="attn11,mlp22"))
+    assert {m.name for slot in kinds["attn"] for m in slot.logical} | {m.name for m in kinds["mlp"]} == set(layout.names())
 
 
 def test_small_matrices_are_not_for_the_grid():
-    assert matrix("a", 256, SMALL_MATRIX // 256, "g").quant.kind == "fp16"
-    assert matrix("a", 257, SMALL_MATRIX // 256, "g").quant.kind == "int6"
+    assert Matrix("a", 256, SMALL_MATRIX // 256, "g").quant == "fp16"
+    assert Matrix("a", 257, SMALL_MATRIX // 256, "g").quant == "int6"
 
 
 def test_bad_layouts():
-    one = matrix("a", 2, 3, "g")
-    for bad in (lambda: group_matrices([one, matrix("b", 3, 2, "g")], 1), lambda: group_matrices([one, one], 1), lambda: group_matrices([], 1),
-                lambda: group_matrices([one], 0), lambda: group_matrices([one], 1).bank("x"), lambda: group_matrices([one], 1).where("x"),
-                lambda: layout_of("x", 8), lambda: layout_of("qo22,kv22", 8), lambda: layout_of("qo22,kv22,mlp21", 8), lambda: layout_of("qo22,kv22,mlp23", 8),
+    one = Matrix("a", 2, 3, "g")
+    for bad in (lambda: group_matrices([one, Matrix("b", 3, 2, "g")], 1), lambda: group_matrices([one, one], 1), lambda: group_matrices([], 1),
+                lambda: group_matrices([one], 0), lambda: group_matrices([one], 1).bank("x"),
+                lambda: layout_of("x", 8), lambda: layout_of("pr125", 8), lambda: layout_of("qo22,kv22", 8), lambda: layout_of("qo22,kv22,mlp21", 8), lambda: layout_of("qo22,kv22,mlp23", 8),
                 lambda: layout_of("qo22,kv22,mlp22,up1", 8), lambda: layout_of("qo22+kv22,mlp22", 8), lambda: layout_of("attn11,mlp22,qo1", 8),
-                lambda: share_slot("s", (4, 4), (matrix("a", 2, 4, "g"),), "g"), lambda: share_slot("s", (3, 4), (matrix("a", 2, 3, "g"), matrix("b", 2, 3, "g")), "g")):
+                lambda: share_slot("s", (4, 4), (Matrix("a", 2, 4, "g"),), "g"), lambda: share_slot("s", (3, 4), (Matrix("a", 2, 3, "g"), Matrix("b", 2, 3, "g")), "g")):
         with pytest.raises(GolfError):
             bad()
 
@@ -100,7 +101,7 @@ def test_rebank_is_the_inverse_of_unbank(seed):
     ms = []
     for g in range(rng.randint(1, 3)):
         r, c = rng.randint(1, 5), rng.randint(6, 9)
-        ms += [matrix(f"{g}.{i}", *((c, r) if t else (r, c)), f"bank{g}", transposed=bool(t)) for i, t in enumerate(rng.choices((0, 1), k=rng.randint(1, 6)))]
+        ms += [Matrix(f"{g}.{i}", *((c, r) if t else (r, c)), f"bank{g}", transposed=bool(t)) for i, t in enumerate(rng.choices((0, 1), k=rng.randint(1, 6)))]
     rng.shuffle(ms)
     layout = group_matrices(ms, rng.randint(1, 5))
     banks = make_banks(layout, torch.float64)
@@ -114,7 +115,7 @@ def test_rebank_is_the_inverse_of_unbank(seed):
 
 
 def test_rebank_checks_before_it_writes():
-    layout = group_matrices([matrix("a", 2, 3, "g"), matrix("b", 2, 3, "g")], 1)
+    layout = group_matrices([Matrix("a", 2, 3, "g"), Matrix("b", 2, 3, "g")], 1)
     banks = make_banks(layout)
     for bad in ({"a": torch.ones(2, 3)}, {"a": torch.ones(2, 3), "b": torch.ones(3, 2)}, {"a": torch.ones(2, 3), "b": torch.ones(2, 3), "c": torch.ones(1)}):
         with pytest.raises(GolfError):
@@ -125,7 +126,7 @@ def test_rebank_checks_before_it_writes():
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_forward_and_gradient_equal_separate_linears(world):
     torch.manual_seed(world)
-    layout = group_matrices([matrix(f"up{i}", 12, 4, "mlp") for i in range(3)] + [matrix(f"down{i}", 4, 12, "mlp", transposed=True) for i in range(3)], world)
+    layout = group_matrices([Matrix(f"up{i}", 12, 4, "mlp") for i in range(3)] + [Matrix(f"down{i}", 4, 12, "mlp", transposed=True) for i in range(3)], world)
     banks = make_banks(layout, torch.float64)
     named = {m.name: torch.randn(m.rows, m.cols, dtype=torch.float64, requires_grad=True) for _, _, m in layout}
     rebank(layout, named, banks)
@@ -146,12 +147,12 @@ def test_forward_and_gradient_equal_separate_linears(world):
 
 
 def test_separate_parameters_are_parameters():
-    cfg = load_config(settings(3, PLAN="pr125"))
-    model = Golf(cfg, model_layout(cfg, 8))
-    init_model(model, cfg, 1)
+    cfg = load_config(settings(3))
+    model, twin = Golf(cfg, model_layout(cfg, 8)), Golf(cfg, model_layout(cfg, 1))
+    for m in (model, twin):
+        init_model(m, cfg, 1)
+    separate(model)
     assert sum(1 for n, _ in model.named_parameters() if n.startswith("banks.")) == 18
-    twin = Golf(load_config(settings(3)), model_layout(load_config(settings(3)), 1))
-    init_model(twin, cfg, 1)
     assert all(torch.equal(a, b) for a, b in zip(named_state(model).values(), named_state(twin).values()))
 
 

@@ -1,5 +1,6 @@
 """The four uses of the README, as they stand there, from files outside the repository."""
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,14 @@ def test_there_are_four_and_they_are_short():
         assert len(code) <= 18, name
 
 
-@pytest.mark.parametrize("name, words", [("orthogonal.py", "cosine"), ("read_shard.py", "bits per byte"), ("artifact.py", "bytes of text")])
-def test_use(name, words, tmp_path):
-    (tmp_path / name).write_text(BLOCKS[name])
-    done = subprocess.run([sys.executable, name], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and words in done.stdout, done.stderr[-2000:]
+def test_uses_on_one_rank(tmp_path):
+    "One after the other in one process, since importing torch takes longer than they do."
+    words = {"orthogonal.py": "cosine", "read_shard.py": "bits per byte", "artifact.py": "bytes of text"}
+    for name in words:
+        (tmp_path / name).write_text(BLOCKS[name])
+    code = "import runpy, sys\nfor name in sys.argv[1:]: runpy.run_path(name, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and all(w in done.stdout for w in words.values()), done.stderr[-2000:]
 
 
 def test_two_ranks_train_as_one(tmp_path):
@@ -35,23 +39,18 @@ def test_two_ranks_train_as_one(tmp_path):
 
 @pytest.mark.slow
 def test_the_installed_package_has_everything(tmp_path):
-    "`pip install .` in a folder of its own: modules, script and command, no notebook tool needed."
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517", "--target", str(tmp_path / "site"), str(copy_of_source(tmp_path))],
+    "`pip install .` in a folder of its own: modules, script, command and notebooks; no notebook tool needed."
+    source, site = tmp_path / "source", tmp_path / "site"  # a build leaves folders behind
+    for name in ("golfnb", "nbs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for name in ("setup.py", "settings.ini", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517", "--target", str(site), str(source)],
                           capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert {p.name for p in (site / "share/golfnb/nbs").glob("*.*")} == {p.name for p in (ROOT / "nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle")}
     code = ("import sys; sys.path.insert(0, sys.argv[1])\nimport golfnb, golfnb.launcher as l\nassert golfnb.__file__.startswith(sys.argv[1]), golfnb.__file__\n"
             "assert (l.package_dir() / 'train_gpt.py').read_text() == l.fold_script('pr549')\nprint('folded')\n")
     env = {k: v for k, v in clean_env().items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "site")], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, str(site)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "folded" in done.stdout, done.stderr[-2000:]
-
-
-def copy_of_source(folder: Path) -> Path:
-    "What an installation reads, copied so that it leaves no build folder in the tree."
-    import shutil
-
-    out = folder / "source"
-    shutil.copytree(ROOT / "golfnb", out / "golfnb", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "settings.ini", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, out)
-    return out

@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import GolfError, load_config
-from golfnb.loader import CoprimeSampler, Loader, PackedSampler, SequentialSampler, document_borders, draw_cursor, index_documents, make_sampler, mixture
+from golfnb.config import load_config
+from golfnb.settings import GolfError
+from golfnb.loader import CoprimeSampler, Loader, PackedSampler, SequentialSampler, draw_cursor, index_documents, make_sampler, mixture
 from golfnb.shards import write_shard
 
+ORDERS = ((SequentialSampler, ()), (CoprimeSampler, (5,)), (PackedSampler, (5,)))
 PLACES = torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])
 
 
@@ -90,10 +92,10 @@ def test_same_plan_on_every_rank(paths, world):
     whole = CoprimeSampler(paths, 0, world, 6, 32, seed=11)
     for _ in range(12):
         plan = whole.plan()
-        parts = [s.next() for s in ranks]
-        assert all(part.shape == (6, 33) and part.dtype == np.uint16 for part in parts)
-        for rank, sampler in enumerate(ranks):
-            assert sampler.mine == plan[rank::world]
+        parts = [next(s) for s in ranks]
+        for rank, (part, sampler) in enumerate(zip(parts, ranks)):
+            assert part.shape == (6, 33) and part.dtype == np.uint16
+            assert all((row == sampler.read(shard, at, 33)).all() for row, (shard, at) in zip(part, plan[rank::world], strict=True))
             assert sampler.state() == whole.state()
     assert CoprimeSampler(paths, 0, world, 6, 32, seed=12).plan() != CoprimeSampler(paths, 0, world, 6, 32, seed=11).plan()
 
@@ -121,20 +123,14 @@ def test_guaranteed_window_and_breadth(tmp_path):
         assert len({shard for shard, _ in sampler.plan()}) == mixture(batch, 20, 40, 1)[0]
 
 
-@pytest.mark.parametrize("cls, more", [(SequentialSampler, ()), (CoprimeSampler, (5,))])
-def test_state_survives_json(paths, cls, more):
-    sampler = cls(paths, 1, 2, 5, 48, *more)
-    for _ in range(7):
-        sampler.next()
-    saved = json.loads(json.dumps(sampler.state()))
-    expected = [sampler.next() for _ in range(20)]
-    other = cls(paths, 1, 2, 5, 48, *((99,) if more else ()))
-    other.load_state(saved)
-    assert all((a == b).all() for a, b in zip(expected, [other.next() for _ in range(20)]))
-    with pytest.raises(GolfError, match="corpus"):
-        cls(paths[:2], 1, 2, 5, 48, *more).load_state(saved)
-    with pytest.raises(GolfError, match="corpus"):
-        cls(paths, 1, 2, 5, 47, *more).load_state(saved)
+def test_a_state_of_another_corpus_is_refused(paths):
+    for order, more in ORDERS:
+        saved = order(paths, 1, 2, 5, 48, *more).state()
+        for other in (order(paths[:2], 1, 2, 5, 48, *more), order(paths, 1, 2, 5, 47, *more)):
+            with pytest.raises(GolfError, match="corpus"):
+                other.load_state(saved)
+    with pytest.raises(GolfError, match="order"):
+        SequentialSampler(paths, 1, 2, 5, 48).load_state(saved)
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5), world=st.integers(1, 4), rows=st.integers(1, 4), seq_len=st.integers(1, 20))
@@ -147,7 +143,7 @@ def test_sequential_against_the_joined_stream(tmp_path_factory, lengths, world, 
     at = 0
     for _ in range(4):
         for sampler in samplers:
-            batch = sampler.next()
+            batch = next(sampler)
             want = stream[at : at + span]
             assert (batch[:, :-1].reshape(-1) == want[:-1]).all() and (batch[:, 1:].reshape(-1) == want[1:]).all()
             at += span
@@ -156,10 +152,10 @@ def test_sequential_against_the_joined_stream(tmp_path_factory, lengths, world, 
 def test_make_sampler_follows_the_config(tmp_path):
     paths = corpus(tmp_path, [9000, 9000])
     demo = load_config({"RECIPE": "demo", "SEED": "3"})
-    sampler = make_sampler(demo, paths, 1, 2)
-    assert isinstance(sampler, CoprimeSampler) and sampler.rows == demo.rows_per_micro(2)
+    sampler = make_sampler(demo, paths, 1, 2, demo.train_seq_len)
+    assert isinstance(sampler, CoprimeSampler) and sampler.rows == demo.rows_per_micro(2, demo.train_seq_len)
     assert sampler.plan() == CoprimeSampler(paths, 0, 2, sampler.rows, demo.train_seq_len, 3).plan()
-    assert isinstance(make_sampler(load_config({"RECIPE": "demo", "LOADER": "sequential"}), paths, 0, 1), SequentialSampler)
+    assert isinstance(make_sampler(load_config({"RECIPE": "demo", "LOADER": "sequential"}), paths, 0, 1, load_config({"RECIPE": "demo", "LOADER": "sequential"}).train_seq_len), SequentialSampler)
 
 
 @pytest.mark.parametrize("device", PLACES, ids=str)
@@ -169,56 +165,56 @@ def test_loader_gives_the_samplers_batches(paths, device, depth):
     with Loader(CoprimeSampler(paths, 0, 1, 6, 32, seed=8), device, 65_536, depth) as loader:
         kept = []
         for _ in range(25):
-            ids, targets = loader.next()
-            rows = torch.from_numpy(plain.next().astype(np.int64))
-            kept.append((ids, targets, rows))
+            kept.append((next(loader), torch.from_numpy(next(plain).astype(np.int64))))
             assert loader.state() == plain.state()
-    for ids, targets, rows in kept: # compared late: batches must not be overwritten by later ones
-        assert ids.device.type == device.type and ids.dtype == targets.dtype == torch.int64
-        assert torch.equal(ids.cpu(), rows[:, :-1]) and torch.equal(targets.cpu(), rows[:, 1:])
+    for batch, rows in kept: # compared late: batches must not be overwritten by later ones
+        assert batch.ids.device.type == device.type and batch.ids.dtype == batch.targets.dtype == torch.int64 and batch.borders is None
+        assert torch.equal(batch.ids.cpu(), rows[:, :-1]) and torch.equal(batch.targets.cpu(), rows[:, 1:])
 
 
 @pytest.mark.parametrize("device", PLACES, ids=str)
 def test_large_tokens_keep_their_value(tmp_path, device):
     write_shard(tmp_path / "a.bin", [65_535, 32_768, 32_767, 1, 0])
     with Loader(SequentialSampler([tmp_path / "a.bin"], 0, 1, 1, 4), device, 65_536) as loader:
-        ids, targets = loader.next()
-    assert ids.tolist() == [[65_535, 32_768, 32_767, 1]] and targets.tolist() == [[32_768, 32_767, 1, 0]]
+        batch = next(loader)
+    assert batch.ids.tolist() == [[65_535, 32_768, 32_767, 1]] and batch.targets.tolist() == [[32_768, 32_767, 1, 0]]
 
 
 @pytest.mark.parametrize("device", PLACES, ids=str)
 def test_rewind_restores_exactly(paths, device):
     with Loader(CoprimeSampler(paths, 0, 1, 6, 32, seed=8), device, 65_536) as loader:
         start = json.loads(json.dumps(loader.state()))
-        first = [loader.next()[0].clone() for _ in range(5)]
+        first = [next(loader).ids.clone() for _ in range(5)]
         middle = loader.state()
-        later = [loader.next()[0].clone() for _ in range(5)]
+        later = [next(loader).ids.clone() for _ in range(5)]
         loader.rewind(middle)
-        assert all(torch.equal(loader.next()[0], x) for x in later)
-        loader.load_state(start)
-        assert all(torch.equal(loader.next()[0], x) for x in first)
+        assert all(torch.equal(next(loader).ids, x) for x in later)
+        loader.rewind(start)
+        assert all(torch.equal(next(loader).ids, x) for x in first)
     loader.rewind(start) # a closed loader opens again
-    assert torch.equal(loader.next()[0], first[0])
+    assert torch.equal(next(loader).ids, first[0])
     loader.close()
 
 
 class Breaks(SequentialSampler):
     "A sampler that fails at its third batch."
-    def next(self):
-        self.calls = getattr(self, "calls", 0) + 1
+    calls = 0
+
+    def __next__(self):
+        self.calls += 1
         if self.calls == 3:
             raise RuntimeError("the disk went away")
-        return super().next()
+        return super().__next__()
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("device", PLACES, ids=str)
 def test_error_in_the_thread_reaches_next(paths, device):
     with Loader(Breaks(paths, 0, 1, 2, 8), device, 65_536) as loader:
-        loader.next(), loader.next()
+        next(loader), next(loader)
         for _ in range(3):
             with pytest.raises(RuntimeError, match="disk went away"):
-                loader.next()
+                next(loader)
 
 
 @pytest.mark.timeout(20)
@@ -229,16 +225,16 @@ def test_token_outside_the_vocabulary_names_the_shard(tmp_path):
         with Loader(order([tmp_path / "good.bin", tmp_path / "bad.bin"], 0, 1, 2, 16, *more), "cpu", 1024) as loader:
             with pytest.raises(GolfError, match=r"VOCAB_SIZE=1024, found 1024 in .*bad\.bin"):
                 for _ in range(60):
-                    loader.next()
+                    next(loader)
 
 
 @pytest.mark.timeout(20)
 def test_close_ends_the_thread_and_the_queue_is_bounded(paths):
     class Counts(SequentialSampler):
         built = 0
-        def next(self):
+        def __next__(self):
             self.built += 1
-            return super().next()
+            return super().__next__()
     sampler = Counts(paths, 0, 1, 2, 8)
     loader = Loader(sampler, "cpu", 65_536, depth=3)
     end = time.time() + 5
@@ -249,10 +245,7 @@ def test_close_ends_the_thread_and_the_queue_is_bounded(paths):
     loader.close(), loader.close()
     assert not [t for t in threading.enumerate() if t.name == "golfnb-feeder"]
     with pytest.raises(GolfError, match="closed"):
-        loader.next()
-
-
-ORDERS = ((SequentialSampler, ()), (CoprimeSampler, (5,)), (PackedSampler, (5,)))
+        next(loader)
 
 
 def written(folder, shards):
@@ -277,7 +270,7 @@ def test_packed_rows_hold_every_token_of_text_once_a_pass(tmp_path_factory, data
     samplers = [PackedSampler(paths, r, world, rows, seq_len, seed) for r in range(world)]
     seen, row_count = [], 0
     while len(seen) < 2 * (number - 2) and row_count < 4000: # two passes and a bit, in the order of the stream
-        batches = [s.next() for s in samplers]
+        batches = [next(s) for s in samplers]
         assert all(s.place == samplers[0].place for s in samplers)
         for i in range(rows * world): # rows were dealt to ranks in turn
             row = batches[i % world][i // world]
@@ -298,8 +291,8 @@ def test_packed_documents_stay_together_and_borders_mark_them(tmp_path):
     sampler = PackedSampler(paths, 0, 1, 4, 32, seed=1)
     whole = {tuple(d[1:]) for d in docs}
     for _ in range(3):
-        batch = sampler.next()
-        borders = document_borders(batch)
+        batch = next(sampler)
+        borders = sampler.borders(batch)
         flat = batch[:, :-1].reshape(-1)
         assert borders.dtype == np.int32 and borders[0] == 0 and borders[-1] == flat.size and (np.diff(borders) > 0).all()
         assert (flat[borders[:-1]] == 1).all() and set(range(0, flat.size, 32)) <= set(borders.tolist())
@@ -313,14 +306,10 @@ def test_packed_loader_carries_borders(tmp_path):
     plain = PackedSampler(paths, 0, 1, 2, 8, 3)
     with Loader(PackedSampler(paths, 0, 1, 2, 8, 3), "cpu", 100) as loader:
         for _ in range(9):
-            ids, targets = loader.next()
-            rows = plain.next()
-            assert ids.tolist() == rows[:, :-1].tolist() and targets.tolist() == rows[:, 1:].tolist()
-            assert loader.borders.tolist() == document_borders(rows).tolist() and loader.borders.dtype == torch.int32
+            batch, rows = next(loader), next(plain)
+            assert batch.ids.tolist() == rows[:, :-1].tolist() and batch.targets.tolist() == rows[:, 1:].tolist()
+            assert batch.borders.tolist() == plain.borders(rows).tolist() and batch.borders.dtype == torch.int32
             assert loader.state() == plain.state()
-    with Loader(CoprimeSampler(paths, 0, 1, 2, 8, 3), "cpu", 100) as loader:
-        loader.next()
-        assert loader.borders is None
 
 
 @given(lengths=st.lists(st.integers(3, 90), min_size=1, max_size=9), world=st.integers(1, 8), rows=st.integers(1, 3), seq_len=st.integers(1, 24),
@@ -328,21 +317,19 @@ def test_packed_loader_carries_borders(tmp_path):
 @settings(max_examples=25, deadline=None)
 def test_resume_in_the_middle_of_a_pass_on_every_rank(tmp_path_factory, lengths, world, rows, seq_len, steps, seed):
     "Odd shard sizes and shards shorter than a window included: after JSON, another mount point and another seed, the same rows."
-    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
-    for order in (SequentialSampler, CoprimeSampler, PackedSampler):
+    here, there = (corpus(tmp_path_factory.mktemp(name), lengths) for name in ("here", "there"))
+    for order, more in ORDERS:
         if order is CoprimeSampler and max(lengths) <= seq_len:
             continue
-        more = lambda seed: () if order is SequentialSampler else (seed,)
-        ranks = [order(corpus(here, lengths), r, world, rows, seq_len, *more(seed)) for r in range(world)]
+        ranks, again = ([order(paths, r, world, rows, seq_len, *(seed + n for _ in more)) for r in range(world)] for paths, n in ((here, 0), (there, 1)))
         for _ in range(steps):
-            [s.next() for s in ranks]
+            [next(s) for s in ranks]
         saved = [json.loads(json.dumps(s.state())) for s in ranks]
         assert all(state == saved[0] for state in saved), "one state for all ranks"
-        again = [order(corpus(there, lengths), r, world, rows, seq_len, *more(seed + 1)) for r in range(world)]
         for sampler in again:
             sampler.load_state(saved[0])
         for _ in range(4):
-            assert all((a.next() == b.next()).all() for a, b in zip(ranks, again))
+            assert all((next(a) == next(b)).all() for a, b in zip(ranks, again))
 
 
 @pytest.mark.parametrize("world", range(1, 9))
@@ -353,7 +340,7 @@ def test_ranks_are_disjoint_and_cover_the_plan(tmp_path, world):
     ranks = [CoprimeSampler(paths, r, world, rows, seq_len, seed=world) for r in range(world)]
     seen = Counter()
     for _ in range(9):
-        batches = [s.next() for s in ranks]
+        batches = [next(s) for s in ranks]
         seen.update(int(row[0]) for batch in batches for row in batch)
     cursor = ranks[0].cursors[0]
     assert len(seen) == 9 * world * rows == cursor.used <= cursor.blocks and set(seen.values()) == {1}
@@ -363,18 +350,16 @@ def test_ranks_are_disjoint_and_cover_the_plan(tmp_path, world):
 def test_same_batches_in_another_process_at_another_place(tmp_path):
     "Order, not only plan: the rows' bytes, hashed in a process with another hash seed."
     code = ("import hashlib, sys; from pathlib import Path; from golfnb.loader import CoprimeSampler, PackedSampler\n"
-            "paths = sorted(Path(sys.argv[1]).glob('*.bin'))\n"
-            "for order in (CoprimeSampler, PackedSampler):\n"
-            "    s = order(paths, 1, 3, 4, 16, 7); print(hashlib.sha256(b''.join(s.next().tobytes() for _ in range(20))).hexdigest())\n")
-    found = []
-    for name, hash_seed in (("a", "1"), ("deep/er", "2")):
-        (tmp_path / name).mkdir(parents=True)
-        corpus(tmp_path / name, [700, 333, 2000, 15])
-        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], capture_output=True, text=True, env=env)
-        assert done.returncode == 0, done.stderr
-        found.append(done.stdout.split())
-    assert found[0] == found[1] and len(set(found[0])) == 2
+            "def found(folder):\n"
+            "    samplers = [order(sorted(Path(folder).glob('*.bin')), 1, 3, 4, 16, 7) for order in (CoprimeSampler, PackedSampler)]\n"
+            "    return [hashlib.sha256(b''.join(next(s).tobytes() for _ in range(20))).hexdigest() for s in samplers]\n")
+    for folder in (tmp_path / "a", tmp_path / "deep" / "er"):
+        folder.mkdir(parents=True)
+        corpus(folder, [700, 333, 2000, 15])
+    here = {}
+    exec(code, here)
+    done = subprocess.run([sys.executable, "-c", code + "print(found(sys.argv[1]))", str(tmp_path / "deep" / "er")], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "2"})
+    assert done.stdout.strip() == str(here["found"](tmp_path / "a")), done.stderr
 
 
 def test_mixture_weights_are_as_specified(tmp_path):
@@ -396,12 +381,12 @@ def test_shard_that_changes_while_training_runs(tmp_path):
             "  for order, more in ((SequentialSampler, ()), (CoprimeSampler, (1,)), (PackedSampler, (1,))):\n"
             "    write_shard(paths[0], [7] * 300_000)\n"
             "    with Loader(order(paths, 0, 1, 2, 64, *more), 'cpu', 1024, depth=2) as loader:\n"
-            "        for _ in range(5): loader.next()\n"
+            "        for _ in range(5): next(loader)\n"
             "        if harm == 'gone': paths[0].unlink()\n"
             "        elif harm == 'cut': paths[0].open('r+b').truncate(2000)\n"
             "        else: write_shard(paths[0], [7] * 299_999)\n"
             "        try:\n"
-            "            for _ in range(10_000): loader.next()\n"
+            "            for _ in range(10_000): next(loader)\n"
             "        except GolfError as e: print(e)\n")
     corpus(tmp_path, [300_000])
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch.nn import init
 
 import golfnb.model
-from golfnb.config import GolfError, load_config
-from golfnb.layers import softcap_loss, token_nll
+from golfnb.config import load_config
+from golfnb.settings import GolfError
+from golfnb.layers import rms_norm, softcap_loss, token_nll
 from golfnb.layout import model_layout
-from golfnb.model import Golf, count_parameters, generate, init_model, load_named, model_from_settings, named_state, quant_kind
+from golfnb.model import Block, Golf, count_parameters, generate, init_model, load_named, model_from_settings, named_state, quant_kind
 
 SMALL = dict(VOCAB_SIZE="96", NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="40", BIGRAM_DIM="12",
              VE_DIM="10", VE_LAYERS="1,4", XSA_LAST_N="2", TRAIN_SEQ_LEN="24", EVAL_SEQ_LEN="24", EVAL_STRIDE="8", ROPE_TRAIN_LEN="12")
@@ -85,7 +86,7 @@ class Plain(nn.Module):
         if cfg.ve_layer_list:
             self.ve_shared = nn.ModuleDict({"embed": nn.Embedding(cfg.vocab_size, cfg.ve_dim), "proj": nn.Linear(cfg.ve_dim, cfg.kv_dim, bias=False)})
             self.ve_shared.scale = nn.Parameter(torch.zeros(()))
-            self.ve_layer_scales = nn.ParameterList([nn.Parameter(torch.zeros(())) for _ in cfg.ve_layer_list])
+            self.ve_layer_scales = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in cfg.ve_layer_list])
         self.smear = nn.Module()
         self.smear.gate = nn.Parameter(torch.zeros(d))
         if cfg.num_layers > 1:
@@ -131,7 +132,7 @@ def test_banked_equals_plain_linears_forward_and_backward(variant):
     assert ours.keys() == dict(plain.named_parameters()).keys()
 
 
-@pytest.mark.parametrize("plan, together", [("pr399", True), ("shared_mlp", True), ("pr125", False), ("pr132", False)])
+@pytest.mark.parametrize("plan, together", [("pr399", True), ("shared_mlp", True), ("attn3+mlp10,attn2", False)])
 @pytest.mark.parametrize("world", [1, 3])
 def test_weights_made_for_all_blocks_at_once_change_nothing(plan, together, world, monkeypatch):
     "What kernels want made of the weights, with plain functions for kernels: same logits, same gradients, padding included."
@@ -143,16 +144,16 @@ def test_weights_made_for_all_blocks_at_once_change_nothing(plan, together, worl
         q, k, v = F.linear(n, weight).unflatten(-1, (-1, weight.shape[0] // (gain.shape[0] + 2 * keys))).split((gain.shape[0], keys, keys), 2)
         return *qk_norm_rope_gain(q, k, cos, sin, gain), v
 
-    def run():
+    def run(kernels=()):
         model, cfg = filled(world=world, PLAN=plan)
+        model.fuse(kernels)
         logits = model(tokens(cfg))
         logits.square().sum().backward()
         return [logits] + [p.grad for params in model.role_params().values() for p in params.values()]
     expected = run()
-    monkeypatch.setattr(module, "use_kernels", lambda x, name="": name in ("heads", "fold"))
     monkeypatch.setattr(module, "fused_heads", plain_heads)
-    monkeypatch.setattr(module, "joined_weights", lambda *a, join=module.joined_weights: seen.append(1) or join(*a))
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(run(), expected)) and bool(seen) == together
+    monkeypatch.setattr(module, "joined", lambda w, kernels, join=module.joined: seen.append(w.q.ndim) or join(w, kernels))
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(run({"heads", "fold"}), expected)) and set(seen) == ({3} if together else {2})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -220,6 +221,30 @@ def test_taps_are_the_matrices_inputs():
         assert taps[f"blocks.{i}.attn.c_q.weight"] is taps[f"blocks.{i}.attn.c_k.weight"] is taps[f"blocks.{i}.attn.c_v.weight"]
     for _, _, m in model.layout:
         assert taps[m.name].shape == (2, 24, m.cols)
+
+
+def test_a_walk_of_blocks_of_ones_own_is_the_forward():
+    "What adapters build on: a derived block, scales of the norms as tensors, rows at places of their own."
+    model, cfg = filled("even", torch.float32)
+    ids, seen = tokens(cfg), []
+
+    class Own(Block):
+        def linear(self, x, weight, i):
+            seen.append(i)
+            return x @ weight.T
+
+    places = torch.arange(24).expand(2, 24)
+    x0, values, weights, (cos, sin) = model.embed(ids), model.value_embeddings(ids), model.weights(), model.rotary(24)
+
+    def run(x, i, last):
+        b = model.blocks[i]
+        own = Own(b.head_dim, torch.full((cfg.model_dim,), b.norm_scale), b.slope, b.xsa)
+        assert last == (i == cfg.num_layers - 1)
+        return own.run(x, x0, weights[i], cos[places], sin[places], values.get(i))
+
+    logits = F.linear(rms_norm(model.walk(x0, run)), model.tok_emb)
+    torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
+    assert seen == [0, 1, 2, 3, 4, 5] * cfg.num_layers and list(values) == cfg.ve_layer_list
 
 
 def test_rope_len_fixes_the_rotary_base():
@@ -309,6 +334,10 @@ def test_names_round_trip_and_exports_other_tensors(variant):
     doubled = named_state(model, {n: 2 * p for n, p in roles["bank"].items()}, {n: 2 * p for r in ("table", "scalar") for n, p in roles[r].items()})
     assert all(torch.equal(doubled[n], 2 * t) for n, t in state.items())
     assert not any(t.requires_grad for t in state.values()) and all(t.is_contiguous() for t in state.values())
+    scales = [n for n in state if n.startswith("ve_layer_scales.")]
+    assert len(scales) == len(cfg.ve_layer_list) and all(state[n].shape == (1,) for n in scales), "as published"
+    load_named(twin, {n: t[0] if n in scales else t for n, t in state.items()})     # [], as older files have it
+    assert all(torch.equal(t, state[n]) for n, t in named_state(twin).items())
     for wrong, word in (({n: t for n, t in state.items() if n != "smear.gate"}, "lack 'smear.gate'"), ({**state, "x": torch.zeros(1)}, "unknown 'x'"),
                         ({**state, "smear.gate": torch.zeros(1)}, "smear.gate must have shape"),
                         ({**state, "blocks.0.attn.c_q.weight": torch.zeros(1, 1)}, "c_q.weight must have shape")):

@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-from golfnb.config import GolfError
-from golfnb.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz, newton_schulz_flops, newton_schulz_one,
-                                  newton_schulz_settings, orthogonalize, polar_factor)
+from golfnb.settings import GolfError
+from golfnb.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz, newton_schulz_flops, newton_schulz_settings,
+                                  orthogonalize, polar_factor)
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 SHAPES = [(5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (24, 8), (1, 1)]
@@ -29,8 +29,6 @@ def test_float64_equals_the_polynomial_of_the_singular_values(shape, method, dev
     got = newton_schulz(G, **newton_schulz_settings(method))
     assert got.shape == G.shape and got.dtype == torch.float64
     torch.testing.assert_close(got, expected(G, method), rtol=0, atol=1e-10)
-    coeffs, scale, eps = METHODS[method]
-    torch.testing.assert_close(got[1], newton_schulz_one(G[1], coeffs, scale, eps), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -28,8 +28,6 @@ PUBLISHED = {  # figures of the published table: number -> where it was publishe
     **dict.fromkeys(("83.4", "1.1218", "1.1194"), "PR #549"), **dict.fromkeys(("1.1147", "0.0005"), "PR #726"), **dict.fromkeys(("87.4", "1.1122"), "PR #1060"),
 }
 ALLOWED = [  # chapter, words as they stand, source; a source that begins with "=" is computed and must give the figure
-    ("00", "at most 1 % of the initial weights", "choice of recipe demo; the chapter's assert computes it"),
-    ("00", "leaves just 1 % of the initial weights", "given in an exercise"),
     ("01", "costs 8 bits a byte", "definition of a byte"),
     ("01", "are the 256 bytes", "= 2 ** 8"),
     ("01", "were worth 4 % of a score", "published: mistakes in submissions to the challenge"),
@@ -40,13 +38,12 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("02", "needs 10 bits a token", "= 1024 .bit_length() - 1"),
     ("02", "just over 4 GiB", "name of a planted fault: the size of the file is set in the cell"),
     ("02", "| bytes |", "format: offsets in a shard's header"),
-    ("03", "1/e of the windows, 37 %", "= round(100 * math.exp(-1))"),
+    ("03", "1/e of them, 37 %", "= round(100 * math.exp(-1))"),
     ("03", "reads 2 bytes a token", "= np.dtype('uint16').itemsize"),
     ("06", "bfloat16: 8 bits of mantissa", "definition of bfloat16, the leading one counted"),
     ("06", "the capped logits to 16 bits", "definition of bfloat16"),
     ("07", "every load stays 16 bytes wide", "definition: eight bfloat16 a load"),
     ("07", "start on 16 bytes each", "definition: what the card's bulk copies ask for"),
-    ("07", "forward they write 6,144 bytes", "= 2 * 2 * 1536"),
     ("11", "bytes a rank sends in a collective over time: 1e9 bytes per second", "definition of the unit"),
     ("11", "a whole optimizer step of 1.3 milliseconds (PR #399)", "published: PR #399"),
     ("12", "keep at most 1 % of its initial weights", "given in an exercise"),

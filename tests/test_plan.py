@@ -3,15 +3,16 @@ import random
 
 import pytest
 
-from golfnb.config import Config, GolfError
-from golfnb.layout import group_matrices, matrix, model_layout
+from golfnb.config import Config
+from golfnb.settings import GolfError
+from golfnb.layout import Matrix, group_matrices, model_layout
 from golfnb.plan import Links, Plan, candidate_plans, check_plan, finish_us, make_plan, predict, search_plans, transfer_us, work_us
 
 
 def random_layout(seed: int, banks: int | None = None):
     r = random.Random(seed)
     names = [f"bank{i}" for i in range(banks or r.randint(1, 5))]
-    return group_matrices([matrix(f"{b}.{i}", rows, cols, b) for b in names for rows, cols in [(r.choice((64, 256)), r.choice((64, 512)))]
+    return group_matrices([Matrix(f"{b}.{i}", rows, cols, b) for b in names for rows, cols in [(r.choice((64, 256)), r.choice((64, 512)))]
                            for i in range(r.randint(1, 9))], world=r.choice((1, 2, 3, 8)))
 
 
@@ -27,7 +28,7 @@ def test_published_order():
 
 def test_size_ignores_padding():
     "Nine matrices on eight ranks pad to sixteen slots, but twelve matrices of the same shape are still more work."
-    layout = group_matrices([matrix(f"a{i}", 8, 8, "a") for i in range(9)] + [matrix(f"b{i}", 8, 8, "b") for i in range(12)], 8)
+    layout = group_matrices([Matrix(f"a{i}", 8, 8, "a") for i in range(9)] + [Matrix(f"b{i}", 8, 8, "b") for i in range(12)], 8)
     assert layout.bank("a").numel == layout.bank("b").numel and make_plan(layout).work == ("b", "a")
 
 
@@ -69,7 +70,7 @@ def test_many_banks_do_not_explode():
 
 @pytest.mark.parametrize("scatter, work", [(("a",), ("a", "b")), (("a", "b"), ("a", "a")), (("a", "b"), ("a", "c")), ((), ())])
 def test_bad_plans_are_refused(scatter, work):
-    layout = group_matrices([matrix("x", 8, 8, "a"), matrix("y", 8, 16, "b")], 2)
+    layout = group_matrices([Matrix("x", 8, 8, "a"), Matrix("y", 8, 16, "b")], 2)
     with pytest.raises(GolfError, match="exactly once"):
         check_plan(Plan(scatter, work), layout)
     with pytest.raises(GolfError, match="exactly once"):

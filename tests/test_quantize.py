@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.quantize import (Packed, bits_per_weight, dequantize_state, entropy_bits, k_for_bits, pack_plain, pack_rows, quantize_state, size_to_target, spread_scale, unpack_plain)
 
 
@@ -132,6 +132,13 @@ def measure(packed):
     return sum(len(lzma.compress(p.data.tobytes(), preset=0)) + (p.scale.nbytes if p.scale is not None else 0) for p in packed.values())
 
 
+def fitted(named, target, count):
+    "The finest grid that fits, rounded to nearest."
+    packed = quantize_state(named, False)
+    matrices = [n for n, p in packed.items() if p.kind == "int6"]
+    return size_to_target(packed, target, count, lambda k: {n: pack_rows(n, named[n], "int6", k=k) for n in matrices})
+
+
 @pytest.mark.parametrize("part", [0.95, 0.8, 0.6, 0.5])
 @pytest.mark.parametrize("tails", [False, True])
 def test_target_is_met_and_not_wasted(part, tails):
@@ -140,25 +147,25 @@ def test_target_is_met_and_not_wasted(part, tails):
     if tails:  # heavy tails are not what the formula assumes
         named = {n: w * w.abs() if w.ndim == 2 else w for n, w in named.items()}
     target = int(part * measure(quantize_state(named, False)))
-    packed, k, size = size_to_target(named, target, measure)
+    packed, k, size = fitted(named, target, measure)
     assert size == measure(packed) <= target and (size >= 0.97 * target or k == 4.0)
     assert packed.keys() == named.keys() and 4 <= k <= 64
 
 
 def test_target_that_fits_already_and_one_that_cannot():
     named = state(5)
-    packed, k, size = size_to_target(named, 10**9, measure)
+    packed, k, size = fitted(named, 10**9, measure)
     assert k is None and size == measure(quantize_state(named, False))
     for weights in (named, {"smear.gate": torch.zeros(320)}, {}):
         with pytest.raises(GolfError, match="coarsest"):
-            size_to_target(weights, -1, measure)
+            fitted(weights, -1, measure)
 
 
 def test_a_codec_that_is_off_the_formula_is_still_met():
     named = {n: w for n, w in state(5).items() if n.startswith("blocks")}
     odd = lambda packed: int(1.37 * measure(packed)) + 5000  # an overhead nobody predicted
     target = int(0.7 * odd(quantize_state(named, False)))
-    packed, k, size = size_to_target(named, target, odd)
+    packed, k, size = fitted(named, target, odd)
     assert 0.9 * target < size <= target
 
 

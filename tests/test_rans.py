@@ -11,8 +11,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from golfnb.artifact import RANS_BITS, compress_section, decompress_section, pack_bytes, rans_decode, rans_encode, rans_frequencies, unpack_bytes
-from golfnb.config import GolfError
+from golfnb.artifact import compress_section, decompress_section, pack_bytes, unpack_bytes
+from golfnb.rans import RANS_BITS, rans_decode, rans_encode, rans_frequencies
+from golfnb.settings import GolfError
 from golfnb.quantize import Packed, entropy_bits
 from test_artifact import slow_rans
 

@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from golfnb.config import GolfError
-from golfnb.report import settings_changed, embed, paired, plot_bars, plot_gradient, plot_loss, plot_schedules, plot_spread, plot_step_distribution, plot_step_time, plot_ttt, plot_weights, write_report
+from golfnb.settings import GolfError
+from golfnb.bench import settings_diff
+from golfnb.report import bar_chart, embed, gradient_chart, loss_chart, paired, schedule_chart, spread_chart, step_distribution_chart, step_time_chart, ttt_chart, weight_chart, write_report
 
 SVG = re.compile(r"<svg.*?</svg>", re.S)
 
@@ -37,13 +38,13 @@ def test_every_picture_says_what_it_shows(tmp_path):
 def test_figures_have_title_axes_and_legend():
     events = [{"event": "step", "step": i + 1, "loss": 3.0, "ms": 20.0 + i, "multiplier": 1.0, "momentum": 0.9, "grad_norm": 1.0} for i in range(9)] + [{"event": "ttt", "chunk": 0, "bpb": 1.5}]
     counts = {"int6": np.arange(1, 64), "int8": np.arange(1, 256)}
-    drawn = [plot_loss(events), plot_loss(events, events, "b"), plot_schedules(events), plot_gradient(events), plot_step_time(events), plot_step_distribution(events, events, "b"), plot_ttt(events), plot_weights(counts), plot_spread({"raw": np.ones(128)})]
+    drawn = [loss_chart(events), loss_chart(events, events, "b"), schedule_chart(events), gradient_chart(events), step_time_chart(events), step_distribution_chart(events, events, "b"), ttt_chart(events), weight_chart(counts), spread_chart({"raw": np.ones(128)})]
     for fig in drawn:
         ax = fig.axes[0]
         assert ax.get_title(loc="left") and ax.get_xlabel() and ax.get_ylabel() and len(fig.legends) == 1 and fig.legends[0].get_texts()
-    bars = plot_bars("Bytes", [("code", 5.0)], "bytes").axes[0]
+    bars = bar_chart("Bytes", [("code", 5.0)], "bytes").axes[0]
     assert bars.get_title(loc="left") and bars.get_xlabel() == "bytes" and [t.get_text() for t in bars.get_yticklabels()] == ["code"]
-    assert embed(plot_loss(events), "a") == embed(plot_loss(events), "a"), "the same picture has the same bytes"
+    assert embed(loss_chart(events), "a") == embed(loss_chart(events), "a"), "the same picture has the same bytes"
 
 
 def test_two_runs_beside_each_other(tmp_path):
@@ -51,7 +52,7 @@ def test_two_runs_beside_each_other(tmp_path):
     page = write_report(a, b).read_text()
     assert "Against <b>b</b>" in page and "setting that differs" in page and ">-0.0100<" in page and "b, running mean" in page
     assert paired([("x", 3)], [("x", 5), ("y", 1)], ",d") == [("x", "3", "5", "-2"), ("y", "", "1", "")]
-    assert set(settings_changed({"recipe": "demo", "seed": 1, "run_id": "p"}, {"recipe": "demo", "seed": 2, "run_id": "q"})) == {"SEED"}
+    assert settings_diff({"recipe": "demo", "seed": 1, "run_id": "p"}, {"recipe": "demo", "seed": 2, "run_id": "q"}) == {"seed": (1, 2)}
 
 
 def test_a_run_that_died_and_files_that_are_damaged(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.shards import (HEADER_BYTES, SHARD_MAGIC, ShardWriter, _checked_header, atomic_write, check_disjoint, find_shards, open_shard, read_header,
                            read_tokens, val_tokens, write_shard)
 
@@ -39,7 +39,7 @@ def header(magic=SHARD_MAGIC, version=1, tokens=4):
 @pytest.mark.parametrize("data, words", [
     (b"", "found 0 bytes"), (b"x" * 100, "found 100 bytes"), (header(tokens=0), "at least one token"), (b"P" * 2000, "magic"),
     (header(magic=20240519) + bytes(8), "magic"), (header(version=2) + bytes(8), "version 1, found 2"),
-    (header() + bytes(6), "must have 1,032 bytes, found 1,030"), (header() + bytes(10), "found 1,034"), (header() + bytes(9), "found 1,033"),
+    (header() + bytes(6), "1,032 bytes for its 4 tokens, found 1,030"), (header() + bytes(10), "found 1,034"), (header() + bytes(9), "found 1,033"),
     (header(tokens=-4) + bytes(8), "damaged"), (header(tokens=0) + bytes(8), "damaged"), (header(tokens=2**31 - 1) + bytes(8), "damaged"),
 ])
 def test_damage_is_one_sentence(tmp_path, data, words):
@@ -121,7 +121,7 @@ def test_train_and_validation_must_not_meet(tmp_path):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.shards import atomic_write, write_shard
 path = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -158,18 +158,18 @@ def test_atomic_write_makes_directories_and_leaves_no_neighbour_on_interrupt(tmp
     assert HEADER_BYTES == 1024
 
 
-def test_a_thousand_headers_are_read_and_validated_once(tmp_path):
+def test_many_headers_are_read_and_validated_once(tmp_path):
     from golfnb.loader import CoprimeSampler
 
-    for i in range(1000):
+    for i in range(200):
         (tmp_path / f"fineweb_train_{i:06d}.bin").write_bytes(header(tokens=40) + bytes(80))
     before = _checked_header.cache_info().misses
     paths = find_shards(tmp_path / "fineweb_train_*.bin")
     for rank in range(3):
         sampler = CoprimeSampler(paths, rank, 3, 64, 16, seed=1)
         for _ in range(5):
-            sampler.next()
-    assert _checked_header.cache_info().misses - before == 1000, "each header was read once"
+            next(sampler)
+    assert _checked_header.cache_info().misses - before == 200, "each header was read once"
 
 
 @given(parts=st.lists(st.lists(st.integers(0, 65_535), max_size=50), min_size=1, max_size=6).filter(any))

@@ -5,7 +5,7 @@ import random
 import pytest
 from tiny import golfnb, one_sentence
 
-from golfnb.config import GolfError
+from golfnb.settings import GolfError
 from golfnb.significance import below_target, beta_share, compare_runs, run_summary, runs_needed, student_tail, welch
 
 

@@ -10,14 +10,14 @@ import pytest
 from tiny import TINY, tiny_data
 
 from golfnb.cli import main_cli
-from golfnb.config import GolfError, load_config
+from golfnb.config import load_config
+from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
-from golfnb.significance import student_tail
 from golfnb.run import run
 from golfnb.shards import write_shard
-from golfnb.submission import Claim, beats_target, check_submission, command_settings, make_submission, read_log
+from golfnb.submission import Claim, beats_target, check_submission, make_submission, read_log, run_command
 
-SCRIPT = Path(__file__).resolve().parent.parent / "golfnb" / "train_gpt.py"
+SCRIPT = b"LATE_STEPS = 2\n" + b"# and so on\n" * 2000  # the script itself is checked in chapter 27
 WHO = ["--author", "A. Reader", "--github-id", "areader", "--name", "A tiny run"]
 
 
@@ -31,10 +31,9 @@ def runs(tmp_path_factory):
     for seed in (1, 2):
         folder = root / "runs" / f"s{seed}"
         folder.mkdir(parents=True)
-        shutil.copy(SCRIPT, folder / "train_gpt.py")
-        code = (folder / "train_gpt.py").read_bytes()
+        (folder / "train_gpt.py").write_bytes(SCRIPT)
         cfg = load_config({**TINY, **data, "SEED": str(seed), "RUN_ID": f"s{seed}", "RUNS_DIR": str(root / "runs"), "ITERATIONS": "2"})
-        run(cfg, Ranks(), code, quiet=True)
+        run(cfg, Ranks(), SCRIPT, quiet=True)
         made.append(folder)
     words = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=64", "VAL_BATCH_SIZE=65536"]
     assert main_cli(["score", str(made[0] / "artifact.golf"), "--val", str(root / "data" / "fineweb_val_*.bin"), "--tokenizer", str(root / "data" / "tokenizer.model"), "--audit", "--ttt", "--train", str(root / "other.bin"), *words]) == 0
@@ -129,22 +128,12 @@ def test_bad_input_is_one_sentence(runs, folder, tmp_path):
             bad()
 
 
-def test_the_t_test_agrees_with_the_density_it_integrates():
-    "The tail against a plain sum over the density, small and large t, odd and fractional degrees of freedom."
-    for df in (1, 2, 3, 7.5, 40):
-        scale = np.exp(np.vectorize(lambda x: __import__("math").lgamma(x))(np.array([(df + 1) / 2, df / 2])) @ [1, -1]) / np.sqrt(np.pi)
-        for t in (-4.0, -0.3, 0.0, 0.9, 1.7, 6.965, 31.82):
-            low = np.arctan(t / np.sqrt(df))
-            u = low + (np.arange(200_000) + 0.5) / 200_000 * (np.pi / 2 - low)  # T = sqrt(df) tan(u)
-            want = float((np.cos(u) ** (df - 1)).mean() * (np.pi / 2 - low) * scale)
-            assert student_tail(t, df) == pytest.approx(want, rel=1e-6, abs=1e-12), (t, df)
-    assert student_tail(6.965, 2) == pytest.approx(0.01, abs=1e-5) and student_tail(31.821, 1) == pytest.approx(0.01, abs=1e-5)  # printed tables
+def test_what_a_log_says_is_read_as_it_stands(runs):
     found = beats_target([1.12, 1.13, 1.14], 1.16, 0.01)
     assert found["t"] == pytest.approx(0.02 / (0.01 / 3 ** 0.5)) and found["df"] == 2
-
-
-def test_what_a_log_says_is_read_as_it_stands(runs):
     facts, text = read_log((runs[1] / "train.log").read_text()), (runs[1] / "train.log").read_text()
     assert facts.seed == 2 and facts.world == 1 and facts.device == "cpu" and facts.steps == 2 and facts.label == "legal_ttt"
     assert read_log(text + "gptq: 64 of 64 calibration batches per rank, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "calibration is training time"
-    assert command_settings({"recipe": "pr549", "matrix_lr": 0.03, "qat_banks": True, "seed": 5, "run_id": "x"}) == {"MATRIX_LR": "0.03", "QAT_BANKS": "1"}
+    claim = {"seeds": [5], "val_tokens": 9, "hardware": "1 x cpu"}
+    command = run_command(claim, {"recipe": "pr549", "matrix_lr": 0.03, "qat_banks": True, "seed": 5, "run_id": "x"})
+    assert command.startswith("RECIPE=pr549 MATRIX_LR=0.03 QAT_BANKS=1 SEED=5 DATA_PATH=SHARDS") and "--nproc_per_node=1" in command

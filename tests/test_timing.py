@@ -1,28 +1,25 @@
-"""`golfnb bench kernels|attention|trace|scaling`: what they refuse, what they write on a CPU, and the sums made of it."""
+"""`golfnb bench kernels|attention|trace|scaling`: what they find on a CPU, and the sums made of it."""
 import json
 
 import pytest
 import torch
-from tiny import TINY, golfnb
+from tiny import TINY
 
-from golfnb.bench import BENCH_JOBS, BENCH_NOTES, BenchJob, read_result
-from golfnb.config import GolfError
-from golfnb.kernels import KERNELS_ON, MLP_DOWN_TILES, MLP_UP_TILES
+from golfnb.bench import BenchJob
+from golfnb.settings import GolfError
+from golfnb.layout import model_layout
+from golfnb.model import FusedBlock, Golf, ModelSettings
 from golfnb.parallel_muon import Ranks
-from golfnb.timing import MLP_TILES, apply_words, bench_trace, best_tiles, check_sets, device_events, event_kind, merge_events, run_timing, scaling_table, tail_of, time_cases
+from golfnb.timing import bench_attention, bench_trace, check_sets, device_events, event_kind, merge_events, scaling_table, tail_of, time_cases, with_kernels
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "2", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "DATA_PATH": "absent"}
 
 
-def test_attention_writes_a_whole_result(tmp_path):
-    words = [f"{k}={v}" for k, v in SMALL.items() if k != "DATA_PATH"]
-    done = golfnb("bench", "attention", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = read_result("attention_cpu_1", tmp_path / "nbs" / "results")
-    assert found["note"] == BENCH_NOTES["attention"] and found["samples"].keys() == found["facts"]["floors_ms"].keys()
-    assert all(len(v) == 8 and min(v) > 0 for v in found["samples"].values()) and found["facts"]["rates"]["copy"] > 1e6
-    floors = found["facts"]["floors_ms"]
-    assert floors["flash, forward+backward"] >= 2 * floors["flash, forward"] > 0
+def test_attention_is_timed_beside_its_floor():
+    samples, unit, facts = bench_attention(BenchJob("attention"), Ranks(), SMALL)
+    floors = facts["floors_ms"]
+    assert unit == "ms" and samples.keys() == floors.keys() and facts["rates"]["copy"] > 1e6
+    assert all(len(v) == 8 and min(v) > 0 for v in samples.values()) and floors["flash, forward+backward"] >= 2 * floors["flash, forward"] > 0
 
 
 def test_a_trace_tells_every_stream_from_the_first_collective_on(tmp_path):
@@ -49,48 +46,32 @@ def test_device_events_see_what_ran():
     assert "aten::mm" in names
 
 
-def test_a_case_that_cannot_be_built_is_named_and_the_tiles_come_back():
-    before = dict(MLP_UP_TILES), dict(MLP_DOWN_TILES)
+def test_a_case_that_cannot_be_built_is_named(monkeypatch):
+    def built(f, device, calls):  # as on CUDA, where recording runs it
+        f()
+        return f
 
     def breaks():
-        MLP_UP_TILES.clear()
         raise ValueError("out of resource: shared memory")
 
-    cuda_like = {"good": (lambda: None, 1, 1)}
-    samples, failed = time_cases(cuda_like, torch.device("cpu"), calls=2)
-    assert list(samples) == ["good"] and not failed
-    with pytest.raises(ValueError):
-        time_cases({"bad": (breaks, 1, 1)}, torch.device("cpu"), calls=1)      # on a CPU nothing is built before it runs
-    assert (MLP_UP_TILES, MLP_DOWN_TILES) == before and KERNELS_ON == {"heads", "mlp", "xsa", "fold", "ns"}
+    monkeypatch.setattr("golfnb.timing.replayed", built)
+    samples, failed = time_cases({"good": (lambda: None, 1, 1), "bad": (breaks, 1, 1)}, torch.device("cpu"))
+    assert list(samples) == ["good"] and failed == {"bad": "ValueError: out of resource: shared memory"}
 
 
-@pytest.mark.parametrize("own", [{"ns"}, set()], ids=["on", "off"])
-def test_a_set_leaves_the_optimizer_alone(own):
-    usual = set(KERNELS_ON)
-    try:
-        KERNELS_ON.symmetric_difference_update({"ns"} - own)
-        apply_words({"heads", "graph"}, {})
-        assert KERNELS_ON == {"heads"} | own
-        apply_words(usual - {"ns"} | own, {})
-        assert KERNELS_ON == usual - {"ns"} | own
-    finally:
-        KERNELS_ON.update(usual)
+def test_a_set_is_a_model_with_other_kernels_and_the_same_weights(monkeypatch):
+    monkeypatch.setattr("golfnb.timing.usable_kernels", lambda device, dtype, wanted: frozenset(wanted))
+    cfg = ModelSettings(num_layers=2, ve_layers="1", train_seq_len=32)
+    model = Golf(cfg, model_layout(cfg, 1))
+    twin = with_kernels(model, {"heads", "graph"})
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()} and not isinstance(model.blocks[0], FusedBlock)
+    assert all(b.kernels == {"heads"} for b in twin.blocks)
 
 
-@pytest.mark.parametrize("at", range(len(MLP_TILES)))
-def test_the_fastest_tiles_are_read_back_from_their_name(at):
-    words = "{BM}x{BN}x{BK} warps {num_warps} stages {num_stages} waves {waves} flat {FLAT:d}"
-    samples = {f"mlp down {words.format(**t)}": [1.0, 1.0 - (i == at) / 2] for i, t in enumerate(MLP_TILES)}
-    assert best_tiles(samples) == {"down": MLP_TILES[at]}
-
-
-def test_sets_and_bad_jobs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert check_sets(["plain", "plain", "heads+xsa+pdl"]) == ["plain", "heads+xsa+pdl"] and set(BENCH_JOBS) >= {"kernels", "attention", "trace", "scaling"}
-    for args, said in ((("kernels", "", ["heads+quick"], 1, SMALL), "'quick'"), (("attention", "", [], 2, SMALL), "one device"), (("trace", "x.txt", [], 1, {}), "end in .json"), (("scaling", "", [], 3, SMALL), "multiple of 3")):
-        with pytest.raises(GolfError, match=said):
-            run_timing(*args)
-    assert not list(tmp_path.iterdir())
+def test_sets():
+    assert check_sets(["plain", "plain", "heads+xsa+graph"]) == ["plain", "heads+xsa+graph"] and check_sets([])[0] == "plain"
+    with pytest.raises(GolfError, match="'quick'"):
+        check_sets(["heads+quick"])
 
 
 def test_the_scaling_table():

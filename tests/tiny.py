@@ -1,9 +1,13 @@
 """A data set and settings so small that a whole run takes seconds; shared by the tests of the script and of the command."""
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 TINY = {
     "RECIPE": "demo", "NUM_LAYERS": "2", "MODEL_DIM": "160", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "400", "VE_LAYERS": "1", "XSA_LAST_N": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "16", "VE_DIM": "16",
@@ -36,9 +40,31 @@ def torchrun(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.
     return subprocess.run(command, cwd=cwd, env=clean_env(**settings), capture_output=True, text=True, timeout=240)
 
 
-def golfnb(*argv, cwd: Path, **env) -> subprocess.CompletedProcess:
-    "Start the command in a process of its own."
-    return subprocess.run([sys.executable, "-c", "from golfnb.cli import main_cli; raise SystemExit(main_cli())", *map(str, argv)], cwd=cwd, env=clean_env(**env), capture_output=True, text=True, timeout=240)
+@contextlib.contextmanager
+def into(file, fd: int):
+    "What this process and its children write to a descriptor goes into a file."
+    kept = os.dup(fd)
+    os.dup2(file.fileno(), fd)
+    try:
+        yield
+    finally:
+        os.dup2(kept, fd)
+        os.close(kept)
+
+
+def golfnb(*argv, cwd: Path, **env) -> SimpleNamespace:
+    "The command, in this process: importing torch once is enough."
+    from golfnb.cli import main_cli
+
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, contextlib.chdir(cwd), patch.dict(os.environ, clean_env(**env), clear=True):
+        with into(out, 1), into(err, 2), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = main_cli([str(a) for a in argv])
+            except SystemExit as e:
+                status = e.code
+        for file in (out, err):
+            file.seek(0)
+        return SimpleNamespace(returncode=status, stdout=out.read(), stderr=err.read())
 
 
 def one_sentence(stderr: str) -> bool:

@@ -13,10 +13,13 @@ import torch
 from forked import fork_processes
 
 from golfnb.banks import unbank
-from golfnb.config import GolfError, load_config
+from golfnb.baselines import published, separate
+from golfnb.config import load_config
+from golfnb.settings import GolfError
 from golfnb.layout import model_layout
+from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import engine_gather, make_engine, start_ranks, stop_ranks
+from golfnb.parallel_muon import make_engine, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
 from golfnb.train import GridProjector, RunLog, train, training_loss
 
@@ -76,12 +79,16 @@ class Batches:
         mine = rows[first:first + n]
         return mine[:, :-1], mine[:, 1:]
 
+    def __next__(self):
+        return Batch(*self.next())
+
 
 def machine(env: dict, ranks, dtype=torch.float64, debug=False):
-    cfg = load_config(env)
+    cfg, apart = published(load_config(env), ranks.world)
     layout = model_layout(cfg, ranks.world)
     model = Golf(cfg, layout, dtype=dtype)
     init_model(model, cfg, 5)
+    model = separate(model) if apart else model
     return cfg, model, make_engine(model, layout, cfg, ranks, debug=debug)
 
 
@@ -99,7 +106,7 @@ def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 
             total = total + loss.detach()
         losses.append(engine.launch(loss=total)[2].item() / ranks.world)
         engine.finish(0.5 if step > 2 else 1.0, 0.9 + 0.02 * step)
-    banks, others = engine_gather(engine)
+    banks, others = engine.gather()
     real = {s.name: s.real for s in engine.layout.banks}
     named = {n: b[:real[n]].double().numpy() for n, b in banks.items()} | {n: t.double().numpy() for n, t in others.items()}
     replica = {n: b.replica.detach()[:real[n]].double().numpy() for n, b in engine.banks.items()}
@@ -107,19 +114,17 @@ def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 
 
 
 def plan_steps(ranks, env: dict) -> dict:
-    """Weights by published name after 4 steps in fp64, in which one matrix and one scalar get no gradient and another matrix is frozen:
+    """Weights by published name after 4 steps in fp64, in which two matrices and a scalar get no gradient:
     what must not depend on the plan or the number of ranks."""
     cfg, model, engine = machine(env, ranks)
     loader, loss_fn, role = Batches(cfg, ranks), training_loss(model, model.cap), model.role_params()["bank"]
-    held = {b.name: torch.ones(b.shape, dtype=torch.float64) for b in model.layout.banks}
-    unbank(model.layout, held)["blocks.1.mlp.proj.weight"].zero_()
-    engine.masks = held
     for step in range(4):
         loss_fn(*loader.next()).backward()
-        unbank(model.layout, {n: b.grad for n, b in role.items()})["blocks.0.attn.c_k.weight"].zero_()
+        grads = unbank(model.layout, {n: b.grad for n, b in role.items()})
+        grads["blocks.0.attn.c_k.weight"].zero_(), grads["blocks.1.mlp.proj.weight"].zero_()
         model.smear_gate.grad = None
         engine.step(0.5 if step > 2 else 1.0, 0.9 + 0.02 * step)
-    state = named_state(model, *engine_gather(engine))
+    state = named_state(model, *engine.gather())
     assert all(torch.equal(t.bfloat16(), named_state(model)[n].bfloat16()) for n, t in state.items()), "the replica is what the masters say"
     return {n: t.numpy() for n, t in state.items()}
 
@@ -135,7 +140,7 @@ def projected(ranks, env: dict) -> dict:
 
 def wrong_world(ranks, env: dict) -> str:
     "What an engine says to a plan for another number of ranks."
-    cfg = load_config(env)
+    cfg, _ = published(load_config(env), ranks.world + 1)
     layout = model_layout(cfg, ranks.world + 1)
     try:
         make_engine(Golf(cfg, layout), layout, cfg, ranks)
@@ -174,7 +179,7 @@ def skewed_clocks(ranks, env: dict):
     "Train under a wall-clock cap where this rank's clock runs at its own speed: (steps, replicated bytes, multiplier-dependent bank bytes)."
     cfg, model, engine = machine(env, ranks, torch.float32)
     result = train(cfg, training_loss(model, model.cap), Batches(cfg, ranks), engine, RunLog(quiet=True), now=Clock(0.001 * (1 + 7 * ranks.rank)))
-    flat = b"".join(g.flat.numpy().tobytes() for g in engine.groups)
+    flat = b"".join(g.rounded.numpy().tobytes() for g in engine.groups)
     banks = b"".join(b.replica.detach().numpy().tobytes() for b in engine.banks.values())
     return result.steps, flat, banks
 
@@ -190,7 +195,7 @@ def bad_gradient(ranks, env: dict, who: int):
 
     result = train(cfg, poisoned, Batches(cfg, ranks), engine, RunLog(quiet=True))
     finite = all(torch.isfinite(p).all().item() for p in model.parameters())
-    return result.skipped, finite, b"".join(g.flat.numpy().tobytes() for g in engine.groups)
+    return result.skipped, finite, b"".join(g.rounded.numpy().tobytes() for g in engine.groups)
 
 
 def silent_partner(ranks, seconds: float) -> float:

@@ -1,0 +1,124 @@
+"""What a library user writes: every part is built from its own group of settings, without a training configuration."""
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from golfnb.adapters import AdapterSettings, score_documents
+from golfnb.artifact import ArtifactSettings, load_artifact, save_artifact
+from golfnb.averaging import AveragingSettings
+from golfnb.bpb import ByteTable
+from golfnb.evaluate import EvalSettings, sliding_loss
+from golfnb.grid import GridSettings
+from golfnb.layout import LayoutSettings, model_layout
+from golfnb.loader import Loader, LoaderSettings, make_sampler
+from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
+from golfnb.parallel_muon import EngineSettings, Ranks, make_engine
+from golfnb.quantize import QuantSettings, dequantize_state, fit_state
+from golfnb.shards import write_shard
+from golfnb.train import Averages, GridProjector, TrainSettings, train, training_loss
+from golfnb.ttt import TttSettings, score_first
+
+SHAPE = ModelSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, ve_enabled=False,
+                      bigram_vocab_size=0, xsa_last_n=1, train_seq_len=16, small_tensor=256)
+WORDS = torch.tensor([1, 5, 9, 13, 2, 7, 3])  # token 1 begins a document
+TOKENS = WORDS.repeat(40)
+
+
+def a_model() -> Golf:
+    model = Golf(SHAPE, model_layout(SHAPE, 1))
+    init_model(model, SHAPE, seed=0)
+    return model
+
+
+@pytest.fixture
+def batches(tmp_path):
+    path = tmp_path / "fineweb_train_000000.bin"
+    write_shard(path, np.tile(WORDS.numpy().astype(np.uint16), 1000))
+    cfg = LoaderSettings(train_batch_tokens=1024, loader="coprime")
+    with Loader(make_sampler(cfg, [path], 0, 1, seq_len=16), "cpu", vocab_size=32) as loader:
+        yield loader
+
+
+@pytest.fixture(scope="module")
+def byte_each():
+    none = torch.zeros(32, dtype=torch.bool)
+    return ByteTable(torch.ones(32, dtype=torch.int16), none, none)
+
+
+def test_layout():
+    layout = model_layout(LayoutSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1), 4)
+    assert len(layout.names()) == 12 and all(bank.shape[0] % 4 == 0 for bank in layout.banks)
+
+
+def test_model():
+    assert a_model()(torch.zeros(3, 16, dtype=torch.int64)).shape == (3, 16, 32)
+
+
+def test_loader(batches):
+    batch = next(batches)
+    assert batch.ids.shape == (8, 16) and torch.equal(batch.ids[:, 1:], batch.targets[:, :-1])
+
+
+def test_engine(batches):
+    model = a_model()
+    engine, losses = make_engine(model, model.layout, EngineSettings(matrix_lr=0.05, clip="global"), Ranks()), []
+    for batch, _ in zip(batches, range(12)):
+        loss = training_loss(model, model.cap)(batch.ids, batch.targets)
+        loss.backward()
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_training(batches):
+    model = a_model()
+    engine = make_engine(model, model.layout, EngineSettings(), Ranks())
+    cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, averaging="ema", qat_banks=True, late_qat_threshold=0.9)
+    done = train(cfg, training_loss(model, model.cap), batches, engine)
+    assert done.losses[-1] < done.losses[0] and 5 < done.qat_from < 10 and len(done.averages.tensors()) == len(engine.tensors())
+
+
+def test_averages_and_grid():
+    model = a_model()
+    engine, floor = make_engine(model, model.layout, EngineSettings(), Ranks()), GridSettings(scale_floor=False).scale_floor
+    averages, project = Averages(AveragingSettings(averaging="ema", ema_decay=0.5), engine), GridProjector(engine, floor)
+    averages.update(0, 1.0)
+    assert averages.exported() == "ema" and all(torch.equal(a, b) for a, b in zip(averages.tensors(), engine.tensors()))
+    moved = [(project(name, bank.master) - bank.master).abs().max() for name, bank in engine.banks.items()]
+    assert 0 < max(moved) < 0.05
+
+
+def test_quantizer_and_container(tmp_path):
+    model, cfg = a_model(), QuantSettings(scale_floor=False)
+    named = named_state(model)
+    packed = fit_state(cfg, named, 1 << 20, lambda packed: sum(p.data.nbytes for p in packed.values()), SHAPE.small_tensor)
+    save_artifact(tmp_path / "a.golf", packed, {"settings": {}}, ArtifactSettings(codec="zlib").codec)
+    state = dequantize_state(load_artifact(tmp_path / "a.golf")[1])
+    load_named(model, state)
+    assert any(p.kind == "int6" for p in packed.values()) and all((state[n] - named[n]).abs().max() < 0.2 for n in named)
+
+
+def test_validation(byte_each):
+    cfg, model = EvalSettings(eval_seq_len=16, eval_stride=4, val_batch_size=1024), a_model()
+    loss, bpb = sliding_loss(model, TOKENS, byte_each, cfg.eval_seq_len, cfg.eval_stride, cfg.rows_per_score(1), Ranks())
+    assert loss == pytest.approx(np.log(32), rel=0.05) and bpb == pytest.approx(loss / np.log(2))
+
+
+def test_test_time_training(byte_each):
+    cfg = TttSettings(eval_seq_len=16, eval_stride=8, val_batch_size=1024, ttt_chunk_tokens=64, ttt_batch_seqs=4)
+    still, learning = (score_first(a_model(), named_state(a_model()), TOKENS, byte_each, replace(cfg, ttt_lr=lr), Ranks())[0] for lr in (0.0, 0.1))
+    assert learning < still
+
+
+def test_adapters(byte_each):
+    cfg = AdapterSettings(eval_seq_len=16, eval_stride=8, val_batch_size=1024, ttt_chunk_size=4, ttt_batch_size=4, ttt_lora_rank=4)
+    loss, bpb, ledger = score_documents(a_model(), named_state(a_model()), TOKENS, byte_each, cfg, Ranks())
+    assert loss > 0 and bpb == pytest.approx(loss / np.log(2)) and len(ledger.history) > 1
+
+
+def test_no_part_looks_ahead_to_the_whole():
+    for part in (Golf, Loader, make_engine, Averages, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
+        assert not hasattr(sys.modules[part.__module__], "Config")
