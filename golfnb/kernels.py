@@ -52,11 +52,6 @@ def check_runnable(x: Tensor):
         raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; "
                         "use its plain twin instead")
 
-# %% ../nbs/07_kernels.ipynb #2b67231c
-def use_kernels(x: Tensor, name: str = "") -> bool:
-    "Whether a kernel may take x."
-    return bool(usable_kernels(x.device, x.dtype))
-
 # %% ../nbs/07_kernels.ipynb #4e1b5ab9
 def kernel_op(name: str, schema: str, empty, grad=None):
     """Decorator: `launch(outs, *args)` becomes an op (*args) -> outs that the compiler traces past.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .banks import bank_views, make_banks, rebank, slot_shapes, unbank
+from .banks import make_banks, rebank, unbank
 from .kernels import (KERNELS, MLP_DOWN_TILES, MLP_UP_TILES, fused_exclusive, fused_heads, fused_mlp,
                             heads_fit, mlp_fit, usable_kernels)
 from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, ready_attention,
@@ -221,24 +221,6 @@ class TappedBlock(Block):
         self.taps[f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight"] = x
         return F.linear(x, weight)
 
-# %% ../nbs/08_model.ipynb #fb837ba4
-def block_places(layout: Layout, blocks: int) -> list[list[tuple[str, int, bool]]]:
-    "Of each matrix of each block: its bank, its place among the bank's matrices, whether it is transposed."
-    found = {m.name: (b.name, i, m.transposed) for b in layout.banks
-             for i, m in enumerate(p for slot in b.matrices for p in slot.logical)}
-    return [[found[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES] for i in range(blocks)]
-
-
-def side_by_side(layout: Layout, places: list[list[tuple[str, int, bool]]]) -> bool:
-    "Whether each kind of matrix fills neighbouring slots, one per block, from a multiple of their number on."
-    L = len(places)
-    if any(slot.parts for b in layout.banks for slot in b.matrices):
-        return False
-    for (bank, start, flipped), *others in zip(*places):
-        if start % L or others != [(bank, start + i, flipped) for i in range(1, L)]:
-            return False
-    return True
-
 # %% ../nbs/08_model.ipynb #5b26b1b4
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
@@ -252,9 +234,8 @@ class Golf(torch.nn.Module):
         self.frozen = 0, "all"
         self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
         self.blocks, self.kernels = [make_block(cfg, i, self.attention) for i in self.order], frozenset()
-        self.places = block_places(layout, cfg.num_layers)
-        self.stackable = side_by_side(layout, self.places)
-        self.shapes = {b.name: slot_shapes(b) for b in layout.banks}
+        places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
+        self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
         self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
         wide = torch.promote_types(dtype, torch.float32)
@@ -291,10 +272,10 @@ def rotary(self: Golf, T: int) -> tuple[Tensor, Tensor]:
 # %% ../nbs/08_model.ipynb #0bbd4054
 @patch
 def kinds(self: Golf) -> list[Tensor]:
-    "BLOCK_MATRICES over all blocks, [blocks, rows, columns] each; padding may follow. If `stackable` only."
-    L = len(self.places)
+    "BLOCK_MATRICES over all blocks, [blocks, rows, columns] each; padding may follow."
+    L = self.cfg.num_layers
     runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in self.banks.items()}
-    stacks = [(runs[bank][i // L].to(self.compute), flipped) for bank, i, flipped in self.places[0]]
+    stacks = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
     return [stack.mT if flipped else stack for stack, flipped in stacks]
 
 # %% ../nbs/08_model.ipynb #f8a5fa7c
@@ -329,23 +310,10 @@ def freeze_blocks(blocks: list[BlockWeights], count: int, scope: str) -> list[Bl
 @patch
 def weights(self: Golf, kernels: frozenset = frozenset()) -> list[BlockWeights]:
     "What every block reads, as views of the banks, or joined as `kernels` want it."
-    scalars = self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain
-    frozen = self.frozen[0] > 0 and torch.is_grad_enabled()
-    if self.stackable:
-        stack = BlockWeights(*self.kinds(), *scalars)
-        if not frozen:
-            return unstacked(joined(stack, kernels), len(self.places))
-        blocks = unstacked(stack, len(self.places))
-    else:
-        views = {name: [v.to(self.compute) for v in bank_views(bank, self.shapes[name])]
-                 for name, bank in self.banks.items()}
-        blocks = []
-        for places, small in zip(self.places, zip(*(t.unbind(0) for t in scalars))):
-            matrices = (views[b][i].T if flipped else views[b][i] for b, i, flipped in places)
-            blocks.append(BlockWeights(*matrices, *small))
-    if frozen:
-        blocks = freeze_blocks(blocks, *self.frozen)
-    return [joined(w, kernels) for w in blocks]
+    stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain)
+    if self.frozen[0] == 0 or not torch.is_grad_enabled():
+        return unstacked(joined(stack, kernels), self.cfg.num_layers)
+    return [joined(w, kernels) for w in freeze_blocks(unstacked(stack, self.cfg.num_layers), *self.frozen)]
 
 # %% ../nbs/08_model.ipynb #77085afb
 @patch

@@ -18,12 +18,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from .banks import read_cut, write_cut
 from .settings import GolfError, Settings, patch, setting
-from .kernels import check_runnable, jitted, tl, triton, use_kernels
-from .layout import BankSpec, Layout, shard_cuts
+from .kernels import check_runnable, jitted, tl, triton, usable_kernels
+from .layout import BankSpec, Layout
 from .newton_schulz import orthogonalize
-from .plan import Plan, check_plan, make_plan, plan_orders
+from .plan import Plan, check_plan, make_plan
 
 # %% ../nbs/13_parallel_muon.ipynb #ad399378
 class Ranks:
@@ -128,7 +127,6 @@ class ShardedBank:
         self.grad, self.rounded = torch.zeros_like(shard), torch.zeros_like(shard)
         scales = torch.tensor(spec.row_scales()[self.slots.start:self.slots.stop], dtype=self.master.dtype)
         self.lr_scale = scales.unsqueeze(-1).to(replica.device)
-        self.cuts = shard_cuts(spec, ranks.rank) if any(m.parts for m in spec.matrices) else None
         self.sum = self.handle = None
         self.state = rule.state(self)
 
@@ -258,17 +256,16 @@ class Muon:
 def move(self: Muon, shard: ShardedBank, grad, lr, mu, wd, ok):
     "`update` with numbers for each slot: `lr`, `wd` and `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
     momentum = shard.state["momentum_buffer"]
-    fused = self.kernels and use_kernels(momentum, "ns")
+    fused = self.kernels and bool(usable_kernels(momentum.device, momentum.dtype))
     ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
-    how = self.method, self.steps, self.product_dtype or grad.dtype, self.kernels
-    if shard.cuts is None:
-        update = orthogonalize(ahead, *how)
-    else:
-        update = torch.zeros_like(ahead)
-        for cut in shard.cuts:
-            write_cut(update, cut, orthogonalize(read_cut(ahead, cut), *how))
     last = master_kernels if fused else master_step
-    last(shard.master, update, lr, wd, shard.lr_scale, ok, shard.rounded)
+    last(shard.master, self.direction(shard, ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
+
+
+@patch
+def direction(self: Muon, shard: ShardedBank, ahead: Tensor) -> Tensor:
+    "Where the weights of a shard go: `ahead` [n, r, c], orthogonalized."
+    return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype, self.kernels)
 
 # %% ../nbs/13_parallel_muon.ipynb #7a7b2c6a
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
@@ -729,9 +726,9 @@ class EngineSettings(Settings):
                    f"found {self.muon_backend_steps}: lower it")
 
 # %% ../nbs/13_parallel_muon.ipynb #5010a1b1
-def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks, debug: bool = False) -> Engine:
-    "The engine a recipe describes, on a model of golfnb."
-    banks = Muon(cfg.matrix_lr, cfg.muon_wd, cfg.ns, cfg.muon_backend_steps)
+def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks, debug: bool = False,
+                plan: Plan | None = None, rule=Muon) -> Engine:
+    "The engine a recipe describes, on a model of golfnb; `rule` is the class of the banks' rule."
+    banks = rule(cfg.matrix_lr, cfg.muon_wd, cfg.ns, cfg.muon_backend_steps)
     small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
-    plan = plan_orders(model.cfg.plan, layout)
     return Engine(model.role_params(), layout, ranks, plan, banks, small, cfg.clip, cfg.grad_clip_norm, debug)

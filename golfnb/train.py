@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -22,8 +23,7 @@ import torch
 # %% ../nbs/15_train.ipynb #337c7b88
 from .settings import patch, setting
 from .loader import Loader, grad_accum
-from .layout import Cut, shard_cuts
-from .banks import read_cut, write_cut
+from .layout import Matrix
 from .layers import softcap_loss
 from .model import ComputeSettings
 from .grid import GridSettings, clip_ratio, round_to_grid
@@ -265,9 +265,14 @@ def tensors(self: Averages) -> list:
     return average_of(self.exported(), self.ema, self.swa, self.engine.tensors())
 
 # %% ../nbs/15_train.ipynb #3fc19faa
-def upright(w: torch.Tensor, cut: Cut) -> torch.Tensor:
-    "The matrices of a cut, `w [n, r, c]`, from stored to logical orientation, or back."
-    return w.mT if cut.matrix.transposed else w
+def upright(w: torch.Tensor, transposed: bool) -> torch.Tensor:
+    "Matrices `w [n, r, c]` from stored to logical orientation, or back."
+    return w.mT if transposed else w
+
+
+def slot_kind(m: Matrix | None) -> tuple[str, bool]:
+    "How the matrix of a slot is stored in the artifact, and whether it is transposed; padding is not stored."
+    return (m.quant, m.transposed) if m else ("", False)
 
 # %% ../nbs/15_train.ipynb #094899af
 class GridProjector:
@@ -277,19 +282,21 @@ class GridProjector:
     """
 
     def __init__(self, engine: Engine, floor: bool):
-        self.floor, self.parts = floor, {}
+        self.floor, self.runs = floor, {}
         for name, bank in engine.banks.items():
-            cuts = shard_cuts(bank.spec, engine.ranks.rank, lambda m: (m.stored, m.transposed, m.quant))
-            cuts = [c for c in cuts if c.matrix.quant == "int6"]
-            ratios = [clip_ratio(upright(read_cut(bank.master, c), c), floor=floor) for c in cuts]
-            self.parts[name] = list(zip(cuts, ratios))
+            self.runs[name], end = [], 0
+            for (quant, flip), run in groupby(bank.spec.slots(engine.ranks.rank), slot_kind):
+                start, end = end, end + len(list(run))
+                if quant == "int6":
+                    ratio = clip_ratio(upright(bank.master[start:end], flip), floor=floor)
+                    self.runs[name].append((start, end, flip, ratio))
 
     def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
         "A copy of bank `name`'s shard `master [n, r, c]` with every int6 matrix on its grid."
         out = master.clone()
-        for cut, ratio in self.parts[name]:
-            rounded = round_to_grid(upright(read_cut(master, cut), cut), ratio, floor=self.floor)
-            write_cut(out, cut, upright(rounded, cut))
+        for start, end, flip, ratio in self.runs[name]:
+            rounded = round_to_grid(upright(master[start:end], flip), ratio, floor=self.floor)
+            out[start:end] = upright(rounded, flip)
         return out
 
 # %% ../nbs/15_train.ipynb #1195a8e2
