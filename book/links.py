@@ -96,7 +96,8 @@ class Uses:
             at = node.lineno, node.col_offset + len(type(node).__name__[:3].lower() + " ") + 2 * isinstance(node, ast.ClassDef)
             owner = patched_class(node)
             if owner and self.defined:
-                self.found[at] = (node.name, api_page(self.module, owner, node.name), f"{owner}.{node.name}")
+                name = f"{owner}.{node.name}"  # private classes have no entry in the API
+                self.found[at] = (node.name, places().get(name) or chapter_page(name, self.module), name)
             elif not hidden:
                 self.bind(node.name, *at)
         shared = {n for s in ast.walk(node) if isinstance(s, (ast.Global, ast.Nonlocal)) for n in s.names}
