@@ -9,22 +9,21 @@ import torch
 from golfnb.banks import make_banks, unbank
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.baselines import published, separate, speedrun_kinds
-from golfnb.layout import bucket_layout, model_layout
+from golfnb.baselines import speedrun_kinds
+from golfnb.buckets import CutMuon, bucket_layout
+from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record_graph
 from golfnb.newton_schulz import orthogonalize
 from golfnb.plan import make_plan
 from golfnb.train import StepGraph, backward_pass, micro_steps, training_loss
-from workers import Batches, settings
+from workers import Batches, plan_model, settings
 
 
 def model_of(env, dtype=torch.float64):
-    cfg, apart = published(load_config(env), 1)
-    layout = model_layout(cfg, 1)
-    model = Golf(cfg, layout, dtype=dtype)
-    init_model(model, cfg, 3)
-    return cfg, layout, separate(model) if apart else model
+    cfg = load_config({k: v for k, v in env.items() if k != "PLAN"})
+    model, _ = plan_model(cfg, env.get("PLAN", "pr399"), 1, dtype, 3)
+    return cfg, model.layout, model
 
 
 def muon_one(weight, momentum, grad, mu, scale, lr=0.025, wd=0.04):
@@ -46,7 +45,7 @@ def run_steps(engine, model, cfg, momenta, check=None):
 @pytest.mark.parametrize("order", ["big_first", "small_first"])
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     cfg, layout, model = model_of(settings(3, PLAN=plan))
-    engine = Engine(model.role_params(), layout, plan=make_plan(layout, order), max_norm=0)
+    engine = Engine(model.role_params(), layout, plan=make_plan(layout, order), bank_rule=CutMuon(), max_norm=0)
     weights = {n: w.clone() for n, w in named_state(model).items() if n in set(layout.names())}
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
 
@@ -259,7 +258,7 @@ def test_knobs_are_not_rounded_on_the_gpu():
     for device in ("cpu", "cuda"):
         momentum, grad, mu = (t.clone().to(device) for t in (m, g, factor))
         one, master = torch.ones((), device=device), torch.zeros(2, 8, 16, device=device)
-        shard = SimpleNamespace(master=master, state={"momentum_buffer": momentum}, lr_scale=one.expand(2, 1, 1), cuts=None, rounded=torch.empty_like(grad))
+        shard = SimpleNamespace(master=master, state={"momentum_buffer": momentum}, lr_scale=one.expand(2, 1, 1), rounded=torch.empty_like(grad))
         Muon().move(shard, grad, one, mu, one, one.bool())
         found.append(momentum.cpu())
     assert torch.equal(*found) and torch.equal(found[0], (m.float() * factor).bfloat16())

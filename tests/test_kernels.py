@@ -88,11 +88,11 @@ for shape in ((3, 70, 100), (2, 130, 65)):
                 assert y.isfinite().all()
 import golfnb.newton_schulz, golfnb.parallel_muon
 found = []
-for use in (lambda x, name="": True, lambda x, name="": False):  # a whole update: which functions it takes
-    golfnb.newton_schulz.use_kernels = golfnb.parallel_muon.use_kernels = use
+for use in (True, False):  # a whole update: which functions it takes
+    golfnb.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
     torch.manual_seed(1)
     w, m, g, y = torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.zeros(2, 130, 65)
-    shard = SimpleNamespace(master=w, state={"momentum_buffer": m}, lr_scale=torch.full((2, 1, 1), 1.4), cuts=None, rounded=y)
+    shard = SimpleNamespace(master=w, state={"momentum_buffer": m}, lr_scale=torch.full((2, 1, 1), 1.4), rounded=y)
     golfnb.parallel_muon.Muon().move(shard, g, torch.tensor(0.02), torch.tensor(0.95), torch.tensor(0.1), torch.tensor(True))
     found += [(w, m, y)]
 for a, b in zip(*found):

@@ -9,17 +9,17 @@ from golfnb.banks import make_banks, rebank, unbank
 from golfnb.baselines import separate, speedrun_kinds
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, bucket_layout, group_matrices, mixed_buckets, mixed_text, model_layout, shard_cuts, share_slot, slot_kinds
+from golfnb.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text, read_plan, shard_cuts, slot_kinds
+from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, group_matrices, model_layout
 from golfnb.model import Golf, init_model, named_state
 from workers import settings
 
 
 def layout_of(plan, world, layers=11):
-    plan = mixed_text(layers, 2 * layers, world) if plan == "mixed" else plan
-    return model_layout(LayoutSettings(num_layers=layers, plan=plan), world)
+    return read_plan(LayoutSettings(num_layers=layers), plan, world)[0]
 
 
-@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "mixed"])
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "pr132"])
 @pytest.mark.parametrize("layers", [1, 4, 11])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
 def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world):
@@ -28,10 +28,11 @@ def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world)
     for b in layout.banks:
         assert b.shape[0] % world == 0 and b.shape[0] == b.real + b.padding and 0 <= b.padding < world
         assert sorted(i for r in range(world) for i in b.shard(r)) == list(range(b.shape[0]))
-        assert [m for r in range(world) for m in b.slots(r)] == list(b.matrices) + [None] * b.padding
-    for b, i, m in layout:
-        assert layout.bank(b.name) is b and (m.stored == b.shape[1:] or m in b.matrices[i].parts)
+        slots = [m if isinstance(m, tuple) else (m,) for r in range(world) for m in b.slots(r)]
+        assert [m for slot in slots[:b.real] for m in slot] == list(b.matrices) and slots[b.real:] == [(None,)] * b.padding
         assert len(b.row_scales()) == b.shape[0] and all(len(s) in (1, b.shape[1]) for s in b.row_scales())
+        assert [v.shape for v in b.views(torch.empty(b.shape, device="meta"))] == [m.stored for m in b.matrices]
+    assert all(layout.bank(b.name) is b for b, _, _ in layout)
 
 
 def test_published_banks_and_waste():
@@ -66,17 +67,17 @@ def test_the_published_mixed_buckets():
     layout = bucket_layout(speedrun_kinds(), f"smear_gate1,attn_gate10,{mixed_text(10, 22, 8)}", 8)
     assert [b.real for b in layout.banks] == [1, 10, 16, 16] and [b.padding for b in layout.banks] == [7, 6, 0, 0]
     mixed = layout.banks[2]
-    assert [len(shard_cuts(mixed, r)) for r in range(8)] == [1] * 8 and [shard_cuts(mixed, r)[0].matrix.stored for r in range(8)] == [(768, 768)] * 5 + [(3072, 768)] * 3
+    assert [len(shard_cuts(mixed, r)) for r in range(8)] == [1] * 8 and [shard_cuts(mixed, r)[0].stored for r in range(8)] == [(768, 768)] * 5 + [(3072, 768)] * 3
     assert not shard_cuts(layout.banks[0], 5)
 
 
 def test_a_shared_slot_is_cut_by_kind():
     "With grouped-query attention a rank's attention slots are two batches."
-    layout = layout_of("mixed", 8)
+    layout = layout_of("pr132", 8)
     cuts = shard_cuts(layout.banks[0], 0)
-    assert [c.matrix.stored for c in cuts] == [(512, 512), (256, 512)] and cuts[-1].stop == 1536 * 512
-    kinds = slot_kinds(LayoutSettings(plan="attn11,mlp22"))
-    assert {m.name for slot in kinds["attn"] for m in slot.logical} | {m.name for m in kinds["mlp"]} == set(layout.names())
+    assert [c.stored for c in cuts] == [(512, 512), (256, 512)] and cuts[-1].stop == 1536 * 512
+    kinds = slot_kinds(LayoutSettings())
+    assert {m.name for kind in ("attn", "mlp") for slot in kinds[kind] for m in slot} == set(layout.names())
 
 
 def test_small_matrices_are_not_for_the_grid():
@@ -90,7 +91,8 @@ def test_bad_layouts():
                 lambda: group_matrices([one], 0), lambda: group_matrices([one], 1).bank("x"),
                 lambda: layout_of("x", 8), lambda: layout_of("pr125", 8), lambda: layout_of("qo22,kv22", 8), lambda: layout_of("qo22,kv22,mlp21", 8), lambda: layout_of("qo22,kv22,mlp23", 8),
                 lambda: layout_of("qo22,kv22,mlp22,up1", 8), lambda: layout_of("qo22+kv22,mlp22", 8), lambda: layout_of("attn11,mlp22,qo1", 8),
-                lambda: share_slot("s", (4, 4), (Matrix("a", 2, 4, "g"),), "g"), lambda: share_slot("s", (3, 4), (Matrix("a", 2, 3, "g"), Matrix("b", 2, 3, "g")), "g")):
+                lambda: layout_of("qo22,kv22,mlp22/0.9/0.1", 8), lambda: layout_of("pr399/random", 8),
+                lambda: bucket_layout({"a": [(Matrix("a", 2, 4, ""), Matrix("b", 3, 2, ""))]}, "a1", 1)):
         with pytest.raises(GolfError):
             bad()
 
@@ -148,7 +150,7 @@ def test_forward_and_gradient_equal_separate_linears(world):
 
 def test_separate_parameters_are_parameters():
     cfg = load_config(settings(3))
-    model, twin = Golf(cfg, model_layout(cfg, 8)), Golf(cfg, model_layout(cfg, 1))
+    model, twin = BucketGolf(cfg, model_layout(cfg, 8)), Golf(cfg, model_layout(cfg, 1))
     for m in (model, twin):
         init_model(m, cfg, 1)
     separate(model)
@@ -156,7 +158,7 @@ def test_separate_parameters_are_parameters():
     assert all(torch.equal(a, b) for a, b in zip(named_state(model).values(), named_state(twin).values()))
 
 
-@pytest.mark.parametrize("plan", ["one_big_bank", "PR399", "qo6;kv6", "../qo6", ""])
+@pytest.mark.parametrize("plan", ["one_big_bank", "PR399", "pr132", ""])
 def test_a_plan_that_is_no_plan(plan):
     with pytest.raises(GolfError, match="PLAN must be"):
         load_config(settings(3, PLAN=plan)).check(1)

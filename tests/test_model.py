@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.nn import init
 
 import golfnb.model
+from golfnb.buckets import BucketGolf, read_plan
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.layers import rms_norm, softcap_loss, token_nll
@@ -132,28 +133,32 @@ def test_banked_equals_plain_linears_forward_and_backward(variant):
     assert ours.keys() == dict(plain.named_parameters()).keys()
 
 
-@pytest.mark.parametrize("plan, together", [("pr399", True), ("shared_mlp", True), ("attn3+mlp10,attn2", False)])
+@pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "attn3+mlp10,attn2"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_weights_made_for_all_blocks_at_once_change_nothing(plan, together, world, monkeypatch):
+def test_weights_made_for_all_blocks_at_once_change_nothing(plan, world, monkeypatch):
     "What kernels want made of the weights, with plain functions for kernels: same logits, same gradients, padding included."
-    from golfnb import model as module
+    from golfnb import buckets, model as module
     from golfnb.layers import qk_norm_rope_gain
-    seen = []
+    seen, bucketed = [], "," in plan
 
     def plain_heads(n, weight, gain, cos, sin, keys):
         q, k, v = F.linear(n, weight).unflatten(-1, (-1, weight.shape[0] // (gain.shape[0] + 2 * keys))).split((gain.shape[0], keys, keys), 2)
         return *qk_norm_rope_gain(q, k, cos, sin, gain), v
 
     def run(kernels=()):
-        model, cfg = filled(world=world, PLAN=plan)
+        model, cfg = filled(world=world, **({} if bucketed else {"PLAN": plan}))
+        if bucketed:
+            state, model = named_state(model), BucketGolf(cfg, read_plan(cfg, plan, world)[0], torch.float64)
+            load_named(model, state)
         model.fuse(kernels)
         logits = model(tokens(cfg))
         logits.square().sum().backward()
         return [logits] + [p.grad for params in model.role_params().values() for p in params.values()]
     expected = run()
     monkeypatch.setattr(module, "fused_heads", plain_heads)
-    monkeypatch.setattr(module, "joined", lambda w, kernels, join=module.joined: seen.append(w.q.ndim) or join(w, kernels))
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(run({"heads", "fold"}), expected)) and set(seen) == ({3} if together else {2})
+    for where in (module, buckets):
+        monkeypatch.setattr(where, "joined", lambda w, kernels, join=module.joined: seen.append(w.q.ndim) or join(w, kernels))
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(run({"heads", "fold"}), expected)) and set(seen) == {2 if bucketed else 3}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

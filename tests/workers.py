@@ -13,7 +13,8 @@ import torch
 from forked import fork_processes
 
 from golfnb.banks import unbank
-from golfnb.baselines import published, separate
+from golfnb.baselines import separate
+from golfnb.buckets import BucketGolf, CutMuon, read_plan
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.layout import model_layout
@@ -83,13 +84,18 @@ class Batches:
         return Batch(*self.next())
 
 
-def machine(env: dict, ranks, dtype=torch.float64, debug=False):
-    cfg, apart = published(load_config(env), ranks.world)
-    layout = model_layout(cfg, ranks.world)
-    model = Golf(cfg, layout, dtype=dtype)
-    init_model(model, cfg, 5)
-    model = separate(model) if apart else model
-    return cfg, model, make_engine(model, layout, cfg, ranks, debug=debug)
+def plan_model(cfg, plan: str, world: int, dtype, seed: int):
+    "A model and the plan, for any line that `read_plan` knows, or pr125: separate weights."
+    layout, orders = read_plan(cfg, "pr399" if plan == "pr125" else plan, world)
+    model = (Golf if plan in ("pr399", "shared_mlp") else BucketGolf)(cfg, layout, dtype=dtype)
+    init_model(model, cfg, seed)
+    return separate(model) if plan == "pr125" else model, orders
+
+
+def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
+    cfg = load_config(env)
+    model, orders = plan_model(cfg, plan or cfg.plan, ranks.world, dtype, 5)
+    return cfg, model, make_engine(model, model.layout, cfg, ranks, debug, orders, CutMuon)
 
 
 def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 1):
@@ -113,10 +119,10 @@ def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 
     return named, replica, losses
 
 
-def plan_steps(ranks, env: dict) -> dict:
+def plan_steps(ranks, env: dict, plan: str) -> dict:
     """Weights by published name after 4 steps in fp64, in which two matrices and a scalar get no gradient:
     what must not depend on the plan or the number of ranks."""
-    cfg, model, engine = machine(env, ranks)
+    cfg, model, engine = machine(env, ranks, plan=plan)
     loader, loss_fn, role = Batches(cfg, ranks), training_loss(model, model.cap), model.role_params()["bank"]
     for step in range(4):
         loss_fn(*loader.next()).backward()
@@ -140,7 +146,7 @@ def projected(ranks, env: dict) -> dict:
 
 def wrong_world(ranks, env: dict) -> str:
     "What an engine says to a plan for another number of ranks."
-    cfg, _ = published(load_config(env), ranks.world + 1)
+    cfg = load_config(env)
     layout = model_layout(cfg, ranks.world + 1)
     try:
         make_engine(Golf(cfg, layout), layout, cfg, ranks)
