@@ -48,7 +48,6 @@ class Links:
     ns_tflops: rate of the Newton-Schulz products; launch_us: time to start a kernel that is not recorded.
     collectives: "scatter", "gather" or "all-reduce" -> [latency_us, bandwidth_gbps].
     update: "512x1536" (stored shape, short side first) -> [fixed us, us a matrix] of a recorded update.
-    beside: how many times longer a collective takes beside running kernels.
     memory_gbps: bytes of a pass over memory, read and written, over its time; 0 leaves such passes out.
     prepare_us: what local clipping takes beyond its passes over memory.
     """
@@ -58,7 +57,6 @@ class Links:
     launch_us: float
     collectives: dict = field(default_factory=dict)
     update: dict = field(default_factory=dict)
-    beside: float = 1.0
     memory_gbps: float = 0.0
     prepare_us: float = 0.0
 
@@ -118,7 +116,6 @@ def predict(plan: Plan, layout: Layout, links: Links, small_bytes: int = 0, clip
     copied = passes * 2 * sum(b.numel for b in layout.banks)
     gate = copied / (links.memory_gbps * 1e3) if links.memory_gbps else 0.0
     gate += links.prepare_us * (clip == "local")
-    slow = 1.0  # no kernels run beside the first transfers
 
     def place(name, stream, ready, us):
         start = max(ready, free[stream])
@@ -127,13 +124,12 @@ def predict(plan: Plan, layout: Layout, links: Links, small_bytes: int = 0, clip
         return start + us
 
     def send(what, kind, ready, n_bytes):
-        return place(f"{kind} {what}", "net", ready, slow * transfer_us(n_bytes, layout.world, links, kind))
+        return place(f"{kind} {what}", "net", ready, transfer_us(n_bytes, layout.world, links, kind))
 
     if small_bytes:
         send("small", "all-reduce", gate, small_bytes)
     for name in plan.scatter:
         arrived[name] = send(name, "scatter", gate, 2 * layout.bank(name).numel)
-    slow = links.beside
     if clip == "global":
         gate = send("norm", "all-reduce", max(arrived.values()), 4)
     for name in plan.work:
