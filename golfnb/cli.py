@@ -364,7 +364,7 @@ def pack_by_gptq(cfg, named: dict, target: int, measure: Callable) -> dict:
     print(f"calibrating: {cfg.gptq_calib_samples} batches of training tokens on {device}", flush=True)
     named = {n: w.float().to(device) for n, w in named.items()}
     ranks = parallel_muon.Ranks(device=device)
-    return quantize.gptq_state(cfg, golf, golf.layout, named, batches(), ranks, target, measure, cfg.small_tensor)
+    return quantize.fit_state(cfg, named, target, measure, cfg.small_tensor, quantize.calibrate(golf, batches(), ranks), ranks)
 
 # %% ../nbs/24_cli.ipynb #768bf035
 def print_ledger(parts: list[tuple[str, int]], cap: int) -> None:

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT_BUILT', 'SWITCHES', 'RunSettings', 'Config',
-           'setting_specs', 'setting_groups', 'read_word', 'switched_values', 'refuse_changes', 'load_config']
+           'setting_specs', 'setting_groups', 'switched_values', 'refuse_changes', 'load_config']
 
 # %% ../nbs/18c_config.ipynb #f817172f
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 
-# %% ../nbs/18c_config.ipynb #855ec247
 from .settings import GolfError, Settings, parse_setting, patch, setting
 from .loader import LoaderSettings, batch_problems
 from .model import ModelSettings, rope_problems
@@ -41,7 +40,6 @@ class RunSettings(Settings):
 class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, QuantSettings,
              ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
-    notices: list[str] = field(default_factory=list)
 
     @property
     def train_cap_ms(self) -> float:
@@ -56,7 +54,7 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
 # %% ../nbs/18c_config.ipynb #35d01d8a
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
-    return {spec.name: spec for spec in fields(Config) if spec.name != "notices"}
+    return {spec.name: spec for spec in fields(Config)}
 
 
 def setting_groups() -> dict[type, list[Field]]:
@@ -86,9 +84,6 @@ def problems(self: Config) -> Iterator[str]:
 @patch
 def check(self: Config, world: int = 1) -> None:
     "Raise GolfError for the first thing that cannot work on `world` ranks."
-    if world < 1:
-        raise GolfError(f"the number of ranks must be at least 1, found {world}: "
-                        "start with torchrun --nproc_per_node=1")
     Settings.check(self)
     for problem in batch_problems(self, self.train_seq_len, world):
         raise GolfError(problem)
@@ -96,8 +91,9 @@ def check(self: Config, world: int = 1) -> None:
 # %% ../nbs/18c_config.ipynb #d9d7fbd5
 DEFAULT_RECIPE = "pr549"
 SCRIPT = ""  # in a generated script: the command that makes it
-GOLF_RECIPE = dict(bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11, loader="coprime", clip="global",
-                   qat_banks=True, scale_floor=False, codec="best")
+GOLF_RECIPE = dict(bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11, skip_gate="sigmoid",
+                   plan="shared_mlp", loader="coprime", clip="global", qat_banks=True, scale_floor=False,
+                   codec="best")
 
 RECIPES = {
     "pr399": dict(negative_slope=0.0, bigram_vocab_size=2048, warmdown_iters=3000, ttt_enabled=False),
@@ -124,33 +120,29 @@ NOT_BUILT = {  # name -> the value that is accepted
 SWITCHES = {"EMA_ENABLED": ("averaging", "none"), "LATE_QAT": ("qat_banks", False)}  # name -> what 0 sets
 
 
-def read_word(name: str, text: str) -> float:
-    "The number that a word's text stands for; GolfError when there is none."
-    text = text.strip().lower()
-    try:
-        return float({"true": "1", "false": "0"}.get(text, text))
-    except ValueError:
-        raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
-
-# %% ../nbs/18c_config.ipynb #50f4cef0
 def switched_values(env: Mapping[str, str]) -> dict:
-    "Setting -> value from the published words in `env`. GolfError for one that asks for what is not built."
-    for name in (n for n in (*IGNORED, *NOT_BUILT) if n in env):
-        value = read_word(name, env[name])
-        if name in NOT_BUILT and value != (off := NOT_BUILT[name]):
+    "Setting -> value from the published words in `env`; raises GolfError for what is not built."
+    found = {}
+    for name in (n for n in (*IGNORED, *NOT_BUILT, *SWITCHES) if n in env):
+        text = env[name].strip().lower()
+        try:
+            value = float({"true": "1", "false": "0"}.get(text, text))
+        except ValueError:
+            raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
+        if value != (off := NOT_BUILT.get(name, value)):
             raise GolfError(f"{name} is not built in golfnb and must stay {off:g}, found {env[name]!r}: "
                             f"leave it out, or set it to {off:g}")
-    asked = [name for name in SWITCHES if name in env and read_word(name, env[name]) == 0]
-    return dict(SWITCHES[name] for name in asked)
+        if name in SWITCHES and value == 0:
+            found |= dict([SWITCHES[name]])
+    return found
 
 # %% ../nbs/18c_config.ipynb #5ed80217
 def refuse_changes(cfg: Config) -> None:
     "Raise GolfError for the first setting that asks a generated script for code it was made without."
     for name, spec in setting_specs().items():
         value, held, fixed = getattr(cfg, name), spec.default, spec.metadata["fixed"]
-        off = fixed == "off" and value in (False, "none")
-        rows = fixed == "rows" and bool(value) == bool(held)
-        if fixed and value != held and not off and not rows:
+        free = value in (False, "none") if fixed == "off" else fixed == "rows" and bool(value) == bool(held)
+        if fixed and value != held and not free:
             value, held = (int(v) if isinstance(v, bool) else v for v in (value, held))
             raise GolfError(f"{name.upper()} is fixed to {held} in this script, found {value}: "
                             f"make that script with {SCRIPT} {name.upper()}={value}")
@@ -163,10 +155,10 @@ def load_config(env: Mapping[str, str]) -> Config:
     not fit together is found by `Config.check`.
     """
     recipe = env.get("RECIPE", DEFAULT_RECIPE)
-    if recipe not in RECIPES and SCRIPT:
-        raise GolfError(f"RECIPE is fixed to {DEFAULT_RECIPE} in this script, found {recipe}: "
-                        f"make that script with golfnb script --recipe {recipe}")
     if recipe not in RECIPES:
+        if SCRIPT:
+            raise GolfError(f"RECIPE is fixed to {DEFAULT_RECIPE} in this script, found {recipe}: "
+                            f"make that script with golfnb script --recipe {recipe}")
         raise GolfError(f"RECIPE must be one of {', '.join(RECIPES)}, found {recipe!r}: choose one of these")
     values = RECIPES[recipe] | {"recipe": recipe} | switched_values(env)
     for name, spec in setting_specs().items():
@@ -175,9 +167,4 @@ def load_config(env: Mapping[str, str]) -> Config:
     cfg = Config(**values)
     if SCRIPT:
         refuse_changes(cfg)
-    if cfg.use_gptq:
-        when = (f"{cfg.gptq_reserve_ms:.0f} ms of the training time are kept back for its calibration"
-                if cfg.max_wallclock_seconds else "its calibration comes after training")
-        cfg.notices.append(f"USE_GPTQ=1: full-Hessian GPTQ, {cfg.gptq_calib_samples} calibration batches "
-                           f"per rank; {when}")
     return cfg

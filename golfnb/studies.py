@@ -87,11 +87,11 @@ def start_skips(model: Golf, cfg: Config, world: int, value: float, held: int = 
     passes = torch.zeros((), device=model.skip_weights.device)
     last = (held + cfg.warmup_steps) * golfnb.train.grad_accum(world)
 
-    def hold(p):
+    def hold(grad):
         passes.add_(1)  # on the device: a recorded backward counts too
-        p.grad.mul_(passes > last)
+        return grad * (passes > last)
 
-    return model.skip_weights.register_post_accumulate_grad_hook(hold)
+    return model.skip_weights.register_hook(hold)
 
 
 def set_dtypes(model: Golf, cfg: Config, world: int, matrix: torch.dtype, table: torch.dtype, buffer: torch.dtype):

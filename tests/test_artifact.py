@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import golfnb.artifact as artifact
-from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, artifact_header, artifact_ledger, compress_section, decompress_section, export_safetensors, import_safetensors, load_artifact, load_model,
+from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, artifact_ledger, compress_section, decompress_section, export_safetensors, import_safetensors, load_artifact, load_model,
                              load_weights, pack_bytes, save_artifact, save_weights, seal, unpack_bytes)
 from golfnb.bpb import tokenizer_hash
 from golfnb.config import load_config
@@ -230,7 +230,7 @@ def test_declared_gigabytes_are_refused_before_they_are_allocated():
 def test_versions_magic_and_short_files():
     data = pack_bytes(toy(), {})
     for bad, word in ((data[:8] + struct.pack("<I", 2) + data[12:], "version 1, found 2"), (b"\x80\x04" + data[2:], "another kind"), (b"", "another kind"), (data[:20], "cut off"),
-                      (data[:12] + struct.pack("<I", 2**31) + data[16:], "header"), (data + b"x", "checksum"), (data[:-1], "checksum")):
+                      (data[:12] + struct.pack("<I", 2**31) + data[16:], "checksum"), (data + b"x", "checksum"), (data[:-1], "checksum")):
         with pytest.raises(GolfError, match=word):
             unpack_bytes(bad)
 
@@ -276,7 +276,7 @@ def test_unknown_codec_and_facts_json_cannot_hold():
 def test_missing_directory_and_other_files(tmp_path):
     (tmp_path / "pickle.golf").write_bytes(__import__("pickle").dumps({"a": 1}))
     for path in (tmp_path / "no.golf", tmp_path, tmp_path / "pickle.golf", tmp_path / "no" / "no.golf"):
-        for load in (load_artifact, load_weights, artifact_header, load_model):
+        for load in (load_artifact, load_weights, artifact_ledger, load_model):
             with pytest.raises(GolfError, match=path.name):
                 load(path)
 

@@ -183,8 +183,8 @@ def no_booking(honest): return lambda self, *a: None
 
 S, C, D = "sliding window", "score-first training", "adapters per document"
 CHEATS = {  # name -> audit, scorer, conditions, what is replaced, by what
-    "bonus": (sliding, S, {FULL}, evaluate, "score_rows", lambda f: lambda *a: f(*a) - 0.01),
-    "hard targets are clamped": (sliding, S, {FULL}, evaluate, "score_rows", lambda f: lambda *a: f(*a).clamp(max=3.4)),
+    "bonus": (sliding, S, {FULL}, evaluate, "token_nll", lambda f: lambda *a: f(*a) - 0.01),
+    "hard targets are clamped": (sliding, S, {FULL}, evaluate, "token_nll", lambda f: lambda *a: f(*a).clamp(max=3.4)),
     "text counted longer": (sliding, S, {ONCE}, evaluate, "target_bytes", lambda f: lambda *a: f(*a) + 1),
     "better report": (sliding, S, {ONCE}, ttt, "sliding_loss", lambda f: lambda *a, **k: tuple(0.999 * x for x in f(*a, **k))),
     "skips the end": (sliding, S, {ONCE}, ttt, "sliding_loss", skips_the_end),

@@ -6,7 +6,7 @@ import torch
 
 from golfnb.bpb import ByteTable, bits_per_byte, target_bytes
 from golfnb.settings import GolfError
-from golfnb.evaluate import plain_loss, score_rows, score_windows, share_of, sliding_loss, window_batches, windows
+from golfnb.evaluate import plain_loss, score_windows, share_of, sliding_loss, window_batches, windows
 from golfnb.layers import token_nll
 from golfnb.parallel_muon import Ranks
 from score_workers import CFG, golf_on, random_table, stream
@@ -98,7 +98,7 @@ def test_future_cannot_reach_back(at):
 def test_probabilities_sum_to_one():
     model, _ = golf_on(CFG, ALONE, torch.float64)
     x = stream(15)[None].expand(32, 16)
-    nll = score_rows(model, x, torch.cat([x[:, 1:], torch.arange(32)[:, None]], 1), 1)
+    nll = token_nll(model(x, 1), torch.arange(32)[:, None], model.cap)
     assert abs(torch.logsumexp(-nll, 0).item()) < 1e-12
 
 

@@ -16,8 +16,8 @@ from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.quantize import (HessianTaps, QuantSettings, calibrate, calibration_batches, dequantize_state, gptq_columns, gptq_matrices, gptq_state, hessian_factor, pack_gptq, pack_rows,
-                             quantize_state, share_matrices, spread_scale)
+from golfnb.quantize import (HessianTaps, QuantSettings, calibrate, calibration_batches, dequantize_state, gptq_columns, deal_jobs, fit_state, gptq_matrices, hessian_factor, pack_gptq, pack_rows,
+                             quantize_state, spread_scale)
 
 CFG = load_config({"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
                    "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "24", "EVAL_SEQ_LEN": "24", "EVAL_STRIDE": "8", "SMALL_TENSOR": "1000"})
@@ -135,10 +135,10 @@ def test_calibration_batches_are_inputs_of_the_sampler():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 100])
 def test_every_matrix_has_one_owner_and_the_load_is_even(world):
-    shapes = {m.name: (m.rows, m.cols) for _, _, m in model_layout(load_config({}), 1)}
-    owner = share_matrices(shapes, world)
-    load = [sum(shapes[n][0] * shapes[n][1]**2 + shapes[n][1]**3 for n, r in owner.items() if r == rank) for rank in range(world)]
-    assert owner.keys() == shapes.keys() and owner == share_matrices(dict(reversed(shapes.items())), world)
+    costs = [m.rows * m.cols**2 + m.cols**3 for _, _, m in model_layout(load_config({}), 1)]
+    dealt = deal_jobs(costs, world)
+    load = [sum(costs[job] for job in jobs) for jobs in dealt]
+    assert sorted(sum(dealt, [])) == list(range(len(costs))) and len(dealt) == world
     assert world > 11 or max(load) < 1.6 * sum(load) / world
 
 
@@ -149,7 +149,7 @@ def state_of(ranks: Ranks, target=10**9):
     model = a_model(world=ranks.world)
     mine = words() if ranks.world == 1 else (words()[:3], words()[3:])[ranks.rank]  # as when one rank ran out of time
     measure = lambda packed: len(pack_bytes(packed, {}, "rans"))
-    return gptq_state(FINE, model, model.layout, named_state(model), mine, ranks, target, measure, CFG.small_tensor), measure
+    return fit_state(FINE, named_state(model), target, measure, CFG.small_tensor, calibrate(model, mine, ranks), ranks), measure
 
 
 def test_a_whole_state_and_a_target():
@@ -161,7 +161,7 @@ def test_a_whole_state_and_a_target():
     target = int(0.8 * measure(packed))
     fitted, _ = state_of(Ranks(), target)
     assert 0.98 * target < measure(fitted) <= target
-    floored = gptq_state(FLOORED, a_model(), a_model().layout, named, words(), Ranks(), 0, measure, CFG.small_tensor)
+    floored = fit_state(FLOORED, named, 0, measure, CFG.small_tensor, calibrate(a_model(), words(), Ranks()))
     assert min(p.scale.min() for p in floored.values() if p.kind == "int6") >= np.float16(1 / 31)
     ids, exact = torch.cat(words(9, 5)), a_model()
     def error(state):

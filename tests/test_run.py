@@ -16,15 +16,24 @@ from workers import spawn
 
 from golfnb.cli import main_cli
 from golfnb.config import load_config
+from golfnb.launcher import fold_script
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.run import Machine, Session, keep_traces, run
 from golfnb.shards import write_shard
 
-SCRIPT = Path(__file__).resolve().parent.parent / "golfnb" / "train_gpt.py"
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("script") / "train_gpt.py"
+    path.write_text(fold_script("demo"))
+    return path
 
 
 def children(pid: int) -> list[int]:
@@ -40,10 +49,10 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks in /proc")
-def test_a_rank_that_dies_mid_step_ends_the_run(data, tmp_path):
+def test_a_rank_that_dies_mid_step_ends_the_run(script, data, tmp_path):
     "The others end within a minute, non-zero, and no summary is written."
     env = clean_env(**{**TINY, **data, "ITERATIONS": "100000", "TRAIN_LOG_EVERY": "1000000", "RUN_ID": "dead"})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT)
         end = time.time() + 60
@@ -69,11 +78,11 @@ def test_a_late_rank_is_waited_for_and_a_silent_one_is_not():
     assert late == 2.0 and 2 < waited < 20
 
 
-def test_disk_full_while_writing_weights(data, tmp_path):
+def test_disk_full_while_writing_weights(script, data, tmp_path):
     "No file may grow over 20 kB: the weights cannot be written; one sentence, status 2, nothing under a final name."
-    command = [sys.executable, str(SCRIPT)]
+    command = [sys.executable, str(script)]
     (tmp_path / "runs" / "full").mkdir(parents=True)
-    shutil.copy(SCRIPT, tmp_path / "runs" / "full" / "train_gpt.py")  # larger than that, and there already
+    shutil.copy(script, tmp_path / "runs" / "full" / "train_gpt.py")  # larger than that, and there already
     done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full"}), capture_output=True, text=True, timeout=120,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -82,12 +91,12 @@ def test_disk_full_while_writing_weights(data, tmp_path):
     assert left == {"train.log", "metrics.jsonl", "train_gpt.py"}
 
 
-def test_over_the_byte_budget_the_weights_are_kept(data, tmp_path):
-    done = subprocess.run([sys.executable, str(SCRIPT)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "over", "SCALE_FLOOR": "1", "TARGET_BYTES": str(SCRIPT.stat().st_size + 50_000)}),
+def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "over", "TARGET_BYTES": str(script.stat().st_size + 20_000)}),
                           capture_output=True, text=True, timeout=120)
     run = tmp_path / "runs" / "over"
     assert done.returncode == 3 and "Traceback" not in done.stderr and "--target-bytes" in done.stderr and "too many" in done.stderr
-    assert (run / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
+    assert (run / "train_gpt.py").read_bytes() == script.read_bytes()
     assert (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file() and not (run / "artifact.golf").exists()
     assert "final_int6_sliding_window_exact" in done.stdout
 
@@ -110,7 +119,7 @@ def test_a_budget_that_no_grid_meets_keeps_the_coarsest(data, tmp_path, gptq):
     assert "over_budget" in out and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf.over").is_file() and "cannot quantize" in log
 
 
-@pytest.mark.parametrize("more", [{"PLAN": "attn2+mlp4", "MATRIX_DTYPE": "bf16", "SCALE_FLOOR": "0"}, {"WEIGHT_DTYPE": "bf16"}])
+@pytest.mark.parametrize("more", [{"PLAN": "shared_mlp", "SCALE_FLOOR": "0"}, {"WEIGHT_DTYPE": "bf16"}])
 def test_gptq_packs_a_run_again_byte_for_byte(data, tmp_path, more):
     "Whatever its weights were kept and computed in."
     run_here(data, tmp_path, USE_GPTQ="1", MAX_WALLCLOCK_SECONDS="0", GPTQ_CALIB_SAMPLES="2", **more)

@@ -53,7 +53,7 @@ def test_a_frozen_skip_stays_where_it_is_for_its_steps(call):
         kind = studies.Kind(cfg, studies.partial(studies.start_skips, value=0.0, held=held))
         studies.run_kind(lab, kind, 1)
         (m,) = lab.kept.values()
-        assert bool(m.model.skip_weights.detach().abs().max() > 0) == moves and not m.model.skip_weights._post_accumulate_grad_hooks
+        assert bool(m.model.skip_weights.detach().abs().max() > 0) == moves and not m.model.skip_weights._backward_hooks
     studies.stop_ranks(lab.ranks)
 
 
