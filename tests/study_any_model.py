@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from golfnb.any_model import ParallelMuon, hidden_matrices, muon_costs
-from golfnb.bench import Timer, record_result, run_rounds, slowest_rank, timed_block, wait_for
+from golfnb.bench import record_result, run_rounds, slowest_rank, timed_block, wait_for
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 
@@ -97,9 +97,7 @@ class Trainer:
         for _ in range(3):
             for name, half in (("backward", self.backward), ("optimizer", self.update)):
                 self.ranks.barrier()
-                with Timer(self.ranks.device) as t:
-                    half()
-                found[name].append(t.ms)
+                found[name].append(timed_block(half, 1, self.ranks.device)[1])
         return found
 
 
