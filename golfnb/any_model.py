@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'LARGE_PARAMETER', 'linear_weights', 'head_weight', 'hidden_matrices', 'module_layout', 'find_ranks',
-           'start_alike', 'Numbered', 'follow_module', 'NumberedMuon', 'stretches', 'NumberedAdamW', 'ParallelMuon',
-           'check_numbers', 'trainable_parameters', 'slot_view', 'muon_costs', 'flat_state']
+           'start_alike', 'Numbered', 'follow_module', 'NumberedMuon', 'NumberedAdamW', 'ParallelMuon', 'check_numbers',
+           'trainable_parameters', 'slot_view', 'saved_tensors']
 
 # %% ../nbs/25_any_model.ipynb #aa5f77f6
 import logging
@@ -16,13 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# %% ../nbs/25_any_model.ipynb #3fac39f7
 from .banks import make_banks, rebank
 from .settings import GolfError, patch
 from .layout import Layout, Matrix, group_matrices
-from .newton_schulz import newton_schulz_settings
 from .parallel_muon import AdamW, Engine, FlatGroup, Knobs, Muon, Ranks, ShardedBank, adamw_step
-from .plan import Plan
 
 # %% ../nbs/25_any_model.ipynb #65a9b7ad
 def linear_weights(module: nn.Module) -> dict[str, str]:
@@ -49,7 +46,7 @@ def head_weight(module: nn.Module) -> str | None:
     outside = [n for n in linear_weights(module) if not n.startswith(tuple(blocks))]
     return outside[-1] if outside else None
 
-# %% ../nbs/25_any_model.ipynb #e5dfec9d
+
 def hidden_matrices(module: nn.Module) -> list[str]:
     "Names of the weights that ParallelMuon banks unless a filter says otherwise."
     holders = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
@@ -61,17 +58,18 @@ def module_layout(module: nn.Module, world: int, filter=None, transposable: bool
     """Which weights of a module share which bank, on `world` ranks.
 
     `filter(name, parameter)` says which to take (None: `hidden_matrices`); `transposable`: [a, b] and [b, a]
-    share a bank. GolfError if nothing is chosen, or something that is no matrix.
+    share a bank. GolfError if nothing is chosen, or something other than matrices of one dtype.
     """
     named = {n: p for n, p in module.named_parameters() if p.requires_grad}
     chosen = hidden_matrices(module) if filter is None else [n for n, p in named.items() if filter(n, p)]
     if not chosen:
         raise GolfError(f"ParallelMuon found nothing to bank among {len(named)} trainable parameters of "
                         f"{type(module).__name__}: choose with filter=lambda name, p: ..., or use AdamW")
-    kinds, rows = linear_weights(module), []
+    kinds, rows, dtype = linear_weights(module), [], named[chosen[0]].dtype
     for n in chosen:
-        if named[n].ndim != 2:
-            raise GolfError(f"a bank holds matrices: leave {n} of shape {tuple(named[n].shape)} to AdamW")
+        if named[n].ndim != 2 or named[n].dtype != dtype:
+            raise GolfError(f"banks hold matrices of one dtype, here {dtype}: leave {n}, {named[n].dtype} of shape "
+                            f"{tuple(named[n].shape)}, to AdamW by filter, or convert the module")
         a, b = named[n].shape
         turned, flipped = kinds.get(n) == "conv1d", transposable and a < b
         shape, group = (b, a) if turned else (a, b), f"{b}x{a}" if flipped else f"{a}x{b}"
@@ -145,9 +143,9 @@ def follow_module(master: Tensor, replica: Tensor, published: Tensor):
 class NumberedMuon(Numbered, Muon):
     "Muon with a learning rate and a decay for every slot; slots without a gradient on any rank rest."
 
-    def __init__(self, index: dict[str, int], method: str, product_dtype: torch.dtype | None):
+    def __init__(self, index: dict[str, int], product_dtype: torch.dtype | None):
         Numbered.__init__(self, index)
-        Muon.__init__(self, method=method, product_dtype=product_dtype)
+        Muon.__init__(self, product_dtype=product_dtype)
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "Muon's."
@@ -166,52 +164,42 @@ class NumberedMuon(Numbered, Muon):
 LARGE_PARAMETER = 65_536  # elements
 
 
-def stretches(group: FlatGroup) -> list[tuple]:
-    "Large parameters and runs of small ones: [(from, to, places in `group.names`: [1] or [to - from])]."
-    found, run = [], False
-    for i, n in enumerate(group.names):
-        start, size = group.offsets[n][0], group.params[n].numel() + group.gaps[n].numel()
-        small = size < LARGE_PARAMETER
-        places = torch.full((size if small else 1,), i, device=group.master.device)
-        if small and run:
-            start, _, earlier = found.pop()
-            places = torch.cat([earlier, places])
-        found.append((start, group.offsets[n][0] + size, places))
-        run = small
-    return found
-
-# %% ../nbs/25_any_model.ipynb #18e23c2b
 class NumberedAdamW(Numbered, AdamW):
     "AdamW with numbers and a count of steps for every parameter; those without a gradient on any rank rest."
 
     def __init__(self, index: dict[str, int]):
         AdamW.__init__(self, masters=True)
         Numbered.__init__(self, index)
-        self.stretches = {}
+        self.spans = {}
 
     def rates(self, role: str) -> tuple[float, float]:
-        "One segment: the numbers come with the gradients."
-        return 1.0, 1.0
+        "Two segments, small parameters and tables: the numbers come with the gradients."
+        return float(role == "table"), 0.0
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "AdamW's, and the steps that each parameter has taken."
         self.place(group, group.names)
-        self.stretches[group] = stretches(group)
+        sizes = [group.params[n].numel() + group.gaps[n].numel() for n in group.names]
+        small = [size for size in sizes if size < LARGE_PARAMETER]
+        numbers = torch.arange(len(small)).repeat_interleave(torch.tensor(small, dtype=torch.long)).to(group.master.device)
+        large = [(*group.offsets[n], i) for i, n in enumerate(group.names) if i >= len(small)]
+        self.spans[group] = [(0, len(numbers), numbers), *large]
         return AdamW.state(self, group) | {"step": group.master.new_zeros(len(group.names))}
 
-    def update(self, group: FlatGroup, grad: Tensor, knobs: Knobs):
-        "One step of a flat group, in place."
-        ok, settings, lr_mul, wd_mul = self.numbers(group, knobs)
-        lr, beta1, beta2, eps, wd = settings[3:].unbind()
-        *moments, steps = group.state.values()
-        steps += ok
-        if group.master is not group.rounded:
-            follow_module(group.master, group.rounded, group.master.to(group.rounded.dtype))
-        for a, b, i in self.stretches[group]:
-            tensors = [t[a:b] for t in (group.master, grad, *moments)]
-            count = steps[i].clamp(min=1)
-            adamw_step(*tensors, lr * lr_mul[i], wd * wd_mul[i], ok[i], count, beta1, beta2, eps)
-        group.rounded.copy_(group.master)
+# %% ../nbs/25_any_model.ipynb #18e23c2b
+@patch
+def update(self: NumberedAdamW, group: FlatGroup, grad: Tensor, knobs: Knobs):
+    "One step of a flat group, in place."
+    ok, settings, lr_mul, wd_mul = self.numbers(group, knobs)
+    lr, beta1, beta2, eps, wd = settings[3:].unbind()
+    *moments, steps = group.state.values()
+    steps += ok
+    if group.master is not group.rounded:
+        follow_module(group.master, group.rounded, group.master.to(group.rounded.dtype))
+    for a, b, i in self.spans[group]:
+        tensors, count = [t[a:b] for t in (group.master, grad, *moments)], steps[i].clamp(min=1)
+        adamw_step(*tensors, lr * lr_mul[i], wd * wd_mul[i], ok[i], count, beta1, beta2, eps)
+    group.rounded.copy_(group.master)
 
 # %% ../nbs/25_any_model.ipynb #7df89dc4
 class ParallelMuon(torch.optim.Optimizer):
@@ -227,8 +215,7 @@ class ParallelMuon(torch.optim.Optimizer):
     lr_mul, wd_mul: (name, parameter) -> factor on its learning rate and weight decay
     replica_dtype: of banked weights in the module, e.g. torch.bfloat16 (masters stay fp32); None: as they are
     max_norm: clip the norm of the mean gradient to this; 0: do not
-    method: "ns5" or "polar" (chapter 09); transposable: [a, b] and [b, a] share a bank
-    layout, plan, ranks: default `module_layout`, biggest first, the process group there is
+    transposable: [a, b] and [b, a] share a bank
 
     Raises GolfError for what cannot be trained, before anything is changed.
     """
@@ -237,25 +224,21 @@ class ParallelMuon(torch.optim.Optimizer):
     def __init__(self, module: nn.Module, filter=None, lr: float = 0.02, momentum: float = 0.95,
                  weight_decay: float = 0.1, adam_lr: float = 3e-4, adam_weight_decay: float = 0.01,
                  betas: tuple = (0.9, 0.95), eps: float = 1e-8, lr_mul=None, wd_mul=None,
-                 replica_dtype: torch.dtype | None = None, max_norm: float = 0.0, method: str = "ns5",
-                 transposable: bool = False, layout: Layout | None = None, plan: Plan | None = None,
-                 ranks: Ranks | None = None):
+                 replica_dtype: torch.dtype | None = None, max_norm: float = 0.0, transposable: bool = False):
         module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
         matrices = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
         others = dict(lr=adam_lr, weight_decay=adam_weight_decay, betas=betas, eps=eps)
         check_numbers(**matrices, adam_lr=adam_lr, adam_weight_decay=adam_weight_decay, beta1=betas[0],
                       beta2=betas[1], eps=eps, max_norm=max_norm)
-        newton_schulz_settings(method)
-        self.sort_parameters(module, layout, filter, transposable, ranks)
-        call = f"{plan}, {replica_dtype}, clipping {max_norm > 0}, {method}"
-        start_alike(module, self.layout, self.ranks, call)
-        self.fill_banks(module, plan, replica_dtype, max_norm, method)
+        self.sort_parameters(module, filter, transposable)
+        start_alike(module, self.layout, self.ranks, f"{replica_dtype}, clipping {max_norm > 0}")
+        self.fill_banks(module, replica_dtype, max_norm)
         self.watch(module)
-        groups = [dict(params=list(ps.values()), param_names=list(ps), **how)
-                  for ps, how in ((self.banked, matrices), (self.rest, others))]
-        for group, ps in zip(groups, (self.banked, self.rest)):
-            for name, mul in (("lr_mul", lr_mul), ("wd_mul", wd_mul)):
-                group[name] = [float(mul(n, p)) if mul else 1.0 for n, p in ps.items()]
+        groups = []
+        for ps, how in ((self.banked, matrices), (self.rest, others)):
+            factors = {name: [float(mul(n, p)) if mul else 1.0 for n, p in ps.items()]
+                       for name, mul in (("lr_mul", lr_mul), ("wd_mul", wd_mul))}
+            groups.append(dict(params=list(ps.values()), param_names=list(ps), **how, **factors))
         super().__init__(groups, matrices)  # schedulers look at the defaults
         del self.param_groups[1]["momentum"]
 
@@ -294,23 +277,15 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 # %% ../nbs/25_any_model.ipynb #f7668f76
 @patch
-def sort_parameters(self: ParallelMuon, module: nn.Module, layout, filter, transposable: bool, ranks):
-    "Find ranks and layout, and part the parameters into `banked` and `rest`. GolfError if they do not fit."
+def sort_parameters(self: ParallelMuon, module: nn.Module, filter, transposable: bool):
+    "Find the ranks, make the layout, and part the parameters into `banked` and `rest`; `index` numbers them."
     named = trainable_parameters(module)
-    self.ranks = ranks or find_ranks(next(iter(named.values())).device)
-    self.layout = layout or module_layout(module, self.ranks.world, filter, transposable)
+    self.ranks = find_ranks(next(iter(named.values())).device)
+    self.layout = module_layout(module, self.ranks.world, filter, transposable)
     chosen = set(self.layout.names())
-    if strange := sorted(chosen - set(named)):
-        raise GolfError(f"the layout names {strange[0]}, which is no trainable parameter of this "
-                        f"{type(module).__name__}: make it with module_layout(module, world)")
     self.banked = {n: p for n, p in named.items() if n in chosen}
     self.rest = {n: p for n, p in named.items() if n not in chosen}
     self.index = {n: i for i, n in enumerate([*self.banked, *self.rest])}
-    some, one = next(iter(self.banked.items()))
-    for n, p in self.banked.items():
-        if p.dtype != one.dtype:
-            raise GolfError(f"banked weights must have one dtype: {some} has {one.dtype}, {n} has {p.dtype}; "
-                            "convert the module, or choose with filter and leave the others to AdamW")
 
 # %% ../nbs/25_any_model.ipynb #6b26447f
 def slot_view(bank: Tensor, place: tuple) -> Tensor:
@@ -318,21 +293,22 @@ def slot_view(bank: Tensor, place: tuple) -> Tensor:
     _, slot, flipped = place
     return bank[slot].T if flipped else bank[slot]
 
-# %% ../nbs/25_any_model.ipynb #16fc223f
+
 @patch
-def fill_banks(self: ParallelMuon, module: nn.Module, plan, replica_dtype, max_norm: float, method: str):
+def fill_banks(self: ParallelMuon, module: nn.Module, replica_dtype, max_norm: float):
     "Copy the matrices into banks, make the engine, and make each parameter a view of its slot."
     turned = {n for n, kind in linear_weights(module).items() if kind == "conv1d"}
     self.places = {m.name: (b.name, i, m.transposed != (m.name in turned)) for b, i, m in self.layout}
     some = next(iter(self.banked.values()))
     start = {n: b.detach() for n, b in make_banks(self.layout, some.dtype, some.device).items()}
-    weights = {n: p.detach().T if n in turned else p.detach() for n, p in self.banked.items()}
-    rebank(self.layout, weights, start)
+    rebank(self.layout, {n: p.detach().T if n in turned else p.detach() for n, p in self.banked.items()}, start)
     replicas = {n: nn.Parameter(b.to(replica_dtype or b.dtype)) for n, b in start.items()}
+    roles = {"bank": replicas, "table": {}, "scalar": {}}
+    for n, p in self.rest.items():
+        roles["table" if p.numel() >= LARGE_PARAMETER else "scalar"][n] = p
     low = torch.bfloat16 if some.is_cuda and some.dtype != torch.float64 else None
-    rules = NumberedMuon(self.index, method, low), NumberedAdamW(self.index)
-    self.engine = Engine({"bank": replicas, "scalar": self.rest}, self.layout, self.ranks, plan, *rules,
-                         clip="global" if max_norm else "none", max_norm=max_norm)
+    rules, clip = (NumberedMuon(self.index, low), NumberedAdamW(self.index)), "global" if max_norm else "none"
+    self.engine = Engine(roles, self.layout, self.ranks, None, *rules, clip=clip, max_norm=max_norm)
     self.engine.load(start, {n: p.detach() for n, p in self.rest.items()})
     self.buffers = {n: torch.zeros_like(r, requires_grad=False) for n, r in replicas.items()}
     self.grad_views = {n: slot_view(self.buffers[place[0]], place) for n, place in self.places.items()}
@@ -343,12 +319,38 @@ def fill_banks(self: ParallelMuon, module: nn.Module, plan, replica_dtype, max_n
 
 # %% ../nbs/25_any_model.ipynb #9961ddd9
 @patch
+def collect_gradients(self: ParallelMuon):
+    "Bring the banked gradients into the buffers and hand those to the engine."
+    views = [(self.grad_views[n], p.grad) for n, p in self.banked.items()]
+    fresh = [(view, grad) for view, grad in views if grad is not None and grad is not view]
+    missing = [view for view, grad in views if grad is None]
+    if fresh:
+        torch._foreach_copy_(*(list(x) for x in zip(*fresh)))
+    if missing:
+        torch._foreach_zero_(missing)
+    for n, bank in self.engine.banks.items():
+        bank.replica.grad = self.buffers[n]
+
+
+@patch
+def write_words(self: ParallelMuon):
+    "Which parameters have a gradient here, and rank 0's numbers of this step: a copy that nobody waits for."
+    first, rest = self.param_groups
+    has = [float(p.grad is not None) for g in self.param_groups for p in g["params"]]
+    numbers = [first["lr"], first["momentum"], first["weight_decay"], rest["lr"], *rest["betas"], rest["eps"],
+               rest["weight_decay"], *first["lr_mul"], *rest["lr_mul"], *first["wd_mul"], *rest["wd_mul"]]
+    words = has + [float(x) if self.ranks.master else 0.0 for x in numbers]
+    there = self.engine.words
+    there.copy_(torch.tensor(words, dtype=there.dtype, pin_memory=there.is_cuda), non_blocking=True)
+
+# %% ../nbs/25_any_model.ipynb #0c4dc115
+@patch
 @torch.no_grad()
 def step(self: ParallelMuon, closure=None):
     """Average the gradients over the ranks, update everything, publish; every rank must call it.
 
-    `closure` runs forward and backward and returns the loss. Nothing waits for the GPU, but once: the third
-    step records its launches.
+    `closure` runs forward and backward and returns the loss. Nothing waits for the GPU, except that the third
+    step records its launches, and that every hundredth asks how many were skipped.
     """
     loss = None
     if closure is not None:
@@ -364,36 +366,12 @@ def step(self: ParallelMuon, closure=None):
     self.engine.finish()
     torch.autograd.graph.increment_version([*self.banked.values(), *self.rest.values()])
     self.steps += 1
-    self.report_skips()
+    if self.steps % 100 == 0 and self.ranks.master and (skipped := self.skipped):
+        words = "ParallelMuon skipped %d of %d steps: a gradient was not finite on some rank"
+        logging.getLogger("golfnb").warning(words, skipped, self.steps)
     return loss
 
-# %% ../nbs/25_any_model.ipynb #0c4dc115
-@patch
-def collect_gradients(self: ParallelMuon):
-    "Bring the banked gradients into the buffers and hand those to the engine."
-    views = [(self.grad_views[n], p.grad) for n, p in self.banked.items()]
-    fresh = [(view, grad) for view, grad in views if grad is not None and grad is not view]
-    missing = [view for view, grad in views if grad is None]
-    if fresh:
-        torch._foreach_copy_(*(list(x) for x in zip(*fresh)))
-    if missing:
-        torch._foreach_zero_(missing)
-    for n, bank in self.engine.banks.items():
-        bank.replica.grad = self.buffers[n]
-
 # %% ../nbs/25_any_model.ipynb #08e02ef0
-@patch
-def write_words(self: ParallelMuon):
-    "Which parameters have a gradient here, and rank 0's numbers of this step: a copy that nobody waits for."
-    first, rest = self.param_groups
-    has = [float(p.grad is not None) for g in self.param_groups for p in g["params"]]
-    numbers = [first["lr"], first["momentum"], first["weight_decay"], rest["lr"], *rest["betas"], rest["eps"],
-               rest["weight_decay"], *first["lr_mul"], *rest["lr_mul"], *first["wd_mul"], *rest["wd_mul"]]
-    words = has + [float(x) if self.ranks.master else 0.0 for x in numbers]
-    there = self.engine.words
-    there.copy_(torch.tensor(words, dtype=there.dtype, pin_memory=there.is_cuda), non_blocking=True)
-
-# %% ../nbs/25_any_model.ipynb #8fb4d7ab
 @patch
 def zero_grad(self: ParallelMuon, set_to_none: bool = True):
     "Drop all gradients; with `set_to_none=False` those that exist become zeros, banked ones in the buffer."
@@ -406,7 +384,7 @@ def zero_grad(self: ParallelMuon, set_to_none: bool = True):
     if rest := [p.grad.detach() for p in self.rest.values() if p.grad is not None]:
         torch._foreach_zero_(rest)
 
-# %% ../nbs/25_any_model.ipynb #d6681336
+
 @patch
 def add_param_group(self: ParallelMuon, param_group: dict):
     "The two groups are made at the call; GolfError afterwards."
@@ -425,9 +403,7 @@ def watch(self: ParallelMuon, module: nn.Module):
             holders.setdefault(id(p), []).append((m, attribute))
     self.watched = [(n, p, holders[id(p)], p.data_ptr()) for n, p in (self.banked | self.rest).items()]
     self.idle = [(n, p) for n, p in module.named_parameters() if n not in self.index]
-    self.steps = self.steps_heard = self.skips_told = 0
-    self.heard = torch.zeros((), dtype=self.engine.full, pin_memory=self.engine.device.type == "cuda")
-    self.heard_at = None
+    self.steps = 0
 
 # %% ../nbs/25_any_model.ipynb #302b4394
 @patch
@@ -450,48 +426,27 @@ def check_parameters(self: ParallelMuon):
             raise GolfError(f"{name} was frozen when ParallelMuon was made and has a gradient now: "
                             "unfreeze it before the call, and freeze it afterwards if it shall rest")
 
-# %% ../nbs/25_any_model.ipynb #68acf1be
-@patch
-def report_skips(self: ParallelMuon):
-    "Log skipped steps that the host has heard of (rank 0 only), and ask again."
-    if self.heard_at is not None and not self.heard_at.query():
-        return
-    skipped = self.steps_heard - int(self.heard)
-    if skipped > self.skips_told and self.ranks.master:
-        words = "ParallelMuon skipped a step: a gradient was not finite on some rank (%d skipped so far)"
-        logging.getLogger("golfnb").warning(words, skipped)
-    self.skips_told, self.steps_heard = skipped, self.steps
-    self.heard.copy_(self.engine.knobs.count, non_blocking=True)
-    self.heard_at = torch.cuda.current_stream().record_event() if self.heard.is_pinned() else None
-
-# %% ../nbs/25_any_model.ipynb #3f176cfd
-def muon_costs(optimizer: ParallelMuon) -> dict[str, int]:
-    "Bytes that a rank holds for its banks, and sends in a step."
-    engine, w = optimizer.engine, optimizer.ranks.world
-    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
-    banks = engine.banks.values()
-    weights, small = size(b.replica for b in banks), size(g.wire for g in engine.groups)
-    return {"weights": weights, "gradient buffer": weights, "masters": size(b.master for b in banks),
-            "momentum": size(b.state["momentum_buffer"] for b in banks),
-            "shard in and out": size(t for b in banks for t in (b.grad, b.rounded)),
-            "sent for banks": 2 * weights * (w - 1) // w, "sent for the rest": 2 * small * (w - 1) // w}
-
 # %% ../nbs/25_any_model.ipynb #2eda6789
+def saved_tensors(part) -> dict[str, Tensor]:
+    "What a saved state holds of a bank's shard or of a flat group, by torch's names; the count of steps aside."
+    masters = {} if part.master is part.rounded else {"master": part.master}
+    return masters | {k: t for k, t in part.state.items() if k != "step"}
+
+
 @patch
 def state_dict(self: ParallelMuon) -> dict:
     "Whole state by parameter, on the CPU of every rank; every rank must call it. Fits any number of ranks."
     engine, state = self.engine, self.state
     banks = [engine.banks[b.name] for b in engine.layout.banks]
-    for what in ("master", "momentum_buffer"):
-        shards = [b.master if what == "master" else b.state[what] for b in banks]
-        whole = {n: b.cpu() for n, b in engine.gather(shards)[0].items()}
+    for what in saved_tensors(banks[0]):
+        whole = {n: b.cpu() for n, b in engine.gather([saved_tensors(b)[what] for b in banks])[0].items()}
         for n, place in self.places.items():
             view = slot_view(whole[place[0]], place)
             state[self.banked[n]][what] = view.clone(memory_format=torch.contiguous_format)
     for g in engine.groups:
         for n, steps in zip(g.names, g.state["step"].cpu()):
             state[self.rest[n]]["step"] = steps.clone()
-        for what, flat in flat_state(g).items():
+        for what, flat in saved_tensors(g).items():
             for n, view in g.view(flat).items():
                 state[self.rest[n]][what] = view.to("cpu", copy=True)
     packed = torch.optim.Optimizer.state_dict(self)
@@ -499,30 +454,24 @@ def state_dict(self: ParallelMuon) -> dict:
     return packed
 
 # %% ../nbs/25_any_model.ipynb #61cae1a3
-def flat_state(group: FlatGroup) -> dict[str, Tensor]:
-    "What a saved state holds of a flat group's parameters, by torch's names."
-    masters = {} if group.master is group.rounded else {"master": group.master}
-    return {k: group.state[k] for k in ("exp_avg", "exp_avg_sq")} | masters
-
-# %% ../nbs/25_any_model.ipynb #e5ca13cc
 @patch
 def check_state(self: ParallelMuon, saved: dict):
     "GolfError unless the saved state is complete and of these parameters."
-    sizes = [len(self.banked), len(self.rest)]
-    if sizes != [len(g["params"]) for g in saved.get("param_groups", ())] or "state" not in saved:
-        raise GolfError(f"this is no state of a ParallelMuon with {sizes[0]} banked and {sizes[1]} other "
-                        "parameters: load what ParallelMuon.state_dict() gave for this module and filter")
-    for group, ps in zip(saved["param_groups"], (self.banked, self.rest)):
-        needs = ("master", "momentum_buffer") if ps is self.banked else ("exp_avg", "exp_avg_sq", "step")
-        for i, name, (n, p) in zip(group["params"], group.get("param_names", ()), ps.items()):
-            state = saved["state"].get(i, {})
-            shape = next((tuple(state[k].shape) for k in needs if k in state), None)
-            if name != n or shape != tuple(p.shape) or not all(k in state for k in needs):
-                wanted, found = ", ".join(needs), ", ".join(state) or "nothing"
-                raise GolfError(f"the saved state does not fit: expected {wanted} of {n}, {tuple(p.shape)}, "
-                                f"found {found} of {name}, {shape}; load the state of this module")
+    ours, theirs = ([n for g in groups for n in g.get("param_names", ())]
+                    for groups in (self.param_groups, saved.get("param_groups", ())))
+    if ours != theirs or "state" not in saved:
+        wrong = ", ".join(sorted({*ours} ^ {*theirs})[:3]) or "the order"
+        raise GolfError(f"this is no state of a ParallelMuon with these {len(ours)} parameters, {wrong} differs: "
+                        "load what ParallelMuon.state_dict() gave for this module and filter")
+    for n, p in (self.banked | self.rest).items():
+        state = saved["state"].get(self.index[n], {})
+        needs = ("master", "momentum_buffer") if n in self.banked else ("exp_avg", "exp_avg_sq", "step")
+        if any(k not in state or k != "step" and state[k].shape != p.shape for k in needs):
+            found = ", ".join(f"{k} {tuple(t.shape)}" for k, t in state.items()) or "nothing"
+            raise GolfError(f"the saved state does not fit: expected {', '.join(needs)} of {n}, {tuple(p.shape)}, "
+                            f"found {found}; load the state of this module")
 
-# %% ../nbs/25_any_model.ipynb #074d9805
+# %% ../nbs/25_any_model.ipynb #e5ca13cc
 @patch
 @torch.no_grad()
 def load_state_dict(self: ParallelMuon, state_dict: dict):
@@ -533,13 +482,11 @@ def load_state_dict(self: ParallelMuon, state_dict: dict):
     engine, state = self.engine, {n: state_dict["state"][i] for n, i in self.index.items()}
     for n, (name, slot, flipped) in self.places.items():
         bank = engine.banks[name]
-        if slot in bank.slots:
-            for what, t in (("master", bank.master), ("momentum_buffer", bank.state["momentum_buffer"])):
-                slot_view(t, (name, slot - bank.slots.start, flipped)).copy_(state[n][what])
+        for what, t in saved_tensors(bank).items() if slot in bank.slots else ():
+            slot_view(t, (name, slot - bank.slots.start, flipped)).copy_(state[n][what])
     for g in engine.groups:
-        for i, n in enumerate(g.names):
-            g.state["step"][i] = state[n]["step"].to(g.state["step"])
-        for what, flat in flat_state(g).items():
+        g.state["step"].copy_(torch.stack([state[n]["step"] for n in g.names]))
+        for what, flat in saved_tensors(g).items():
             for n, view in g.view(flat).items():
                 view.copy_(state[n].get(what, view))
         g.rounded.copy_(g.master)

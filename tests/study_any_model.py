@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from golfnb.any_model import ParallelMuon, hidden_matrices, muon_costs
-from golfnb.bench import Timer, record_result, run_rounds, slowest_rank, timed_block, wait_for
+from golfnb.any_model import ParallelMuon, hidden_matrices
+from golfnb.bench import record_result, run_rounds, slowest_rank, timed_block, wait_for
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 
@@ -71,7 +71,7 @@ class Trainer:
             self.optimizers = [torch.optim.Muon([named[n] for n in names], lr=0.02, weight_decay=0.1),
                                torch.optim.AdamW([p for n, p in named.items() if n not in names], lr=3e-4, betas=(0.9, 0.95), fused=True)]
         else:
-            self.run, self.optimizers = model, [ParallelMuon(model, ranks=ranks, replica_dtype=torch.bfloat16 if variant == "bf16" else None)]
+            self.run, self.optimizers = model, [ParallelMuon(model, replica_dtype=torch.bfloat16 if variant == "bf16" else None)]
         g = torch.Generator().manual_seed(ranks.rank)
         rows = torch.randint(sizes["vocab"], (sizes["rows"], sizes["length"] + 1), generator=g).to(ranks.device)
         self.ids, self.targets = rows[:, :-1], rows[:, 1:]
@@ -97,9 +97,7 @@ class Trainer:
         for _ in range(3):
             for name, half in (("backward", self.backward), ("optimizer", self.update)):
                 self.ranks.barrier()
-                with Timer(self.ranks.device) as t:
-                    half()
-                found[name].append(t.ms)
+                found[name].append(timed_block(half, 1, self.ranks.device)[1])
         return found
 
 
@@ -130,8 +128,7 @@ def main(words: list[str]):
     if ranks.master:
         for name, values in samples.items():
             print(f"{name:18s} median {median(values):9.3f} ms, least {min(values):9.3f}, of {len(values)}", flush=True)
-        facts = {"ranks": ranks.world, "sizes": sizes, "held_bytes": held, "first_and_last_warm_loss": losses,
-                 "costs": {v: muon_costs(trainers[v].optimizers[0]) for v in VARIANTS[1:]}}
+        facts = {"ranks": ranks.world, "sizes": sizes, "held_bytes": held, "first_and_last_warm_loss": losses}
         record_result(f"any_model_{ranks.world}", samples, "ms", "GPT-2 of plain torch: DDP + torch.optim.Muon + AdamW against one call of ParallelMuon; slowest rank of each sample",
                       facts, os.environ.get("OUT", "nbs/results"))
     stop_ranks(ranks)

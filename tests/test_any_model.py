@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from any_workers import SETTINGS, NanoGPT, Vision, build, loss_of, lr_mul, plain, rows_of, run_ranks, wd_mul
 from torch import nn
 
-from golfnb.any_model import ParallelMuon, find_ranks, head_weight, hidden_matrices, module_layout, muon_costs
+from golfnb.any_model import ParallelMuon, find_ranks, head_weight, hidden_matrices, module_layout
 from golfnb.settings import GolfError
-from golfnb.parallel_muon import Ranks
-from golfnb.plan import Plan, make_plan
 
 WORLDS = (8, 4, 3, 2, 1)  # 8 first: it writes the file that 2 and 1 load
 
@@ -192,7 +190,7 @@ def test_names_values_forward_and_copies_stay(kind, transposable):
     model = build(kind).eval()
     was, twin, out = {n: t.clone() for n, t in model.state_dict().items()}, copy.deepcopy(model), loss_of(model, rows_of(0)).item()
     parameters = dict(model.named_parameters())
-    opt = ParallelMuon(model, transposable=transposable, ranks=Ranks())
+    opt = ParallelMuon(model, transposable=transposable)
     assert dict(model.named_parameters()) .keys() == parameters.keys() and all(p is parameters[n] for n, p in model.named_parameters())
     assert list(model.state_dict()) == list(was) and all(torch.equal(t, was[n]) and t.dtype == was[n].dtype for n, t in model.state_dict().items())
     assert loss_of(model, rows_of(0)).item() == pytest.approx(out, rel=1e-14)  # a product may read a transposed weight in another order
@@ -442,9 +440,10 @@ def test_a_skipped_step_is_counted_and_logged(caplog, max_norm):
     with caplog.at_level(logging.WARNING, "golfnb"):
         opt.step()
         assert distance(weights(model), before) == 0 and opt.skipped == 1
+        opt.steps += 97  # as if they had been made
+        opt.engine.knobs.count += 97
         one_step(model, opt, 2)
-        one_step(model, opt, 3)
-    assert [r.getMessage() for r in caplog.records] == ["ParallelMuon skipped a step: a gradient was not finite on some rank (1 skipped so far)"] and opt.skipped == 1
+    assert [r.getMessage() for r in caplog.records] == ["ParallelMuon skipped 1 of 100 steps: a gradient was not finite on some rank"] and opt.skipped == 1
 
 
 def test_a_step_without_any_gradient_changes_nothing():
@@ -470,15 +469,13 @@ def two_dtypes():
 @pytest.mark.parametrize("module, more, words", [
     (lambda: nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)), {}, "nothing to bank among 3 trainable parameters of Sequential"),
     (lambda: nn.Linear(3, 3), {}, "nothing to bank"), (lambda: nn.ReLU(), {}, "ReLU has none"),
-    (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 3), nn.Linear(3, 3)), dict(filter=lambda n, p: True), "0.weight of shape \\(2, 1, 3, 3\\)"),
-    (two_dtypes, {}, "one dtype: 0.weight has torch.float32, 1.weight has torch.bfloat16"),
+    (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 3), nn.Linear(3, 3)), dict(filter=lambda n, p: True), "0.weight, torch.float32 of shape \\(2, 1, 3, 3\\)"),
+    (two_dtypes, {}, "of one dtype, here torch.float32: leave 1.weight, torch.bfloat16"),
     (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()), {}, "float64 does not mix"),
     (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), {}, "on meta"),
     (Lazy, {}, "b.weight cannot be banked"),
-    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), dict(method="qr"), "ns5 or polar"),
     (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), dict(momentum=1.0), "needs momentum from 0 to below 1: found 1.0"),
     (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), dict(adam_lr=float("nan")), "needs adam_lr from 0 up: found nan"),
-    (two_dtypes, dict(layout=module_layout(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)), 1)), "one dtype: 0.weight"),
 ])
 def test_modules_that_cannot_be_banked(module, more, words):
     module = module()
@@ -495,18 +492,6 @@ def test_two_dtypes_are_fine_when_one_is_banked():
         net(torch.ones(2, 3)).float().sum().backward()
     opt.step()
     assert opt.skipped == 0 and len(opt.engine.groups) == 2
-
-
-def test_layouts_and_plans_of_others_are_refused():
-    model = NanoGPT()
-    with pytest.raises(GolfError, match="made for 4 ranks, but 1"):
-        ParallelMuon(model, layout=module_layout(model, 4))
-    with pytest.raises(GolfError, match="names lm_head.x"):
-        ParallelMuon(model, layout=module_layout(nn.ModuleDict({"lm_head": nn.ModuleDict({"x": nn.Linear(2, 2)})}), 1, filter=lambda n, p: p.ndim == 2))
-    with pytest.raises(GolfError, match="exactly once"):
-        ParallelMuon(model, plan=Plan(("10x10",), ("10x10",)))
-    layout = module_layout(model, 1)
-    ParallelMuon(model, layout=layout, plan=make_plan(layout, "small_first"))
 
 
 def test_a_launcher_without_a_group_and_wrappers_are_refused(monkeypatch):
@@ -558,7 +543,7 @@ def test_states_of_other_models_are_refused_before_anything_changes():
     del short["state"][3]["momentum_buffer"]
     renamed = copy.deepcopy(good)
     renamed["param_groups"][0]["param_names"][2] = "elsewhere.weight"
-    for bad, words in (({}, "no state of a ParallelMuon"), (adam.state_dict(), "no state of a ParallelMuon"), (short, "found master"), (renamed, "of elsewhere.weight"),
+    for bad, words in (({}, "no state of a ParallelMuon"), (adam.state_dict(), "no state of a ParallelMuon"), (short, "found master"), (renamed, "elsewhere.weight, "),
                        (trained(1, NanoGPT(d=8).double())[1].state_dict(), "no state|does not fit")):
         with pytest.raises(GolfError, match=words):
             opt.load_state_dict(bad)
@@ -582,15 +567,6 @@ def test_the_tool_that_measures(tmp_path, monkeypatch, capsys):
     assert all(abs(losses[v][1] - losses["ddp"][1]) < 0.01 for v in losses) and "call optimizer" in capsys.readouterr().out
     with pytest.raises(GolfError, match="unknown name widht"):
         study_any_model.main(["widht=3"])
-
-
-def test_costs_are_what_is_there():
-    model, opt = trained(1, transposable=True)
-    costs, banks = muon_costs(opt), opt.engine.banks.values()
-    size = lambda ts: sum(t.numel() * t.element_size() for t in ts)
-    assert costs["weights"] == size(b.replica for b in banks) == costs["gradient buffer"] == size(opt.buffers.values())
-    assert costs["masters"] == size(b.master for b in banks) and costs["momentum"] == size(b.state["momentum_buffer"] for b in banks)
-    assert costs["shard in and out"] == size(t for b in banks for t in (b.grad, b.rounded)) and costs["sent for banks"] == 0
 
 
 @pytest.mark.gpu
