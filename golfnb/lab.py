@@ -17,52 +17,44 @@ from .launcher import package_dir
 
 # %% ../nbs/24b_lab.ipynb #5f3cde37
 def notebook_dir() -> Path:
-    "The folder of the book's notebooks. Raises GolfError if they are neither beside the package nor installed."
+    "The folder of the book's notebooks, of a checkout or installed. Raises GolfError if there is none."
     places = [package_dir().parent / "nbs", Path(sys.prefix, "share", "golfnb", "nbs")]
     for place in places:
         if (place / "00_settings.ipynb").is_file():
             return place
-    raise GolfError(f"lab: the notebooks are expected at {' or '.join(map(str, places))}, found none; "
-                    "install golfnb again from a wheel, or work in a checkout")
+    raise GolfError(f"lab: the notebooks must lie in {places[0]} or {places[1]}, found in neither; "
+                    "install golfnb again, or work in a checkout")
 
 # %% ../nbs/24b_lab.ipynb #374eb206
 def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
-    """Copy into `folder` what is not there yet, from `source` (default: the book).
+    """Copy what is not there yet from `source`, the book by default; notebooks copied, and notebooks left alone.
 
-    Returns how many notebooks were copied and how many were left as they were.
-    Raises GolfError if the folder is the book itself or cannot be written.
+    Raises GolfError if `folder` is the book itself.
     """
     source, folder = source or notebook_dir(), Path(folder)
     if folder.resolve() == source.resolve():
         raise GolfError(f"lab: {folder} is the book itself, a scratch folder is expected; choose another with --dir")
-    files = [path.relative_to(source) for kind in ("*.ipynb", "*.mplstyle", "results/*.json") for path in source.glob(kind)]
+    files = [p.relative_to(source) for kind in ("*.ipynb", "*.mplstyle", "results/*.json") for p in source.glob(kind)]
     missing = [name for name in files if not (folder / name).exists()]
-    try:
-        for name in missing:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, folder / name)
-    except OSError as e:
-        raise GolfError(f"lab: cannot write {e.filename or folder}: {e.strerror}; choose another folder with --dir") from e
-    copied, all_of_them = (sum(name.suffix == ".ipynb" for name in names) for names in (missing, files))
-    return copied, all_of_them - copied
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    for name in missing:
+        shutil.copyfile(source / name, folder / name)
+    copied, known = (sum(name.suffix == ".ipynb" for name in names) for names in (missing, files))
+    return copied, known - copied
 
 # %% ../nbs/24b_lab.ipynb #acdcdbe0
 def lab_command(folder: Path, port: int | None = None, browser: bool = True) -> list[str]:
-    "The argument vector that opens JupyterLab over `folder`; without a `port`, the first free one from 8888 on."
-    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={Path(folder).resolve()}"]
-    words += ["--ServerApp.answer_yes=True"]  # Ctrl-C stops it without a question
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        words += ["--allow-root"]  # rented machines have no other user
-    if port:
-        words += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    "The command line of JupyterLab over `folder`; without a `port` it takes the first free one from 8888 on."
+    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={Path(folder).resolve()}",
+             "--ServerApp.answer_yes=True", "--allow-root"]  # Ctrl-C asks nothing; rented machines have only root
+    words += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"] if port else []
     return words if browser else [*words, "--no-browser"]
 
-
+# %% ../nbs/24b_lab.ipynb #262aff20
 def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> None:
     "Copy the notebooks and become JupyterLab. Raises GolfError if it is not installed."
     if find_spec("jupyterlab") is None:
-        raise GolfError("lab: JupyterLab is needed and is not installed; run `pip install golfnb[notebooks]`")
+        raise GolfError("lab: JupyterLab is needed, found none installed; run `pip install golfnb[notebooks]`")
     copied, kept = copy_notebooks(folder)
     print(f"lab: {copied} notebooks copied to {folder}, {kept} kept as they were; Ctrl-C stops it", flush=True)
-    command = lab_command(folder, port, browser)
-    os.execv(command[0], command)
+    os.execv(sys.executable, lab_command(folder, port, browser))

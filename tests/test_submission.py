@@ -103,7 +103,7 @@ def test_a_planted_fault_is_refused_with_its_reason(rule, folder, tmp_path):
     ("settings", rewrite("summary.json", r'"matrix_lr": 0.025', '"matrix_lr": 0.03'), "MATRIX_LR"),
     ("seeds", rewrite("train.log", r"seed:2 ", "seed:1 "), "seed of its own"),
     ("files", lambda r: (r / "artifact.golf").rename(r / "artifact.golf.over"), "over the byte limit"),
-    ("code", rewrite("train.log", r"code_sha256:\w{8}", "code_sha256:00000000"), "not run by one script"),
+    ("code", rewrite("train.log", r"code_sha256:\w{8}", "code_sha256:00000000"), "submit the code that ran"),
 ])
 def test_a_run_that_does_not_fit_makes_no_folder(rule, change, words, runs, tmp_path):
     other = tmp_path / "s2"
