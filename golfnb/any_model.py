@@ -46,7 +46,7 @@ def head_weight(module: nn.Module) -> str | None:
     outside = [n for n in linear_weights(module) if not n.startswith(tuple(blocks))]
     return outside[-1] if outside else None
 
-
+# %% ../nbs/25_any_model.ipynb #629a514a
 def hidden_matrices(module: nn.Module) -> list[str]:
     "Names of the weights that ParallelMuon banks unless a filter says otherwise."
     holders = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
@@ -83,8 +83,6 @@ def find_ranks(device: torch.device) -> Ranks:
         raise GolfError(f"the module is on {device}, but this process works on cuda:{here}: "
                         f"call torch.cuda.set_device({device.index}) before the module is made")
     if dist.is_available() and dist.is_initialized():
-        if device.type == "cpu" and dist.get_backend() == "nccl":
-            raise GolfError("the module is on the CPU, and NCCL moves GPU tensors only: move it to the GPU")
         return Ranks(dist.get_rank(), dist.get_world_size(), device)
     if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise GolfError(f"WORLD_SIZE is {world}, but there is no process group: call golfnb.start_ranks() or "
@@ -293,7 +291,7 @@ def slot_view(bank: Tensor, place: tuple) -> Tensor:
     _, slot, flipped = place
     return bank[slot].T if flipped else bank[slot]
 
-
+# %% ../nbs/25_any_model.ipynb #eecd6091
 @patch
 def fill_banks(self: ParallelMuon, module: nn.Module, replica_dtype, max_norm: float):
     "Copy the matrices into banks, make the engine, and make each parameter a view of its slot."
@@ -331,7 +329,7 @@ def collect_gradients(self: ParallelMuon):
     for n, bank in self.engine.banks.items():
         bank.replica.grad = self.buffers[n]
 
-
+# %% ../nbs/25_any_model.ipynb #184acbd3
 @patch
 def write_words(self: ParallelMuon):
     "Which parameters have a gradient here, and rank 0's numbers of this step: a copy that nobody waits for."
@@ -384,7 +382,7 @@ def zero_grad(self: ParallelMuon, set_to_none: bool = True):
     if rest := [p.grad.detach() for p in self.rest.values() if p.grad is not None]:
         torch._foreach_zero_(rest)
 
-
+# %% ../nbs/25_any_model.ipynb #41539c8c
 @patch
 def add_param_group(self: ParallelMuon, param_group: dict):
     "The two groups are made at the call; GolfError afterwards."
@@ -432,7 +430,7 @@ def saved_tensors(part) -> dict[str, Tensor]:
     masters = {} if part.master is part.rounded else {"master": part.master}
     return masters | {k: t for k, t in part.state.items() if k != "step"}
 
-
+# %% ../nbs/25_any_model.ipynb #00e27c8d
 @patch
 def state_dict(self: ParallelMuon) -> dict:
     "Whole state by parameter, on the CPU of every rank; every rank must call it. Fits any number of ranks."

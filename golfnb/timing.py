@@ -38,17 +38,17 @@ def floor_ms(moved: float, flops: float, rates: dict[str, float]) -> float:
     return 1e3 * max(moved / rates["copy"], flops / rates["product"])
 
 
-def replayed(f: Callable, device: torch.device, calls: int) -> Callable:
-    "A function that runs `f` `calls` times: on CUDA as one recorded graph, so that no launch is timed."
-    if device.type != "cuda":
+def replayed(f: Callable, device: torch.device, calls: int, graph: bool = True) -> Callable:
+    "A function that runs `f` `calls` times: on CUDA as one recorded `graph`, so that no launch is timed."
+    if device.type != "cuda" or not graph:
         return lambda: [f() for _ in range(calls)]
     for _ in range(2):  # compiles, and warms the libraries up
         f()
-    graph = torch.cuda.CUDAGraph()
-    record_graph(lambda: [f() for _ in range(calls)], graph)
-    return graph.replay
+    recording = torch.cuda.CUDAGraph()
+    record_graph(lambda: [f() for _ in range(calls)], recording)
+    return recording.replay
 
-
+# %% ../nbs/28_timing.ipynb #f8c283c8
 def measured_rates(device: torch.device) -> dict[str, float]:
     "Bytes per second of a kernel that reads and writes a large tensor, operations per second of a large product."
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
@@ -94,12 +94,12 @@ def kernel_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tupl
             "mlp down": (lambda: mlp_down_grad_op(x, down, z, 0.5, list(MLP_DOWN_TILES)), *mlp)}
 
 # %% ../nbs/28_timing.ipynb #8264357c
-def time_cases(cases: dict[str, tuple], device: torch.device) -> tuple[dict, dict]:
+def time_cases(cases: dict[str, tuple], device: torch.device, graph: bool = True) -> tuple[dict, dict]:
     "Samples in ms a call of every case, interleaved, and facts: rates, floors, and why a case `failed` (too much shared memory, say)."
     ready, failed, calls, rates = {}, {}, 10 if device.type == "cuda" else 1, measured_rates(device)
     for name, (f, *_) in cases.items():
         try:
-            ready[name] = replayed(f, device, calls)
+            ready[name] = replayed(f, device, calls, graph)
         except Exception as e:  # whatever a compiler may raise
             failed[name] = f"{type(e).__name__}: {str(e)[:160]}"
     samples = {k: [x / calls for x in v] for k, v in interleave(ready, rounds=5, device=device).items()}
@@ -119,14 +119,14 @@ def check_sets(sets: list[str]) -> list[str]:
             raise GolfError(f"bench: a set joins words of {known} by +, found {unknown[0]!r} in {words!r}; correct --sets")
     return list(dict.fromkeys(sets)) or DEFAULT_SETS
 
-
+# %% ../nbs/28_timing.ipynb #436af71c
 def with_kernels(model: Golf, words: set[str]) -> Golf:
     "The same model, parameters and all, that computes with the kernels of a set."
     twin = copy.copy(model)
     twin.fuse(usable_kernels(model.tok_emb.device, model.compute, words - {"plain", "graph"}))
     return twin
 
-
+# %% ../nbs/28_timing.ipynb #31aa2b46
 def whole_pass(words: str, model: Golf, cfg: Config) -> Callable:
     "A function (ids, targets) -> loss that leaves gradients, with a set's kernels, compiled if `cfg` says so."
     loss_fn, params = training_loss(with_kernels(model, set(words.split("+"))), model.cap), list(model.parameters())
@@ -168,7 +168,7 @@ def compare_sets(passes: dict[str, Callable], model: Golf, batch: tuple) -> dict
         facts["gradient distance"][name] = {n: apart[n] for n in sorted(apart, key=apart.get)[:-5:-1]}
     return facts
 
-
+# %% ../nbs/28_timing.ipynb #eff71758
 def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device) -> tuple[dict, dict]:
     "Samples and facts of forward and backward for each set."
     cuda, noise = device.type == "cuda", torch.Generator(device).manual_seed(1)
@@ -197,7 +197,7 @@ def event_kind(name: str) -> str:
     "Which part of a step a kernel belongs to."
     return next((kind for kind, pattern in EVENT_KINDS.items() if re.search(pattern, name, re.I)), "other")
 
-
+# %% ../nbs/28_timing.ipynb #9e598a7c
 def device_events(step: Callable, device: torch.device) -> list[dict]:
     "Name, stream, start and length (microseconds) of all that a call put on the device, in order; on a CPU torch's operators."
     cuda = device.type == "cuda"
@@ -212,7 +212,7 @@ def device_events(step: Callable, device: torch.device) -> list[dict]:
              for e in events if e.get("cat") in wanted and "dur" in e]
     return sorted(found, key=lambda e: e["start"])
 
-
+# %% ../nbs/28_timing.ipynb #f0d45e51
 def profile_summary(step: Callable, device: torch.device) -> dict:
     "Milliseconds and launches of one call, by kind and of the longest kernels, and how long it took from first to last."
     events, kinds, kernels = device_events(step, device), {}, {}
@@ -255,12 +255,12 @@ def attention_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, t
             cases[f"{backend}{words}, forward+backward"] = (both, 3 * moved, 7 * flops // 2)
     return cases
 
-
+# %% ../nbs/28_timing.ipynb #35a2b000
 def bench_attention(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
-    "ms of one attention call of the whole micro-batch, ten in a graph, interleaved."
+    "ms of one attention call of the whole micro-batch, ten in a row a sample on a GPU, interleaved."
     cfg = load_config(env)
     rows = cfg.rows_per_micro(8, cfg.train_seq_len)
-    samples, facts = time_cases(attention_cases(cfg, rows, ranks.device), ranks.device)
+    samples, facts = time_cases(attention_cases(cfg, rows, ranks.device), ranks.device, graph=False)
     return samples, "ms", {**facts, "rows": rows, "seq_len": cfg.train_seq_len}
 
 # %% ../nbs/28_timing.ipynb #fba0edab
@@ -276,7 +276,7 @@ def merge_events(events: list[dict], gap: float = 3.0) -> list[dict]:
             merged.append(last[e["stream"]])
     return merged
 
-
+# %% ../nbs/28_timing.ipynb #b547a66d
 def bench_trace(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "One step of rank 0, an entry an interval, in microseconds; streams and kinds are places in the lists of the facts."
     cfg = load_config(env)
@@ -321,7 +321,7 @@ def bench_scaling(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
         rig.loader.close()
     return {"loss of 20 steps (nats)": losses, **samples}, "ms", {"data": words}
 
-
+# %% ../nbs/28_timing.ipynb #a160bb33
 def scaling_table(result: dict) -> list[dict]:
     "A row for each number of ranks: step and its phases in ms, speed-up, efficiency, largest difference of the losses."
     samples, rows = result["samples"], []

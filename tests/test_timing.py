@@ -47,7 +47,7 @@ def test_device_events_see_what_ran():
 
 
 def test_a_case_that_cannot_be_built_is_named(monkeypatch):
-    def built(f, device, calls):  # as on CUDA, where recording runs it
+    def built(f, device, calls, graph):  # as on CUDA, where recording runs it
         f()
         return f
 
