@@ -9,14 +9,14 @@ import torch
 from golfnb.banks import make_banks, unbank
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.baselines import published, separate, speedrun_kinds
+from golfnb.baselines import published, separate
 from golfnb.layout import bucket_layout, model_layout
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record_graph
 from golfnb.newton_schulz import orthogonalize
 from golfnb.plan import make_plan
 from golfnb.train import StepGraph, backward_pass, micro_steps, training_loss
-from workers import Batches, settings
+from workers import Batches, settings, speedrun_kinds
 
 
 def model_of(env, dtype=torch.float64):

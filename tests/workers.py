@@ -16,7 +16,7 @@ from golfnb.banks import unbank
 from golfnb.baselines import published, separate
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.layout import model_layout
+from golfnb.layout import Matrix, model_layout, share_slot
 from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import make_engine, start_ranks, stop_ranks
@@ -90,6 +90,18 @@ def machine(env: dict, ranks, dtype=torch.float64, debug=False):
     init_model(model, cfg, 5)
     model = separate(model) if apart else model
     return cfg, model, make_engine(model, layout, cfg, ranks, debug=debug)
+
+
+def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> dict[str, list[Matrix]]:
+    "The slots of modded-nanogpt #132's model by kind, as chapter 29 writes them."
+    def each(name, n, rows, cols, transposed=False):
+        return [Matrix(f"blocks.{i}.{name}", rows, cols, "", transposed) for i in range(n)]
+
+    squares = enumerate(zip(*(each(f"attn.{x}", attention, width, width) for x in "qkvo")))
+    wide = 4 * width
+    return {"smear_gate": each("smear_gate", 1, 1, 12), "attn_gate": each("attn_gate", attention, 6, 12),
+            "attn": [share_slot(f"blocks.{i}.attn", (wide, width), parts, "") for i, parts in squares],
+            "mlp": each("mlp.fc", layers, wide, width) + each("mlp.proj", layers, width, wide, True)}
 
 
 def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 1):
