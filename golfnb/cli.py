@@ -654,38 +654,27 @@ for _what, (_sentence, _ranks, *_options) in BENCHES.items():
             arg("-o", dest="output", metavar="FILE", help=f"default: nbs/results/{_what}_DEVICE_RANKS.json"), SETTINGS)(bench_command)
 
 # %% ../nbs/24_cli.ipynb #3da0b03d
-STUDIES = {  # name -> the function that runs it, what it asks
-    "gates": ("golfnb.studies:gates", "five ways to start the U-Net's skips"),
-    "dtypes": ("golfnb.studies:dtypes", "each bf16 switch by itself"),
-    "averaging": ("golfnb.studies:averaging", "what a faster step buys each average"),
-    "golf_parts": ("golfnb.studies:golf_parts", "the skip gate and the MLP bank of recipe golf"),
-    "golf_seconds": ("golfnb.studies:golf_seconds", "golf against pr549 at equal seconds"),
-    "orders": ("golfnb.studies:orders", "what the order of the data is worth"),
-    "blocks": ("golfnb.studies:blocks", "steps with the real loader and with a resident batch"),
-    "loader": ("golfnb.studies:loader", "the loader alone"),
-    "jobs": ("golfnb.trials:jobs", "recipes, clock, faults and parity on real ranks"),
-    "build": ("golfnb.trials:build", "text to shards beside bare SentencePiece"),
-    "codec": ("golfnb.trials:codec", "bytes of the same integers under each coder"),
-    "ideal": ("golfnb.trials:ideal", "and under a perfect one"),
-    "shipped": ("golfnb.trials:shipped", "artifacts against one lzma stream"),
-    "loss": ("golfnb.trials:loss", "loss against bytes"),
-    "curve": ("golfnb.trials:curve", "the same for several runs at once"),
-    "scores": ("golfnb.trials:scores", "artifacts in each form of test-time training"),
-    "documents": ("golfnb.trials:documents", "what adapters per document gain"),
+STUDIES = {
+    "gates": "five ways to start the U-Net's skips",
+    "dtypes": "each bf16 switch by itself",
+    "averaging": "what a faster step buys each average",
+    "golf_parts": "the skip gate and the MLP bank of recipe golf",
+    "golf_seconds": "golf against pr549 at equal seconds",
+    "orders": "what the order of the data is worth",
+    "blocks": "steps with the real loader and with a resident batch",
+    "loader": "the loader alone",
+    "parity": "a run on few ranks that computes what eight compute",
+    "codec": "bytes of the same integers under each coder",
+    "loss": "loss of finished runs against bytes",
 }
 
 
 @command("study", "run one of the studies behind the book's chapters 30 and on", arg("name", choices=STUDIES, metavar="NAME"),
-         arg("words", nargs=argparse.REMAINDER, metavar="WORDS", help="the study's own words"),
-         epilog="studies:\n" + "\n".join(f"  {name:12s} {sentence}" for name, (_, sentence) in STUDIES.items()))
+         arg("words", nargs=argparse.REMAINDER, metavar="WORDS", help="settings NAME=VALUE, NPROC=N, run directories"),
+         epilog="studies:\n" + "\n".join(f"  {name:12s} {sentence}" for name, sentence in STUDIES.items()))
 def study_command(args) -> int:
-    "golfnb study: `main(words)` of the study's module. Raises GolfError where the module is not there."
-    module, function = STUDIES[args.name][0].split(":")
-    try:
-        main = getattr(import_module(module), function)
-    except ModuleNotFoundError as e:
-        raise GolfError(f"study {args.name} needs the module {e.name}, found none; work in a checkout") from e
-    return main(args.words) or 0
+    "golfnb study (chapter 29b)."
+    return import_module("golfnb.studies").STUDIES[args.name](args.words)
 
 # %% ../nbs/24_cli.ipynb #4da84a17
 PACKAGES = {  # name -> verdict without it, what to do or what is lost

@@ -553,20 +553,6 @@ def test_states_of_other_models_are_refused_before_anything_changes():
 
 # --- cost
 
-def test_the_tool_that_measures(tmp_path, monkeypatch, capsys):
-    import study_any_model
-    from golfnb.bench import read_result
-
-    monkeypatch.setenv("OUT", str(tmp_path))
-    precision = torch.get_float32_matmul_precision()
-    study_any_model.main("layers=2 width=16 heads=2 vocab=32 length=16 rows=2 rounds=2 block=2 warm=2".split())
-    torch.set_float32_matmul_precision(precision)
-    found = read_result("any_model_1", tmp_path)
-    assert set(found["samples"]) == {f"{v} {s}" for v in study_any_model.VARIANTS for s in ("step", "backward", "optimizer")}
-    losses = found["facts"]["first_and_last_warm_loss"]
-    assert all(abs(losses[v][1] - losses["ddp"][1]) < 0.01 for v in losses) and "call optimizer" in capsys.readouterr().out
-    with pytest.raises(GolfError, match="unknown name widht"):
-        study_any_model.main(["widht=3"])
 
 
 @pytest.mark.gpu

@@ -242,11 +242,11 @@ def test_settings_may_stand_around_options():
 
 
 def test_a_study_gets_its_words(monkeypatch, capsys):
-    from golfnb import trials
+    from golfnb import studies
 
-    assert STUDIES.keys() == trials.STUDIES.keys()
-    monkeypatch.setattr(trials, "curve", lambda words: print(*words) or 5)
-    assert main_cli(["study", "curve", "gates", "--seeds", "3", "A=1"]) == 5 and capsys.readouterr().out == "gates --seeds 3 A=1\n"
+    assert STUDIES.keys() == studies.STUDIES.keys()
+    monkeypatch.setitem(studies.STUDIES, "gates", lambda words: print(*words) or 5)
+    assert main_cli(["study", "gates", "run", "--seeds", "3", "A=1"]) == 5 and capsys.readouterr().out == "run --seeds 3 A=1\n"
 
 
 def test_demo_data_is_made_once_and_again_when_documents_change(tmp_path, monkeypatch, capsys):

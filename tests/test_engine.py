@@ -9,7 +9,6 @@ import torch
 from golfnb.banks import make_banks, unbank
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.baselines import speedrun_kinds
 from golfnb.buckets import CutMuon, bucket_layout
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
@@ -17,7 +16,7 @@ from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record
 from golfnb.newton_schulz import orthogonalize
 from golfnb.plan import make_plan
 from golfnb.train import StepGraph, micro_steps, training_loss
-from workers import Batches, plan_model, settings
+from workers import Batches, plan_model, settings, speedrun_kinds
 
 
 def model_of(env, dtype=torch.float64):

@@ -17,7 +17,7 @@ from golfnb.baselines import separate
 from golfnb.buckets import BucketGolf, CutMuon, read_plan
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.layout import model_layout
+from golfnb.layout import Matrix, model_layout
 from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import make_engine, start_ranks, stop_ranks
@@ -96,6 +96,16 @@ def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
     cfg = load_config(env)
     model, orders = plan_model(cfg, plan or cfg.plan, ranks.world, dtype, 5)
     return cfg, model, make_engine(model, model.layout, cfg, ranks, debug, orders, CutMuon)
+
+
+def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> dict[str, list[tuple]]:
+    "The slots of modded-nanogpt #132's model by kind, as chapter 29 writes them."
+    def each(name, n, rows, cols, transposed=False):
+        return [(Matrix(f"blocks.{i}.{name}", rows, cols, "", transposed),) for i in range(n)]
+
+    wide, squares = 4 * width, zip(*(each(f"attn.{x}", attention, width, width) for x in "qkvo"))
+    return {"smear_gate": each("smear_gate", 1, 1, 12), "attn_gate": each("attn_gate", attention, 6, 12), "attn": [sum(slots, ()) for slots in squares],
+            "mlp": each("mlp.fc", layers, wide, width) + each("mlp.proj", layers, width, wide, True)}
 
 
 def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 1):
