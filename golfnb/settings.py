@@ -79,7 +79,7 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
 
 # %% ../nbs/00_settings.ipynb #659a0b4a
 def settings_from(group: type, values: Mapping):
-    "A `group` from JSON values. Raises GolfError if one is missing, unknown, of a wrong type or out of bounds."
+    "A `group` from JSON values. Raises GolfError if one is missing, unknown, of a wrong type or impossible."
     specs, damaged = {spec.name: spec for spec in fields(group)}, "the file is damaged or of another version"
     if not isinstance(values, Mapping) or set(values) != set(specs):
         found = sorted(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
