@@ -19,7 +19,7 @@ from .settings import GolfError
 
 # %% ../nbs/01_bpb.ipynb #06e8cbc2
 def bits_per_byte(nll_sum: float, byte_count: float) -> float:
-    "The score of a text from its summed loss in nats and its bytes. GolfError when there are no bytes."
+    "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
     if byte_count <= 0:
         raise GolfError(f"bits per byte need at least one byte of scored text, found {byte_count}: "
                         "check tokenizer and validation shards")
@@ -27,7 +27,7 @@ def bits_per_byte(nll_sum: float, byte_count: float) -> float:
 
 # %% ../nbs/01_bpb.ipynb #03113488
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
-    "Load a SentencePiece model. Raises GolfError if it is missing, damaged, or has not `vocab_size` pieces."
+    "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
     if not Path(path).is_file():
         raise GolfError(f"no tokenizer at {path}: expected a SentencePiece .model file; set TOKENIZER_PATH")
     try:
@@ -54,8 +54,8 @@ def tokenizer_hash(path: str | Path) -> str:
 class ByteTable:
     """The bytes of text behind every token of a vocabulary of V pieces.
 
-    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: a space in front, unless a
-    boundary comes before. `boundary` bool [V]: stands for no text.
+    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one more byte, for a space,
+    unless the token before is a boundary. `boundary` bool [V]: the token stands for no text.
     """
     base: torch.Tensor
     leading_space: torch.Tensor
@@ -67,7 +67,7 @@ class ByteTable:
 
 # %% ../nbs/01_bpb.ipynb #13451138
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The table of a tokenizer, on the CPU."
+    "The byte table of a tokenizer, on the CPU."
     base, leading, boundary = [], [], []
     for i in range(sp.get_piece_size()):
         piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
@@ -85,10 +85,10 @@ def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> 
 # %% ../nbs/01_bpb.ipynb #71de3c95
 def unigram_bpb(train_counts: np.ndarray | torch.Tensor, val_tokens: np.ndarray | torch.Tensor,
                 table: ByteTable) -> float:
-    """The bits per byte of a model that knows only how often each token occurs in training, plus one.
+    """The bits per byte of a model that knows only how often each token occurs in training (plus one).
 
     `train_counts` [V], `val_tokens` [n + 1] with n targets, `table` on the CPU.
-    Raises GolfError when counts and vocabulary differ.
+    Raises GolfError if there is not one count for each piece.
     """
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
     if counts.shape != table.base.shape:

@@ -25,9 +25,9 @@ from .settings import GolfError, patch
 
 # %% ../nbs/02_shards.ipynb #9f6cc4d8
 class WholeFile:
-    """A file that gets its name when it is closed, and leaves nothing behind when it is given up.
+    """A file that gets its name only when it is closed; on any error before that, nothing is left of it.
 
-    Use it in a `with`. Missing directories are made. Raises GolfError if it cannot be written: a full disk.
+    Use it in a `with`. Makes missing directories. Raises GolfError if it cannot write, as on a full disk.
     """
 
     def __init__(self, path: str | Path):
@@ -43,7 +43,7 @@ class WholeFile:
             self.file.write(data)
 
     def close(self) -> None:
-        "Force it to disk and give it its name."
+        "Force the bytes to disk and rename the file."
         with self.attempt():
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -57,7 +57,7 @@ class WholeFile:
 @patch
 @contextmanager
 def attempt(self: WholeFile):
-    "Around a step: if it fails, nothing stays behind, and what the disk complains of becomes a GolfError."
+    "Runs a step; if it fails, deletes the temporary file and turns an error of the disk into a GolfError."
     try:
         yield
     except BaseException as error:
@@ -71,7 +71,7 @@ def attempt(self: WholeFile):
 # %% ../nbs/02_shards.ipynb #b570b2eb
 @patch
 def abort(self: WholeFile) -> None:
-    "Give the file up; harmless once it has its name."
+    "Delete the temporary file; does nothing once the file has its name."
     with suppress(OSError):  # what is still in the buffer would not fit either
         if self.file:
             self.file.close()
@@ -91,7 +91,7 @@ BOS_ID = 1  # the token that starts every document
 
 
 def shard_header(tokens: int) -> bytes:
-    "The header of a shard of so many tokens."
+    "The header of a shard of this many tokens."
     words = np.zeros(HEADER_BYTES // 4, "<i4")
     words[:3] = SHARD_MAGIC, SHARD_VERSION, tokens
     return words.tobytes()
@@ -113,7 +113,7 @@ class ShardWriter(WholeFile):
         self.tokens += len(tokens)
 
     def close(self) -> dict:
-        "Give the shard its name; its name, tokens and the SHA-256 of the token bytes."
+        "Rename the file; returns its name, its tokens and the SHA-256 of the token bytes."
         with self.attempt():
             self.file.seek(0)
         super().write(shard_header(self.tokens))
@@ -122,7 +122,7 @@ class ShardWriter(WholeFile):
 
 # %% ../nbs/02_shards.ipynb #3caa5845
 def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> None:
-    "Write a shard of tokens [n], whole or not at all. Raises GolfError for tokens that do not fit."
+    "Write a shard of tokens [n], whole or not at all. Raises GolfError unless all are 16-bit integers."
     values = np.asarray(tokens)
     if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iu":
         raise GolfError(f"a shard needs a non-empty list of whole numbers, found shape {values.shape} of "
@@ -136,7 +136,7 @@ def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> None:
 # %% ../nbs/02_shards.ipynb #ead28ea7
 @contextmanager
 def shard_file(path: str | Path):
-    "An open shard and its number of tokens. GolfError if it is missing, empty, damaged or something else."
+    "An open shard and its number of tokens. Raises GolfError if it is missing, damaged or no shard."
     try:
         with open(path, "rb", buffering=0) as file:
             stat = os.fstat(file.fileno())
@@ -177,7 +177,7 @@ def open_shard(path: str | Path) -> np.memmap:
 def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
     """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
 
-    Raises GolfError as `shard_file` does, if the shard has not the `expected` tokens any more, or ends early.
+    Raises GolfError as `shard_file` does, if the shard no longer has `expected` tokens, or if it ends early.
     """
     part = np.empty(count, "<u2")
     with shard_file(path) as (file, tokens):
@@ -195,7 +195,7 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
 
 # %% ../nbs/02_shards.ipynb #41c71ad2
 def find_shards(pattern: str | Path) -> list[Path]:
-    "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError when there is none."
+    "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError if there is none."
     text = str(pattern)
     found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
     if not found:
@@ -205,7 +205,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
 
 # %% ../nbs/02_shards.ipynb #d02594a7
 def read_tokens(pattern: str | Path, limit: int | None = None, vocab_size: int | None = None) -> np.ndarray:
-    "The joined tokens of all matching shards, at most `limit`, all below `vocab_size`, or GolfError."
+    "The first `limit` tokens of all matching shards. Raises GolfError unless all are below `vocab_size`."
     parts, room = [], math.inf if limit is None else limit
     for path in find_shards(pattern):
         part = read_span(path, 0, min(read_header(path), room))
@@ -221,7 +221,7 @@ def read_tokens(pattern: str | Path, limit: int | None = None, vocab_size: int |
 
 # %% ../nbs/02_shards.ipynb #fbddd7bb
 def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
-    "The validation stream, uint16 [rows * seq_len + 1]. GolfError for a bad shard or less than one row."
+    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
     tokens = read_tokens(pattern, vocab_size=vocab_size)
     rows = (tokens.size - 1) // seq_len
     if rows < 1:
@@ -231,13 +231,13 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
 
 # %% ../nbs/02_shards.ipynb #58cdbb6a
 def _shard_key(path: Path) -> tuple[int, str]:
-    "What copies of a shard have in common: the number of tokens and the SHA-256 of the first MiB."
+    "What copies of a shard share: the number of tokens and the SHA-256 of the first MiB."
     with shard_file(path) as (file, tokens):
         return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
 
 
 def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:
-    "Raise GolfError for train and validation sets that share a file, by any name or as a copy."
+    "Raises GolfError if train and validation set share a file, by any name or as a copy."
     held = {_shard_key(path): path for path in val_paths}
     for path in train_paths:
         if other := held.get(_shard_key(path)):
