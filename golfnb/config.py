@@ -18,7 +18,7 @@ from .train import TrainSettings
 from .quantize import QuantSettings
 from .artifact import ArtifactSettings
 from .ttt import TttSettings
-from .adapters import AdapterSettings
+from .adapters import AdapterSettings, adapter_problems
 
 # %% ../nbs/18c_config.ipynb #151374f1
 @dataclass
@@ -68,10 +68,10 @@ def setting_groups() -> dict[type, list[Field]]:
 @patch
 def problems(self: Config) -> Iterator[str]:
     "What does not fit together, group by group and between groups."
-    for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, TttSettings):
+    for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings):
         yield from group.problems(self)
     if self.ttt_form == "adapters":
-        yield from AdapterSettings.problems(self)
+        yield from adapter_problems(self)
     yield from rope_problems(self, self.eval_seq_len)
     if self.ttt_freeze_blocks > self.num_layers:
         yield (f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={self.num_layers}, "
