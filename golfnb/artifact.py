@@ -37,7 +37,7 @@ ARTIFACT_VERSION = 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
 HEADER_LIMIT = 2**22  # bytes of the header, deflated or not
 RAW_LIMIT = 2**31  # bytes of all sections, decoded
-SECTIONS = ("int6", "int8", "fp16", "fp32", "fp64", "bf16", "scale")  # order in the file
+SECTIONS = (*KIND_DTYPES, "scale")  # order in the file
 CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
 
@@ -80,10 +80,9 @@ def optional(package: str, what: str):
 
 
 def compress_section(raw: bytes, codec: str, shapes: list | None = None) -> tuple[str, bytes]:
-    """The codec to record and the stored bytes, the same every time.
+    """The codec to record and the stored bytes; raises GolfError for an unknown codec or a missing package.
 
     `shapes` [rows, cols] of the tensors in `raw`, for rans; None: bytes in a row.
-    Raises GolfError for an unknown codec or a missing package.
     """
     if codec not in CODECS:
         raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")
@@ -279,10 +278,9 @@ def unpack_bytes(data: bytes, written: str = "") -> tuple[dict, dict[str, Packed
 # %% ../nbs/17_artifact.ipynb #df96ae76
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: str = "lzma",
                   cap: int | None = None, code_bytes: int = 0) -> int:
-    """Write a container, whole or not at all; returns its bytes. Arguments as in `pack_bytes`.
+    """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
 
-    GolfError when it cannot be written, or when it and `code_bytes` are over `cap`: then it is kept as
-    `path` + .over.
+    Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
     """
     path, data = Path(path), pack_bytes(packed, meta, codec)
     kept, total = path.with_name(path.name + ".over"), len(data) + code_bytes
