@@ -10,7 +10,7 @@ __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 
-from .settings import GolfError, Settings, parse_setting, patch, setting
+from .settings import GolfError, Settings, parse_setting, setting
 from .loader import LoaderSettings, batch_problems
 from .model import ModelSettings, rope_problems
 from .parallel_muon import EngineSettings
@@ -18,7 +18,7 @@ from .train import TrainSettings
 from .quantize import QuantSettings
 from .artifact import ArtifactSettings
 from .ttt import TttSettings
-from .adapters import AdapterSettings
+from .adapters import AdapterSettings, adapter_problems
 
 # %% ../nbs/18c_config.ipynb #151374f1
 @dataclass
@@ -51,6 +51,26 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
         "The values of `ModelSettings`, which rebuild the model; plain data for JSON."
         return {spec.name: getattr(self, spec.name) for spec in fields(ModelSettings)}
 
+    def problems(self) -> Iterator[str]:
+        "What does not fit together, group by group and between groups."
+        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings):
+            yield from group.problems(self)
+        if self.ttt_form == "adapters":
+            yield from adapter_problems(self)
+        yield from rope_problems(self, self.eval_seq_len)
+        if self.ttt_freeze_blocks and self.ttt_freeze_blocks > self.num_layers:
+            yield (f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={self.num_layers}, "
+                   f"found {self.ttt_freeze_blocks}: lower it")
+        if self.use_gptq and 0 < 1000 * self.max_wallclock_seconds <= self.gptq_reserve_ms:
+            yield (f"GPTQ_RESERVE_MS must be less than MAX_WALLCLOCK_SECONDS={self.max_wallclock_seconds:g}, "
+                   f"found {self.gptq_reserve_ms:g} ms: lower it or train longer")
+
+    def check(self, world: int = 1) -> None:
+        "Raise GolfError for the first thing that cannot work on `world` ranks."
+        Settings.check(self)
+        for problem in batch_problems(self, self.train_seq_len, world):
+            raise GolfError(problem)
+
 # %% ../nbs/18c_config.ipynb #35d01d8a
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
@@ -63,30 +83,6 @@ def setting_groups() -> dict[type, list[Field]]:
     inherited = {g: {name for base in g.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())}
                  for g in groups}
     return {g: [spec for spec in fields(g) if spec.name not in inherited[g]] for g in groups}
-
-# %% ../nbs/18c_config.ipynb #0ef2ddf7
-@patch
-def problems(self: Config) -> Iterator[str]:
-    "What does not fit together, group by group and between groups."
-    for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, TttSettings):
-        yield from group.problems(self)
-    if self.ttt_form == "adapters":
-        yield from AdapterSettings.problems(self)
-    yield from rope_problems(self, self.eval_seq_len)
-    if self.ttt_freeze_blocks > self.num_layers:
-        yield (f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={self.num_layers}, "
-               f"found {self.ttt_freeze_blocks}: lower it")
-    if self.use_gptq and 0 < 1000 * self.max_wallclock_seconds <= self.gptq_reserve_ms:
-        yield (f"GPTQ_RESERVE_MS must be less than the training time of {self.max_wallclock_seconds:g} s, "
-               f"found {self.gptq_reserve_ms:g}: lower it or raise MAX_WALLCLOCK_SECONDS")
-
-# %% ../nbs/18c_config.ipynb #5a4ce191
-@patch
-def check(self: Config, world: int = 1) -> None:
-    "Raise GolfError for the first thing that cannot work on `world` ranks."
-    Settings.check(self)
-    for problem in batch_problems(self, self.train_seq_len, world):
-        raise GolfError(problem)
 
 # %% ../nbs/18c_config.ipynb #d9d7fbd5
 DEFAULT_RECIPE = "pr549"

@@ -149,16 +149,12 @@ class HessianTaps(dict):
 def calibrate(model: Golf, batches: Iterable[torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
     """Mean of x^T x [cols, cols] for every matrix's input, by matrix name, over the batches of all ranks.
 
-    `batches` are ids [B, T], others on each rank; every rank must call. Q, K and V share one tensor.
-    Raises GolfError when there is no batch.
+    `batches` are ids [B, T], others on each rank, one or more; every rank must call. Q, K, V share a tensor.
     """
     taps, tokens = HessianTaps(), torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for ids in batches:
         model(ids, taps=taps)
         tokens += ids.numel()
-    if not taps.sums:
-        raise GolfError("GPTQ needs at least one calibration batch on every rank, found none: "
-                        "set GPTQ_CALIB_SAMPLES to 1 or more")
     tokens = ranks.sum(tokens)
     means = {name: ranks.sum(total).div_(tokens.to(total.dtype)) for name, total in taps.sums.items()}
     return {name: means[first] for name, first in taps.owner.items()}

@@ -147,23 +147,21 @@ class StepGraph:
 
     def differentiate(self):
         "Loss and gradients of the fixed batch."
-        self.loss = self.loss_fn(self.ids, self.targets) / self.accum
-        self.grads = torch.autograd.grad(self.loss, self.params, allow_unused=True)
+        loss = self.loss_fn(self.ids, self.targets) / self.accum
+        self.loss, self.grads = loss.detach(), torch.autograd.grad(loss, self.params, allow_unused=True)
 
-# %% ../nbs/15_train.ipynb #1485001c
-@patch
-def backward(self: StepGraph, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-    "What `backward_pass` does; shapes and `accum` are the same in all calls."
-    places = [p.data_ptr() for p in self.params]
-    if places != self.places:
-        self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
-        self.recorded = Recorded(self.differentiate, ids.device)
-    earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of the micro-batches before
-    self.ids.copy_(ids), self.targets.copy_(targets)
-    self.recorded()
-    for p, grad, sofar in zip(self.params, self.grads, earlier):
-        p.grad = grad if sofar is None else sofar.add_(grad)
-    return self.loss.detach().clone()
+    def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
+        "What `backward_pass` does; shapes and `accum` are the same in all calls."
+        places = [p.data_ptr() for p in self.params]
+        if places != self.places:
+            self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
+            self.recorded = Recorded(self.differentiate, ids.device)
+        earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of other micro-batches
+        self.ids.copy_(ids), self.targets.copy_(targets)
+        self.recorded()
+        for p, grad, sofar in zip(self.params, self.grads, earlier):
+            p.grad = grad if sofar is None else sofar.add_(grad)
+        return self.loss.clone()
 
 # %% ../nbs/15_train.ipynb #8c815e23
 class RunLog:
@@ -277,6 +275,12 @@ class Trainer:
         "Milliseconds of training so far, by this rank's clock."
         return 1000 * (self.now() - self.begun)
 
+    def stop_clock(self):
+        "Wait for the device, and note the milliseconds of training so far."
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.train_ms = self.elapsed_ms()
+
 # %% ../nbs/15_train.ipynb #636accf2
 @patch
 def step(self: Trainer):
@@ -318,14 +322,6 @@ def read(self: Trainer, values: list):
     if step <= 10 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 or step == cfg.iterations:
         log.line(f"step:{step}/{cfg.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
                  f"step_avg:{end / step:.2f}ms")
-
-# %% ../nbs/15_train.ipynb #e629ecc6
-@patch
-def stop_clock(self: Trainer):
-    "Wait for the device, and note the milliseconds of training so far."
-    if self.engine.device.type == "cuda":
-        torch.cuda.synchronize()
-    self.train_ms = self.elapsed_ms()
 
 # %% ../nbs/15_train.ipynb #21ec3ecd
 @patch

@@ -48,15 +48,13 @@ class Ledger:
         self.upto[docs] = b
         self.history.append(("score", docs, a, b))
 
-# %% ../nbs/18_ttt.ipynb #1fa47623
-@patch
-def train(self: Ledger, docs, a, b):
-    "Ask before an update with targets a .. b-1 of `docs`. GolfError if one of them has no score."
-    docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
-    if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-        raise GolfError(f"an update may use scored targets of its own document only: wanted are {a[:4]} to "
-                        f"{b[:4]}, scored up to {self.upto[docs][:4]}; score the chunk first")
-    self.history.append(("train", docs, a, b))
+    def train(self, docs, a, b):
+        "Ask before an update with targets a .. b-1 of `docs`. GolfError if one of them has no score."
+        docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
+        if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
+            raise GolfError(f"an update may use scored targets of its own document only: wanted {a[:4]} to "
+                            f"{b[:4]}, scored up to {self.upto[docs][:4]}; score the chunk first")
+        self.history.append(("train", docs, a, b))
 
 # %% ../nbs/18_ttt.ipynb #de22bc4d
 @dataclass
@@ -177,7 +175,7 @@ class RunningScore:
                 self.write(*late)
 
     def write(self, nats: float, n_bytes: float, count: float, step: float):
-        "One line and one event, if there is something to tell and somebody to tell it to."
+        "Log one line and one event."
         if self.log is not None and n_bytes > 0:
             loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
@@ -193,9 +191,9 @@ class RunningScore:
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
                 forward: Callable | None = None, loss_fn: Callable | None = None, log: RunLog | None = None,
                 out: Tensor | None = None) -> tuple[float, float, Ledger]:
-    """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, what was done when.
+    """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
-    `state` is the artifact as decoded, by published names; the model ends as adapted as it gets. `tokens`
+    `state` is the artifact as decoded, by published names; the model keeps what it learns. `tokens`
     [N + 1] are on its device, the same on every rank; every rank must call. `forward(ids, keep)` gives logits
     and has `.cap` (default: the model); `loss_fn` is a `row_loss`. `out` [N] receives each target's nats on
     the rank that scored it. GolfError if any rule would be broken.
@@ -237,7 +235,7 @@ class Trial:
         return self.model(ids, keep)
 
     def learn(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        "As `row_loss`. Inputs and targets of different texts are a row of none."
+        "`row_loss`; notes the rows, as -1 where the targets are not the inputs moved by one."
         rows = torch.cat([ids, targets[:, -1:]], 1)[weights != 0]
         self.rows.append(rows if torch.equal(ids[:, 1:], targets[:, :-1]) else torch.full_like(rows, -1))
         return self.loss_of(ids, targets, weights)

@@ -276,7 +276,7 @@ def test_unknown_codec_and_facts_json_cannot_hold():
 def test_missing_directory_and_other_files(tmp_path):
     (tmp_path / "pickle.golf").write_bytes(__import__("pickle").dumps({"a": 1}))
     for path in (tmp_path / "no.golf", tmp_path, tmp_path / "pickle.golf", tmp_path / "no" / "no.golf"):
-        for load in (load_artifact, load_weights, artifact_ledger, load_model):
+        for load in (load_artifact, load_weights, load_model):
             with pytest.raises(GolfError, match=path.name):
                 load(path)
 
