@@ -6,14 +6,13 @@
 __all__ = ['SET_WORDS', 'DEFAULT_SETS', 'EVENT_KINDS', 'floor_ms', 'replayed', 'measured_rates', 'product_cases', 'kernel_cases',
            'time_cases', 'check_sets', 'with_kernels', 'whole_pass', 'sustained', 'compare_sets', 'bench_sets',
            'event_kind', 'device_events', 'profile_summary', 'bench_kernels', 'attention_cases', 'bench_attention',
-           'merge_events', 'bench_trace', 'tail_of', 'bench_scaling', 'scaling_table']
+           'merge_events', 'bench_trace', 'bench_scaling', 'scaling_table']
 
 # %% ../nbs/28_timing.ipynb #d6495e2a
 import copy
 import json
 import re
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -294,15 +293,6 @@ def bench_trace(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
     samples = {k: [e[k] for e in merged] for k in ("start", "length")}
     samples |= {k: [facts[f"{k}s"].index(e[k]) for e in merged] for k in ("stream", "kind")}
     return samples, "us", facts
-
-# %% ../nbs/28_timing.ipynb #73d19947
-def tail_of(trace: dict) -> list[dict]:
-    "Kind, stream, start (microseconds after the first collective) and length of a recorded trace from that collective on."
-    names = ("start", "length", "stream", "kind")
-    rows = [dict(zip(names, row)) for row in zip(*(trace["samples"][k] for k in names))]
-    rows = [{**r, "kind": trace["facts"]["kinds"][int(r["kind"])]} for r in rows]
-    zero = min((r["start"] for r in rows if r["kind"] == "communication"), default=None)
-    return [] if zero is None else [{**r, "start": r["start"] - zero} for r in rows if r["start"] + r["length"] > zero]
 
 # %% ../nbs/28_timing.ipynb #a358118b
 def bench_scaling(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:

@@ -66,7 +66,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("21", "A document of 100 megabytes", "an example, measured nowhere"),
     ("22", "or below 2 %, is noise", "rule of the comparison: NOISE in the cell"),
     ("22", "a pass over 64 MiB", "= 4 * 2 ** 24 / 2 ** 20"),  # the tensor that small_samples copies
-    ("22", "bytes within 3 %", "rule of parity: the bound in the cell"),
+    ("30", "bytes within 3 %", "rule of parity: the bound in the cell"),
     ("24", "a run needs 0.1 to 0.5 GB", "= 0.1"),
     ("27", "NVIDIA H100 80GB HBM3", "name of a device"),
     ("27", "Serialized model int6+lzma: 39 bytes", "invented log"),
