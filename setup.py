@@ -28,6 +28,7 @@ setup(
         "plots": ["matplotlib"],
         "data": ["huggingface_hub", "pyarrow"],
         "pack": ["python-minifier"],
+        "weights": ["safetensors"],
         "notebooks": notebook,
     },
     entry_points={"console_scripts": ["golfnb = golfnb.cli:main_cli"]},

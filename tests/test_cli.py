@@ -159,7 +159,6 @@ def test_artifact_inspect_needs_the_file_only(trained, tmp_path):
 
 
 def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
-    pytest.importorskip("safetensors")
     from golfnb.artifact import load_weights
 
     _, run, _, _ = trained
@@ -197,7 +196,7 @@ def test_script_for_settings(tmp_path):
 @pytest.mark.parametrize("argv, words", [
     ([], "COMMAND"), (["tarin"], "tarin"), (["train", "ITERATIONS=many"], "ITERATIONS"), (["train", "ITERATION=3"], "did you mean ITERATIONS"), (["train", "--nproc", "0"], "at least 1"),
     (["train", "--recipe", "pr000"], "pr000"), (["train", "RECIPE=pr000"], "pr000"), (["train", "NUM_HEADS=7"], "NUM_HEADS"), (["train", "GATED_ATTENTION=1"], "not built"), (["train", "--frob"], "--frob"),
-    (["train", "--nproc", "5"], "5"), (["script"], "-o"), (["score", "x.golf"], "--val"), (["data"], "build|"), (["data", "inspect"], "FILE"), (["artifact", "inspect", "no.golf"], "no.golf"),
+    (["train", "--nproc", "5"], "5"), (["script"], "-o"), (["score", "x.golf"], "--val"), (["data"], "data build"), (["data", "inspect"], "FILE"), (["artifact", "inspect", "no.golf"], "no.golf"),
     (["report", "no-run"], "no-run"), (["quantize", "no-run"], "ema.golf"), (["quantize", ".", "--target-bytes", "x"], "whole number"), (["data", "build", "--val-fraction", "2"], "between 0 and 1"),
     (["study", "nothing"], "nothing"), (["compare", "nowhere"], "nowhere"),
 ])
