@@ -242,7 +242,7 @@ def links_of(samples: dict[str, list[float]], world: int, bank_bytes: int) -> Li
 
 
 def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
-    "microseconds of collectives by bytes, updates by shape and batch, a small kernel, 64 MiB copied, tails."
+    "microseconds of collectives by bytes, updates by shape and batch, a kernel, a pass over memory, tails."
     cfg, cuda, world = load_config(env), ranks.device.type == "cuda", ranks.world
     layouts = [bucket_layout(slot_kinds(cfg), text, world) for text in candidate_buckets(cfg, world)]
     sizes = [1 << k for k in ((16, 18, 20, 22, 24, 26) if cuda else (12, 15, 18, 20))]

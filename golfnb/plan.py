@@ -44,7 +44,7 @@ def make_plan(layout: Layout, order: str = "big_first") -> Plan:
 class Links:
     """A machine in numbers; the first four are enough, the others refine them where they were measured.
 
-    latency_us, bandwidth_gbps: a collective's fixed time, and 1e9 bytes a second that a rank sends in it.
+    latency_us, bandwidth_gbps: a collective's fixed time, and how fast a rank sends in it.
     ns_tflops: rate of the Newton-Schulz products; launch_us: time to start a kernel that is not recorded.
     collectives: "scatter", "gather" or "all-reduce" -> [latency_us, bandwidth_gbps].
     update: "512x1536" (stored shape, short side first) -> [fixed us, us a matrix] of a recorded update.

@@ -124,10 +124,7 @@ def half_width(differences: list[float], level: float = 0.95) -> float:
 # %% ../nbs/29b_studies.ipynb #a15647ab
 @dataclass
 class Kind:
-    """One side of a comparison: settings that it changes, and what else it does.
-
-    `prepare(model, cfg, world)` changes a fresh model; `state`: dtype of momenta and moments (None: as usual).
-    """
+    "Changed settings, what to do to a fresh model, and the dtype of momenta and moments (None: as usual)."
     changes: dict = field(default_factory=dict)
     prepare: Callable | None = None
     state: torch.dtype | None = None
@@ -228,10 +225,7 @@ def run_kind(lab: Lab, cfg: Config, kind: Kind, after: Callable | None = None) -
 
 # %% ../nbs/29b_studies.ipynb #24141363
 def compare(lab: Lab, what: str, cfg: Config, kinds: dict[str, Kind], after: Callable | None = None) -> None:
-    """Run what is missing of a study, each of STUDY_KINDS with each of STUDY_SEEDS, and write after each run.
-
-    Raises GolfError if the earlier runs had other settings.
-    """
+    "Run and write what is missing of STUDY_KINDS x STUDY_SEEDS. Raises GolfError if what is there differs."
     facts = {"world": lab.ranks.world, "data": lab.val[2], "train_tokens": sum(map(read_header, lab.paths)),
              "val_tokens": lab.val[0].numel() - 1, "val_every": cfg.val_loss_every, "steps": cfg.iterations,
              "settings": changed_settings(cfg), "kinds": {name: kind.changes for name, kind in kinds.items()}}
@@ -324,7 +318,7 @@ def golf_seconds(lab: Lab):
 # %% ../nbs/29b_studies.ipynb #8007c91d
 @study
 def blocks(lab: Lab):
-    "Blocks of steps, real loader and resident batch in turn: the difference, and its 95 % bound."
+    "Blocks of steps, real loader and resident batch in turn: the difference, and an upper bound."
     cfg, pairs, steps = lab.config(), lab.option("BLOCKS", 10), lab.option("BLOCK_STEPS", 100)
     rig = Rig(cfg, lab.ranks, lab.paths).warm(cfg.warmup_steps)
     batch = next(rig.loader)
@@ -463,7 +457,7 @@ def codec(lab: Lab):
             matrices = [(sources["synthetic"][n], p) for n, p in packed.items() if p.kind in INT_MAX]
             bits = sum(ideal_bits(w, p) for w, p in matrices)
             samples[f"{key}: ideal"] = [len(data) - coded + bits / 8]
-    lab.keep("codec_cpu", samples, "bytes; seconds where named so", "containers at equal integers; one thread")
+    lab.keep("codec_cpu", samples, "bytes; seconds where named so", "containers at equal integers")
 
 # %% ../nbs/29b_studies.ipynb #fa86a202
 @study

@@ -71,7 +71,6 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("27", "NVIDIA H100 80GB HBM3", "name of a device"),
     ("27", "Serialized model int6+lzma: 39 bytes", "invented log"),
     ("27", "Serialized model int6+lzma: 15990000 bytes", "planted fault"),
-    ("29", "`pass`: copying 64 MiB", "= 4 * (1 << 24) / 2 ** 20"),
     ("30", "is it under 2 %?", "given in an exercise"),
     ("31", "98,304 tokens every 80 milliseconds or so", "published: the reference's step, nbs/results/reference_pr549.json, rounded"),
     ("31", "95 % bound", "definition of the interval"),
