@@ -45,7 +45,7 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
     def train_cap_ms(self) -> float:
         "Milliseconds of training after which the run stops, less what GPTQ is to have; 0: no cap."
         cap = 1000 * self.max_wallclock_seconds
-        return cap - self.gptq_reserve_ms if cap and self.use_gptq else cap
+        return cap - self.gptq_reserve_ms if self.use_gptq and cap else cap
 
     def model_settings(self) -> dict:
         "The values of `ModelSettings`, which rebuild the model; plain data for JSON."
