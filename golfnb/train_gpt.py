@@ -1,20 +1,19 @@
-# golfnb train_gpt.py: what recipe pr549 runs of golfnb, in one file. Made by `golfnb script --recipe pr549`; do not edit.
-# source sha256 c9d4d97c435b41bf | Apache-2.0
+# golfnb train_gpt.py: what recipe pr549 runs of golfnb, in one file; do not edit. Made by
+# golfnb script --recipe pr549 | source sha256 ac14dd902ddb9012 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
-
 import functools
 import gc
 import glob
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import lzma
 import math
 import numpy as np
 import os
 import queue
-import re
 import sentencepiece as spm
 import shutil
 import struct
@@ -29,11 +28,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib import import_module
-from itertools import chain, groupby
+from itertools import chain
 from math import prod, sqrt
 from pathlib import Path
 from torch import Tensor
@@ -54,20 +53,20 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
 }
 
 def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str = "") -> Field:
-    """A dataclass field that knows what it does.
+    """A dataclass field with its meaning, its bounds and how far it is fixed.
 
-    `meaning` ends in its unit; `choices` are the words allowed, if only some are; `bounds`: a key of BOUNDS.
-    `fixed` says how far a generated script may differ: "" any value, "yes" none, "off" also 0 or none,
-    "rows" any count above 0 if it is above 0, else 0.
+    `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds` is a key of BOUNDS.
+    `fixed` says which values a generated script accepts: "" any, "yes" only its own, "off" its own, 0 and
+    none, "rows" any count above 0 where its own is above 0, else only 0.
     """
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds, fixed=fixed))
 
 @dataclass
 class Settings:
-    "A group of settings; a chapter that needs some derives a dataclass from it."
+    "A group of settings; each chapter derives its own dataclass from it."
 
     def problems(self) -> Iterator[str]:
-        "Sentences on what does not fit together, beyond the bounds of single values."
+        "A sentence for each rule between settings that does not hold."
         return iter(())
 
     def check(self) -> None:
@@ -76,18 +75,17 @@ class Settings:
             raise GolfError(problem)
 
 def bound_problems(cfg: Settings) -> Iterator[str]:
-    "One sentence for each setting that is out of its bounds."
+    "A sentence for each setting that is out of its bounds."
     for spec in fields(cfg):
         fits, expected, advice = BOUNDS[spec.metadata.get("bounds", "")]
         if not fits(value := getattr(cfg, spec.name)):
             yield f"{spec.name.upper()} must {expected}, found {value}: {advice}"
 
 WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
-
 YES_NO = {"1": True, "true": True, "0": False, "false": False}
 
 def parse_setting(spec: Field, text: str) -> bool | int | float | str:
-    "The value of a setting from its text; GolfError when it does not parse or is not one of the choices."
+    "The value of a setting from its text. Raises GolfError if it does not parse or is none of the choices."
     name, kind, choices = spec.name.upper(), type(spec.default), spec.metadata["choices"]
     try:
         value = YES_NO[text.strip().lower()] if kind is bool else kind(text)
@@ -103,14 +101,14 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
 # ---- bpb ----
 
 def bits_per_byte(nll_sum: float, byte_count: float) -> float:
-    "The score of a text from its summed loss in nats and its bytes. GolfError when there are no bytes."
+    "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
     if byte_count <= 0:
         raise GolfError(f"bits per byte need at least one byte of scored text, found {byte_count}: "
                         "check tokenizer and validation shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
-    "Load a SentencePiece model. Raises GolfError if it is missing, damaged, or has not `vocab_size` pieces."
+    "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
     if not Path(path).is_file():
         raise GolfError(f"no tokenizer at {path}: expected a SentencePiece .model file; set TOKENIZER_PATH")
     try:
@@ -135,8 +133,8 @@ def tokenizer_hash(path: str | Path) -> str:
 class ByteTable:
     """The bytes of text behind every token of a vocabulary of V pieces.
 
-    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: a space in front, unless a
-    boundary comes before. `boundary` bool [V]: stands for no text.
+    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one more byte, for a space,
+    unless the token before is a boundary. `boundary` bool [V]: the token stands for no text.
     """
     base: torch.Tensor
     leading_space: torch.Tensor
@@ -147,7 +145,7 @@ class ByteTable:
         return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
 
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The table of a tokenizer, on the CPU."
+    "The byte table of a tokenizer, on the CPU."
     base, leading, boundary = [], [], []
     for i in range(sp.get_piece_size()):
         piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
@@ -163,10 +161,10 @@ def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> 
 
 def unigram_bpb(train_counts: np.ndarray | torch.Tensor, val_tokens: np.ndarray | torch.Tensor,
                 table: ByteTable) -> float:
-    """The bits per byte of a model that knows only how often each token occurs in training, plus one.
+    """The bits per byte of a model that knows only how often each token occurs in training (plus one).
 
     `train_counts` [V], `val_tokens` [n + 1] with n targets, `table` on the CPU.
-    Raises GolfError when counts and vocabulary differ.
+    Raises GolfError if there is not one count for each piece.
     """
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
     if counts.shape != table.base.shape:
@@ -179,9 +177,9 @@ def unigram_bpb(train_counts: np.ndarray | torch.Tensor, val_tokens: np.ndarray 
 # ---- shards ----
 
 class WholeFile:
-    """A file that gets its name when it is closed, and leaves nothing behind when it is given up.
+    """A file that gets its name only when it is closed; on any error before that, nothing is left of it.
 
-    Use it in a `with`. Missing directories are made. Raises GolfError if it cannot be written: a full disk.
+    Use it in a `with`. Makes missing directories. Raises GolfError if it cannot write, as on a full disk.
     """
 
     def __init__(self, path: str | Path):
@@ -197,7 +195,7 @@ class WholeFile:
             self.file.write(data)
 
     def close(self) -> None:
-        "Force it to disk and give it its name."
+        "Force the bytes to disk and rename the file."
         with self.attempt():
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -209,7 +207,8 @@ class WholeFile:
 
     @contextmanager
     def attempt(self):
-        "Around a step: if it fails, nothing stays behind, and what the disk complains of becomes a GolfError."
+        """Runs a step; if it fails, deletes the temporary file and turns an error of the disk into a
+        GolfError."""
         try:
             yield
         except BaseException as error:
@@ -221,7 +220,7 @@ class WholeFile:
                             "free some space or write elsewhere") from error
 
     def abort(self) -> None:
-        "Give the file up; harmless once it has its name."
+        "Delete the temporary file; does nothing once the file has its name."
         with suppress(OSError):  # what is still in the buffer would not fit either
             if self.file:
                 self.file.close()
@@ -234,12 +233,11 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-
 HEADER_BYTES = 1024
 
 @contextmanager
 def shard_file(path: str | Path):
-    "An open shard and its number of tokens. GolfError if it is missing, empty, damaged or something else."
+    "An open shard and its number of tokens. Raises GolfError if it is missing, damaged or no shard."
     try:
         with open(path, "rb", buffering=0) as file:
             stat = os.fstat(file.fileno())
@@ -272,7 +270,7 @@ def _checked_header(path: str, size: int, mtime_ns: int) -> int:
 def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
     """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
 
-    Raises GolfError as `shard_file` does, if the shard has not the `expected` tokens any more, or ends early.
+    Raises GolfError as `shard_file` does, if the shard no longer has `expected` tokens, or if it ends early.
     """
     part = np.empty(count, "<u2")
     with shard_file(path) as (file, tokens):
@@ -289,7 +287,7 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
     return part
 
 def find_shards(pattern: str | Path) -> list[Path]:
-    "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError when there is none."
+    "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError if there is none."
     text = str(pattern)
     found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
     if not found:
@@ -298,7 +296,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
     return [Path(p) for p in found]
 
 def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
-    "The joined tokens of all matching shards, at most `limit`, all below `vocab_size`, or GolfError."
+    "The first `limit` tokens of all matching shards. Raises GolfError unless all are below `vocab_size`."
     parts, room = [], math.inf
     for path in find_shards(pattern):
         part = read_span(path, 0, min(read_header(path), room))
@@ -313,7 +311,7 @@ def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarra
     return np.concatenate(parts).astype(np.uint16, copy=False)
 
 def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
-    "The validation stream, uint16 [rows * seq_len + 1]. GolfError for a bad shard or less than one row."
+    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
     tokens = read_tokens(pattern, vocab_size=vocab_size)
     rows = (tokens.size - 1) // seq_len
     if rows < 1:
@@ -322,12 +320,12 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
     return tokens[: rows * seq_len + 1]
 
 def _shard_key(path: Path) -> tuple[int, str]:
-    "What copies of a shard have in common: the number of tokens and the SHA-256 of the first MiB."
+    "What copies of a shard share: the number of tokens and the SHA-256 of the first MiB."
     with shard_file(path) as (file, tokens):
         return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
 
 def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:
-    "Raise GolfError for train and validation sets that share a file, by any name or as a copy."
+    "Raises GolfError if train and validation set share a file, by any name or as a copy."
     held = {_shard_key(path): path for path in val_paths}
     for path in train_paths:
         if other := held.get(_shard_key(path)):
@@ -339,7 +337,7 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
 class WindowSampler:
     """An endless iterator over one rank's rows of each batch, uint16 [rows, seq_len + 1], read from shards.
 
-    Each order of windows derives from it. `state` and `load_state` save and restore a place exactly, as JSON.
+    Each order derives from it. `state` and `load_state` save and restore the place exactly, as JSON.
     """
     order, vocab_size = "", 65_536
 
@@ -393,7 +391,7 @@ class SequentialSampler(WindowSampler):
     def _go_to(self, state: dict) -> None: self.position = int(state["position"])
 
 def grad_accum(world: int) -> int:
-    "Micro-steps of a step on `world` ranks: no rank holds more than an eighth of the batch at once."
+    "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
     return max(1, 8 // world)
 
 @dataclass
@@ -437,7 +435,7 @@ class Batch:
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    The `sampler` is the loader's from now on. Tokens must be below `vocab_size`; `depth` buffers are filled.
+    It takes over the `sampler`. Tokens must be below `vocab_size`; up to `depth` batches are built ahead.
     """
 
     def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int):
@@ -475,17 +473,18 @@ class Loader:
             self.ready.put(error)
 
     def send(self, buffer: torch.Tensor, borders: np.ndarray | None, state: dict) -> None:
-        "Start a filled buffer, int16 [rows, seq_len + 1], on its way."
+        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
         with torch.cuda.stream(self.stream):  # does nothing where there is no stream
             narrow = buffer.to(self.device, non_blocking=True)
             self.copied.append((buffer, self.stream and self.stream.record_event()))
             wide = narrow.long() & 0xFFFF
             ids, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
-            borders = None if borders is None else torch.from_numpy(borders).to(self.device, non_blocking=True)
+            borders = None if borders is None else torch.from_numpy(borders).to(self.device,
+                    non_blocking=True)
         self.sent.append((Batch(ids, targets, borders), state, self.stream and self.stream.record_event()))
 
     def receive(self) -> Batch:
-        "The batch sent first: the current stream waits for it and keeps its memory while it uses it."
+        "The oldest batch sent: the current stream waits for it and keeps its memory while in use."
         batch, self.given, arrived = self.sent.popleft()
         if arrived is not None:
             current = torch.cuda.current_stream(self.device)
@@ -496,7 +495,8 @@ class Loader:
         return batch
 
     def __next__(self) -> Batch:
-        "The next batch, ready for the current stream. Raises what went wrong in the thread, as often as asked."
+        """The next batch, ready for the current stream. Raises an error of the thread, on every call from
+        then on."""
         if self.thread is None:
             raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
         for buffer, event in self.copied:  # a step ago
@@ -521,7 +521,7 @@ class Loader:
         self.start()
 
     def close(self) -> None:
-        "Stop the thread and wait for it and for copies; twice is fine."
+        "Stop the thread, wait for it and for copies; may be called twice."
         if self.thread is not None:
             self.running = False
             self.free.put(None)
@@ -536,10 +536,10 @@ SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
 
 @dataclass(frozen=True)
 class Matrix:
-    """One logical matrix, [rows, cols] of F.linear, and where it wants to live.
+    """One logical matrix, [rows, cols] of F.linear, and how it is stored.
 
-    `name` in a state dict; `group`: its bank; `transposed`: stored as [cols, rows]; up to `small` elements it
-    stays fp16; `parts`: smaller matrices that share its slot, one after the other.
+    `name` is that in a state dict, `group` its bank; `transposed` means stored as [cols, rows]; with at most
+    `small` elements it is packed as fp16.
     """
     name: str
     rows: int
@@ -547,12 +547,6 @@ class Matrix:
     group: str
     transposed: bool = False
     small: int = SMALL_MATRIX
-    parts: tuple["Matrix", ...] = ()
-
-    @property
-    def logical(self) -> tuple["Matrix", ...]:
-        "The matrices in its slot: its parts, or itself."
-        return self.parts or (self,)
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -563,7 +557,6 @@ class Matrix:
     def lr_scale(self) -> float:
         "Muon's factor on the learning rate."
         return sqrt(max(1.0, self.rows / self.cols))
-
 
 @dataclass(frozen=True)
 class BankSpec:
@@ -606,44 +599,17 @@ class BankSpec:
         return [self.matrices[i] if i < self.real else None for i in self.shard(rank)]
 
     def row_scales(self) -> list[list[float]]:
-        "Learning-rate scales of each slot: one for each stored row, or a single one if no slot is shared."
-        rows, width = self.matrices[0].stored
-        if not any(m.parts for m in self.matrices):
-            return [[m.lr_scale] for m in self.matrices] + [[1.0]] * self.padding
-        per_slot = [[(m.lr_scale, prod(m.stored) // width) for m in slot.logical] for slot in self.matrices]
-        return [[s for s, n in parts for _ in range(n)] for parts in per_slot] + [[1.0] * rows] * self.padding
+        "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."
+        return [[m.lr_scale] for m in self.matrices] + [[1.0]] * self.padding
 
-def share_slot(name: str, shape: tuple[int, int], parts: tuple[Matrix, ...]) -> Matrix:
-    "A slot of stored `shape` that holds several matrices. GolfError unless they fill it exactly, by rows."
-    sizes = [prod(m.stored) for m in parts]
-    if sum(sizes) != prod(shape) or any(n % shape[1] for n in sizes):
-        found = ", ".join(f"{m.rows} x {m.cols}" for m in parts)
-        raise GolfError(f"matrices that share slot {name!r} of {shape[0]} x {shape[1]} must fill it exactly, "
-                        f"in whole rows: found {found}; choose a plan that gives them a bank of their own")
-    return Matrix(name, *shape, "", parts=tuple(parts))
+    def views(self, bank) -> list:
+        "Its matrices as stored: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
+        return list(bank.unbind(0)[:self.real])
 
-@dataclass(frozen=True)
-class Cut:
-    "Slots `first` to `last` - 1 of a shard, elements `start` to `stop` - 1 of each: matrices like `matrix`."
-    first: int
-    last: int
-    start: int
-    stop: int
-    matrix: Matrix
-
-def shard_cuts(bank: BankSpec, rank: int) -> list[Cut]:
-    "The cuts of a rank's shard, padding left out; matrices of one `key` are equal."
-    key = lambda m: m.stored
-    cuts, first = [], 0
-    for _, run in groupby(filter(None, bank.slots(rank)), key=lambda slot: [key(m) for m in slot.logical]):
-        run, start = list(run), 0
-        for _, equal in groupby(run[0].logical, key=key):
-            equal = list(equal)
-            stop = start + sum(prod(m.stored) for m in equal)
-            cuts.append(Cut(first, first + len(run), start, stop, equal[0]))
-            start = stop
-        first += len(run)
-    return cuts
+    def batches(self) -> list[list[tuple[int, int, int]]]:
+        """The update's batches as (matrices, short side, long side): a list for each rank, or one if all
+        agree."""
+        return [[(self.per_rank, *sorted(self.matrices[0].stored))]]
 
 @dataclass(frozen=True)
 class Layout:
@@ -652,18 +618,17 @@ class Layout:
     world: int
 
     def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
-        return ((b, i, m) for b in self.banks for i, slot in enumerate(b.matrices) for m in slot.logical)
+        return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
 
     def names(self) -> list[str]:
-        "All matrices, bank by bank; those that share a slot one after the other."
+        "The names of all matrices, bank by bank."
         return [m.name for _, _, m in self]
 
-
 def group_matrices(matrices: list[Matrix], world: int) -> Layout:
-    "A bank per `group`, in slot order. GolfError for two stored shapes in a group, or a name used twice."
+    "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
     if world < 1 or not matrices:
         raise GolfError(f"a layout needs at least one rank and one matrix: found {world} and {len(matrices)}")
-    groups, names = {}, [one.name for m in matrices for one in m.logical]
+    groups, names = {}, [m.name for m in matrices]
     for m in matrices:
         groups.setdefault(m.group, []).append(m)
         if (first := groups[m.group][0]).stored != m.stored:
@@ -681,8 +646,8 @@ class LayoutSettings(Settings):
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    plan: str = setting("pr399", "banks and communication order: pr399, shared_mlp, "
-                        "or buckets such as qo22,kv22,mlp22 (chapter 11): word", fixed="yes")
+    plan: str = setting("pr399", "banks of the blocks: one per shape, or up and down in one",
+                        "pr399", "shared_mlp", fixed="yes")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
 
     @property
@@ -701,57 +666,24 @@ class LayoutSettings(Settings):
         return int(self.mlp_mult * self.model_dim)
 
     def problems(self) -> Iterator[str]:
-        "Shapes that cannot be, and plans that cannot be read."
+        "A sentence for each shape that is impossible."
         if self.mlp_dim < 1:
-            yield f"MLP_MULT must give at least one channel, found {self.mlp_mult} of {self.model_dim}: raise it"
+            yield (f"MLP_MULT must give at least one channel, found {self.mlp_mult} of {self.model_dim}: "
+                   f"raise it")
         for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
                                  ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
             if n % d:
                 yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
 
-def slot_kinds(cfg: LayoutSettings) -> dict[str, list[Matrix]]:
-    "The slots of the model's blocks by kind, in checkpoint order; a matrix appears in several kinds."
-    d, kv, wide = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim
-
-    def each(name: str, rows: int, cols: int, transposed=False) -> list[Matrix]:
-        names = [f"blocks.{i}.{name}.weight" for i in range(cfg.num_layers)]
-        return [Matrix(n, rows, cols, "", transposed, cfg.small_tensor) for n in names]
-
-    q, out, k, v = (each(f"attn.{n}", r, d) for n, r in (("c_q", d), ("proj", d), ("c_k", kv), ("c_v", kv)))
-    up, down, turned = each("mlp.fc", wide, d), each("mlp.proj", d, wide), each("mlp.proj", d, wide, True)
-    blocks = enumerate(zip(q, out, k, v))
-    attn = [share_slot(f"blocks.{i}.attn", (2 * d + 2 * kv, d), parts) for i, parts in blocks]
-    return {"qo": q + out, "kv": k + v, "up": up, "down": down, "mlp": up + turned, "attn": attn}
-
-BANK_NAMES = {"up": "mlp_up", "down": "mlp_down"}  # where a bank has another name than its kind
-
-def bucket_layout(kinds: dict[str, list[Matrix]], text: str, world: int) -> Layout:
-    "The layout of a bucketing. GolfError if it cannot be read, or leaves out a matrix or stores it twice."
-    rest, names, slots = dict(kinds), [], []
-    for bucket in text.split(","):
-        pairs = re.findall(r"([a-z_]+)(\d+)", bucket)
-        name = (BANK_NAMES.get(pairs[0][0], pairs[0][0]) if len(pairs) == 1 else "mixed") + "_bank"
-        names.append(name)
-        group = name if names.count(name) == 1 else f"{name}_{names.count(name)}"
-        for kind, n in pairs if "+".join(map("".join, pairs)) == bucket else [("", 0)]:
-            if not 0 < (n := int(n)) <= len(rest.get(kind, ())):
-                have = ", ".join(f"{kind}{len(some)}" for kind, some in kinds.items())
-                raise GolfError(f"a bank is written like mlp22 or attn10+mlp6, and this model has {have}: "
-                                f"found {bucket!r} in {text!r}; correct PLAN")
-            slots += [replace(m, group=group) for m in rest[kind][:n]]
-            rest[kind] = rest[kind][n:]
-    layout = group_matrices(slots, world)
-    wanted = {m.name for some in kinds.values() for slot in some for m in slot.logical}
-    if missing := sorted(wanted - set(layout.names())):
-        raise GolfError(f"every matrix needs a bank: {text!r} leaves {len(missing)} out, as {missing[0]}; "
-                        "give PLAN all the slots of its kinds")
-    return layout
-
 def model_layout(cfg: LayoutSettings, world: int) -> Layout:
-    "The layout over `world` ranks that PLAN asks for."
-    n = cfg.num_layers
-    named = {"pr399": f"qo{2 * n},kv{2 * n},up{n},down{n}", "shared_mlp": f"qo{2 * n},kv{2 * n},mlp{2 * n}"}
-    return bucket_layout(slot_kinds(cfg), named.get("pr399") or "pr399", world)
+    "The layout of the model's blocks over `world` ranks that PLAN asks for (PR #399)."
+    d, kv, wide, shared = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim, False
+    up, down = "mlp_up_bank", "mlp_down_bank"
+    kinds = (("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False), ("attn.c_k", kv,
+             d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False), ("mlp.fc", wide, d, "mlp_up_bank",
+             False), ("mlp.proj", d, wide, "mlp_down_bank", False))
+    return group_matrices([Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor)
+                           for kind, *where in kinds for i in range(cfg.num_layers)], world)
 
 # ---- banks ----
 
@@ -761,25 +693,13 @@ def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
     storage = {b.name: torch.zeros(b.shape, dtype=dtype, device=device) for b in layout.banks}
     return {name: torch.nn.Parameter(zeros) for name, zeros in storage.items()}
 
-def slot_shapes(spec: BankSpec) -> list[list[tuple[int, int]]]:
-    "The stored shapes of the matrices in every real slot; an empty list where the slot is one matrix."
-    return [[m.stored for m in slot.parts] for slot in spec.matrices]
-
-def bank_views(bank: torch.Tensor, shapes: list[list[tuple[int, int]]]) -> list[torch.Tensor]:
-    "Views of a bank's matrices as stored, slot by slot, with `slot_shapes`; padding slots may be missing."
-    views = []
-    for slot, parts in zip(bank.unbind(0), shapes):
-        pieces = slot.view(-1).split([r * c for r, c in parts]) if parts else ()
-        views += [p.view(shape) for p, shape in zip(pieces, parts)] or [slot]
-    return views
-
 def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     "Views [rows, cols] of all matrices by name, in layout order; gradients flow back into the banks."
-    views = (v for b in layout.banks for v in bank_views(banks[b.name], slot_shapes(b)))
+    views = (v for b in layout.banks for v in b.views(banks[b.name]))
     return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
 
 def rebank(layout: Layout, named: dict[str, torch.Tensor], banks: dict[str, torch.Tensor]) -> None:
-    "Copy matrices into their slots, padding left alone. GolfError if one is missing, surplus or misshapen."
+    "Copy matrices into their slots. Raises GolfError if one is missing, unexpected or of a wrong shape."
     shapes = {m.name: (m.rows, m.cols) for _, _, m in layout}
     if missing := sorted(shapes.keys() - named.keys()) + sorted(named.keys() - shapes.keys()):
         raise GolfError(f"the matrices must be those of layout.names(), missing or unexpected are "
@@ -792,25 +712,16 @@ def rebank(layout: Layout, named: dict[str, torch.Tensor], banks: dict[str, torc
         for name, view in unbank(layout, {k: b.detach() for k, b in banks.items()}).items():
             view.copy_(named[name])
 
-def read_cut(shard: torch.Tensor, cut: Cut) -> torch.Tensor:
-    "The matrices of a cut as a batch [matrices, stored rows, stored columns]; `shard` [n, rows, columns]."
-    return shard.flatten(1)[cut.first:cut.last, cut.start:cut.stop].reshape(-1, *cut.matrix.stored)
-
-def write_cut(shard: torch.Tensor, cut: Cut, batch: torch.Tensor) -> None:
-    "Put such a batch back into a contiguous shard."
-    slots = shard.view(len(shard), -1)[cut.first:cut.last, cut.start:cut.stop]
-    slots.copy_(batch.reshape(slots.shape))
-
 # ---- layers ----
 
 def widen(x: Tensor) -> Tensor:
-    "float32 of a 16-bit tensor; a wider one as it is."
+    "A 16-bit tensor as float32; a wider one unchanged."
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 NORM_EPS = 1.1920929e-07  # float32's machine epsilon
 
 def rms_norm(x: Tensor) -> Tensor:
-    "x [..., D] over the root mean square of its last axis (RMSNorm, arXiv 1910.07467); there is no weight."
+    "x [..., D] divided by the root mean square of its last axis (RMSNorm, arXiv 1910.07467), without weight."
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
 
 def scaled_norm(x: Tensor, scale: float | Tensor) -> Tensor:
@@ -840,7 +751,7 @@ def rotary_tables(T: int, rope_dims: int, base: float, train_len: int, device: s
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on the first R coordinates of each head of x [B, T, H, D]; the others pass through.
 
-    cos and sin are [T, R/2], or [B, T, R/2] where rows stand at places of their own."""
+    cos and sin are [T, R/2], or [B, T, R/2] if each row has its own positions."""
     half = cos.shape[-1]
     cos, sin = cos[..., None, :], sin[..., None, :]
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
@@ -855,12 +766,11 @@ def qk_norm_rope_gain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, gain: Tens
     return q, rotate(rms_norm(k), cos, sin)
 
 FLASH_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}  # choice -> module
-
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 def attention_backend(device: str | torch.device, choice: str = "auto") -> list[SDPBackend]:
-    "Attention backends for this device, best first, or the chosen one; raises GolfError for an unknown word."
+    "Attention backends for this device, best first, the chosen one before all. Raises GolfError if unknown."
     names = BACKENDS | dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION)
     if choice != "auto" and choice not in names:
         raise GolfError(f"ATTENTION must be auto, {', '.join(names)}: found {choice!r}")
@@ -872,7 +782,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, choice: str = "auto") -> Tensor:
     """Causal grouped-query attention (arXiv 2305.13245), scaled by 1/sqrt(D).
 
     q [B, Tq, H, D] are the last Tq positions; k and v [B, T, KV, D].
-    Raises GolfError if the heads do not divide, or queries outnumber keys."""
+    Raises GolfError if H is no multiple of KV, or Tq is above T."""
     (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
     if H % KV or Tq > T:
         raise GolfError("attention needs query heads divisible by key heads and at most as many queries "
@@ -920,7 +830,7 @@ def flash_installed(choice: str) -> bool:
 
 @functools.cache
 def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int) -> str:
-    "Put this package in the place of PyTorch's flash backend and try it: what is wrong with it, or nothing."
+    "Replace PyTorch's flash backend by this package and try it; what is wrong with it, or ''."
     attention = torch.nn.attention
     if not flash_installed(choice):
         return f"{FLASH_PACKAGES[choice]} is not installed"
@@ -937,9 +847,9 @@ def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int
     return problem
 
 def ready_attention(choice: str, device: str | torch.device, heads: int, keys: int, head_dim: int) -> str:
-    """The choice to give `attend` on this device, made ready; auto warns where FlashAttention-3 fails.
+    """The choice to give `attend` on this device, tried out; auto warns if FlashAttention-3 fails.
 
-    Raises GolfError for a choice that is unknown, or was asked for and fails."""
+    Raises GolfError if the choice is unknown, or names a package that fails."""
     attention_backend(device, choice)
     cuda = torch.device(device).type == "cuda"
     wanted = "fa3" if choice == "auto" and cuda and flash_installed("fa3") else choice
@@ -954,7 +864,7 @@ def ready_attention(choice: str, device: str | torch.device, heads: int, keys: i
     return "auto" if problem else wanted
 
 def exclusive(y: Tensor, v: Tensor) -> Tensor:
-    """XSA (parameter-golf PR #399 and #549): y [B, T, H, D] without its part along v [B, T, KV, D].
+    """XSA (parameter-golf PR #399 and #549): y [B, T, H, D] without its component along v [B, T, KV, D].
 
     y is attention's output, v the values of the same positions."""
     B, T, H, D = y.shape
@@ -981,7 +891,7 @@ def smear(x: Tensor, gate: Tensor) -> Tensor:
     return (1 - g) * x + g * before
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    "cap * tanh(logits / cap) (arXiv 2408.00118), widened."
+    "cap * tanh(logits / cap) (arXiv 2408.00118), float32 for 16-bit logits."
     return cap * torch.tanh(widen(logits) / cap)
 
 def softcap_loss(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
@@ -1023,10 +933,6 @@ def check_runnable(x: Tensor):
     if triton is None or not (interpreted or usable_kernels(x.device, x.dtype)):
         raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; "
                         "use its plain twin instead")
-
-def use_kernels(x: Tensor) -> bool:
-    "Whether a kernel may take x."
-    return bool(usable_kernels(x.device, x.dtype))
 
 def kernel_op(name: str, schema: str, empty, grad=None):
     """Decorator: `launch(outs, *args)` becomes an op (*args) -> outs that the compiler traces past.
@@ -1365,23 +1271,24 @@ class ModelSettings(LayoutSettings):
         "What makes the model impossible."
         yield from LayoutSettings.problems(self)
         if self.vocab_size > 65_536:
-            yield (f"VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), found {self.vocab_size}: "
-                   "use a smaller tokenizer")
+            yield (f"VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), found "
+                   f"{self.vocab_size}: use a smaller tokenizer")
         if self.rope_dims % 2 or self.rope_dims > self.head_dim:
-            yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, found {self.rope_dims}: "
-                   f"choose an even number up to {self.head_dim}")
+            yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, found "
+                   f"{self.rope_dims}: choose an even number up to {self.head_dim}")
         yield from rope_problems(self, self.train_seq_len)
         if self.bigram_vocab_size == 1:
-            yield (f"XSA_LAST_N must be 0 or more and BIGRAM_VOCAB_SIZE 0 or at least 2, found {self.xsa_last_n} "
-                   f"and {self.bigram_vocab_size}: change them")
+            yield (f"XSA_LAST_N must be 0 or more and BIGRAM_VOCAB_SIZE 0 or at least 2, found "
+                   f"{self.xsa_last_n} and {self.bigram_vocab_size}: change them")
         if not 0 <= self.negative_slope <= 1:
             yield (f"NEGATIVE_SLOPE must lie in [0, 1], found {self.negative_slope}: "
                    "0 is relu**2, 0.5 is LeakyReLU**2")
         parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
         blocks = {int(p) for p in parts if p.isdecimal()} & set(range(self.num_layers))
         if not 0 < len(parts) == len(blocks):
-            yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, parted "
-                   f"by commas: found {self.ve_layers!r}; write it like VE_LAYERS=9,10, or set VE_ENABLED=0")
+            yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
+                   f"parted by commas: found {self.ve_layers!r}; write it like VE_LAYERS=9,10, or set "
+                   f"VE_ENABLED=0")
 
 def rope_problems(cfg: ModelSettings, longest: int) -> Iterator[str]:
     "Whether rows of `longest` tokens need a scaling that two rotated channels cannot have."
@@ -1411,7 +1318,7 @@ def scalar_shapes(cfg: ModelSettings) -> dict[str, tuple[int, ...]]:
     shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D), "q_gain": (L, cfg.num_heads),
               "smear_gate": (D,)}
     if L > 1:
-        shapes["skip_weights"] = (L // 2, D)
+        shapes["skip_weights"] = L // 2, D
     shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
     blocks = len(cfg.ve_layer_list)
     shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (blocks,)}
@@ -1471,7 +1378,8 @@ class Block:
             ve: Tensor | None = None, keep: int | None = None) -> Tensor:
         """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
 
-        x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos and sin as in `rotate`."""
+        x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos and sin as in
+        `rotate`."""
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
         q, k, v = self.heads(n, w, cos, sin, ve, keep)
         y = self.attend(q, k, v)
@@ -1504,22 +1412,6 @@ class TappedBlock(Block):
         self.taps[f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight"] = x
         return F.linear(x, weight)
 
-def block_places(layout: Layout, blocks: int) -> list[list[tuple[str, int, bool]]]:
-    "Of each matrix of each block: its bank, its place among the bank's matrices, whether it is transposed."
-    found = {m.name: (b.name, i, m.transposed) for b in layout.banks
-             for i, m in enumerate(p for slot in b.matrices for p in slot.logical)}
-    return [[found[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES] for i in range(blocks)]
-
-def side_by_side(layout: Layout, places: list[list[tuple[str, int, bool]]]) -> bool:
-    "Whether each kind of matrix fills neighbouring slots, one per block, from a multiple of their number on."
-    L = len(places)
-    if any(slot.parts for b in layout.banks for slot in b.matrices):
-        return False
-    for (bank, start, flipped), *others in zip(*places):
-        if start % L or others != [(bank, start + i, flipped) for i in range(1, L)]:
-            return False
-    return True
-
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
 
@@ -1532,9 +1424,8 @@ class Golf(torch.nn.Module):
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
         self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
         self.blocks, self.kernels = [make_block(cfg, i, self.attention) for i in self.order], frozenset()
-        self.places = block_places(layout, cfg.num_layers)
-        self.stackable = side_by_side(layout, self.places)
-        self.shapes = {b.name: slot_shapes(b) for b in layout.banks}
+        places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
+        self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
         self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
         wide = torch.promote_types(dtype, torch.float32)
@@ -1563,26 +1454,18 @@ class Golf(torch.nn.Module):
         return (self.rotary_cos, self.rotary_sin) if T == self.cfg.train_seq_len else self.make_rotary(T)
 
     def kinds(self) -> list[Tensor]:
-        "BLOCK_MATRICES over all blocks, [blocks, rows, columns] each; padding may follow. If `stackable` only."
-        L = len(self.places)
-        runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in self.banks.items()}
-        stacks = [(runs[bank][i // L].to(self.compute), flipped) for bank, i, flipped in self.places[0]]
+        "BLOCK_MATRICES over all blocks, [blocks, rows, columns] each; padding may follow."
+        L = self.cfg.num_layers
+        runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name,
+                bank in self.banks.items()}
+        stacks = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         return [stack.mT if flipped else stack for stack, flipped in stacks]
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
-        scalars = self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain
-        if self.stackable:
-            stack = BlockWeights(*self.kinds(), *scalars)
-            return unstacked(joined(stack, kernels), len(self.places))
-        else:
-            views = {name: [v.to(self.compute) for v in bank_views(bank, self.shapes[name])]
-                     for name, bank in self.banks.items()}
-            blocks = []
-            for places, small in zip(self.places, zip(*(t.unbind(0) for t in scalars))):
-                matrices = (views[b][i].T if flipped else views[b][i] for b, i, flipped in places)
-                blocks.append(BlockWeights(*matrices, *small))
-        return [joined(w, kernels) for w in blocks]
+        stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale,
+                             self.resid_mix.to(self.compute), self.q_gain)
+        return unstacked(joined(stack, kernels), self.cfg.num_layers)
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -1636,7 +1519,7 @@ class Golf(torch.nn.Module):
 
     def fuse(self, kernels):
         "Compute with these kernels from now on, as far as the shapes suit them."
-        tiles = (MLP_UP_TILES, MLP_DOWN_TILES)
+        tiles = MLP_UP_TILES, MLP_DOWN_TILES
         cfg, unfit = self.cfg, set()
         if not heads_fit(cfg.head_dim, cfg.rope_dims):
             unfit.add("heads")
@@ -1791,7 +1674,6 @@ class FusedBlock(Block):
 # ---- newton_schulz ----
 
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
-
 POLAR_EXPRESS_COEFFS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1893,9 +1775,7 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
 # ---- grid ----
 
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
-
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
-
 FP16_TINY, FP16_HUGE = 2.0 ** -24, 65504.0              # smallest and largest positive fp16
 
 def row_clip(w: Tensor, quantile: float) -> Tensor:
@@ -1907,12 +1787,12 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
     parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
-def row_scale(clip: Tensor, qmax: int) -> Tensor:
+def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
     """The distance of two grid points, an fp16 number, as `clip` [..., rows]; never zero or infinite.
 
     `qmax` is 31 for int6, 127 for int8; `floor`, as published: no scale under 1/qmax, so no clip under 1.
     """
-    scale = (clip / qmax).clamp(1.0 / qmax, FP16_HUGE)
+    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
@@ -1933,7 +1813,7 @@ def finite_matrix(w: Tensor) -> Tensor:
                         f"{tuple(w.shape)}; check the checkpoint")
     return w if w.dtype == torch.float64 else w.float()
 
-def best_clip(w: Tensor, qmax: int = 31) -> tuple[Tensor, Tensor, Tensor]:
+def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its candidate.
 
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. GolfError for
@@ -1941,7 +1821,7 @@ def best_clip(w: Tensor, qmax: int = 31) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide, best = finite_matrix(w), None
     for index, quantile in enumerate(CLIP_QUANTILES):
-        scale = row_scale(row_clip(wide, quantile), qmax)
+        scale = row_scale(row_clip(wide, quantile), qmax, floor)
         q = quantize_rows(wide, scale, qmax)
         error = (wide - dequantize_rows(q, scale)).square().mean((-2, -1))
         found = q, scale, torch.full_like(error, index, dtype=torch.int64), error
@@ -1958,54 +1838,35 @@ class GridSettings(Settings):
     "What both quantization-aware training and the quantizer need to know of the grid."
     scale_floor: bool = setting(True, "scales from 1/31 (int6) and 1/127 (int8) up: 0 or 1", fixed="yes")
 
-def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     "As published: q int8 [rows, cols] from the unrounded scale, the fp16 scale [rows]. GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
-    scale = (clip / 127).clamp(1.0 / 127, FP16_HUGE)
+    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
-    return quantize_rows(bounded, scale, 127), row_scale(clip, 127)
+    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
 # ---- plan ----
 
 @dataclass(frozen=True)
 class Plan:
-    "The communication schedule as data: two orders of the same bank names."
-    scatter: tuple[str, ...]  # order in which reduce-scatters are started
-    work: tuple[str, ...]     # order in which banks are updated and gathered
+    "The communication schedule: banks in order of their reduce-scatters, and of their updates and gathers."
+    scatter: tuple[str, ...]
+    work: tuple[str, ...]
 
-def check_plan(plan: Plan,      # to be carried out
-               layout: Layout,  # over the banks of this layout
-               ):
-    "GolfError unless both orders name every bank of the layout exactly once (a bank left out would never be updated)."
+def check_plan(plan: Plan, layout: Layout):
+    "Raises GolfError unless both orders name every bank once: a bank left out would never be updated."
     banks = sorted(b.name for b in layout.banks)
     for what, order in (("scatter", plan.scatter), ("work", plan.work)):
         if sorted(order) != banks:
-            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} exactly once: found {', '.join(order) or 'nothing'}; make it with make_plan(layout)")
+            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} exactly once: "
+                            f"found {', '.join(order) or 'nothing'}; make it with make_plan(layout)")
 
-def make_plan(layout: Layout,              # banks to order
-              order: str = "big_first",    # "big_first" or "small_first"
-              ) -> Plan:
-    "The published orders: scatter and work alike by unpadded size. GolfError for another word."
-    if order not in ("big_first", "small_first"):
-        raise GolfError(f"a plan's order must be big_first or small_first: found {order!r}")
+def make_plan(layout: Layout) -> Plan:
+    "Both orders by unpadded size; `order` is big_first or small_first. Raises GolfError for another word."
     size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
-    names = tuple(sorted(size, key=lambda n: size[n] if order == "small_first" else -size[n]))
+    names = tuple(sorted(size, key=lambda n: -size[n]))
     return Plan(names, names)
-
-def plan_orders(layout: Layout, # made from it
-                ) -> Plan:
-    "The orders that a plan asks for, biggest first unless it says otherwise. GolfError for orders that do not fit."
-    said = ("pr399").split("/")[1:]
-    if len(said) < 2:
-        return make_plan(layout, said[0] if said else "big_first")
-    try:
-        orders = [tuple(layout.banks[int(i)].name for i in part.split(".")) for part in said]
-        plan = Plan(*orders)
-    except (ValueError, IndexError, TypeError):
-        raise GolfError(f"a plan's orders are two lists of bucket numbers below {len(layout.banks)}, such as /0.1.2/1.0.2: found {'pr399'!r}; correct PLAN") from None
-    check_plan(plan, layout)
-    return plan
 
 # ---- averaging ----
 
@@ -2048,7 +1909,7 @@ def average_of(mode: str, ema: Ema | None, current: list[Tensor]) -> list[Tensor
         have = ", ".join([k for k, v in kept.items() if v is not None] + ["none"])
         raise GolfError("AVERAGING must be one of ema, swa, ema+swa, none, and be kept from the start: "
                         f"found {mode!r} while this run keeps {have}")
-    lists = [ema.tensors if p == "ema" else (None).mean() for p in parts] or [current]
+    lists = [ema.tensors if p == "ema" else None.mean() for p in parts] or [current]
     return wide_copy(lists[0]) if len(lists) == 1 else [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
 
 # ---- parallel_muon ----
@@ -2150,7 +2011,6 @@ class ShardedBank:
         self.grad, self.rounded = torch.zeros_like(shard), torch.zeros_like(shard)
         scales = torch.tensor(spec.row_scales()[self.slots.start:self.slots.stop], dtype=self.master.dtype)
         self.lr_scale = scales.unsqueeze(-1).to(replica.device)
-        self.cuts = shard_cuts(spec, ranks.rank) if any(m.parts for m in spec.matrices) else None
         self.sum = self.handle = None
         self.state = rule.state(self)
 
@@ -2245,13 +2105,14 @@ class Muon:
     gradient's), `state_dtype` the least width of the momentum; `kernels`: use Triton where it can run.
     """
 
-    def __init__(self, lr: float = 0.025, wd: float = 0.04, steps: int = 5):
-        self.lr, self.wd, self.method, self.steps, self.kernels = lr, wd, "ns5", steps, True
-        self.state_dtype, self.product_dtype = None, None
+    def __init__(self, lr: float = 0.025, wd: float = 0.04, method: str = "ns5", steps: int = 5,
+                 kernels: bool = True, state_dtype=None, product_dtype=None):
+        self.lr, self.wd, self.method, self.steps, self.kernels = lr, wd, method, steps, kernels
+        self.state_dtype, self.product_dtype = state_dtype, product_dtype
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
-        dtype = torch.promote_types(shard.grad.dtype, shard.grad.dtype)
+        dtype = torch.promote_types(shard.grad.dtype, self.state_dtype or shard.grad.dtype)
         return {"momentum_buffer": torch.zeros_like(shard.grad, dtype=dtype)}
 
     def update(self, shard: ShardedBank, grad: Tensor, knobs: Knobs):
@@ -2262,17 +2123,14 @@ class Muon:
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
         "`update` with numbers for each slot: `lr`, `wd` and `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
         momentum = shard.state["momentum_buffer"]
-        fused = self.kernels and use_kernels(momentum)
+        fused = self.kernels and bool(usable_kernels(momentum.device, momentum.dtype))
         ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
-        how = "ns5", self.steps, grad.dtype, self.kernels
-        if shard.cuts is None:
-            update = orthogonalize(ahead, *how)
-        else:
-            update = torch.zeros_like(ahead)
-            for cut in shard.cuts:
-                write_cut(update, cut, orthogonalize(read_cut(ahead, cut), *how))
         last = master_kernels if fused else master_step
-        last(shard.master, update, lr, wd, shard.lr_scale, ok, shard.rounded)
+        last(shard.master, self.direction(ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
+
+    def direction(self, ahead: Tensor) -> Tensor:
+        "Where the weights of a shard go: `ahead` [n, r, c], orthogonalized."
+        return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype, self.kernels)
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
@@ -2381,8 +2239,8 @@ class AdamW:
     """
     words = 0
 
-    def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
-                 betas: tuple = (0.9, 0.95), eps: float = 1e-8):
+    def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04, betas: tuple = (0.9,
+                 0.95), eps: float = 1e-08):
         self.lr, self.table_lr, self.wd, self.betas, self.eps = lr, table_lr, wd, betas, eps
         self.masters, self.state_dtype = False, None
 
@@ -2392,7 +2250,7 @@ class AdamW:
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
-        dtype = torch.promote_types(group.master.dtype, group.master.dtype)
+        dtype = torch.promote_types(group.master.dtype, self.state_dtype or group.master.dtype)
         return {k: torch.zeros_like(group.master, dtype=dtype) for k in ("exp_avg", "exp_avg_sq")}
 
     def update(self, group: FlatGroup, grad: Tensor, knobs: Knobs):
@@ -2440,9 +2298,9 @@ class Engine:
     `launch` and `finish`. Raises GolfError if the layout is for another number of ranks.
     """
 
-    def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None, plan: Plan | None = None,
-                 bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3):
-        self.layout, self.ranks, self.plan = layout, ranks or Ranks(), plan or make_plan(layout)
+    def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None, bank_rule=None,
+                 small_rule=None, clip: str = "global", max_norm=0.3):
+        self.layout, self.ranks, self.plan = layout, ranks or Ranks(), make_plan(layout)
         if layout.world != (world := self.ranks.world):
             raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
                             f"make it with world={world}")
@@ -2460,7 +2318,8 @@ class Engine:
         first, words = next(iter(self.banks.values())).master, len(CONTROL_WORDS) + self.small_rule.words
         self.full, self.device, cuda = first.dtype, first.device, first.is_cuda
         self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
-        self.norm_sq, self.words = self.control[CONTROL_WORDS.index("norm_sq")], self.control[len(CONTROL_WORDS):]
+        self.norm_sq, self.words = (self.control[CONTROL_WORDS.index("norm_sq")],
+                                    self.control[len(CONTROL_WORDS):])
         self.knobs = Knobs(self.words, self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if cuda}
         self.staged, self.wires, self.clip_step = {}, {}, None
@@ -2499,7 +2358,8 @@ class Engine:
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
         """Update everything and publish.
 
-        `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what leaves.
+        `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what
+        leaves.
         """
         for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
             knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
@@ -2576,7 +2436,8 @@ class Engine:
             torch.mul(g, factor.view([1] * g.ndim), out=out)
 
     def tensors(self) -> list:
-        "What an average follows: this rank's shard of every bank's masters (layout order), then the flat groups."
+        """What an average follows: this rank's shard of every bank's masters (layout order), then the flat
+        groups."""
         return [self.banks[s.name].master for s in self.layout.banks] + [g.master for g in self.groups]
 
     def gather(self, tensors: list | None = None) -> tuple[dict, dict]:
@@ -2595,7 +2456,8 @@ class Engine:
 
     @torch.no_grad()
     def load(self, banks: dict, others: dict):
-        "Set the masters from whole tensors, as `gather` gives them, and publish; the rules' state is untouched."
+        """Set the masters from whole tensors, as `gather` gives them, and publish; the rules' state is
+        untouched."""
         for name, bank in self.banks.items():
             bank.master.copy_(banks[name][bank.slots.start:bank.slots.stop])
         for g in self.groups:
@@ -2669,11 +2531,11 @@ class EngineSettings(Settings):
         yield from ()
 
 def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Engine:
-    "The engine a recipe describes, on a model of golfnb."
-    banks = Muon(cfg.matrix_lr, cfg.muon_wd, cfg.muon_backend_steps)
+    "The engine a recipe describes, on a model of golfnb; `rule` is the class of the banks' rule."
+    rule = Muon
+    banks = rule(cfg.matrix_lr, cfg.muon_wd, "ns5", cfg.muon_backend_steps)
     small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
-    plan = plan_orders(layout)
-    return Engine(model.role_params(), layout, ranks, plan, banks, small, "local", cfg.grad_clip_norm)
+    return Engine(model.role_params(), layout, ranks, banks, small, "local", cfg.grad_clip_norm)
 
 # ---- evaluate ----
 
@@ -2691,28 +2553,18 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
     return starts, (starts + row).diff(prepend=torch.zeros(1, dtype=torch.int64))
 
-@torch.no_grad()
-def score_rows(model: Callable, x: Tensor, y: Tensor, keep: int) -> Tensor:
-    """Nats of the last `keep` targets of each row, [B, keep], without gradients.
-
-    `x [B, T]` are tokens and `y [B, T]` those that follow; `model(x, keep)` gives logits [B, keep, V] before
-    the softcap `model.cap`.
-    """
-    return token_nll(model(x, keep), y[:, -keep:], model.cap)
-
 def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
     "Batches (first window, one past the last, keep) of at most `batch_seqs` windows of equal `keeps [W]`."
     batches, first = [], 0
-    values, counts = torch.unique_consecutive(keeps, return_counts=True)
-    for keep, count in zip(values.tolist(), counts.tolist()):
+    for keep, count in zip(*(t.tolist() for t in torch.unique_consecutive(keeps, return_counts=True))):
         end = first + count
         batches += [(a, min(a + batch_seqs, end), keep) for a in range(first, end, batch_seqs)]
         first = end
     return batches
 
 @torch.no_grad()
-def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
-                  batch_seqs: int, progress: Callable | None = None) -> Tensor:
+def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor,
+                  row: int, batch_seqs: int) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 
     `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`; a forward
@@ -2725,34 +2577,36 @@ def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Ten
         filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
         ids = tokens[filled[:, None] + span].long()
         x, y = ids[:, :-1], ids[:, 1:]
-        nll = score_rows(model, x, y, keep)[:b - a]
+        nll = token_nll(model(x, keep), y[:, -keep:], model.cap)[:b - a]
         n_bytes = target_bytes(table, x[:b - a, -keep:], y[:b - a, -keep:])
-        count = torch.full_like(total[0], nll.numel())
-        total += torch.stack([nll.double().sum(), n_bytes.sum().double(), count])
-        if progress is not None:
-            progress(b, len(keeps))
+        total += torch.stack([nll.double().sum(), n_bytes.sum().double(),
+                              torch.full_like(total[0], nll.numel())])
     return total
 
 def share_of(n: int, ranks: Ranks) -> tuple[int, int]:
     "This rank's share of `n` things: the first, and one past the last."
     return n * ranks.rank // ranks.world, n * (ranks.rank + 1) // ranks.world
 
+def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
+    "Nats a token and bits per byte of all ranks' `sums [3]`; raises GolfError unless they hold `n` targets."
+    nll, n_bytes, count = ranks.sum_late(sums).tolist()
+    if count != n:
+        raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
+                        "do all ranks hold the same tokens?")
+    return nll / n, bits_per_byte(nll, n_bytes)
+
 def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
-                 batch_seqs: int, ranks: Ranks, progress: Callable | None = None) -> tuple[float, float]:
-    """Nats per token and bits per byte of a stream in windows of `seq_len` tokens; every rank must call.
+                 batch_seqs: int, ranks: Ranks) -> tuple[float, float]:
+    """Nats a token and bits per byte of a stream in windows of `seq_len` tokens; every rank must call.
 
     Other arguments as in `score_windows`. Raises GolfError for an impossible stride or an empty stream.
     """
     n = tokens.numel() - 1
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
-    total = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n),
-                          min(batch_seqs, len(starts)), progress)
-    nll, n_bytes, count = ranks.sum_late(total).tolist()
-    if count != n:
-        raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
-                        "do all ranks hold the same tokens?")
-    return nll / n, bits_per_byte(nll, n_bytes)
+    sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n), min(batch_seqs,
+                         len(starts)))
+    return total_score(sums, n, ranks)
 
 def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
                ranks: Ranks) -> tuple[float, float]:
@@ -2771,13 +2625,10 @@ class EvalSettings(Settings):
         return max(1, self.val_batch_size // ((row or self.eval_seq_len) * world * grad_accum(world)))
 
     def problems(self) -> Iterator[str]:
-        "Windows that would leave targets out, or fit into no forward."
+        "A stride that would leave targets out."
         if self.eval_stride > self.eval_seq_len:
             yield (f"EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, found "
                    f"{self.eval_stride} and {self.eval_seq_len}: lower EVAL_STRIDE")
-        if self.val_batch_size < self.eval_seq_len:
-            yield (f"VAL_BATCH_SIZE must hold one window of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
-                   f"found {self.val_batch_size}: raise it")
 
 # ---- train ----
 
@@ -2801,10 +2652,6 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
         "Milliseconds of training after which the run stops; 0: no cap."
         return 1000 * self.max_wallclock_seconds
 
-    def problems(self) -> Iterator[str]:
-        "Whether tight SWA would end without a snapshot; a run that ends by the clock can only find out."
-        yield from ()  # steps done at the last snapshot
-
 def momentum_at(cfg: TrainSettings, step: int) -> float:
     "Muon's momentum for the step about to run."
     ramp = cfg.muon_momentum_warmup_steps
@@ -2812,16 +2659,15 @@ def momentum_at(cfg: TrainSettings, step: int) -> float:
     return cfg.muon_momentum_warmup_start + (cfg.muon_momentum - cfg.muon_momentum_warmup_start) * part
 
 def multiplier_at(cfg: TrainSettings, step: int, elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
-    "Learning-rate multiplier for the step about to run; under a cap from rank 0's clock, and of its type."
+    "Learning-rate multiplier for the step about to run; under a cap a tensor, from rank 0's clock."
     cap, down = cfg.train_cap_ms, cfg.warmdown_iters
     if down <= 0:
         return 1.0
     if cap <= 0:
         return min(1.0, (cfg.iterations - step) / down)
-    if not isinstance(elapsed_ms, torch.Tensor):
-        return multiplier_at(cfg, step, torch.tensor(elapsed_ms, dtype=torch.float64)).item()
-    per_step = (elapsed_ms / max(step, 1)).clamp(min=1e-9)
-    return ((cap - elapsed_ms).clamp(min=0) / (down * per_step)).clamp(max=1.0)
+    elapsed = torch.as_tensor(elapsed_ms, dtype=getattr(elapsed_ms, "dtype", torch.float64))
+    per_step = (elapsed / max(step, 1)).clamp(min=1e-9)
+    return ((cap - elapsed).clamp(min=0) / (down * per_step)).clamp(max=1.0)
 
 LATE_STEPS = 2
 
@@ -2880,67 +2726,41 @@ def micro_steps(loss_fn: Callable, loader: Loader, engine: Engine, accum: int) -
             engine.accumulate()
     return total
 
-EAGER_CALLS = 2  # calls before the recording: compiling and tuning cannot be recorded
-
 class StepGraph:
-    "A loss function whose `backward` is recorded as one CUDA graph and replayed; `params` get the gradients."
+    "A loss function whose `backward` is recorded on CUDA and then replayed; `params` get the gradients."
 
     def __init__(self, loss_fn: Callable, params: list):
-        self.loss_fn, self.params, self.calls, self.graph = loss_fn, params, 0, None
-        self.stream = torch.cuda.Stream(params[0].device) if params[0].is_cuda else None
+        self.loss_fn, self.params, self.places = loss_fn, params, None
 
     def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         "The loss alone, never recorded."
         return self.loss_fn(ids, targets)
 
-    def addresses(self) -> list[int]:
-        "Where the parameters lie."
-        return [p.data_ptr() for p in self.params]
+    def differentiate(self):
+        "Loss and gradients of the fixed batch."
+        loss = self.loss_fn(self.ids, self.targets) / self.accum
+        self.loss, self.grads = loss.detach(), torch.autograd.grad(loss, self.params, allow_unused=True)
 
     def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-        "What `backward_pass` does; shapes and `accum` are the same in all calls. On a CPU nothing is recorded."
-        if self.stream is None:
-            return backward_pass(self.loss_fn, ids, targets, accum)
-        if self.graph is not None and self.places != self.addresses():
-            self.graph, self.calls = None, 0
-        self.calls += 1
-        if self.calls <= EAGER_CALLS:
-            self.ids, self.targets = ids.clone(), targets.clone()
-            return self.aside(accum)
-        earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of the micro-batches before
-        if self.graph is None:
-            self.record(accum)
+        "What `backward_pass` does; shapes and `accum` are the same in all calls."
+        places = [p.data_ptr() for p in self.params]
+        if places != self.places:
+            self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
+            self.recorded = Recorded(self.differentiate, ids.device)
+        earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of other micro-batches
         self.ids.copy_(ids), self.targets.copy_(targets)
-        self.graph.replay()
+        self.recorded()
         for p, grad, sofar in zip(self.params, self.grads, earlier):
             p.grad = grad if sofar is None else sofar.add_(grad)
         return self.loss.clone()
-
-    def aside(self, accum: int) -> torch.Tensor:
-        "One call on the stream that will be recorded, so that autograd's bookkeeping belongs to it."
-        here = torch.cuda.current_stream()
-        self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
-            loss = backward_pass(self.loss_fn, self.ids, self.targets, accum)
-        here.wait_stream(self.stream)
-        return loss
-
-    def record(self, accum: int):
-        "Record one call; keeps where loss and gradients come out."
-        for p in self.params:
-            p.grad = None
-        self.graph = torch.cuda.CUDAGraph()
-        run = partial(backward_pass, self.loss_fn, self.ids, self.targets, accum)
-        self.loss = record_graph(run, self.graph, self.stream)
-        self.grads, self.places = [p.grad for p in self.params], self.addresses()
 
 class RunLog:
     "Lines to the terminal and `folder`/train.log, events to metrics.jsonl; only the master rank writes."
 
     def __init__(self, folder: Path | None = None, master: bool = True, quiet: bool = False):
-        self.loud, self.files = master and not quiet, []
-        for name in ("train.log", "metrics.jsonl") if folder is not None and master else ():
-            self.files.append(open(Path(folder) / name, "w", buffering=1, encoding="utf-8"))
+        names = ("train.log", "metrics.jsonl") if folder is not None and master else ()
+        self.loud = master and not quiet
+        self.files = [open(Path(folder) / name, "w", buffering=1, encoding="utf-8") for name in names]
 
     def line(self, text: str):
         "One line of text."
@@ -3001,6 +2821,12 @@ class Trainer:
         "Milliseconds of training so far, by this rank's clock."
         return 1000 * (self.now() - self.begun)
 
+    def stop_clock(self):
+        "Wait for the device, and note the milliseconds of training so far."
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.train_ms = self.elapsed_ms()
+
     def step(self):
         "One step of training, and what the host has just learnt of the step before last."
         cfg, engine, step, elapsed = self.cfg, self.engine, self.steps, self.elapsed_ms()
@@ -3028,28 +2854,26 @@ class Trainer:
             self.skipped += 1
             log.line(f"step:{step + 1} skipped: the gradient was not finite")
         norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
-        begin, momentum, step = self.starts[step], momentum_at(cfg, step), step + 1
-        end = self.starts[step] if step < len(self.starts) else self.train_ms
-        log.event("step", step=step, loss=self.losses[-1], own_loss=own_loss, ms=end - begin, train_ms=end,
-                  multiplier=self.late_multiplier, momentum=momentum, grad_norm=norm)
-        if step <= 10 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 or step == cfg.iterations:
+        begin, end = (*self.starts[step:step + 2], self.train_ms)[:2]
+        log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
+                  train_ms=end, multiplier=self.late_multiplier, momentum=momentum_at(cfg, step),
+                  grad_norm=norm)
+        step += 1
+        if step <= 10 or (cfg.train_log_every > 0
+                          and step % cfg.train_log_every == 0) or step == cfg.iterations:
             log.line(f"step:{step}/{cfg.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
                      f"step_avg:{end / step:.2f}ms")
-
-    def stop_clock(self):
-        "Wait for the device, and note the milliseconds of training so far."
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.train_ms = self.elapsed_ms()
 
     def validate(self, score: Callable):
         "Score the weights with the clock stopped; `score()` gives nats a token and bits per byte."
         self.stop_clock()
+        self.engine.publish()
         self.val_loss, self.val_bpb = score()
         self.log.line(f"step:{self.steps}/{self.cfg.iterations} val_loss:{self.val_loss:.4f} "
                       f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
                       f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
         self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
+        self.engine.publish(project=None)
         self.begun = self.now() - self.train_ms / 1000
 
     def finish(self):
@@ -3060,6 +2884,7 @@ class Trainer:
         if self.stop:
             self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
                           f"step:{self.steps}/{self.cfg.iterations}")
+        self.engine.publish()
 
 def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog | None = None,
           validate: Callable | None = None) -> Trainer:
@@ -3080,8 +2905,6 @@ def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
 
 def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` steps, then put everything back as it was."
-    if cfg.warmup_steps <= 0:
-        return
     saved, place = engine.snapshot(), loader.state()
     trial = Trainer(cfg, loss_fn, loader, engine, now=lambda: 0.0)
     for step in range(1, cfg.warmup_steps + 1):
@@ -3095,7 +2918,6 @@ def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engin
 
 # numpy dtype on disk
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
-
 INT_MAX = {"int6": 31, "int8": 127}  # largest integer of the kinds that have a scale per row
 
 @dataclass
@@ -3114,32 +2936,35 @@ def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     if not torch.isfinite(rounded).all():
         raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: "
                         "the run has diverged, export earlier weights")
-    data = rounded.view(torch.int16).numpy().view(np.uint16) if kind == "bf16" else rounded.numpy()
-    return Packed(kind, tuple(w.shape), data)
+    return Packed(kind, tuple(w.shape), (rounded.view(torch.uint16) if kind == "bf16" else rounded).numpy())
 
 def unpack_plain(packed: Packed) -> torch.Tensor:
     "The floats that were stored, bit for bit, in their shape and dtype."
-    data = np.array(packed.data)
-    if packed.kind == "bf16":
-        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(data)
+    return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
+
+def spread_scale(w: torch.Tensor, k: float, qmax: int = 31) -> torch.Tensor:
+    "Scales [rows] = k * std(row) / qmax of w [rows, cols], std about zero (parameter-golf PR #1794)."
+    wide = w if w.dtype == torch.float64 else w.float()
+    return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
 
 @torch.no_grad()
-def pack_rows(name: str, w: torch.Tensor, kind: str) -> Packed:
+def pack_rows(name: str, w: torch.Tensor, kind: str, scale_floor: bool = False,
+              k: float | None = None) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
-    `scale_floor`: the published floor, no scale under 1/31 (int6) or 1/127 (int8).
-    `k`: int6 by spread; None: GPTQ-lite.
+    `scale_floor`: no scale under 1/31 (int6) or 1/127 (int8), as published. `k`: by spread; None: GPTQ-lite.
     Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
     """
-    if w.ndim != 2 or w.numel() == 0 or not torch.isfinite(w).all():
-        what = f"shape {tuple(w.shape)}" if w.ndim != 2 or not w.numel() else "NaN or infinity"
-        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found {what}: "
-                        "the run has diverged or the name is misspelt")
+    if w.ndim != 2 or not torch.isfinite(w).all():
+        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape"
+                        f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
     if kind == "int8":
-        q, scale = quantize_int8(w)
+        q, scale = quantize_int8(w, scale_floor)
+    elif k is None:
+        q, scale, _ = best_clip(w, INT_MAX[kind], scale_floor)
     else:
-        q, scale, _ = best_clip(w, INT_MAX[kind])
+        scale = spread_scale(w, k, INT_MAX[kind])
+        q = quantize_rows(w.to(scale.dtype), scale, INT_MAX[kind])
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
 def quantize_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX) -> dict[str, Packed]:
@@ -3150,8 +2975,8 @@ def quantize_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX)
     packed = {}
     for name, w in named.items():
         kind = quant_kind(name, tuple(w.shape), small)
-        whole = kind in INT_MAX
-        packed[name] = pack_rows(name, w, kind) if whole else pack_plain(name, w, kind)
+        options = (True, None) if kind in INT_MAX else ()
+        packed[name] = (pack_rows if options else pack_plain)(name, w, kind, *options)
     return packed
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, torch.Tensor]:
@@ -3163,25 +2988,37 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, torch.Tensor]:
             state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), scale).bfloat16().float()
         else:
             plain = unpack_plain(p)
-            state[name] = plain if plain.dtype == torch.float64 else plain.float()
+            state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
     return state
+
+class NothingFits(GolfError):
+    "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
 
 @dataclass
 class QuantSettings(GridSettings):
     "How the weights become integers."
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
 
+def fit_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX,
+              ranks: Ranks | None = None) -> dict[str, Packed]:
+    """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
+
+    Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
+    same; `measure` is called on rank 0. `small` as in `quantize_state`.
+    """
+    ranks, packed = ranks or Ranks(), quantize_state(named, small=small)
+    matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
+    return packed
+
 # ---- rans ----
 
 RANS_BITS = 14  # frequencies of a context sum to 2**14
-
 RANS_CONTEXTS = 64  # at most
+RANS_PREFIX = "<BHBI"  # fineness, lowest level, contexts, bytes of the deflated tables
 
 def rans_contexts(rows: np.ndarray, cols: np.ndarray, low: int, count: int) -> np.ndarray:
     "Each cell's context, row by row, uint8 [rows * cols]: `count` from level `low` on."
     return (rows[:, None].astype(np.int16) + cols - low).clip(0, count - 1).astype(np.uint8).ravel()
-
-RANS_PREFIX = "<BHBI"  # fineness, lowest level, contexts, bytes of the deflated tables
 
 def rans_lanes(size: int) -> int:
     "How many lanes `size` values have: each costs four bytes, each step of all of them some microseconds."
@@ -3234,21 +3071,12 @@ def rans_decode(stored: bytes, shapes: list) -> bytes:
 # ---- artifact ----
 
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
-
 ARTIFACT_MAGIC = b"\x93GOLFNB\n"
-
 ARTIFACT_VERSION = 1
-
-ARTIFACT_PREFIX = "<8sII32s"  # magic, version, header length, checksum
-
-PREFIX_BYTES = 48
-
+PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
 HEADER_LIMIT = 2**22  # bytes of the header, deflated or not
-
 RAW_LIMIT = 2**31  # bytes of all sections, decoded
-
-SECTIONS = ("int6", "int8", "fp16", "fp32", "fp64", "bf16", "scale")  # order in the file
-
+SECTIONS = (*KIND_DTYPES, "scale")  # order in the file
 CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
 @dataclass
@@ -3257,69 +3085,62 @@ class ArtifactSettings(Settings):
     codec: str = setting("lzma", "how its sections are compressed", *CODECS, fixed="yes")
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
-def optional_codec(codec: str):
-    "The module of brotli or zstd; GolfError when it is not installed."
-    package = {"brotli": "brotli", "zstd": "zstandard"}[codec]
+def optional(package: str, what: str):
+    "A module that `what` needs; raises GolfError if it is not installed."
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise GolfError(f"codec {codec} needs the package {package}, which is not installed: "
-                        "install it or use one of lzma, zlib, best") from None
+        raise GolfError(f"{what} needs the package {package}, which is not installed: install it") from None
 
 def compress_section(raw: bytes, codec: str, shapes: list | None = None) -> tuple[str, bytes]:
-    """The codec to record and the stored bytes, the same every time.
+    """The codec to record and the stored bytes; raises GolfError for an unknown codec or a missing package.
 
     `shapes` [rows, cols] of the tensors in `raw`, for rans; None: bytes in a row.
-    Raises GolfError for an unknown codec or a missing package.
     """
-    shapes = shapes or [(len(raw), 1)]
     if codec == "none" or not raw:
         return "none", raw
-    if codec == "lzma":
-        return codec, lzma.compress(raw, preset=6)
-    return codec, optional_codec(codec).ZstdCompressor(level=22).compress(raw)
+    shapes = shapes or [(len(raw), 1)]
+    return codec, lzma.compress(raw, preset=6)
 
-def decoded_parts(stored: bytes, codec: str, size: int, shapes: list) -> Iterator[bytes]:
-    "Decoded parts of a section that should have `size` bytes; the caller stops when there are more."
+def decoded(stored: bytes, codec: str, size: int, shapes: list) -> bytes:
+    "A decoded section that should have `size` bytes; a few more if there are more."
     if codec == "none":
-        yield stored
-    elif codec == "rans":
-        yield rans_decode(stored, shapes)
-    elif codec in ("lzma", "zlib"):
-        xz = codec == "lzma"
-        coder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**28) if xz else zlib.decompressobj()
-        yield coder.decompress(stored, size + 1)
-        if not coder.eof or coder.unused_data:
-            raise EOFError
-    else:
-        module = optional_codec(codec)
+        return stored
+    if codec == "rans" and False:
+        return rans_decode(stored, shapes)
+    if codec in ("brotli", "zstd") and False:
+        module = optional({"brotli": "brotli", "zstd": "zstandard"}[codec], f"codec {codec}")
         step = (module.Decompressor().process if codec == "brotli"
                 else module.ZstdDecompressor(max_window_size=2**27).decompressobj().decompress)
-        for at in range(0, len(stored), 256):
-            yield step(stored[at:at + 256])
+        found, pieces = b"", iter(range(0, len(stored), 256))
+        while len(found) <= size and (at := next(pieces, None)) is not None:
+            found += step(stored[at:at + 256])
+        return found
+    xz = codec == "lzma"
+    coder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**28) if xz else zlib.decompressobj()
+    found = coder.decompress(stored, size + 1)
+    if len(found) <= size and (not coder.eof or coder.unused_data):
+        raise EOFError
+    return found
 
 def decompress_section(stored: bytes, codec: str, size: int, shapes: list | None = None) -> bytes:
-    """Exactly `size` bytes, decoded in bounded memory; GolfError for damage. Arguments as in
-    `compress_section`."""
+    """Exactly `size` bytes, decoded in bounded memory; raises GolfError for damage. `shapes` as for coding.
+
+    `written`: the CODEC of the run that wrote the file, if it is known; a script reads no others.
+    """
     if codec not in CODECS or codec == "best":
         raise GolfError(f"a section's codec must be lzma, zlib, rans, none, brotli or zstd, found {codec!r}: "
                         "the file is damaged or of a later version")
-    found = b""
     try:
-        for part in decoded_parts(stored, codec, size, shapes or [(size, 1)]):
-            found += part
-            if len(found) > size:
-                break
+        found = decoded(stored, codec, size, shapes or [(size, 1)])
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
         raise GolfError(f"a section of {len(stored):,} bytes does not decode with {codec} "
-                        f"({type(error).__name__}): "
-                        "the file is damaged, copy or make it again") from None
+                        f"({type(error).__name__}): the file is damaged, copy or make it again") from None
     if len(found) != size:
         raise GolfError(f"a section must decode to {size:,} bytes, found "
-                        f"{'more' if len(found) > size else len(found)}: "
-                        "the file is damaged, copy or make it again")
+                        f"{'more' if len(found) > size else len(found)}: the file is damaged")
     return found
 
 def section_plan(tensors: list) -> dict[str, int]:
@@ -3331,8 +3152,7 @@ def section_plan(tensors: list) -> dict[str, int]:
     return {section: size for section, size in sizes.items() if size}
 
 def section_shapes(tensors: list, section: str) -> list[tuple[int, int]]:
-    """Rows and columns of a section's tensors, for its coder; numbers that are no integers are rows of their
-    bytes."""
+    "Rows and columns of a section's tensors, for its coder; a number that is no integer is a row of bytes."
     if section in INT_MAX:
         return [tuple(shape) for _, kind, shape in tensors if kind == section]
     width = 2 if section == "scale" else np.dtype(KIND_DTYPES[section]).itemsize
@@ -3371,109 +3191,84 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: str = "lzma") ->
                         "pass numbers, strings, lists and dicts") from None
     return seal(zlib.compress(text.encode(), 9), b"".join(stored))
 
-def good_tensor(row) -> bool:
-    "Whether an entry of the header is a name, a known kind, and a shape that fits the kind and the limit."
-    if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], str)
-            and row[1] in KIND_DTYPES and isinstance(row[2], list) and len(row[2]) <= 8):
-        return False
-    shape = row[2]
-    possible = all(type(n) is int and 0 < n <= RAW_LIMIT for n in shape) and math.prod(shape) <= RAW_LIMIT
-    return possible and (len(shape) == 2 or row[1] not in INT_MAX)
+def good_tensor(row: list) -> bool:
+    "Whether a row of the header is [name, kind, shape], with a shape that fits the kind and the limit."
+    name, kind, shape = row
+    return (isinstance(name, str) and isinstance(kind, str) and kind in KIND_DTYPES
+            and isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int and n > 0 for n in shape)
+            and math.prod(shape) <= RAW_LIMIT and (len(shape) == 2 or kind not in INT_MAX))
 
-def parse_header(stored: bytes) -> dict:
-    "The header (meta, tensors, sections) with checked names, kinds and shapes; GolfError for anything else."
+def parse_header(stored: bytes, payload_bytes: int) -> dict:
+    "A container's meta, tensors and sections; raises GolfError unless they fit each other and the payload."
     try:
         coder = zlib.decompressobj()
-        text = coder.decompress(stored, HEADER_LIMIT)
-        header = json.loads(text) if coder.eof and not coder.unused_data else None
-    except (zlib.error, ValueError, RecursionError):
-        header = None
-    keys = {"meta": dict, "tensors": list, "sections": list}
-    if not (isinstance(header, dict) and header.keys() == keys.keys()
-            and all(isinstance(header[key], kind) for key, kind in keys.items())):
-        raise GolfError("the container's header must be JSON with meta, tensors and sections, found "
-                        "something else: "
-                        "the file is damaged or of another version")
-    for row in header["tensors"]:
-        if not good_tensor(row):
-            raise GolfError(f"a tensor in the header must be [name, kind, shape], found {str(row)[:80]}: the "
-                            "file is damaged")
-    if len({row[0] for row in header["tensors"]}) != len(header["tensors"]):
-        raise GolfError("the names of the tensors must differ, found one twice: the file is damaged")
-    return header
-
-def check_sections(header: dict, payload_bytes: int) -> None:
-    "GolfError unless the sections are those that the tensors need, and as long as the payload."
-    sizes, sections = section_plan(header["tensors"]), header["sections"]
+        header = json.loads(coder.decompress(stored, HEADER_LIMIT))
+        meta, tensors, sections = (header[key] for key in ("meta", "tensors", "sections"))
+        good = (len(header) == 3 and isinstance(meta, dict) and isinstance(tensors, list)
+                and coder.eof and not coder.unused_data and all(map(good_tensor, tensors))
+                and len({name for name, _, _ in tensors}) == len(tensors))
+        sizes = section_plan(tensors) if good else {}
+        good = (good and [section for section, _, _ in sections] == list(sizes)
+                and all(isinstance(codec, str) and type(n) is int and n >= 0 for _, codec, n in sections)
+                and sum(n for _, _, n in sections) == payload_bytes)
+    except (zlib.error, ValueError, TypeError, KeyError, RecursionError):
+        good = False
+    if not good:
+        raise GolfError("the container's header must be JSON with meta, tensors and sections that fit the "
+                        "file, found something else: the file is damaged or of another version")
     if sum(sizes.values()) > RAW_LIMIT:
         raise GolfError(f"the container must decode to at most {RAW_LIMIT:,} bytes, found "
-                        f"{sum(sizes.values()):,} declared: "
-                        "it is damaged or not meant for this program")
-    good = all(isinstance(s, list) and len(s) == 3 and isinstance(s[1], str) and type(s[2]) is int
-               and s[2] >= 0 for s in sections)
-    if not good or [s[0] for s in sections] != list(sizes) or sum(s[2] for s in sections) != payload_bytes:
-        raise GolfError(f"the container's sections must be {list(sizes)} and fill {payload_bytes:,} bytes, "
-                        f"found {str(sections)[:120]}: the file is damaged")
+                        f"{sum(sizes.values()):,} declared: it is damaged or not meant for this program")
+    return header
 
 def open_container(data: bytes) -> tuple[dict, bytes]:
-    "(header, payload) of a container, checked as far as that goes without decoding; GolfError."
+    "(header, payload) of a container, checked as far as that goes without decoding; raises GolfError."
     if data[:8] != ARTIFACT_MAGIC:
         raise GolfError(f"a golfnb container must start with {ARTIFACT_MAGIC!r}, found {data[:8]!r}: it is "
                         "another kind of file")
     if len(data) < PREFIX_BYTES:
         raise GolfError(f"a container must have more than {PREFIX_BYTES} bytes, found {len(data)}: the file "
                         "is cut off")
-    _, version, length, checksum = struct.unpack(ARTIFACT_PREFIX, data[:PREFIX_BYTES])
+    version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
     if version != ARTIFACT_VERSION:
         raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
                         "the golfnb that wrote it")
-    room = min(HEADER_LIMIT, len(data) - PREFIX_BYTES)
-    if length > room:
-        raise GolfError(f"the container's header must have at most {room:,} bytes, found {length:,}: it is "
-                        "cut off or damaged")
     found = hashlib.sha256(data[:16] + data[PREFIX_BYTES:])
     if found.digest() != checksum:
         raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
-                        f"{found.hexdigest()[:16]}...: "
-                        "the file is cut off or damaged, copy or make it again")
-    header = parse_header(data[PREFIX_BYTES:PREFIX_BYTES + length])
-    check_sections(header, len(data) - PREFIX_BYTES - length)
-    return header, data[PREFIX_BYTES + length:]
+                        f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
+    header, payload = data[PREFIX_BYTES:PREFIX_BYTES + length], data[PREFIX_BYTES + length:]
+    return parse_header(header, len(payload)), payload
 
 def unpack_bytes(data: bytes) -> tuple[dict, dict[str, Packed]]:
-    """(meta, tensors by name) of a container, with the standard library and numpy, executing nothing;
-    GolfError for damage."""
+    """(meta, tensors by name) of a container, executing nothing that it holds; raises GolfError for damage.
+
+    `written` as in `decompress_section`.
+    """
     header, payload = open_container(data)
-    tensors, at, streams = header["tensors"], 0, {}
-    for (section, codec, stored), size in zip(header["sections"], section_plan(tensors).values()):
-        shapes, data = section_shapes(tensors, section), payload[at:at + stored]
-        streams[section] = decompress_section(data, codec, size, shapes), [0]
-        at += stored
+    tensors, stored, streams, packed = header["tensors"], io.BytesIO(payload), {}, {}
+    for (section, codec, length), size in zip(header["sections"], section_plan(tensors).values()):
+        raw = decompress_section(stored.read(length), codec, size, section_shapes(tensors, section))
+        streams[section] = io.BytesIO(raw)
 
     def take(section: str, dtype: str, shape: list) -> np.ndarray:
-        raw, start = streams[section]
-        array = np.frombuffer(raw, dtype, math.prod(shape), start[0]).reshape(shape)
-        start[0] += array.nbytes
-        return array
+        raw = streams[section].read(math.prod(shape) * np.dtype(dtype).itemsize)
+        return np.frombuffer(raw, dtype).reshape(shape)
 
-    packed = {}
     for name, kind, shape in tensors:
         scale = take("scale", "<f2", shape[:1]) if kind in INT_MAX else None
         p = packed[name] = Packed(kind, tuple(shape), take(kind, KIND_DTYPES[kind], shape), scale)
-        if scale is None:
-            continue
-        if np.abs(p.data.astype(np.int16)).max() > INT_MAX[kind] or not np.isfinite(scale).all():
+        if scale is not None and (np.abs(p.data.astype(np.int16)).max() > INT_MAX[kind]
+                                  or not np.isfinite(scale).all()):
             raise GolfError(f"{name} must hold integers of at most {INT_MAX[kind]} and finite scales, found "
-                            "others: "
-                            "the file was not made by golfnb")
+                            "others: the file was not made by golfnb")
     return header["meta"], packed
 
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: str = "lzma",
                   cap: int | None = None, code_bytes: int = 0) -> int:
-    """Write a container, whole or not at all; returns its bytes. Arguments as in `pack_bytes`.
+    """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
 
-    GolfError when it cannot be written, or when it and `code_bytes` are over `cap`: then it is kept as
-    `path` + .over.
+    Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
     """
     path, data = Path(path), pack_bytes(packed, meta, codec)
     kept, total = path.with_name(path.name + ".over"), len(data) + code_bytes
@@ -3483,34 +3278,25 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
         return len(data)
     atomic_write(kept, data)
     raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,} "
-                    "too many): "
-                    f"the artifact is kept as {kept}, make a smaller one with "
+                    f"too many): the artifact is kept as {kept}, make a smaller one with "
                     f"`golfnb quantize {path.parent} --target-bytes {cap}`")
 
-def read_container(path: str | Path) -> bytes:
-    "A container's bytes, unchecked; GolfError when there is no such file."
+def load_artifact(path: str | Path) -> tuple[dict, dict[str, Packed]]:
+    "`unpack_bytes` of a file; raises GolfError, naming it, if it is missing or damaged."
     try:
-        return Path(path).read_bytes()
+        return unpack_bytes(Path(path).read_bytes())
     except OSError as error:
         raise GolfError(f"cannot read {path} ({error.strerror}): expected a golfnb container, check the "
                         "path") from None
-
-def load_artifact(path: str | Path) -> tuple[dict, dict[str, Packed]]:
-    "(meta, tensors by name) of a container; GolfError, naming the file, when it is missing or damaged."
-    data = read_container(path)
-    try:
-        return unpack_bytes(data)
     except GolfError as error:
         raise GolfError(f"{path}: {error}") from None
 
 def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict) -> int:
-    """Save unquantized weights (name -> fp32, bf16, fp16 or fp64), whole or not at all; returns the bytes.
-    GolfError."""
-    kinds = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+    "Save unquantized weights, whole or not at all; returns the bytes. Raises GolfError for other dtypes."
+    kinds = {dtype: kind for kind, dtype in FLOATS.items()}
     for name, w in named.items():
         if w.dtype not in kinds:
-            raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64 to be saved, found {w.dtype}: convert "
-                            "it")
+            raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64, found {w.dtype}: convert it")
     plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
     return save_artifact(path, plain, meta, "none")
 
@@ -3518,20 +3304,11 @@ LEDGER_NAMES = {"int6": "int6 weights", "int8": "int8 tables", "fp16": "fp16 con
                 "fp32": "fp32 controls", "fp64": "fp64 weights", "bf16": "bf16 weights",
                 "scale": "row scales"}
 
-def artifact_header(path: str | Path) -> dict:
-    "What a container says of itself (meta, tensors, sections, file_bytes), checksum verified; GolfError."
-    data = read_container(path)
-    try:
-        return open_container(data)[0] | {"file_bytes": len(data)}
-    except GolfError as error:
-        raise GolfError(f"{path}: {error}") from None
-
 def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, int]]:
-    """(part, bytes) of a submission: the script's `code_bytes`, every section of the file, overhead.
-    GolfError."""
-    header = artifact_header(path)
+    "(part, bytes) of a submission: the script, every section of the file, overhead. Raises GolfError."
+    header, payload = open_container(data := Path(path).read_bytes())
     rows = [(LEDGER_NAMES[section], stored) for section, _, stored in header["sections"]]
-    return [("code", code_bytes), *rows, ("overhead", header["file_bytes"] - sum(n for _, n in rows))]
+    return [("code", code_bytes), *rows, ("overhead", len(data) - len(payload))]
 
 # ---- ttt ----
 
@@ -3559,7 +3336,7 @@ class Ledger:
         "Ask before an update with targets a .. b-1 of `docs`. GolfError if one of them has no score."
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
         if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-            raise GolfError(f"an update may use scored targets of its own document only: wanted are {a[:4]} to "
+            raise GolfError(f"an update may use scored targets of its own document only: wanted {a[:4]} to "
                             f"{b[:4]}, scored up to {self.upto[docs][:4]}; score the chunk first")
         self.history.append(("train", docs, a, b))
 
@@ -3659,7 +3436,8 @@ class RunningScore:
     "The score of a pass, logged after every so many of its steps. Sums are [nats, bytes, targets]."
 
     def __init__(self, log: RunLog | None, n_targets: int, steps: int):
-        self.log, self.n_targets, self.steps, self.reader = log, n_targets, steps, LateReader()
+        self.log, self.n_targets, self.steps, self.every = log, n_targets, steps, 10
+        self.reader = LateReader()
 
     def push(self, sums: Tensor, step: int, ranks: Ranks):
         "Log the score after `step`, a few steps later."
@@ -3668,26 +3446,23 @@ class RunningScore:
                 self.write(*late)
 
     def write(self, nats: float, n_bytes: float, count: float, step: float):
-        "One line and one event, if there is something to tell and somebody to tell it to."
+        "Log one line and one event."
         if self.log is not None and n_bytes > 0:
             loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
             self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
 
     def final(self, sums: Tensor, ranks: Ranks) -> tuple[float, float]:
-        "Nats per token and bits per byte over all ranks. GolfError unless every target was scored once."
-        nats, n_bytes, count = ranks.sum_late(sums).tolist()
-        if count != self.n_targets:
-            raise GolfError(f"every target must be scored once: {self.n_targets:,} targets, {count:,.0f} scored; "
-                            "do all ranks hold the same tokens?")
-        self.write(nats, n_bytes, count, self.steps - 1)
-        return nats / count, bits_per_byte(nats, n_bytes)
+        "Nats a token and bits per byte, as `total_score`."
+        score = total_score(sums, self.n_targets, ranks)
+        self.write(*sums.tolist(), self.steps - 1)
+        return score
 
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
                 forward: Callable | None = None, log: RunLog | None = None) -> tuple[float, float, Ledger]:
-    """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, what was done when.
+    """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
-    `state` is the artifact as decoded, by published names; the model ends as adapted as it gets. `tokens`
+    `state` is the artifact as decoded, by published names; the model keeps what it learns. `tokens`
     [N + 1] are on its device, the same on every rank; every rank must call. `forward(ids, keep)` gives logits
     and has `.cap` (default: the model); `loss_fn` is a `row_loss`. `out` [N] receives each target's nats on
     the rank that scored it. GolfError if any rule would be broken.
@@ -3713,14 +3488,6 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 @dataclass
 class AdapterSettings(EvalSettings, ComputeSettings):
     "Adapters for each document."
-    ttt_chunk_size: int = setting(48, "tokens scored before the adapters learn them: tokens", bounds="> 0")
-
-    def problems(self) -> Iterator[str]:
-        "Chunks that do not fit into half a row."
-        yield from EvalSettings.problems(self)
-        if not 2 <= self.ttt_chunk_size <= self.eval_seq_len // 2:
-            yield (f"TTT_CHUNK_SIZE must be 2 to half a row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
-                   f"found {self.ttt_chunk_size}: change it")
 
 # ---- config ----
 
@@ -3742,7 +3509,6 @@ class RunSettings(Settings):
 class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, QuantSettings,
              ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
-    notices: list[str] = field(default_factory=list)
 
     @property
     def train_cap_ms(self) -> float:
@@ -3756,66 +3522,54 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
 
     def problems(self) -> Iterator[str]:
         "What does not fit together, group by group and between groups."
-        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, TttSettings):
+        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings):
             yield from group.problems(self)
         yield from rope_problems(self, self.eval_seq_len)
-        if 0 > self.num_layers:
-            yield (f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={self.num_layers}, "
-                   f"found 0: lower it")
 
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
-        if world < 1:
-            raise GolfError(f"the number of ranks must be at least 1, found {world}: "
-                            "start with torchrun --nproc_per_node=1")
         Settings.check(self)
         for problem in batch_problems(self, self.train_seq_len, world):
             raise GolfError(problem)
 
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
-    return {spec.name: spec for spec in fields(Config) if spec.name != "notices"}
+    return {spec.name: spec for spec in fields(Config)}
 
 DEFAULT_RECIPE = "pr549"
-
 SCRIPT = "golfnb script --recipe pr549"  # in a generated script: the command that makes it
 
 RECIPES = {"pr549": {}}
 
 IGNORED = ("EMBED_LR", "HEAD_LR", "SWA_ENABLED")  # untied embeddings; an average that is never read
-
 NOT_BUILT = {  # name -> the value that is accepted
     "TIE_EMBEDDINGS": 1.0, "QAT_ENABLED": 0.0, "QUANT_CLIP_RANGE": 31.0, "MUON_BETA2": 0.95,
     "MTP_NUM_HEADS": 0.0, "MTP_LOSS_WEIGHT": 0.2, "LAWA_ENABLED": 0.0, "LAWA_K": 10.0, "LAWA_FREQ": 100.0,
     "DTG_ENABLED": 0.0, "GATED_ATTENTION": 0.0, "VALUE_RESIDUAL": 0.0}
-
 SWITCHES = {"EMA_ENABLED": ("averaging", "none"), "LATE_QAT": ("qat_banks", False)}  # name -> what 0 sets
 
-def read_word(name: str, text: str) -> float:
-    "The number that a word's text stands for; GolfError when there is none."
-    text = text.strip().lower()
-    try:
-        return float({"true": "1", "false": "0"}.get(text, text))
-    except ValueError:
-        raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
-
 def switched_values(env: Mapping[str, str]) -> dict:
-    "Setting -> value from the published words in `env`. GolfError for one that asks for what is not built."
-    for name in (n for n in (*IGNORED, *NOT_BUILT) if n in env):
-        value = read_word(name, env[name])
-        if name in NOT_BUILT and value != (off := NOT_BUILT[name]):
+    "Setting -> value from the published words in `env`; raises GolfError for what is not built."
+    found = {}
+    for name in (n for n in (*IGNORED, *NOT_BUILT, *SWITCHES) if n in env):
+        text = env[name].strip().lower()
+        try:
+            value = float({"true": "1", "false": "0"}.get(text, text))
+        except ValueError:
+            raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
+        if value != (off := NOT_BUILT.get(name, value)):
             raise GolfError(f"{name} is not built in golfnb and must stay {off:g}, found {env[name]!r}: "
                             f"leave it out, or set it to {off:g}")
-    asked = [name for name in SWITCHES if name in env and read_word(name, env[name]) == 0]
-    return dict(SWITCHES[name] for name in asked)
+        if name in SWITCHES and value == 0:
+            found |= dict([SWITCHES[name]])
+    return found
 
 def refuse_changes(cfg: Config) -> None:
     "Raise GolfError for the first setting that asks a generated script for code it was made without."
     for name, spec in setting_specs().items():
         value, held, fixed = getattr(cfg, name), spec.default, spec.metadata["fixed"]
-        off = fixed == "off" and value in (False, "none")
-        rows = fixed == "rows" and bool(value) == bool(held)
-        if fixed and value != held and not off and not rows:
+        free = value in (False, "none") if fixed == "off" else fixed == "rows" and bool(value) == bool(held)
+        if fixed and value != held and not free:
             value, held = (int(v) if isinstance(v, bool) else v for v in (value, held))
             raise GolfError(f"{name.upper()} is fixed to {held} in this script, found {value}: "
                             f"make that script with {SCRIPT} {name.upper()}={value}")
@@ -3830,8 +3584,6 @@ def load_config(env: Mapping[str, str]) -> Config:
     if recipe not in RECIPES:
         raise GolfError(f"RECIPE is fixed to {DEFAULT_RECIPE} in this script, found {recipe}: "
                         f"make that script with golfnb script --recipe {recipe}")
-    if recipe not in RECIPES:
-        raise GolfError(f"RECIPE must be one of {', '.join(RECIPES)}, found {recipe!r}: choose one of these")
     values = RECIPES[recipe] | {"recipe": recipe} | switched_values(env)
     for name, spec in setting_specs().items():
         if name != "recipe" and name.upper() in env:
@@ -3872,8 +3624,6 @@ def keep_traces():
         inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{f}": "golfnb" for f in functions}
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
-MIN_FREE_BYTES = 64 << 20
-
 def run_folder(cfg: Config, ranks: Ranks) -> Path:
     "Make the run directory; raises GolfError if a finished run lies there, or there is no room."
     made_up = f"pr549-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -3885,24 +3635,19 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     except OSError as e:
         raise GolfError(f"cannot make the run directory {folder}: {e.strerror}; "
                         "set RUNS_DIR to a place that can be written")
-    if (free := shutil.disk_usage(folder).free) < MIN_FREE_BYTES:
-        raise GolfError(f"{folder} has {free:,} bytes free, a run needs at least {MIN_FREE_BYTES:,}: "
-                        "make room or set RUNS_DIR")
+    if (free := shutil.disk_usage(folder).free >> 20) < 64:
+        raise GolfError(f"{folder} has {free} MiB free, a run needs at least 64: make room or set RUNS_DIR")
     return folder
 
 def count_tokens(paths: list[Path], vocab_size: int) -> np.ndarray:
     "How often each token occurs among the first `limit`, int64 [V]; raises GolfError for one too large."
-    limit = 10_000_000
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
-        tokens = read_span(path, 0, min(limit, read_header(path)))
+        tokens = read_span(path, 0, min(10000000 - int(counts.sum()), read_header(path)))
         if (largest := int(tokens.max(initial=0))) >= vocab_size:
             raise GolfError(f"{path} holds token {largest}, but VOCAB_SIZE is {vocab_size}: "
                             "use the tokenizer the shards were made with")
         counts += np.bincount(tokens, minlength=vocab_size)
-        limit -= tokens.size
-        if limit <= 0:
-            break
     return counts
 
 class Session:
@@ -3938,29 +3683,20 @@ class Session:
     def announce(self, code: bytes):
         "Write the log's first lines."
         cfg, line, world = self.cfg, self.log.line, self.ranks.world
-        line(f"golfnb recipe:pr549 seed:{cfg.seed} world_size:{world} "
-             f"grad_accum_steps:{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
+        line(f"golfnb recipe:pr549 seed:{cfg.seed} world_size:{world} grad_accum_steps:{grad_accum(world)} "
+             f"device:{device_name(self.ranks)} torch:{torch.__version__}")
         line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
              f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
         if code:
             line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-        weights, bits = sum(m.rows * m.cols for _, _, m in model_layout(cfg, 1)), 2.5
-        line(f"preflight: matrices hold {weights:,} weights; at about {2.5} bits each expect "
-             f"{int(weights * 2.5 / 8) + len(code):,} of {cfg.target_bytes:,} bytes, plus tables")
-        for note in cfg.notices:
-            line(f"notice: {note}")
 
     def build(self, code: bytes):
-        "Keep the script in the run's folder, build the machine, and log which attention it has."
+        "Keep the script in the run's folder, and build the machine."
         kept = self.folder / "train_gpt.py"
         if code and self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
             atomic_write(kept, code)
         with self.phase("building"):
             self.machine = Machine(self.cfg, self.ranks)
-        attention = self.machine.model.blocks[0].attention
-        if attention not in FLASH_PACKAGES:
-            attention = attention_backend(self.ranks.device, attention)[0].name.lower()
-        self.log.line(f"attention:{attention}")
 
     def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
         "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
@@ -3978,18 +3714,6 @@ class Session:
         "Nats a token and bits per byte in disjoint rows."
         cfg, rows = self.cfg, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
         return plain_loss(self.machine.forward, self.val, self.table, cfg.train_seq_len, rows, self.ranks)
-
-    def sliding_score(self) -> tuple[float, float]:
-        "Nats a token and bits per byte in sliding windows."
-        cfg, rows, self.spoke = self.cfg, self.cfg.rows_per_score(self.ranks.world), time.perf_counter()
-        return sliding_loss(self.machine.forward, self.val, self.table, cfg.eval_seq_len, cfg.eval_stride, rows,
-                            self.ranks, progress=self.progress)
-
-    def progress(self, done: int, total: int):
-        "Say every ten seconds how far the sliding windows are, since there may be a million of them."
-        if time.perf_counter() - self.spoke >= 10:
-            self.spoke = time.perf_counter()
-            self.log.line(f"  sliding_window [{100 * done / total:.0f}%] of this rank's share")
 
     def train_weights(self) -> Averages:
         "Warm up, train, and score the raw weights."
@@ -4010,13 +3734,16 @@ class Session:
         return done.averages
 
     def meta(self) -> dict:
-        "What a file of weights says of itself: settings that rebuild the model, tokenizer, recipe, seed, steps."
+        """What a file of weights says of itself: settings that rebuild the model, tokenizer, recipe, seed,
+        steps."""
         cfg = self.cfg
-        return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
-                "vocab_size": cfg.vocab_size, "recipe": "pr549", "steps": self.summary["steps"]}
+        return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256,
+                "seed": cfg.seed, "vocab_size": cfg.vocab_size, "recipe": "pr549",
+                "steps": self.summary["steps"]}
 
     def gather(self, name: str, tensors: list | None = None) -> dict:
-        "The engine's weights, or an average of them, by published names; rank 0 writes them to the file `name`."
+        """The engine's weights, or an average of them, by published names; rank 0 writes them to the file
+        `name`."""
         m = self.machine
         state = named_state(m.model, *m.engine.gather(tensors))
         if self.ranks.master:
@@ -4033,10 +3760,15 @@ class Session:
         self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
         return averaged
 
-    def nearest_grid(self, named: dict) -> dict:
-        "As `fit_state` (chapter 16), or the coarsest grid where nothing fits."
-        cfg = self.cfg
-        return quantize_state(named, small=cfg.small_tensor)
+    def quantize(self, named: dict) -> dict:
+        """`named` on the grid of the recipe, the coarsest where nothing fits into `target`; every rank must
+        call."""
+        cfg, hessians = self.cfg, None
+        try:
+            return fit_state(named, cfg.small_tensor, self.ranks)
+        except NothingFits as e:
+            self.log.line(str(e))
+            return e.packed
 
     def write_artifact(self, packed: dict, code_bytes: int) -> Path:
         "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."
@@ -4061,25 +3793,26 @@ class Session:
 
     def pack_artifact(self, averaged: dict, code_bytes: int) -> Path:
         "Quantize, pack and write; returns the file to score, on every rank."
-        cfg, path, room = self.cfg, None, self.cfg.target_bytes - code_bytes
-
+        path = None
         with self.phase("packing"):
+            packed = self.quantize(averaged)
             if self.ranks.master:
-                path = self.write_artifact(self.nearest_grid(averaged), code_bytes)
+                path = self.write_artifact(packed, code_bytes)
             return Path(self.ranks.broadcast_object(str(path)))
 
     def score_artifact(self, path: Path):
-        "Score the file: round trip, sliding window, TTT. Raises GolfError when it describes another model."
-        cfg, (meta, packed) = self.cfg, load_artifact(path)
-        settings = json.loads(json.dumps(cfg.model_settings()))
-        if meta["tokenizer_sha256"] != self.tokenizer_sha256 or meta["settings"] != settings:
-            raise GolfError(f"{path} describes another model or tokenizer than this run's: "
-                            "score it with `golfnb score`")
-        state = dequantize_state(packed)
-        load_named(self.machine.model, state)
+        "Score the file: round trip, sliding window, TTT."
+        cfg, m, ranks = self.cfg, self.machine, self.ranks
+        state = dequantize_state(load_artifact(path)[1])
+        load_named(m.model, state)
+
+        def sliding():
+            return sliding_loss(m.forward, self.val, self.table, cfg.eval_seq_len, cfg.eval_stride,
+                                cfg.rows_per_score(ranks.world), ranks)
+
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)
-            loss, bpb = self.scored("final_int6_sliding_window", "sliding", self.sliding_score)
+            loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
             self.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         if cfg.ttt_enabled:
             with self.phase("adapting"):
@@ -4109,10 +3842,8 @@ def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     s = Session(cfg, ranks or Ranks())
     s.announce(code)
     s.build(code)
-    averages = s.train_weights()
-    averaged = s.average_weights(averages)
-    path = s.pack_artifact(averaged, len(code))
-    s.score_artifact(path)
+    averaged = s.average_weights(s.train_weights())
+    s.score_artifact(s.pack_artifact(averaged, len(code)))
     return s.finish()
 
 LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")
