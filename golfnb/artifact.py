@@ -106,9 +106,9 @@ def decoded(stored: bytes, codec: str, size: int, shapes: list, written: str) ->
     "A decoded section that should have `size` bytes; a few more if there are more."
     if codec == "none":
         return stored
-    if codec == "rans" and written in ("rans", "best", ""):
+    if written in ("rans", "best", "") and codec == "rans":
         return rans_decode(stored, shapes)
-    if codec in ("brotli", "zstd") and written in ("brotli", "zstd", ""):
+    if written in ("brotli", "zstd", "") and codec in ("brotli", "zstd"):
         module = optional({"brotli": "brotli", "zstd": "zstandard"}[codec], f"codec {codec}")
         step = (module.Decompressor().process if codec == "brotli"
                 else module.ZstdDecompressor(max_window_size=2**27).decompressobj().decompress)
