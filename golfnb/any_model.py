@@ -179,9 +179,9 @@ class NumberedAdamW(Numbered, AdamW):
         self.place(group, group.names)
         sizes = [group.params[n].numel() + group.gaps[n].numel() for n in group.names]
         small = [size for size in sizes if size < LARGE_PARAMETER]
-        numbers = torch.arange(len(small)).repeat_interleave(torch.tensor(small, dtype=torch.long)).to(group.master.device)
+        numbers = torch.arange(len(small)).repeat_interleave(torch.tensor(small, dtype=torch.long))
         large = [(*group.offsets[n], i) for i, n in enumerate(group.names) if i >= len(small)]
-        self.spans[group] = [(0, len(numbers), numbers), *large]
+        self.spans[group] = [(0, len(numbers), numbers.to(group.master.device)), *large]
         return AdamW.state(self, group) | {"step": group.master.new_zeros(len(group.names))}
 
 # %% ../nbs/25_any_model.ipynb #18e23c2b
@@ -299,7 +299,8 @@ def fill_banks(self: ParallelMuon, module: nn.Module, replica_dtype, max_norm: f
     self.places = {m.name: (b.name, i, m.transposed != (m.name in turned)) for b, i, m in self.layout}
     some = next(iter(self.banked.values()))
     start = {n: b.detach() for n, b in make_banks(self.layout, some.dtype, some.device).items()}
-    rebank(self.layout, {n: p.detach().T if n in turned else p.detach() for n, p in self.banked.items()}, start)
+    weights = {n: p.detach().T if n in turned else p.detach() for n, p in self.banked.items()}
+    rebank(self.layout, weights, start)
     replicas = {n: nn.Parameter(b.to(replica_dtype or b.dtype)) for n, b in start.items()}
     roles = {"bank": replicas, "table": {}, "scalar": {}}
     for n, p in self.rest.items():
@@ -426,7 +427,7 @@ def check_parameters(self: ParallelMuon):
 
 # %% ../nbs/25_any_model.ipynb #2eda6789
 def saved_tensors(part) -> dict[str, Tensor]:
-    "What a saved state holds of a bank's shard or of a flat group, by torch's names; the count of steps aside."
+    "What a saved state holds of a bank's shard or a flat group, by torch's names; the step counts aside."
     masters = {} if part.master is part.rounded else {"master": part.master}
     return masters | {k: t for k, t in part.state.items() if k != "step"}
 

@@ -17,7 +17,8 @@ import numpy as np
 from .settings import GolfError
 
 # %% ../nbs/26_significance.ipynb #8f26d757
-NODES, WEIGHTS = (0.5 * (x + shift) for x, shift in zip(np.polynomial.legendre.leggauss(200), (1, 0)))  # on [0, 1]
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
+NODES, WEIGHTS = (NODES + 1) / 2, WEIGHTS / 2  # from [-1, 1] to [0, 1]
 
 
 def student_tail(t: float, freedom: float) -> float:
@@ -32,7 +33,7 @@ LEVEL = 0.01  # the p-value at which something counts as proved
 
 
 def errors_below(values: list[float], target: float) -> float:
-    "How many of its standard errors the mean lies below the target. Raises GolfError for fewer than two values."
+    "How many of its standard errors the mean lies below the target. GolfError for fewer than two values."
     if len(values) < 2:
         raise GolfError(f"a t-test needs at least two runs, found {len(values)}; run more seeds")
     error, gap = stdev(values) / math.sqrt(len(values)), target - mean(values)
@@ -40,18 +41,19 @@ def errors_below(values: list[float], target: float) -> float:
 
 
 def below_target(values: list[float], target: float) -> float:
-    "One-sided t-test (Student, 1908): p of a mean this far below the target, or further, if the target were the true mean."
+    "One-sided t-test (Student, 1908): p of a mean this far below the target if the target were the true mean."
     return student_tail(errors_below(values, target), len(values) - 1)
 
 # %% ../nbs/26_significance.ipynb #868879e3
 def runs_needed(values: list[float], target: float) -> int | None:
-    "How many runs of this mean and spread would prove it below the target; None if it is not below, or 1,000 do not do."
+    "How many runs like these would prove the mean below the target; None if it is not, or 1,000 do not do."
     errors = errors_below(values, target) / math.sqrt(len(values))  # of one run
-    return next((n for n in range(2, 1001) if student_tail(errors * math.sqrt(n), n - 1) <= LEVEL), None) if errors > 0 else None
+    enough = (n for n in range(2, 1001) if student_tail(errors * math.sqrt(n), n - 1) <= LEVEL)
+    return next(enough, None) if errors > 0 else None
 
 # %% ../nbs/26_significance.ipynb #3350abc2
 def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    "Welch's test (1947): t of mean(a) - mean(b), degrees of freedom, two-sided p. Raises GolfError for a group of fewer than two."
+    "Welch's test (1947): t of mean(a) - mean(b), degrees of freedom, two-sided p. GolfError for a group of one."
     if min(len(a), len(b)) < 2:
         raise GolfError(f"Welch's test needs two runs in each group, found {len(a)} and {len(b)}; run more seeds")
     va, vb, gap = stdev(a) ** 2 / len(a), stdev(b) ** 2 / len(b), mean(a) - mean(b)
@@ -61,16 +63,17 @@ def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
     return t, freedom, 2 * student_tail(abs(t), freedom)
 
 # %% ../nbs/26_significance.ipynb #2d639b4d
-PLACES = ("seed", "run_id", "runs_dir", "data_path", "tokenizer_path", "notices")  # what does not make two runs different
+PLACES = ("seed", "run_id", "runs_dir", "data_path", "tokenizer_path", "notices")  # do not make runs differ
 
 
 def run_summary(path: Path | str) -> dict:
-    "The summary of a finished run, its `config` included, from its directory or a result file. Raises GolfError if it is none."
+    "The summary, with its `config`, of a finished run's directory or result file. Raises GolfError if it is none."
     path = Path(path)
     try:
         found = json.loads((path / "summary.json" if path.is_dir() else path).read_text(encoding="utf-8"))
         if "config" not in found:
-            found = {**found["facts"], "config": {"recipe": found["facts"]["recipe"], **found["facts"]["settings"]}}
+            found = found["facts"]
+            found["config"] = {"recipe": found["recipe"], **found["settings"]}
         config = {k: v for k, v in found["config"].items() if k not in PLACES}
         return {**found, "seed": int(found["seed"]), "config": {**config, "world": found["world"]}}
     except (OSError, ValueError, KeyError, TypeError) as e:
@@ -83,7 +86,8 @@ def group_runs(runs: list[dict], score: str) -> dict[str, dict[int, float]]:
 
     Raises GolfError for a run without the score, or a seed twice in a group.
     """
-    varied = sorted({k for run in runs for other in runs for k, v in run["config"].items() if other["config"].get(k) != v})
+    configs = [run["config"] for run in runs]
+    varied = sorted({k for c in configs for other in configs for k, v in c.items() if other.get(k) != v})
     groups = {}
     for run in runs:
         label = ", ".join(f"{k}={run['config'].get(k)}" for k in varied) or "all runs"
@@ -97,7 +101,7 @@ def group_runs(runs: list[dict], score: str) -> dict[str, dict[int, float]]:
 
 # %% ../nbs/26_significance.ipynb #7b0183c4
 def describe_group(values: list[float], target: float | None, first: list[float]) -> str:
-    "What a group's scores prove, against the `target` if there is one and against the `first` group's if it has two or more."
+    "What a group's scores prove, against the `target` if any and against the `first` group's if it has two or more."
     n, said = len(values), f"n = {len(values)}, mean {mean(values):.5f}, {min(values):.5f} to {max(values):.5f}"
     if n < 2:
         return f"{said}\n  one run has no spread: no test is possible; run more seeds"
