@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCRIPT_MODULES', 'SCRIPT_HEADER', 'PACK_NAME', 'PACK_WRAPPER', 'ELASTIC_NOISE', 'ELASTIC_FAILED', 'package_dir',
-           'module_sources', 'script_command', 'fold_script', 'minify', 'pack_script', 'explain', 'save_script',
-           'checkout_commit', 'torchrun_command', 'relay_errors', 'run_script']
+           'module_sources', 'fold_script', 'minify', 'pack_script', 'explain', 'save_script', 'checkout_commit',
+           'relay_errors', 'run_script']
 
 # %% ../nbs/20_launcher.ipynb #b2c513d5
 import ast
@@ -21,7 +21,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
@@ -62,13 +62,13 @@ def blocks(n: ast.AST) -> list[str]:
 
 
 def place(tree: ast.AST, lines: list[str], new: bool = False) -> None:
-    "Note where each statement starts, the comments above it included, where its blocks do; and named constants."
+    "Note where each statement starts, the comments above it included, and where its blocks do."
     for n in ast.walk(tree):
         if isinstance(n, (ast.stmt, ast.ExceptHandler)):
             n.first = n.top = min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) - 1
             while n.top and lines[n.top - 1].strip()[:1] in ("", "#"):
                 n.top -= 1
-            n.lines, n.new = lines, new
+            n.lines, n.new, n.chained = lines, new, not new and lines[n.first].lstrip().startswith("elif")
             n.named = not any(isinstance(x, ast.Name) for x in ast.walk(getattr(n, "value", None) or n))
     for n in ast.walk(tree):
         n.heads = {f: getattr(n, f)[0].top for f in blocks(n)}
@@ -87,7 +87,7 @@ def decorators(n: ast.AST) -> list[str]:
 
 
 def patched_class(n: ast.AST) -> str:
-    "The class that a function under `@patch` belongs to, by the annotation of its first parameter; else empty."
+    "The class that a function under `@patch` belongs to, by the annotation of its first parameter, or empty."
     return ast.unparse(n.args.args[0].annotation).strip("'") if "patch" in decorators(n) else ""
 
 
@@ -117,24 +117,21 @@ IMPORTS = (ast.Import, ast.ImportFrom)
 DEFINED = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, *IMPORTS, ast.Try)
 
 
-def our_module(n: ast.AST) -> str | None:
-    "The module of the package that a statement imports from, empty if it imports the package; None for others."
-    names = [a.name for a in n.names] if isinstance(n, ast.Import) else [getattr(n, "module", None) or ""]
-    if getattr(n, "level", 0) or isinstance(n, IMPORTS) and any(x.split(".")[0] == "golfnb" for x in names):
-        return names[0].removeprefix("golfnb").lstrip(".") if isinstance(n, ast.ImportFrom) else ""
-    return None
+def our_module(n: ast.stmt) -> str | None:
+    "The module of the package that an import takes from; None for other packages."
+    name = getattr(n, "module", None) or n.names[0].name
+    return name.removeprefix("golfnb.") if getattr(n, "level", 0) or name.split(".")[0] == "golfnb" else None
 
-# %% ../nbs/20_launcher.ipynb #7d222d0d
+
 def check_statement(where: str, n: ast.stmt, earlier: list[str]) -> None:
     "Raise GolfError for a top-level statement that cannot stand in a script."
     if not isinstance(n, DEFINED):
         raise GolfError(f"{where}: `{ast.unparse(n).splitlines()[0]}` is no definition; "
                         "chapters hold functions, classes, constants and imports only")
-    for i in (i for i in ast.walk(n) if isinstance(i, (*IMPORTS, ast.Global, ast.Nonlocal))):
-        ours, plain = our_module(i), all(getattr(a, "name", "") != "*" for a in i.names)
-        aliased = any(getattr(a, "asname", None) for a in i.names)
-        if not plain or ours is not None and (i is not n or aliased or ours not in earlier) \
-                or getattr(i, "module", "") == "__future__" or not isinstance(i, IMPORTS):
+    for i in (i for i in ast.walk(n) if isinstance(i, IMPORTS)):
+        odd = i is not n or our_module(i) not in earlier or any(a.asname for a in i.names)
+        star = i.names[0].name == "*" or getattr(i, "module", "") == "__future__"
+        if star or our_module(i) is not None and odd:
             raise GolfError(f"{where}: `{ast.unparse(i)}` cannot be folded; write `from .x import name`, "
                             "x an earlier chapter, at the top and without alias or star")
 
@@ -157,12 +154,15 @@ def load_modules(sources: Mapping[str, str]) -> list[ast.stmt]:
             where, origin, n.module_name = f"{m}.py line {n.lineno}", None, m
             check_statement(where, n, earlier)
             for name in bound_names(n):
-                if (origin := our_module(n)) is None:
+                origin = our_module(n) if isinstance(n, IMPORTS) else None
+                if origin is None:
                     first = held.setdefault(name, (m, where, meaning(n, name)))
                     if first[2] != meaning(n, name):
-                        raise GolfError(f"the name {name!r} means two things: {first[1]} and {where}; rename one")
+                        raise GolfError(f"the name {name!r} means two things: {first[1]} and {where}; rename "
+                                        f"one")
                 elif held.get(name, ("",))[0] != origin:
-                    raise GolfError(f"{where}: {origin}.py does not define {name!r}; import it from the chapter that does")
+                    raise GolfError(f"{where}: {origin}.py does not define {name!r}; import it from the "
+                                    f"chapter that does")
             body += [n] if origin is None else []
     return body
 
@@ -173,8 +173,9 @@ def join_patches(body: list[ast.stmt]) -> list[ast.stmt]:
     for n in (n for n in body if patched_class(n)):
         cls = classes.get((n.module_name, patched_class(n)))
         if cls is None or n.name in {x for s in cls.body for x in bound_names(s)}:
-            raise GolfError(f"{n.module_name}.py line {n.lineno}: {patched_class(n)} must be a class of this chapter "
-                            f"without `{n.name}`; move or rename the method")
+            where = f"{n.module_name}.py line {n.lineno}"
+            raise GolfError(f"{where}: {patched_class(n)} must be a class of this chapter without `{n.name}`; "
+                            "move or rename the method")
         n.decorator_list = [d for d in n.decorator_list if ast.unparse(d) != "patch"]
         n.args.args[0].annotation, n.new = None, True
         cls.body.append(n)
@@ -182,6 +183,7 @@ def join_patches(body: list[ast.stmt]) -> list[ast.stmt]:
 
 # %% ../nbs/20_launcher.ipynb #dcb43097
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 SCOPES = (ast.FunctionDef, ast.Lambda, ast.ClassDef, *COMPREHENSIONS)
 
 
@@ -196,78 +198,65 @@ class Program:
             defaultdict(list) for _ in range(6))
         for s in body:
             s.up = self.tree
-            self.link(s, None, s)
+            link(self, s, None, s)
         for n in self.nodes:
-            self.note(n)
+            note(self, n)
 
 # %% ../nbs/20_launcher.ipynb #3938852c
-MARKS = {c for c in vars(ast).values() if isinstance(c, type) and issubclass(c, ast.AST) and not c._fields} - {ast.Pass}
-
-
-def children(n: ast.AST):
-    "(field, node) for the parts of a node, without operators and the like."
-    for field, value in ast.iter_fields(n):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and child.__class__ not in MARKS:
-                yield field, child
-
-# %% ../nbs/20_launcher.ipynb #1c8f7705
-@patch
-def link(self: Program, n: ast.AST, scope: ast.AST | None, unit: ast.stmt) -> None:
-    "Note parent, scope (None is the module) and definition of a node and all below, and what each scope binds."
+def link(p: Program, n: ast.AST, scope: ast.AST | None, unit: ast.stmt) -> None:
+    "Note parent, scope (None: the module) and definition of a node and all below, and what scopes bind."
     unit = n if isinstance(n, ast.FunctionDef) and isinstance(n.up, ast.ClassDef) else unit
     n.scope, n.unit = scope, unit
-    self.nodes.append(n)
+    p.nodes.append(n)
     name = n.id if isinstance(n, ast.Name) and not is_load(n) else getattr(n, "arg", getattr(n, "name", None))
     while isinstance(n, ast.Name) and isinstance(n.up, ast.NamedExpr) and isinstance(scope, COMPREHENSIONS):
         scope = scope.scope
     if name and not isinstance(n, ast.keyword):
-        self.binds.add((n.up.up if isinstance(n, ast.arg) else scope, name))
-    for field, child in children(n):
-        child.up = n
+        p.binds.add((n.up.up if isinstance(n, ast.arg) else scope, name))
+    for field, child in ((f, c) for f, v in ast.iter_fields(n) for c in (v if isinstance(v, list) else [v])):
+        if not isinstance(child, ast.AST) or isinstance(child, MARKS):
+            continue
+        child.up, child.noted = n, getattr(n, "noted", False) or field in ("annotation", "returns")
         outer = field == "iter" and isinstance(n, ast.comprehension) and n is n.up.generators[0]
         inside = isinstance(n, SCOPES) and field in ("body", "elt", "key", "value", "generators")
-        self.link(child, n if inside else scope.scope if outer else scope, unit)
+        link(p, child, n if inside else scope.scope if outer else scope, unit)
 
-# %% ../nbs/20_launcher.ipynb #364c4378
-@patch
-def owner(self: Program, n: ast.Name) -> ast.AST | None:
+# %% ../nbs/20_launcher.ipynb #1c8f7705
+def owner(p: Program, n: ast.Name) -> ast.AST | None:
     "The scope that a name belongs to; a class shows its names to its own statements only."
     s = n.scope
-    while s is not None and ((s, n.id) not in self.binds or isinstance(s, ast.ClassDef) and s is not n.scope):
+    while s is not None and ((s, n.id) not in p.binds or isinstance(s, ast.ClassDef) and s is not n.scope):
         s = s.scope
     return s
 
-# %% ../nbs/20_launcher.ipynb #615b4d68
-@patch
-def note(self: Program, n: ast.AST) -> None:
+# %% ../nbs/20_launcher.ipynb #364c4378
+def note(p: Program, n: ast.AST) -> None:
     "Take a node into the tables."
     called = getattr(n.func, "attr", getattr(n.func, "id", "")) if isinstance(n, ast.Call) else ""
     if isinstance(n, ast.Name):
-        n.owner = self.owner(n)
-        self.uses[n.owner, n.id].append(n)
-        self.mentions[n.unit] += [n.id] if n.owner is None and is_load(n) else []
+        n.owner = owner(p, n)
+        p.uses[n.owner, n.id] += [] if n.noted else [n]
+        p.mentions[n.unit] += [n.id] if n.owner is None and is_load(n) else []
     elif isinstance(n, ast.Attribute):
-        (self.loads if is_load(n) else self.stores)[n.attr].append(n)
-        self.mentions[n.unit] += [f".{n.attr}"] if is_load(n) and not self.of_import(n) else []
+        (p.loads if is_load(n) else p.stores)[n.attr].append(n)
+        p.mentions[n.unit] += [f".{n.attr}"] if is_load(n) and not of_import(p, n) else []
     elif isinstance(n, ast.Constant) and isinstance(n.value, str):
-        self.strings.add(n.value)
+        p.strings.add(n.value)
     elif called in ("getattr", "hasattr"):
-        self.mentions[n.unit].append(f".{getattr(n.args[1], 'value', '')}")
+        p.mentions[n.unit].append(f".{getattr(n.args[1], 'value', '')}")
     elif called in ("replace", "_replace"):
-        self.replaced |= {k.arg for k in n.keywords}
+        p.replaced |= {k.arg for k in n.keywords}
     if isinstance(n, ast.stmt) and isinstance(n.up, ast.ClassDef):
         for name in bound_names(n):
-            (self.methods if isinstance(n, ast.FunctionDef) else self.members)[name].append(n)
+            (p.methods if isinstance(n, ast.FunctionDef) else p.members)[name].append(n)
 
-# %% ../nbs/20_launcher.ipynb #a9a5a8b5
-@patch
-def of_import(self: Program, n: ast.AST) -> bool:
+# %% ../nbs/20_launcher.ipynb #615b4d68
+def of_import(p: Program, n: ast.AST) -> bool:
     "Whether an attribute belongs to an imported module."
     while isinstance(n, ast.Attribute):
         n = n.value
-    return isinstance(n, ast.Name) and isinstance(self.tops.get(n.id), (*IMPORTS, ast.Try)) \
-        and self.owner(n) is None
+    return isinstance(n, ast.Name) and isinstance(p.tops.get(n.id), (*IMPORTS, ast.Try)) \
+        and owner(p, n) is None
 
 # %% ../nbs/20_launcher.ipynb #6342ef6c
 CALLED_BY_TORCH = {"forward", "backward", "setup_context"}
@@ -278,20 +267,19 @@ def always(m: ast.FunctionDef) -> bool:
     return m.name.startswith("__") or m.name in CALLED_BY_TORCH
 
 
-@patch
-def alive(self: Program) -> set[ast.stmt]:
+def reached(p: Program) -> set[ast.stmt]:
     "The definitions and methods that the roots need, by name, and by attribute once the class is needed."
-    found, words = set(), set(self.roots)
-    units = {*self.tree.body, *(m for ms in self.methods.values() for m in ms)}
-    while more := {u for u in units - found if not words.isdisjoint(bound_names(u)) and u.up is self.tree
+    found, words = set(), set(p.roots)
+    units = {*p.tree.body, *(m for ms in p.methods.values() for m in ms)}
+    while more := {u for u in units - found if not words.isdisjoint(bound_names(u)) and u.up is p.tree
                    or u.up in found and (f".{u.name}" in words or always(u))}:
         found |= more
-        words.update(*(self.mentions[u] for u in more))
+        words.update(*(p.mentions[u] for u in more))
     return found
 
 # %% ../nbs/20_launcher.ipynb #b21f662d
 def signature(fn: ast.AST) -> dict[str, ast.expr | None]:
-    "Parameter -> its default, or None, of a function without self; the fields of a record are parameters too."
+    "Parameter -> its default, or None, of a function without self; a dataclass has its fields."
     if isinstance(fn, ast.ClassDef):
         return {s.target.id: s.value for s in fn.body if isinstance(s, ast.AnnAssign)}
     names = [a.arg for a in fn.args.args]
@@ -308,8 +296,8 @@ def given(fn: ast.AST, call: ast.Call) -> dict[str, ast.expr]:
 
 def is_settings(cls: ast.AST) -> bool:
     "Whether a class declares settings."
-    return any(isinstance(s, ast.AnnAssign) and isinstance(s.value, ast.Call) and ast.unparse(s.value.func) == "setting"
-               for s in getattr(cls, "body", ()))
+    calls = [s.value for s in getattr(cls, "body", ()) if isinstance(getattr(s, "value", None), ast.Call)]
+    return any(getattr(c.func, "id", "") == "setting" for c in calls)
 
 # %% ../nbs/20_launcher.ipynb #67d404da
 class Unknown(Exception):
@@ -320,17 +308,11 @@ KEEPS_CALLS = {"staticmethod", "torch.no_grad", "torch.inference_mode", "context
 
 
 def makes_none(n: ast.AST) -> bool:
-    "Whether a reference to a class makes no instance: an annotation, isinstance, except, an attribute of the class."
+    "Whether a reference to a class makes no instance: isinstance, except, an attribute of the class."
     up = n.up
-    asked = isinstance(up, ast.Call) and n is not up.func and getattr(up.func, "id", "") in ("isinstance", "fields")
-    return asked or in_annotation(n) or isinstance(up, ast.ExceptHandler) or getattr(up, "attr", "__init__") != "__init__"
-
-
-def in_annotation(n: ast.AST) -> bool:
-    "Whether a node stands in an annotation."
-    while not isinstance(n, ast.stmt) and n not in (getattr(n.up, "annotation", 0), getattr(n.up, "returns", 0)):
-        n = n.up
-    return not isinstance(n, ast.stmt)
+    asked = isinstance(up, ast.Call) and n is not up.func and getattr(up.func, "id", "") in ("isinstance",
+                       "fields")
+    return asked or isinstance(up, ast.ExceptHandler) or getattr(up, "attr", "__init__") != "__init__"
 
 
 def plain_call(n: ast.AST) -> bool:
@@ -339,28 +321,27 @@ def plain_call(n: ast.AST) -> bool:
         isinstance(a, ast.Starred) or getattr(a, "arg", "") is None for a in [*n.up.args, *n.up.keywords])
 
 # %% ../nbs/20_launcher.ipynb #4fc46d0b
-@patch
-def calls(self: Program, fn: ast.AST) -> list[ast.Call]:
+def calls_of(p: Program, fn: ast.AST) -> list[ast.Call]:
     "Every call of a function, method or class. Raises Unknown where it may be called in another way."
     if isinstance(fn.scope, ast.ClassDef) and fn.name == "__init__":
-        return self.calls(fn.scope)
+        return calls_of(p, fn.scope)
     if isinstance(fn, ast.ClassDef):
-        refs, odd = [n for n in self.uses[None, fn.name] if not makes_none(n)], False
+        refs, odd = [n for n in p.uses[None, fn.name] if not makes_none(n)], False
     elif isinstance(fn.scope, ast.ClassDef):
-        refs = [a for a in self.loads[fn.name] if not self.of_import(a)]
-        by_class = any(isinstance(self.tops.get(getattr(a.value, "id", "")), ast.ClassDef) for a in refs)
-        odd = always(fn) or by_class or fn.name in self.members or fn.name in self.stores
+        refs = [a for a in p.loads[fn.name] if not of_import(p, a)]
+        by_class = any(isinstance(p.tops.get(getattr(a.value, "id", "")), ast.ClassDef) for a in refs)
+        odd = always(fn) or by_class or fn.name in p.members or fn.name in p.stores
     else:
-        refs, odd = [n for n in self.uses[fn.scope, fn.name] if not in_annotation(n)], fn.name in self.roots
-    if odd or isinstance(fn, ast.FunctionDef) and set(decorators(fn)) - KEEPS_CALLS or not all(map(plain_call, refs)):
+        refs, odd = p.uses[fn.scope, fn.name], fn.name in p.roots
+    kept = isinstance(fn, ast.ClassDef) or set(decorators(fn)) <= KEEPS_CALLS
+    if odd or not kept or not all(map(plain_call, refs)):
         raise Unknown
     return [n.up for n in refs]
 
 # %% ../nbs/20_launcher.ipynb #bf6da63c
-@patch
-def arguments(self: Program, fn: ast.AST, name: str) -> list[ast.expr]:
+def arguments(p: Program, fn: ast.AST, name: str) -> list[ast.expr]:
     "What the calls of a function or record give a parameter. Raises Unknown for no calls."
-    found = [given(fn, c).get(name, signature(fn)[name]) for c in self.calls(fn)]
+    found = [given(fn, c).get(name, signature(fn)[name]) for c in calls_of(p, fn)]
     if not found or None in found:
         raise Unknown
     return found
@@ -376,119 +357,110 @@ def assigned(target: ast.AST) -> ast.expr:
             return whole.value.elts[up.elts.index(target)]
     raise Unknown
 
-
+# %% ../nbs/20_launcher.ipynb #4b15c31f
 @cache
 def foreign(called: bool) -> set[str]:
-    "Methods, or other attributes, of tensors, files, texts and the like: not all uses of such a name are ours."
+    "Methods, or other attributes, of tensors, texts and the like: such a name may not be ours."
     import numpy as np
     import torch
 
     t, cuda = torch, torch.cuda
-    kinds = (str, bytes, list, dict, set, float, Exception, StringIO, Path, np.ndarray, torch.Tensor, torch.nn.Module)
+    kinds = (str, bytes, list, dict, set, float, Exception, StringIO, Path, np.ndarray, torch.Tensor,
+             torch.nn.Module)
     return {name for kind in kinds for name in dir(kind) if callable(getattr(kind, name, None)) is called}
 
-# %% ../nbs/20_launcher.ipynb #4b15c31f
-@patch
-def sources(self: Program, n: ast.AST) -> list[ast.expr]:
+# %% ../nbs/20_launcher.ipynb #ecf68519
+def sources_of(p: Program, n: ast.AST) -> list[ast.expr]:
     "All that a name, or an attribute of our classes, may hold. Raises Unknown where that is not written out."
     if isinstance(n, ast.Attribute):
-        return self.of_attribute(n.attr)
-    stores, fn = [x for x in self.uses[n.owner, n.id] if not is_load(x)], n.owner
+        return of_attribute(p, n.attr)
+    stores, fn = [x for x in p.uses[n.owner, n.id] if not is_load(x)], n.owner
     if isinstance(fn, ast.FunctionDef) and n.id in signature(fn) and not stores:
-        return self.arguments(fn, n.id)
-    local = isinstance(fn, ast.FunctionDef) and n.id not in {a.arg for a in ast.walk(fn.args) if isinstance(a, ast.arg)}
-    if len(stores) != 1 or not (isinstance(self.tops.get(n.id), ast.Assign) if fn is None else local):
+        return arguments(p, fn, n.id)
+    local = isinstance(fn, ast.FunctionDef) and not any(getattr(a, "arg", "") == n.id
+                       for a in ast.walk(fn.args))
+    if len(stores) != 1 or not (isinstance(p.tops.get(n.id), ast.Assign) if fn is None else local):
         raise Unknown
     if fn and statement_of(stores[0]).named:
         raise Unknown
     return [assigned(stores[0])]
 
-# %% ../nbs/20_launcher.ipynb #ecf68519
-@patch
-def of_attribute(self: Program, name: str) -> list[ast.expr]:
+# %% ../nbs/20_launcher.ipynb #916e8166
+def of_attribute(p: Program, name: str) -> list[ast.expr]:
     "All that is stored in an attribute. Raises Unknown if it may not be ours."
-    declared, stores = self.members.get(name, []), self.stores.get(name, [])
+    declared, stores = p.members.get(name, []), p.stores.get(name, [])
     ours = declared or any(getattr(s.value, "id", "") == "self" for s in stores)
-    if not ours or name in foreign(False) or name in self.replaced or name in self.methods or len(declared) > 1:
+    if not ours or name in foreign(False) or name in p.replaced or name in p.methods or len(declared) > 1:
         raise Unknown
     found = [assigned(s) for s in stores]
     for s in declared:
-        found += self.arguments(s.up, name) if "dataclass" in decorators(s.up) else [s.value]
+        found += arguments(p, s.up, name) if "dataclass" in decorators(s.up) else [s.value]
     return found
 
 # %% ../nbs/20_launcher.ipynb #87fe3cad
-SAFE = {name: getattr(builtins, name) for name in (
-    "abs all any bool dict enumerate float frozenset int isinstance len list max min range repr reversed round set "
-    "sorted str sum tuple zip").split()}
-PURE = (ast.Constant, ast.Name, ast.Attribute, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp,
-        ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr, ast.FormattedValue,
-        ast.comprehension, ast.Starred, ast.keyword, *COMPREHENSIONS)
-@patch
-def pure(self: Program, n: ast.AST) -> bool:
+ACTS = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
+SAFE = {f: getattr(builtins, f) for f in (
+    "abs all any bool dict enumerate float frozenset int isinstance len list max min range repr reversed "
+    "round set sorted str sum tuple zip").split()}
+def pure(n: ast.AST) -> bool:
     "Whether leaving an expression out changes nothing."
-    if not isinstance(n, ast.Call):
-        return isinstance(n, ast.Lambda) or isinstance(n, PURE) and all(self.pure(c) for _, c in children(n))
-    return ast.unparse(n.func) in SAFE and all(map(self.pure, [*n.args, *n.keywords]))
+    return all(ast.unparse(x.func) in SAFE if isinstance(x, ast.Call) else not isinstance(x, ACTS)
+               for x in ast.walk(n))
 
 # %% ../nbs/20_launcher.ipynb #f64ec706
-@patch
-def leaf(self: Program, n: ast.AST) -> tuple | None:
+def leaf(p: Program, n: ast.AST) -> tuple | None:
     "(key, its values) of a name or attribute, or None where they are not known."
     if not is_load(n) or isinstance(n, ast.Attribute) and (
-            self.of_import(n) or not self.pure(n.value) or isinstance(n.up, ast.Call) and n is n.up.func):
+            of_import(p, n) or not pure(n.value) or isinstance(n.up, ast.Call) and n is n.up.func):
         return None
-    if isinstance(n, ast.Attribute) and n.attr in self.settings and self.from_cfg(n):
-        return n.attr, self.settings[n.attr]
+    if isinstance(n, ast.Attribute) and n.attr in p.settings and from_cfg(p, n):
+        return n.attr, p.settings[n.attr]
     key = f".{n.attr}" if isinstance(n, ast.Attribute) else (n.owner, n.id)
-    if key not in self.memo:
-        self.memo[key] = None  # while it is being found: what depends on itself is not known
+    if key not in p.memo:
+        p.memo[key] = None  # while it is being found: what depends on itself is not known
         try:
-            self.memo[key] = self.union(self.sources(n))
+            p.memo[key] = union(p, sources_of(p, n))
         except Unknown:
             pass
-    return self.memo[key] and (key, self.memo[key])
+    return p.memo[key] and (key, p.memo[key])
 
 # %% ../nbs/20_launcher.ipynb #01467db7
-@patch
-def from_cfg(self: Program, n: ast.Attribute) -> bool:
-    "Whether an attribute is read from `cfg`, from an attribute of that name, or from self in a class of settings."
+def from_cfg(p: Program, n: ast.Attribute) -> bool:
+    "Whether an attribute is read from `cfg`, or from self in a class of settings."
     cls = n.unit.up
-    own = is_settings(cls) or any(is_settings(self.tops.get(ast.unparse(b))) for b in getattr(cls, "bases", ()))
+    own = is_settings(cls) or any(is_settings(p.tops.get(ast.unparse(b))) for b in getattr(cls, "bases", ()))
     return getattr(n.value, "id", getattr(n.value, "attr", "")) in ("cfg", "self" if own else "cfg")
 
 # %% ../nbs/20_launcher.ipynb #52e750df
-@patch
-def leaves(self: Program, n: ast.AST) -> dict:
+def leaves_of(p: Program, n: ast.AST) -> dict:
     "Node -> leaf for the parts from which an expression can be computed. Raises Unknown where it cannot."
-    if known := self.leaf(n):
+    if known := leaf(p, n):
         return {n: known}
-    parts = [c for _, c in children(n)]
+    parts = [c for c in ast.iter_child_nodes(n) if not isinstance(c, MARKS)]
     if isinstance(n, ast.Call):
         parts = [n.func.value if isinstance(n.func, ast.Attribute) else n.func, *n.args, *n.keywords]
     elif isinstance(n, ast.Name):
-        if n.owner or n.id not in SAFE or n.id in self.tops:
+        if n.owner or n.id not in SAFE or n.id in p.tops:
             raise Unknown
-    elif not isinstance(n, PURE) or isinstance(n, ast.Attribute):
+    elif isinstance(n, (ast.Attribute, *SCOPES, *ACTS)):
         raise Unknown
-    return {node: known for part in parts for node, known in self.leaves(part).items()}
+    return {node: known for part in parts for node, known in leaves_of(p, part).items()}
 
 # %% ../nbs/20_launcher.ipynb #3df107c3
-@patch
-def values(self: Program, n: ast.AST) -> tuple | None:
+def values_of(p: Program, n: ast.AST) -> tuple | None:
     "All values that an expression can have, or None where they are not known."
     odd = isinstance(n, (ast.FormattedValue, ast.Slice, ast.Starred)) or not isinstance(n, ast.expr)
     if odd or not isinstance(getattr(n, "ctx", READ), ast.Load):
         return None
     try:
-        return evaluate(n, self.leaves(n))
+        return evaluate(n, leaves_of(p, n))
     except Unknown:
         return None
 
 
-@patch
-def union(self: Program, expressions: list[ast.expr]) -> tuple:
+def union(p: Program, expressions: list[ast.expr]) -> tuple:
     "All values of some expressions. Raises Unknown where one is not known or could be changed in place."
-    found = [self.values(e) for e in expressions]
+    found = [values_of(p, e) for e in expressions]
     if None in found or any(isinstance(v, (list, dict, set)) for values in found for v in values):
         raise Unknown
     return distinct(v for values in found for v in values)
@@ -512,7 +484,7 @@ def distinct(values) -> tuple:
 
 # %% ../nbs/20_launcher.ipynb #10364775
 def evaluate(n: ast.expr, parts: dict) -> tuple:
-    "The values of an expression for every choice of its leaves' values. Raises Unknown where one fails, or for too many."
+    "The values of an expression for every choice of its leaves' values. Raises Unknown if one fails."
     known = dict(parts.values())
     if prod(map(len, known.values())) > 64:
         raise Unknown
@@ -533,7 +505,7 @@ def statement_of(n: ast.AST) -> ast.stmt:
 
 def literal(v) -> ast.expr | None:
     "The expression of a plain value; None for others."
-    plain = isinstance(v, (bool, int, str, bytes, type(None))) or isinstance(v, float) and abs(v) < float("inf")
+    plain = isinstance(v, (int, str, bytes, type(None))) or isinstance(v, float) and abs(v) < float("inf")
     short = type(v) is tuple and len(v) < 5 and all(literal(x) and not isinstance(x, tuple) for x in v)
     return ast.parse(repr(v), mode="eval").body if plain or short else None
 
@@ -565,34 +537,35 @@ class Fold(ast.NodeTransformer):
 def is_test(n: ast.AST) -> bool:
     "Whether only the truth of an expression counts."
     up = n.up
-    return n is getattr(up, "test", 0) or isinstance(up, ast.comprehension) and n in up.ifs \
-        or isinstance(up, ast.UnaryOp) and isinstance(up.op, ast.Not) or isinstance(up, ast.BoolOp) and is_test(up)
+    negated = isinstance(up, ast.UnaryOp) and isinstance(up.op, ast.Not)
+    part = isinstance(up, ast.comprehension) and n in up.ifs or isinstance(up, ast.BoolOp) and is_test(up)
+    return n is getattr(up, "test", 0) or negated or part
 
 
-@patch
-def truth(self: Program, n: ast.AST) -> bool | None:
+def truth(p: Program, n: ast.AST) -> bool | None:
     "How a test turns out, or None where that is not known."
-    answers = {bool(v) for v in self.values(n) or ()}
+    answers = {bool(v) for v in values_of(p, n) or ()}
     return answers.pop() if len(answers) == 1 else None
 
 # %% ../nbs/20_launcher.ipynb #19f0a583
 @patch
 def known(self: Fold, n: ast.AST) -> ast.expr | None:
     "The literal for an expression whose value, or whose truth where only that counts, is known."
-    p, values = self.program, self.program.values(n)
-    if not values or isinstance(n, (ast.Tuple, ast.JoinedStr, ast.IfExp)) or isinstance(n.up, ast.Call) and n is n.up.func:
+    p, values = self.program, values_of(self.program, n)
+    if not values or isinstance(n, (ast.Tuple, ast.JoinedStr, ast.IfExp)) or n is getattr(n.up, "func", None):
         return None
-    if not any(isinstance(x, ast.Attribute) or x.owner for x in p.leaves(n)):
+    if not any(isinstance(x, ast.Attribute) or x.owner for x in leaves_of(p, n)):
         return None  # constants of the module keep their names
     if len(values) > 1:
-        values = (p.truth(n),) if is_test(n) and p.truth(n) is not None else ()
+        values = (truth(p, n),) if is_test(n) and truth(p, n) is not None else ()
     return literal(values[0]) if values else None
 
 # %% ../nbs/20_launcher.ipynb #e88c73af
 @patch
 def visit_If(self: Fold, n: ast.If):
     "Where the test is known, the branch that runs."
-    if (answer := self.program.truth(n.test)) is None:
+    answer = truth(self.program, n.test)
+    if answer is None:
         return self.generic_visit(n)
     found = [self.visit(s) for s in (n.body if answer else n.orelse)]
     return [s for new in found for s in (new if isinstance(new, list) else [new] if new else [])]
@@ -601,7 +574,7 @@ def visit_If(self: Fold, n: ast.If):
 @patch
 def visit_IfExp(self: Fold, n: ast.IfExp):
     "The part that counts."
-    answer = self.program.truth(n.test)
+    answer = truth(self.program, n.test)
     return self.generic_visit(n) if answer is None else self.visit(n.body if answer else n.orelse)
 
 # %% ../nbs/20_launcher.ipynb #e5030a68
@@ -610,8 +583,8 @@ def visit_BoolOp(self: Fold, n: ast.BoolOp):
     "Leave out operands that decide nothing, and those after one that decides all."
     stop, kept = isinstance(n.op, ast.Or), []
     for v in n.values:
-        answer = self.program.truth(v)
-        if answer is not (not stop) or not self.program.pure(v) or v is n.values[-1] and not is_test(n):
+        answer = truth(self.program, v)
+        if answer is not (not stop) or not pure(v) or v is n.values[-1] and not is_test(n):
             kept.append(v)
         if answer is stop:
             break
@@ -637,12 +610,13 @@ def yields(fn: ast.AST) -> bool:
 # %% ../nbs/20_launcher.ipynb #3b57cc58
 @patch
 def generic_visit(self: Fold, n: ast.AST):
-    "Fold what is below; statements after a return or the like go, an empty block passes, a generator stays one."
+    "Fold what is below; statements after a return go, an empty block passes, a generator stays one."
     had, generator = blocks(n), yields(n)
     ast.NodeTransformer.generic_visit(self, n)
     for f in had:
         block = getattr(n, f)
-        ends = [i for i, s in enumerate(block, 1) if isinstance(s, (ast.Return, ast.Raise, ast.Continue, ast.Break))]
+        ends = [i for i, s in enumerate(block, 1) if isinstance(s, (ast.Return, ast.Raise, ast.Continue,
+                ast.Break))]
         kept = [s for s in block[: ends[0] if ends else None] if not isinstance(s, ast.Pass)]
         self.busy |= bool(kept) and len(kept) < len(block)
         block[:] = kept or ([fresh("pass")] if f == "body" and not isinstance(n, ast.Module) else [])
@@ -656,10 +630,11 @@ def idle(self: Fold, s: ast.stmt) -> bool:
     "Whether a statement does nothing."
     p = self.program
     if isinstance(s, ast.Expr):
-        return not isinstance(s.value, ast.Constant) and p.pure(s.value)
+        return not isinstance(s.value, ast.Constant) and pure(s.value)
     if isinstance(s, (ast.If, ast.For)) and not s.orelse:
-        return all(isinstance(t, ast.Pass) for t in s.body) and p.pure(s.test if isinstance(s, ast.If) else s.iter)
-    return isinstance(s, (ast.Assert, ast.While)) and p.truth(s.test) is isinstance(s, ast.Assert)
+        head = s.test if isinstance(s, ast.If) else s.iter
+        return pure(head) and all(isinstance(t, ast.Pass) for t in s.body)
+    return isinstance(s, (ast.Assert, ast.While)) and truth(p, s.test) is isinstance(s, ast.Assert)
 
 # %% ../nbs/20_launcher.ipynb #93408579
 @patch
@@ -675,7 +650,7 @@ def drop(self: Fold) -> None:
                 self.gone.add(n)
         elif isinstance(n, (ast.Assign, ast.AnnAssign)) and not isinstance(n.up, (ast.ClassDef, ast.Module)):
             targets = getattr(n, "targets", None) or [n.target]
-            if all(map(self.unread, targets)) and (n.value is None or p.pure(n.value)):
+            if all(map(self.unread, targets)) and (n.value is None or pure(n.value)):
                 self.gone.add(n)
 
 # %% ../nbs/20_launcher.ipynb #baf8b3b0
@@ -687,30 +662,32 @@ def unread(self: Fold, target: ast.expr) -> bool:
         same, ours = p.uses[target.owner, target.id], isinstance(target.owner, ast.FunctionDef)
         read = any(map(is_load, same))
     elif isinstance(target, ast.Attribute):
-        same, ours = p.stores[target.attr], p.pure(target.value)
+        same, ours = p.stores[target.attr], pure(target.value)
         read = target.attr in foreign(False) | p.loads.keys() | p.strings | p.replaced or not (
             target.attr in p.members or any(getattr(t.value, "id", "") == "self" for t in same))
     else:
         return False
-    return ours and not read and all(p.pure(t.up.value) for t in same if isinstance(t.up, ast.AugAssign))
+    return ours and not read and all(pure(t.up.value) for t in same if isinstance(t.up, ast.AugAssign))
 
 # %% ../nbs/20_launcher.ipynb #869077e9
 @patch
 def drop_parameters(self: Fold, fn: ast.FunctionDef) -> None:
-    "Leave out an inner function that nothing reads; of others, parameters that nothing reads or no call gives."
+    "Leave out an inner function that nothing reads, and parameters that nothing reads or no call gives."
     p, method = self.program, isinstance(fn.scope, ast.ClassDef) and fn.name != "__init__"
     if isinstance(fn.scope, ast.FunctionDef) and not any(map(is_load, p.uses[fn.scope, fn.name])):
         self.gone.add(fn)
     shared = method and (fn.name in foreign(True) or len(p.methods[fn.name]) > 1)
     try:
-        calls = p.calls(fn)
+        calls = calls_of(p, fn)
     except Unknown:
         return
-    for name, default in {} if shared or fn.args.vararg or "lru_cache" in decorators(fn) else signature(fn).items():
+    fixed = shared or fn.args.vararg or "lru_cache" in decorators(fn)
+    for name, default in {} if fixed else signature(fn).items():
         uses, values = p.uses[fn, name], [g[name] for g in (given(fn, c) for c in calls) if name in g]
-        if not uses and all(map(p.pure, values)):
+        if not uses and all(map(pure, values)):
             self.take_out(fn, name, calls, values)
-        elif default and not values and not (all(map(is_load, uses)) and literal(*p.values(default) or [p])):
+        elif default and not values and not (all(map(is_load, uses)) and literal(*values_of(p, default)
+                                             or [p])):
             fn.body.insert(is_docstring(fn.body[0]), fresh(f"{name} = {ast.unparse(default)}"))
             self.take_out(fn, name, calls, values)
 
@@ -719,16 +696,18 @@ def drop_parameters(self: Fold, fn: ast.FunctionDef) -> None:
 def take_out(self: Fold, fn: ast.AST, name: str, calls: list[ast.Call], values: list[ast.expr]) -> None:
     "Leave out a parameter and its argument in all calls."
     for c in (v.up.up if isinstance(v.up, ast.keyword) else v.up for v in values):
-        c.args, c.keywords = [a for a in c.args if a not in values], [k for k in c.keywords if k.value not in values]
+        c.args, c.keywords = [a for a in c.args if a not in values], [k for k in c.keywords
+                              if k.value not in values]
         self.changed(c)
     a, held = fn.args, signature(fn)
     a.args, a.kwonlyargs = ([x for x in args if x.arg != name] for args in (a.args, a.kwonlyargs))
-    a.defaults, a.kw_defaults = [held[x.arg] for x in a.args if held.get(x.arg)], [held[x.arg] for x in a.kwonlyargs]
+    a.defaults = [held[x.arg] for x in a.args if held.get(x.arg)]
+    a.kw_defaults = [held[x.arg] for x in a.kwonlyargs]
     self.changed(fn)
 
 # %% ../nbs/20_launcher.ipynb #4c99ea38
 def whole_classes(p: Program) -> set[str]:
-    "Classes of which every field counts, with their bases: they are handed to a call, and none is made from stars."
+    "Classes of which every field counts, and their bases: handed to a call, none made from stars."
     calls = [n for n in p.nodes if isinstance(n, ast.Call)]
     whole = {a.id for n in calls for a in n.args if isinstance(a, ast.Name)}
     whole -= {getattr(n.func, "id", "") for n in calls if any(not k.arg for k in n.keywords)}
@@ -737,11 +716,12 @@ def whole_classes(p: Program) -> set[str]:
     return whole
 
 # %% ../nbs/20_launcher.ipynb #858dd098
-def specialise(body: list[ast.stmt], settings: Mapping[str, tuple], roots: set[str] = ROOTS) -> list[ast.stmt]:
+def specialise(body: list[ast.stmt], settings: Mapping[str, tuple],
+               roots: set[str] = ROOTS) -> list[ast.stmt]:
     "The statements cut until nothing more can be; `settings` are the values that fixed settings may have."
     while True:
         p = Program(body, settings, roots)
-        alive, fold = p.alive(), Fold(p)
+        alive, fold = reached(p), Fold(p)
         dead = {s for s in body if not isinstance(s, IMPORTS)}.union(*p.methods.values()) - alive
         for c in (c for c in body if isinstance(c, ast.ClassDef)):
             c.body = [s for s in c.body if s not in dead] or [fresh("pass")]
@@ -759,7 +739,7 @@ WIDTH = 110
 def pieces(code: str):
     """(text, reopen) for the parts of a line of code that may stand on lines of their own.
 
-    With `reopen` the part goes on with a string: the line before ends in a quote, this one starts with `reopen`.
+    With `reopen` a string goes on: the line before ends in a quote, this one starts with `reopen`.
     """
     depth, at, last, noted, part, reopen = 0, 0, "", False, "", ""
     for t in (t for t in generate_tokens(StringIO(code).readline) if t.start[0] == 1):
@@ -818,7 +798,8 @@ def own_lines(n: ast.stmt, indent: int, flat: bool) -> list[str]:
     wide = max(map(len, head), default=0) > WIDTH
     if wide and is_docstring(n):
         head[0] = re.sub(r'^( *)"(?!"")(.*)"$', r'\1"""\2"""', head[0])
-        return [x for line in head for x in textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent) or [""]]
+        return [x for line in head for x in textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent)
+                or [""]]
     if not wide and not n.new and not (flat and any(getattr(c, "new", False) for c in ast.walk(n))):
         return head
     new, note = rewritten(n, indent, flat), re.search(r"  (# [^\"']*)$", head[-1]) if head else None
@@ -836,7 +817,7 @@ def source(n: ast.stmt, indent: int, word: str = "") -> list[str]:
     out = [*shifted(n.lines[n.top : n.first], indent - n.col_offset), *head]
     for f in [] if flat else blocks(n):
         block = getattr(n, f)
-        if f == "orelse" and isinstance(n, ast.If) and len(block) == 1 and was_elif(block[0]):
+        if f == "orelse" and len(block) == 1 and getattr(block[0], "chained", False):
             return out + source(block[0], indent, "el")
         if f in ("orelse", "finalbody"):
             line = n.lines[n.heads[f] - 1].strip()
@@ -845,11 +826,6 @@ def source(n: ast.stmt, indent: int, word: str = "") -> list[str]:
             out += source(s, indent + 4 * (f != "handlers"))
     return out
 
-# %% ../nbs/20_launcher.ipynb #d0b091f5
-def was_elif(n: ast.stmt) -> bool:
-    "Whether a statement is an `elif` of its chapter."
-    return isinstance(n, ast.If) and n.lines[n.first].lstrip().startswith("elif")
-
 # %% ../nbs/20_launcher.ipynb #b6008fd1
 def possible(specs: Mapping[str, tuple]) -> dict[str, tuple]:
     "Fixed setting -> the values that it may have in its script; of rows above 0 some stand for all."
@@ -857,7 +833,9 @@ def possible(specs: Mapping[str, tuple]) -> dict[str, tuple]:
     for name, (value, spec) in specs.items():
         fixed, off = spec.metadata["fixed"], False if isinstance(value, bool) else "none"
         if fixed:
-            found[name] = (1, value, 1 << 62) if fixed == "rows" and value else distinct((value, off if fixed == "off" else value))
+            values = (1, value, 1 << 62) if fixed == "rows" and value else (value, off if fixed == "off"
+                      else value)
+            found[name] = distinct(values)
     return found
 
 # %% ../nbs/20_launcher.ipynb #d5af2f88
@@ -868,7 +846,8 @@ def write_settings(body: list[ast.stmt], specs: Mapping[str, tuple], recipe: str
         for name in own.keys() & set(bound_names(n)):
             n.value, n.new = ast.parse(repr(own[name]), mode="eval").body, True
         for s in n.body if is_settings(n) else ():
-            value, spec = specs.get(bound_names(s)[0], (None, None)) if isinstance(s, ast.AnnAssign) else (None, None)
+            value, spec = specs.get(bound_names(s)[0], (None, None)) if isinstance(s,
+                                    ast.AnnAssign) else (None, None)
             if spec and value != spec.default:
                 s.value.args[0], s.new = ast.parse(repr(value), mode="eval").body, True
 
@@ -886,40 +865,32 @@ def import_lines(p: Program) -> list[str]:
 # %% ../nbs/20_launcher.ipynb #0d075b2c
 def join_script(body: list[ast.stmt], head: str) -> str:
     "Header, imports, statements, guard. It is compiled once: a mistake should not be found by torchrun."
-    out, module = [head, *import_lines(Program(body, {})), ""], ""
+    out, module = [head.rstrip(), *import_lines(Program(body, {})), ""], ""
     for n in (n for n in body if not isinstance(n, IMPORTS)):
         out += ["", f"# ---- {n.module_name} ----"] if n.module_name != module else []
         module = n.module_name
         out += source(n, 0)
     lines = [line.rstrip() for line in out if not line.strip().startswith("# %%")]
-    text = re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, "", 'if __name__ == "__main__":', "    script_main(__file__)", ""]))
+    lines += ["", 'if __name__ == "__main__":', "    script_main(__file__)", ""]
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
     compile(text, "train_gpt.py", "exec")
     return text
 
 # %% ../nbs/20_launcher.ipynb #ec8ff805
-SCRIPT_HEADER = """# golfnb train_gpt.py: what recipe {recipe} runs of golfnb, in one file; do not edit. Made by
-# {command} | source sha256 {digest}{commit} | Apache-2.0
+SCRIPT_HEADER = """# golfnb train_gpt.py: recipe {recipe} in one file; do not edit. Made by
+# {command} | source {digest}{commit} | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 """
 
 # %% ../nbs/20_launcher.ipynb #498b6898
-def source_hash(sources: Mapping[str, str]) -> str:
-    "A fingerprint of the modules a script is folded from, 16 hex digits."
-    return hashlib.sha256(repr(list(sources.items())).encode()).hexdigest()[:16]
-
-# %% ../nbs/20_launcher.ipynb #c2150a41
-def script_command(recipe: str, settings: Mapping[str, str]) -> str:
-    "The command that makes a script."
-    return " ".join(["golfnb script --recipe", recipe, *(f"{name}={value}" for name, value in settings.items())])
-
-# %% ../nbs/20_launcher.ipynb #87e4c4d0
 def fold_script(recipe: str = "pr549", settings: Mapping[str, str] | None = None, commit: str = "") -> str:
-    """The text of a script with what a recipe runs; the same package, recipe and settings give the same bytes.
+    """The text of a script with what a recipe runs; the same package and settings give the same bytes.
 
-    `settings` (NAME -> text) differ from the recipe's; `commit` goes into the header. Raises GolfError if the recipe
-    or a setting is none, or a chapter breaks a rule.
+    `settings` (NAME -> text) differ from the recipe's; `commit` goes into the header.
+    Raises GolfError if a setting is wrong, or a chapter breaks a rule.
     """
-    sources, command = module_sources(), script_command(recipe, settings or {})
+    sources, pairs = module_sources(), [f"{name}={value}" for name, value in (settings or {}).items()]
+    command = " ".join(["golfnb script --recipe", recipe, *pairs])
     try:
         cfg = import_module("golfnb.config").load_config({"RECIPE": recipe, **(settings or {})})
     except GolfError as e:
@@ -927,16 +898,21 @@ def fold_script(recipe: str = "pr549", settings: Mapping[str, str] | None = None
     specs = {f.name: (getattr(cfg, f.name), f) for f in fields(cfg) if "fixed" in f.metadata}
     body = join_patches(load_modules(sources))
     write_settings(body, specs, recipe, command)
-    head = SCRIPT_HEADER.format(recipe=recipe, command=command, digest=source_hash(sources),
+    digest = hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
+    head = SCRIPT_HEADER.format(recipe=recipe, command=command, digest=digest,
                                 commit=f" | commit {commit}" * bool(commit))
     return join_script(specialise(body, possible(specs)), head)
 
 # %% ../nbs/20_launcher.ipynb #c021415d
-def without_words(text: str) -> tuple[ast.Module, list[str]]:
-    """The tree of a script without annotations of parameters and meanings of settings, and the names to keep.
+def minify(text: str) -> str:
+    """The same program, without what the interpreter does not need. Raises GolfError without python-minifier.
 
-    Parameters annotated tl.constexpr stay as they are: Triton reads the annotation, and calls give them by name.
+    Parameters annotated tl.constexpr stay: Triton reads the annotation, and calls give them by name.
     """
+    try:
+        import python_minifier
+    except ImportError as e:
+        raise GolfError("pack: python-minifier is not installed; run `pip install golfnb[pack]`") from e
     tree, kept = ast.parse(text), set()
     for n in ast.walk(tree):
         if isinstance(n, ast.arg) and n.annotation and ast.unparse(n.annotation) == "tl.constexpr":
@@ -947,19 +923,9 @@ def without_words(text: str) -> tuple[ast.Module, list[str]]:
             n.returns = None
         elif isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setting":
             n.args[1] = ast.Constant("")
-    return tree, sorted(kept)
-
-# %% ../nbs/20_launcher.ipynb #de445a64
-def minify(text: str) -> str:
-    "The same program, without what the interpreter does not need. Raises GolfError without python-minifier."
-    try:
-        import python_minifier
-    except ImportError as e:
-        raise GolfError("pack: python-minifier is needed and is not installed; run `pip install golfnb[pack]`") from e
-    tree, kept = without_words(text)
     return python_minifier.minify(
-        ast.unparse(tree), preserve_locals=kept, remove_literal_statements=True, remove_annotations=False,
-        rename_globals=False, hoist_literals=False, remove_asserts=False, remove_debug=False,
+        ast.unparse(tree), preserve_locals=sorted(kept), remove_literal_statements=True, hoist_literals=False,
+        remove_annotations=False, rename_globals=False, remove_asserts=False, remove_debug=False,
         combine_imports=False, constant_folding=False)
 
 # %% ../nbs/20_launcher.ipynb #92c60e54
@@ -972,37 +938,30 @@ exec(compile(s,"{name}","exec"))
 
 
 def pack_script(text: str) -> str:
-    "A self-extracting script that does the same; the first lines stay readable. Raises GolfError as `minify` does."
+    "A self-extracting script that does the same. Raises GolfError as `minify` does."
     data = base64.b85encode(bz2.compress(minify(text).encode())).decode()
     head = "".join(line for line in text.splitlines(keepends=True)[:2] if line.startswith("#"))
     return PACK_WRAPPER.format(head=head, data=data, name=PACK_NAME)
 
 # %% ../nbs/20_launcher.ipynb #990789c1
 def explain(recipe: str = "pr549", settings: Mapping[str, str] | None = None) -> str:
-    "A table of the lines that a script takes from each module, and the names that it leaves out."
-    text, rows = fold_script(recipe, settings), [f"{'module':14s} {'lines':>6s} {'kept':>6s}  left out"]
-    kept = {part.split(" ", 1)[0]: part for part in text.split("# ---- ")}
-    names = {n.name for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    for m, source in module_sources().items():
-        own = [n.name for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-        left = ", ".join(dict.fromkeys(name for name in own if name not in names))
-        rows.append(f"{m:14s} {source.count(chr(10)):6,d} {kept.get(m, '').count(chr(10)):6,d}  {left}")
-    what = script_command(recipe, settings or {})
-    return "\n".join([*rows, f"{what}: {text.count(chr(10)):,} lines, {len(text.encode()):,} bytes"])
+    "A table of the lines that a script takes from each module."
+    text, sources = fold_script(recipe, settings), module_sources()
+    kept = {part.split(" ", 1)[0]: part.count("\n") for part in text.split("# ---- ")}
+    rows = [(m, t.count("\n"), kept.get(m, 0)) for m, t in sources.items()]
+    rows.append((recipe, sum(n for _, n, _ in rows), text.count("\n")))
+    lines = (f"{m:14s} {n:6,d} {k:6,d} {n - k:9,d}" for m, n, k in rows)
+    return "\n".join([f"{'module':14s}  lines   kept  left out", *lines])
 
 # %% ../nbs/20_launcher.ipynb #1b6e9786
-def save_script(path: Path, recipe: str = "pr549", settings: Mapping[str, str] | None = None, pack: bool = False,
-                commit: str = "") -> tuple[int, int | None]:
-    """Fold a script and write its readable or packed form; the bytes of both, None for packed without python-minifier.
+def save_script(path: Path, recipe: str = "pr549", settings: Mapping[str, str] | None = None,
+                pack: bool = False, commit: str = "") -> tuple[int, int | None]:
+    """Write the readable or packed form of a script; the bytes of both, None without python-minifier.
 
     Raises GolfError if it cannot be written, or cannot be packed when that is asked.
     """
-    text, packed = fold_script(recipe, settings, commit), None
-    try:
-        packed = pack_script(text)
-    except GolfError:
-        if pack:
-            raise
+    text = fold_script(recipe, settings, commit)
+    packed = pack_script(text) if pack or find_spec("python_minifier") else None
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, packed if pack else text)
@@ -1012,18 +971,14 @@ def save_script(path: Path, recipe: str = "pr549", settings: Mapping[str, str] |
 
 # %% ../nbs/20_launcher.ipynb #a513a437
 def checkout_commit(folder: Path | None = None) -> str:
-    "The git commit of the checkout the package runs from, `+` with changes; empty when it is installed elsewhere."
-    command = ["git", "-C", str(folder or package_dir().parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    "The git commit of the checkout the package runs from, `+` with changes; empty if there is none."
+    command = ["git", "-C", str(folder or package_dir().parent), "describe", "--always", "--abbrev=12",
+               "--dirty=+"]
     try:
         done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
-
-
-def torchrun_command(script: Path, nproc: int) -> list[str]:
-    "The command that starts a script on `nproc` ranks of this machine."
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", str(script)]
 
 # %% ../nbs/20_launcher.ipynb #05d3463f
 ELASTIC_NOISE = re.compile(r"[IWE]\d{4} .*torch/distributed/(elastic|run)")
@@ -1039,7 +994,8 @@ def relay_errors(lines, write) -> int:
     for line in lines:
         if failed := ELASTIC_FAILED.match(line):
             if not status and int(failed[1]) < 0:
-                write(f"golfnb: rank {failed[2]} was ended by signal {-int(failed[1])}; the others were stopped\n")
+                write(f"golfnb: rank {failed[2]} was ended by signal {-int(failed[1])}; the others were "
+                      f"stopped\n")
             status = status or int(failed[1])
         elif "golfnb: " in line or line in seen:  # ranks share a pipe: their sentences may arrive on one line
             for part in re.split("(?=golfnb: )", line):
@@ -1054,12 +1010,14 @@ def relay_errors(lines, write) -> int:
 def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write) -> int:
     """Run a script under torchrun on `nproc` ranks and wait; its log goes to our standard output as it comes.
 
-    `settings` are environment variables, `write` gets what the ranks say on standard error. Returns 0, or the exit
-    status of the rank that failed first (1 for a signal).
+    `settings` are environment variables, `write` gets what the ranks say on standard error. Returns 0, or
+    the exit status of the rank that failed first (1 for a signal).
     """
     env = {**os.environ, **settings}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, nproc))))
-    child = subprocess.Popen(torchrun_command(script, nproc), env=env, stderr=subprocess.PIPE, text=True, errors="replace")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+                script]
+    child = subprocess.Popen(torchrun, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
     try:
         status = relay_errors(child.stderr, write)
     finally:  # an interrupt reaches the ranks too: they end by themselves

@@ -1,43 +1,99 @@
-"""One source: the generated script, readable and packed, trains bit for bit as the package does; published commands run."""
+"""One source: for every recipe package and script train bit for bit alike; the packed script is the readable one; published commands run."""
+import ast
+import base64
+import bz2
 import json
 import re
+import sys
+import types
 
 import pytest
+from script_checks import unreached
 from tiny import TINY, tiny_data, torchrun
 
-from golfnb.launcher import save_script
+from golfnb import config, run
+from golfnb.launcher import fold_script, minify, pack_script, save_script
+from golfnb.settings import GolfError
 
-WORKER = "from golfnb.run import script_main\nif __name__ == '__main__':\n    script_main(__file__)\n"
-SCORES = ("losses", "unigram_bpb", "raw_bpb", "ema_bpb", "int6_bpb", "sliding_bpb", "ttt_bpb", "artifact_bytes")
+SCORES = ("losses", "unigram_bpb", "raw_bpb", "ema_bpb", "int6_bpb", "sliding_bpb", "ttt_bpb", "artifact_bytes", "world", "ledger")
+CASES = {recipe: {} for recipe in ("pr399", "pr549", "pr726", "pr1060", "golf", "demo")} | {"golf+": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    "A folder with data and the three forms of one program, and the settings that point at the data."
+    "A folder with data and two forms of one program, and the settings that point at the data."
     root = tmp_path_factory.mktemp("script")
     (root / "data").mkdir()
     settings = tiny_data(root / "data")
     save_script(root / "readable.py", "pr549")
     save_script(root / "packed.py", "pr549", pack=True)
-    (root / "package.py").write_text(WORKER)
     return root, settings
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_script_packed_and_package_agree_bit_for_bit(place, world):
-    root, data = place
-    said = {}
-    for form in ("package", "readable", "packed"):
-        done = torchrun(root / f"{form}.py", world, {**TINY, **data, "RUN_ID": f"{form}{world}"}, root)
-        assert done.returncode == 0, done.stderr[-2000:]
-        said[form] = json.loads((root / "runs" / f"{form}{world}" / "summary.json").read_text())
-        assert said[form]["code_bytes"] == (root / f"{form}.py").stat().st_size
-        assert said[form]["world"] == world
-    assert len(said["package"]["losses"]) == 4
+def loaded(text: str, name: str) -> types.ModuleType:
+    "A script as a module."
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
+    (root, data), recipe = place, case.rstrip("+")
+    monkeypatch.chdir(root)
+    text = fold_script(recipe, CASES[case])
+    script = loaded(text, "script_" + recipe)
+    env = {**TINY, **data, **CASES[case], "RECIPE": recipe, "TTT_CHUNK_SIZE": "16", "GPTQ_CALIB_SAMPLES": "2"}
+    made = [m.run(m.load_config(env | {"RUN_ID": f"{case}-{i}"})) for i, m in enumerate((types.SimpleNamespace(run=run.run, load_config=config.load_config), script))]
+    assert len(made[0]["losses"]) == 4
     for key in SCORES:
-        assert said["package"][key] == said["readable"][key] == said["packed"][key], key
-    assert said["packed"]["code_bytes"] < said["readable"]["code_bytes"] / 3
-    assert any("int6" in part for part, _ in said["packed"]["ledger"])
+        assert made[0].get(key) == made[1].get(key), key
+    assert max(map(len, text.splitlines())) <= 110
+    data = re.search(r'b85decode\("(.*)"\)', pack_script(text))[1]
+    assert ast.dump(ast.parse(bz2.decompress(base64.b85decode(data)))) == ast.dump(ast.parse(minify(text)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fixed_setting_is_accepted_with_its_own_value_and_refused_with_another(case):
+    recipe = case.rstrip("+")
+    script, cfg = loaded(fold_script(recipe, CASES[case]), "fixed_" + recipe), config.load_config({"RECIPE": recipe, **CASES[case]})
+    assert script.load_config({"RECIPE": recipe, "LOADER": cfg.loader, "CLIP": cfg.clip}).loader == cfg.loader
+    other = next(word for word in ("coprime", "sequential") if word != cfg.loader)
+    with pytest.raises(script.GolfError, match=f"LOADER is fixed to {cfg.loader} .* found {other}: make that script with golfnb script --recipe {recipe}.* LOADER={other}") as e:
+        script.load_config({"LOADER": other})
+    assert "\n" not in str(e.value)
+    with pytest.raises(script.GolfError, match="RECIPE is fixed"):
+        script.load_config({"RECIPE": "other"})
+
+
+def test_two_ranks_and_the_packed_script_agree(place):
+    root, data = place
+    found = {}
+    for form in ("readable", "packed"):
+        done = torchrun(root / f"{form}.py", 2, {**TINY, **data, "RECIPE": "pr549", "RUN_ID": form}, root)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[form] = json.loads((root / "runs" / form / "summary.json").read_text())
+        assert found[form]["code_bytes"] == (root / f"{form}.py").stat().st_size and found[form]["world"] == 2
+    for key in SCORES[:-1]:
+        assert found["readable"].get(key) == found["packed"].get(key), key
+
+
+PLANTED = {
+    "function planted": ("def script_main", "def planted(): pass\n\n\ndef script_main"),
+    "class Planted": ("def script_main", "class Planted:\n    pass\n\n\ndef script_main"),
+    "method Session.planted": ("class Session:\n", "class Session:\n    def planted(self): pass\n\n"),
+    "parameter planted of code_size": ("def script_main", "def code_size(planted): return 1\n\n\nSIZE = code_size(2)\n\n\ndef script_main"),
+    "setting planted": ("class RunSettings(Settings):\n", "class RunSettings(Settings):\n    planted: int = setting(1, 'no')\n"),
+}
+
+
+def test_what_cannot_be_reached_is_found():
+    text = fold_script("pr549")
+    known = set(unreached(text))
+    for words, (old, new) in PLANTED.items():
+        assert old in text
+        assert words in set(unreached(text.replace(old, new, 1))) - known, words
+    assert len(known) < 12, known
 
 
 PR549 = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=1536 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=1 SWA_EVERY=50 ROPE_DIMS=16 LN_SCALE=1 LATE_QAT=1 LATE_QAT_THRESHOLD=0.15
@@ -59,8 +115,9 @@ def variables(line: str) -> dict[str, str]:
 @pytest.mark.parametrize("name, line, more", [("pr549", PR549, [r"legal_ttt_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}"]), ("pr1060", PR1060, [])])
 def test_published_commands_run_and_log_as_the_field_does(place, name, line, more):
     root, data = place
+    save_script(root / f"{name}.py", name)
     env = {**variables(line), **SMALLER, **data, "RUN_ID": name}
-    done = torchrun(root / "readable.py", 2, env, root)
+    done = torchrun(root / f"{name}.py", 2, env, root)
     assert done.returncode == 0, done.stderr[-2000:]
     for pattern in [*LINES, *more]:
         assert re.search(f"^{pattern}$", done.stdout, re.M), pattern
