@@ -90,9 +90,9 @@ def study(work: Callable) -> Callable:
     "Make a function of the lab a command: words to exit status; the word NPROC=N starts it on N ranks."
     @wraps(work)
     def command(words: list[str] = ()) -> int:
-        nproc = [w[6:] for w in words if w.startswith("NPROC=")]
+        nproc = next((int(w[6:]) for w in words if w.startswith("NPROC=")), 0)
         if nproc and "RANK" not in os.environ:
-            return launch_module(["golfnb.studies", work.__name__, *words], int(nproc[0]), {})
+            return launch_module(["golfnb.studies", work.__name__, *words], nproc, {})
         lab = Lab(words)
         work(lab)
         return stop_ranks(lab.ranks) or 0
@@ -356,7 +356,7 @@ def loader(lab: Lab):
 
     ways = {f"{o}, world {w}": (o, w) for o in ("sequential", "coprime", "packed") for w in (1, 8)}
     rates = {name: values[1:] for name, values in run_rounds(ways, 6, block).items()}  # the first round warms up
-    lab.keep("loader_cpu", rates, "M tokens/s", "Loader on the CPU, one rank, one core", {"batches": count})
+    lab.keep("loader_cpu", rates, "M tokens/s", "Loader, one rank, one core", {"batches": count})
 
 # %% ../nbs/29b_studies.ipynb #2b02eca4
 def clip_as_eight(m: Machine, cfg: Config, world: int) -> Machine:
@@ -454,8 +454,7 @@ def codec(lab: Lab):
             samples[f"seconds {way} decode"] = [time.perf_counter() - middle]
         if key.startswith("synthetic"):
             coded = sum(n for section, _, n in open_container(data)[0]["sections"] if section in INT_MAX)
-            matrices = [(sources["synthetic"][n], p) for n, p in packed.items() if p.kind in INT_MAX]
-            bits = sum(ideal_bits(w, p) for w, p in matrices)
+            bits = sum(ideal_bits(sources["synthetic"][n], p) for n, p in packed.items() if p.kind in INT_MAX)
             samples[f"{key}: ideal"] = [len(data) - coded + bits / 8]
     lab.keep("codec_cpu", samples, "bytes; seconds where named so", "containers at equal integers")
 
@@ -475,8 +474,7 @@ def loss(lab: Lab):
 
         base, sampler = plain(named), make_sampler(cfg, lab.paths, 0, 1, cfg.train_seq_len)
         hessians = calibrate(model, calibration_batches(sampler, cfg.gptq_calib_samples, device), lab.ranks)
-        names = [n for n in model.layout.names() if quant_kind(n, tuple(named[n].shape)) == "int6"]
-        matrices = {n: named[n] for n in names}
+        matrices = {n: w for n, w in named.items() if quant_kind(n, tuple(w.shape)) == "int6"}
         for grid, (floor, k) in (GRIDS | {"k = 18": (False, 18.0), "k = 36": (False, 36.0)}).items():
             nearest = quantize_state(named, floor, k)
             fine = nearest | gptq_matrices(matrices, hessians, lab.ranks, floor, k)
