@@ -13,7 +13,7 @@ NBS = Path(__file__).resolve().parent.parent / "nbs"
 CHAPTERS = sorted(NBS.glob("[0-9]*_*.ipynb"))
 PENDING = {  # chapters still to be brought in order; take one out when its test says that it passes
     "newton_schulz", "grid", "plan", "averaging", "parallel_muon", "quantize",
-    "launcher", "bench", "any_model", "significance", 
+    "launcher", "bench", "any_model", "significance",
     "timing",
 }
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
