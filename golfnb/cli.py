@@ -561,7 +561,7 @@ def submission_command(args) -> int:
         faults = book.submission.make_submission(args.runs, args.output, claim)
     for f in faults:
         print(f"  {f.rule}: {f.sentence}")
-    refused = f"refused, {len(faults)} faults" + ", nothing was written" * (not args.check)
+    refused = f"refused, faults: {len(faults)}" + ", nothing was written" * (not args.check)
     print(f"{args.check or args.output}: {refused if faults else 'accepted, every rule holds'}")
     return 1 if faults else 0
 

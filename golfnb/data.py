@@ -264,7 +264,8 @@ def batches(docs: Iterable[str], characters: int) -> Iterator[list[str]]:
 def encode_documents(docs: Iterable[str], sp: spm.SentencePieceProcessor, threads: int | None = None,
                      characters: int = 2**20) -> Iterator[tuple]:
     "What `encode_batch` gives for each document, in order; `threads` (default: one a core) work ahead."
-    threads = threads or getattr(os, "process_cpu_count", os.cpu_count)() or 1
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    threads = threads or len(cores)
     cut, waiting = cuts_at_spaces(sp), deque()
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches(docs, characters):
@@ -319,7 +320,7 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
     """
     out_dir, sp, whole = Path(out_dir), load_tokenizer(tokenizer), hashlib.sha256()
     if sp.vocab_size() > 65_536 or sp.bos_id() < 0:
-        raise GolfError(f"a tokenizer needs a BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")
+        raise GolfError(f"a tokenizer needs BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")
     check_unoccupied(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=out_dir) as folder:

@@ -172,6 +172,11 @@ def beats_target(bpbs: list[float], target: float, margin: float = 0.0) -> dict:
             "t": t, "p": p}
 
 # %% ../nbs/27_submission.ipynb #96e294fd
+def unlikely(p: float | None) -> bool:
+    "Whether a p-value proves something; None, of one seed, does not."
+    return p is not None and p < LEVEL
+
+
 TRACK_RULES = (
     ("submission.json", lambda f: f.track not in ("record", "systems", "non-record"),
      "track must be record, systems or non-record, found {f.track!r}: correct it"),
@@ -185,7 +190,7 @@ TRACK_RULES = (
      "count the bytes of each token as chapter 01 does"),
     ("significance", lambda f: f.track == "record" and not f.test,
      "a record needs the score it beats: give it with --target BPB"),
-    ("significance", lambda f: f.track == "record" and f.test and not (f.test["p"] or 1) < LEVEL,
+    ("significance", lambda f: f.track == "record" and f.test and not unlikely(f.test["p"]),
      f"a record beats the target by {MARGIN_NATS} nats at p < {LEVEL}, found p = {{f.test[p]}} for "
      "{f.test[mean]:.4f} against {f.test[target]:.4f}: run more seeds, or choose another track"))
 
@@ -320,9 +325,9 @@ Score: {stage}; {val_tokens:,} targets. PyTorch {pytorch_version}. {test}
 ```
 
 Weights and `train_gpt.py` ({bytes_code:,} bytes) have at most {bytes_total:,} bytes. Every score is of the
-artifact as read back from disk, and `audit_seed*.json` holds it, by its hash, against the conditions of a legal
-score: later tokens change nothing, probabilities sum to one, scored before trained on, one pass, other text than
-in training. `golfnb submission --check .` repeats every check.
+artifact as read back from disk, and `audit_seed*.json` holds it, by its hash, against the conditions of
+a legal score: later tokens change nothing, probabilities sum to one, scored before trained on, one pass,
+other text than in training. `golfnb submission --check .` repeats every check.
 """
 
 # %% ../nbs/27_submission.ipynb #d78e2fb8
@@ -333,10 +338,11 @@ def submission_readme(claim: dict, config: dict, notes: str = "") -> str:
     rows = "\n".join(row.format(seed, **r) for seed, r in claim["seed_results"].items())
     t, test = claim["target"], "No target was given."
     if t:
-        test = (f"Against {t['target']:.4f} bpb less {t['margin']:.4f}: one-sided t-test over {t['df'] + 1} seeds, "
-                f"t = {t['t']}, p = {t['p']}.")
-    return README.format(**claim, n=len(claim["seeds"]), cap=ARTIFACT_CAP, text=notes.strip() or claim["blurb"],
-                         rows=rows, test=test, stage=SCORES[claim["score"]][1],
+        p = "unknown" if t["p"] is None else f"{t['p']:.2g}"
+        test = (f"Against {t['target']:.4f} bpb less {t['margin']:.4f}: one-sided t-test over "
+                f"{t['df'] + 1} seeds, p = {p}.")
+    return README.format(**claim, n=len(claim["seeds"]), cap=ARTIFACT_CAP, rows=rows, test=test,
+                         text=notes.strip() or claim["blurb"], stage=SCORES[claim["score"]][1],
                          command=run_command(claim, config))
 
 # %% ../nbs/27_submission.ipynb #97beebfc
