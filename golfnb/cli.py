@@ -41,7 +41,7 @@ class SentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str):
         "End with one line that says `message`."
-        message = re.sub("choose from .*", lambda m: m[0].replace("'", ""), message)  # Python 3.14 has no quotes
+        message = re.sub("choose from .*", lambda m: m[0].replace("'", ""), message)  # 3.14 has none
         about = self.prog.removeprefix("golfnb").strip()
         print(f"golfnb: {about + ': ' if about else ''}{message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)
@@ -76,8 +76,8 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], fl
         except ValueError:
             value = math.nan
         if not (low <= value if kind is int else low < value < high):
-            wanted = f"a whole number of at least {low}" if kind is int else f"a number between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"{wanted} is expected, found {text!r}")
+            wanted = f"whole number of at least {low}" if kind is int else f"number between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"a {wanted} is expected, found {text!r}")
         return value
     return read
 
@@ -88,7 +88,7 @@ def count(name: str, words: str, default: int | None = None, low: int = 1) -> tu
     return arg(name, type=number(int, low), default=default, help=words)
 
 
-SETTINGS = arg("settings", nargs="*", metavar="NAME=VALUE", help="e.g. SEED=7; `golfnb train --help` lists them")
+SETTINGS = arg("settings", nargs="*", metavar="NAME=VALUE", help="e.g. SEED=7; see `golfnb train --help`")
 TOKENIZER = arg("--tokenizer", metavar="MODEL", help="a SentencePiece model")
 RANKS = count("--nproc", "ranks (default: all GPUs, or 1 on a CPU)")
 
@@ -110,13 +110,15 @@ def read_settings(words: list[str]) -> dict[str, str]:
 
 # %% ../nbs/24_cli.ipynb #da4c5f31
 def settings_help() -> str:
-    "Every setting once, under the chapter where it acts, with its default and meaning; for `golfnb train --help`."
+    "Every setting once, under the chapter where it acts, with its default and meaning; for `train --help`."
     def chapter(group):
-        return re.search(r"nbs/(\w+)\.ipynb", Path(sys.modules[group.__module__].__file__).read_text("utf-8"))[1]
+        source = Path(sys.modules[group.__module__].__file__).read_text("utf-8")
+        return re.search(r"nbs/(\w+)\.ipynb", source)[1]
 
     c = book.config
-    lines = [f"recipes: {', '.join(c.RECIPES)}", "settings, by the chapter where they act; defaults are recipe pr549's:"]
-    for where, group, specs in sorted((chapter(g), g.__name__, s) for g, s in c.setting_groups().items() if s):
+    groups = [(chapter(g), g.__name__, specs) for g, specs in c.setting_groups().items() if specs]
+    lines = [f"recipes: {', '.join(c.RECIPES)}", "settings, by chapter; the defaults are pr549's:"]
+    for where, group, specs in sorted(groups):
         lines.append(f"\n{where.replace('_', ' ', 1)} ({group})")
         for spec in specs:
             choices = f" ({', '.join(spec.metadata['choices'])})" if spec.metadata["choices"] else ""
@@ -134,7 +136,8 @@ def gpu_count() -> int:
 
 def write_script(path: Path, recipe: str, settings: dict[str, str], pack: bool) -> str:
     "Make the script of a recipe and settings; a phrase on the bytes of both its forms, one of which counts."
-    readable, packed = book.launcher.save_script(path, recipe, settings, pack, book.launcher.checkout_commit())
+    commit = book.launcher.checkout_commit()
+    readable, packed = book.launcher.save_script(path, recipe, settings, pack, commit)
     small = "packed unknown (pip install golfnb[pack])" if packed is None else f"{packed:,} bytes packed"
     return f"{readable:,} bytes readable, {small}; the {'packed' if pack else 'readable'} one counts"
 
@@ -147,8 +150,8 @@ def start_training(settings: dict[str, str], ranks: int, pack: bool = False) -> 
     folder = Path(cfg.runs_dir, cfg.run_id or f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / "summary.json").exists():
         raise GolfError(f"{folder} already holds a finished run; choose another RUN_ID, or move it away")
-    fixed = {n.upper() for n, spec in book.config.setting_specs().items() if spec.metadata["fixed"]} - {"RECIPE"}
-    chosen = {n: env[n] for n in (*sorted(fixed), *book.config.SWITCHES) if n in env}
+    fixed = (n.upper() for n, spec in book.config.setting_specs().items() if spec.metadata["fixed"])
+    chosen = {n: env[n] for n in (*fixed, *book.config.SWITCHES) if n in env and n != "RECIPE"}
     script = folder / "train_gpt.py"
     print("script: " + write_script(script, cfg.recipe, chosen, pack), flush=True)
     names = {"RECIPE": cfg.recipe, "RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
@@ -191,19 +194,20 @@ def build_data(documents: Callable, out: Path, tokenizer: Path | None = None, vo
         print(f"tokenizer: {model}, {vocab_size} pieces, byte fallback", flush=True)
     made = d.build_shards(documents(skipped), model, out, shard_tokens, val_fraction, skipped=skipped)
     for side in ("train", "val"):
-        print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(side, **made[side]))
+        words = "{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens"
+        print(words.format(side, **made[side]))
     if skipped:
         print(f"skipped: {len(skipped):,} empty documents, the first {skipped[0]}")
     return model
 
 # %% ../nbs/24_cli.ipynb #770361cc
 @command("data build", "documents -> tokenizer -> shards",
-         arg("files", nargs="*", metavar="FILE", help=".txt (a document each), .jsonl (one a line, field text) or "
+         arg("files", nargs="*", metavar="FILE", help=".txt (one text), .jsonl (one a line, field text) or "
              ".parquet (one a row, column text); none: the standard library's documentation"),
          arg("--out", default="runs/data", help="directory for the shards"), TOKENIZER,
          count("--vocab-size", "pieces of a new tokenizer", 1024, 260),
          count("--shard-tokens", "tokens of a full shard", 100_000_000),
-         arg("--val-fraction", type=number(float, 0, 1), default=0.05, help="of the documents, for validation"),
+         arg("--val-fraction", type=number(float, 0, 1), default=0.05, help="of documents that validate"),
          count("--tokenizer-bytes", "train a tokenizer on about so many bytes of the files", 64 * 2**20))
 def data_build_command(args) -> int:
     def documents(skipped):
@@ -216,7 +220,7 @@ def data_build_command(args) -> int:
     return 0
 
 # %% ../nbs/24_cli.ipynb #b6ff0ef3
-@command("data download", "published shards and tokenizer from the Hugging Face hub; again to go on after a fault",
+@command("data download", "published shards and tokenizer from the Hugging Face hub; goes on after a stop",
          count("--train-shards", "the first so many, of 100,000,000 tokens each", 80, 0),
          count("--vocab-size", "which tokenizer", 1024, 260),
          arg("--out", default="data", help="gets datasets/ and tokenizers/"),
@@ -267,8 +271,8 @@ def demo_data(folder: Path) -> None:
     "Make the demo's documents into a tokenizer and shards in `folder`, unless they are there."
     docs, manifest, model = book.data.stdlib_documents(), folder / "manifest.json", folder / "tokenizer.model"
     digest, size = book.data.documents_hash(docs), sum(len(d.encode()) for d in docs)
-    print(f"documents: {len(docs):,} of the Python {sys.version_info[0]}.{sys.version_info[1]} standard library, "
-          f"{size:,} bytes, sha256 {digest}", flush=True)
+    python = "{}.{}".format(*sys.version_info)
+    print(f"documents: {len(docs):,} of Python {python}, {size:,} bytes, sha256 {digest}", flush=True)
     wanted = DEMO_DATA | {"documents_sha256": digest}
     if manifest.is_file() and model.is_file():
         made = json.loads(manifest.read_text())
@@ -279,12 +283,12 @@ def demo_data(folder: Path) -> None:
     build_data(lambda skipped: docs, folder, **DEMO_DATA)
 
 # %% ../nbs/24_cli.ipynb #2a92543a
-@command("demo", "text -> shards -> training -> artifact -> scores -> report, in a few minutes on any machine",
+@command("demo", "text -> shards -> training -> artifact -> scores -> report, in minutes on any machine",
          count("--nproc", "ranks (default: all GPUs, or 2 on a CPU)"), SETTINGS)
 def demo_command(args) -> int:
     settings, folder = read_settings(args.settings), Path("runs/demo")
     demo_data(folder / "data")
-    for old in ("summary.json", "metrics.jsonl", "train.log", "artifact.golf", "artifact.golf.over", "report.html"):
+    for old in ("summary.json", "metrics.jsonl", "train.log", "artifact.golf", "artifact.golf.over"):
         (folder / old).unlink(missing_ok=True)
     paths = {"DATA_PATH": str(folder / "data"), "TOKENIZER_PATH": str(folder / "data" / "tokenizer.model")}
     ranks = args.nproc or 1 << gpu_count().bit_length() >> 1 or 2  # a power of two shares the batch
@@ -313,7 +317,8 @@ def script_command(args) -> int:
 def run_config(run_dir: Path, meta: dict):
     "A run's Config: from its summary, else from the recipe and the model's settings in a container's `meta`."
     cfg, summary = book.config.load_config({"RECIPE": meta.get("recipe", "pr549")}), run_dir / "summary.json"
-    found = json.loads(summary.read_text("utf-8"))["config"] if summary.is_file() else meta.get("settings", {})
+    whole = summary.is_file()
+    found = json.loads(summary.read_text("utf-8"))["config"] if whole else meta.get("settings", {})
     for name in book.config.setting_specs().keys() & found.keys():
         setattr(cfg, name, found[name])
     cfg.data_path = os.environ.get("DATA_PATH", cfg.data_path)
@@ -335,8 +340,9 @@ def pack_by_gptq(cfg, named: dict, target: int, measure: Callable) -> dict:
         raise GolfError(f"tokens must be below VOCAB_SIZE={cfg.vocab_size}, found {highest} in the shards of "
                         f"{cfg.data_path}: set DATA_PATH to those that the run was trained on")
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
+    small = cfg.small_tensor
     hessians = q.calibrate(golf, iter(batches), ranks)
-    return q.fit_state(cfg, named, target, measure, cfg.small_tensor, hessians, ranks)
+    return q.fit_state(cfg, named, target, measure, small, hessians, ranks)
 
 # %% ../nbs/24_cli.ipynb #768bf035
 def print_ledger(path: Path | str, code: int, cap: int) -> None:
@@ -349,7 +355,7 @@ def print_ledger(path: Path | str, code: int, cap: int) -> None:
 
 @command("quantize", "pack a run's averaged weights again, to a byte target if one is given",
          arg("run_dir", metavar="RUN_DIR"), count("--target-bytes", "at most so many, the script included"),
-         arg("--gptq", action="store_true", help="full-Hessian GPTQ, calibrated on DATA_PATH or the run's shards"),
+         arg("--gptq", action="store_true", help="GPTQ, calibrated on DATA_PATH or the run's shards"),
          arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.golf"))
 def quantize_command(args) -> int:
     run_dir, store = Path(args.run_dir), book.artifact
@@ -370,7 +376,7 @@ def quantize_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #9d4eb7e9
 @command("artifact inspect", "header and bytes per part of an artifact; needs no tokenizer",
-         arg("file", metavar="FILE"), arg("--tensors", action="store_true", help="list every tensor"))
+         arg("file", metavar="FILE"))
 def artifact_inspect_command(args) -> int:
     meta, packed = book.artifact.load_artifact(args.file)
     print(f"{args.file}: {len(packed)} tensors, checksum verified")
@@ -378,8 +384,6 @@ def artifact_inspect_command(args) -> int:
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)
-    for name, p in packed.items() if args.tensors else ():
-        print(f"  {name:36s} {p.kind:5s} {'x'.join(map(str, p.shape))}")
     return 0
 
 
@@ -394,22 +398,23 @@ def artifact_convert_command(args) -> int:
     return 0
 
 # %% ../nbs/24_cli.ipynb #305c8883
-@command("score", "score an artifact from its file: sliding window, and TTT if asked", arg("file", metavar="FILE"),
+@command("score", "score an artifact from its file: sliding window, and TTT if asked",
+         arg("file", metavar="FILE"),
          arg("--val", required=True, metavar="GLOB", help="validation shards, quoted"),
          arg("--tokenizer", required=True, metavar="MODEL", help="the SentencePiece model of the artifact"),
          arg("--ttt", action="store_true", help="score-first test-time training as well"),
          count("--nproc", "ranks that share the work", 1),
-         arg("--audit", action="store_true", help="hold model and scorers against the four conditions of a legal "
-             "score; the report is written beside the artifact as .audit.json"),
+         arg("--audit", action="store_true", help="hold model and scorers against the conditions of a "
+             "legal score; the report lies beside the artifact as .audit.json"),
          arg("--train", metavar="GLOB", help="training shards that the audit compares, quoted"), SETTINGS)
 def score_command(args) -> int:
     if args.nproc > 1:
         if args.audit:
-            raise GolfError(f"score: --audit runs on one rank, found --nproc {args.nproc}; leave one of them out")
+            raise GolfError(f"score: --audit runs on one rank, found --nproc {args.nproc}; leave one out")
         if 0 < gpu_count() < args.nproc:
-            raise GolfError(f"score: {args.nproc} ranks need as many GPUs, found {gpu_count()}; lower --nproc")
-        words = ["score", args.file, "--val", args.val, "--tokenizer", args.tokenizer]
-        return book.bench.launch_module(["golfnb.cli", *words, *["--ttt"] * args.ttt, *args.settings], args.nproc, {})
+            raise GolfError(f"score: {args.nproc} ranks need as many GPUs, found {gpu_count()}: lower it")
+        words = [args.file, "--val", args.val, "--tokenizer", args.tokenizer, *["--ttt"] * args.ttt]
+        return book.bench.launch_module(["golfnb.cli", "score", *words, *args.settings], args.nproc, {})
     ranks = book.parallel_muon.start_ranks()
     try:
         status = score_file(args, ranks)
@@ -423,7 +428,7 @@ def score_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #f15c7339
 def score_config(meta: dict, model_cfg, settings: dict[str, str]):
-    "The recipe of the artifact, the command's settings, the artifact's model. GolfError for what the model fixes."
+    "The artifact's recipe, the command's settings, the artifact's model; GolfError for what the model fixes."
     cfg = book.config.load_config({"RECIPE": meta.get("recipe", "pr549"), **settings})
     for name, value in vars(model_cfg).items():
         if name.upper() in settings:
@@ -445,7 +450,8 @@ def score_file(args, ranks) -> int:
     cfg = score_config(meta, cfg, read_settings(args.settings))
     table = book.bpb.byte_table(book.bpb.load_tokenizer(args.tokenizer, cfg.vocab_size)).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
-    tokens, seq, stride = torch.from_numpy(stream.astype("int64")).to(ranks.device), cfg.eval_seq_len, cfg.eval_stride
+    tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
+    seq, stride = cfg.eval_seq_len, cfg.eval_stride
     forward, rows = book.train.compiled(golf, cfg, ranks.device), cfg.rows_per_score(ranks.world)
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {seq}, stride {stride}, on {ranks.device.type}, "
         f"{ranks.world} rank{'s' * (ranks.world > 1)}", flush=True)
@@ -454,9 +460,10 @@ def score_file(args, ranks) -> int:
     if args.ttt:
         state = book.quantize.dequantize_state(book.artifact.load_artifact(args.file)[1])
         say(f"test-time training in {cfg.ttt_form}: each is scored first", flush=True)
-        by_document = cfg.ttt_form == "adapters"
-        adapt, more = (book.adapters.score_documents, {}) if by_document else (book.ttt.score_first, {"forward": forward})
-        score = adapt(golf, state, tokens, table, cfg, ranks, **more)
+        if cfg.ttt_form == "adapters":
+            score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks)
+        else:
+            score = book.ttt.score_first(golf, state, tokens, table, cfg, ranks, forward=forward)
         say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score[:2]), flush=True)
     return audit_file(args, tokens.cpu(), table.to("cpu"), cfg) if args.audit else 0
 
@@ -483,7 +490,7 @@ def audit_file(args, tokens, table, cfg) -> int:
 
 # %% ../nbs/24_cli.ipynb #745d68ae
 def find_tokenizer(path: str, given: str | None) -> str:
-    "The tokenizer given, else one beside the artifact, in its data folder, in TOKENIZER_PATH; else GolfError."
+    "The tokenizer given, or beside the artifact, in its data folder, in TOKENIZER_PATH; GolfError without."
     folder = Path(path).parent
     usual = [folder / "tokenizer.model", folder / "data/tokenizer.model", os.environ.get("TOKENIZER_PATH")]
     for place in [given] if given else usual:
@@ -508,17 +515,18 @@ def sample_command(args) -> int:
     return 0
 
 # %% ../nbs/24_cli.ipynb #51e9d511
-@command("report", "write a run's page with its plots, report.html", arg("run_dir", metavar="RUN_DIR", type=Path),
+@command("report", "write a run's page with its plots, report.html",
+         arg("run_dir", metavar="RUN_DIR", type=Path),
          arg("--against", type=Path, metavar="RUN2", help="a run to compare with"))
 def report_command(args) -> int:
     print(book.report.write_report(args.run_dir, args.against))
     return 0
 
 
-@command("compare", "mean, spread and t-tests of finished runs; runs that differ by their seed only are a group",
+@command("compare", "mean, spread and t-tests of finished runs; those that differ by their seed are a group",
          arg("runs", nargs="+", metavar="RUN", help="run directories, or results of record_run"),
          arg("--target", type=float, metavar="X", help="test each group's mean against it: is it below?"),
-         arg("--score", default="", metavar="NAME", help="e.g. sliding_bpb (default: the last that all have)"))
+         arg("--score", default="", metavar="NAME", help="e.g. sliding_bpb (default: the last of all)"))
 def compare_command(args) -> int:
     print(book.significance.compare_runs(args.runs, args.target, args.score))
     return 0
@@ -532,38 +540,38 @@ def lab_command(args) -> int:
     return book.lab.start_lab(Path(args.dir), args.port, not args.no_browser)
 
 # %% ../nbs/24_cli.ipynb #841c44f2
-@command("submission", "the folder that the challenge asks for, from finished runs; refused where a rule is broken",
+@command("submission", "the folder that the challenge asks for, from runs; refused if a rule is broken",
          arg("runs", nargs="*", type=Path, metavar="RUN_DIR", help="finished and audited runs, one a seed"),
          arg("--check", type=Path, metavar="FOLDER", help="make nothing, hold a folder against the rules"),
          arg("-o", dest="output", type=Path, default="submission", metavar="FOLDER", help="must not exist"),
          arg("--author", help="your name"), arg("--github-id", help="your account"),
-         arg("--name", help="of the submission"), arg("--blurb", default="", help="what is new, in a sentence"),
+         arg("--name", help="of the submission"), arg("--blurb", default="", help="what is new"),
          arg("--notes", type=Path, metavar="FILE", help="markdown that explains it, put into its README"),
-         arg("--track", choices=("record", "systems", "non-record"), default="record", help="record: better by "
-             "0.005 nats at p < 0.01; systems: faster, same learning; non-record: any hardware"),
+         arg("--track", choices=("record", "systems", "non-record"), default="record",
+             help="record: 0.005 nats at p < 0.01; systems: faster, same learning; non-record: any hardware"),
          arg("--target", type=float, metavar="BPB", help="the score to beat"))
 def submission_command(args) -> int:
     if args.check:
         faults = book.submission.check_submission(args.check)
     elif not (args.author and args.github_id and args.name):
-        raise GolfError("submission: --author, --github-id and --name are needed, the challenge asks for them; "
-                        "give them, or look at a folder with --check FOLDER")
+        raise GolfError("submission: --author, --github-id and --name are needed, the challenge asks for "
+                        "them; give them, or look at a folder with --check FOLDER")
     else:
         words = args.blurb, args.track, args.target, args.notes.read_text("utf-8") if args.notes else ""
         claim = book.submission.Claim(args.author, args.github_id, args.name, *words)
         faults = book.submission.make_submission(args.runs, args.output, claim)
     for f in faults:
         print(f"  {f.rule}: {f.sentence}")
-    refused = f"refused, {len(faults)} faults" + ", nothing was written" * (not args.check)
+    refused = f"refused, faults: {len(faults)}" + ", nothing was written" * (not args.check)
     print(f"{args.check or args.output}: {refused if faults else 'accepted, every rule holds'}")
     return 1 if faults else 0
 
 # %% ../nbs/24_cli.ipynb #3aa38512
 STEPS = (count("--steps", "timed steps of each variant", 60, 3), count("--warmup", "untimed steps first", 10))
-AGAINST = arg("--against", action="append", metavar="NAME=VALUE,...", help="a variant to measure in turn with it")
+AGAINST = arg("--against", action="append", metavar="NAME=VALUE,...", help="a variant to measure in turn")
 BENCHES = {  # what -> sentence, its own options
     "step": ("time of a training step", *STEPS, AGAINST),
-    "phases": ("forward and backward, gradients to published weights, average: each waited for", *STEPS, AGAINST),
+    "phases": ("forward and backward, gradients to published weights, average: one by one", *STEPS, AGAINST),
     "startup": ("process start to first step, cold and warm", count("--rounds", "repetitions", 1)),
     "eval": ("seconds per million tokens of sliding window and test-time training, and the fixed cost",
              count("--rounds", "repetitions", 3), count("--tokens", "tokens to score", 1 << 20)),
@@ -611,8 +619,9 @@ STUDIES = {
 @command("study", "run one of the studies behind the book's chapters 30 and on",
          arg("name", choices=STUDIES, metavar="NAME"),
          arg("words", nargs=argparse.REMAINDER, metavar="WORDS", help="settings NAME=VALUE, NPROC=N, run directories"),
-         epilog="studies:\n" + "\n".join(f"  {name:12s} {sentence}" for name, sentence in STUDIES.items()))
+         epilog="\n".join(f"  {name:12s} {sentence}" for name, sentence in STUDIES.items()))
 def study_command(args) -> int:
+    "golfnb study: the study's function, with its words."
     return import_module("golfnb.studies").STUDIES[args.name](args.words)
 
 # %% ../nbs/24_cli.ipynb #4da84a17
@@ -643,7 +652,7 @@ def check_machine() -> list[tuple[str, str, str]]:
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), "")
     shares = 8 % max(gpus, 1) == 0
     advice = "" if shares else "; a batch divides by 1, 2, 3, 4, 6, 8 ranks, choose with --nproc"
-    return [("GPUs", "ok" if gpus else "note", f"{gpus} x {names}" if gpus else "none; eager fp32 on the CPU"),
+    return [("GPUs", "ok" if gpus else "note", f"{gpus} x {names}" if gpus else "none; CPU, in fp32"),
             ("compiler", "ok" if compiler else "FAIL" if gpus else "note",
              compiler or "none found; torch.compile needs a C compiler, set COMPILE=0 to do without"),
             ("ranks", "ok" if shares else "note", f"{gpus or 2}, {os.cpu_count()} cores{advice}"),

@@ -33,16 +33,17 @@ from .shards import BOS_ID, ShardWriter, atomic_write, find_shards, open_shard, 
 
 # %% ../nbs/21_data.ipynb #1f2c0139
 DEMO_MODULES = """
-__future__ _collections_abc _pydecimal _pyio _strptime _weakrefset abc argparse ast asyncio base64 bdb bisect bz2
-calendar cmd code codecs codeop collections colorsys compileall concurrent configparser contextlib contextvars copy
-copyreg csv ctypes curses dataclasses datetime dbm decimal difflib dis doctest email encodings ensurepip enum filecmp
-fileinput fnmatch fractions ftplib functools genericpath getopt getpass gettext glob graphlib gzip hashlib heapq hmac
-html http idlelib imaplib importlib inspect io ipaddress json keyword linecache locale logging lzma mailbox mimetypes
-modulefinder multiprocessing netrc ntpath numbers opcode operator optparse os pathlib pdb pickle pickletools pkgutil
-platform plistlib poplib posixpath pprint profile pstats pty py_compile pyclbr pydoc queue quopri random re reprlib
-rlcompleter runpy sched secrets selectors shelve shlex shutil signal site smtplib socket socketserver sqlite3 ssl stat
-statistics string stringprep struct subprocess symtable sysconfig tabnanny tarfile tempfile textwrap this threading
-timeit tkinter token tokenize tomllib trace traceback tracemalloc tty turtle types typing unittest urllib uuid venv
+__future__ _collections_abc _pydecimal _pyio _strptime _weakrefset abc argparse ast asyncio base64 bdb bisect
+bz2 calendar cmd code codecs codeop collections colorsys compileall concurrent configparser contextlib
+contextvars copy copyreg csv ctypes curses dataclasses datetime dbm decimal difflib dis doctest email
+encodings ensurepip enum filecmp fileinput fnmatch fractions ftplib functools genericpath getopt getpass
+gettext glob graphlib gzip hashlib heapq hmac html http idlelib imaplib importlib inspect io ipaddress json
+keyword linecache locale logging lzma mailbox mimetypes modulefinder multiprocessing netrc ntpath numbers
+opcode operator optparse os pathlib pdb pickle pickletools pkgutil platform plistlib poplib posixpath pprint
+profile pstats pty py_compile pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets
+selectors shelve shlex shutil signal site smtplib socket socketserver sqlite3 ssl stat statistics string
+stringprep struct subprocess symtable sysconfig tabnanny tarfile tempfile textwrap this threading timeit
+tkinter token tokenize tomllib trace traceback tracemalloc tty turtle types typing unittest urllib uuid venv
 warnings wave weakref webbrowser wsgiref xml xmlrpc zipapp zipfile zipimport zoneinfo
 """.split()
 
@@ -56,21 +57,22 @@ def module_documents(name: str, source: str) -> list[str]:
     classes = [(f"class {name}.{c.name}", c) for c in ast.walk(tree) if isinstance(c, ast.ClassDef)]
     for title, node in [(f"module {name}", tree), *classes]:
         functions = [n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        told = [(f, doc) for f in functions if (doc := ast.get_docstring(f))]
         parts = [(ast.get_docstring(node) or "").strip()]
-        parts += [f"def {f.name}({ast.unparse(f.args)})\n{doc}".strip() for f in functions if (doc := ast.get_docstring(f))]
+        parts += [f"def {f.name}({ast.unparse(f.args)})\n{doc}".strip() for f, doc in told]
         if any(parts):
             documents.append("\n\n".join([title, *filter(None, parts)]))
     return documents
 
 # %% ../nbs/21_data.ipynb #0b34b101
 def topic_documents(source: str) -> list[str]:
-    "The help topics of `pydoc`, from the text of its topics.py: the values of the dictionary that it assigns."
-    found = [n.value for n in ast.parse(source).body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Dict)]
+    "The help topics of `pydoc`, from the text of its topics.py: the values of the dictionary in it."
+    found = [n.value for n in ast.parse(source).body if isinstance(getattr(n, "value", None), ast.Dict)]
     return [text.strip() for text in ast.literal_eval(found[0]).values()] if found else []
 
 # %% ../nbs/21_data.ipynb #65cd8ef0
 def module_files(root: Path, name: str) -> list[Path]:
-    "The source file of a module in `root`, or all files of a package but its tests, sorted; none if it is not there."
+    "The source file of a module in `root`, or all files of a package but its tests, sorted."
     left_out = {"test", "tests", "idle_test", "_bundled"}
     found = (p for p in (root / name).rglob("*.py") if not left_out & set(p.relative_to(root).parts))
     alone = [p for p in [root / f"{name}.py"] if p.is_file()]
@@ -89,7 +91,7 @@ def stdlib_documents(modules: Iterable[str] = tuple(DEMO_MODULES), root: Path | 
         dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         found += module_documents(dotted, path.read_text("utf-8"))
     if not found:
-        raise GolfError(f"Python's own source files expected in {root}, found none: bring documents of your own")
+        raise GolfError(f"Python's own source files expected in {root}, found none: bring documents")
     return list(dict.fromkeys(filter(None, found)))
 
 # %% ../nbs/21_data.ipynb #cefad9f5
@@ -103,7 +105,8 @@ def decode_text(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise GolfError(f"{where} must be UTF-8, found byte {data[e.start]:#x} at {e.start:,}: convert it") from None
+        byte = f"{data[e.start]:#x} at {e.start:,}"
+        raise GolfError(f"{where} must be UTF-8, found byte {byte}: convert it") from None
 
 
 def jsonl_text(line: bytes, where: str) -> str:
@@ -122,18 +125,19 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, bytes]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise GolfError(f"reading {path} needs pyarrow, found none installed: pip install golfnb[data]") from None
+        raise GolfError(f"reading {path} needs pyarrow, found none: pip install golfnb[data]") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names, row = file.schema_arrow.names, 0
             if "text" not in names:
-                raise GolfError(f"{path} must have a column named text, found columns {names[:8]}: rename one")
+                raise GolfError(f"{path} must have a column named text, found {names[:8]}: rename one")
             for batch in file.iter_batches(1024, columns=["text"]):
                 for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     row += 1
                     yield f"{path} row {row}", value or b""
     except pyarrow.ArrowException as e:
-        raise GolfError(f"cannot read {path} as parquet ({str(e).splitlines()[0][:80]}): make it again") from None
+        reason = str(e).splitlines()[0][:80]
+        raise GolfError(f"cannot read {path} as parquet ({reason}): make it again") from None
 
 # %% ../nbs/21_data.ipynb #1fd4ba2c
 def raw_documents(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -149,9 +153,9 @@ def raw_documents(path: Path) -> Iterator[tuple[str, bytes]]:
 
 # %% ../nbs/21_data.ipynb #387e491e
 def read_documents(paths: Iterable[str | Path], skipped: list | None = None) -> Iterator[str]:
-    """Documents one at a time, in order, without outer white space; `skipped` gets the place of every empty one.
+    """Documents one at a time, without outer white space; `skipped` gets the place of every empty one.
 
-    Raises GolfError for a missing file, another suffix than .txt, .jsonl or .parquet, or text that is not UTF-8.
+    Raises GolfError for a missing file, another kind than .txt, .jsonl, .parquet, or text that is not UTF-8.
     """
     for path in map(Path, paths):
         if path.suffix not in (".txt", ".jsonl", ".parquet"):
@@ -164,7 +168,7 @@ def read_documents(paths: Iterable[str | Path], skipped: list | None = None) -> 
                 elif skipped is not None:
                     skipped.append(where)
         except OSError as e:
-            raise GolfError(f"cannot read documents from {path} ({e.strerror or e}): check the path") from None
+            raise GolfError(f"cannot read {path} ({e.strerror or e}): check the path") from None
 
 # %% ../nbs/21_data.ipynb #63861807
 def hash_fraction(digest: bytes) -> float:
@@ -178,23 +182,24 @@ def is_validation(document: str, val_fraction: float) -> bool:
 
 # %% ../nbs/21_data.ipynb #e8677209
 TOKENIZER_SETTINGS = dict(
-    model_type="bpe", byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3, normalization_rule_name="identity",
-    remove_extra_whitespaces=False, split_digits=True, character_coverage=0.9999, input_sentence_size=0,
-    shuffle_input_sentence=False, max_sentence_length=2**24, num_threads=2, minloglevel=2)
+    model_type="bpe", byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3, split_digits=True,
+    normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.9999,
+    input_sentence_size=0, shuffle_input_sentence=False, max_sentence_length=2**24, num_threads=2,
+    minloglevel=2)
 
 # %% ../nbs/21_data.ipynb #3c2644ff
-def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 1024) -> spm.SentencePieceProcessor:
+def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 1024):
     """Train a byte-fallback BPE model on training documents, write it to `path` and read it back.
 
     The same documents give the same file. Raises GolfError if the text is too small.
     """
     model = io.BytesIO()
     try:
-        spm.SentencePieceTrainer.train(sentence_iterator=iter(docs), model_writer=model, vocab_size=vocab_size,
-                                       **TOKENIZER_SETTINGS)
+        spm.SentencePieceTrainer.train(sentence_iterator=iter(docs), model_writer=model,
+                                       vocab_size=vocab_size, **TOKENIZER_SETTINGS)
     except (RuntimeError, ValueError, OSError) as e:
         most = re.search(r"value <= (\d+)", str(e))
-        reason = f"this text is enough for {most[1]}" if most else str(e).strip().rsplit("] ", 1)[-1].rstrip(".")
+        reason = f"this text is enough for {most[1]}" if most else str(e).split("] ")[-1].strip(" .\n")
         raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces ({reason}): "
                         "bring more text or ask for fewer pieces, more than 260") from None
     atomic_write(path, model.getvalue())
@@ -219,25 +224,26 @@ def cuts_at_spaces(sp: spm.SentencePieceProcessor) -> bool:
 
 # %% ../nbs/21_data.ipynb #cb0df9a3
 def cut_document(text: str) -> list[str]:
-    "Parts that joined by a space are the text. Raises GolfError where more than WHOLE_CHARACTERS have no space."
+    "Parts that joined by a space are the text. Raises GolfError where WHOLE_CHARACTERS have no space."
     parts, start = [], 0
     while len(text) - start > 2 * PART_CHARACTERS and (space := _SPACE.search(text, start + PART_CHARACTERS)):
         parts.append(text[start : space.start()])
         start = space.end()
     parts.append(text[start:])
     if (longest := max(map(len, parts))) > WHOLE_CHARACTERS:
-        raise GolfError(f"a document needs a space between letters at least every {WHOLE_CHARACTERS:,} characters, "
+        raise GolfError(f"a document needs a space between letters every {WHOLE_CHARACTERS:,} characters, "
                         f"found {longest:,} without one (it starts {text[:30]!r}): split it or leave it out")
     return parts
 
 # %% ../nbs/21_data.ipynb #339bc11e
-def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool, threads: int = 1) -> list[tuple]:
-    "For each text its SHA-256, its bytes, and uint16 [1 + pieces], BOS in front. `cut`: what `cuts_at_spaces` says."
+def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool, threads: int = 1) -> list:
+    "For each text its SHA-256, its bytes, and uint16 [1 + pieces], BOS in front; `cut` as `cuts_at_spaces`."
     as_arrays = {"return_type": "numpy"} if hasattr(sp, "EncodeAsNumpy") else {}  # else lists
     parts, out = [cut_document(t) if cut and len(t) > 2 * PART_CHARACTERS else [t] for t in texts], []
     pieces = iter(sp.encode([part for group in parts for part in group], num_threads=threads, **as_arrays))
     for data, group in zip((text.encode() for text in texts), parts):
-        ids = np.concatenate([[sp.bos_id()], *(next(pieces) for _ in group)], dtype=np.uint16, casting="unsafe")
+        ids = [[sp.bos_id()], *(next(pieces) for _ in group)]
+        ids = np.concatenate(ids, dtype=np.uint16, casting="unsafe")
         out.append((hashlib.sha256(data).digest(), len(data), ids))
     return out
 
@@ -258,7 +264,8 @@ def batches(docs: Iterable[str], characters: int) -> Iterator[list[str]]:
 def encode_documents(docs: Iterable[str], sp: spm.SentencePieceProcessor, threads: int | None = None,
                      characters: int = 2**20) -> Iterator[tuple]:
     "What `encode_batch` gives for each document, in order; `threads` (default: one a core) work ahead."
-    threads = threads or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    threads = threads or len(cores)
     cut, waiting = cuts_at_spaces(sp), deque()
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches(docs, characters):
@@ -303,16 +310,17 @@ def check_unoccupied(folder: Path) -> None:
         raise GolfError(f"{folder} must not hold shards yet, found {present[0]}: choose another directory")
 
 # %% ../nbs/21_data.ipynb #014a4082
-def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path, shard_tokens: int = 100_000_000,
-                 val_fraction: float = 0.05, threads: int | None = None, skipped: Sequence = ()) -> dict:
+def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path,
+                 shard_tokens: int = 100_000_000, val_fraction: float = 0.05, threads: int | None = None,
+                 skipped: Sequence = ()) -> dict:
     """Write fineweb_train_*.bin, fineweb_val_*.bin and manifest.json into `out_dir`; returns the manifest.
 
-    `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side with no document,
-    a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
+    `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side without
+    documents, a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
     """
     out_dir, sp, whole = Path(out_dir), load_tokenizer(tokenizer), hashlib.sha256()
     if sp.vocab_size() > 65_536 or sp.bos_id() < 0:
-        raise GolfError(f"a tokenizer needs at most 65,536 pieces and a BOS, found {sp.vocab_size()}: choose another")
+        raise GolfError(f"a tokenizer needs BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")
     check_unoccupied(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=out_dir) as folder:
@@ -323,7 +331,7 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
         for split, side in sides.items():
             side.close()
             if not side.facts["documents"]:
-                raise GolfError(f"the {split} side must get at least one document, found none at a fraction of "
+                raise GolfError(f"the {split} side must get a document, found none at a fraction of "
                                 f"{val_fraction}: bring more documents or change the fraction")
         for shard in sorted(Path(folder).iterdir()):
             shard.rename(out_dir / shard.name)
@@ -342,11 +350,13 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
     out_dir, tokens, made = Path(out_dir), [open_shard(p) for p in find_shards(pattern)], []
     check_unoccupied(out_dir)
     offsets = np.cumsum([0, *(t.size for t in tokens)])
-    begins = np.concatenate([np.flatnonzero(t == BOS_ID) + o for t, o in zip(tokens, offsets)] + [offsets[-1:]])
+    begins = [np.flatnonzero(t == BOS_ID) + o for t, o in zip(tokens, offsets)]
+    begins = np.concatenate([*begins, offsets[-1:]])
     inner = begins[np.searchsorted(begins, offsets[-1] * np.arange(1, count) / count)]
     edges = np.unique([0, *inner, offsets[-1]]).tolist()
     if len(edges) != count + 1:
-        raise GolfError(f"{count} shards need as many documents of similar length, found {begins.size - 1}: ask for fewer")
+        raise GolfError(f"{count} shards need as many documents of similar length, found {begins.size - 1}: "
+                        "ask for fewer")
     for number, (a, b) in enumerate(zip(edges, edges[1:])):
         writer = ShardWriter(out_dir / f"fineweb_train_{number:06d}.bin")
         for part, o in zip(tokens, offsets.tolist()):
@@ -357,7 +367,7 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
 
 # %% ../nbs/21_data.ipynb #451cdd3f
 def inspect_shard(path: str | Path, sp: spm.SentencePieceProcessor | None = None) -> dict:
-    "What a shard holds; with a tokenizer also its text. Raises GolfError for a damaged file or another tokenizer's."
+    "What a shard holds, with a tokenizer also its text. GolfError for a bad file or another tokenizer."
     tokens, counts = open_shard(path), np.zeros(65_536, np.int64)
     for part in parts_of(tokens):
         counts += np.bincount(part, minlength=65_536)
@@ -378,21 +388,22 @@ def parts_of(tokens: np.ndarray, overlap: int = 0) -> Iterator[np.ndarray]:
 
 # %% ../nbs/21_data.ipynb #dbc43a6d
 def shard_text(tokens: np.ndarray, sp: spm.SentencePieceProcessor) -> dict:
-    "Bytes of text of tokens [n] after the first, bytes per token, and the beginning of the first whole document."
+    "Bytes of text of tokens [n] after the first, bytes per token, beginning of the first whole document."
     table, total = byte_table(sp), 0
     for part in parts_of(tokens, 1):
         ids = torch.from_numpy(part.astype(np.int64))
         total += int(target_bytes(table, ids[:-1], ids[1:]).sum())
     first = int(np.argmax(tokens[: 2**22] == BOS_ID))
     sample = [t for t in tokens[first : first + 60].tolist() if t != BOS_ID]
-    return {"text_bytes": total, "bytes_per_token": round(total / tokens.size, 4), "sample": sp.decode(sample)[:160]}
+    return {"text_bytes": total, "bytes_per_token": round(total / tokens.size, 4),
+            "sample": sp.decode(sample)[:160]}
 
 # %% ../nbs/21_data.ipynb #944799d5
 SPAN_TOKENS = 50  # length of a span that counts as overlap
 
 
 def span_hashes(tokens: np.ndarray, span: int = SPAN_TOKENS) -> np.ndarray:
-    "A hash of the `span` tokens from each place of tokens [n] on, uint64 [n - span + 1]; empty for a short text."
+    "A hash of the `span` tokens from each place of tokens [n] on, uint64 [n - span + 1], perhaps empty."
     if tokens.size < span:
         return np.zeros(0, np.uint64)
     weights = np.random.default_rng(0).integers(2**64, size=span, dtype=np.uint64) | np.uint64(1)
@@ -403,13 +414,15 @@ def document_digests(path: Path) -> Iterator[bytes]:
     "A hash for each run of tokens between two BOS of a shard, a piece at either edge included."
     tokens = open_shard(path)
     edges = [0, *(np.flatnonzero(tokens == BOS_ID) + 1).tolist(), tokens.size + 1]
-    return (hashlib.sha256(tokens[a : b - 1].tobytes()).digest() for a, b in zip(edges, edges[1:]) if b - 1 > a)
+    runs = (tokens[a : b - 1] for a, b in zip(edges, edges[1:]) if b - 1 > a)
+    return (hashlib.sha256(run.tobytes()).digest() for run in runs)
 
 # %% ../nbs/21_data.ipynb #300d4212
 def count_overlap(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> dict:
     "How much of the validation text is also training text: documents, shared_documents, spans, shared_spans."
     documents = [d for path in val_paths for d in document_digests(path)]
-    spans = np.unique(np.concatenate([span_hashes(np.asarray(open_shard(p)))[::SPAN_TOKENS] for p in val_paths]))
+    spans = [span_hashes(np.asarray(open_shard(p)))[::SPAN_TOKENS] for p in val_paths]
+    spans = np.unique(np.concatenate(spans))
     maybe, found, shared = np.zeros(2**24, bool), np.zeros(spans.size, bool), set()
     maybe[spans >> np.uint64(40)] = True
     for path in train_paths:
@@ -432,11 +445,11 @@ def hub_client():
         import huggingface_hub.file_download
         return huggingface_hub
     except ImportError:
-        raise GolfError("downloading needs huggingface_hub, found none installed: pip install golfnb[data]") from None
+        raise GolfError("downloading needs huggingface_hub, found none: pip install golfnb[data]") from None
 
 # %% ../nbs/21_data.ipynb #77066299
 def hub_facts(url: str):
-    "Commit, tag (etag) and size of a file; None where the hub has no such file. Raises GolfError if it cannot be asked."
+    "Commit, etag and size of a file; None where the hub has no such file. GolfError if it cannot be asked."
     hub = hub_client()
     try:
         return hub.get_hf_file_metadata(url, token=False)
@@ -445,13 +458,13 @@ def hub_facts(url: str):
         private = isinstance(e, hub.errors.RepositoryNotFoundError)
         if status == 404 and not private:
             return None
-        reason = "no such repository, or not a public one" if private else f"{type(e).__name__} {status or ''}"
-        raise GolfError(f"cannot ask the hub for {url} ({reason.strip()}): check the network, HF_ENDPOINT and the "
+        reason = "no such repository, or not a public one" if private else type(e).__name__
+        raise GolfError(f"cannot ask the hub for {url} ({reason}): check the network, HF_ENDPOINT and the "
                         "repository's name, then run the same command again") from None
 
 # %% ../nbs/21_data.ipynb #ff9a4177
 def check_arrived(part: Path, name: str, facts) -> None:
-    "Check size, hash and shard header of a complete partial file. Raises GolfError and removes it if one is wrong."
+    "Check size, hash and shard header of a complete file. Raises GolfError and removes it if one is wrong."
     with open(part, "rb") as file:
         size, found, problem = part.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest(), ""
     if facts.size is not None and size != facts.size:
@@ -470,7 +483,7 @@ def check_arrived(part: Path, name: str, facts) -> None:
 
 # %% ../nbs/21_data.ipynb #bad347a8
 def fetch_file(url: str, target: Path) -> int | None:
-    """Download a file, going on where an earlier attempt stopped; the bytes fetched now, 0 if it was there already.
+    """Download a file, going on where an earlier attempt stopped; the bytes fetched now, 0 if it was there.
 
     None: the hub has no such file. Raises GolfError for a fault on the way, a full disk, a damaged file.
     """
@@ -487,8 +500,8 @@ def fetch_file(url: str, target: Path) -> int | None:
     part = target.with_name(f".{name}.{re.sub('[^0-9A-Za-z]', '', facts.etag or '')[:16]}.part")
     before = part.stat().st_size if part.exists() else 0
     if total - before > (free := shutil.disk_usage(target.parent).free):
-        raise GolfError(f"{name} needs {total - before:,} more bytes, found {free:,} free in {target.parent}: "
-                        "free some space or choose another directory")
+        raise GolfError(f"{name} needs {total - before:,} more bytes, found {free:,} free in "
+                        f"{target.parent}: free some space or choose another directory")
     append_download(url, part, name, total)
     check_arrived(part, name, facts)
     os.replace(part, target)
@@ -496,7 +509,7 @@ def fetch_file(url: str, target: Path) -> int | None:
 
 # %% ../nbs/21_data.ipynb #c8e78979
 def append_download(url: str, part: Path, name: str, total: int) -> None:
-    "Append what is missing to a partial file. Raises GolfError if the line breaks before `total` bytes (0: unknown)."
+    "Append what is missing to a partial file. Raises GolfError if the line breaks before `total` bytes."
     hub = hub_client()
     try:
         with open(part, "ab") as file:
@@ -504,12 +517,12 @@ def append_download(url: str, part: Path, name: str, total: int) -> None:
     except Exception as e:  # as in hub_facts
         size = part.stat().st_size if part.exists() else 0
         if size < total:
-            raise GolfError(f"the download of {name} stopped at {size:,} of {total:,} bytes ({type(e).__name__}); "
-                            "they are kept: run the same command again to go on from there") from None
+            raise GolfError(f"the download of {name} stopped at {size:,} of {total:,} bytes "
+                            f"({type(e).__name__}); they are kept: run the same command again") from None
 
 # %% ../nbs/21_data.ipynb #ff3516d4
-def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shards: int = 80, repo: str = HUB_REPO,
-                    endpoint: str | None = None, say=print) -> tuple[Path, Path]:
+def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shards: int = 80,
+                    repo: str = HUB_REPO, endpoint: str | None = None, say=print) -> tuple[Path, Path]:
     """Download published shards and their tokenizer into `out`; the paths for DATA_PATH and TOKENIZER_PATH.
 
     `endpoint` is the hub's address; `say` gets a line for each file. Raises GolfError as fetch_file does, and
@@ -531,6 +544,6 @@ def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shar
     for split, least, most in (("val", 1, 10_000), ("train", train_shards, train_shards)):
         count = next((i for i in range(most) if not fetch(f"{data}/fineweb_{split}_{i:06d}.bin")), most)
         if count < least:
-            raise GolfError(f"{repo} must have at least {least} {split} shards in {HUB_ROOT}/{data}, found {count}: "
-                            "ask for fewer with --train-shards")
+            raise GolfError(f"{repo} must have at least {least} {split} shards in {HUB_ROOT}/{data}, "
+                            f"found {count}: ask for fewer with --train-shards")
     return out / data, out / model

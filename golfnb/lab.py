@@ -27,14 +27,15 @@ def notebook_dir() -> Path:
 
 # %% ../nbs/24b_lab.ipynb #374eb206
 def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
-    """Copy what is not there yet from `source`, the book by default; notebooks copied, and notebooks left alone.
+    """Copy what is not there yet from `source`, by default the book; how many notebooks came, and were there.
 
     Raises GolfError if `folder` is the book itself.
     """
     source, folder = source or notebook_dir(), Path(folder)
     if folder.resolve() == source.resolve():
-        raise GolfError(f"lab: {folder} is the book itself, a scratch folder is expected; choose another with --dir")
-    files = [p.relative_to(source) for kind in ("*.ipynb", "*.mplstyle", "results/*.json") for p in source.glob(kind)]
+        raise GolfError(f"lab: {folder} is the book itself; choose another folder with --dir")
+    kinds = ("*.ipynb", "*.mplstyle", "results/*.json")
+    files = [p.relative_to(source) for kind in kinds for p in source.glob(kind)]
     missing = [name for name in files if not (folder / name).exists()]
     (folder / "results").mkdir(parents=True, exist_ok=True)
     for name in missing:
@@ -46,7 +47,7 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
 def lab_command(folder: Path, port: int | None = None, browser: bool = True) -> list[str]:
     "The command line of JupyterLab over `folder`; without a `port` it takes the first free one from 8888 on."
     words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={Path(folder).resolve()}",
-             "--ServerApp.answer_yes=True", "--allow-root"]  # Ctrl-C asks nothing; rented machines have only root
+             "--ServerApp.answer_yes=True", "--allow-root"]  # rented machines have only root
     words += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"] if port else []
     return words if browser else [*words, "--no-browser"]
 
@@ -54,7 +55,7 @@ def lab_command(folder: Path, port: int | None = None, browser: bool = True) -> 
 def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> None:
     "Copy the notebooks and become JupyterLab. Raises GolfError if it is not installed."
     if find_spec("jupyterlab") is None:
-        raise GolfError("lab: JupyterLab is needed, found none installed; run `pip install golfnb[notebooks]`")
+        raise GolfError("lab: JupyterLab is needed, found none; run `pip install golfnb[notebooks]`")
     copied, kept = copy_notebooks(folder)
-    print(f"lab: {copied} notebooks copied to {folder}, {kept} kept as they were; Ctrl-C stops it", flush=True)
+    print(f"lab: {copied} notebooks copied to {folder}, {kept} kept; Ctrl-C stops it", flush=True)
     os.execv(sys.executable, lab_command(folder, port, browser))

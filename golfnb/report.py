@@ -58,7 +58,7 @@ def counts_entropy(counts: np.ndarray) -> float:
 
 # %% ../nbs/23_report.ipynb #59068720
 def read_run(folder: Path) -> dict:
-    "Name, events, summary, audit, counts of the weights; {} for what is not there yet. GolfError without events."
+    "Name, events, summary, audit, counts of the weights, as far as they are there. GolfError without events."
     folder = Path(folder)
     packed = next((p for p in (folder / "artifact.golf", folder / "artifact.golf.over") if p.is_file()), None)
     return {"name": folder.resolve().name, "events": read_file(folder / "metrics.jsonl", lines=True),
@@ -71,7 +71,7 @@ COLOURS = {INK: "--ink", BLUE: "--blue", ORANGE: "--orange", PALE: "--pale", "#0
 GREY = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
 CHART_STYLE = dict.fromkeys(GREY, INK) | {
     "figure.figsize": (5, 3), "figure.constrained_layout.use": True, "lines.linewidth": 1.5,
-    "axes.titlesize": 10, "axes.titlelocation": "left", "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.15,
+    "axes.titlesize": 10, "axes.titlelocation": "left", "axes.grid": True, "grid.alpha": 0.15,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8,
     **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize"), 9)}
 
@@ -85,7 +85,7 @@ def chart(title: str, xlabel: str, ylabel: str = "", curves: list[tuple] = (), *
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise GolfError("report: pictures need matplotlib, found none; run `pip install golfnb[plots]`") from e
+        raise GolfError("report: pictures need matplotlib, found none: `pip install golfnb[plots]`") from e
     with rc_context(CHART_STYLE):
         fig = Figure()
         ax = fig.add_subplot()
@@ -248,7 +248,8 @@ def html_table(head: tuple, rows: list[tuple]) -> str:
     "A <table> in a frame that scrolls; all columns but the first are numbers, already formatted."
     def line(cells, tag):
         kinds = ["", *[" class=n"] * len(cells)]
-        return "<tr>" + "".join(f"<{tag}{k}>{html.escape(str(c))}</{tag}>" for k, c in zip(kinds, cells)) + "</tr>"
+        cells = (f"<{tag}{kind}>{html.escape(str(c))}</{tag}>" for kind, c in zip(kinds, cells))
+        return f"<tr>{''.join(cells)}</tr>"
 
     return f'<div class="frame"><table>{line(head, "th")}{"".join(line(r, "td") for r in rows)}</table></div>'
 
@@ -272,9 +273,9 @@ def paired(rows: list[tuple], other: list[tuple] | None, form: str) -> list[tupl
 def audit_section(audit: dict) -> str:
     "What the audit found, as HTML."
     if not audit:
-        return note("not audited; golfnb score FILE --val GLOB --tokenizer MODEL --audit --ttt --train GLOB does it")
+        return note("not audited; golfnb score FILE --val GLOB --tokenizer MODEL --audit --ttt --train GLOB")
     legal = audit.get("legal")
-    verdict = note(*("legal: every condition holds", "good") if legal else ("not legal: a condition fails", "bad"))
+    verdict = note("legal: every condition holds" if legal else "not legal", "good" if legal else "bad")
     lines = [note(f"{'holds' if f['passed'] else 'fails'}: {f['scorer']}: {f['check']} ({f['found']})",
                   "good" if f["passed"] else "bad") for f in audit["findings"]]
     return f"{verdict}<details><summary>{len(lines)} findings</summary>{''.join(lines)}</details>"

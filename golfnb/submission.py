@@ -62,7 +62,7 @@ WHOLE = {"seed", "world", "val_tokens", "code_bytes", "artifact_bytes"}
 
 # %% ../nbs/27_submission.ipynb #42135d70
 def read_log(text: str, name: str = "train.log") -> SimpleNamespace:
-    "The facts of a run's train.log: the groups of LOG_LINES, times, steps and score; None where it does not say."
+    "The facts of a run's log: the groups of LOG_LINES, times, steps, score; None where it does not say."
     facts = {"name": name, "text": text}
     for pattern in LOG_LINES:
         found = re.search(f"^{pattern}$", text, re.M)
@@ -88,7 +88,7 @@ LOG_RULES = (
      "{f.log.name}: weights of {f.log.artifact_bytes:,} and code of {f.code:,} bytes, together at most "
      f"{ARTIFACT_CAP:,} are allowed: pack smaller (golfnb quantize --target-bytes shows the cost)"),
     ("training time", lambda f: f.log.train_ms > 600_000,
-     "{f.log.name}: training took {f.log.train_ms:,} ms, at most 600 s are allowed: lower MAX_WALLCLOCK_SECONDS"),
+     "{f.log.name}: training took {f.log.train_ms:,} ms, at most 600 s are allowed: lower its cap"),
     ("evaluation time", lambda f: f.log.eval_ms > 600_000,
      "{f.log.name}: evaluation took {f.log.eval_ms:,} ms, at most 600 s are allowed: raise EVAL_STRIDE"))
 
@@ -97,7 +97,7 @@ IMPORTS = {"torch", "triton", "numpy", "sentencepiece", "flash_attn_interface", 
 
 
 def script_fault(code: bytes) -> str:
-    "What keeps a script from running alone: it does not compile, or an import of what is not there; else nothing."
+    "What keeps a script from running alone: it does not compile, or imports what is not there."
     try:
         nodes = [*ast.walk(ast.parse(code))]
     except (SyntaxError, ValueError) as e:
@@ -114,8 +114,8 @@ AUDIT_RULES = (
      "audit_seed{f.log.seed}.json is missing or damaged: every artifact needs its audit, golfnb score "
      "runs/NAME/artifact.golf --val GLOB --tokenizer MODEL --audit --ttt --train GLOB"),
     ("audit", lambda f: f.audit and f.audit.get("artifact_sha256") != f.log.artifact_sha256,
-     "audit_seed{f.log.seed}.json is of another artifact than the run of seed {f.log.seed} packed: audit its own"),
-    ("audit", lambda f: f.failed, "audit_seed{f.log.seed}.json: the score is not legal, it breaks {f.failed}"),
+     "audit_seed{f.log.seed}.json is of another artifact than the run packed: audit its own"),
+    ("audit", lambda f: f.failed, "audit_seed{f.log.seed}.json: not legal, it breaks {f.failed}"),
     ("audit", lambda f: f.audit and f.log.label == "legal_ttt" and not f.audited & ADAPTING,
      "audit_seed{f.log.seed}.json has no test-time training, which gives the score: audit again with --ttt"),
     ("audit", lambda f: f.audit and "files" not in f.audited,
@@ -125,7 +125,8 @@ AUDIT_RULES = (
 def audit_facts(audit: dict) -> dict:
     "What AUDIT_RULES ask of an audit: what it looked at, and the conditions that failed."
     findings = audit.get("findings", [])
-    failed = [f"{f.get('scorer')}: {f.get('check')} ({f.get('found')})" for f in findings if not f.get("passed")]
+    broke = [f for f in findings if not f.get("passed")]
+    failed = [f"{f.get('scorer')}: {f.get('check')} ({f.get('found')})" for f in broke]
     return {"audit": audit, "audited": {f.get("scorer") for f in findings}, "failed": "; ".join(failed)}
 
 # %% ../nbs/27_submission.ipynb #c2673601
@@ -142,7 +143,7 @@ SEED_RULES = (
     ("seeds", lambda f: f.log.name != f"train_seed{f.log.seed}.log",
      "{f.log.name} is the log of seed {f.log.seed}: name each log after its own seed"),
     ("seeds", lambda f: f.twin,
-     "{f.twin} and {f.log.name} are one run, both scored {f.log.val_bpb:.8f}: give each seed a run of its own"),
+     "{f.twin} and {f.log.name} are one run, both scored {f.log.val_bpb:.8f}: a seed needs its own run"),
     ("settings", lambda f: f.differ,
      "{f.first.name} and {f.log.name} differ in {f.differ}: a mean needs runs of one setting"),
     ("settings", lambda f: abs(f.log.val_loss / f.log.val_bpb - f.first.val_loss / f.first.val_bpb) > 1e-5,
@@ -150,10 +151,11 @@ SEED_RULES = (
 
 # %% ../nbs/27_submission.ipynb #ea1f2d92
 def seed_facts(one: SimpleNamespace, logs: list) -> dict:
-    "What SEED_RULES ask of one log among all: an earlier one that is the same run, and what differs from the first."
+    "What SEED_RULES ask of one log: an earlier one that is the same run, and what differs from the first."
     first, earlier = logs[0], logs[:logs.index(one)]
     twins = [b.name for b in earlier if b.text == one.text or b.val_bpb == one.val_bpb]
-    differ = [f"{k} ({getattr(first, k)} and {getattr(one, k)})" for k in SAME if getattr(first, k) != getattr(one, k)]
+    a, b = vars(first), vars(one)
+    differ = [f"{k} ({a[k]} and {b[k]})" for k in SAME if a[k] != b[k]]
     return {"first": first, "twin": ", ".join(twins), "differ": ", ".join(differ)}
 
 # %% ../nbs/27_submission.ipynb #0ede6588
@@ -163,12 +165,18 @@ def beats_target(bpbs: list[float], target: float, margin: float = 0.0) -> dict:
     std is None for one seed, t and p also where all scores are alike. Raises GolfError without a score.
     """
     if not bpbs:
-        raise GolfError("beats_target: at least one score expected, found none; give the runs of two seeds or more")
+        raise GolfError("beats_target: at least one score expected, found none; give finished runs")
     std, line = stdev(bpbs) if len(bpbs) > 1 else None, target - margin
     t, p = (errors_below(bpbs, line), below_target(bpbs, line)) if std else (None, None)
-    return {"mean": mean(bpbs), "std": std, "target": target, "margin": margin, "df": len(bpbs) - 1, "t": t, "p": p}
+    return {"mean": mean(bpbs), "std": std, "target": target, "margin": margin, "df": len(bpbs) - 1,
+            "t": t, "p": p}
 
 # %% ../nbs/27_submission.ipynb #96e294fd
+def unlikely(p: float | None) -> bool:
+    "Whether a p-value proves something; None, of one seed, does not."
+    return p is not None and p < LEVEL
+
+
 TRACK_RULES = (
     ("submission.json", lambda f: f.track not in ("record", "systems", "non-record"),
      "track must be record, systems or non-record, found {f.track!r}: correct it"),
@@ -182,16 +190,16 @@ TRACK_RULES = (
      "count the bytes of each token as chapter 01 does"),
     ("significance", lambda f: f.track == "record" and not f.test,
      "a record needs the score it beats: give it with --target BPB"),
-    ("significance", lambda f: f.track == "record" and f.test and (f.test["p"] is None or f.test["p"] >= LEVEL),
-     f"a record beats the target by {MARGIN_NATS} nats at p < {LEVEL}, found p = {{f.test[p]}} (None for one seed) "
-     "that the mean {f.test[mean]:.4f} beats {f.test[target]:.4f}: run more seeds, or choose another track"))
+    ("significance", lambda f: f.track == "record" and f.test and not unlikely(f.test["p"]),
+     f"a record beats the target by {MARGIN_NATS} nats at p < {LEVEL}, found p = {{f.test[p]}} for "
+     "{f.test[mean]:.4f} against {f.test[target]:.4f}: run more seeds, or choose another track"))
 
 # %% ../nbs/27_submission.ipynb #037e6e40
 KEPT = ("val_loss", "val_bpb", "steps", "train_ms", "eval_ms", "artifact_bytes", "artifact_sha256")
 
 
 def claim_numbers(logs: list, code_bytes: int, track: str, target: float | None) -> dict:
-    "Every number of submission.json, from the logs alone; only a record has a margin to the `target` (bits per byte)."
+    "Every number of submission.json, from the logs; a record has a margin to the `target` (bits per byte)."
     logs = sorted(logs, key=lambda one: one.seed)
     bpbs, first = [one.val_bpb for one in logs], logs[0]
     margin = MARGIN_NATS * first.val_bpb / first.val_loss if track == "record" else 0.0
@@ -245,7 +253,7 @@ def check_submission(folder: Path) -> list[Fault]:
     "Hold a folder against every rule; an empty list if all hold. Raises GolfError where there is no folder."
     folder = Path(folder)
     if not folder.is_dir():
-        raise GolfError(f"submission: the folder {folder} expected, found none; make it with golfnb submission")
+        raise GolfError(f"submission: the folder {folder} expected, found none; make it first")
     paths = sorted(folder.glob("train_seed*.log"))
     missing = [n for n in ("README.md", "submission.json", "train_gpt.py") if not (folder / n).is_file()]
     if missing := missing + ["train_seed*.log"] * (not paths):
@@ -268,7 +276,7 @@ FREE = {"seed", "train_log_every", "val_loss_every"}  # settings that may differ
 RUN_RULES = (
     ("files", lambda f: f.missing, "{f.dir} lacks {f.missing}: give the directory of a finished run{f.over}"),
     ("artifact", lambda f: not f.missing and f.log.artifact_sha256 not in (None, f.sha),
-     "{f.dir}/artifact.golf is not what the run packed and scored: it was packed again or changed; run again"),
+     "{f.dir}/artifact.golf is not what the run scored: it was packed again or changed; run again"),
     ("score", lambda f: not f.missing and f.log.val_bpb is not None and abs(f.score - f.log.val_bpb) > 1e-8,
      "{f.dir}/summary.json says {f.score}, its log {f.log.val_bpb:.8f}: one of them was changed; run again"),
     ("settings", lambda f: not f.missing and f.differ,
@@ -283,74 +291,59 @@ def run_facts(run_dir: Path, first: Path) -> dict:
         return {"dir": run_dir, "missing": ", ".join(missing), "over": over}
     one, summary = read_log((run_dir / "train.log").read_text("utf-8")), read_json(run_dir / "summary.json")
     config, base = summary.get("config", {}), read_json(first / "summary.json").get("config", {})
-    return {"dir": run_dir.name, "missing": "", "log": one, "score": summary.get(SCORES.get(one.label, [""])[0], 0),
+    return {"dir": run_dir.name, "missing": "", "log": one, 
+            "score": summary.get(SCORES.get(one.label, [""])[0], 0),
             "sha": hashlib.sha256((run_dir / "artifact.golf").read_bytes()).hexdigest(),
             "differ": ", ".join(sorted(settings_diff(config, base).keys() - FREE)).upper()}
 
 # %% ../nbs/27_submission.ipynb #277143ba
 def run_command(claim: dict, config: dict) -> str:
     "The command that repeats a run with these settings, as far as they differ from the recipe's."
-    changed = {n.upper(): +v if v in (True, False) else v for n, (v, _) in settings_diff(config).items() if n not in FREE}
+    changed = {n: v for n, (v, _) in settings_diff(config).items() if n not in FREE}
+    changed = {n.upper(): int(v) if isinstance(v, bool) else v for n, v in changed.items()}
     settings = {"RECIPE": config.get("recipe", "pr549"), **changed, "SEED": claim["seeds"][0]}
-    if claim["val_tokens"] < FULL or claim.get("vocab_size", 1024) != 1024:  # else they lie where the script looks
+    if claim["val_tokens"] < FULL or claim.get("vocab_size", 1024) != 1024:  # not where a script looks
         settings |= {"DATA_PATH": "SHARDS", "TOKENIZER_PATH": "MODEL"}
     words = " ".join(f"{k}={v}" for k, v in settings.items())
     return f"{words} torchrun --standalone --nproc_per_node={claim['hardware'].split(' x ')[0]} train_gpt.py"
 
 # %% ../nbs/27_submission.ipynb #00743ef4
-def readme_table(claim: dict) -> str:
-    "A markdown table with a row for each seed and one for the mean."
-    rows = ["| seed | steps | training, s | evaluation, s | val_loss | **val_bpb** | bytes with code |",
-            "|-----:|------:|------------:|--------------:|---------:|------------:|----------------:|"]
-    for seed, r in claim["seed_results"].items():
-        rows.append(f"| {seed} | {r['steps']:,} | {r['train_ms'] / 1000:.1f} | {r['eval_ms'] / 1000:.1f} | "
-                    f"{r['val_loss']:.4f} | **{r['val_bpb']:.4f}** | {r['artifact_bytes'] + claim['bytes_code']:,} |")
-    return "\n".join([*rows, f"| **mean** | | | | {claim['val_loss']:.4f} | **{claim['val_bpb']:.4f}** | |"])
-
-# %% ../nbs/27_submission.ipynb #d78e2fb8
-def readme_test(claim: dict) -> str:
-    "What the t-test says, in words."
-    t = claim["target"]
-    if not t or t["p"] is None:
-        return f"Target: {t['target']:.4f} bpb; one seed gives no p-value." if t else "No target was given."
-    less = f" less {MARGIN_NATS} nats a token ({t['margin']:.4f} bpb)" if t["margin"] else ""
-    return (f"Against {t['target']:.4f} bpb{less}: one-sided t-test over {t['df'] + 1} seeds, t = {t['t']:.3f}, "
-            f"standard deviation {t['std']:.4f}, p = {t['p']:.2g}.")
-
-# %% ../nbs/27_submission.ipynb #32c49d2e
 README = """# {name}
 
 **val_bpb {val_bpb:.4f}** (mean of {n} seeds) | {bytes_total:,} of {cap:,} bytes | {hardware} | track: {track}
 
 {text}
 
-## Results
-
-{table}
+| seed | steps | training | evaluation | val_loss | **val_bpb** | artifact, bytes |
+|-----:|------:|---------:|-----------:|---------:|------------:|----------------:|
+{rows}
 
 Score: {stage}; {val_tokens:,} targets. PyTorch {pytorch_version}. {test}
-
-## Run it again
 
 ```bash
 {command}
 ```
 
-## How the rules are held
-
-Weights and `train_gpt.py` ({bytes_code:,} bytes) have at most {bytes_total:,} bytes; training and evaluation took what
-the table says. Every score is of the artifact as read back from disk, and `audit_seed*.json` holds it, by its hash,
-against the conditions of a legal score: later tokens change nothing, probabilities sum to one, scored before trained
-on, one pass, other text than in training. `golfnb submission --check .` repeats every check.
+Weights and `train_gpt.py` ({bytes_code:,} bytes) have at most {bytes_total:,} bytes. Every score is of the
+artifact as read back from disk, and `audit_seed*.json` holds it, by its hash, against the conditions of
+a legal score: later tokens change nothing, probabilities sum to one, scored before trained on, one pass,
+other text than in training. `golfnb submission --check .` repeats every check.
 """
 
-# %% ../nbs/27_submission.ipynb #f972928d
+# %% ../nbs/27_submission.ipynb #d78e2fb8
 def submission_readme(claim: dict, config: dict, notes: str = "") -> str:
     "README.md: what the challenge's readers see. `config` is a run's, `notes` the author's own markdown."
-    text = "\n\n".join(filter(None, [claim["blurb"] if claim["blurb"] != claim["name"] else "", notes.strip()]))
-    made = README.format(**claim, n=len(claim["seeds"]), cap=ARTIFACT_CAP, text=text, table=readme_table(claim),
-                         stage=SCORES[claim["score"]][1], test=readme_test(claim), command=run_command(claim, config))
-    return re.sub(r"\n{3,}", "\n\n", made)
+    row = ("| {} | {steps:,} | {train_ms:,} ms | {eval_ms:,} ms | {val_loss:.4f} | **{val_bpb:.4f}** | "
+           "{artifact_bytes:,} |")
+    rows = "\n".join(row.format(seed, **r) for seed, r in claim["seed_results"].items())
+    t, test = claim["target"], "No target was given."
+    if t:
+        p = "unknown" if t["p"] is None else f"{t['p']:.2g}"
+        test = (f"Against {t['target']:.4f} bpb less {t['margin']:.4f}: one-sided t-test over "
+                f"{t['df'] + 1} seeds, p = {p}.")
+    return README.format(**claim, n=len(claim["seeds"]), cap=ARTIFACT_CAP, rows=rows, test=test,
+                         text=notes.strip() or claim["blurb"], stage=SCORES[claim["score"]][1],
+                         command=run_command(claim, config))
 
 # %% ../nbs/27_submission.ipynb #97beebfc
 @dataclass
@@ -367,13 +360,13 @@ class Claim:
 
 # %% ../nbs/27_submission.ipynb #ef4baf88
 def make_submission(run_dirs: list[Path], out: Path, claim: Claim) -> list[Fault]:
-    """Make the folder `out` of finished runs; an empty list: it was written, else every rule that it would break.
+    """Make the folder `out` of finished runs, or return every rule that it would break.
 
     Raises GolfError if `out` exists or no run is given.
     """
     run_dirs, out = [Path(d) for d in run_dirs], Path(out)
     if not run_dirs:
-        raise GolfError("submission: at least one run expected, found none; name the directories of finished runs")
+        raise GolfError("submission: at least one run expected, found none; name finished runs")
     if out.exists():
         raise GolfError(f"submission: {out} already exists; choose another folder with -o, or move it away")
     faults = [f for d in run_dirs for f in broken(RUN_RULES, **run_facts(d, run_dirs[0]))]
@@ -398,7 +391,7 @@ def fill_folder(folder: Path, run_dirs: list[Path], claim: Claim) -> list[Fault]
     if faults := cut_off(logs):
         return faults
     if len(set(seeds)) < len(seeds):
-        return [Fault("seeds", f"seeds {', '.join(map(str, seeds))} were given: each run needs a seed of its own")]
+        return [Fault("seeds", f"seeds {', '.join(map(str, seeds))} given: each run needs a seed of its own")]
     for d, one in zip(run_dirs, logs):
         (folder / f"train_seed{one.seed}.log").write_text(one.text, "utf-8")
         if (d / "artifact.audit.json").is_file():
@@ -407,7 +400,8 @@ def fill_folder(folder: Path, run_dirs: list[Path], claim: Claim) -> list[Fault]
     config = read_json(run_dirs[0] / "summary.json").get("config", {})
     made = {key: getattr(claim, key) for key in (*WORDS, "track")}
     made |= {"blurb": claim.blurb or claim.name, "date": claim.date or date.today().isoformat()}
-    made |= {"vocab_size": config.get("vocab_size", 1024)} | claim_numbers(logs, code, claim.track, claim.target)
+    made["vocab_size"] = config.get("vocab_size", 1024)
+    made |= claim_numbers(logs, code, claim.track, claim.target)
     (folder / "submission.json").write_text(json.dumps(made, indent=2) + "\n", "utf-8")
     (folder / "README.md").write_text(submission_readme(made, config, claim.notes), "utf-8")
     return []

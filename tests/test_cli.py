@@ -149,9 +149,9 @@ def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_pa
 
 def test_artifact_inspect_needs_the_file_only(trained, tmp_path):
     _, run, _, _ = trained
-    done = golfnb("artifact", "inspect", run / "artifact.golf", "--tensors", cwd=tmp_path)
+    done = golfnb("artifact", "inspect", run / "artifact.golf", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "blocks.1.mlp.fc.weight" in done.stdout and "int6" in done.stdout and "room left" in done.stdout and "num_layers=2" in done.stdout
+    assert "int6" in done.stdout and "room left" in done.stdout and "num_layers=2" in done.stdout
     torn = tmp_path / "torn.golf"
     torn.write_bytes((run / "artifact.golf").read_bytes()[:-7])
     done = golfnb("artifact", "inspect", torn, cwd=tmp_path)
