@@ -1,5 +1,5 @@
-# golfnb train_gpt.py: what recipe pr549 runs of golfnb, in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source sha256 ac14dd902ddb9012 | Apache-2.0
+# golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
+# golfnb script --recipe pr549 | source ce34c82f87399724 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
@@ -2999,7 +2999,7 @@ class QuantSettings(GridSettings):
     "How the weights become integers."
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
 
-def fit_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX,
+def fit_state(named: Mapping[str, torch.Tensor], measure: Callable[[dict], int], small: int = SMALL_MATRIX,
               ranks: Ranks | None = None) -> dict[str, Packed]:
     """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
 
@@ -3009,64 +3009,6 @@ def fit_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX,
     ranks, packed = ranks or Ranks(), quantize_state(named, small=small)
     matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
     return packed
-
-# ---- rans ----
-
-RANS_BITS = 14  # frequencies of a context sum to 2**14
-RANS_CONTEXTS = 64  # at most
-RANS_PREFIX = "<BHBI"  # fineness, lowest level, contexts, bytes of the deflated tables
-
-def rans_contexts(rows: np.ndarray, cols: np.ndarray, low: int, count: int) -> np.ndarray:
-    "Each cell's context, row by row, uint8 [rows * cols]: `count` from level `low` on."
-    return (rows[:, None].astype(np.int16) + cols - low).clip(0, count - 1).astype(np.uint8).ravel()
-
-def rans_lanes(size: int) -> int:
-    "How many lanes `size` values have: each costs four bytes, each step of all of them some microseconds."
-    return max(math.isqrt(size) // 8, 1)
-
-def read_tables(stored: bytes, shapes: list) -> tuple[np.ndarray, np.ndarray, int]:
-    """The head of a coded section: contexts uint8 [values], frequencies uint32 [contexts, 256], bytes read.
-
-    Raises ValueError, struct.error or zlib.error for damage.
-    """
-    _, low, count, length = struct.unpack(RANS_PREFIX, stored[:8])
-    wanted, start = 512 * count + sum(r + c for r, c in shapes), 8 + length
-    tables = zlib.decompressobj().decompress(stored[8:start], wanted + 1)
-    if len(tables) != wanted or not 1 <= count <= RANS_CONTEXTS or len(stored) < start:
-        raise ValueError("tables")
-    frequencies = np.frombuffer(tables, "<u2", 256 * count).reshape(count, 256).astype(np.uint32)
-    if (frequencies.sum(1) != 2**RANS_BITS).any():
-        raise ValueError("frequencies")
-    levels, contexts = np.frombuffer(tables, np.uint8, offset=512 * count), []
-    for r, c in shapes:
-        contexts.append(rans_contexts(levels[:r], levels[r:r + c], low, count))
-        levels = levels[r + c:]
-    return np.concatenate(contexts), frequencies, start
-
-def rans_decode(stored: bytes, shapes: list) -> bytes:
-    "The section that `rans_encode` coded, by numpy alone; ValueError, struct.error or zlib.error for damage."
-    contexts, f, start = read_tables(stored, shapes)
-    size, lanes, at = len(contexts), rans_lanes(len(contexts)), 0
-    begin = (np.cumsum(f, 1) - f).astype(np.uint32).ravel()
-    slots = np.concatenate([np.repeat(np.arange(256, dtype=np.uint8), row) for row in f])
-    x = np.frombuffer(stored, "<u4", lanes, start).astype(np.uint32)
-    words = np.frombuffer(stored, "<u2", offset=start + 4 * lanes)
-    f, out, mask = f.ravel(), np.empty(size, np.uint8), np.uint32(2**RANS_BITS - 1)
-    for step in range(0, size, lanes):
-        context = contexts[step:step + lanes].astype(np.uint32)
-        head = x[:len(context)]
-        slot = head & mask
-        value = slots[(context << RANS_BITS) + slot]
-        out[step:step + lanes] = value
-        now = (context << 8) + value
-        head = f[now] * (head >> RANS_BITS) + slot - begin[now]
-        need = np.flatnonzero(head < 2**16)
-        head[need] = (head[need] << 16) | words[at:at + len(need)]
-        at += len(need)
-        x[:len(context)] = head
-    if at != len(words) or (x != 2**16).any():
-        raise ValueError("end")
-    return out.tobytes()
 
 # ---- artifact ----
 
@@ -3085,13 +3027,6 @@ class ArtifactSettings(Settings):
     codec: str = setting("lzma", "how its sections are compressed", *CODECS, fixed="yes")
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
-def optional(package: str, what: str):
-    "A module that `what` needs; raises GolfError if it is not installed."
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise GolfError(f"{what} needs the package {package}, which is not installed: install it") from None
-
 def compress_section(raw: bytes, codec: str, shapes: list | None = None) -> tuple[str, bytes]:
     """The codec to record and the stored bytes; raises GolfError for an unknown codec or a missing package.
 
@@ -3102,20 +3037,10 @@ def compress_section(raw: bytes, codec: str, shapes: list | None = None) -> tupl
     shapes = shapes or [(len(raw), 1)]
     return codec, lzma.compress(raw, preset=6)
 
-def decoded(stored: bytes, codec: str, size: int, shapes: list) -> bytes:
+def decoded(stored: bytes, codec: str, size: int) -> bytes:
     "A decoded section that should have `size` bytes; a few more if there are more."
     if codec == "none":
         return stored
-    if codec == "rans" and False:
-        return rans_decode(stored, shapes)
-    if codec in ("brotli", "zstd") and False:
-        module = optional({"brotli": "brotli", "zstd": "zstandard"}[codec], f"codec {codec}")
-        step = (module.Decompressor().process if codec == "brotli"
-                else module.ZstdDecompressor(max_window_size=2**27).decompressobj().decompress)
-        found, pieces = b"", iter(range(0, len(stored), 256))
-        while len(found) <= size and (at := next(pieces, None)) is not None:
-            found += step(stored[at:at + 256])
-        return found
     xz = codec == "lzma"
     coder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**28) if xz else zlib.decompressobj()
     found = coder.decompress(stored, size + 1)
@@ -3132,7 +3057,7 @@ def decompress_section(stored: bytes, codec: str, size: int, shapes: list | None
         raise GolfError(f"a section's codec must be lzma, zlib, rans, none, brotli or zstd, found {codec!r}: "
                         "the file is damaged or of a later version")
     try:
-        found = decoded(stored, codec, size, shapes or [(size, 1)])
+        found = decoded(stored, codec, size)
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
@@ -3765,7 +3690,8 @@ class Session:
         call."""
         cfg, hessians = self.cfg, None
         try:
-            return fit_state(named, cfg.small_tensor, self.ranks)
+            return fit_state(named, lambda packed: len(pack_bytes(packed, self.meta(), "lzma")),
+                             cfg.small_tensor, self.ranks)
         except NothingFits as e:
             self.log.line(str(e))
             return e.packed
