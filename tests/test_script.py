@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import types
+from functools import cache
 
 import pytest
 from script_checks import unreached
@@ -17,6 +18,11 @@ from golfnb.settings import GolfError
 
 SCORES = ("losses", "unigram_bpb", "raw_bpb", "ema_bpb", "int6_bpb", "sliding_bpb", "ttt_bpb", "artifact_bytes", "world", "ledger")
 CASES = {recipe: {} for recipe in ("pr399", "pr549", "pr726", "pr1060", "golf", "demo")} | {"golf+": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}
+
+
+@cache
+def script_of(case: str) -> str:
+    return fold_script(case.rstrip("+"), CASES[case])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def loaded(text: str, name: str) -> types.ModuleType:
 def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
     (root, data), recipe = place, case.rstrip("+")
     monkeypatch.chdir(root)
-    text = fold_script(recipe, CASES[case])
+    text = script_of(case)
     script = loaded(text, "script_" + recipe)
     env = {**TINY, **data, **CASES[case], "RECIPE": recipe, "TTT_CHUNK_SIZE": "16", "GPTQ_CALIB_SAMPLES": "2"}
     made = [m.run(m.load_config(env | {"RUN_ID": f"{case}-{i}"})) for i, m in enumerate((types.SimpleNamespace(run=run.run, load_config=config.load_config), script))]
@@ -56,7 +62,7 @@ def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_a_fixed_setting_is_accepted_with_its_own_value_and_refused_with_another(case):
     recipe = case.rstrip("+")
-    script, cfg = loaded(fold_script(recipe, CASES[case]), "fixed_" + recipe), config.load_config({"RECIPE": recipe, **CASES[case]})
+    script, cfg = loaded(script_of(case), "fixed_" + recipe), config.load_config({"RECIPE": recipe, **CASES[case]})
     assert script.load_config({"RECIPE": recipe, "LOADER": cfg.loader, "CLIP": cfg.clip}).loader == cfg.loader
     other = next(word for word in ("coprime", "sequential") if word != cfg.loader)
     with pytest.raises(script.GolfError, match=f"LOADER is fixed to {cfg.loader} .* found {other}: make that script with golfnb script --recipe {recipe}.* LOADER={other}") as e:
@@ -88,7 +94,7 @@ PLANTED = {
 
 
 def test_what_cannot_be_reached_is_found():
-    text = fold_script("pr549")
+    text = script_of("pr549")
     known = set(unreached(text))
     for words, (old, new) in PLANTED.items():
         assert old in text
