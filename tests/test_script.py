@@ -27,12 +27,11 @@ def script_of(case: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    "A folder with data and two forms of one program, and the settings that point at the data."
+    "A folder with data and a script, and the settings that point at the data."
     root = tmp_path_factory.mktemp("script")
     (root / "data").mkdir()
     settings = tiny_data(root / "data")
     save_script(root / "readable.py", "pr549")
-    save_script(root / "packed.py", "pr549", pack=True)
     return root, settings
 
 
@@ -54,7 +53,7 @@ def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
     assert len(made[0]["losses"]) == 4
     for key in SCORES:
         assert made[0].get(key) == made[1].get(key), key
-    assert max(map(len, text.splitlines())) <= 110
+    assert max(map(len, text.splitlines())) <= 110 and unreached(text) == []
     data = re.search(r'b85decode\("(.*)"\)', pack_script(text))[1]
     assert ast.dump(ast.parse(bz2.decompress(base64.b85decode(data)))) == ast.dump(ast.parse(minify(text)))
 
@@ -72,16 +71,18 @@ def test_a_fixed_setting_is_accepted_with_its_own_value_and_refused_with_another
         script.load_config({"RECIPE": "other"})
 
 
-def test_two_ranks_and_the_packed_script_agree(place):
-    root, data = place
-    found = {}
-    for form in ("readable", "packed"):
-        done = torchrun(root / f"{form}.py", 2, {**TINY, **data, "RECIPE": "pr549", "RUN_ID": form}, root)
+def test_package_and_packed_script_agree_on_two_ranks(place):
+    "With all that ranks share out: GPTQ's matrices, documents and their adapters."
+    (root, data), found = place, {}
+    save_script(root / "packed.py", "golf", CASES["golf+"], pack=True)
+    (root / "package.py").write_text("from golfnb.run import script_main\nif __name__ == '__main__':\n    script_main(__file__)\n")
+    for form in ("package", "packed"):
+        done = torchrun(root / f"{form}.py", 2, {**TINY, **data, **CASES["golf+"], "RECIPE": "golf", "GPTQ_CALIB_SAMPLES": "2", "RUN_ID": form}, root)
         assert done.returncode == 0, done.stderr[-2000:]
         found[form] = json.loads((root / "runs" / form / "summary.json").read_text())
         assert found[form]["code_bytes"] == (root / f"{form}.py").stat().st_size and found[form]["world"] == 2
     for key in SCORES[:-1]:
-        assert found["readable"].get(key) == found["packed"].get(key), key
+        assert found["package"].get(key) == found["packed"].get(key), key
 
 
 PLANTED = {
@@ -99,7 +100,7 @@ def test_what_cannot_be_reached_is_found():
     for words, (old, new) in PLANTED.items():
         assert old in text
         assert words in set(unreached(text.replace(old, new, 1))) - known, words
-    assert len(known) < 12, known
+    assert not known
 
 
 PR549 = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=1536 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=1 SWA_EVERY=50 ROPE_DIMS=16 LN_SCALE=1 LATE_QAT=1 LATE_QAT_THRESHOLD=0.15
