@@ -24,7 +24,7 @@ from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, run_rounds, 
 from .config import Config, load_config
 from .buckets import (BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan,
                             slot_kinds)
-from .layout import BankSpec, Layout, LayoutSettings
+from .layout import BankSpec, Layout, LayoutSettings, Matrix
 from .loader import Loader, make_sampler, grad_accum
 from .model import Golf, init_model
 from .newton_schulz import newton_schulz_flops, orthogonalize

@@ -310,7 +310,8 @@ def freeze_blocks(blocks: list[BlockWeights], count: int, scope: str) -> list[Bl
 @patch
 def weights(self: Golf, kernels: frozenset = frozenset()) -> list[BlockWeights]:
     "What every block reads, as views of the banks, or joined as `kernels` want it."
-    stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain)
+    mix = self.resid_mix.to(self.compute)
+    stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale, mix, self.q_gain)
     if self.frozen[0] == 0 or not torch.is_grad_enabled():
         return unstacked(joined(stack, kernels), self.cfg.num_layers)
     return [joined(w, kernels) for w in freeze_blocks(unstacked(stack, self.cfg.num_layers), *self.frozen)]

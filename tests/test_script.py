@@ -77,7 +77,7 @@ def test_package_and_packed_script_agree_on_two_ranks(place):
     save_script(root / "packed.py", "golf", CASES["golf+"], pack=True)
     (root / "package.py").write_text("from golfnb.run import script_main\nif __name__ == '__main__':\n    script_main(__file__)\n")
     for form in ("package", "packed"):
-        done = torchrun(root / f"{form}.py", 2, {**TINY, **data, **CASES["golf+"], "RECIPE": "golf", "GPTQ_CALIB_SAMPLES": "2", "RUN_ID": form}, root)
+        done = torchrun(root / f"{form}.py", 2, {**TINY, **data, **CASES["golf+"], "RECIPE": "golf", "TTT_CHUNK_SIZE": "16", "GPTQ_CALIB_SAMPLES": "2", "RUN_ID": form}, root)
         assert done.returncode == 0, done.stderr[-2000:]
         found[form] = json.loads((root / "runs" / form / "summary.json").read_text())
         assert found[form]["code_bytes"] == (root / f"{form}.py").stat().st_size and found[form]["world"] == 2
@@ -134,7 +134,7 @@ def test_published_commands_run_and_log_as_the_field_does(place, name, line, mor
 def test_bad_settings_end_the_script_with_a_sentence_and_nothing_written(place):
     root, data = place
     for broken, words in (({"DATA_PATH": str(root / "none")}, "fineweb_train"), ({"TRAIN_BATCH_TOKENS": "1000"}, "TRAIN_BATCH_TOKENS"), ({"TOKENIZER_PATH": "no.model"}, "no.model")):
-        done = torchrun(root / "readable.py", 2, {**TINY, **data, **broken, "RUN_ID": "broken"}, root)
+        done = torchrun(root / "readable.py", 2, {**TINY, **data, **broken, "RECIPE": "pr549", "RUN_ID": "broken"}, root)
         said = [line for line in done.stderr.splitlines() if line.startswith("golfnb: ")]
         assert done.returncode != 0 and said and words in said[0], done.stderr[-2000:]
         assert not (root / "runs" / "broken" / "summary.json").exists()
