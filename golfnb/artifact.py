@@ -15,7 +15,7 @@ import lzma
 import math
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,22 +79,22 @@ def optional(package: str, what: str):
         raise GolfError(f"{what} needs the package {package}, which is not installed: install it") from None
 
 
-def compress_section(raw: bytes, codec: str, shapes: list | None = None) -> tuple[str, bytes]:
+def compress_section(raw: bytes, codec: str, shapes: Callable | None = None) -> tuple[str, bytes]:
     """The codec to record and the stored bytes; raises GolfError for an unknown codec or a missing package.
 
-    `shapes` [rows, cols] of the tensors in `raw`, for rans; None: bytes in a row.
+    `shapes()` gives [rows, cols] of the tensors in `raw`, for rans; None: bytes in a row.
     """
     if codec not in CODECS:
         raise GolfError(f"CODEC must be one of {', '.join(CODECS)}, found {codec!r}: choose one of them")
     if codec == "none" or not raw:
         return "none", raw
-    shapes = shapes or [(len(raw), 1)]
+    shapes = shapes or (lambda: [(len(raw), 1)])
     if codec == "best":
-        return smallest(raw, shapes)
+        return smallest(raw, shapes())
     if codec == "zlib":
         return codec, deflate(raw)
     if codec == "rans":
-        return codec, rans_encode(raw, shapes)
+        return codec, rans_encode(raw, shapes())
     if codec == "brotli":
         return codec, optional("brotli", "codec brotli").compress(raw, quality=11)
     if codec == "zstd":
@@ -102,12 +102,12 @@ def compress_section(raw: bytes, codec: str, shapes: list | None = None) -> tupl
     return codec, lzma.compress(raw, preset=6)
 
 # %% ../nbs/17_artifact.ipynb #374f6740
-def decoded(stored: bytes, codec: str, size: int, shapes: list, written: str) -> bytes:
+def decoded(stored: bytes, codec: str, size: int, shapes: Callable, written: str) -> bytes:
     "A decoded section that should have `size` bytes; a few more if there are more."
     if codec == "none":
         return stored
     if written in ("rans", "best", "") and codec == "rans":
-        return rans_decode(stored, shapes)
+        return rans_decode(stored, shapes())
     if written in ("brotli", "zstd", "") and codec in ("brotli", "zstd"):
         module = optional({"brotli": "brotli", "zstd": "zstandard"}[codec], f"codec {codec}")
         step = (module.Decompressor().process if codec == "brotli"
@@ -124,7 +124,7 @@ def decoded(stored: bytes, codec: str, size: int, shapes: list, written: str) ->
     return found
 
 
-def decompress_section(stored: bytes, codec: str, size: int, shapes: list | None = None,
+def decompress_section(stored: bytes, codec: str, size: int, shapes: Callable | None = None,
                        written: str = "") -> bytes:
     """Exactly `size` bytes, decoded in bounded memory; raises GolfError for damage. `shapes` as for coding.
 
@@ -134,7 +134,7 @@ def decompress_section(stored: bytes, codec: str, size: int, shapes: list | None
         raise GolfError(f"a section's codec must be lzma, zlib, rans, none, brotli or zstd, found {codec!r}: "
                         "the file is damaged or of a later version")
     try:
-        found = decoded(stored, codec, size, shapes or [(size, 1)], written)
+        found = decoded(stored, codec, size, shapes or (lambda: [(size, 1)]), written)
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
@@ -187,7 +187,7 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: str = "lzma") ->
     sections, stored = [], []
     for section in section_plan(tensors):
         raw = section_bytes([packed[name] for name, _, _ in tensors], section)
-        used, data = compress_section(raw, codec, section_shapes(tensors, section))
+        used, data = compress_section(raw, codec, lambda: section_shapes(tensors, section))
         sections.append([section, used, len(data)])
         stored.append(data)
     header = {"meta": meta, "tensors": tensors, "sections": sections}
@@ -259,7 +259,8 @@ def unpack_bytes(data: bytes, written: str = "") -> tuple[dict, dict[str, Packed
     header, payload = open_container(data)
     tensors, stored, streams, packed = header["tensors"], io.BytesIO(payload), {}, {}
     for (section, codec, length), size in zip(header["sections"], section_plan(tensors).values()):
-        raw = decompress_section(stored.read(length), codec, size, section_shapes(tensors, section), written)
+        raw = decompress_section(stored.read(length), codec, size,
+                                 lambda section=section: section_shapes(tensors, section), written)
         streams[section] = io.BytesIO(raw)
 
     def take(section: str, dtype: str, shape: list) -> np.ndarray:

@@ -22,13 +22,13 @@ from torch import Tensor
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, run_rounds, slowest_rank, step_block,
                           timed_block, wait_for)
 from .config import Config, load_config
-from .buckets import (BucketGolf, CutMuon, bucket_layout, mixed_text, plan_text, read_plan,
+from .buckets import (BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan,
                             slot_kinds)
-from .layout import BankSpec, Layout, LayoutSettings
+from .layout import BankSpec, Layout, LayoutSettings, Matrix
 from .loader import Loader, make_sampler, grad_accum
 from .model import Golf, init_model
 from .newton_schulz import newton_schulz_flops, orthogonalize
-from .parallel_muon import (Knobs, Muon, Ranks, Recorded, ShardedBank, gather_into, make_engine,
+from .parallel_muon import (Knobs, Muon, Ranks, Recorded, ShardedBank, gather_into,
                                   scatter_mean)
 from .plan import Links, Plan, finish_us, predict, read_links
 from .run import weight_dtype
@@ -193,7 +193,7 @@ class TailRig:
         self.ranks, self.stacked, self.cfg = ranks, cfg.plan == "pr125", cfg
         model, plan = plan_model(cfg, ranks, ranks.world)
         self.layout, roles = model.layout, model.role_params()
-        self.engine = make_engine(model, self.layout, cfg, ranks, plan=plan, rule=CutMuon)
+        self.engine = bucket_engine(model, plan, cfg, ranks)
         self.params = bank_parameters(roles["bank"].values())
         self.params += [p for role in ("table", "scalar") for p in roles[role].values()]
         gen = torch.Generator().manual_seed(ranks.rank)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SharedBank', 'Cut', 'shard_cuts', 'CutMuon', 'slot_kinds', 'slot_shape', 'bucket_layout', 'make_bucket',
-           'mixed_buckets', 'mixed_text', 'read_plan', 'plan_text', 'BucketGolf']
+           'mixed_buckets', 'mixed_text', 'read_plan', 'plan_text', 'BucketGolf', 'bucket_engine']
 
 # %% ../nbs/28b_buckets.ipynb #a13bdd3e
 import re
@@ -21,7 +21,7 @@ from .settings import GolfError
 from .layout import BankSpec, Layout, LayoutSettings, Matrix, model_layout
 from .banks import unbank
 from .model import BLOCK_MATRICES, BlockWeights, Golf, freeze_blocks, joined
-from .parallel_muon import Muon, ShardedBank
+from .parallel_muon import AdamW, Engine, EngineSettings, Muon, Ranks, ShardedBank
 from .plan import Plan, check_plan, make_plan
 
 # %% ../nbs/28b_buckets.ipynb #daa746cb
@@ -218,3 +218,10 @@ class BucketGolf(Golf):
         if self.frozen[0] and torch.is_grad_enabled():
             blocks = freeze_blocks(blocks, *self.frozen)
         return [joined(w, kernels) for w in blocks]
+
+
+def bucket_engine(model: Golf, plan: Plan, cfg: EngineSettings, ranks: Ranks, debug: bool = False) -> Engine:
+    "As `make_engine`, for any layout and plan."
+    banks = CutMuon(cfg.matrix_lr, cfg.muon_wd, cfg.ns, cfg.muon_backend_steps)
+    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
+    return Engine(model.role_params(), model.layout, ranks, plan, banks, small, cfg.clip, cfg.grad_clip_norm, debug)

@@ -404,7 +404,7 @@ SAFE = {f: getattr(builtins, f) for f in (
     "round set sorted str sum tuple zip").split()}
 def pure(n: ast.AST) -> bool:
     "Whether leaving an expression out changes nothing."
-    return all(ast.unparse(x.func) in SAFE if isinstance(x, ast.Call) else not isinstance(x, ACTS)
+    return isinstance(n, ast.Lambda) or all(ast.unparse(x.func) in SAFE if isinstance(x, ast.Call) else not isinstance(x, ACTS)
                for x in ast.walk(n))
 
 # %% ../nbs/20_launcher.ipynb #f64ec706

@@ -726,9 +726,8 @@ class EngineSettings(Settings):
                    f"found {self.muon_backend_steps}: lower it")
 
 # %% ../nbs/13_parallel_muon.ipynb #5010a1b1
-def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks, debug: bool = False,
-                plan: Plan | None = None, rule=Muon) -> Engine:
-    "The engine a recipe describes, on a model of golfnb; `rule` is the class of the banks' rule."
-    banks = rule(cfg.matrix_lr, cfg.muon_wd, cfg.ns, cfg.muon_backend_steps)
+def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks, debug: bool = False) -> Engine:
+    "The engine a recipe describes, on a model of golfnb."
+    banks = Muon(cfg.matrix_lr, cfg.muon_wd, cfg.ns, cfg.muon_backend_steps)
     small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
-    return Engine(model.role_params(), layout, ranks, plan, banks, small, cfg.clip, cfg.grad_clip_norm, debug)
+    return Engine(model.role_params(), layout, ranks, None, banks, small, cfg.clip, cfg.grad_clip_norm, debug)

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source ce34c82f87399724 | Apache-2.0
+# golfnb script --recipe pr549 | source 0e3536f354de6044 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
@@ -1463,8 +1463,8 @@ class Golf(torch.nn.Module):
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
-        stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale,
-                             self.resid_mix.to(self.compute), self.q_gain)
+        mix = self.resid_mix.to(self.compute)
+        stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale, mix, self.q_gain)
         return unstacked(joined(stack, kernels), self.cfg.num_layers)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -1706,18 +1706,18 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
         X = add(A, X, 1.0, a)
     return (X.mT if tall else X).reshape(G.shape)
 
-def newton_schulz_settings(method: str, steps: int = 5) -> dict:
+def newton_schulz_settings(steps: int = 5) -> dict:
     """What "ns5" or "polar" stands for: coeffs, scale and eps of `newton_schulz`.
 
     Beyond five steps the last triple repeats. GolfError for an unknown method or no step.
     """
     table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
-    if method not in table or steps < 1:
-        raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {method!r}, {steps}")
-    coeffs, scale, eps = table[method]
+    if "ns5" not in table or steps < 1:
+        raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {'ns5'!r}, {steps}")
+    coeffs, scale, eps = table["ns5"]
     return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)
 
-def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None, kernels: bool = True) -> Tensor:
+def orthogonalize(G: Tensor, steps: int = 5, dtype=None, kernels: bool = True) -> Tensor:
     """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
 
     `method`: "ns5" (Muon's quintic) or "polar" (Polar Express); `dtype`: of products and result, None: bf16
@@ -1728,7 +1728,7 @@ def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None, ke
                         f"found {G.dtype} of shape {tuple(G.shape)}")
     if dtype is None:
         dtype = torch.bfloat16 if G.is_cuda else G.dtype
-    return newton_schulz(G, dtype=dtype, kernels=kernels, **newton_schulz_settings(method, steps))
+    return newton_schulz(G, dtype=dtype, kernels=kernels, **newton_schulz_settings(steps))
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
@@ -2105,14 +2105,13 @@ class Muon:
     gradient's), `state_dtype` the least width of the momentum; `kernels`: use Triton where it can run.
     """
 
-    def __init__(self, lr: float = 0.025, wd: float = 0.04, method: str = "ns5", steps: int = 5,
-                 kernels: bool = True, state_dtype=None, product_dtype=None):
-        self.lr, self.wd, self.method, self.steps, self.kernels = lr, wd, method, steps, kernels
-        self.state_dtype, self.product_dtype = state_dtype, product_dtype
+    def __init__(self, lr: float = 0.025, wd: float = 0.04, steps: int = 5):
+        self.lr, self.wd, self.method, self.steps, self.kernels = lr, wd, "ns5", steps, True
+        self.state_dtype, self.product_dtype = None, None
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
-        dtype = torch.promote_types(shard.grad.dtype, self.state_dtype or shard.grad.dtype)
+        dtype = torch.promote_types(shard.grad.dtype, shard.grad.dtype)
         return {"momentum_buffer": torch.zeros_like(shard.grad, dtype=dtype)}
 
     def update(self, shard: ShardedBank, grad: Tensor, knobs: Knobs):
@@ -2130,7 +2129,7 @@ class Muon:
 
     def direction(self, ahead: Tensor) -> Tensor:
         "Where the weights of a shard go: `ahead` [n, r, c], orthogonalized."
-        return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype, self.kernels)
+        return orthogonalize(ahead, self.steps, ahead.dtype, self.kernels)
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
@@ -2250,7 +2249,7 @@ class AdamW:
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
-        dtype = torch.promote_types(group.master.dtype, self.state_dtype or group.master.dtype)
+        dtype = torch.promote_types(group.master.dtype, group.master.dtype)
         return {k: torch.zeros_like(group.master, dtype=dtype) for k in ("exp_avg", "exp_avg_sq")}
 
     def update(self, group: FlatGroup, grad: Tensor, knobs: Knobs):
@@ -2531,9 +2530,8 @@ class EngineSettings(Settings):
         yield from ()
 
 def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Engine:
-    "The engine a recipe describes, on a model of golfnb; `rule` is the class of the banks' rule."
-    rule = Muon
-    banks = rule(cfg.matrix_lr, cfg.muon_wd, "ns5", cfg.muon_backend_steps)
+    "The engine a recipe describes, on a model of golfnb."
+    banks = Muon(cfg.matrix_lr, cfg.muon_wd, cfg.muon_backend_steps)
     small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
     return Engine(model.role_params(), layout, ranks, banks, small, "local", cfg.grad_clip_norm)
 
@@ -2999,7 +2997,7 @@ class QuantSettings(GridSettings):
     "How the weights become integers."
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
 
-def fit_state(named: Mapping[str, torch.Tensor], measure: Callable[[dict], int], small: int = SMALL_MATRIX,
+def fit_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX,
               ranks: Ranks | None = None) -> dict[str, Packed]:
     """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
 
@@ -3027,14 +3025,14 @@ class ArtifactSettings(Settings):
     codec: str = setting("lzma", "how its sections are compressed", *CODECS, fixed="yes")
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
-def compress_section(raw: bytes, codec: str, shapes: list | None = None) -> tuple[str, bytes]:
+def compress_section(raw: bytes, codec: str, shapes: Callable | None = None) -> tuple[str, bytes]:
     """The codec to record and the stored bytes; raises GolfError for an unknown codec or a missing package.
 
-    `shapes` [rows, cols] of the tensors in `raw`, for rans; None: bytes in a row.
+    `shapes()` gives [rows, cols] of the tensors in `raw`, for rans; None: bytes in a row.
     """
     if codec == "none" or not raw:
         return "none", raw
-    shapes = shapes or [(len(raw), 1)]
+    shapes = shapes or (lambda: [(len(raw), 1)])
     return codec, lzma.compress(raw, preset=6)
 
 def decoded(stored: bytes, codec: str, size: int) -> bytes:
@@ -3048,7 +3046,7 @@ def decoded(stored: bytes, codec: str, size: int) -> bytes:
         raise EOFError
     return found
 
-def decompress_section(stored: bytes, codec: str, size: int, shapes: list | None = None) -> bytes:
+def decompress_section(stored: bytes, codec: str, size: int) -> bytes:
     """Exactly `size` bytes, decoded in bounded memory; raises GolfError for damage. `shapes` as for coding.
 
     `written`: the CODEC of the run that wrote the file, if it is known; a script reads no others.
@@ -3105,7 +3103,7 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: str = "lzma") ->
     sections, stored = [], []
     for section in section_plan(tensors):
         raw = section_bytes([packed[name] for name, _, _ in tensors], section)
-        used, data = compress_section(raw, codec, section_shapes(tensors, section))
+        used, data = compress_section(raw, codec, lambda: section_shapes(tensors, section))
         sections.append([section, used, len(data)])
         stored.append(data)
     header = {"meta": meta, "tensors": tensors, "sections": sections}
@@ -3173,7 +3171,7 @@ def unpack_bytes(data: bytes) -> tuple[dict, dict[str, Packed]]:
     header, payload = open_container(data)
     tensors, stored, streams, packed = header["tensors"], io.BytesIO(payload), {}, {}
     for (section, codec, length), size in zip(header["sections"], section_plan(tensors).values()):
-        raw = decompress_section(stored.read(length), codec, size, section_shapes(tensors, section))
+        raw = decompress_section(stored.read(length), codec, size)
         streams[section] = io.BytesIO(raw)
 
     def take(section: str, dtype: str, shape: list) -> np.ndarray:
@@ -3690,8 +3688,7 @@ class Session:
         call."""
         cfg, hessians = self.cfg, None
         try:
-            return fit_state(named, lambda packed: len(pack_bytes(packed, self.meta(), "lzma")),
-                             cfg.small_tensor, self.ranks)
+            return fit_state(named, cfg.small_tensor, self.ranks)
         except NothingFits as e:
             self.log.line(str(e))
             return e.packed

@@ -11,7 +11,6 @@ import pytest
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
 CHAPTERS = sorted(NBS.glob("[0-9]*_*.ipynb"))
-PENDING = set()  # chapters still to be brought in order; take one out when its test says that it passes
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 WIDTH, WORDS, CELL, KERNEL = 110, 1400, 45, 60
 
@@ -67,15 +66,10 @@ def problems(number: int, cells) -> list[str]:
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 def test_a_chapter_holds_the_rules(path):
     found = problems(int(path.stem[:2]), nbformat.read(path, as_version=4).cells)
-    if path.stem.split("_", 1)[1] in PENDING:
-        assert found, f"{path.stem} is in order: take it out of PENDING"
-        pytest.skip(f"still {len(found)} to mend")
     assert not found, "\n".join(found)
 
 
 def test_an_exported_cell_is_one_idea():
-    if PENDING:
-        pytest.skip("while chapters are pending")
     lengths = [length(c) for p in CHAPTERS for c in nbformat.read(p, as_version=4).cells if exported(c)]
     assert median(lengths) <= 12 and quantiles(lengths, n=10)[-1] <= 25, (median(lengths), quantiles(lengths, n=10)[-1])
 

@@ -24,7 +24,7 @@ def test_every_way_of_being_out_of_step_is_found_and_mended(tmp_path):
         cell.update(source="".join(cell["source"]).replace(old, new, 1), metadata=metadata)
         path.write_text(json.dumps(nb))
 
-    edit("code", "23_report.ipynb", '"#d9762b"', '"#d9762c"')  # a notebook changed, its module not
+    edit("code", "23_report.ipynb", "GolfError(", "GolfError(\"\" + ")  # a notebook changed, its module not
     edit("markdown", "index.ipynb", "Two commands", "Three commands", of="an editor")  # README stale; metadata that nbdev_clean takes away
     with open(tmp_path / "golfnb" / "data.py", "a") as f:
         f.write("x = 1\n")  # a module edited by hand

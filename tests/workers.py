@@ -14,7 +14,7 @@ from forked import fork_processes
 
 from golfnb.banks import unbank
 from golfnb.baselines import separate
-from golfnb.buckets import BucketGolf, CutMuon, read_plan
+from golfnb.buckets import BucketGolf, bucket_engine, read_plan
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.layout import Matrix, model_layout
@@ -95,7 +95,7 @@ def plan_model(cfg, plan: str, world: int, dtype, seed: int):
 def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
     cfg = load_config(env)
     model, orders = plan_model(cfg, plan or cfg.plan, ranks.world, dtype, 5)
-    return cfg, model, make_engine(model, model.layout, cfg, ranks, debug, orders, CutMuon)
+    return cfg, model, bucket_engine(model, orders, cfg, ranks, debug) if plan else make_engine(model, model.layout, cfg, ranks, debug)
 
 
 def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> dict[str, list[tuple]]:
