@@ -144,7 +144,7 @@ class BlockWeights(NamedTuple):
 # %% ../nbs/08_model.ipynb #b3668d42
 @dataclass
 class Block:
-    "What is fixed about a block, and how it computes."
+    "One block of the transformer without its weights: what is fixed about it, and how it computes."
     head_dim: int
     norm_scale: float | Tensor  # factor after its norms: a number, or one for each channel [D]
     slope: float                # of the activation below zero
@@ -212,12 +212,12 @@ def run(self: Block, x: Tensor, x0: Tensor, w: BlockWeights, cos: Tensor, sin: T
 # %% ../nbs/08_model.ipynb #219f860b
 @dataclass
 class TappedBlock(Block):
-    "A block that notes what each of its matrices is multiplied with."
-    taps: dict | None = None  # receives it, by the matrix's published name
+    "A block that keeps the input of each of its matrices."
+    taps: dict | None = None  # receives them, by the matrices' published names
     index: int = 0            # which block it is
 
     def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
-        "As `Block.linear`; notes x."
+        "As `Block.linear`; keeps x."
         self.taps[f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight"] = x
         return F.linear(x, weight)
 

@@ -39,7 +39,7 @@ def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bo
 # %% ../nbs/09_newton_schulz.ipynb #efc49cc5
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
-    """Orthogonalize each of a batch of matrices G [..., r, c], in three batched products a step.
+    """Orthogonalize each matrix of G [..., r, c], in three batched products a step.
 
     Sources: Muon, PR #399, arXiv 2505.16932. `dtype` is that of products and result (None: G's); `kernels`:
     use Triton where it can run. Zero matrices, such as padding slots, stay zero.
@@ -62,7 +62,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
 def newton_schulz_settings(method: str, steps: int = 5) -> dict:
     """What "ns5" or "polar" stands for: coeffs, scale and eps of `newton_schulz`.
 
-    Beyond five steps the last triple repeats. GolfError for an unknown method or no step.
+    Beyond five steps the last triple repeats. Raises GolfError if the method is unknown or steps < 1.
     """
     table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
     if method not in table or steps < 1:
@@ -75,7 +75,7 @@ def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None, ke
     """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
 
     `method`: "ns5" (Muon's quintic) or "polar" (Polar Express); `dtype`: of products and result, None: bf16
-    on CUDA, else G's; `kernels`: use Triton where it can run. GolfError for what is no matrix of floats.
+    on CUDA, else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise GolfError("orthogonalize needs a float tensor of at least two dimensions: "
@@ -87,7 +87,7 @@ def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None, ke
 # %% ../nbs/09_newton_schulz.ipynb #31ba5098
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
-    "One tile of `plain_product`, of M rows and N columns; numbers named _slot, _row, _col are strides."
+    "One tile of `plain_product`, whose result has M rows and N columns; _slot, _row and _col are strides."
     across = tl.cdiv(N, SIDE)
     first, left = tl.program_id(0) // across * SIDE, tl.program_id(0) % across * SIDE
     if SYMMETRIC:
@@ -115,7 +115,7 @@ def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_co
 
 # %% ../nbs/09_newton_schulz.ipynb #7bf23cff
 def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
-    "`plain_product` in one launch, sums in fp32. GolfError where no kernel can run."
+    "`plain_product` in one launch, sums in fp32. Raises GolfError where no kernel can run."
     check_runnable(a)
     n, M, N = b.shape
     high, wide = triton.cdiv(M, 128), triton.cdiv(N, 128)
