@@ -36,9 +36,9 @@ def place(tmp_path_factory):
 
 
 def loaded(text: str, name: str) -> types.ModuleType:
-    "A script as a module."
+    "A script as a module, with a name space of its own for its ops: the package's must live on in this process."
     module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(text, name, "exec"), module.__dict__)
+    exec(compile(text.replace('f"golfnb::{', f'f"{name}::{{'), name, "exec"), module.__dict__)
     return module
 
 
@@ -47,7 +47,7 @@ def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
     (root, data), recipe = place, case.rstrip("+")
     monkeypatch.chdir(root)
     text = script_of(case)
-    script = loaded(text, "script_" + recipe)
+    script = loaded(text, "script_" + case.replace("+", "_more"))
     env = {**TINY, **data, **CASES[case], "RECIPE": recipe, "TTT_CHUNK_SIZE": "16", "GPTQ_CALIB_SAMPLES": "2"}
     made = [m.run(m.load_config(env | {"RUN_ID": f"{case}-{i}"})) for i, m in enumerate((types.SimpleNamespace(run=run.run, load_config=config.load_config), script))]
     assert len(made[0]["losses"]) == 4
@@ -61,7 +61,7 @@ def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_a_fixed_setting_is_accepted_with_its_own_value_and_refused_with_another(case):
     recipe = case.rstrip("+")
-    script, cfg = loaded(script_of(case), "fixed_" + recipe), config.load_config({"RECIPE": recipe, **CASES[case]})
+    script, cfg = loaded(script_of(case), "fixed_" + case.replace("+", "_more")), config.load_config({"RECIPE": recipe, **CASES[case]})
     assert script.load_config({"RECIPE": recipe, "LOADER": cfg.loader, "CLIP": cfg.clip}).loader == cfg.loader
     other = next(word for word in ("coprime", "sequential") if word != cfg.loader)
     with pytest.raises(script.GolfError, match=f"LOADER is fixed to {cfg.loader} .* found {other}: make that script with golfnb script --recipe {recipe}.* LOADER={other}") as e:
