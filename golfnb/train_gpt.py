@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 0e3536f354de6044 | Apache-2.0
+# golfnb script --recipe pr549 | source 62fb7b78661943dc | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
@@ -915,7 +915,7 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
     class tl:  # stands in where kernels are defined and never run
         constexpr = None
 
-KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # ns is the optimizer's (chapters 09 and 13)
+KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 08; ns: chapters 09 and 13
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype, wanted=KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
@@ -1344,7 +1344,7 @@ class BlockWeights(NamedTuple):
 
 @dataclass
 class Block:
-    "What is fixed about a block, and how it computes."
+    "One block of the transformer without its weights: what is fixed about it, and how it computes."
     head_dim: int
     norm_scale: float | Tensor  # factor after its norms: a number, or one for each channel [D]
     slope: float                # of the activation below zero
@@ -1403,12 +1403,12 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 @dataclass
 class TappedBlock(Block):
-    "A block that notes what each of its matrices is multiplied with."
-    taps: dict | None = None  # receives it, by the matrix's published name
+    "A block that keeps the input of each of its matrices."
+    taps: dict | None = None  # receives them, by the matrices' published names
     index: int = 0            # which block it is
 
     def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
-        "As `Block.linear`; notes x."
+        "As `Block.linear`; keeps x."
         self.taps[f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight"] = x
         return F.linear(x, weight)
 
@@ -1687,7 +1687,7 @@ def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bo
 
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
-    """Orthogonalize each of a batch of matrices G [..., r, c], in three batched products a step.
+    """Orthogonalize each matrix of G [..., r, c], in three batched products a step.
 
     Sources: Muon, PR #399, arXiv 2505.16932. `dtype` is that of products and result (None: G's); `kernels`:
     use Triton where it can run. Zero matrices, such as padding slots, stay zero.
@@ -1709,7 +1709,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
 def newton_schulz_settings(steps: int = 5) -> dict:
     """What "ns5" or "polar" stands for: coeffs, scale and eps of `newton_schulz`.
 
-    Beyond five steps the last triple repeats. GolfError for an unknown method or no step.
+    Beyond five steps the last triple repeats. Raises GolfError if the method is unknown or steps < 1.
     """
     table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
     if "ns5" not in table or steps < 1:
@@ -1721,7 +1721,7 @@ def orthogonalize(G: Tensor, steps: int = 5, dtype=None, kernels: bool = True) -
     """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
 
     `method`: "ns5" (Muon's quintic) or "polar" (Polar Express); `dtype`: of products and result, None: bf16
-    on CUDA, else G's; `kernels`: use Triton where it can run. GolfError for what is no matrix of floats.
+    on CUDA, else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise GolfError("orthogonalize needs a float tensor of at least two dimensions: "
@@ -1732,7 +1732,7 @@ def orthogonalize(G: Tensor, steps: int = 5, dtype=None, kernels: bool = True) -
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
-    "One tile of `plain_product`, of M rows and N columns; numbers named _slot, _row, _col are strides."
+    "One tile of `plain_product`, whose result has M rows and N columns; _slot, _row and _col are strides."
     across = tl.cdiv(N, SIDE)
     first, left = tl.program_id(0) // across * SIDE, tl.program_id(0) % across * SIDE
     if SYMMETRIC:
@@ -1759,7 +1759,7 @@ def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_co
             tl.store(out + col[:, None] * N + row[None, :], tl.trans(found), mask=mirrored)
 
 def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
-    "`plain_product` in one launch, sums in fp32. GolfError where no kernel can run."
+    "`plain_product` in one launch, sums in fp32. Raises GolfError where no kernel can run."
     check_runnable(a)
     n, M, N = b.shape
     high, wide = triton.cdiv(M, 128), triton.cdiv(N, 128)
@@ -1788,7 +1788,7 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
 def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
-    """The distance of two grid points, an fp16 number, as `clip` [..., rows]; never zero or infinite.
+    """The distance of two grid points for `clip` [..., rows], rounded to fp16; never zero or infinite.
 
     `qmax` is 31 for int6, 127 for int8; `floor`, as published: no scale under 1/qmax, so no clip under 1.
     """
@@ -1804,7 +1804,7 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return q.to(scale.dtype) * scale[..., None]
 
 def finite_matrix(w: Tensor) -> Tensor:
-    "w [..., rows, cols] in fp32 at least. GolfError if it is no matrix, empty, or holds a NaN or inf."
+    "w [..., rows, cols] in fp32 at least. Raises GolfError if it is no matrix, empty, or holds a NaN or inf."
     if w.ndim < 2 or not w.numel():
         raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; "
                         "store other tensors as fp16")
@@ -1814,10 +1814,10 @@ def finite_matrix(w: Tensor) -> Tensor:
     return w if w.dtype == torch.float64 else w.float()
 
 def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its candidate.
+    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
-    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. GolfError for
-    a NaN or inf.
+    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
+    GolfError for a NaN or inf.
     """
     wide, best = finite_matrix(w), None
     for index, quantile in enumerate(CLIP_QUANTILES):
@@ -1839,7 +1839,7 @@ class GridSettings(Settings):
     scale_floor: bool = setting(True, "scales from 1/31 (int6) and 1/127 (int8) up: 0 or 1", fixed="yes")
 
 def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
-    "As published: q int8 [rows, cols] from the unrounded scale, the fp16 scale [rows]. GolfError for a NaN."
+    "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
     scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
@@ -1875,9 +1875,9 @@ def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
 class Ema:
-    """Exponential moving average: E = decay*E + (1-decay)*W after every step, from a copy on (PR #549).
+    """Exponential moving average: E = decay*E + (1-decay)*W after every step (PR #549).
 
-    `tensors`: the initial weights. GolfError for a decay outside [0, 1).
+    E starts as a copy of `tensors`, the initial weights. Raises GolfError for a decay outside [0, 1).
     """
 
     def __init__(self, tensors: list[Tensor], decay: float = 0.997):
@@ -1887,21 +1887,21 @@ class Ema:
 
     @torch.no_grad()
     def update(self, tensors: list[Tensor]):
-        "Take in the weights after a step, in the same order; nothing waits for the device."
+        "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
         now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
 
 @dataclass
 class AveragingSettings(Settings):
-    "Which average of the weights leaves the run."
+    "Which average of the weights a run exports."
     averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
 
 def average_of(mode: str, ema: Ema | None, current: list[Tensor]) -> list[Tensor]:
     """Copies of the weights a run exports, in at least fp32.
 
-    `mode` is "ema", "swa", "ema+swa" or "none", which takes the `current` weights. GolfError for another, or
-    one whose average was not kept.
+    `mode` is "ema", "swa", "ema+swa" or "none", which takes the `current` weights. Raises GolfError if the
+    mode is unknown or its average was not kept.
     """
     kept = {"ema": ema, "swa": None}
     parts = [] if mode == "none" else mode.split("+")
