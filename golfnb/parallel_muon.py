@@ -370,8 +370,7 @@ def collect(self: FlatGroup):
 def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps):
     """One AdamW step (Loshchilov and Hutter; decay before the update) on flat tensors [n], in place.
 
-    `grad` is fp32 at least, `count` includes this step, `ok` is False where nothing changes; all numbers are
-    0-dim or [n].
+    `grad` is fp32 at least, `count` includes this step, `ok` is False where nothing changes; 0-dim or [n].
     """
     p = weight.to(grad.dtype)
     m = torch.lerp(first.to(grad.dtype), grad, 1 - beta1)
