@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 62fb7b78661943dc | Apache-2.0
+# golfnb script --recipe pr549 | source 3fc1c33670080c8d | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
@@ -1915,9 +1915,9 @@ def average_of(mode: str, ema: Ema | None, current: list[Tensor]) -> list[Tensor
 # ---- parallel_muon ----
 
 class Ranks:
-    """This process among its equals: its number, how many there are, and the collectives everybody uses.
+    """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
-    `patient` is a process group for what may take minutes.
+    `patient` is a process group whose collectives may wait for minutes.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu", patient=None):
@@ -1925,7 +1925,7 @@ class Ranks:
         self.master = rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
-        "Add `t` up over all ranks, in place; returns it."
+        "Sum `t` over all ranks, in place; returns it."
         if self.world > 1:
             dist.all_reduce(t)
         return t
@@ -1937,7 +1937,7 @@ class Ranks:
         return self.sum(t)
 
     def barrier(self):
-        "Return when every rank has come here; one of them may be packing weights for minutes."
+        "Return when every rank has called this; one of them may be packing weights for minutes."
         if self.world > 1:
             dist.barrier(group=self.patient)
 
@@ -1949,9 +1949,9 @@ class Ranks:
         return box[0]
 
 def start_ranks() -> Ranks:
-    """Join the process group that `torchrun` describes in `env` (NCCL with GPUs, else gloo), if it does.
+    """Join the process group that `torchrun` describes in `env` (NCCL with GPUs, else gloo), if there is one.
 
-    A collective waits `timeout_s` for a dead rank, then raises. GolfError when a GPU is missing.
+    A collective that waits longer than `timeout_s` raises. Raises GolfError if a GPU is missing.
     """
     env = None
     env = os.environ if env is None else env
@@ -1976,7 +1976,7 @@ def stop_ranks(ranks: Ranks):
         dist.destroy_process_group()
 
 def scatter_mean(full: Tensor, shard: Tensor, ranks: Ranks):
-    "Start averaging `full` [n, r, c] over the ranks, one part into each `shard` [n/world, r, c]; a handle."
+    "Start averaging `full` [n, r, c], each rank's part into its `shard` [n/world, r, c]; returns a handle."
     if ranks.world == 1:
         shard.copy_(full)
         return None
@@ -1985,7 +1985,7 @@ def scatter_mean(full: Tensor, shard: Tensor, ranks: Ranks):
     return scatter(shard, full, op=average, async_op=True)
 
 def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
-    "Start collecting every rank's `shard` [n/world, r, c] in `full` [n, r, c]; a handle."
+    "Start collecting every rank's `shard` [n/world, r, c] in `full` [n, r, c]; returns a handle."
     if ranks.world == 1:
         full.copy_(shard)
         return None
@@ -1993,7 +1993,7 @@ def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
     return gather(full, shard, async_op=True)
 
 def wait_all(handles: list):
-    "Wait for what collectives returned."
+    "Wait for the collectives that returned these handles."
     for h in handles:
         if h is not None:
             h.wait()
@@ -2001,7 +2001,7 @@ def wait_all(handles: list):
 class ShardedBank:
     """One bank: the replica every rank holds, and this rank's shard of masters, mean gradient and state.
 
-    `replica` is a Parameter [slots, rows, cols]; `rounded` are the masters in its dtype, ready to leave.
+    `replica` is a Parameter [slots, rows, cols]; `rounded` are the masters in its dtype, ready to be sent.
     """
 
     def __init__(self, spec: BankSpec, replica: torch.nn.Parameter, ranks: Ranks, rule):
@@ -2039,16 +2039,16 @@ class ShardedBank:
         self.handle = None
 
     def publish(self, source: Tensor | None = None):
-        "Start sending `rounded`, or `source` [slots of this rank, rows, cols], to every replica; a handle."
+        "Start sending `rounded`, or `source` of its shape, to every replica; returns a handle."
         if source is not None:
             self.rounded.copy_(source)
         return gather_into(self.replica.data, self.rounded, self.ranks)
 
 class Knobs:
-    """What every rule reads in a step: tensors on the device.
+    """The numbers that every rule reads in a step, as tensors on the GPU.
 
     0-dim: `multiplier` of the learning rates, `momentum`, `factor` of the clip, `count` of the steps taken,
-    and `ok`, False when the step is skipped. `words` are what the small rule added to the control vector.
+    and `ok`, False when the step is skipped. `words` [n]: what the small rule added to the control vector.
     """
 
     def __init__(self, words: Tensor, dtype: torch.dtype):
@@ -2057,8 +2057,8 @@ class Knobs:
         self.ok, self.words = torch.ones((), dtype=torch.bool, device=words.device), words
 
 class Sgd:
-    "Heavy-ball SGD on fp32 masters, for banks and flat groups alike (no Nesterov, no decay)."
-    masters, words = True, 0
+    "Heavy-ball SGD on fp32 masters, for banks and small parameters (no Nesterov, no decay)."
+    masters, words = True, 0  # small parameters have masters too; it sends no numbers of its own
 
     def __init__(self, lr: float):
         self.lr = lr
@@ -2082,7 +2082,7 @@ class Sgd:
 def nesterov_step(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Tensor:
     """momentum = mu * momentum + grad, in place; returns the look-ahead grad + mu * momentum.
 
-    `momentum` and `grad` [n, r, c], `mu` 0-dim; `ok`, 0-dim or [n, 1, 1], is False where nothing moves.
+    `momentum` and `grad` [n, r, c], `mu` 0-dim; `ok`, 0-dim or [n, 1, 1], is False where nothing changes.
     mu*m, +g and the look-ahead each round to the dtype once.
     """
     moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
@@ -2101,7 +2101,7 @@ def master_step(master, update, lr, wd, scale, ok, rounded):
 class Muon:
     """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
 
-    `method` and `steps` are Newton-Schulz's (chapter 09), `product_dtype` is that of its products (None: the
+    `method` and `steps` are those of `orthogonalize`, `product_dtype` is that of its products (None: the
     gradient's), `state_dtype` the least width of the momentum; `kernels`: use Triton where it can run.
     """
 
@@ -2120,7 +2120,7 @@ class Muon:
         self.move(shard, grad, lr, knobs.momentum, torch.full_like(lr, self.wd), knobs.ok)
 
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
-        "`update` with numbers for each slot: `lr`, `wd` and `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
+        "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
         momentum = shard.state["momentum_buffer"]
         fused = self.kernels and bool(usable_kernels(momentum.device, momentum.dtype))
         ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
@@ -2128,7 +2128,7 @@ class Muon:
         last(shard.master, self.direction(ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
 
     def direction(self, ahead: Tensor) -> Tensor:
-        "Where the weights of a shard go: `ahead` [n, r, c], orthogonalized."
+        "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
         return orthogonalize(ahead, self.steps, ahead.dtype, self.kernels)
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
@@ -2143,7 +2143,7 @@ def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.conste
     tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
 
 def nesterov_kernels(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Tensor:
-    "`nesterov_step` in one launch; `momentum` is contiguous. GolfError where no kernel can run."
+    "`nesterov_step` in one launch; `momentum` is contiguous. Raises GolfError where no kernel can run."
     check_runnable(momentum)
     (n, r, c), grad = momentum.shape, grad.contiguous()
     out, ok = torch.empty_like(grad), ok.expand(n, 1, 1)
@@ -2168,7 +2168,7 @@ def master_kernel(master, update, rounded, lr, wd, scale, ok, R, C, u_slot, u_ro
     tl.store(rounded + here, new.to(rounded.dtype.element_ty), mask=live)
 
 def master_kernels(master, update, lr, wd, scale, ok, rounded):
-    "`master_step` in one launch; `master` and `rounded` are contiguous. GolfError where no kernel can run."
+    "`master_step` in one launch; `master`, `rounded` contiguous. Raises GolfError where no kernel can run."
     check_runnable(rounded)
     n, r, c = master.shape
     (lr, wd, ok), scale = (x.expand(n, 1, 1) for x in (lr, wd, ok)), scale.expand(n, r, 1)
@@ -2180,9 +2180,9 @@ def master_kernels(master, update, lr, wd, scale, ok, rounded):
 class FlatGroup:
     """The replicated parameters of one dtype, laid flat: one tensor of weights, one all-reduce of gradients.
 
-    `rates`: name -> (learning rate, weight decay); `segments` [(from, to, lr, wd)] share them. `tail` words
-    ride behind the gradients on the `wire`, then fp32 at least. The parameters are views of `rounded`, and
-    `master` is the same tensor, or a wider one if the rule wants it.
+    `rates`: name -> (learning rate, weight decay); `segments` [(from, to, lr, wd)] share them. `wire` is what
+    is sent: the gradients, then `tail` other numbers (if any, in fp32 at least). The parameters are views of
+    `rounded`; `master` is the same tensor, or a wider one if the rule wants it.
     """
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
@@ -2204,7 +2204,8 @@ class FlatGroup:
         self.state = rule.state(self)
 
     def spaced(self, tensors: list) -> list:
-        "The tensors, flat, in the order of `names`, with the zeros that keep the next one aligned."
+        """The tensors, flat, in the order of `names`, each followed by the zeros that keep the next one
+        aligned."""
         return [t for k, p in zip(self.names, tensors) for t in (p.reshape(-1), self.gaps[k])]
 
     def view(self, flat: Tensor) -> dict:
@@ -2212,7 +2213,7 @@ class FlatGroup:
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
     def collect(self):
-        "Lay this rank's gradients into `grad`; `.grad`s become None, missing ones count as zeros."
+        "Copy this rank's gradients into `grad`; each `.grad` becomes None, a missing one counts as zeros."
         grads = [self.params[k].grad for k in self.names]
         grads = [torch.zeros_like(self.params[k]) if g is None else g for k, g in zip(self.names, grads)]
         for p in self.params.values():
@@ -2222,7 +2223,7 @@ class FlatGroup:
 def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps):
     """One AdamW step (Loshchilov and Hutter; decay before the update) on flat tensors [n], in place.
 
-    `grad` is fp32 at least, `count` counts this step, `ok` is False where nothing moves; all 0-dim or [n].
+    `grad` is fp32 at least, `count` includes this step, `ok` is False where nothing changes; 0-dim or [n].
     """
     p = weight.to(grad.dtype)
     m = torch.lerp(first.to(grad.dtype), grad, 1 - beta1)
@@ -2232,7 +2233,7 @@ def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps
         old.copy_(torch.where(ok, new, old.to(grad.dtype)))
 
 class AdamW:
-    """The rule for what is in no bank: tables learn at `table_lr`, vectors and scalars at `lr`.
+    """The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`.
 
     `masters`: keep fp32 weights beside 16-bit parameters; `state_dtype` is the least width of the moments.
     """
@@ -2261,7 +2262,7 @@ class AdamW:
         group.rounded.copy_(group.master)
 
 def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
-    "Record into `graph` what `fn()` launches on `stream` (None: one of torch's); returns its result."
+    "Record into `graph` what `fn()` launches on `stream` (None: one that torch picks); returns its result."
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -2289,11 +2290,11 @@ class Recorded:
             self.fn()
 
 class Engine:
-    """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters, each moved by a rule.
+    """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters, each with its rule.
 
     `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `plan` defaults to biggest first.
-    `clip`: "global" clips the mean gradient to `max_norm` (0: leaves it), "local" each rank's before
-    averaging, "none" leaves it and still skips what is not finite. `debug`: replicas are NaN between
+    `clip`: "global" clips the mean gradient to `max_norm` (0: never), "local" each rank's before averaging,
+    "none" neither; a step that is not finite is skipped in any case. `debug`: replicas are NaN between
     `launch` and `finish`. Raises GolfError if the layout is for another number of ranks.
     """
 
@@ -2348,7 +2349,7 @@ class Engine:
         return self.control
 
     def write_control(self, loss, elapsed_ms: float, stop: bool):
-        "Write this rank's first three words, without waiting for the device."
+        "Write this rank's first three words, without waiting for the GPU."
         words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
         words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
         self.control[:2].copy_(words, non_blocking=True)
@@ -2357,8 +2358,8 @@ class Engine:
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
         """Update everything and publish.
 
-        `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what
-        leaves.
+        `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what is
+        sent.
         """
         for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
             knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
@@ -2373,7 +2374,8 @@ class Engine:
             torch.cuda.current_stream().wait_stream(stream)
 
     def finish_bank(self, name: str, ready):
-        "On the bank's stream, after the event `ready`: wait for the gradient, update, publish; a handle."
+        """On the bank's stream, after the event `ready`: wait for the gradient, update, publish; returns a
+        handle."""
         bank, stream = self.banks[name], self.streams.get(name)
         with torch.cuda.stream(stream):  # does nothing where there is no stream
             if stream is not None:
@@ -2383,7 +2385,7 @@ class Engine:
             return bank.publish(None)
 
     def update_bank(self, name: str):
-        "Move this rank's shard of a bank by its mean gradient; the rounded weights are ready to leave."
+        "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
         bank = self.banks[name]
         grad = bank.grad
         if self.clip == "global":
@@ -2391,7 +2393,7 @@ class Engine:
         self.bank_rule.update(bank, grad, self.knobs)
 
     def update_small(self):
-        "Count the step and move every flat group, whose gradients are sums over the ranks."
+        "Count the step and update every flat group, whose gradients are sums over the ranks."
         self.knobs.count += self.knobs.ok
         for g in self.groups:
             self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
@@ -2402,7 +2404,7 @@ class Engine:
         self.finish(multiplier, momentum)
 
     def accumulate(self):
-        "After each backward of an accumulated step: add the bank gradients up in fp32 and free them."
+        "Call after each backward of an accumulated step: adds the bank gradients up in fp32 and frees them."
         for bank in self.banks.values():
             bank.accumulate()
 
@@ -2417,7 +2419,8 @@ class Engine:
         self.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
 
     def stage(self, grads: dict):
-        "Copy whole bank gradients (by bank name) to fixed places, `staged`; they will leave from `wires`."
+        """Copy whole bank gradients (by bank name) into `staged`, which stays; clipped they are sent from
+        `wires`."""
         dtypes = {n: g.dtype for n, g in grads.items()}
         if {n: t.dtype for n, t in self.staged.items()} != dtypes:
             self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
@@ -2435,8 +2438,7 @@ class Engine:
             torch.mul(g, factor.view([1] * g.ndim), out=out)
 
     def tensors(self) -> list:
-        """What an average follows: this rank's shard of every bank's masters (layout order), then the flat
-        groups."""
+        "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
         return [self.banks[s.name].master for s in self.layout.banks] + [g.master for g in self.groups]
 
     def gather(self, tensors: list | None = None) -> tuple[dict, dict]:
@@ -2526,7 +2528,7 @@ class EngineSettings(Settings):
                         "local", "global", fixed="yes")
 
     def problems(self) -> Iterator[str]:
-        "More iterations than there are coefficients."
+        "What makes the engine impossible: more iterations than there are coefficients."
         yield from ()
 
 def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Engine:
