@@ -1,6 +1,6 @@
 """Damaged and hostile files: loaded with equal content or refused with golfnb's own error; no crash, no hang, bounded memory, nothing executed.
 
-In the tests a few hundred mutations. The full set of the issue, in some minutes on one core:
+In the tests a few hundred mutations. The full set, in some minutes on one core:
 
     python tests/test_fuzz.py 10000 1000          10,000 mutated artifacts, 1,000 mutated shards
 """

@@ -73,7 +73,7 @@ def test_three_per_cent_under_lzma_at_equal_integers(spread):
 
 
 def test_fast_enough_for_twenty_six_million():
-    "A million values; the issue allows 10 s to decode and 30 s to encode 26 million on one core."
+    "A million values; at most 10 s to decode and 30 s to encode 26 million on one core."
     q = gauss(1024, 1024, row=0.2)
     start = time.perf_counter()
     coded = rans_encode(q.tobytes(), [q.shape])
