@@ -8,7 +8,7 @@ __all__ = ['seal', 'pack_bytes', 'open_container', 'unpack_bytes', 'save_artifac
 
 # %% ../nbs/17_artifact.ipynb #b0d38447
 import hashlib
-import importlib
+import importlib.util
 import io
 import json
 import lzma

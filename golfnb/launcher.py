@@ -18,19 +18,18 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from pathlib import Path
-from tokenize import STRING, generate_tokens
 
-from golfnb.settings import GolfError, patch
+from golfnb.settings import GolfError
 from golfnb.shards import atomic_write
 
 # %% ../nbs/20_launcher.ipynb #4625df66
@@ -39,10 +38,7 @@ SCRIPT_MODULES = (
     "grid", "plan", "averaging", "parallel_muon", "evaluate", "train", "quantize", "rans", "artifact", "ttt",
     "adapters", "config", "run")
 
-# %% ../nbs/20_launcher.ipynb #2de4b87d
-ROOTS = {"script_main", "DEFAULT_RECIPE"}
 
-# %% ../nbs/20_launcher.ipynb #f0eedfb8
 def package_dir() -> Path:
     "The folder of the package that is running, in a checkout or in site-packages."
     return Path(next(iter(find_spec("golfnb").submodule_search_locations)))
@@ -53,56 +49,30 @@ def module_sources() -> dict[str, str]:
     return {m: (package_dir() / f"{m}.py").read_text(encoding="utf-8") for m in SCRIPT_MODULES}
 
 # %% ../nbs/20_launcher.ipynb #a08c195d
-BLOCKS = ("body", "handlers", "orelse", "finalbody")
+IMPORTS = (ast.Import, ast.ImportFrom)
+DEFINED = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, *IMPORTS, ast.Try)
 
 
-def blocks(n: ast.AST) -> list[str]:
-    "The fields of a node that hold statements."
-    return [f for f in BLOCKS if isinstance(getattr(n, f, None), list) and getattr(n, f)]
+def check_statement(where: str, n: ast.stmt, earlier: list[str]) -> str | None:
+    """The module of ours that an import takes from, None for other statements.
 
-
-def place(tree: ast.AST, lines: list[str], new: bool = False) -> None:
-    "Note where each statement starts, the comments above it included, and where its blocks do."
-    for n in ast.walk(tree):
-        if isinstance(n, (ast.stmt, ast.ExceptHandler)):
-            n.first = n.top = min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) - 1
-            while n.top and lines[n.top - 1].strip()[:1] in ("", "#"):
-                n.top -= 1
-            n.lines, n.new, n.chained = lines, new, not new and lines[n.first].lstrip().startswith("elif")
-            n.named = not any(isinstance(x, ast.Name) for x in ast.walk(getattr(n, "value", None) or n))
-    for n in ast.walk(tree):
-        n.heads = {f: getattr(n, f)[0].top for f in blocks(n)}
+    Raises GolfError for a top-level statement that cannot stand in a script.
+    """
+    if not isinstance(n, DEFINED):
+        raise GolfError(f"{where}: `{ast.unparse(n).splitlines()[0]}` is no definition; "
+                        "chapters hold functions, classes, constants and imports only")
+    origin = None
+    for i in (i for i in ast.walk(n) if isinstance(i, IMPORTS)):
+        name, star = getattr(i, "module", None) or i.names[0].name, i.names[0].name == "*"
+        ours = getattr(i, "level", 0) or name.split(".")[0] == "golfnb"
+        origin = name.removeprefix("golfnb.") if ours else None
+        odd = ours and (i is not n or origin not in earlier or any(a.asname for a in i.names))
+        if odd or star or name == "__future__":
+            raise GolfError(f"{where}: `{ast.unparse(i)}` cannot be folded; write `from .x import name`, "
+                            "x an earlier chapter, at the top and without alias or star")
+    return origin
 
 # %% ../nbs/20_launcher.ipynb #d99dedfc
-def fresh(code: str) -> ast.stmt:
-    "A statement that stands in no chapter."
-    tree = ast.parse(code)
-    place(tree, [], new=True)
-    return tree.body[0]
-
-# %% ../nbs/20_launcher.ipynb #daf729e4
-def decorators(n: ast.AST) -> list[str]:
-    "The names of a definition's decorators, without their arguments."
-    return [ast.unparse(getattr(d, "func", d)) for d in getattr(n, "decorator_list", ())]
-
-
-def patched_class(n: ast.AST) -> str:
-    "The class that a function under `@patch` belongs to, by the annotation of its first parameter, or empty."
-    return ast.unparse(n.args.args[0].annotation).strip("'") if "patch" in decorators(n) else ""
-
-
-def bound_names(n: ast.AST) -> list[str]:
-    "The names that a top-level statement binds; a patched method binds none."
-    if isinstance(n, (ast.FunctionDef, ast.ClassDef)):
-        return [] if patched_class(n) else [n.name]
-    if isinstance(n, (ast.Import, ast.ImportFrom)):
-        return [(a.asname or a.name).split(".")[0] for a in n.names]
-    if isinstance(n, ast.Try):
-        return [x for s in [*n.body, *(s for h in n.handlers for s in h.body)] for x in bound_names(s)]
-    targets = getattr(n, "targets", [getattr(n, "target", n)])
-    return [x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name) and not is_load(x)]
-
-# %% ../nbs/20_launcher.ipynb #4756c94b
 def is_load(n: ast.AST) -> bool:
     "Whether a name or attribute is read, not assigned or deleted."
     return isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load)
@@ -112,176 +82,157 @@ def is_docstring(n: ast.AST) -> bool:
     "A string that stands alone."
     return isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) and isinstance(n.value.value, str)
 
-# %% ../nbs/20_launcher.ipynb #127d9443
-IMPORTS = (ast.Import, ast.ImportFrom)
-DEFINED = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, *IMPORTS, ast.Try)
+
+def decorators(n: ast.AST) -> list[str]:
+    "The names of a definition's decorators, without their arguments."
+    return [ast.unparse(getattr(d, "func", d)) for d in getattr(n, "decorator_list", ())]
 
 
-def our_module(n: ast.stmt) -> str | None:
-    "The module of the package that an import takes from; None for other packages."
-    name = getattr(n, "module", None) or n.names[0].name
-    return name.removeprefix("golfnb.") if getattr(n, "level", 0) or name.split(".")[0] == "golfnb" else None
+def bound_names(n: ast.AST) -> list[str]:
+    "The names that a statement binds where it stands."
+    if isinstance(n, (ast.FunctionDef, ast.ClassDef)):
+        return [n.name]
+    if isinstance(n, IMPORTS):
+        return [(a.asname or a.name).split(".")[0] for a in n.names]
+    inner = [*n.body, *(s for h in n.handlers for s in h.body)] if isinstance(n, ast.Try) else []
+    stored = [x.id for t in getattr(n, "targets", [getattr(n, "target", None)]) if t for x in ast.walk(t)
+              if isinstance(x, ast.Name) and not is_load(x)]
+    return stored + [x for s in inner for x in bound_names(s)]
 
+# %% ../nbs/20_launcher.ipynb #daf729e4
+def join_modules(sources: Mapping[str, str]) -> str:
+    """All modules as one text: a line for each imported name, then the statements, a mark before each module's.
 
-def check_statement(where: str, n: ast.stmt, earlier: list[str]) -> None:
-    "Raise GolfError for a top-level statement that cannot stand in a script."
-    if not isinstance(n, DEFINED):
-        raise GolfError(f"{where}: `{ast.unparse(n).splitlines()[0]}` is no definition; "
-                        "chapters hold functions, classes, constants and imports only")
-    for i in (i for i in ast.walk(n) if isinstance(i, IMPORTS)):
-        odd = i is not n or our_module(i) not in earlier or any(a.asname for a in i.names)
-        star = i.names[0].name == "*" or getattr(i, "module", "") == "__future__"
-        if star or our_module(i) is not None and odd:
-            raise GolfError(f"{where}: `{ast.unparse(i)}` cannot be folded; write `from .x import name`, "
-                            "x an earlier chapter, at the top and without alias or star")
-
-# %% ../nbs/20_launcher.ipynb #a7de6b4d
-def meaning(n: ast.stmt, name: str):
-    "What a top-level statement makes of a name: the same for the same import, else the statement."
-    if not isinstance(n, IMPORTS):
-        return n
-    alias = next(a for a in n.names if (a.asname or a.name).split(".")[0] == name)
-    return getattr(n, "module", ""), name if isinstance(n, ast.Import) and not alias.asname else alias.name
-
-# %% ../nbs/20_launcher.ipynb #0c96edca
-def load_modules(sources: Mapping[str, str]) -> list[ast.stmt]:
-    "The top-level statements of all modules. Raises GolfError where they cannot share one name space."
-    body, held = [], {}  # name -> (its module, where, what it means)
+    Raises GolfError where the modules cannot share one name space.
+    """
+    held, imports, pieces, classes, earlier = {}, set(), [], {}, []  # held: name -> (module, where, meaning)
     for m, text in sources.items():
-        tree, earlier = ast.parse(text), list(sources)[: list(sources).index(m)]
-        place(tree, text.splitlines())
-        for n in (n for n in tree.body if not is_docstring(n) and bound_names(n) != ["__all__"]):
-            where, origin, n.module_name = f"{m}.py line {n.lineno}", None, m
-            check_statement(where, n, earlier)
-            for name in bound_names(n):
-                origin = our_module(n) if isinstance(n, IMPORTS) else None
-                if origin is None:
-                    first = held.setdefault(name, (m, where, meaning(n, name)))
-                    if first[2] != meaning(n, name):
-                        raise GolfError(f"the name {name!r} means two things: {first[1]} and {where}; rename "
-                                        f"one")
-                elif held.get(name, ("",))[0] != origin:
+        lines, end = re.sub("(?m)^# (%%|AUTOGENERATED).*", "", text).splitlines(), 0
+        pieces.append([f'"---- {m} ----"'])
+        for n in ast.parse(text).body:
+            code, end, where = lines[end : n.end_lineno], n.end_lineno, f"{m}.py line {n.lineno}"
+            if is_docstring(n) or bound_names(n) == ["__all__"]:
+                continue
+            origin = check_statement(where, n, earlier)
+            if "patch" in decorators(n):
+                join_patch(where, n, code, classes)
+                continue
+            for name, a in zip(bound_names(n), n.names if isinstance(n, IMPORTS) else bound_names(n)):
+                means = ast.unparse(type(n)(**{**vars(n), "names": [a]})) if isinstance(n, IMPORTS) else where
+                if origin and held.get(name, ("",))[0] != origin:
                     raise GolfError(f"{where}: {origin}.py does not define {name!r}; import it from the "
-                                    f"chapter that does")
-            body += [n] if origin is None else []
-    return body
+                                    "chapter that does")
+                first = held.setdefault(name, (m, where, means))
+                if not origin and first[2] != means:
+                    raise GolfError(f"the name {name!r} means two things: {first[1]} and {where}; rename one")
+                imports |= {means} if isinstance(n, IMPORTS) and not origin else set()
+            if not isinstance(n, IMPORTS):
+                pieces.append(code)
+                classes |= {n.name: (m, n, code)} if isinstance(n, ast.ClassDef) else {}
+        earlier.append(m)
+    return "\n".join([*sorted(imports), *("\n".join(p) for p in pieces), ""]).encode().decode("latin-1")
 
-# %% ../nbs/20_launcher.ipynb #01a43c20
-def join_patches(body: list[ast.stmt]) -> list[ast.stmt]:
-    "The statements with each patched method in its class. Raises GolfError for a class of another chapter."
-    classes = {(n.module_name, n.name): n for n in body if isinstance(n, ast.ClassDef)}
-    for n in (n for n in body if patched_class(n)):
-        cls = classes.get((n.module_name, patched_class(n)))
-        if cls is None or n.name in {x for s in cls.body for x in bound_names(s)}:
-            where = f"{n.module_name}.py line {n.lineno}"
-            raise GolfError(f"{where}: {patched_class(n)} must be a class of this chapter without `{n.name}`; "
-                            "move or rename the method")
-        n.decorator_list = [d for d in n.decorator_list if ast.unparse(d) != "patch"]
-        n.args.args[0].annotation, n.new = None, True
-        cls.body.append(n)
-    return [n for n in body if not any(n in c.body for c in classes.values())]
+# %% ../nbs/20_launcher.ipynb #995c8fe8
+def join_patch(where: str, n: ast.FunctionDef, code: list[str], classes: dict[str, tuple]) -> None:
+    "Write a patched method into its class. Raises GolfError for a class of another chapter."
+    cls = ast.unparse(n.args.args[0].annotation)
+    m, tree, text = classes.get(cls, ("", None, None))
+    if not where.startswith(f"{m}.py") or n.name in {x for s in tree.body for x in bound_names(s)}:
+        raise GolfError(f"{where}: {cls} must be a class of this chapter without `{n.name}`; "
+                        "move or rename the method")
+    tree.body.append(n)
+    method = re.sub(rf"(def {n.name}\(\w+): {cls}\b", r"\1", "\n".join(x for x in code if x != "@patch"))
+    text += ["", textwrap.indent(method, "    ")]
 
-# %% ../nbs/20_launcher.ipynb #dcb43097
+# %% ../nbs/20_launcher.ipynb #127d9443
+ROOTS = {"script_main", "DEFAULT_RECIPE"}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 SCOPES = (ast.FunctionDef, ast.Lambda, ast.ClassDef, *COMPREHENSIONS)
+MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 
 
 class Program:
-    "All statements as one tree: where each name and attribute is used, and what is known of its values."
+    "A text and its tree: where names and attributes are used, what values they have, what is `gone` or edited."
 
-    def __init__(self, body: list[ast.stmt], settings: Mapping[str, tuple], roots: set[str] = ROOTS):
-        self.tree, self.settings, self.roots, self.memo = ast.Module(body, []), settings, roots, {}
-        self.tops = {name: s for s in body for name in bound_names(s)}
-        self.nodes, self.binds, self.strings, self.replaced = [], set(), set(), set()
-        self.uses, self.loads, self.stores, self.members, self.methods, self.mentions = (
-            defaultdict(list) for _ in range(6))
-        for s in body:
-            s.up = self.tree
-            link(self, s, None, s)
-        for n in self.nodes:
+    def __init__(self, text: str, settings: Mapping[str, tuple]):
+        self.text, self.settings, self.tree = text, settings, ast.parse(text.encode("latin-1"))
+        self.lines = text.split("\n")
+        self.starts = [0, *accumulate(len(line) + 1 for line in self.lines)]
+        self.tops = {name: s for s in self.tree.body for name in bound_names(s)}
+        self.uses, self.loads, self.stores, self.methods, self.mentions = (defaultdict(list) for _ in range(5))
+        self.nodes, self.binds, self.memo = [], set(), {}
+        self.gone, self.edits, self.moved = set(), [], Counter()
+        self.tree.up, self.tree.noted, self.tree.quoted = None, False, False
+        for s in self.tree.body:
+            link(self, s, self.tree, None, s)
+        for n in reversed(self.nodes):
             note(self, n)
 
-# %% ../nbs/20_launcher.ipynb #3938852c
-def link(p: Program, n: ast.AST, scope: ast.AST | None, unit: ast.stmt) -> None:
-    "Note parent, scope (None: the module) and definition of a node and all below, and what scopes bind."
-    unit = n if isinstance(n, ast.FunctionDef) and isinstance(n.up, ast.ClassDef) else unit
-    n.scope, n.unit = scope, unit
+# %% ../nbs/20_launcher.ipynb #a7de6b4d
+def link(p: Program, n: ast.AST, up: ast.AST, scope: ast.AST | None, unit: ast.stmt, noted=False) -> None:
+    """Note place, parent, scope (None: the module) and definition of a node and all below, and what scopes bind.
+
+    `noted`: within an annotation. Within an f-string (`quoted`) the places are not to be relied on.
+    """
+    unit = n if isinstance(n, ast.FunctionDef) and isinstance(up, ast.ClassDef) else unit
+    n.up, n.scope, n.unit, n.noted, n.quoted = up, scope, unit, noted, up.quoted or isinstance(up, ast.JoinedStr)
     p.nodes.append(n)
+    if hasattr(n, "lineno") and not n.quoted:
+        n.start = p.starts[n.lineno - 1] + n.col_offset
+        n.end = p.starts[n.end_lineno - 1] + n.end_col_offset
     name = n.id if isinstance(n, ast.Name) and not is_load(n) else getattr(n, "arg", getattr(n, "name", None))
-    while isinstance(n, ast.Name) and isinstance(n.up, ast.NamedExpr) and isinstance(scope, COMPREHENSIONS):
-        scope = scope.scope
+    inner = isinstance(up, ast.NamedExpr) and isinstance(scope, COMPREHENSIONS)
     if name and not isinstance(n, ast.keyword):
-        p.binds.add((n.up.up if isinstance(n, ast.arg) else scope, name))
-    for field, child in ((f, c) for f, v in ast.iter_fields(n) for c in (v if isinstance(v, list) else [v])):
-        if not isinstance(child, ast.AST) or isinstance(child, MARKS):
-            continue
-        child.up, child.noted = n, getattr(n, "noted", False) or field in ("annotation", "returns")
-        outer = field == "iter" and isinstance(n, ast.comprehension) and n is n.up.generators[0]
+        p.binds.add((up.up if isinstance(n, ast.arg) else scope.scope if inner else scope, name))
+    for field, value in ast.iter_fields(n):
         inside = isinstance(n, SCOPES) and field in ("body", "elt", "key", "value", "generators")
-        link(p, child, n if inside else scope.scope if outer else scope, unit)
+        outer = field == "iter" and isinstance(n, ast.comprehension) and n is up.generators[0]
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, MARKS):
+                link(p, child, n, n if inside else scope.scope if outer else scope, unit,
+                     noted or field in ("annotation", "returns"))
 
-# %% ../nbs/20_launcher.ipynb #1c8f7705
-def owner(p: Program, n: ast.Name) -> ast.AST | None:
-    "The scope that a name belongs to; a class shows its names to its own statements only."
-    s = n.scope
-    while s is not None and ((s, n.id) not in p.binds or isinstance(s, ast.ClassDef) and s is not n.scope):
-        s = s.scope
-    return s
-
-# %% ../nbs/20_launcher.ipynb #364c4378
+# %% ../nbs/20_launcher.ipynb #0c96edca
 def note(p: Program, n: ast.AST) -> None:
     "Take a node into the tables."
-    called = getattr(n.func, "attr", getattr(n.func, "id", "")) if isinstance(n, ast.Call) else ""
     if isinstance(n, ast.Name):
-        n.owner = owner(p, n)
-        p.uses[n.owner, n.id] += [] if n.noted else [n]
-        p.mentions[n.unit] += [n.id] if n.owner is None and is_load(n) else []
+        s = n.scope
+        while s is not None and ((s, n.id) not in p.binds or isinstance(s, ast.ClassDef) and s is not n.scope):
+            s = s.scope
+        n.owner = s
+        p.uses[s, n.id] += [] if n.noted else [n]
+        p.mentions[n.unit] += [n.id] if s is None and is_load(n) else []
     elif isinstance(n, ast.Attribute):
         (p.loads if is_load(n) else p.stores)[n.attr].append(n)
         p.mentions[n.unit] += [f".{n.attr}"] if is_load(n) and not of_import(p, n) else []
-    elif isinstance(n, ast.Constant) and isinstance(n.value, str):
-        p.strings.add(n.value)
-    elif called in ("getattr", "hasattr"):
-        p.mentions[n.unit].append(f".{getattr(n.args[1], 'value', '')}")
-    elif called in ("replace", "_replace"):
-        p.replaced |= {k.arg for k in n.keywords}
-    if isinstance(n, ast.stmt) and isinstance(n.up, ast.ClassDef):
-        for name in bound_names(n):
-            (p.methods if isinstance(n, ast.FunctionDef) else p.members)[name].append(n)
+    elif isinstance(n, ast.FunctionDef) and isinstance(n.up, ast.ClassDef):
+        p.methods[n.name].append(n)
 
-# %% ../nbs/20_launcher.ipynb #615b4d68
+
 def of_import(p: Program, n: ast.AST) -> bool:
     "Whether an attribute belongs to an imported module."
     while isinstance(n, ast.Attribute):
         n = n.value
-    return isinstance(n, ast.Name) and isinstance(p.tops.get(n.id), (*IMPORTS, ast.Try)) \
-        and owner(p, n) is None
+    return isinstance(n, ast.Name) and n.owner is None and isinstance(p.tops.get(n.id), (*IMPORTS, ast.Try))
 
 # %% ../nbs/20_launcher.ipynb #6342ef6c
 CALLED_BY_TORCH = {"forward", "backward", "setup_context"}
 
 
-def always(m: ast.FunctionDef) -> bool:
-    "Whether Python or torch calls a method by itself."
-    return m.name.startswith("__") or m.name in CALLED_BY_TORCH
-
-
-def reached(p: Program) -> set[ast.stmt]:
-    "The definitions and methods that the roots need, by name, and by attribute once the class is needed."
-    found, words = set(), set(p.roots)
-    units = {*p.tree.body, *(m for ms in p.methods.values() for m in ms)}
-    while more := {u for u in units - found if not words.isdisjoint(bound_names(u)) and u.up is p.tree
-                   or u.up in found and (f".{u.name}" in words or always(u))}:
-        found |= more
+def unreached(p: Program) -> set[ast.stmt]:
+    "The definitions and methods that the roots do not need, by name, and by attribute once the class is needed."
+    units, words, more = {*p.tree.body}.union(*p.methods.values()), set(ROOTS), True
+    while more:
+        more = {u for u in units if not words.isdisjoint(bound_names(u)) and u.up is p.tree or is_docstring(u)
+                or u.up is not p.tree and u.up not in units and (
+                    f".{u.name}" in words or u.name.startswith("__") or u.name in CALLED_BY_TORCH)}
+        units -= more
         words.update(*(p.mentions[u] for u in more))
-    return found
+    return units
 
 # %% ../nbs/20_launcher.ipynb #b21f662d
-def signature(fn: ast.AST) -> dict[str, ast.expr | None]:
-    "Parameter -> its default, or None, of a function without self; a dataclass has its fields."
-    if isinstance(fn, ast.ClassDef):
-        return {s.target.id: s.value for s in fn.body if isinstance(s, ast.AnnAssign)}
+def signature(fn: ast.FunctionDef) -> dict[str, ast.expr | None]:
+    "Parameter -> its default, or None, of a function without self."
     names = [a.arg for a in fn.args.args]
     found = dict.fromkeys(names) | dict(zip(names[::-1], fn.args.defaults[::-1]))
     if isinstance(fn.scope, ast.ClassDef) and "staticmethod" not in decorators(fn):
@@ -289,590 +240,403 @@ def signature(fn: ast.AST) -> dict[str, ast.expr | None]:
     return found | dict(zip([a.arg for a in fn.args.kwonlyargs], fn.args.kw_defaults))
 
 
-def given(fn: ast.AST, call: ast.Call) -> dict[str, ast.expr]:
+def given(fn: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
     "Parameter -> its argument in a call."
     return dict(zip(signature(fn), call.args)) | {k.arg: k.value for k in call.keywords}
 
 
-def is_settings(cls: ast.AST) -> bool:
-    "Whether a class declares settings."
-    calls = [s.value for s in getattr(cls, "body", ()) if isinstance(getattr(s, "value", None), ast.Call)]
-    return any(getattr(c.func, "id", "") == "setting" for c in calls)
-
-# %% ../nbs/20_launcher.ipynb #67d404da
-class Unknown(Exception):
-    "Raised where something is not known before the run."
-
-
-KEEPS_CALLS = {"staticmethod", "torch.no_grad", "torch.inference_mode", "contextmanager", "lru_cache"}
-
-
-def makes_none(n: ast.AST) -> bool:
-    "Whether a reference to a class makes no instance: isinstance, except, an attribute of the class."
-    up = n.up
-    asked = isinstance(up, ast.Call) and n is not up.func and getattr(up.func, "id", "") in ("isinstance",
-                       "fields")
-    return asked or isinstance(up, ast.ExceptHandler) or getattr(up, "attr", "__init__") != "__init__"
-
-
-def plain_call(n: ast.AST) -> bool:
-    "Whether a reference is called, without stars."
-    return isinstance(n.up, ast.Call) and n is n.up.func and not any(
-        isinstance(a, ast.Starred) or getattr(a, "arg", "") is None for a in [*n.up.args, *n.up.keywords])
-
-# %% ../nbs/20_launcher.ipynb #4fc46d0b
-def calls_of(p: Program, fn: ast.AST) -> list[ast.Call]:
-    "Every call of a function, method or class. Raises Unknown where it may be called in another way."
-    if isinstance(fn.scope, ast.ClassDef) and fn.name == "__init__":
-        return calls_of(p, fn.scope)
-    if isinstance(fn, ast.ClassDef):
-        refs, odd = [n for n in p.uses[None, fn.name] if not makes_none(n)], False
-    elif isinstance(fn.scope, ast.ClassDef):
-        refs = [a for a in p.loads[fn.name] if not of_import(p, a)]
-        by_class = any(isinstance(p.tops.get(getattr(a.value, "id", "")), ast.ClassDef) for a in refs)
-        odd = always(fn) or by_class or fn.name in p.members or fn.name in p.stores
-    else:
-        refs, odd = p.uses[fn.scope, fn.name], fn.name in p.roots
-    kept = isinstance(fn, ast.ClassDef) or set(decorators(fn)) <= KEEPS_CALLS
-    if odd or not kept or not all(map(plain_call, refs)):
-        raise Unknown
-    return [n.up for n in refs]
-
-# %% ../nbs/20_launcher.ipynb #bf6da63c
-def arguments(p: Program, fn: ast.AST, name: str) -> list[ast.expr]:
-    "What the calls of a function or record give a parameter. Raises Unknown for no calls."
-    found = [given(fn, c).get(name, signature(fn)[name]) for c in calls_of(p, fn)]
-    if not found or None in found:
-        raise Unknown
-    return found
+def calls_of(p: Program, fn: ast.FunctionDef) -> list[ast.Call]:
+    "Every call of a function or method; none where it may be called in another way."
+    refs, odd = p.uses[fn.scope, fn.name], fn.name in ROOTS
+    if isinstance(fn.scope, ast.ClassDef):
+        refs, odd = p.loads[fn.name], p.stores[fn.name] or fn.name in CALLED_BY_TORCH
+        refs = [a for a in refs if not of_import(p, a)] if fn.name != "__init__" else p.uses[None, fn.scope.name]
+    for n in refs:
+        parts = [*n.up.args, *n.up.keywords] if isinstance(n.up, ast.Call) and n is n.up.func else [ast.Starred()]
+        stars = any(isinstance(a, ast.Starred) or getattr(a, "arg", "") is None for a in parts)
+        by_class = isinstance(n, ast.Attribute) and isinstance(p.tops.get(getattr(n.value, "id", "")), ast.ClassDef)
+        odd = odd or stars or by_class
+    kept = {"staticmethod", "torch.no_grad", "torch.inference_mode"}
+    return [] if odd or not set(decorators(fn)) <= kept else [n.up for n in refs]
 
 # %% ../nbs/20_launcher.ipynb #d69843eb
-def assigned(target: ast.AST) -> ast.expr:
-    "The expression that an assignment gives to a target. Raises Unknown where it is not written there."
-    up, whole = target.up, getattr(target.up, "up", None)
-    if isinstance(up, (ast.Assign, ast.AnnAssign)) and up.value:
+@cache
+def foreign() -> set[str]:
+    "Methods and attributes of tensors, texts and the like: such a name may not be ours."
+    import torch
+
+    kinds = (str, bytes, list, dict, set, float, Path, StringIO, torch.Tensor, torch.nn.Module)
+    return {name for kind in kinds for name in dir(kind)}
+
+
+def sources_of(p: Program, n: ast.AST) -> list[ast.expr | None]:
+    "All that a name, or an attribute of our classes, may hold; None for what is not written out."
+    if isinstance(n, ast.Attribute):
+        stores = p.stores[n.attr]
+        ours = any(getattr(s.value, "id", "") == "self" for s in stores) and n.attr not in foreign()
+        declared = any((s, n.attr) in p.binds for s in p.tree.body if isinstance(s, ast.ClassDef))
+        return [assigned(s) for s in stores] if ours and not declared else []
+    stores, fn = [x for x in p.uses[n.owner, n.id] if not is_load(x)], n.owner
+    if isinstance(fn, ast.FunctionDef) and not stores and n.id in signature(fn):
+        return [given(fn, c).get(n.id, signature(fn)[n.id]) for c in calls_of(p, fn)]
+    plain = isinstance(p.tops.get(n.id), ast.Assign) if fn is None else (
+        isinstance(fn, ast.FunctionDef) and n.id not in signature(fn))
+    return [assigned(stores[0])] if len(stores) == 1 and plain else []
+
+
+def assigned(target: ast.AST) -> ast.expr | None:
+    "The expression that an assignment gives to a target, None where it is not written there."
+    up, whole = target.up, target.up.up
+    if isinstance(up, (ast.Assign, ast.AnnAssign)):
         return up.value
     if isinstance(up, ast.Tuple) and isinstance(whole, ast.Assign) and isinstance(whole.value, ast.Tuple):
         if not any(isinstance(e, ast.Starred) for e in [*up.elts, *whole.value.elts]):
             return whole.value.elts[up.elts.index(target)]
-    raise Unknown
+    return None
 
 # %% ../nbs/20_launcher.ipynb #4b15c31f
-@cache
-def foreign(called: bool) -> set[str]:
-    "Methods, or other attributes, of tensors, texts and the like: such a name may not be ours."
-    import numpy as np
-    import torch
-
-    t, cuda = torch, torch.cuda
-    kinds = (str, bytes, list, dict, set, float, Exception, StringIO, Path, np.ndarray, torch.Tensor,
-             torch.nn.Module)
-    return {name for kind in kinds for name in dir(kind) if callable(getattr(kind, name, None)) is called}
-
-# %% ../nbs/20_launcher.ipynb #ecf68519
-def sources_of(p: Program, n: ast.AST) -> list[ast.expr]:
-    "All that a name, or an attribute of our classes, may hold. Raises Unknown where that is not written out."
-    if isinstance(n, ast.Attribute):
-        return of_attribute(p, n.attr)
-    stores, fn = [x for x in p.uses[n.owner, n.id] if not is_load(x)], n.owner
-    if isinstance(fn, ast.FunctionDef) and n.id in signature(fn) and not stores:
-        return arguments(p, fn, n.id)
-    local = isinstance(fn, ast.FunctionDef) and not any(getattr(a, "arg", "") == n.id
-                       for a in ast.walk(fn.args))
-    if len(stores) != 1 or not (isinstance(p.tops.get(n.id), ast.Assign) if fn is None else local):
-        raise Unknown
-    if fn and statement_of(stores[0]).named:
-        raise Unknown
-    return [assigned(stores[0])]
-
-# %% ../nbs/20_launcher.ipynb #916e8166
-def of_attribute(p: Program, name: str) -> list[ast.expr]:
-    "All that is stored in an attribute. Raises Unknown if it may not be ours."
-    declared, stores = p.members.get(name, []), p.stores.get(name, [])
-    ours = declared or any(getattr(s.value, "id", "") == "self" for s in stores)
-    if not ours or name in foreign(False) or name in p.replaced or name in p.methods or len(declared) > 1:
-        raise Unknown
-    found = [assigned(s) for s in stores]
-    for s in declared:
-        found += arguments(p, s.up, name) if "dataclass" in decorators(s.up) else [s.value]
-    return found
-
-# %% ../nbs/20_launcher.ipynb #87fe3cad
-ACTS = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
 SAFE = {f: getattr(builtins, f) for f in (
     "abs all any bool dict enumerate float frozenset int isinstance len list max min range repr reversed "
     "round set sorted str sum tuple zip").split()}
+COMPUTED = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.UnaryOp, ast.Subscript, ast.Tuple, ast.List,
+            ast.Dict, ast.Set, ast.Call)
+
+
 def pure(n: ast.AST) -> bool:
     "Whether leaving an expression out changes nothing."
-    return isinstance(n, ast.Lambda) or all(ast.unparse(x.func) in SAFE if isinstance(x, ast.Call) else not isinstance(x, ACTS)
-               for x in ast.walk(n))
-
-# %% ../nbs/20_launcher.ipynb #f64ec706
-def leaf(p: Program, n: ast.AST) -> tuple | None:
-    "(key, its values) of a name or attribute, or None where they are not known."
-    if not is_load(n) or isinstance(n, ast.Attribute) and (
-            of_import(p, n) or not pure(n.value) or isinstance(n.up, ast.Call) and n is n.up.func):
-        return None
-    if isinstance(n, ast.Attribute) and n.attr in p.settings and from_cfg(p, n):
-        return n.attr, p.settings[n.attr]
-    key = f".{n.attr}" if isinstance(n, ast.Attribute) else (n.owner, n.id)
-    if key not in p.memo:
-        p.memo[key] = None  # while it is being found: what depends on itself is not known
-        try:
-            p.memo[key] = union(p, sources_of(p, n))
-        except Unknown:
-            pass
-    return p.memo[key] and (key, p.memo[key])
-
-# %% ../nbs/20_launcher.ipynb #01467db7
-def from_cfg(p: Program, n: ast.Attribute) -> bool:
-    "Whether an attribute is read from `cfg`, or from self in a class of settings."
-    cls = n.unit.up
-    own = is_settings(cls) or any(is_settings(p.tops.get(ast.unparse(b))) for b in getattr(cls, "bases", ()))
-    return getattr(n.value, "id", getattr(n.value, "attr", "")) in ("cfg", "self" if own else "cfg")
-
-# %% ../nbs/20_launcher.ipynb #52e750df
-def leaves_of(p: Program, n: ast.AST) -> dict:
-    "Node -> leaf for the parts from which an expression can be computed. Raises Unknown where it cannot."
-    if known := leaf(p, n):
-        return {n: known}
-    parts = [c for c in ast.iter_child_nodes(n) if not isinstance(c, MARKS)]
-    if isinstance(n, ast.Call):
-        parts = [n.func.value if isinstance(n.func, ast.Attribute) else n.func, *n.args, *n.keywords]
-    elif isinstance(n, ast.Name):
-        if n.owner or n.id not in SAFE or n.id in p.tops:
-            raise Unknown
-    elif isinstance(n, (ast.Attribute, *SCOPES, *ACTS)):
-        raise Unknown
-    return {node: known for part in parts for node, known in leaves_of(p, part).items()}
-
-# %% ../nbs/20_launcher.ipynb #3df107c3
-def values_of(p: Program, n: ast.AST) -> tuple | None:
-    "All values that an expression can have, or None where they are not known."
-    odd = isinstance(n, (ast.FormattedValue, ast.Slice, ast.Starred)) or not isinstance(n, ast.expr)
-    if odd or not isinstance(getattr(n, "ctx", READ), ast.Load):
-        return None
-    try:
-        return evaluate(n, leaves_of(p, n))
-    except Unknown:
-        return None
+    acts = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
+    return isinstance(n, ast.Lambda) or not any(
+        getattr(x.func, "id", "") not in SAFE if isinstance(x, ast.Call) else isinstance(x, acts)
+        for x in ast.walk(n))
 
 
-def union(p: Program, expressions: list[ast.expr]) -> tuple:
-    "All values of some expressions. Raises Unknown where one is not known or could be changed in place."
-    found = [values_of(p, e) for e in expressions]
-    if None in found or any(isinstance(v, (list, dict, set)) for values in found for v in values):
-        raise Unknown
-    return distinct(v for values in found for v in values)
-
-# %% ../nbs/20_launcher.ipynb #a7778110
-READ = ast.Load()
-
-
-def with_names(n: ast.AST, names: dict) -> ast.AST:
-    "A copy of an expression with names in place of some of its nodes."
-    if n in names or not isinstance(n, ast.AST):
-        return ast.Name(names[n], READ) if n in names else n
-    parts = {f: [with_names(x, names) for x in v] if isinstance(v, list) else with_names(v, names)
-             for f, v in ast.iter_fields(n)}
-    return type(n)(**parts)
+def is_settings(cls: ast.AST) -> bool:
+    "Whether a class is a group of settings."
+    return any(ast.unparse(b).endswith("Settings") for b in getattr(cls, "bases", ()))
 
 
 def distinct(values) -> tuple:
     "Each value once; 1, 1.0 and True are three."
     return tuple({(type(v), repr(v)): v for v in values}.values())
 
-# %% ../nbs/20_launcher.ipynb #10364775
-def evaluate(n: ast.expr, parts: dict) -> tuple:
-    "The values of an expression for every choice of its leaves' values. Raises Unknown if one fails."
-    known = dict(parts.values())
-    if prod(map(len, known.values())) > 64:
-        raise Unknown
-    names = {key: f"_{i}" for i, key in enumerate(known)}
-    tree = ast.Expression(with_names(n, {node: names[key] for node, (key, _) in parts.items()}))
-    code = compile(ast.fix_missing_locations(tree), "<script>", "eval")
+# %% ../nbs/20_launcher.ipynb #ecf68519
+def values_of(p: Program, n: ast.AST) -> tuple:
+    "All values that an expression can have, empty where they are not known."
+    key = n
+    if isinstance(n, ast.Attribute) and is_load(n):
+        names = ("cfg", "self" if is_settings(n.unit.up) else "cfg")
+        if n.attr in p.settings and getattr(n.value, "id", getattr(n.value, "attr", "")) in names:
+            return p.settings[n.attr]
+        key = n if of_import(p, n) or not pure(n.value) else n.attr
+    elif is_load(n):
+        key = n.owner, n.id
+    if key not in p.memo:
+        p.memo[key] = ()  # while they are being found: what depends on itself is not known
+        if key is n:
+            p.memo[key] = computed(p, n)
+        elif all(found := [values_of(p, e) if e else () for e in sources_of(p, n)]):
+            found = distinct(v for values in found for v in values)
+            p.memo[key] = () if any(isinstance(v, (list, dict, set)) for v in found) else found
+    return p.memo[key]
+
+# %% ../nbs/20_launcher.ipynb #916e8166
+def computed(p: Program, n: ast.AST) -> tuple:
+    "The values of an expression for every choice of the values of its parts."
+    parts, f = [x for x in ast.iter_child_nodes(n) if not isinstance(x, MARKS)], getattr(n, "func", None)
+    if isinstance(n, ast.Constant) or n.quoted or not isinstance(n, COMPUTED):
+        return (n.value,) if isinstance(n, ast.Constant) else ()
+    if isinstance(f, ast.Attribute) or isinstance(f, ast.Name) and f.id in SAFE and not (f.owner or f.id in p.tops):
+        parts = [*([f.value] if isinstance(f, ast.Attribute) else []), *n.args, *(k.value for k in n.keywords)]
+    known = [values_of(p, x) for x in parts]
+    if not all(known) or prod(map(len, known)) > 64:
+        return ()
+    names = [f"_{i}" for i in range(len(parts))]
+    code = compiled(changed(p.text, [(x.start, x.end, name) for x, name in zip(parts, names)], n.start, n.end))
     try:
-        return distinct([eval(code, {"__builtins__": SAFE, **dict(zip(names.values(), chosen))})
-                         for chosen in product(*known.values())])
-    except Exception as e:
-        raise Unknown from e
-
-# %% ../nbs/20_launcher.ipynb #944cba9d
-def statement_of(n: ast.AST) -> ast.stmt:
-    "The statement around a node."
-    return n if hasattr(n, "new") else statement_of(n.up)
+        return distinct(eval(code, {"__builtins__": SAFE, **dict(zip(names, chosen))})
+                        for chosen in product(*known))
+    except Exception:  # what an expression raises is left to the run
+        return ()
 
 
-def literal(v) -> ast.expr | None:
-    "The expression of a plain value; None for others."
-    plain = isinstance(v, (int, str, bytes, type(None))) or isinstance(v, float) and abs(v) < float("inf")
-    short = type(v) is tuple and len(v) < 5 and all(literal(x) and not isinstance(x, tuple) for x in v)
-    return ast.parse(repr(v), mode="eval").body if plain or short else None
-
-# %% ../nbs/20_launcher.ipynb #1353b2f3
-class Fold(ast.NodeTransformer):
-    "One round: known values are put in, branches chosen, and the nodes in `gone` left out."
-
-    def __init__(self, program: Program):
-        self.program, self.gone, self.busy = program, set(), False
-
-    def changed(self, n: ast.AST) -> None:
-        "The statement around a node is no longer as its chapter has it."
-        statement_of(n).new = self.busy = True
-
-    def visit(self, n: ast.AST):
-        "What stands in place of a node: None for nothing, a list for statements."
-        if n in self.gone or isinstance(n, ast.stmt) and self.idle(n):
-            self.busy = True
-            return None
-        if not hasattr(n, "up") or isinstance(n, (ast.arg, ast.Constant)):
-            return n
-        new = self.known(n) or super().visit(n)
-        if new is not n:
-            self.busy = True
-            self.changed(n.up if isinstance(n, ast.stmt) else n)
-        return new
-
-# %% ../nbs/20_launcher.ipynb #9ae665cc
-def is_test(n: ast.AST) -> bool:
-    "Whether only the truth of an expression counts."
-    up = n.up
-    negated = isinstance(up, ast.UnaryOp) and isinstance(up.op, ast.Not)
-    part = isinstance(up, ast.comprehension) and n in up.ifs or isinstance(up, ast.BoolOp) and is_test(up)
-    return n is getattr(up, "test", 0) or negated or part
+@cache
+def compiled(code: str):
+    "An expression, ready to be computed."
+    return compile(f"({code})", "<script>", "eval")
 
 
+def changed(text: str, edits: list[tuple[int, int, str]], start: int = 0, end: int | None = None) -> str:
+    "A stretch of a text with edits (start, end, new text); an edit inside of a larger one is void."
+    out = []
+    for a, b, new in sorted(edits, key=lambda e: (e[0], e[1] > e[0], -e[1])):
+        if a >= start:
+            out += [text[start:a], new]
+        start = max(start, b)
+    return "".join(out) + text[start:end]
+
+# %% ../nbs/20_launcher.ipynb #87fe3cad
 def truth(p: Program, n: ast.AST) -> bool | None:
     "How a test turns out, or None where that is not known."
-    answers = {bool(v) for v in values_of(p, n) or ()}
+    answers = {bool(v) for v in values_of(p, n)}
     return answers.pop() if len(answers) == 1 else None
 
-# %% ../nbs/20_launcher.ipynb #19f0a583
-@patch
-def known(self: Fold, n: ast.AST) -> ast.expr | None:
-    "The literal for an expression whose value, or whose truth where only that counts, is known."
-    p, values = self.program, values_of(self.program, n)
-    if not values or isinstance(n, (ast.Tuple, ast.JoinedStr, ast.IfExp)) or n is getattr(n.up, "func", None):
+
+def is_test(n: ast.AST) -> bool:
+    "Whether only the truth of an expression counts."
+    negated = isinstance(n.up, ast.UnaryOp) and isinstance(n.up.op, ast.Not)
+    return n is getattr(n.up, "test", 0) or negated or isinstance(n.up, ast.BoolOp) and is_test(n.up)
+
+
+def quoted(value) -> str:
+    "A plain value as a chapter would write it."
+    text = ascii(value)
+    return text if '"' in text or "\\" in text else text.replace("'", '"')
+
+
+def literal(p: Program, n: ast.AST) -> str | None:
+    "What an expression with one known value is in a script; constants of the module keep their names."
+    if not isinstance(n, (*COMPUTED, ast.Name, ast.Attribute)) or n is getattr(n.up, "func", None):
         return None
-    if not any(isinstance(x, ast.Attribute) or x.owner for x in leaves_of(p, n)):
-        return None  # constants of the module keep their names
-    if len(values) > 1:
-        values = (truth(p, n),) if is_test(n) and truth(p, n) is not None else ()
-    return literal(values[0]) if values else None
+    values = values_of(p, n)
+    if len(values) > 1 and is_test(n) and truth(p, n) is not None:
+        values = (truth(p, n),)
+    if len(values) != 1 or not isinstance(values[0], (int, float, str, bytes, type(None))) or not any(
+            getattr(x, "owner", None) or isinstance(x, ast.Attribute) and x is not getattr(x.up, "func", 0)
+            for x in ast.walk(n)):
+        return None
+    text = quoted(values[0])
+    return f"({text})" if text[0] == "-" and isinstance(n.up, ast.BinOp) else text
 
-# %% ../nbs/20_launcher.ipynb #e88c73af
-@patch
-def visit_If(self: Fold, n: ast.If):
-    "Where the test is known, the branch that runs."
-    answer = truth(self.program, n.test)
-    if answer is None:
-        return self.generic_visit(n)
-    found = [self.visit(s) for s in (n.body if answer else n.orelse)]
-    return [s for new in found for s in (new if isinstance(new, list) else [new] if new else [])]
+# %% ../nbs/20_launcher.ipynb #18b4b312
+ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
-@patch
-def visit_IfExp(self: Fold, n: ast.IfExp):
-    "The part that counts."
-    answer = truth(self.program, n.test)
-    return self.generic_visit(n) if answer is None else self.visit(n.body if answer else n.orelse)
+def blocks(n: ast.AST) -> list[list[ast.stmt]]:
+    "The lists of statements of a node."
+    found = [getattr(n, f, None) for f in ("body", "handlers", "orelse", "finalbody")]
+    return [block for block in found if isinstance(block, list) and block]
 
-# %% ../nbs/20_launcher.ipynb #e5030a68
-@patch
-def visit_BoolOp(self: Fold, n: ast.BoolOp):
+
+def fold(p: Program, n: ast.AST) -> None:
+    "Note what changes in a node and below: known values are put in, branches chosen, what nothing needs is gone."
+    if n in p.gone or n.noted or n.quoted:
+        return
+    answer = truth(p, n.test) if isinstance(n, (ast.If, ast.IfExp)) else None
+    if isinstance(n, ast.If) and answer is not None:
+        take_branch(p, n, answer)
+    elif text := literal(p, n):
+        p.edits.append((n.start, n.end, text))
+    elif isinstance(n, ast.IfExp) and answer is not None:
+        start = re.compile(r"[)\s]*else\s*").match(p.text, n.test.end).end()
+        end = re.compile(r"(\s*\))*").match(p.text, n.body.end).end()
+        p.edits.append((end, n.end, "") if answer else (n.start, start, ""))
+        fold(p, n.body if answer else n.orelse)
+    else:
+        if isinstance(n, ast.BoolOp):
+            drop_operands(p, n)
+        for block in blocks(n):
+            ends = [i for i, s in enumerate(block, 1) if isinstance(s, ENDS)]
+            p.gone |= {*block[ends[0] if ends else len(block):], *(s for s in block[1:] if isinstance(s, ast.Pass))}
+        for child in ast.iter_child_nodes(n):
+            if not isinstance(child, MARKS):
+                fold(p, child)
+
+# %% ../nbs/20_launcher.ipynb #11569bde
+def drop_operands(p: Program, n: ast.BoolOp) -> None:
     "Leave out operands that decide nothing, and those after one that decides all."
     stop, kept = isinstance(n.op, ast.Or), []
     for v in n.values:
-        answer = truth(self.program, v)
+        answer = truth(p, v)
         if answer is not (not stop) or not pure(v) or v is n.values[-1] and not is_test(n):
             kept.append(v)
         if answer is stop:
             break
-    if len(kept) < len(n.values):
-        self.changed(n)
-    n.values = [self.visit(v) for v in kept or n.values[-1:]]
-    return n if len(n.values) > 1 else n.values[0]
+    p.gone |= {*n.values} - {*(kept or n.values[-1:])}
 
-# %% ../nbs/20_launcher.ipynb #ecbc7815
-@patch
-def visit_FormattedValue(self: Fold, n: ast.FormattedValue):
-    "A known value in braces becomes part of the text."
-    self.generic_visit(n)
-    plain = isinstance(n.value, ast.Constant) and isinstance(n.value.value, (str, int)) and not n.format_spec
-    return ast.Constant(str(n.value.value)) if plain and n.conversion < 0 else n
+# %% ../nbs/20_launcher.ipynb #a3687efb
+def span(p: Program, s: ast.stmt) -> tuple[int, int]:
+    "Where the lines of a statement start, the comments above it included, and end; behind a colon only itself."
+    first = min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", ()))]) - 1
+    if p.lines[first][: s.col_offset].strip():
+        return s.start, s.end
+    while first and p.lines[first - 1].strip()[:1] in ("", "#"):
+        first -= 1
+    return p.starts[first], p.starts[s.end_lineno]
 
-# %% ../nbs/20_launcher.ipynb #b8b7aa09
-def yields(fn: ast.AST) -> bool:
-    "Whether a function is a generator."
-    return isinstance(fn, ast.FunctionDef) and any(
-        isinstance(n, (ast.Yield, ast.YieldFrom)) and getattr(n, "scope", fn) is fn for n in ast.walk(fn))
 
-# %% ../nbs/20_launcher.ipynb #3b57cc58
-@patch
-def generic_visit(self: Fold, n: ast.AST):
-    "Fold what is below; statements after a return go, an empty block passes, a generator stays one."
-    had, generator = blocks(n), yields(n)
-    ast.NodeTransformer.generic_visit(self, n)
-    for f in had:
-        block = getattr(n, f)
-        ends = [i for i, s in enumerate(block, 1) if isinstance(s, (ast.Return, ast.Raise, ast.Continue,
-                ast.Break))]
-        kept = [s for s in block[: ends[0] if ends else None] if not isinstance(s, ast.Pass)]
-        self.busy |= bool(kept) and len(kept) < len(block)
-        block[:] = kept or ([fresh("pass")] if f == "body" and not isinstance(n, ast.Module) else [])
-    if generator and not yields(n):
-        n.body.append(fresh("yield from ()"))
-    return n
-
-# %% ../nbs/20_launcher.ipynb #d262b659
-@patch
-def idle(self: Fold, s: ast.stmt) -> bool:
-    "Whether a statement does nothing."
-    p = self.program
-    if isinstance(s, ast.Expr):
-        return not isinstance(s.value, ast.Constant) and pure(s.value)
-    if isinstance(s, (ast.If, ast.For)) and not s.orelse:
-        head = s.test if isinstance(s, ast.If) else s.iter
-        return pure(head) and all(isinstance(t, ast.Pass) for t in s.body)
-    return isinstance(s, (ast.Assert, ast.While)) and truth(p, s.test) is isinstance(s, ast.Assert)
-
-# %% ../nbs/20_launcher.ipynb #93408579
-@patch
-def drop(self: Fold) -> None:
-    "Leave out parameters, fields, attributes and variables that nothing reads."
-    p, whole = self.program, whole_classes(self.program)
-    for n in p.nodes:
-        if isinstance(n, ast.FunctionDef):
-            self.drop_parameters(n)
-        elif isinstance(n, ast.AnnAssign) and is_settings(n.up):
-            kept = p.loads.keys() | p.stores.keys() | p.methods.keys() | p.replaced | p.settings.keys()
-            if n.target.id not in kept and n.up.name not in whole:
-                self.gone.add(n)
-        elif isinstance(n, (ast.Assign, ast.AnnAssign)) and not isinstance(n.up, (ast.ClassDef, ast.Module)):
-            targets = getattr(n, "targets", None) or [n.target]
-            if all(map(self.unread, targets)) and (n.value is None or pure(n.value)):
-                self.gone.add(n)
-
-# %% ../nbs/20_launcher.ipynb #baf8b3b0
-@patch
-def unread(self: Fold, target: ast.expr) -> bool:
-    "Whether nothing reads what an assignment gives to a variable of a function, or to an attribute of ours."
-    p = self.program
-    if isinstance(target, ast.Name):
-        same, ours = p.uses[target.owner, target.id], isinstance(target.owner, ast.FunctionDef)
-        read = any(map(is_load, same))
-    elif isinstance(target, ast.Attribute):
-        same, ours = p.stores[target.attr], pure(target.value)
-        read = target.attr in foreign(False) | p.loads.keys() | p.strings | p.replaced or not (
-            target.attr in p.members or any(getattr(t.value, "id", "") == "self" for t in same))
-    else:
-        return False
-    return ours and not read and all(pure(t.up.value) for t in same if isinstance(t.up, ast.AugAssign))
-
-# %% ../nbs/20_launcher.ipynb #869077e9
-@patch
-def drop_parameters(self: Fold, fn: ast.FunctionDef) -> None:
-    "Leave out an inner function that nothing reads, and parameters that nothing reads or no call gives."
-    p, method = self.program, isinstance(fn.scope, ast.ClassDef) and fn.name != "__init__"
-    if isinstance(fn.scope, ast.FunctionDef) and not any(map(is_load, p.uses[fn.scope, fn.name])):
-        self.gone.add(fn)
-    shared = method and (fn.name in foreign(True) or len(p.methods[fn.name]) > 1)
-    try:
-        calls = calls_of(p, fn)
-    except Unknown:
+def take_branch(p: Program, n: ast.If, answer: bool) -> None:
+    "Put the branch of an `if` that runs in its place."
+    block, chained = n.body if answer else n.orelse, p.text.startswith("elif", n.start)
+    if not block:
+        p.gone.add(n)
         return
-    fixed = shared or fn.args.vararg or "lru_cache" in decorators(fn)
-    for name, default in {} if fixed else signature(fn).items():
-        uses, values = p.uses[fn, name], [g[name] for g in (given(fn, c) for c in calls) if name in g]
-        if not uses and all(map(pure, values)):
-            self.take_out(fn, name, calls, values)
-        elif default and not values and not (all(map(is_load, uses)) and literal(*values_of(p, default)
-                                             or [p])):
-            fn.body.insert(is_docstring(fn.body[0]), fresh(f"{name} = {ast.unparse(default)}"))
-            self.take_out(fn, name, calls, values)
+    top, bottom = span(p, block[0])[0], span(p, block[-1])[1]
+    if not answer and p.text.startswith("elif", block[0].start):
+        p.edits.append((n.start, block[0].start + 2 * (not chained), ""))
+    elif chained or top == block[0].start:
+        p.edits += [(n.start, top, "else:\n" * chained), (bottom, span(p, n)[1], "")]
+    else:
+        p.edits += [(p.starts[n.lineno - 1], top, ""), (bottom, span(p, n)[1], "")]
+        p.moved.update(range(p.starts.index(top), p.starts.index(bottom)))
+    for s in block:
+        fold(p, s)
 
-# %% ../nbs/20_launcher.ipynb #192c4dc1
-@patch
-def take_out(self: Fold, fn: ast.AST, name: str, calls: list[ast.Call], values: list[ast.expr]) -> None:
-    "Leave out a parameter and its argument in all calls."
-    for c in (v.up.up if isinstance(v.up, ast.keyword) else v.up for v in values):
-        c.args, c.keywords = [a for a in c.args if a not in values], [k for k in c.keywords
-                              if k.value not in values]
-        self.changed(c)
-    a, held = fn.args, signature(fn)
-    a.args, a.kwonlyargs = ([x for x in args if x.arg != name] for args in (a.args, a.kwonlyargs))
-    a.defaults = [held[x.arg] for x in a.args if held.get(x.arg)]
-    a.kw_defaults = [held[x.arg] for x in a.kwonlyargs]
-    self.changed(fn)
-
-# %% ../nbs/20_launcher.ipynb #4c99ea38
-def whole_classes(p: Program) -> set[str]:
-    "Classes of which every field counts, and their bases: handed to a call, none made from stars."
-    calls = [n for n in p.nodes if isinstance(n, ast.Call)]
-    whole = {a.id for n in calls for a in n.args if isinstance(a, ast.Name)}
-    whole -= {getattr(n.func, "id", "") for n in calls if any(not k.arg for k in n.keywords)}
-    for c in (c for c in reversed(p.tree.body) if isinstance(c, ast.ClassDef)):
-        whole |= {ast.unparse(b) for b in c.bases} if c.name in whole else set()
-    return whole
-
-# %% ../nbs/20_launcher.ipynb #858dd098
-def specialise(body: list[ast.stmt], settings: Mapping[str, tuple],
-               roots: set[str] = ROOTS) -> list[ast.stmt]:
-    "The statements cut until nothing more can be; `settings` are the values that fixed settings may have."
-    while True:
-        p = Program(body, settings, roots)
-        alive, fold = reached(p), Fold(p)
-        dead = {s for s in body if not isinstance(s, IMPORTS)}.union(*p.methods.values()) - alive
-        for c in (c for c in body if isinstance(c, ast.ClassDef)):
-            c.body = [s for s in c.body if s not in dead] or [fresh("pass")]
-        body = [s for s in body if s not in dead]
-        if not dead:
-            fold.drop()
-            body = fold.generic_visit(p.tree).body
-            if not fold.busy:
-                return body
-
-# %% ../nbs/20_launcher.ipynb #f419a254
-WIDTH = 110
-
-# %% ../nbs/20_launcher.ipynb #7840d709
-def pieces(code: str):
-    """(text, reopen) for the parts of a line of code that may stand on lines of their own.
-
-    With `reopen` a string goes on: the line before ends in a quote, this one starts with `reopen`.
-    """
-    depth, at, last, noted, part, reopen = 0, 0, "", False, "", ""
-    for t in (t for t in generate_tokens(StringIO(code).readline) if t.start[0] == 1):
-        gap, word = code[at : t.start[1]], t.string
-        noted = depth == 1 and (word == ":" or noted and word != ",")
-        if gap and depth and (last == "," or word in ("and", "or", "if", "else", "for")):
-            yield part + gap, reopen
-            part = gap = reopen = ""
-        if t.type == STRING:
-            word = re.sub(r"^([a-z]*)'([^'\"\\]*)'$", r'\1"\2"', word)
-            *most, word = re.findall(r"(?:\{[^{}]*\}|\S)+ *", word) if depth and len(word) > 40 else [word]
-            for w in most:
-                yield part + gap + w, reopen
-                part, gap, reopen = "", "", most[0][: most[0].index(word[-1]) + 1]
-        part += gap + (" = " if noted and word == "=" and code.startswith("def ") else word)
-        depth, at, last = depth + (word in tuple("([{")) - (word in tuple(")]}")), t.end[1], word
-    yield part, reopen
-
-# %% ../nbs/20_launcher.ipynb #4d232b5d
-def wrap(code: str, indent: int) -> list[str]:
-    "A line of code in lines of at most WIDTH characters, broken inside of brackets."
-    opens = next((i for i, c in enumerate(code[:50], 1) if c in "([{"), 8)
-    lines, line = [], " " * indent
-    for text, reopen in pieces(code):
-        if len(line + text) >= WIDTH and line.strip():
-            lines.append(line + reopen[-1:] if reopen else line.rstrip())
-            line = " " * (indent + opens) + reopen
-        line += text
-    return [*lines, line.rstrip()]
-
-# %% ../nbs/20_launcher.ipynb #62cb5777
-def rewritten(n: ast.stmt, indent: int, flat: bool) -> list[str]:
-    "The lines of a statement, or of the head of one that has blocks, from its tree."
-    bare = n if flat else type(n)(**{f: [] if f in BLOCKS else v for f, v in ast.iter_fields(n)})
-    code, value = ast.unparse(ast.fix_missing_locations(bare)).strip(), getattr(n, "value", None)
-    if isinstance(value, ast.Tuple) and len(value.elts) > 1 and indent + len(code) <= WIDTH:
-        code = code.removesuffix(ast.unparse(value)) + ast.unparse(value)[1:-1]
-    out = []
-    for line in code.split("\n"):
-        at, line = indent + len(line) - len(line.lstrip()), line.strip()
-        new = wrap(line, at)
-        if max(map(len, new)) > WIDTH:
-            new = wrap(re.sub(r"^(return|yield|[\w., ]+ =) (.*)$", r"\1 (\2)", line), at)
-        out += new
-    return out
+# %% ../nbs/20_launcher.ipynb #f64ec706
+def drop(p: Program) -> None:
+    "Leave out settings, inner functions and parameters that nothing reads, and parameters that no call gives."
+    words = Counter(re.findall(r"\w+", p.text))
+    for n in p.nodes:
+        if isinstance(n, ast.AnnAssign) and is_settings(n.up) and words[n.target.id] == 1:
+            p.gone |= {n} if n.target.id not in p.settings else set()
+        if isinstance(n, ast.FunctionDef):
+            p.gone |= {n} if n.scope and not isinstance(n.scope, ast.ClassDef) and not p.uses[n.scope, n.name] else set()
+            drop_parameters(p, n)
 
 
-def shifted(lines: list[str], by: int) -> list[str]:
-    "Lines moved to the right, or to the left."
-    return [line[-by:] if by < 0 else " " * by + line if line else line for line in lines]
+def drop_parameters(p: Program, fn: ast.FunctionDef) -> None:
+    "Leave out the parameters of a function that nothing reads; one that no call gives becomes a variable."
+    method, calls, a = isinstance(fn.scope, ast.ClassDef) and fn.name != "__init__", calls_of(p, fn), fn.args
+    if not calls or a.vararg or a.kwarg or method and (fn.name in foreign() or len(p.methods[fn.name]) > 1):
+        return
+    for x in (x for x in (*a.args, *a.kwonlyargs) if x.arg in signature(fn)):
+        uses, default = p.uses[fn, x.arg], signature(fn)[x.arg]
+        values = [g[x.arg] for g in (given(fn, c) for c in calls) if x.arg in g]
+        if not uses and all(pure(v) and not v.quoted for v in values):
+            p.gone |= {x, *(v.up if isinstance(v.up, ast.keyword) else v for v in values)}
+        elif default and not values and not all(literal(p, u) and not u.quoted for u in uses):
+            p.gone.add(x)
+            begin(p, fn, f"{x.arg} = {p.text[default.start:default.end]}")
 
-# %% ../nbs/20_launcher.ipynb #7ee50196
-def own_lines(n: ast.stmt, indent: int, flat: bool) -> list[str]:
-    "The lines of a statement, or of its head, as the chapter has them where nothing in it has changed."
-    head = shifted(n.lines[n.first : n.end_lineno if flat else n.heads["body"]], indent - n.col_offset)
-    wide = max(map(len, head), default=0) > WIDTH
-    if wide and is_docstring(n):
-        head[0] = re.sub(r'^( *)"(?!"")(.*)"$', r'\1"""\2"""', head[0])
-        return [x for line in head for x in textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent)
-                or [""]]
-    if not wide and not n.new and not (flat and any(getattr(c, "new", False) for c in ast.walk(n))):
-        return head
-    new, note = rewritten(n, indent, flat), re.search(r"  (# [^\"']*)$", head[-1]) if head else None
-    if note and len(new[-1] + note[0]) <= WIDTH:
-        new[-1] += note[0]
-    return [" " * indent + note[1], *new] if note and not new[-1].endswith(note[1]) else new
 
-# %% ../nbs/20_launcher.ipynb #f972b58d
-def source(n: ast.stmt, indent: int, word: str = "") -> list[str]:
-    "The lines of a statement with the comments above it; `word` is put in front of an if."
-    flat = not blocks(n) or n.heads["body"] < n.lineno
-    head = own_lines(n, indent, flat)
-    if isinstance(n, ast.If):
-        head[0] = re.sub(r"^( *)(el)?if", rf"\1{word}if", head[0])
-    out = [*shifted(n.lines[n.top : n.first], indent - n.col_offset), *head]
-    for f in [] if flat else blocks(n):
-        block = getattr(n, f)
-        if f == "orelse" and len(block) == 1 and getattr(block[0], "chained", False):
-            return out + source(block[0], indent, "el")
-        if f in ("orelse", "finalbody"):
-            line = n.lines[n.heads[f] - 1].strip()
-            out.append(" " * indent + (line if line.startswith(("else", "finally")) else "else:"))
-        for s in block:
-            out += source(s, indent + 4 * (f != "handlers"))
-    return out
+def begin(p: Program, fn: ast.FunctionDef, code: str) -> None:
+    "Put a statement in front of a function's others."
+    first = fn.body[is_docstring(fn.body[0])]
+    p.edits.append((span(p, first)[0], span(p, first)[0], f"{' ' * first.col_offset}{code}\n"))
+
+# %% ../nbs/20_launcher.ipynb #01467db7
+def cut(p: Program) -> None:
+    "Note how the text changes where something is gone."
+    for n in {s.up for s in p.gone}:
+        for block in blocks(n):
+            cut_block(p, n, block)
+        if isinstance(n, ast.BoolOp):
+            cut_items(p, [(v, v.end) for v in n.values], n.start, n.end)
+        if isinstance(n, ast.Call):
+            low = p.text.index("(", n.func.end) + 1
+            cut_items(p, [(a, a.end) for a in (*n.args, *n.keywords)], low, n.end - 1)
+        if isinstance(n, ast.arguments):
+            defaults = [*[None] * (len(n.args) - len(n.defaults)), *n.defaults, *n.kw_defaults]
+            items = [(x, (d or x).end) for x, d in zip([*n.args, *n.kwonlyargs], defaults)]
+            cut_items(p, items, p.text.index("(", n.up.start) + 1, items[-1][1])
+    p.edits += [(p.starts[i], p.starts[i] + 4 * by, "") for i, by in p.moved.items() if p.lines[i].strip()]
+    yields = [n for n in p.nodes if isinstance(n, (ast.Yield, ast.YieldFrom))]
+    left = {n.scope for n in yields if not any(a <= n.start < b for a, b, _ in p.edits)}
+    for fn in {n.scope for n in yields} - left:
+        begin(p, fn, "yield from ()")
+
+# %% ../nbs/20_launcher.ipynb #52e750df
+def cut_block(p: Program, n: ast.AST, block: list[ast.stmt]) -> None:
+    "Leave out the statements of a block that are gone; one that loses all passes, an `else` goes."
+    dead = [(s, *span(p, s)) for s in block if s in p.gone]
+    if len(dead) == len(block) and block is getattr(n, "orelse", 0):
+        p.edits.append((span(p, n.body[-1])[1], dead[-1][2], ""))
+    elif len(dead) == len(block) and n is not p.tree:
+        s, low, high = dead[0]
+        indent = " " * (s.col_offset - 4 * p.moved[s.lineno - 1])
+        p.edits.append((low, dead[-1][2], "pass" if low == s.start else f"{indent}pass\n"))
+    p.edits += [(low, high, "") for _, low, high in dead]
+
+
+SEPARATOR = re.compile(r"((?:\s*\))*)\s*(?:,|and\b|or\b)(?:\s*#.*)*\s*(?:\*,\s*)?")
+
+
+def cut_items(p: Program, items: list[tuple[ast.AST, int]], low: int, high: int) -> None:
+    "Leave out what is gone of the items (node, where it ends) that stand between two places."
+    gaps, first = [SEPARATOR.match(p.text, end) for _, end in items[:-1]], False
+    starts, ends = [low, *(g.end() for g in gaps), high], [low, *(g.end(1) for g in gaps), high]
+    for i, (n, _) in enumerate(items):
+        if n in p.gone:
+            p.edits.append((ends[i], ends[i + 1], "") if first else (starts[i], starts[i + 1], ""))
+        first = first or n not in p.gone
+
+# %% ../nbs/20_launcher.ipynb #3df107c3
+def specialise(text: str, settings: Mapping[str, tuple]) -> str:
+    "A program cut until nothing more can be; `settings` are the values that fixed settings may have."
+    before = ""
+    while text != before:
+        p, before = Program(text, settings), text
+        p.gone = unreached(p)
+        drop(p)
+        for s in p.tree.body:
+            fold(p, s)
+        cut(p)
+        text = changed(text, p.edits)
+    return text
 
 # %% ../nbs/20_launcher.ipynb #b6008fd1
 def possible(specs: Mapping[str, tuple]) -> dict[str, tuple]:
     "Fixed setting -> the values that it may have in its script; of rows above 0 some stand for all."
-    found = {}
-    for name, (value, spec) in specs.items():
-        fixed, off = spec.metadata["fixed"], False if isinstance(value, bool) else "none"
-        if fixed:
-            values = (1, value, 1 << 62) if fixed == "rows" and value else (value, off if fixed == "off"
-                      else value)
-            found[name] = distinct(values)
-    return found
+    more = {name: {"off": (False if isinstance(value, bool) else "none",), "rows": (1, 1 << 62) if value else ()}
+            for name, (value, _) in specs.items()}
+    return {name: distinct((value, *more[name].get(spec.metadata["fixed"], ())))
+            for name, (value, spec) in specs.items() if spec.metadata["fixed"]}
+
+
+def write_settings(text: str, specs: Mapping[str, tuple], recipe: str, command: str) -> str:
+    "Put in the script's own values: of its settings, its one recipe, and the command that makes it."
+    p, own = Program(text, {}), {"DEFAULT_RECIPE": recipe, "RECIPES": {recipe: {}}, "SCRIPT": command}
+    edits = [(p.tops[name].value, value) for name, value in own.items()]
+    for s in (s for c in p.tree.body if is_settings(c) for s in c.body if isinstance(s, ast.AnnAssign)):
+        value, spec = specs.get(s.target.id, (None, None))
+        edits += [(s.value.args[0], value)] if spec and value != spec.default else []
+    return changed(text, [(n.start, n.end, quoted(value)) for n, value in edits])
 
 # %% ../nbs/20_launcher.ipynb #d5af2f88
-def write_settings(body: list[ast.stmt], specs: Mapping[str, tuple], recipe: str, command: str) -> None:
-    "Put in the script's own values: of its settings, its one recipe, and the command that makes it."
-    own = {"DEFAULT_RECIPE": recipe, "RECIPES": {recipe: {}}, "SCRIPT": command}
-    for n in body:
-        for name in own.keys() & set(bound_names(n)):
-            n.value, n.new = ast.parse(repr(own[name]), mode="eval").body, True
-        for s in n.body if is_settings(n) else ():
-            value, spec = specs.get(bound_names(s)[0], (None, None)) if isinstance(s,
-                                    ast.AnnAssign) else (None, None)
-            if spec and value != spec.default:
-                s.value.args[0], s.new = ast.parse(repr(value), mode="eval").body, True
+WIDTH = 110
 
-# %% ../nbs/20_launcher.ipynb #0a2bbdb9
-def import_lines(p: Program) -> list[str]:
-    "The merged imports, each name that is used once: plain ones, then from-imports."
-    used, plain, froms = {n.id for n in p.nodes if isinstance(n, ast.Name)}, set(), defaultdict(set)
-    for n in (n for n in p.tree.body if isinstance(n, IMPORTS)):
-        for a in (a for a in n.names if (a.asname or a.name).split(".")[0] in used):
-            name = f"{a.name} as {a.asname}" if a.asname else a.name
-            plain.add(f"import {name}") if isinstance(n, ast.Import) else froms[n.module].add(name)
-    return [*sorted(plain), *(f"from {m} import {part.rstrip(',')}" for m in sorted(froms)
-                              for part in textwrap.wrap(", ".join(sorted(froms[m])), WIDTH - 15 - len(m)))]
 
-# %% ../nbs/20_launcher.ipynb #0d075b2c
-def join_script(body: list[ast.stmt], head: str) -> str:
-    "Header, imports, statements, guard. It is compiled once: a mistake should not be found by torchrun."
-    out, module = [head.rstrip(), *import_lines(Program(body, {})), ""], ""
-    for n in (n for n in body if not isinstance(n, IMPORTS)):
-        out += ["", f"# ---- {n.module_name} ----"] if n.module_name != module else []
-        module = n.module_name
-        out += source(n, 0)
-    lines = [line.rstrip() for line in out if not line.strip().startswith("# %%")]
-    lines += ["", 'if __name__ == "__main__":', "    script_main(__file__)", ""]
-    text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+def narrow(line: str, before: str) -> str:
+    "A line of code that is too wide on two; `before` is what stands above it in its statement."
+    indent, (code, mark, comment) = re.match(" *", line)[0], line.partition("  # ")
+    if mark and code.count('"') % 2 == 0:
+        return f"{indent}# {comment}\n{code}"
+    for break_at, in_text in ((r" (?=(?:and|or|if|else|for) )|(?<=,) ", False), (r"(?<=\S )", True)):
+        for m in reversed([*re.finditer(break_at, line[: WIDTH - 2])]):
+            head, tail = line[: m.start()], line[m.end() :]
+            bare = [re.sub(r'"[^"]*"', "_", text) for text in (before, before + head)]
+            closed = [len(re.findall(r"[(\[{]", text)) <= len(re.findall(r"[)\]}]", text)) for text in bare]
+            if ('"' in bare[1]) == in_text and not (in_text and "{" in re.sub("{.*?}", "", head)):
+                quote = re.search(r'\w*"', bare[1])[0] if in_text else ""
+                return (head + quote[-1:] + " \\" * closed[1] + "\n" + indent + " " * 8 * closed[0] + quote + tail)
+    return line
+
+
+def narrowed(text: str) -> str:
+    "A program without lines that are too wide."
+    lines, first, docs = text.split("\n"), {}, set()
+    for n in (n for n in ast.walk(ast.parse(text.encode("latin-1"))) if isinstance(n, ast.stmt)):
+        docs.update(range(n.lineno, n.end_lineno + 1) if is_docstring(n) else ())
+        first |= {i: n.lineno for i in range(n.lineno, n.end_lineno + 1)}
+    for i, line in ((i, line) for i, line in enumerate(lines, 1) if len(line) > WIDTH):
+        doc = re.sub(r'^( *)"(?!"")(.*)"$', r'\1"""\2"""', line)
+        lines[i - 1] = "\n".join(textwrap.wrap(doc, WIDTH, subsequent_indent=re.match(" *", line)[0])) \
+            if i in docs else narrow(line, "\n".join(lines[first.get(i, i) - 1 : i - 1]))
+    return "\n".join(lines)
+
+# %% ../nbs/20_launcher.ipynb #a22e5ed3
+def join_script(text: str, head: str) -> str:
+    "Header, merged imports, statements, guard. It is compiled once: a mistake should not be found by torchrun."
+    top, mark, rest = text.partition('"----')
+    plain, froms = [], defaultdict(list)
+    for words in (line.split(maxsplit=3) for line in top.splitlines()):
+        froms[words[1]].append(words[3]) if words[0] == "from" else plain.append(" ".join(words))
+    plain += [f"from {m} import {part.rstrip(',')}" for m, names in sorted(froms.items())
+              for part in textwrap.wrap(", ".join(sorted(names)), WIDTH - 15 - len(m))]
+    rest = re.sub(r'"---- \w+ ----"\s*(?="----|$)', "", narrowed(mark + rest))
+    rest = re.sub(r'"(---- \w+ ----)"\s*\n', r"\n# \1\n", rest)
+    rest += '\nif __name__ == "__main__":\n    script_main(__file__)\n'
+    text = re.sub("(?m)[ \t]+$", "", "\n".join([head.rstrip(), *plain, rest]))
+    text = re.sub(r"\n{3,}", "\n\n", text).encode("latin-1").decode()
     compile(text, "train_gpt.py", "exec")
     return text
 
@@ -896,12 +660,11 @@ def fold_script(recipe: str = "pr549", settings: Mapping[str, str] | None = None
     except GolfError as e:
         raise GolfError(f"script: {e}") from None
     specs = {f.name: (getattr(cfg, f.name), f) for f in fields(cfg) if "fixed" in f.metadata}
-    body = join_patches(load_modules(sources))
-    write_settings(body, specs, recipe, command)
+    text = write_settings(join_modules(sources), specs, recipe, command)
     digest = hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
     head = SCRIPT_HEADER.format(recipe=recipe, command=command, digest=digest,
                                 commit=f" | commit {commit}" * bool(commit))
-    return join_script(specialise(body, possible(specs)), head)
+    return join_script(specialise(text, possible(specs)), head)
 
 # %% ../nbs/20_launcher.ipynb #c021415d
 def minify(text: str) -> str:

@@ -68,23 +68,23 @@ def problems(self: ModelSettings) -> Iterator[str]:
     "What makes the model impossible."
     yield from LayoutSettings.problems(self)
     if self.vocab_size > 65_536:
-        yield (f"VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), found {self.vocab_size}: "
-               "use a smaller tokenizer")
+        yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
+               f"found {self.vocab_size}: use a smaller tokenizer")
     if self.rope_dims % 2 or self.rope_dims > self.head_dim:
-        yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, found {self.rope_dims}: "
-               f"choose an even number up to {self.head_dim}")
+        yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, "
+               f"found {self.rope_dims}: choose an even number up to {self.head_dim}")
     yield from rope_problems(self, self.train_seq_len)
     if self.xsa_last_n < 0 or self.bigram_vocab_size < 0 or self.bigram_vocab_size == 1:
-        yield (f"XSA_LAST_N must be 0 or more and BIGRAM_VOCAB_SIZE 0 or at least 2, found {self.xsa_last_n} "
-               f"and {self.bigram_vocab_size}: change them")
+        yield ("XSA_LAST_N must be 0 or more and BIGRAM_VOCAB_SIZE 0 or at least 2, "
+               f"found {self.xsa_last_n} and {self.bigram_vocab_size}: change them")
     if not 0 <= self.negative_slope <= 1:
         yield (f"NEGATIVE_SLOPE must lie in [0, 1], found {self.negative_slope}: "
                "0 is relu**2, 0.5 is LeakyReLU**2")
     parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
     blocks = {int(p) for p in parts if p.isdecimal()} & set(range(self.num_layers))
     if self.ve_enabled and not 0 < len(parts) == len(blocks):
-        yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, parted "
-               f"by commas: found {self.ve_layers!r}; write it like VE_LAYERS=9,10, or set VE_ENABLED=0")
+        yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
+               f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or set VE_ENABLED=0")
 
 # %% ../nbs/08_model.ipynb #e2595d18
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from golfnb.settings import GolfError
-from golfnb.launcher import (SCRIPT_MODULES, Program, explain, fold_script, join_patches, join_script, load_modules, minify, module_sources, pack_script,
-                             package_dir, relay_errors, run_script, specialise)
+from golfnb.launcher import (SCRIPT_MODULES, Program, explain, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
+                             run_script, specialise)
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {
@@ -25,7 +25,7 @@ GOOD = {
 
 def fold(sources: dict, settings: dict | None = None) -> str:
     "The script of a few modules."
-    return join_script(specialise(join_patches(load_modules(sources)), settings or {}), "# head\n# second\n")
+    return join_script(specialise(join_modules(sources), settings or {}), "# head\n# second\n")
 
 
 def run(path: Path, *flags: str, env=None):
@@ -59,24 +59,25 @@ CASES = [  # a function of cfg, what is left of it
     ("if cfg.a == 'x':\n        return 1  # why\n    return 2", "def f():\n    return 1  # why\n"),
     ("if cfg.a != 'x':\n        return 1\n    elif cfg.open:\n        return 3\n    else:  # never\n        return 4", "def f(cfg):\n    if cfg.open:\n        return 3\n    else:  # never\n        return 4\n"),
     ("n = cfg.open and cfg.a == 'x' and g()\n    return n", "    n = cfg.open and g()\n"),
-    ("n = [cfg.a,  # kept\n         2]\n    return n if cfg.a else 0", "    n = [\"x\", 2]\n    return n\n"),
-    ("for i in range(3):\n        if cfg.a == 'y': yield i", "    yield from ()\n"),
-    ("eps = 1e-8\n    return eps * g()", "    eps = 1e-8\n    return eps * g()\n"),
-    ("return f'{cfg.a} {cfg.open}'", '    return f"x {cfg.open}"\n'),
-    ("cfg.open = 3\n    h = cfg.a\n    while cfg.a == 'y':\n        print(h)\n    return h", "    cfg.open = 3\n    return \"x\"\n"),
+    ("n = [cfg.a,  # kept\n         2]\n    return n if cfg.a else 0", "    n = [\"x\",  # kept\n         2]\n    return n\n"),
+    ("for i in range(3):\n        if cfg.a == 'y': yield i", "    yield from ()\n    for i in range(3):\n        pass\n"),
+    ("return EPS * g()", "    return EPS * g()\n"),
+    ("return f'{cfg.a} {cfg.open}'", "    return f'{cfg.a} {cfg.open}'\n"),
+    ("return -1 if (cfg.a == 'y' or  # never\n                  g()) else (1 +\n               g())", "    return -1 if (g()) else (1 +\n               g())\n"),
+    ("if cfg.open:\n        if cfg.a == 'x':\n            # why\n            if cfg.a != 'y':\n                g()\n    else:\n        cfg.a == 'y'\n    return 0", "def f(cfg):\n    if cfg.open:\n        # why\n        g()\n    else:"),
     ("return cfg.rows > 0, cfg.rows", "    return True, cfg.rows\n"),
 ]
 
 
 @pytest.mark.parametrize("body, left", CASES)
 def test_what_is_known_is_folded_and_the_rest_keeps_its_lines(body, left):
-    text = fold({"run": f"def g(): return print('g')\ndef f(cfg):\n    {body}\ndef script_main(cfg): return f(cfg)\n"},
+    text = fold({"run": f"EPS = 1e-8\ndef g(): return print('g')\ndef f(cfg):\n    {body}\ndef script_main(cfg): return f(cfg)\n"},
                 {"a": ("x",), "rows": (1, 7, 1 << 62)})
     assert left in text, text
 
 
-def test_unread_parameters_attributes_and_methods_go():
-    text = fold({"run": "class A:\n    def __init__(self, n, what):\n        self.n, self.unused = n, 0\n        self.what = what\n    def go(self, x, y=2): return self.n + x\n    def never(self): return 1\n"
+def test_unread_parameters_and_methods_go():
+    text = fold({"run": "class A:\n    def __init__(self, n, what):\n        self.n = n\n    def go(self, x, y=2): return self.n + x\n    def never(self): return 1\n"
                  "def f(keep, lost=None, *, word): return keep\ndef script_main(path):\n    a = A(path, 3)\n    return a.go(f(path, word=4), y=5)\n"})
     assert "def __init__(self, n):" in text and "what" not in text and "never" not in text
     assert "def go(self, x):" in text and "def f(keep):" in text and "a.go(f(path))" in text
@@ -89,11 +90,12 @@ def test_a_function_that_may_be_called_in_another_way_keeps_its_parameters(call)
 
 
 def test_long_lines_are_broken_so_that_the_program_stays_the_same():
-    words = " ".join(["word"] * 30)
-    source = f"class A:\n    'One.'\n@patch\ndef go(self: A, cfg):\n    raise ValueError(f'{words} {{cfg.a}} {{cfg.open}} {words}', {{'a': 1, 'b': cfg.open}})\ndef script_main(cfg): return A().go(cfg)\n"
-    text = fold({"run": source}, {"a": ("x",)})
-    assert max(map(len, text.splitlines())) <= 110
-    assert f"{words} x " in ast.unparse(ast.parse(text))
+    words = "word " * 14
+    source = (f"class A:\n    'One.'\n@patch\ndef go(self: A, cfg):\n    \"{words * 2}\"\n    if cfg.open + cfg.open > 1 and cfg.size > 2 and cfg.depth > 3 and cfg.width > 4 and cfg.open != 5 and cfg.x == 6:\n"
+              f"        raise ValueError(f\"{words}{{cfg.open}} word {{cfg.open}}\", cfg)\ndef script_main(cfg): return A().go(cfg)\n")
+    text = fold({"run": source})
+    assert max(map(len, source.splitlines())) > 105 and max(map(len, text.splitlines())) <= 110
+    assert ast.dump(ast.parse(text).body[0].body[1].body[1]) == ast.dump(ast.parse(source).body[1].body[1])
 
 
 BROKEN = {
@@ -135,7 +137,7 @@ def test_a_broken_rule_gets_a_sentence(rule):
     ("def f():\n    if (n := h()): return n\n", {"h"}),
 ])
 def test_names_by_pythons_own_scopes(text, names):
-    found = Program(load_modules({"x": text}), {}).uses
+    found = Program(text, {}).uses
     assert {name for scope, name in found if scope is None} - {"f", "C", "g"} == names - {"g"}
 
 
