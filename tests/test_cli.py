@@ -59,7 +59,7 @@ def test_train_prints_the_table_and_leaves_everything(trained):
     for words in ("score-first TTT", f"{found['ttt_bpb']:.4f}", "room left", "adapting", "bytes readable", "bytes packed", "report: ", "step:1/4 train_loss"):
         assert words in done.stdout, words
     page = (run / "report.html").read_text()
-    assert page.count("<figure>") == page.count("aria-label=") == 4 and not re.search(r'(src|href)="[^"#]', page)
+    assert page.count("<figure>") == page.count("aria-label=") == 3 and not re.search(r'(src|href)="[^"#]', page)
 
 
 def test_a_finished_run_is_not_overwritten(trained):
@@ -141,7 +141,7 @@ def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_pa
     done = golfnb("report", run, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.strip().endswith("report.html")
     page = (run / "report.html").read_text()
-    assert "over &lt;the&gt; cap" in page and page.count("<figure>") == 4
+    assert "over &lt;the&gt; cap" in page and page.count("<figure>") == 3
     room = summary(run)["total_bytes"] - 5000
     assert golfnb("quantize", "runs/big", "--target-bytes", room, cwd=tmp_path).returncode == 0
     assert (run / "artifact.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= room
