@@ -32,8 +32,8 @@ def read_file(path: Path, lines: bool = False):
     if lines:
         text = f"[{','.join(line for line in text.splitlines() if line.endswith('}'))}]"
     try:
-        found = json.loads(text)
-    except ValueError as e:
+        found = json.loads(text) if lines else dict(json.loads(text))
+    except (ValueError, TypeError) as e:
         raise GolfError(f"report: JSON expected in {path}, found a damaged file ({e}); remove it") from e
     if lines and not found:
         raise GolfError(f"report: events expected in {path}, found none; give a run's directory (runs/NAME)")

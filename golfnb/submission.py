@@ -264,7 +264,7 @@ def run_faults(run_dir: Path, first: Path) -> list[Fault]:
          f"{name}/artifact.golf is not what the run scored: it was packed again or changed; run again"),
         ("score", one.val_bpb is not None and abs(score - one.val_bpb) > 1e-8,
          f"{name}/summary.json says {score}, its log {one.val_bpb}: one of them was changed; run again"),
-        ("settings", differ, f"{name} and the first run differ in {differ}: a mean needs runs of one setting")])
+        ("settings", differ, f"{name} and the first run differ in {differ}: a mean needs runs alike")])
 
 # %% ../nbs/27_submission.ipynb #277143ba
 def run_command(claim: dict, config: dict) -> str:
