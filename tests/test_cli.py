@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
-from golfnb.cli import STUDIES, find_tokenizer, main_cli, read_command, read_settings, settings_help
+from golfnb.cli import find_tokenizer, main_cli, read_command, read_settings, settings_help
 from golfnb.config import setting_specs
 from golfnb.settings import GolfError
 from golfnb.shards import write_shard
@@ -59,7 +59,7 @@ def test_train_prints_the_table_and_leaves_everything(trained):
     for words in ("score-first TTT", f"{found['ttt_bpb']:.4f}", "room left", "adapting", "bytes readable", "bytes packed", "report: ", "step:1/4 train_loss"):
         assert words in done.stdout, words
     page = (run / "report.html").read_text()
-    assert page.count("<figure>") == page.count("aria-label=") == 4 and not re.search(r'(src|href)="[^"#]', page)
+    assert page.count("<figure>") == page.count("aria-label=") == 3 and not re.search(r'(src|href)="[^"#]', page)
 
 
 def test_a_finished_run_is_not_overwritten(trained):
@@ -141,7 +141,7 @@ def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_pa
     done = golfnb("report", run, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.strip().endswith("report.html")
     page = (run / "report.html").read_text()
-    assert "over &lt;the&gt; cap" in page and page.count("<figure>") == 4
+    assert "over &lt;the&gt; cap" in page and page.count("<figure>") == 3
     room = summary(run)["total_bytes"] - 5000
     assert golfnb("quantize", "runs/big", "--target-bytes", room, cwd=tmp_path).returncode == 0
     assert (run / "artifact.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= room
@@ -180,9 +180,8 @@ def test_data_build_and_inspect(trained, tmp_path):
     done = golfnb("data", "build", "nowhere.txt", "--out", "other", cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr) and not (tmp_path / "other").exists()
     (tmp_path / "empty.bin").write_bytes(b"")
-    done = golfnb("data", "inspect", "shards/fineweb_val_000000.bin", "empty.bin", "shards/fineweb_train_000000.bin", cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "empty.bin" in done.stderr, "goes on after a bad file"
-    assert done.stdout.count("highest token") == 2
+    done = golfnb("data", "inspect", "shards/fineweb_val_000000.bin", "empty.bin", cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and "empty.bin" in done.stderr and done.stdout.count("highest token") == 1
 
 
 def test_script_for_settings(tmp_path):
@@ -226,7 +225,7 @@ def test_train_help_lists_every_setting_once_with_its_chapter(tmp_path):
     done = golfnb("train", "--help", cwd=tmp_path)
     for name in setting_specs():
         assert len(re.findall(rf"^  {name.upper()}=", done.stdout, re.M)) == 1, name
-    assert re.search(r"^03 loader \(LoaderSettings\)\n(  .*\n)*  TRAIN_BATCH_TOKENS=", settings_help(), re.M) and "golf" in settings_help()
+    assert re.search(r"^loader \(LoaderSettings\)\n(  .*\n)*  TRAIN_BATCH_TOKENS=", settings_help(), re.M) and "golf" in settings_help()
 
 
 def test_doctor_ends_with_a_verdict(tmp_path):
@@ -243,9 +242,8 @@ def test_settings_may_stand_around_options():
 def test_a_study_gets_its_words(monkeypatch, capsys):
     from golfnb import studies
 
-    assert STUDIES.keys() == studies.STUDIES.keys()
     monkeypatch.setitem(studies.STUDIES, "gates", lambda words: print(*words) or 5)
-    assert main_cli(["study", "gates", "run", "--seeds", "3", "A=1"]) == 5 and capsys.readouterr().out == "run --seeds 3 A=1\n"
+    assert main_cli(["study", "gates", "run", "A=1"]) == 5 and capsys.readouterr().out == "run A=1\n"
 
 
 def test_demo_data_is_made_once_and_again_when_documents_change(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from golfnb.settings import GolfError
 from golfnb.bench import settings_diff
-from golfnb.report import embed, loss_chart, paired, step_chart, ttt_chart, weight_chart, write_report
+from golfnb.report import embed, loss_chart, paired, ttt_chart, weight_chart, write_report
 
 SVG = re.compile(r"<svg.*?</svg>", re.S)
 
@@ -19,7 +19,7 @@ def invented(folder, seed: int, steps: int = 60):
     events = [{"event": "step", "step": i + 1, "loss": 3 + float(g.random()), "ms": 20 + float(g.random()), "multiplier": 1 - i / steps, "momentum": 0.9, "grad_norm": float("nan") if i == 7 else 1.0 + float(g.random())} for i in range(steps)]
     events += [{"event": "val", "step": steps, "loss": 3.1, "bpb": 1.8}, {"event": "score", "label": "legal_ttt", "loss": 3, "bpb": 1.7, "ms": 12.0}, {"event": "ttt", "chunk": 0, "chunks": 1, "loss": 3, "bpb": 1.7}]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(e) for e in events) + "\n")
-    summary = {"ttt_bpb": 1.7 + seed / 100, "unigram_bpb": 3.4, "artifact_bytes": 1000, "code_bytes": 500, "seconds": {"training": 2.0, "<odd>": 1.0}, "seed": seed, "config": {"recipe": "demo", "seed": seed, "matrix_lr": 0.025 + seed / 1000, "train_batch_tokens": 8192}}
+    summary = {"ttt_bpb": 1.7 + seed / 100, "unigram_bpb": 3.4, "artifact_bytes": 1000, "code_bytes": 500, "ledger": [["code", 500], ["int6", 1000]], "seconds": {"training": 2.0, "<odd>": 1.0}, "seed": seed, "config": {"recipe": "demo", "seed": seed, "matrix_lr": 0.025 + seed / 1000, "train_batch_tokens": 8192}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -27,7 +27,7 @@ def invented(folder, seed: int, steps: int = 60):
 def test_every_picture_says_what_it_shows(tmp_path):
     page = write_report(invented(tmp_path / "a", 1)).read_text()
     pictures = SVG.findall(page)
-    assert len(pictures) == 3 and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
+    assert len(pictures) == 2 and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
     for svg in pictures:
         assert re.search(r'aria-label="[^"]{20,}"', svg) and len(re.findall(r"<text", svg)) > 5
         assert not re.search(r"#[0-9a-f]{6}", svg), "a colour that does not follow the reader's screen"
@@ -38,7 +38,7 @@ def test_every_picture_says_what_it_shows(tmp_path):
 def test_figures_have_title_axes_and_legend():
     events = [{"event": "step", "step": i + 1, "loss": 3.0, "ms": 20.0 + i, "multiplier": 1.0, "momentum": 0.9, "grad_norm": 1.0} for i in range(9)] + [{"event": "ttt", "chunk": 0, "bpb": 1.5}]
     counts = {"int6": np.arange(1, 64), "int8": np.arange(1, 256)}
-    drawn = [loss_chart(events), loss_chart(events, events, "b"), step_chart(events, events, "b"), ttt_chart(events), weight_chart(counts)]
+    drawn = [loss_chart(events), loss_chart(events, events, "b"), ttt_chart(events), weight_chart(counts)]
     for fig in drawn:
         ax = fig.axes[0]
         assert ax.get_title(loc="left") and ax.get_xlabel() and ax.get_ylabel() and len(fig.legends) == 1 and fig.legends[0].get_texts()

@@ -136,7 +136,7 @@ def test_gptq_packs_a_run_that_ended_before_its_summary(data, tmp_path, monkeypa
     assert main_cli(command) == 0
     write_shard(tmp_path / "fineweb_train_000000.bin", np.full(100_000, 700, dtype=np.uint16))
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    assert main_cli(command) == 2 and "VOCAB_SIZE=400, found 700" in capsys.readouterr().err
+    assert main_cli(command) == 2 and "holds token 700, but VOCAB_SIZE is 400" in capsys.readouterr().err
 
 
 def test_calibration_ends_in_its_time(data, tmp_path):
