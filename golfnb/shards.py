@@ -221,7 +221,7 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
 # %% ../nbs/02_shards.ipynb #58cdbb6a
 def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:
     "Raises GolfError if train and validation set share a file, by any name or as a copy."
-    def key(path: Path) -> tuple[int, str]:  # what copies of a shard have in common
+    def key(path: Path) -> tuple[int, str]:
         with shard_file(path) as (file, tokens):
             return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
 
