@@ -26,7 +26,7 @@ setup(
     install_requires=["torch>=2.9", "numpy", "sentencepiece", "triton; platform_system=='Linux'"],
     extras_require={
         "plots": ["matplotlib"],
-        "data": ["huggingface_hub", "pyarrow"],
+        "data": ["huggingface_hub"],
         "pack": ["python-minifier"],
         "weights": ["safetensors"],
         "notebooks": notebook,

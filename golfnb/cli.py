@@ -187,8 +187,8 @@ def build_data(documents: Callable, out: Path, tokenizer: Path | None = None, vo
 
 # %% ../nbs/24_cli.ipynb #770361cc
 @command("data build", "documents -> tokenizer -> shards",
-         arg("files", nargs="*", metavar="FILE", help=".txt (one text), .jsonl (one a line, field text) or "
-             ".parquet (one a row, column text); none: the standard library's documentation"),
+         arg("files", nargs="*", metavar="FILE", help=".txt (one text) or .jsonl (one a line, field text); "
+             "none: the standard library's documentation"),
          arg("--out", default="runs/data", help="directory for the shards"), TOKENIZER,
          count("--vocab-size", "pieces of a new tokenizer", 1024, 260),
          count("--shard-tokens", "tokens of a full shard", 100_000_000),
@@ -238,8 +238,8 @@ def data_inspect_command(args) -> int:
             print(f"  {name.replace('_', ' '):16s} {f'{value:,}' if type(value) is int else repr(value)}")
     sides = [[p for p in paths if f"_{split}_" in p.name] for split in ("train", "val")]
     if all(sides):
-        print("validation text in these training shards: {shared_documents:,} of {documents:,} documents, "
-              "{shared_spans:,} of {spans:,} spans of 50 tokens".format(**book.data.count_overlap(*sides)))
+        print("validation text in these training shards: {shared_documents:,} of {documents:,} "
+              "documents".format(**book.data.count_overlap(*sides)))
     return 0
 
 # %% ../nbs/24_cli.ipynb #5580bac8

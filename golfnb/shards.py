@@ -10,7 +10,6 @@ __all__ = ['SHARD_MAGIC', 'SHARD_VERSION', 'HEADER_BYTES', 'BOS_ID', 'WholeFile'
 # %% ../nbs/02_shards.ipynb #b49adfc2
 import glob
 import hashlib
-import math
 import os
 import shutil
 import threading
@@ -124,12 +123,10 @@ class ShardWriter(WholeFile):
 def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> None:
     "Write a shard of tokens [n], whole or not at all. Raises GolfError unless all are 16-bit integers."
     values = np.asarray(tokens)
-    if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iu":
-        raise GolfError(f"a shard needs a non-empty list of whole numbers, found shape {values.shape} of "
-                        f"{values.dtype} for {path}: pass the tokens as integers")
-    if values.min() < 0 or values.max() > 65_535:
-        raise GolfError(f"tokens must lie in 0..65535, found {values.min()}..{values.max()} for {path}: "
-                        "use a vocabulary of at most 65,536 pieces")
+    whole = values.ndim == 1 and values.size and values.dtype.kind in "iu"
+    if not whole or values.min() < 0 or values.max() > 65_535:
+        raise GolfError(f"a shard needs a list of whole numbers in 0..65535, found {values.dtype} "
+                        f"{list(values.shape)} for {path}: use a vocabulary of at most 65,536 pieces")
     with ShardWriter(path) as shard:
         shard.write(values)
 
@@ -179,18 +176,14 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
 
     Raises GolfError as `shard_file` does, if the shard no longer has `expected` tokens, or if it ends early.
     """
-    part = np.empty(count, "<u2")
     with shard_file(path) as (file, tokens):
         if tokens != (expected or tokens):
             raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
                             f"found {tokens:,}: do not change shards in use")
-        file.seek(HEADER_BYTES + 2 * begin)
-        rest = memoryview(part).cast("B")
-        while rest and (got := file.readinto(rest)):
-            rest = rest[got:]
-    if rest:
+        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
+    if part.size < count:
         raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{len(rest) // 2:,} of them missing: it is cut off or damaged, build it again")
+                        f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
     return part
 
 # %% ../nbs/02_shards.ipynb #41c71ad2
@@ -204,19 +197,15 @@ def find_shards(pattern: str | Path) -> list[Path]:
     return [Path(p) for p in found]
 
 # %% ../nbs/02_shards.ipynb #d02594a7
-def read_tokens(pattern: str | Path, limit: int | None = None, vocab_size: int | None = None) -> np.ndarray:
-    "The first `limit` tokens of all matching shards. Raises GolfError unless all are below `vocab_size`."
-    parts, room = [], math.inf if limit is None else limit
+def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
+    "The tokens of all matching shards, uint16 [n]. Raises GolfError unless all are below `vocab_size`."
+    parts = []
     for path in find_shards(pattern):
-        part = read_span(path, 0, min(read_header(path), room))
-        if vocab_size and part.size and part.max() >= vocab_size:
-            at = int(np.argmax(part >= vocab_size))
+        parts.append(read_span(path, 0, read_header(path)))
+        if vocab_size and parts[-1].max() >= vocab_size:
+            at = int(np.argmax(parts[-1] >= vocab_size))
             raise GolfError(f"tokens of {path} must be below the vocabulary size {vocab_size}, found "
-                            f"{part[at]} at position {at:,}: the shard belongs to another tokenizer")
-        parts.append(part)
-        room -= part.size
-        if not room:
-            break
+                            f"{parts[-1][at]} at position {at:,}: the shard belongs to another tokenizer")
     return np.concatenate(parts).astype(np.uint16, copy=False)
 
 # %% ../nbs/02_shards.ipynb #fbddd7bb
@@ -230,16 +219,14 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
     return tokens[: rows * seq_len + 1]
 
 # %% ../nbs/02_shards.ipynb #58cdbb6a
-def _shard_key(path: Path) -> tuple[int, str]:
-    "What copies of a shard share: the number of tokens and the SHA-256 of the first MiB."
-    with shard_file(path) as (file, tokens):
-        return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
-
-
 def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:
     "Raises GolfError if train and validation set share a file, by any name or as a copy."
-    held = {_shard_key(path): path for path in val_paths}
+    def key(path: Path) -> tuple[int, str]:
+        with shard_file(path) as (file, tokens):
+            return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
+
+    held = {key(path): path for path in val_paths}
     for path in train_paths:
-        if other := held.get(_shard_key(path)):
+        if other := held.get(key(path)):
             raise GolfError(f"training and validation must not share a file, found {path} to be the same as "
                             f"{other}: remove it from one of them")

@@ -2,7 +2,6 @@
 import hashlib
 import json
 import random
-import resource
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 import golfnb.data as data
 from golfnb.settings import GolfError
 from golfnb.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
-                         read_documents, in_sample, recut_shards, span_hashes, stdlib_documents, topic_documents, train_tokenizer)
+                         read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
 from golfnb.shards import read_tokens, write_shard
 from tiny import golfnb, one_sentence
 
@@ -154,7 +153,7 @@ def test_inspect(tmp_path, docs, model):
     build_shards(docs[:50], model, tmp_path / "s", 10**6, 0.3)
     facts = inspect_shard(tmp_path / "s" / "fineweb_train_000000.bin")
     tokens = read_tokens(tmp_path / "s" / "fineweb_train_*.bin")
-    assert facts["documents"] == int((tokens == 1).sum()) and facts["highest_token"] == tokens.max() and facts["distinct_tokens"] == np.unique(tokens).size
+    assert facts["documents"] == int((tokens == 1).sum()) and facts["highest_token"] == tokens.max()
     assert facts["starts_with_bos"] and facts["tokens"] == tokens.size
     (tmp_path / "zero.bin").write_bytes(b"")
     for path in (tmp_path / "zero.bin", tmp_path / "no.bin", model):
@@ -207,29 +206,6 @@ def test_shards_are_those_of_one_document_at_a_time(tmp_path, docs, model):
     assert manifest["documents_sha256"] == documents_hash(docs) and manifest["skipped_empty"] == 2
 
 
-def test_parquet_is_read_like_the_others(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    texts = [f"document {i} ä" for i in range(3000)] + ["", None, "  "]
-    for kind in (pa.string(), pa.large_string()):
-        pq.write_table(pa.table({"id": pa.array(range(len(texts))), "text": pa.array(texts, kind)}), tmp_path / "a.parquet", row_group_size=700)
-        skipped = []
-        assert list(read_documents([tmp_path / "a.parquet"], skipped)) == texts[:3000] and len(skipped) == 3 and "row 3001" in skipped[0]
-    pq.write_table(pa.table({"text": pa.array([b"good", b"\xff\xfe"], pa.binary())}), tmp_path / "b.parquet")
-    with pytest.raises(GolfError, match="b.parquet row 2 must be UTF-8"):
-        list(read_documents([tmp_path / "b.parquet"]))
-    pq.write_table(pa.table({"content": pa.array(["x"])}), tmp_path / "c.parquet")
-    with pytest.raises(GolfError, match="column named text"):
-        list(read_documents([tmp_path / "c.parquet"]))
-    whole = (tmp_path / "a.parquet").read_bytes()
-    for bad in (b"", b"PAR1", whole[:-9], whole[: len(whole) // 2]):
-        (tmp_path / "d.parquet").write_bytes(bad)
-        with pytest.raises(GolfError, match="d.parquet") as caught:
-            list(read_documents([tmp_path / "d.parquet"]))
-        assert "\n" not in str(caught.value)
-
-
 def test_a_part_of_the_documents_does_not_depend_on_their_order(docs):
     assert all(in_sample(d, 1) for d in docs) and not any(in_sample(d, 0) for d in docs)
     small, large = ({d for d in docs if in_sample(d, share)} for share in (0.2, 0.6))
@@ -259,19 +235,13 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
     assert size > 34_000_000 and grown < 32, grown
 
 
-def test_a_document_of_100_megabytes(tmp_path, model):
-    "With spaces it is cut (4 MB here; the whole size is in nbs/results/data_build_cpu.json), without any it is refused before memory is."
+def test_a_document_of_100_megabytes(model):
+    "It is cut at spaces (4 MB here; the whole size is in nbs/results/data_build_cpu.json)."
     sp = data.load_tokenizer(model)
     long = "Long texts are read in parts and nothing is lost. " * 80_000
     (_, size, ids), = encode_documents([long], sp)
     once = sp.encode("Long texts are read in parts and nothing is lost. " * 20)
     assert size == len(long) and ids[1 : len(once) - 5].tolist() == once[: len(once) - 6] and abs(ids.size / (len(once) * 4_000) - 1) < 0.01
-    (tmp_path / "long.txt").write_bytes(b"x" * 100_000_000)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(GolfError, match="found 100,000,000 without one"):
-        build_shards(read_documents([tmp_path / "long.txt"]), model, tmp_path / "s")
-    assert not list((tmp_path / "s").glob("*")) and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000
-    (tmp_path / "long.txt").unlink()
 
 
 FULL_DISK_BUILD = """
@@ -306,31 +276,11 @@ def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "none", 100_000)
 
 
-@given(tokens=st.lists(st.integers(0, 5), max_size=60), span=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
-def test_hashes_agree_where_spans_do(tokens, span):
-    found = span_hashes(np.array(tokens, np.uint16), span).tolist()
-    spans = [tuple(tokens[i : i + span]) for i in range(len(tokens) - span + 1)]
-    assert len(found) == len(spans)
-    assert all((a == b) == (x == y) for a, x in zip(found, spans) for b, y in zip(found, spans))
-
-
-def test_overlap_against_the_naive_count(tmp_path):
-    rng = np.random.default_rng(1)
-    train = np.where(rng.random(6000) < 0.01, 1, rng.integers(2, 900, 6000))
-    val = np.concatenate([[1], rng.integers(2, 900, 333), train[500:900], [1], rng.integers(2, 900, 77), train[4000:4090], rng.integers(2, 900, 10)])
-    write_shard(tmp_path / "a_train_0.bin", train[:3000])
-    write_shard(tmp_path / "a_train_1.bin", train[3000:])
-    write_shard(tmp_path / "a_val_0.bin", val)
-    found = count_overlap([tmp_path / "a_train_0.bin", tmp_path / "a_train_1.bin"], [tmp_path / "a_val_0.bin"])
-    text = [train[:3000].tolist(), train[3000:].tolist()]
-    there = {tuple(part[i : i + 50]) for part in text for i in range(len(part) - 49)}
-    wanted = [tuple(val[i : i + 50].tolist()) for i in range(0, val.size - 49, 50)]
-    assert found["spans"] == len(set(wanted)) and found["shared_spans"] == sum(w in there for w in set(wanted)) > 5
-    assert found["shared_documents"] >= 1
-    assert count_overlap([tmp_path / "a_val_0.bin"], [tmp_path / "a_val_0.bin"])["shared_spans"] == found["spans"]
-    write_shard(tmp_path / "b_val_0.bin", [1, 2, 3])
-    assert count_overlap([tmp_path / "a_train_0.bin"], [tmp_path / "b_val_0.bin"])["spans"] == 0
+def test_overlap_of_a_shard_with_itself_is_whole(tmp_path):
+    write_shard(tmp_path / "a_train_0.bin", [1, 5, 6, 1, 7, 8, 9])
+    write_shard(tmp_path / "a_val_0.bin", [9, 1, 7, 8, 9, 1, 5])
+    train, val = [tmp_path / "a_train_0.bin"], [tmp_path / "a_val_0.bin"]
+    assert count_overlap(train, val) == {"documents": 3, "shared_documents": 1} and count_overlap(val, val) == {"documents": 3, "shared_documents": 3}
 
 
 def test_build_inspect_recut_as_commands(tmp_path, docs, model):

@@ -82,7 +82,6 @@ def test_patterns_sort_and_join(tmp_path):
     pattern = tmp_path / "fineweb_val_*.bin"
     assert [p.name[12:18] for p in find_shards(pattern)] == ["000000", "000001", "000002", "000010"]
     assert read_tokens(pattern).tolist() == [0, 0, 1, 1, 2, 2, 10, 10] and read_tokens(pattern).dtype == np.uint16
-    assert read_tokens(pattern, limit=3).tolist() == [0, 0, 1] and read_tokens(pattern, limit=4).size == 4 and read_tokens(pattern, limit=99).size == 8
     assert read_tokens(tmp_path / "odd[1].bin").tolist() == [7], "a name that looks like a pattern is still a name"
 
 

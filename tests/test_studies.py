@@ -58,7 +58,6 @@ def test_a_frozen_skip_stays_where_it_is_for_its_steps(call, monkeypatch):
         kind = studies.Kind({}, studies.partial(studies.start_skips, value=0.0, held=held))
         studies.run_kind(lab, lab.config(iterations=2, averaging="none"), kind)
         assert bool(machines[-1].model.skip_weights.detach().abs().max() > 0) == moves
-    studies.stop_ranks(lab.ranks)
 
 
 def test_dtypes_are_those_that_a_kind_names(call):
@@ -70,7 +69,6 @@ def test_dtypes_are_those_that_a_kind_names(call):
         assert {p.dtype for p in m.model.banks.values()} == {want["matrix"]} and m.model.tok_emb.dtype == want["table"] and m.model.rotary_cos.dtype == want["buffer"]
         assert {t.dtype for part in (*m.engine.banks.values(), *m.engine.groups) for t in part.state.values()} == {want["state"]}
     assert len(studies.run_kind(lab, cfg, studies.DTYPES["all bf16"])["train"]) == 2, "and it trains"
-    studies.stop_ranks(lab.ranks)
 
 
 def test_every_average_of_one_run_is_scored(call, data):

@@ -10,7 +10,7 @@ from golfnb.settings import GolfError
 from golfnb.layout import model_layout
 from golfnb.model import FusedBlock, Golf, ModelSettings
 from golfnb.parallel_muon import Ranks
-from golfnb.timing import bench_attention, bench_trace, check_sets, device_events, event_kind, merge_events, scaling_table, time_cases, with_kernels
+from golfnb.timing import bench_attention, bench_trace, check_sets, device_events, event_kind, merge_events, scaling_table, with_kernels
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "2", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "DATA_PATH": "absent"}
 
@@ -41,20 +41,6 @@ def test_device_events_see_what_ran():
     x = torch.randn(32, 32)
     names = [e["name"] for e in device_events(lambda: x @ x, torch.device("cpu"))]
     assert "aten::mm" in names
-
-
-def test_a_case_that_cannot_be_built_is_named(monkeypatch):
-    def built(f, device, calls, graph):  # as on CUDA, where recording runs it
-        f()
-        return f
-
-    def breaks():
-        raise ValueError("out of resource: shared memory")
-
-    monkeypatch.setattr("golfnb.timing.replayed", built)
-    monkeypatch.setattr("golfnb.timing.measured_rates", lambda device: {"copy": 1.0, "product": 1.0})
-    samples, facts = time_cases({"good": (lambda: None, 1, 1), "bad": (breaks, 1, 1)}, torch.device("cpu"))
-    assert list(samples) == ["good"] and facts["failed"] == {"bad": "ValueError: out of resource: shared memory"}
 
 
 def test_a_set_is_a_model_with_other_kernels_and_the_same_weights(monkeypatch):

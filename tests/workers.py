@@ -20,7 +20,7 @@ from golfnb.settings import GolfError
 from golfnb.layout import Matrix, model_layout
 from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import make_engine, start_ranks, stop_ranks
+from golfnb.parallel_muon import Ranks, make_engine, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
 from golfnb.train import GridProjector, RunLog, train, training_loss
 
@@ -167,11 +167,11 @@ def wrong_world(ranks, env: dict) -> str:
 def ways(ranks, env: dict) -> float:
     "Largest difference, after 3 steps in fp64, between the engine and the same rule batched under DDP, with separate weights and with banks."
     from golfnb.baselines import DdpRig
-    from golfnb.bench import Rig, random_shard
+    from golfnb.bench import Rig, bench_shards
 
-    cfg = load_config({**env, "MUON_MOMENTUM_WARMUP_STEPS": "0", "WEIGHT_DTYPE": "fp64", "AVERAGING": "none", "WARMDOWN_ITERS": "0", "LOADER": "sequential"})
+    cfg = load_config({**env, "MUON_MOMENTUM_WARMUP_STEPS": "0", "WEIGHT_DTYPE": "fp64", "AVERAGING": "none", "WARMDOWN_ITERS": "0", "LOADER": "sequential", "DATA_PATH": "absent"})
     with tempfile.TemporaryDirectory() as folder:
-        paths = [random_shard(Path(folder) / "fineweb_train_000000.bin", 4000, cfg.vocab_size)]
+        paths, _ = bench_shards(cfg, Ranks(), folder)
         rigs = [Rig(cfg, ranks, paths)] + [DdpRig(replace(cfg, plan=p), ranks, paths, one_by_one=False) for p in ("pr125", "shared_mlp")]
         for rig in rigs:
             rig.warm(3)
