@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 
 from .settings import GolfError, Settings, parse_setting, setting
 from .loader import LoaderSettings, batch_problems
-from .model import ModelSettings, rope_problems
+from .model import ModelSettings
 from .parallel_muon import EngineSettings
 from .train import TrainSettings
 from .quantize import QuantSettings
@@ -57,7 +57,6 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
             yield from group.problems(self)
         if self.ttt_form == "adapters":
             yield from adapter_problems(self)
-        yield from rope_problems(self, self.eval_seq_len)
         if self.ttt_freeze_blocks and self.ttt_freeze_blocks > self.num_layers:
             yield (f"TTT_FREEZE_BLOCKS must be at most NUM_LAYERS={self.num_layers}, "
                    f"found {self.ttt_freeze_blocks}: lower it")

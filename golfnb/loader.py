@@ -39,9 +39,6 @@ class WindowSampler:
 
     def __iter__(self) -> "WindowSampler": return self
 
-    def borders(self, rows: np.ndarray) -> np.ndarray | None:
-        "Where documents begin in a batch, if the order knows: int32 [documents + 1]."
-
     def read(self, shard: int, begin: int, count: int) -> np.ndarray:
         "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
         part = read_span(self.paths[shard], begin, count, self.tokens[shard])
@@ -50,21 +47,17 @@ class WindowSampler:
                             f"{self.paths[shard]}: the shard belongs to another tokenizer")
         return part
 
-# %% ../nbs/03_loader.ipynb #06982dd1
-@patch
-def state(self: WindowSampler) -> dict:
-    "The place after the last batch."
-    return {"order": self.order, "corpus": self.corpus} | self._place()
+    def state(self) -> dict:
+        "The place after the last batch."
+        return {"order": self.order, "corpus": self.corpus} | self._place()
 
-# %% ../nbs/03_loader.ipynb #90a8b22e
-@patch
-def load_state(self: WindowSampler, state: dict) -> None:
-    "Go to a place that `state` gave. Raises GolfError for another order or corpus."
-    found = (state.get("order"), state.get("corpus"))
-    if found != (self.order, self.corpus):
-        raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
-                        f"found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
-    self._go_to(state)
+    def load_state(self, state: dict) -> None:
+        "Go to a place that `state` gave. Raises GolfError for another order or corpus."
+        found = (state.get("order"), state.get("corpus"))
+        if found != (self.order, self.corpus):
+            raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
+                            f"found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
+        self._go_to(state)
 
 # %% ../nbs/03_loader.ipynb #2dce7213
 class SequentialSampler(WindowSampler):
@@ -161,6 +154,19 @@ class CoprimeSampler(WindowSampler):
         windows = self.plan()[self.rank :: self.world]
         return np.stack([self.read(shard, at, self.seq_len + 1) for shard, at in windows])
 
+    def plan(self) -> list[tuple[int, int]]:
+        "The next batch as (shard, position) of every window, of all ranks, as dealt."
+        piles = [[(shard, self.next_block(shard)) for _ in range(n)] for shard, n in self.draw_shards()]
+        self.batches += 1
+        return deal(self.rng, piles)
+
+    def next_block(self, shard: int) -> int:
+        "The token at which a shard's next block begins; an exhausted shard begins a new pass."
+        cursor = self.cursors[shard]
+        if cursor is None or cursor.used >= cursor.blocks:
+            cursor = self.cursors[shard] = draw_cursor(self.rng, self.tokens[shard], self.seq_len)
+        return cursor.take(self.seq_len)
+
     def _place(self) -> dict:
         cursors = [astuple(c) if c else None for c in self.cursors]
         return {"batches": self.batches, "rng": self.rng.bit_generator.state, "cursors": cursors}
@@ -168,14 +174,6 @@ class CoprimeSampler(WindowSampler):
     def _go_to(self, state: dict) -> None:
         self.batches, self.rng.bit_generator.state = int(state["batches"]), state["rng"]
         self.cursors = [Cursor(*c) if c else None for c in state["cursors"]]
-
-# %% ../nbs/03_loader.ipynb #ebbb9a95
-@patch
-def plan(self: CoprimeSampler) -> list[tuple[int, int]]:
-    "The next batch as (shard, position) of every window, of all ranks, as dealt."
-    piles = [[(shard, self.next_block(shard)) for _ in range(share)] for shard, share in self.draw_shards()]
-    self.batches += 1
-    return deal(self.rng, piles)
 
 # %% ../nbs/03_loader.ipynb #3959bd40
 @patch
@@ -189,15 +187,6 @@ def draw_shards(self: CoprimeSampler) -> list[tuple[int, int]]:
     drawn = self.rng.choice(len(weight), size=count, replace=False, p=weight)
     shares = 1 + self.rng.multinomial(windows - count, weight[drawn] / weight[drawn].sum())
     return [(self.usable[i], int(share)) for i, share in zip(drawn, shares)]
-
-# %% ../nbs/03_loader.ipynb #3d8f452f
-@patch
-def next_block(self: CoprimeSampler, shard: int) -> int:
-    "The token at which a shard's next block begins; an exhausted shard begins a new pass."
-    cursor = self.cursors[shard]
-    if cursor is None or cursor.used >= cursor.blocks:
-        cursor = self.cursors[shard] = draw_cursor(self.rng, self.tokens[shard], self.seq_len)
-    return cursor.take(self.seq_len)
 
 # %% ../nbs/03_loader.ipynb #db88c28d
 def index_documents(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -229,6 +218,18 @@ class PackedSampler(WindowSampler):
             self.place = self.settle(lap, number, at + self.seq_len)
         return np.stack([self.row(*place) for place in places[self.rank :: self.world]])
 
+    def settle(self, lap: int, number: int, at: int) -> tuple[int, int, int]:
+        "Move a place that lies past the end of its group on to the group it belongs to."
+        while at >= (total := int(self.group(lap, number)[3, -1])):
+            last = (number + 1) * GROUP_SHARDS >= len(self.paths)
+            lap, number, at = (lap + 1, 0, at - total) if last else (lap, number + 1, at - total)
+        return lap, number, at
+
+    def document(self, lap: int, number: int, at: int) -> list[int]:
+        "Shard, first token, begin and end of the document at a place."
+        group = self.group(lap, number)
+        return group[:, np.searchsorted(group[3], at, side="right")].tolist()
+
     def _place(self) -> dict: return {"seed": self.seed, "place": self.place}
 
     def _go_to(self, state: dict) -> None:
@@ -253,22 +254,6 @@ def draw_group(self: PackedSampler, lap: int, number: int) -> np.ndarray:
     ends = np.cumsum(lengths + 1)
     return np.stack([shards, starts, ends - lengths - 1, ends])
 
-# %% ../nbs/03_loader.ipynb #8bcfd3a4
-@patch
-def settle(self: PackedSampler, lap: int, number: int, at: int) -> tuple[int, int, int]:
-    "Move a place that lies past the end of its group on to the group it belongs to."
-    while at >= (total := int(self.group(lap, number)[3, -1])):
-        last = (number + 1) * GROUP_SHARDS >= len(self.paths)
-        lap, number, at = (lap + 1, 0, at - total) if last else (lap, number + 1, at - total)
-    return lap, number, at
-
-# %% ../nbs/03_loader.ipynb #a2ff5a5d
-@patch
-def document(self: PackedSampler, lap: int, number: int, at: int) -> list[int]:
-    "Shard, first token, begin and end of the document at a place."
-    group = self.group(lap, number)
-    return group[:, np.searchsorted(group[3], at, side="right")].tolist()
-
 # %% ../nbs/03_loader.ipynb #34369462
 @patch
 def row(self: PackedSampler, lap: int, number: int, at: int) -> np.ndarray:
@@ -283,14 +268,6 @@ def row(self: PackedSampler, lap: int, number: int, at: int) -> np.ndarray:
         filled, at = filled + take, at + take
     return row
 
-# %% ../nbs/03_loader.ipynb #942b2298
-@patch
-def borders(self: PackedSampler, rows: np.ndarray) -> np.ndarray:
-    "cu_seqlens of a batch [rows, seq_len + 1]: where documents begin in the flattened inputs, and the end."
-    begins = rows[:, :-1] == BOS_ID
-    begins[:, 0] = True
-    return np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
-
 # %% ../nbs/03_loader.ipynb #7924bab7
 def grad_accum(world: int) -> int:
     "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
@@ -302,10 +279,8 @@ class LoaderSettings(Settings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of fineweb_train_*.bin and fineweb_val_*.bin: path")
-    loader: str = setting("sequential", "order of the training windows", "sequential", "coprime", "packed",
-                          fixed="yes")
-    train_batch_tokens: int = setting(786_432, "tokens of one optimizer step, of all ranks together: tokens",
-                                      bounds="> 0")
+    loader: str = setting("sequential", "order of windows", "sequential", "coprime", "packed", fixed="yes")
+    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
     def rows_per_micro(self, world: int, seq_len: int) -> int:
@@ -336,16 +311,16 @@ def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: i
 # %% ../nbs/03_loader.ipynb #15b6feea
 @dataclass
 class Batch:
-    "A batch on the device: int64 [rows, seq_len]; of packed rows also cu_seqlens, int32 [documents + 1]."
+    "A batch on the device: int64 [rows, seq_len] each."
     ids: torch.Tensor
     targets: torch.Tensor
-    borders: torch.Tensor | None = None
 
 # %% ../nbs/03_loader.ipynb #29141a2f
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    It takes over the `sampler`. Tokens must be below `vocab_size`; up to `depth` batches are built ahead.
+    It takes over the `sampler`, which `make_sampler` builds. Tokens must be below `vocab_size`; up to `depth`
+    batches are built ahead.
     """
 
     def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int, depth: int = 4):
@@ -363,6 +338,22 @@ class Loader:
         "The sampler's state after the last batch handed out, as JSON."
         return self.given
 
+    def rewind(self, state: dict) -> None:
+        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
+        self.close()
+        self.sampler.load_state(state)
+        self.start()
+
+    def close(self) -> None:
+        "Stop the thread, wait for it and for copies; may be called twice."
+        if self.thread is not None:
+            self.running = False
+            self.free.put(None)
+            self.thread.join()
+            self.thread = None
+            if self.stream:
+                self.stream.synchronize()
+
 # %% ../nbs/03_loader.ipynb #6fcc3131
 @patch
 def start(self: Loader) -> None:
@@ -370,48 +361,33 @@ def start(self: Loader) -> None:
     self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
     for buffer in self.buffers:
         self.free.put(buffer)
-    self.given, self.error, self.running = self.sampler.state(), None, True
+    self.given, self.running = self.sampler.state(), True
     self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
     self.thread.start()
 
-# %% ../nbs/03_loader.ipynb #f78bef75
+
 @patch
 def feed(self: Loader) -> None:
-    "The thread: fill free buffers. Hands over (buffer, borders, state), or the exception that ended it."
+    "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
     try:
         while (buffer := self.free.get()) is not None and self.running:
-            rows = next(self.sampler)
-            buffer.numpy()[:] = rows.view(np.int16)
-            self.ready.put((buffer, self.sampler.borders(rows), self.sampler.state()))
+            buffer.numpy()[:] = next(self.sampler).view(np.int16)
+            self.ready.put((buffer, self.sampler.state()))
     except BaseException as error:
         self.ready.put(error)
 
 # %% ../nbs/03_loader.ipynb #5669e64d
 @patch
-def send(self: Loader, buffer: torch.Tensor, borders: np.ndarray | None, state: dict) -> None:
+def send(self: Loader, buffer: torch.Tensor, state: dict) -> None:
     "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
     with torch.cuda.stream(self.stream):  # does nothing where there is no stream
         narrow = buffer.to(self.device, non_blocking=True)
         self.copied.append((buffer, self.stream and self.stream.record_event()))
         wide = narrow.long() & 0xFFFF
-        ids, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
-        borders = None if borders is None else torch.from_numpy(borders).to(self.device, non_blocking=True)
-    self.sent.append((Batch(ids, targets, borders), state, self.stream and self.stream.record_event()))
+        batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
+    self.sent.append((batch, state, self.stream and self.stream.record_event()))
 
 # %% ../nbs/03_loader.ipynb #91535244
-@patch
-def receive(self: Loader) -> Batch:
-    "The oldest batch sent: the current stream waits for it and keeps its memory while in use."
-    batch, self.given, arrived = self.sent.popleft()
-    if arrived is not None:
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(arrived)
-        for tensor in (batch.ids, batch.targets, batch.borders):
-            if tensor is not None:
-                tensor.record_stream(current)
-    return batch
-
-# %% ../nbs/03_loader.ipynb #908fa9a3
 @patch
 def __next__(self: Loader) -> Batch:
     "The next batch, ready for the current stream. Raises an error of the thread, on every call from then on."
@@ -422,32 +398,19 @@ def __next__(self: Loader) -> Batch:
             event.synchronize()
         self.free.put(buffer)
     self.copied = []
-    while not self.sent or len(self.sent) < 2 and not self.error and not self.ready.empty():
-        built = self.error or self.ready.get()
+    while not self.sent or len(self.sent) < 2 and not self.ready.empty():
+        built = self.ready.get()
         if isinstance(built, tuple):
             self.send(*built)
-        else:
-            self.error = built
-            if not self.sent:
-                raise built
-    return self.receive()
-
-# %% ../nbs/03_loader.ipynb #a52cc8d0
-@patch
-def rewind(self: Loader, state: dict) -> None:
-    "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
-    self.close()
-    self.sampler.load_state(state)
-    self.start()
-
-# %% ../nbs/03_loader.ipynb #49b57efd
-@patch
-def close(self: Loader) -> None:
-    "Stop the thread, wait for it and for copies; may be called twice."
-    if self.thread is not None:
-        self.running = False
-        self.free.put(None)
-        self.thread.join()
-        self.thread = None
-        if self.stream:
-            self.stream.synchronize()
+            continue
+        self.ready.put(built)  # for the next call
+        if not self.sent:
+            raise built
+        break
+    batch, self.given, arrived = self.sent.popleft()
+    if arrived is not None:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(arrived)
+        for tensor in (batch.ids, batch.targets):
+            tensor.record_stream(current)  # keeps its memory while in use
+    return batch

@@ -11,7 +11,6 @@ __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'scatter_mean'
 # %% ../nbs/13_parallel_muon.ipynb #ef592cd3
 import gc
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,26 +59,25 @@ class Ranks:
         return box[0]
 
 # %% ../nbs/13_parallel_muon.ipynb #cbe7f290
-def start_ranks(env: dict | None = None, timeout_s: float = 60.0) -> Ranks:
-    """Join the process group that `torchrun` describes in `env` (NCCL with GPUs, else gloo), if there is one.
+def start_ranks(timeout_s: float = 60.0) -> Ranks:
+    """Join the process group that `torchrun` describes in the environment (NCCL with GPUs, else gloo), if any.
 
     A collective that waits longer than `timeout_s` raises. Raises GolfError if a GPU is missing.
     """
-    env = os.environ if env is None else env
-    world, rank, local = (int(env.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    cuda = torch.cuda.is_available()
+    names = ("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in names)
+    cuda, gpu = torch.cuda.is_available(), torch.device("cuda", local)
     if cuda and local >= torch.cuda.device_count():
         raise GolfError(f"rank {rank} needs GPU {local}, but this machine shows {torch.cuda.device_count()}: "
                         "lower --nproc_per_node")
-    device = f"cuda:{local}" if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(local)
     if world == 1:
-        return Ranks(rank, world, device)
-    limit, gpu = timedelta(seconds=timeout_s), torch.device(device) if cuda else None
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit, device_id=gpu)
-    return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timedelta(minutes=30)))
+        return Ranks(device=gpu if cuda else "cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world,
+                            timeout=timedelta(seconds=timeout_s), device_id=gpu if cuda else None)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return Ranks(rank, world, gpu if cuda else "cpu", patient)
 
 # %% ../nbs/13_parallel_muon.ipynb #c9b51a42
 def stop_ranks(ranks: Ranks):
@@ -130,45 +128,34 @@ class ShardedBank:
         self.sum = self.handle = None
         self.state = rule.state(self)
 
-# %% ../nbs/13_parallel_muon.ipynb #94b0c210
-@patch
-def take(self: ShardedBank) -> Tensor:
-    "This rank's gradient of the whole bank [slots, rows, cols], zeros without one; `.grad` becomes None."
-    g = self.replica.grad if self.sum is None else self.sum
-    self.replica.grad = self.sum = None
-    return torch.zeros_like(self.replica.data) if g is None else g
+    def take(self) -> Tensor:
+        "This rank's gradient of the whole bank [slots, rows, cols], zeros without one; `.grad` becomes None."
+        g = self.replica.grad if self.sum is None else self.sum
+        self.replica.grad = self.sum = None
+        return torch.zeros_like(self.replica.data) if g is None else g
 
+    def accumulate(self):
+        "Add the replica's gradient to an fp32 sum and drop it."
+        earlier, self.sum = self.sum, None
+        g = self.take()
+        self.sum = g.to(self.master.dtype, copy=True) if earlier is None else earlier.add_(g)
 
-@patch
-def accumulate(self: ShardedBank):
-    "Add the replica's gradient to an fp32 sum and drop it."
-    earlier, self.sum = self.sum, None
-    g = self.take()
-    self.sum = g.to(self.master.dtype, copy=True) if earlier is None else earlier.add_(g)
+    def reduce(self, g: Tensor):
+        "Start the reduce-scatter of the whole bank's gradient `g` [slots, rows, cols]."
+        self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
 
-# %% ../nbs/13_parallel_muon.ipynb #e9d80777
-@patch
-def reduce(self: ShardedBank, g: Tensor):
-    "Start the reduce-scatter of the whole bank's gradient `g` [slots, rows, cols]."
-    self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
-
-
-@patch
-def arrive(self: ShardedBank):
-    "Wait for the mean gradient of this rank's shard, in `grad`."
-    if self.handle is not None:
-        self.handle.wait()
-        if self.ranks.device.type != "cuda":
+    def arrive(self):
+        "Wait for the mean gradient of this rank's shard, in `grad`."
+        handle, self.handle = self.handle, None
+        wait_all([handle])
+        if handle is not None and self.ranks.device.type != "cuda":
             self.grad.div_(self.ranks.world)
-    self.handle = None
 
-# %% ../nbs/13_parallel_muon.ipynb #eb554dbd
-@patch
-def publish(self: ShardedBank, source: Tensor | None = None):
-    "Start sending `rounded`, or `source` of its shape, to every replica; returns a handle."
-    if source is not None:
-        self.rounded.copy_(source)
-    return gather_into(self.replica.data, self.rounded, self.ranks)
+    def publish(self, source: Tensor | None = None):
+        "Start sending `rounded`, or `source` of its shape, to every replica; returns a handle."
+        if source is not None:
+            self.rounded.copy_(source)
+        return gather_into(self.replica.data, self.rounded, self.ranks)
 
 # %% ../nbs/13_parallel_muon.ipynb #e5e4abf7
 class Knobs:
@@ -233,39 +220,33 @@ class Muon:
     """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
 
     `method` and `steps` are those of `orthogonalize`, `product_dtype` is that of its products (None: the
-    gradient's), `state_dtype` the least width of the momentum; `kernels`: use Triton where it can run.
+    gradient's).
     """
 
     def __init__(self, lr: float = 0.025, wd: float = 0.04, method: str = "ns5", steps: int = 5,
-                 kernels: bool = True, state_dtype=None, product_dtype=None):
-        self.lr, self.wd, self.method, self.steps, self.kernels = lr, wd, method, steps, kernels
-        self.state_dtype, self.product_dtype = state_dtype, product_dtype
+                 product_dtype: torch.dtype | None = None):
+        self.lr, self.wd, self.method, self.steps, self.product_dtype = lr, wd, method, steps, product_dtype
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
-        dtype = torch.promote_types(shard.grad.dtype, self.state_dtype or shard.grad.dtype)
-        return {"momentum_buffer": torch.zeros_like(shard.grad, dtype=dtype)}
+        return {"momentum_buffer": torch.zeros_like(shard.grad)}
 
     def update(self, shard: ShardedBank, grad: Tensor, knobs: Knobs):
         "One step of a shard from its mean gradient `grad` [n, r, c], in place."
         lr = knobs.multiplier * self.lr
         self.move(shard, grad, lr, knobs.momentum, torch.full_like(lr, self.wd), knobs.ok)
 
-# %% ../nbs/13_parallel_muon.ipynb #f4a9600e
-@patch
-def move(self: Muon, shard: ShardedBank, grad, lr, mu, wd, ok):
-    "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
-    momentum = shard.state["momentum_buffer"]
-    fused = self.kernels and bool(usable_kernels(momentum.device, momentum.dtype))
-    ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
-    last = master_kernels if fused else master_step
-    last(shard.master, self.direction(shard, ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
+    def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
+        "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
+        momentum = shard.state["momentum_buffer"]
+        fused = bool(usable_kernels(momentum.device, momentum.dtype))
+        ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
+        last = master_kernels if fused else master_step
+        last(shard.master, self.direction(shard, ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
 
-
-@patch
-def direction(self: Muon, shard: ShardedBank, ahead: Tensor) -> Tensor:
-    "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
-    return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype, self.kernels)
+    def direction(self, shard: ShardedBank, ahead: Tensor) -> Tensor:
+        "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
+        return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype)
 
 # %% ../nbs/13_parallel_muon.ipynb #7a7b2c6a
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
@@ -327,15 +308,15 @@ class FlatGroup:
     """
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
-        self.params, self.names = params, sorted(params, key=lambda k: (rates[k], k))
+        self.params = {k: params[k] for k in sorted(params, key=lambda k: (rates[k], k))}
         self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}  # each starts on 16 bytes
-        self.rounded = torch.cat(self.spaced([params[k].detach() for k in self.names]))
+        self.rounded = torch.cat(self.spaced([p.detach() for p in self.params.values()]))
         self.full = torch.promote_types(self.rounded.dtype, torch.float32)
         self.offsets, self.segments, at = {}, [], 0
-        for k in self.names:
-            self.offsets[k] = at, at + params[k].numel()
+        for k, p in self.params.items():
+            self.offsets[k] = at, at + p.numel()
             start = self.segments.pop()[0] if self.segments and self.segments[-1][2:] == rates[k] else at
-            at += params[k].numel() + self.gaps[k].numel()
+            at += p.numel() + self.gaps[k].numel()
             self.segments.append((start, at, *rates[k]))
         for k, view in self.view(self.rounded).items():
             params[k].data = view
@@ -344,27 +325,20 @@ class FlatGroup:
         self.grad, self.tail = self.wire[:at], self.wire[at:]
         self.state = rule.state(self)
 
-# %% ../nbs/13_parallel_muon.ipynb #6485254a
-@patch
-def spaced(self: FlatGroup, tensors: list) -> list:
-    "The tensors, flat, in the order of `names`, each followed by the zeros that keep the next one aligned."
-    return [t for k, p in zip(self.names, tensors) for t in (p.reshape(-1), self.gaps[k])]
+    def spaced(self, tensors: list) -> list:
+        "The tensors of all parameters, flat, each followed by the zeros that keep the next one aligned."
+        return [t for k, p in zip(self.params, tensors) for t in (p.reshape(-1), self.gaps[k])]
 
+    def view(self, flat: Tensor) -> dict:
+        "Name -> view of `flat` [n] in that parameter's shape."
+        return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
-@patch
-def view(self: FlatGroup, flat: Tensor) -> dict:
-    "Name -> view of `flat` [n] in that parameter's shape."
-    return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
-
-# %% ../nbs/13_parallel_muon.ipynb #abbbd82b
-@patch
-def collect(self: FlatGroup):
-    "Copy this rank's gradients into `grad`; each `.grad` becomes None, a missing one counts as zeros."
-    grads = [self.params[k].grad for k in self.names]
-    grads = [torch.zeros_like(self.params[k]) if g is None else g for k, g in zip(self.names, grads)]
-    for p in self.params.values():
-        p.grad = None
-    torch.cat(self.spaced(grads), out=self.grad)
+    def collect(self):
+        "Copy this rank's gradients into `grad`; each `.grad` becomes None, a missing one counts as zeros."
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params.values()]
+        for p in self.params.values():
+            p.grad = None
+        torch.cat(self.spaced(grads), out=self.grad)
 
 # %% ../nbs/13_parallel_muon.ipynb #e1d04756
 def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps):
@@ -381,16 +355,12 @@ def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps
 
 # %% ../nbs/13_parallel_muon.ipynb #c90c889d
 class AdamW:
-    """The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`.
-
-    `masters`: keep fp32 weights beside 16-bit parameters; `state_dtype` is the least width of the moments.
-    """
-    words = 0
+    "The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`."
+    masters, words = False, 0
 
     def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
-                 betas: tuple = (0.9, 0.95), eps: float = 1e-8, masters: bool = False, state_dtype=None):
+                 betas: tuple = (0.9, 0.95), eps: float = 1e-8):
         self.lr, self.table_lr, self.wd, self.betas, self.eps = lr, table_lr, wd, betas, eps
-        self.masters, self.state_dtype = masters, state_dtype
 
     def rates(self, role: str) -> tuple[float, float]:
         "(learning rate, weight decay) of the parameters of a role."
@@ -398,8 +368,7 @@ class AdamW:
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
-        dtype = torch.promote_types(group.master.dtype, self.state_dtype or group.master.dtype)
-        return {k: torch.zeros_like(group.master, dtype=dtype) for k in ("exp_avg", "exp_avg_sq")}
+        return {k: torch.zeros_like(group.master) for k in ("exp_avg", "exp_avg_sq")}
 
     def update(self, group: FlatGroup, grad: Tensor, knobs: Knobs):
         "One step of a flat group from its mean gradient `grad` [n], segment by segment, in place."
@@ -452,22 +421,32 @@ class Engine:
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None, plan: Plan | None = None,
                  bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3, debug: bool = False):
         self.layout, self.ranks, self.plan = layout, ranks or Ranks(), plan or make_plan(layout)
-        if layout.world != (world := self.ranks.world):
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
-                            f"make it with world={world}")
+        if layout.world != self.ranks.world:
+            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.ranks.world} are running: "
+                            f"make it with world={self.ranks.world}")
         check_plan(self.plan, layout)
         self.clip, self.max_norm, self.debug = clip, max_norm, debug
-        self.bank_rule, self.small_rule = bank_rule or Muon(), small_rule or AdamW()
-        banks = roles["bank"]
+        self.bank_rule, self.small_rule, banks = bank_rule or Muon(), small_rule or AdamW(), roles["bank"]
         self.banks = {s.name: ShardedBank(s, banks[s.name], self.ranks, self.bank_rule) for s in layout.banks}
         self.groups = flat_groups(roles, self.small_rule)
+        self.parts = [*self.banks.values(), *self.groups]
         self.prepare()
         self.publish()
+
+    def step(self, multiplier=1.0, momentum: float = 0.99):
+        "`launch` and `finish` in one call: gradients in, new weights out."
+        self.launch()
+        self.finish(multiplier, momentum)
+
+    def accumulate(self):
+        "Call after each backward of an accumulated step: adds the bank gradients up in fp32 and frees them."
+        for bank in self.banks.values():
+            bank.accumulate()
 
 # %% ../nbs/13_parallel_muon.ipynb #dd76ffaf
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
-# %% ../nbs/13_parallel_muon.ipynb #fef82cbc
+
 def flat_groups(roles: dict, rule) -> list[FlatGroup]:
     "One flat group for each dtype of tables and scalars, the widest first: the control words ride with it."
     params, rates, made = {}, {}, []
@@ -479,24 +458,26 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
     return made
 
-# %% ../nbs/13_parallel_muon.ipynb #120343e5
+# %% ../nbs/13_parallel_muon.ipynb #fef82cbc
 @patch
 def prepare(self: Engine):
     "The control vector, the knobs, a stream for each bank, and the launches to record."
     first, words = next(iter(self.banks.values())).master, len(CONTROL_WORDS) + self.small_rule.words
     self.full, self.device, cuda = first.dtype, first.device, first.is_cuda
     self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
-    self.norm_sq, self.words = self.control[CONTROL_WORDS.index("norm_sq")], self.control[len(CONTROL_WORDS):]
-    self.knobs = Knobs(self.words, self.full)
+    self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
+    self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
     self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if cuda}
-    self.staged, self.wires, self.clip_step = {}, {}, None
+    self.staged, self.wires = {}, {}
     self.small_step = Recorded(lambda: self.update_small(), self.device)
     self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
 
-# %% ../nbs/13_parallel_muon.ipynb #50fbadf0
+
 @patch
 def publish(self: Engine, project=None):
-    "Write every replica from the masters, through `project(name, master)` if given; returns when done."
+    "Write all parameters from the masters, banks through `project(name, master)` if given; returns when done."
+    for g in self.groups:
+        g.rounded.copy_(g.master)
     masters = {n: self.banks[n].master for n in self.plan.work}
     wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
 
@@ -507,29 +488,21 @@ def launch(self: Engine, loss=None, elapsed_ms: float = 0.0, stop: bool = False)
     grads = {n: b.take() for n, b in self.banks.items()}
     for g in self.groups:
         g.collect()
-    self.write_control(loss, elapsed_ms, stop)
+    words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
+    words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
+    self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
+    self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
     if self.clip == "local":
-        self.stage(grads)
-        self.clip_step()
+        self.clip_local(grads)
     if self.clip == "none":
         self.norm_sq.copy_(squared_norm([*grads.values(), *(g.grad for g in self.groups)], self.full))
     for wire in [g.wire for g in self.groups] or [self.control]:
         self.ranks.sum(wire)
     for n in self.plan.scatter:
         self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
-    if self.debug:
-        for b in self.banks.values():
-            b.replica.data.fill_(float("nan"))
+    for b in self.banks.values() if self.debug else ():
+        b.replica.data.fill_(float("nan"))
     return self.control
-
-# %% ../nbs/13_parallel_muon.ipynb #caee0c9a
-@patch
-def write_control(self: Engine, loss, elapsed_ms: float, stop: bool):
-    "Write this rank's first three words, without waiting for the GPU."
-    words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
-    words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
-    self.control[:2].copy_(words, non_blocking=True)
-    self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
 
 # %% ../nbs/13_parallel_muon.ipynb #6eb05be1
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
@@ -548,24 +521,19 @@ def finish(self: Engine, multiplier=1.0, momentum: float = 0.99, project=None):
     if self.clip == "global":
         self.clip_global()
     self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
-    ready = torch.cuda.current_stream().record_event() if self.streams else None
-    handles = [self.finish_bank(n, project, ready) for n in self.plan.work]
+    ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
+    for n in self.plan.work:
+        bank, stream = self.banks[n], self.streams.get(n)
+        with torch.cuda.stream(stream):  # does nothing where there is no stream
+            if stream is not None:
+                stream.wait_event(ready)
+            bank.arrive()
+            self.bank_steps[n]()
+            handles.append(bank.publish(project and project(n, bank.master)))
     self.small_step()
     wait_all(handles)
     for stream in self.streams.values():
         torch.cuda.current_stream().wait_stream(stream)
-
-# %% ../nbs/13_parallel_muon.ipynb #7fc3201e
-@patch
-def finish_bank(self: Engine, name: str, project, ready):
-    "On the bank's stream, after the event `ready`: wait for the gradient, update, publish; returns a handle."
-    bank, stream = self.banks[name], self.streams.get(name)
-    with torch.cuda.stream(stream):  # does nothing where there is no stream
-        if stream is not None:
-            stream.wait_event(ready)
-        bank.arrive()
-        self.bank_steps[name]()
-        return bank.publish(project and project(name, bank.master))
 
 # %% ../nbs/13_parallel_muon.ipynb #ddb46cbd
 @patch
@@ -585,26 +553,11 @@ def update_small(self: Engine):
     for g in self.groups:
         self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
 
-# %% ../nbs/13_parallel_muon.ipynb #a2109d6c
-@patch
-def step(self: Engine, multiplier=1.0, momentum: float = 0.99):
-    "`launch` and `finish` in one call: gradients in, new weights out."
-    self.launch()
-    self.finish(multiplier, momentum)
-
-
-@patch
-def accumulate(self: Engine):
-    "Call after each backward of an accumulated step: adds the bank gradients up in fp32 and frees them."
-    for bank in self.banks.values():
-        bank.accumulate()
-
 # %% ../nbs/13_parallel_muon.ipynb #cca88cb9
 def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
     "min(1, max_norm / (norm + 1e-6)), 0-dim; 1 when `max_norm` is 0."
-    if max_norm <= 0:
-        return torch.ones_like(norm_sq)
-    return (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
+    return factor if max_norm > 0 else torch.ones_like(norm_sq)
 
 # %% ../nbs/13_parallel_muon.ipynb #736ab712
 @patch
@@ -620,23 +573,22 @@ def clip_global(self: Engine):
 
 # %% ../nbs/13_parallel_muon.ipynb #1e1a59c3
 @patch
-def stage(self: Engine, grads: dict):
-    "Copy whole bank gradients (by bank name) into `staged`, which stays; clipped they are sent from `wires`."
-    dtypes = {n: g.dtype for n, g in grads.items()}
-    if {n: t.dtype for n, t in self.staged.items()} != dtypes:
+def clip_local(self: Engine, grads: dict):
+    "Clip this rank's gradients: whole banks (`grads`, by name), then sent from `wires`, and the small ones."
+    if not self.staged:
         self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
         self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
-        self.clip_step = Recorded(lambda: self.clip_local(), self.device)
+        self.clip_step = Recorded(lambda: self.scale_staged(), self.device)
     torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
+    self.clip_step()
 
-# %% ../nbs/13_parallel_muon.ipynb #20d3e0aa
+
 @patch
-def clip_local(self: Engine):
-    "Measure this rank's gradient and scale it, banks into `wires`, the small ones in place."
+def scale_staged(self: Engine):
+    "Measure this rank's gradient and scale it, banks from `staged` into `wires`, the small ones in place."
     small = [g.grad for g in self.groups]
-    norm_sq = squared_norm([*self.staged.values(), *small], self.full)
-    self.norm_sq.copy_(norm_sq)
-    factor = clip_factor(norm_sq, self.max_norm)
+    self.norm_sq.copy_(squared_norm([*self.staged.values(), *small], self.full))
+    factor = clip_factor(self.norm_sq, self.max_norm)
     for g, out in [*((g, self.wires[n]) for n, g in self.staged.items()), *zip(small, small)]:
         torch.mul(g, factor.view([1] * g.ndim), out=out)
 
@@ -644,7 +596,7 @@ def clip_local(self: Engine):
 @patch
 def tensors(self: Engine) -> list:
     "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
-    return [self.banks[s.name].master for s in self.layout.banks] + [g.master for g in self.groups]
+    return [part.master for part in self.parts]
 
 
 @patch
@@ -655,10 +607,10 @@ def gather(self: Engine, tensors: list | None = None) -> tuple[dict, dict]:
     """
     tensors = self.tensors() if tensors is None else tensors
     banks, others = {}, {}
-    for spec, shard in zip(self.layout.banks, tensors):
-        banks[spec.name] = torch.empty(spec.shape, dtype=shard.dtype, device=shard.device)
-        wait_all([gather_into(banks[spec.name], shard.contiguous(), self.ranks)])
-    for g, flat in zip(self.groups, tensors[len(self.layout.banks):]):
+    for (name, bank), shard in zip(self.banks.items(), tensors):
+        banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
+        wait_all([gather_into(banks[name], shard.contiguous(), self.ranks)])
+    for g, flat in zip(self.groups, tensors[len(banks):]):
         others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
     return banks, others
 
@@ -672,33 +624,19 @@ def load(self: Engine, banks: dict, others: dict):
     for g in self.groups:
         for k, view in g.view(g.master).items():
             view.copy_(others[k])
-        g.rounded.copy_(g.master)
     self.publish()
 
 # %% ../nbs/13_parallel_muon.ipynb #6eb42959
 @patch
 def state(self: Engine) -> list:
-    "Every tensor that a step changes on this rank (replicas follow from the masters)."
-    parts = [*self.banks.values(), *self.groups]
-    return [t for p in parts for t in (p.master, *p.state.values())] + [self.knobs.count]
+    "Every tensor that a step changes on this rank (parameters follow from the masters)."
+    return [t for part in self.parts for t in (part.master, *part.state.values())] + [self.knobs.count]
 
 
-@patch
-def snapshot(self: Engine) -> list:
-    "A copy of the engine's state."
-    return [t.clone() for t in self.state()]
-
-# %% ../nbs/13_parallel_muon.ipynb #af958f0a
 @patch
 def restore(self: Engine, saved: list):
-    "Back to what `snapshot` gave, gradients dropped, replicas published."
-    for t, s in zip(self.state(), saved):
-        t.copy_(s)
-    for b in self.banks.values():
-        b.take()
-    for g in self.groups:
-        g.collect()
-        g.rounded.copy_(g.master)
+    "Back to a copy of `state()`, and publish."
+    torch._foreach_copy_(self.state(), saved)
     self.publish()
 
 # %% ../nbs/13_parallel_muon.ipynb #be641767
@@ -718,12 +656,6 @@ class EngineSettings(Settings):
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
     clip: str = setting("local", "whose norm: each rank's before averaging (as published), or the mean's",
                         "local", "global", fixed="yes")
-
-    def problems(self) -> Iterator[str]:
-        "What makes the engine impossible: more iterations than there are coefficients."
-        if self.ns == "polar" and self.muon_backend_steps > 5:
-            yield ("MUON_BACKEND_STEPS must be at most 5 with NS=polar, since it has five triples, "
-                   f"found {self.muon_backend_steps}: lower it")
 
 # %% ../nbs/13_parallel_muon.ipynb #5010a1b1
 def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks, debug: bool = False) -> Engine:

@@ -369,7 +369,7 @@ def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
 # %% ../nbs/15_train.ipynb #fe963e56
 def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` steps, then put everything back as it was."
-    saved, place = engine.snapshot(), loader.state()
+    saved, place = [t.clone() for t in engine.state()], loader.state()
     trial = Trainer(cfg, loss_fn, loader, engine, now=lambda: 0.0)
     for step in range(1, cfg.warmup_steps + 1):
         trial.step()

@@ -144,7 +144,7 @@ def plain(kind: str, world: int, steps: int = 5, accum: int = 1, skip: int = -1,
     groups = {True: [], False: []}
     for n, p in named.items():
         if n in names:
-            a, b = p.shape[::-1] if kinds[n] == "conv1d" else p.shape  # torch's own factor knows p.shape only
+            a, b = p.shape[::-1] if kinds[n] else p.shape  # torch's own factor knows p.shape only
             lr = SETTINGS["lr"] * lr_mul(n, p) * (max(1, a / b) / max(1, p.shape[0] / p.shape[1])) ** 0.5
             groups[True].append(dict(params=[p], lr=lr, weight_decay=SETTINGS["weight_decay"] * wd_mul(n, p) * SETTINGS["lr"] * lr_mul(n, p) / lr))
         else:

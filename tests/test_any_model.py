@@ -194,8 +194,8 @@ def test_names_values_forward_and_copies_stay(kind, transposable):
     assert dict(model.named_parameters()) .keys() == parameters.keys() and all(p is parameters[n] for n, p in model.named_parameters())
     assert list(model.state_dict()) == list(was) and all(torch.equal(t, was[n]) and t.dtype == was[n].dtype for n, t in model.state_dict().items())
     assert loss_of(model, rows_of(0)).item() == pytest.approx(out, rel=1e-14)  # a product may read a transposed weight in another order
-    for n, p in opt.banked.items():
-        assert p.untyped_storage().data_ptr() == opt.engine.banks[opt.places[n][0]].replica.untyped_storage().data_ptr()
+    for bank, _, m in opt.layout:
+        assert opt.banked[m.name].untyped_storage().data_ptr() == opt.engine.banks[bank.name].replica.untyped_storage().data_ptr()
     file = io.BytesIO()
     torch.save(copy.deepcopy(model).state_dict(), file)
     file.seek(0)

@@ -128,12 +128,12 @@ def test_off_values_of_what_is_not_built_are_accepted():
 @pytest.mark.parametrize("pairs, words", [
     ("NUM_HEADS=7", "divisible by NUM_HEADS"), ("NUM_KV_HEADS=3", "divisible by NUM_KV_HEADS"), ("NUM_HEADS=0", "NUM_HEADS must be above 0"), ("NUM_KV_HEADS=0", "above 0"),
     ("MODEL_DIM=0", "above 0"), ("NUM_LAYERS=0", "above 0"), ("NUM_LAYERS=4", "VE_LAYERS must name at least one block of 0..3"), ("VE_LAYERS=9,9", "none twice"), ("VE_LAYERS=", "at least one"),
-    ("VE_LAYERS=a,b", "parted by commas"), ("VE_LAYERS=-1", "parted by commas"), ("ROPE_DIMS=15", "even"), ("ROPE_DIMS=66", "at most the head width"), ("ROPE_DIMS=0", "above 0"), ("ROPE_DIMS=2", "NTK"),
-    ("VOCAB_SIZE=70000", "65536"), ("BIGRAM_VOCAB_SIZE=1", "BIGRAM_VOCAB_SIZE 0 or"), ("BIGRAM_DIM=0", "above 0"), ("VE_DIM=0", "above 0"), ("NEGATIVE_SLOPE=-1", "NEGATIVE_SLOPE"), ("LOGIT_SOFTCAP=0", "above 0"),
+    ("VE_LAYERS=a,b", "parted by commas"), ("VE_LAYERS=-1", "parted by commas"), ("ROPE_DIMS=15", "even"), ("ROPE_DIMS=66", "at most the head width"), ("ROPE_DIMS=0", "above 0"),
+    ("VOCAB_SIZE=70000", "65536"), ("BIGRAM_VOCAB_SIZE=1", "0 or at least 2"), ("BIGRAM_DIM=0", "above 0"), ("VE_DIM=0", "above 0"), ("NEGATIVE_SLOPE=-1", "NEGATIVE_SLOPE"), ("LOGIT_SOFTCAP=0", "above 0"),
     ("TRAIN_BATCH_TOKENS=1000", "whole rows"), ("TRAIN_BATCH_TOKENS=0", "above 0"), ("TRAIN_SEQ_LEN=0", "above 0"), ("TRAIN_SEQ_LEN=-8", "above 0"), ("TRAIN_BATCH_TOKENS=6144", "multiple of 8 ranks x 1"),
     ("EVAL_STRIDE=2049", "at most EVAL_SEQ_LEN"), ("EVAL_STRIDE=0", "above 0"), ("ITERATIONS=0", "above 0"), ("WARMDOWN_ITERS=-1", "0 or more"), ("MAX_WALLCLOCK_SECONDS=-1", "0 or more"),
     ("SEED=-1", "0 or more"), ("BETA1=1", r"\[0, 1\)"), ("EMA_DECAY=1.5", r"\[0, 1\)"), ("SWA_EVERY=0", "above 0"), ("TTT_CHUNK_TOKENS=100", "hold one row"),
-    ("TTT_BATCH_SEQS=0", "above 0"), ("TTT_FREEZE_BLOCKS=12", "at most NUM_LAYERS"), ("RUN_ID=../x", "without slashes"), ("RUN_ID=..", "without slashes"), ("NS=polar MUON_BACKEND_STEPS=6", "at most 5"),
+    ("TTT_BATCH_SEQS=0", "above 0"), ("TTT_FREEZE_BLOCKS=12", "at most NUM_LAYERS"), ("RUN_ID=../x", "without slashes"), ("RUN_ID=..", "without slashes"),
     ("RECIPE=pr726 TTT_FORM=adapters", "must be 0 with TTT_FORM=adapters"), ("MLP_MULT=0.001", "at least one channel"), ("SEED=9223372036854775808", "below 2"),
 ])
 def test_check_refuses(pairs, words):

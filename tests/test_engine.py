@@ -85,7 +85,7 @@ def test_against_torch_muon_at_constant_momentum():
 def test_snapshot_restore_leaves_no_trace():
     cfg, layout, model = model_of(settings(3))
     engine = Engine(model.role_params(), layout)
-    saved, before = engine.snapshot(), {n: p.detach().clone() for n, p in model.named_parameters()}
+    saved, before = [t.clone() for t in engine.state()], {n: p.detach().clone() for n, p in model.named_parameters()}
     run_steps(engine, model, cfg, [0.9] * 3)
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
     engine.restore(saved)

@@ -168,7 +168,7 @@ def test_loader_gives_the_samplers_batches(paths, device, depth):
             kept.append((next(loader), torch.from_numpy(next(plain).astype(np.int64))))
             assert loader.state() == plain.state()
     for batch, rows in kept: # compared late: batches must not be overwritten by later ones
-        assert batch.ids.device.type == device.type and batch.ids.dtype == batch.targets.dtype == torch.int64 and batch.borders is None
+        assert batch.ids.device.type == device.type and batch.ids.dtype == batch.targets.dtype == torch.int64
         assert torch.equal(batch.ids.cpu(), rows[:, :-1]) and torch.equal(batch.targets.cpu(), rows[:, 1:])
 
 
@@ -285,31 +285,14 @@ def test_packed_rows_hold_every_token_of_text_once_a_pass(tmp_path_factory, data
         assert len(set(part)) == len(part) and set(part) == once
 
 
-def test_packed_documents_stay_together_and_borders_mark_them(tmp_path):
+def test_packed_documents_stay_together(tmp_path):
     docs = [[1, *range(10 * d, 10 * d + d % 7)] for d in range(1, 40)]
-    paths = written(tmp_path, [sum(docs[:25], []), sum(docs[25:], [])])
-    sampler = PackedSampler(paths, 0, 1, 4, 32, seed=1)
-    whole = {tuple(d[1:]) for d in docs}
+    sampler, whole = PackedSampler(written(tmp_path, [sum(docs[:25], []), sum(docs[25:], [])]), 0, 1, 4, 32, seed=1), {tuple(d[1:]) for d in docs}
     for _ in range(3):
-        batch = next(sampler)
-        borders = sampler.borders(batch)
-        flat = batch[:, :-1].reshape(-1)
-        assert borders.dtype == np.int32 and borders[0] == 0 and borders[-1] == flat.size and (np.diff(borders) > 0).all()
-        assert (flat[borders[:-1]] == 1).all() and set(range(0, flat.size, 32)) <= set(borders.tolist())
-        inner = [tuple(flat[a + 1 : b].tolist()) for a, b in zip(borders[:-1], borders[1:]) if a % 32 and b % 32]
-        assert inner and set(inner) <= whole, "a document that neither begins nor ends its row is whole"
+        for row in next(sampler)[:, :-1]:
+            inner = [tuple(row[a:a + n].tolist()) for a, n in zip(*index_documents(row))][1:-1]
+            assert inner and set(inner) <= whole, "a document that neither begins nor ends its row is whole"
     assert index_documents(np.array([9, 9], np.uint16))[1].tolist() == [2] and index_documents(np.array([1], np.uint16))[1].tolist() == [0]
-
-
-def test_packed_loader_carries_borders(tmp_path):
-    paths = written(tmp_path, [[1, 5, 6, 7, 1, 8] * 20])
-    plain = PackedSampler(paths, 0, 1, 2, 8, 3)
-    with Loader(PackedSampler(paths, 0, 1, 2, 8, 3), "cpu", 100) as loader:
-        for _ in range(9):
-            batch, rows = next(loader), next(plain)
-            assert batch.ids.tolist() == rows[:, :-1].tolist() and batch.targets.tolist() == rows[:, 1:].tolist()
-            assert batch.borders.tolist() == plain.borders(rows).tolist() and batch.borders.dtype == torch.int32
-            assert loader.state() == plain.state()
 
 
 @given(lengths=st.lists(st.integers(3, 90), min_size=1, max_size=9), world=st.integers(1, 8), rows=st.integers(1, 3), seq_len=st.integers(1, 24),
