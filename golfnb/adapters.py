@@ -19,7 +19,7 @@ from torch import Tensor
 from .bpb import ByteTable, target_bytes
 from .settings import GolfError, patch, setting
 from .layers import rms_norm, token_nll
-from .evaluate import EvalSettings
+from .evaluate import EvalSettings, total_score
 from .model import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
 from .parallel_muon import Ranks, Recorded
 from .quantize import deal_jobs
@@ -69,10 +69,9 @@ def lane_count(lengths: np.ndarray, most: int, world: int) -> int:
 
 # %% ../nbs/18b_adapters.ipynb #7f993fb2
 def lane_plan(spans: np.ndarray, cfg: AdapterSettings, ranks: Ranks) -> dict[str, np.ndarray]:
-    """What each of this rank's lanes does at each step, [steps, lanes] each.
+    """By name [steps, lanes]: `doc` (-1: idle), its `first` target, `count` of targets.
 
-    `doc` (-1: idle), `first` target, `count` of targets, `fill`: tokens before them in their row, `again`: a
-    new row begins, `goes_on`: the document has another chunk.
+    `fill`: tokens before them in their row, `again`: a new row begins, `goes_on`: another chunk follows.
     """
     size = cfg.ttt_chunk_size
     lengths = -(-(spans[:, 1] - spans[:, 0]) // size)
@@ -92,10 +91,7 @@ def lane_plan(spans: np.ndarray, cfg: AdapterSettings, ranks: Ranks) -> dict[str
 
 # %% ../nbs/18b_adapters.ipynb #1dbe00b0
 def first_adapters(model: Golf, rank: int, seed: int = 0) -> Tensor:
-    """What each document starts with, [layers, parameters of a block] in the dtype of masters.
-
-    A [in, rank] uniform in +-1/sqrt(in), then B [rank, out] zero, matrix after matrix.
-    """
+    "Fresh adapters [layers, parameters]: A [in, rank] uniform in +-1/sqrt(in), B [rank, out] zero."
     g, parts = torch.Generator().manual_seed(seed), []
     for rows, cols in [m.shape for m in model.weights()[0][:len(BLOCK_MATRICES)]] * model.cfg.num_layers:
         a = 2 * torch.rand(rank * cols, generator=g, dtype=torch.float64) - 1
@@ -114,10 +110,9 @@ def adapter_pairs(flat: Tensor, w: BlockWeights) -> list[tuple[Tensor, Tensor]]:
 
 # %% ../nbs/18b_adapters.ipynb #af32e6b3
 def attend_stored(q: Tensor, keys: tuple, values: tuple, mask: Tensor) -> Tensor:
-    """Grouped-query attention under a mask, [lanes, T, H, head].
+    """Grouped-query attention of q [lanes, T, H, head] under a mask [lanes, 1, 1, T, S + T].
 
-    q [lanes, T, H, head]; keys and values: stored [lanes, KV, S, head] and new [lanes, KV, T, head]; mask
-    [lanes, 1, 1, T, S + T].
+    Keys and values: stored [lanes, KV, S, head] and new [lanes, KV, T, head].
     """
     (_, T, _, D), wide = q.shape, torch.promote_types(q.dtype, torch.float32)
     q = q.unflatten(2, (keys[0].shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -148,10 +143,7 @@ class AdaptedBlock(Block):
 # %% ../nbs/18b_adapters.ipynb #cb281684
 def adapted_block(traits: Block, x: Tensor, x0: Tensor, w: BlockWeights, norm: Tensor, flat: Tensor,
                   cos: Tensor, sin: Tensor, ve: Tensor | None, keys: Tensor, values: Tensor, fill: Tensor):
-    """Block.run with adapters `flat` [lanes, parameters]: x [lanes, T, D], and the keys and values it made.
-
-    Of `traits` no number that differs from block to block is read. `fill` [lanes] of the stored keys count.
-    """
+    "Block.run with adapters `flat` [lanes, parameters] over `fill` stored keys: x and the keys it made."
     T, S = x.shape[1], keys.shape[2]
     stored, place = torch.arange(S, device=x.device) < fill[:, None], torch.arange(T, device=x.device)
     new = (place <= place[:, None]).expand(len(fill), -1, -1)
@@ -165,8 +157,7 @@ def adapted_walk(model: Golf, ids: Tensor, fill: Tensor, flats: list[Tensor], ke
                  row: int, run: Callable) -> tuple[Tensor, Tensor, Tensor]:
     """The last residual stream [lanes, T, D]; the chunk's keys and values [layers, lanes, KV, T, head].
 
-    ids [lanes, 2 + T]; fill [lanes]: tokens before them in their row of `row`, 0 or at least 2; flats: each
-    block's adapters; stored keys and values [layers, lanes, KV, S, head]; `run` is `adapted_block`.
+    ids [lanes, 2 + T]; fill [lanes]: tokens before them in their `row`; `flats`: each block's adapters.
     """
     x0 = torch.where((fill == 0)[:, None, None], model.embed(ids[:, 2:]), model.embed(ids)[:, 2:])
     ves, weights, made = model.value_embeddings(ids[:, 2:]), model.weights(), []
@@ -191,10 +182,7 @@ def chunk_loss(x: Tensor, table: Tensor, targets: Tensor, goes_on: Tensor, cap: 
 
 # %% ../nbs/18b_adapters.ipynb #c2c53031
 def adapted_step(model: Golf, cfg: AdapterSettings) -> Callable:
-    """(ids [lanes, 2 + T + 1], fill, flats, keys, values, goes_on) -> loss, nats, new keys, new values.
-
-    Compiled where the settings say so; arguments as in `adapted_walk`.
-    """
+    "(ids [lanes, 2 + T + 1], fill, flats, keys, values, goes_on) -> loss, nats, new keys, new values."
     run, score = (compiled(f, cfg, model.tok_emb.device) for f in (adapted_block, chunk_loss))
 
     def step(ids, fill, flats, keys, values, goes_on):
@@ -205,11 +193,7 @@ def adapted_step(model: Golf, cfg: AdapterSettings) -> Callable:
 # %% ../nbs/18b_adapters.ipynb #4cd6e0c3
 def adapter_update(flat: Tensor, masters: Tensor, second: Tensor, count: Tensor, grad: Tensor,
                    goes_on: Tensor, first: Tensor, lr: float, beta2: float) -> None:
-    """Adam without momentum in the lanes that go on, a fresh start in the others: one block, in place.
-
-    [lanes, parameters] each: `flat` as the model reads it, its masters, their mean squared gradient `second`,
-    grad. count [lanes, 1] steps so far; goes_on [lanes]; first [parameters].
-    """
+    "Adam without momentum in lanes that go on, a fresh start in others: [lanes, parameters], in place."
     on, grad = goes_on[:, None] > 0, grad.to(masters.dtype)
     mean_square = torch.lerp(second, grad.square(), 1 - beta2)
     root = (mean_square / (1 - beta2 ** (count + 1))).sqrt()
@@ -249,14 +233,6 @@ class Lanes:
         places = first[:, None] + torch.arange(-2, size, device=first.device)
         return self.tokens[places.clamp(0, self.tokens.numel() - 1)].long()
 
-    @torch.no_grad()
-    def learn(self, grads: tuple[Tensor, ...], goes_on: Tensor):
-        "A step of every block's adapters, or their fresh start."
-        rates, blocks = (self.cfg.ttt_lora_lr, self.cfg.ttt_beta2), (self.flat, self.masters, self.second)
-        for *block, grad, first in zip(*blocks, grads, self.first):
-            self.update(*block, self.count, grad, goes_on, first, *rates)
-        self.count.copy_((self.count + 1) * goes_on[:, None])
-
 # %% ../nbs/18b_adapters.ipynb #452f50eb
 @patch
 def advance(self: Lanes):
@@ -265,21 +241,19 @@ def advance(self: Lanes):
     size, goes_on = len(self.place), goes_on.to(self.masters.dtype)
     ids, stored = self.window(first, size + 1), (self.keys[..., :-size, :], self.values[..., :-size, :])
     loss, nats, *made = self.step(ids, fill, self.flats, *stored, goes_on)
-    self.add_up(ids, nats, first, self.place < count[:, None])
-    self.learn(torch.autograd.grad(loss, self.flats), goes_on)
-    for kept, new in zip((self.keys, self.values), made):
-        kept.transpose(2, 3)[:, self.lane, fill[:, None] + self.place] = new.transpose(2, 3)
-    self.at += 1
-
-# %% ../nbs/18b_adapters.ipynb #ff72018b
-@patch
-def add_up(self: Lanes, ids: Tensor, nats: Tensor, first: Tensor, valid: Tensor):
-    "Sums of nats, bytes and targets [lanes, T], where they are `valid`."
+    valid, grads = self.place < count[:, None], torch.autograd.grad(loss, self.flats)
     n_bytes = target_bytes(self.table, ids[:, 2:-1], ids[:, 3:]) * valid
     self.total += torch.stack([t.double().sum() for t in (torch.where(valid, nats, 0), n_bytes, valid)])
     if self.out is not None:  # one place past the last target takes what does not count
         at = torch.where(valid, first[:, None] + self.place, self.tokens.numel() - 1)
         self.out.scatter_(0, at.flatten(), nats.flatten().to(self.out.dtype))
+    with torch.no_grad():
+        for *block, grad, fresh in zip(self.flat, self.masters, self.second, grads, self.first):
+            self.update(*block, self.count, grad, goes_on, fresh, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
+    self.count.copy_((self.count + 1) * goes_on[:, None])
+    for kept, new in zip((self.keys, self.values), made):
+        kept.transpose(2, 3)[:, self.lane, fill[:, None] + self.place] = new.transpose(2, 3)
+    self.at += 1
 
 # %% ../nbs/18b_adapters.ipynb #08eaea0d
 @patch
@@ -298,10 +272,7 @@ def begin_row(self: Lanes):
 def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings,
                     ranks: Ranks, log: RunLog | None = None, step: Callable | None = None,
                     out: Tensor | None = None) -> tuple[float, float, Ledger]:
-    """Test-time training by documents (parameter-golf PR #77), which moves nothing but their adapters.
-
-    Arguments and results as of `score_first`; `step` is an `adapted_step`. GolfError if a rule is broken.
-    """
+    "`score_first` by documents (parameter-golf PR #77), moving only adapters. GolfError if a rule is broken."
     for problem in adapter_problems(cfg):
         raise GolfError(problem)
     spans = document_spans(tokens)
@@ -310,7 +281,7 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, 
     load_named(model, state)
     model.requires_grad_(False)  # or a compiled backward would compute gradients that nobody wants
     lanes, steps = Lanes(model, tokens, table, cfg, plan, step, room), len(plan["doc"])
-    score = RunningScore(log, tokens.numel() - 1, steps, every=64)
+    score = RunningScore(log, steps, every=64)
     for s in range(steps):
         doc, first, end = plan["doc"][s], plan["first"][s], plan["first"][s] + plan["count"][s]
         for book, on in ((ledger.scored, doc >= 0), (ledger.train, plan["goes_on"][s])):
@@ -322,7 +293,9 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, 
     model.requires_grad_(True)
     if out is not None:
         out.copy_(room[:-1])
-    return *score.final(lanes.total, ranks), ledger
+    found = total_score(lanes.total, tokens.numel() - 1, ranks)
+    score.write(*lanes.total.tolist(), steps - 1)
+    return *found, ledger
 
 # %% ../nbs/18b_adapters.ipynb #fd91b5b6
 def document_trial(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings) -> Trial:
@@ -339,10 +312,7 @@ def document_trial(model: Golf, state: dict, tokens: Tensor, table: ByteTable, c
 
 # %% ../nbs/18b_adapters.ipynb #633ddab9
 def audit_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings) -> list:
-    """The adapters' scorer held against the four conditions, on the CPU: findings as in `audit_score`.
-
-    The beginning of `tokens` is used, with short rows and small adapters: nothing depends on more.
-    """
+    "`audit_score` of the adapters' scorer: findings. Short rows and small adapters: nothing depends on more."
     def run(tokens, cfg): return document_trial(model, state, tokens, table, cfg)
 
     name, seq, vocab = "adapters per document", min(cfg.eval_seq_len, 256), model.cfg.vocab_size

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# %% ../nbs/12_averaging.ipynb #2ada69d3
 from .settings import GolfError, Settings, setting
 
 # %% ../nbs/12_averaging.ipynb #c8b998ae
@@ -21,10 +20,7 @@ def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class Ema:
-    """Exponential moving average: E = decay*E + (1-decay)*W after every step (PR #549).
-
-    E starts as a copy of `tensors`, the initial weights. Raises GolfError for a decay outside [0, 1).
-    """
+    "E = decay*E + (1-decay)*W after every step (PR #549), from a copy of `tensors`, the initial weights."
 
     def __init__(self, tensors: list[Tensor], decay: float = 0.997):
         if not 0 <= decay < 1:
@@ -76,16 +72,8 @@ class AveragingSettings(Settings):
 
 # %% ../nbs/12_averaging.ipynb #915dee74
 def average_of(mode: str, ema: Ema | None, swa: Swa | None, current: list[Tensor]) -> list[Tensor]:
-    """Copies of the weights a run exports, in at least fp32.
-
-    `mode` is "ema", "swa", "ema+swa" or "none", which takes the `current` weights. Raises GolfError if the
-    mode is unknown or its average was not kept.
-    """
-    kept = {"ema": ema, "swa": swa}
-    parts = [] if mode == "none" else mode.split("+")
-    if mode not in ("ema", "swa", "ema+swa", "none") or any(kept[p] is None for p in parts):
-        have = ", ".join([k for k, v in kept.items() if v is not None] + ["none"])
-        raise GolfError("AVERAGING must be one of ema, swa, ema+swa, none, and be kept from the start: "
-                        f"found {mode!r} while this run keeps {have}")
-    lists = [ema.tensors if p == "ema" else swa.mean() for p in parts] or [current]
-    return wide_copy(lists[0]) if len(lists) == 1 else [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
+    "Copies, in at least fp32, of the weights that AVERAGING=`mode` exports; none: the `current` weights."
+    lists = [ema.tensors if part == "ema" else swa.mean() for part in mode.split("+") if part != "none"]
+    if len(lists) == 2:
+        return [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
+    return wide_copy(lists[0] if lists else current)

@@ -21,20 +21,17 @@ from .settings import GolfError
 def bits_per_byte(nll_sum: float, byte_count: float) -> float:
     "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
     if byte_count <= 0:
-        raise GolfError(f"bits per byte need at least one byte of scored text, found {byte_count}: "
-                        "check tokenizer and validation shards")
+        raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
 # %% ../nbs/01_bpb.ipynb #03113488
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
     "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
-    if not Path(path).is_file():
-        raise GolfError(f"no tokenizer at {path}: expected a SentencePiece .model file; set TOKENIZER_PATH")
     try:
         sp = spm.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found "
-                        "something else or a damaged one; fetch or train it again") from error
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none or "
+                        "a damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):
         raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
                         f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
@@ -68,14 +65,13 @@ class ByteTable:
 # %% ../nbs/01_bpb.ipynb #13451138
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
     "The byte table of a tokenizer, on the CPU."
-    base, leading, boundary = [], [], []
+    rows = []
     for i in range(sp.get_piece_size()):
         piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
         text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
-        base.append(len(text.encode()))
-        leading.append(piece.startswith("▁") and not silent)
-        boundary.append(silent)
-    return ByteTable(torch.tensor(base, dtype=torch.int16), torch.tensor(leading), torch.tensor(boundary))
+        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
+    base, leading, boundary = map(torch.tensor, zip(*rows))
+    return ByteTable(base.to(torch.int16), leading, boundary)
 
 # %% ../nbs/01_bpb.ipynb #4b11aaec
 def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -83,13 +79,8 @@ def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> 
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 # %% ../nbs/01_bpb.ipynb #71de3c95
-def unigram_bpb(train_counts: np.ndarray | torch.Tensor, val_tokens: np.ndarray | torch.Tensor,
-                table: ByteTable) -> float:
-    """The bits per byte of a model that knows only how often each token occurs in training (plus one).
-
-    `train_counts` [V], `val_tokens` [n + 1] with n targets, `table` on the CPU.
-    Raises GolfError if there is not one count for each piece.
-    """
+def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
+    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. Raises GolfError for another V."
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
     if counts.shape != table.base.shape:
         raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "

@@ -20,14 +20,13 @@ from .parallel_muon import Ranks
 
 # %% ../nbs/14_evaluate.ipynb #e968f639
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Cut a stream into windows that score every target exactly once.
+    """First tokens `starts [W]` of windows of min(seq_len, n_targets) tokens that score every target once.
 
-    Returns `starts [W]`, the first token of each window, and `keeps [W]`, how many of its last targets it
-    scores. A window holds min(seq_len, n_targets) tokens. Raises GolfError for a stride outside 1..seq_len.
+    `keeps [W]`: how many of its last targets a window scores. Raises GolfError for a stride over a row.
     """
     if n_targets < 1 or not 1 <= stride <= seq_len:
-        raise GolfError(f"scoring needs at least one target and an EVAL_STRIDE between 1 and the row length "
-                        f"{seq_len}: found {n_targets} targets and stride {stride}")
+        raise GolfError(f"scoring needs targets, and EVAL_STRIDE from 1 to the row length {seq_len}: found "
+                        f"{n_targets} targets and stride {stride}")
     row = min(seq_len, n_targets)
     later = -(-(n_targets - row) // stride)
     starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
@@ -36,21 +35,19 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
 # %% ../nbs/14_evaluate.ipynb #e8d7bac3
 def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
     "Batches (first window, one past the last, keep) of at most `batch_seqs` windows of equal `keeps [W]`."
-    batches, first = [], 0
-    for keep, count in zip(*(t.tolist() for t in torch.unique_consecutive(keeps, return_counts=True))):
-        end = first + count
-        batches += [(a, min(a + batch_seqs, end), keep) for a in range(first, end, batch_seqs)]
-        first = end
-    return batches
+    same, counts = torch.unique_consecutive(keeps, return_counts=True)
+    groups = zip(same.tolist(), counts.tolist(), counts.cumsum(0).tolist())
+    return [(a, min(a + batch_seqs, end), keep) for keep, n, end in groups
+            for a in range(end - n, end, batch_seqs)]
 
 # %% ../nbs/14_evaluate.ipynb #fb9c31af
 @torch.no_grad()
 def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
-                  batch_seqs: int, out: Tensor | None = None, progress: Callable | None = None) -> Tensor:
+                  batch_seqs: int, out: Tensor | None = None) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 
     `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`; a forward
-    takes `batch_seqs` rows. `out [N]` receives each target's nats; `progress(done, all)` follows each batch.
+    takes `batch_seqs` rows. `out [N]` receives each target's nats.
     """
     total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
@@ -65,8 +62,6 @@ def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Ten
                               torch.full_like(total[0], nll.numel())])
         if out is not None:
             out[first[:, None] + span[row - keep:row]] = nll.to(out.dtype)
-        if progress is not None:
-            progress(b, len(keeps))
     return total
 
 # %% ../nbs/14_evaluate.ipynb #e9a5bd50
@@ -85,17 +80,13 @@ def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
 
 # %% ../nbs/14_evaluate.ipynb #5e909094
 def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
-                 batch_seqs: int, ranks: Ranks, out: Tensor | None = None,
-                 progress: Callable | None = None) -> tuple[float, float]:
-    """Nats a token and bits per byte of a stream in windows of `seq_len` tokens; every rank must call.
-
-    Other arguments as in `score_windows`. Raises GolfError for an impossible stride or an empty stream.
-    """
+                 batch_seqs: int, ranks: Ranks, out: Tensor | None = None) -> tuple[float, float]:
+    "Nats a token and bits per byte of a stream in `windows`, as `score_windows`; every rank must call."
     n = tokens.numel() - 1
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
     sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n),
-                         min(batch_seqs, len(starts)), out, progress)
+                         min(batch_seqs, len(starts)), out)
     return total_score(sums, n, ranks)
 
 # %% ../nbs/14_evaluate.ipynb #84acb6cc

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# %% ../nbs/10_grid.ipynb #53291b4b
 from .settings import GolfError, Settings, setting
 
 # %% ../nbs/10_grid.ipynb #dc70d43f
@@ -33,10 +32,7 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
 
 # %% ../nbs/10_grid.ipynb #59515daf
 def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
-    """The distance of two grid points for `clip` [..., rows], rounded to fp16; never zero or infinite.
-
-    `qmax` is 31 for int6, 127 for int8; `floor`, as published: no scale under 1/qmax, so no clip under 1.
-    """
+    "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
     scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
@@ -53,12 +49,9 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
 # %% ../nbs/10_grid.ipynb #a3158dee
 def finite_matrix(w: Tensor) -> Tensor:
     "w [..., rows, cols] in fp32 at least. Raises GolfError if it is no matrix, empty, or holds a NaN or inf."
-    if w.ndim < 2 or not w.numel():
-        raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; "
-                        "store other tensors as fp16")
-    if bad := int((~torch.isfinite(w)).sum()):
-        raise GolfError(f"quantization needs finite weights: found {bad} NaN or inf in a tensor of shape "
-                        f"{tuple(w.shape)}; check the checkpoint")
+    if (bad := int((~torch.isfinite(w)).sum())) or w.ndim < 2 or not w.numel():
+        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor "
+                        f"of shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
     return w if w.dtype == torch.float64 else w.float()
 
 # %% ../nbs/10_grid.ipynb #45948d05
@@ -68,25 +61,22 @@ def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, T
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
     GolfError for a NaN or inf.
     """
-    wide, best = finite_matrix(w), None
-    for index, quantile in enumerate(CLIP_QUANTILES):
+    wide, tried = finite_matrix(w), []
+    for quantile in CLIP_QUANTILES:
         scale = row_scale(row_clip(wide, quantile), qmax, floor)
         q = quantize_rows(wide, scale, qmax)
-        error = (wide - dequantize_rows(q, scale)).square().mean((-2, -1))
-        found = q, scale, torch.full_like(error, index, dtype=torch.int64), error
-        if best is None:
-            best = found
-            continue
-        better = error < best[3]
-        masks = better[..., None, None], better[..., None], better, better
-        best = [torch.where(mask, a, b) for mask, a, b in zip(masks, found, best)]
-    return tuple(best[:3])
+        tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
+    qs, scales, errors = map(torch.stack, zip(*tried))
+    index = (errors > errors.amin(0)).cumprod(0).sum(0)  # the first of those with the least error
+    pick = index.expand(1, *index.shape)[..., None]
+    q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
+    return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
 
 # %% ../nbs/10_grid.ipynb #7de103a9
 @dataclass
 class GridSettings(Settings):
     "What both quantization-aware training and the quantizer need to know of the grid."
-    scale_floor: bool = setting(True, "scales from 1/31 (int6) and 1/127 (int8) up: 0 or 1", fixed="yes")
+    scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
 
 # %% ../nbs/10_grid.ipynb #3bedc56d
 def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-# %% ../nbs/09_newton_schulz.ipynb #2c0b8e1b
 from .settings import GolfError
 from .kernels import check_runnable, jitted, tl, triton, usable_kernels
 
@@ -39,15 +38,10 @@ def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bo
 # %% ../nbs/09_newton_schulz.ipynb #efc49cc5
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
-    """Orthogonalize each matrix of G [..., r, c], in three batched products a step.
-
-    Sources: Muon, PR #399, arXiv 2505.16932. `dtype` is that of products and result (None: G's); `kernels`:
-    use Triton where it can run. Zero matrices, such as padding slots, stay zero.
-    """
+    "Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399)."
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
-    if tall:
-        X = X.mT
+    X = X.mT if tall else X
     fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
     fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
     norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if fused else plain_product
@@ -60,28 +54,24 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
 
 # %% ../nbs/09_newton_schulz.ipynb #132e3664
 def newton_schulz_settings(method: str, steps: int = 5) -> dict:
-    """What "ns5" or "polar" stands for: coeffs, scale and eps of `newton_schulz`.
-
-    Beyond five steps the last triple repeats. Raises GolfError if the method is unknown or steps < 1.
-    """
+    "coeffs, scale and eps of `newton_schulz`. Raises GolfError if the method is unknown or steps < 1."
     table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
     if method not in table or steps < 1:
         raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {method!r}, {steps}")
     coeffs, scale, eps = table[method]
-    return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)
+    return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)  # the last repeats
 
 # %% ../nbs/09_newton_schulz.ipynb #303d01e7
 def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None, kernels: bool = True) -> Tensor:
     """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
 
-    `method`: "ns5" (Muon's quintic) or "polar" (Polar Express); `dtype`: of products and result, None: bf16
-    on CUDA, else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
+    `method`: "ns5" (Muon's quintic) or "polar" (arXiv 2505.16932); `dtype` of the result, None: bf16 on CUDA,
+    else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise GolfError("orthogonalize needs a float tensor of at least two dimensions: "
                         f"found {G.dtype} of shape {tuple(G.shape)}")
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+    dtype = dtype or (torch.bfloat16 if G.is_cuda else G.dtype)
     return newton_schulz(G, dtype=dtype, kernels=kernels, **newton_schulz_settings(method, steps))
 
 # %% ../nbs/09_newton_schulz.ipynb #31ba5098
@@ -118,8 +108,8 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
     "`plain_product` in one launch, sums in fp32. Raises GolfError where no kernel can run."
     check_runnable(a)
     n, M, N = b.shape
-    high, wide = triton.cdiv(M, 128), triton.cdiv(N, 128)
-    tiles = high * (high + 1) // 2 if symmetric else high * wide
+    high = triton.cdiv(M, 128)
+    tiles = high * (high + 1) // 2 if symmetric else high * triton.cdiv(N, 128)
     side, stages = (128, 3) if n * tiles >= 132 else (64, 4)  # the multiprocessors of an H100
     out = b.new_empty(n, M, N)
     with torch.cuda.device_of(a):  # Triton launches on the current device
@@ -129,8 +119,7 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
     return out
 
 # %% ../nbs/09_newton_schulz.ipynb #207ee50d
-def newton_schulz_flops(rows: int, cols: int, steps: int = 5, symmetric: bool = False) -> int:
-    "FLOPs to orthogonalize one matrix (an add is one); `symmetric`: symmetric products cost half."
+def newton_schulz_flops(rows: int, cols: int, steps: int = 5) -> int:
+    "FLOPs to orthogonalize one matrix (an add is one)."
     m, l = min(rows, cols), max(rows, cols)
-    half = 2 if symmetric else 1
-    return steps * ((2 * m * m * l + 2 * m ** 3) // half + 2 * m * m * l)
+    return steps * (4 * m * m * l + 2 * m ** 3)

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .settings import GolfError, setting
-from .grid import (CLIP_QUANTILES, GridSettings, best_clip, dequantize_rows, quantize_int8,
-                         quantize_rows, row_clip, row_scale)
+from .grid import GridSettings, best_clip, dequantize_rows, quantize_int8, quantize_rows, row_scale
+from .grid import CLIP_QUANTILES, row_clip
 from .layout import SMALL_MATRIX
 from .model import Golf, quant_kind
 from .parallel_muon import Ranks
 
 # %% ../nbs/16_quantize.ipynb #af0837fd
-# numpy dtype on disk
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
+FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 INT_MAX = {"int6": 31, "int8": 127}  # largest integer of the kinds that have a scale per row
 
 
@@ -37,9 +38,6 @@ class Packed:
     scale: np.ndarray | None = None
 
 # %% ../nbs/16_quantize.ipynb #d23cdb92
-FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
-
-
 def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     "Store a tensor of any shape as floats; GolfError, naming it, if it is not finite in that kind."
     rounded = w.detach().to(FLOATS[kind]).cpu().contiguous()
@@ -54,18 +52,17 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
     return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
 
 # %% ../nbs/16_quantize.ipynb #408a01d7
-def spread_scale(w: torch.Tensor, k: float, qmax: int = 31) -> torch.Tensor:
-    "Scales [rows] = k * std(row) / qmax of w [rows, cols], std about zero (parameter-golf PR #1794)."
+def spread_scale(w: Tensor, k: float) -> Tensor:
+    "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
-    return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
+    return row_scale(k * wide.square().mean(-1).sqrt(), 31)
 
-# %% ../nbs/16_quantize.ipynb #698544a0
+
 @torch.no_grad()
-def pack_rows(name: str, w: torch.Tensor, kind: str, scale_floor: bool = False,
-              k: float | None = None) -> Packed:
+def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
-    `scale_floor`: no scale under 1/31 (int6) or 1/127 (int8), as published. `k`: by spread; None: GPTQ-lite.
+    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by spread; 0: GPTQ-lite.
     Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
     """
     if w.ndim != 2 or not torch.isfinite(w).all():
@@ -73,29 +70,22 @@ def pack_rows(name: str, w: torch.Tensor, kind: str, scale_floor: bool = False,
                         f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
     if kind == "int8":
         q, scale = quantize_int8(w, scale_floor)
-    elif k is None:
-        q, scale, _ = best_clip(w, INT_MAX[kind], scale_floor)
+    elif not k:
+        q, scale, _ = best_clip(w, 31, scale_floor)
     else:
-        scale = spread_scale(w, k, INT_MAX[kind])
-        q = quantize_rows(w.to(scale.dtype), scale, INT_MAX[kind])
+        scale = spread_scale(w, k)
+        q = quantize_rows(w.to(scale.dtype), scale, 31)
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
 # %% ../nbs/16_quantize.ipynb #14436c43
-def quantize_state(named: Mapping[str, torch.Tensor], scale_floor: bool, k: float | None = None,
-                   small: int = SMALL_MATRIX) -> dict[str, Packed]:
-    """Quantize `named` (published name -> weights), with the kinds of parameter-golf PR #399.
-
-    `scale_floor`, `k` and errors as in `pack_rows`; tensors of up to `small` elements stay fp16.
-    """
-    packed = {}
-    for name, w in named.items():
-        kind = quant_kind(name, tuple(w.shape), small)
-        options = (scale_floor, k) if kind in INT_MAX else ()
-        packed[name] = (pack_rows if options else pack_plain)(name, w, kind, *options)
-    return packed
+def quantize_state(named: Mapping, scale_floor: bool, k: float = 0.0, small: int = SMALL_MATRIX) -> dict:
+    "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
+    kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
+    return {name: pack_rows(name, named[name], kind, scale_floor, k) if kind in INT_MAX else
+            pack_plain(name, named[name], kind) for name, kind in kinds.items()}
 
 
-def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, torch.Tensor]:
+def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
     state = {}
     for name, p in packed.items():
@@ -108,9 +98,6 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, torch.Tensor]:
     return state
 
 # %% ../nbs/16_quantize.ipynb #d074c333
-GAUSS = 2 * math.pi * math.e
-
-
 def entropy_bits(values: np.ndarray) -> float:
     "Bits a value of int8 `values`: the floor for a coder that looks at one value at a time."
     counts = np.bincount(np.ascontiguousarray(values).view(np.uint8).ravel(), minlength=256)
@@ -118,60 +105,47 @@ def entropy_bits(values: np.ndarray) -> float:
     return float(-(p * np.log2(p)).sum())
 
 
-def bits_per_weight(k: float, qmax: int = 31) -> float:
-    "Entropy in bits of a Gaussian row on the grid of step k * std / qmax."
-    return 0.5 * math.log2(GAUSS * ((qmax / k) ** 2 + 1 / 12))
+def bits_per_weight(k: float) -> float:
+    "Entropy in bits of a Gaussian row on the int6 grid of step k * std / 31."
+    return 0.5 * math.log2(2 * math.pi * math.e * ((31 / k) ** 2 + 1 / 12))
 
 
-def k_for_bits(bits: float, qmax: int = 31) -> float:
+def k_for_bits(bits: float) -> float:
     "The k that gives so many bits a weight; infinite under about 0.25 bits, where the formula has no answer."
-    square = 4**bits / GAUSS - 1 / 12
-    return qmax / math.sqrt(square) if square > 0 else math.inf
+    square = 4**bits / (2 * math.pi * math.e) - 1 / 12
+    return 31 / math.sqrt(square) if square > 0 else math.inf
 
 # %% ../nbs/16_quantize.ipynb #b557c645
 class HessianTaps(dict):
-    "A dict for `taps` that keeps only sums of outer products: matrix name <- its input [..., cols]."
+    "A dict for `taps` that adds up outer products: matrix name <- its input [..., cols]; K and V have Q's."
 
-    def __init__(self):
-        super().__init__()
-        self.sums, self.owner, self.last = {}, {}, (None, "")  # owner: matrix -> the first that has its input
-
-    def __setitem__(self, name: str, x: torch.Tensor):
-        if x is not self.last[0]:
-            self.last = x, name
+    def __setitem__(self, name: str, x: Tensor):
+        if not name.endswith(("c_k.weight", "c_v.weight")):
             rows = x.detach().flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
             product = rows.T @ rows
-            self.sums[name] = self.sums[name].add_(product) if name in self.sums else product
-        self.owner[name] = self.last[1]
+            super().__setitem__(name, self[name].add_(product) if name in self else product)
 
 # %% ../nbs/16_quantize.ipynb #63419529
 @torch.no_grad()
-def calibrate(model: Golf, batches: Iterable[torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Mean of x^T x [cols, cols] for every matrix's input, by matrix name, over the batches of all ranks.
-
-    `batches` are ids [B, T], others on each rank, one or more; every rank must call. Q, K, V share a tensor.
-    """
+def calibrate(model: Golf, batches: Iterable[Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    "Mean x^T x [cols, cols] of each matrix's input, over `batches` of ids [B, T]; all ranks must call."
     taps, tokens = HessianTaps(), torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for ids in batches:
         model(ids, taps=taps)
         tokens += ids.numel()
     tokens = ranks.sum(tokens)
-    means = {name: ranks.sum(total).div_(tokens.to(total.dtype)) for name, total in taps.sums.items()}
-    return {name: means[first] for name, first in taps.owner.items()}
+    means = {name: ranks.sum(total).div_(tokens.to(total.dtype)) for name, total in taps.items()}
+    return means | {n.replace("c_q", c): h for n, h in means.items() if "c_q" in n for c in ("c_k", "c_v")}
 
 
-def calibration_batches(sampler, count: int, device: str | torch.device) -> Iterator[torch.Tensor]:
+def calibration_batches(sampler, count: int, device: str | torch.device) -> Iterator[Tensor]:
     "Yield `count` batches of ids [rows, T] from a sampler of chapter 03, made as they are wanted."
     for _ in range(count):
         yield torch.from_numpy(next(sampler)[:, :-1].astype(np.int64)).to(device)
 
 # %% ../nbs/16_quantize.ipynb #1fdf402f
-def hessian_factor(h: torch.Tensor, damp: float = 0.01) -> tuple | None:
-    """The upper Cholesky factor of the inverse of h [cols, cols], or None where there is none.
-
-    `damp` of the mean diagonal is added to the diagonal. Returns (order of the columns [cols], dead ones
-    [cols] bool, U [cols, cols] in that order), U in float64.
-    """
+def hessian_factor(h: Tensor, damp: float = 0.01) -> tuple | None:
+    "Order of h's columns, dead ones (bool), and U [cols, cols] in that order; None if h has no factor."
     h = h.double().clone()
     diagonal = h.diagonal()
     dead = diagonal == 0
@@ -179,19 +153,18 @@ def hessian_factor(h: torch.Tensor, damp: float = 0.01) -> tuple | None:
     diagonal[dead] = 1
     order = diagonal.argsort(descending=True, stable=True)
     diagonal += level
-    lower, failed = torch.linalg.cholesky_ex(h[order][:, order])
-    if failed.item() or not torch.isfinite(lower).all():
+    try:
+        lower = torch.linalg.cholesky(h[order][:, order])
+        upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    except torch.linalg.LinAlgError:
         return None
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    return None if failed.item() or not torch.isfinite(upper).all() else (order, dead, upper)
+    return (order, dead, upper) if torch.isfinite(upper).all() else None
 
 # %% ../nbs/16_quantize.ipynb #a45078b6
-def gptq_columns(w: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor, qmax: int = 31,
-                 block: int = 128) -> torch.Tensor:
+def gptq_columns(w: Tensor, scale: Tensor, upper: Tensor, qmax: int = 31, block: int = 128) -> Tensor:
     """Integers int8 [rows, cols] of w [rows, cols], rounded column by column (arXiv 2210.17323).
 
-    `scale` [rows] and `upper` [cols, cols] in w's dtype, columns in the order of `upper`; the rest of the
-    matrix is brought up to date after each `block` of columns.
+    `scale` [rows]; `upper` [cols, cols] in the order of w's columns; later ones wait for a `block` to end.
     """
     w = w.T.contiguous()  # a column lies in one piece
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
@@ -208,30 +181,25 @@ def gptq_columns(w: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor, qmax
 
 # %% ../nbs/16_quantize.ipynb #d9c0baf1
 @torch.no_grad()
-def pack_gptq(name: str, w: torch.Tensor, h: torch.Tensor, scale_floor: bool = False,
-              k: float | None = None) -> Packed:
-    """Store w [rows, cols] as int6 by GPTQ with h [cols, cols], or by `pack_rows` when h has no factor.
+def pack_gptq(name: str, w: Tensor, h: Tensor | None, scale_floor: bool = False, k: float = 0.0) -> Packed:
+    """`pack_rows` as int6, by GPTQ with h [cols, cols] if it has a factor.
 
-    `k`: step k * std(row) / 31; None: the five clips of GPTQ-lite, each row its best. Errors as `pack_rows`.
+    With `k` 0 each row has its best of GPTQ-lite's five clips. Errors as `pack_rows`.
     """
-    factor = hessian_factor(h) if torch.isfinite(h).all() else None
+    factor = None if h is None else hessian_factor(h)
     if factor is None or w.ndim != 2 or not torch.isfinite(w).all():
         return pack_rows(name, w, "int6", scale_floor, k)
     order, dead, upper = factor
     w = w.to(torch.promote_types(w.dtype, torch.float32))
-    if k is None:
-        scales = torch.stack([row_scale(row_clip(w, part), 31, scale_floor) for part in CLIP_QUANTILES])
-    else:
-        scales = spread_scale(w, k)[None]
-    live, tries = w.masked_fill(dead.to(w.device), 0), len(scales)
-    q = torch.empty(tries * len(w), w.shape[1], dtype=torch.int8, device=w.device)
-    q[:, order] = gptq_columns(live[:, order].repeat(tries, 1), scales.flatten(), upper.to(w.dtype))
-    q = q.view(tries, *w.shape)
+    tries = [spread_scale(w, k)] if k else [
+        row_scale(row_clip(w, quantile), 31, scale_floor) for quantile in CLIP_QUANTILES]
+    scales, live = torch.stack(tries), w.masked_fill(dead.to(w.device), 0)
+    q = torch.empty(len(scales) * len(w), w.shape[1], dtype=torch.int8, device=w.device)
+    q[:, order] = gptq_columns(live[:, order].repeat(len(scales), 1), scales.flatten(), upper.to(w.dtype))
+    q = q.view(len(scales), *w.shape)
     error = dequantize_rows(q, scales) - live
-    best = ((error @ h.to(w.dtype)) * error).sum(-1).argmin(0)
-    rows = torch.arange(len(w), device=w.device)
-    q, scale = q[best, rows], scales[best, rows].half()
-    return Packed("int6", tuple(w.shape), q.cpu().numpy(), scale.cpu().numpy())
+    best = ((error @ h.to(w.dtype)) * error).sum(-1).argmin(0), torch.arange(len(w), device=w.device)
+    return Packed("int6", tuple(w.shape), q[best].cpu().numpy(), scales[best].half().cpu().numpy())
 
 # %% ../nbs/16_quantize.ipynb #a39454d3
 def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
@@ -244,15 +212,14 @@ def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
     return dealt
 
 
-def gptq_matrices(named: Mapping[str, torch.Tensor], hessians: Mapping[str, torch.Tensor], ranks: Ranks,
-                  scale_floor: bool = False, k: float | None = None) -> dict[str, Packed]:
+def gptq_matrices(named: Mapping, hessians: Mapping, ranks: Ranks, scale_floor=False, k: float = 0.0) -> dict:
     "`pack_gptq` for all matrices in `named`, shared out; every rank must call, all get the same."
     sizes, found = [w.numel() + 2 * len(w) for w in named.values()], {}
     flat = torch.zeros(sum(sizes), dtype=torch.int8, device=ranks.device)  # of each its integers and scales
     costs = [w.numel() * w.shape[1] + w.shape[1] ** 3 for w in named.values()]
     parts = list(zip(named, flat.split(sizes)))
     for name, part in (parts[job] for job in deal_jobs(costs, ranks.world)[ranks.rank]):
-        p = pack_gptq(name, named[name], hessians[name], scale_floor, k)
+        p = pack_gptq(name, named[name], hessians.get(name), scale_floor, k)
         part.copy_(torch.from_numpy(np.concatenate([p.data.ravel(), p.scale.view(np.int8)])))
     for (name, w), part in zip(named.items(), ranks.sum_late(flat).cpu().split(sizes)):
         code, scale = part[:w.numel()].view(w.shape).numpy(), part[w.numel():].numpy().view(np.float16)
@@ -269,33 +236,32 @@ class NothingFits(GolfError):
 
 # %% ../nbs/16_quantize.ipynb #278f1db0
 def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callable[[dict], int],
-                   int6: Callable[[float], dict[str, Packed]], tries: int = 6) -> tuple:
-    """The finest packed state whose container has at most `target_bytes`: (state, its k or None, its bytes).
+                   int6: Callable[[float], dict[str, Packed]]) -> dict[str, Packed]:
+    """The finest packed state whose container has at most `target_bytes`.
 
     `packed` is tried first. `measure(state)` counts a container's bytes; `int6(k)` packs all int6 matrices.
     Raises NothingFits when even the coarsest is too large.
     """
     if (size := measure(packed)) <= target_bytes:
-        return packed, None, size
+        return packed
     codes = [p.data.ravel() for p in packed.values() if p.kind == "int6"]
-    bits = entropy_bits(np.concatenate(codes)) if codes else 0.0
-    n, best = max(sum(c.size for c in codes), 1), None
-    for attempt in range(tries):
-        bits -= 8 * (size - SIZE_AIM * target_bytes) / n
-        last = best is None and attempt == tries - 1
-        k = K_COARSEST if last else min(max(k_for_bits(bits), K_FINEST), K_COARSEST)
+    codes = np.concatenate([np.empty(0, np.int8), *codes])
+    bits, found = entropy_bits(codes), {}  # found: size -> state, of those that fit
+    for tries_left in range(5, -1, -1):
+        bits -= 8 * (size - SIZE_AIM * target_bytes) / max(codes.size, 1)
+        k = min(max(k_for_bits(bits), K_FINEST), K_COARSEST) if found or tries_left else K_COARSEST
         packed = packed | int6(k)
         size, bits = measure(packed), bits_per_weight(k)
-        if size <= target_bytes and (best is None or size > best[2]):
-            best = packed, k, size
-        if (best[2] >= SIZE_GOOD * target_bytes or k == K_FINEST) if best else k == K_COARSEST:
+        if size <= target_bytes:
+            found.setdefault(size, packed)
+        if (max(found) >= SIZE_GOOD * target_bytes or k == K_FINEST) if found else k == K_COARSEST:
             break
-    if best is None:
+    if not found:
         error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; "
                             "allow at least that much or train a smaller model")
         error.packed = packed
         raise error
-    return best
+    return found[max(found)]
 
 # %% ../nbs/16_quantize.ipynb #aff743f5
 @dataclass
@@ -303,29 +269,22 @@ class QuantSettings(GridSettings):
     "How the weights become integers."
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches", bounds="> 0")
-    gptq_reserve_ms: float = setting(14_000.0, "training time kept for calibration: milliseconds",
-                                    bounds=">= 0")
+    gptq_reserve_ms: float = setting(14_000.0, "training time for calibration: milliseconds", bounds=">= 0")
 
 
-def fit_state(cfg: QuantSettings, named: Mapping[str, torch.Tensor], target_bytes: int,
-              measure: Callable[[dict], int], small: int = SMALL_MATRIX, hessians: Mapping | None = None,
-              ranks: Ranks | None = None) -> dict[str, Packed]:
+def fit_state(cfg: QuantSettings, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
+              small: int = SMALL_MATRIX, hessians: Mapping | None = None, ranks: Ranks = Ranks()) -> dict:
     """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
 
     Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
     same; `measure` is called on rank 0. `small` as in `quantize_state`.
     """
-    ranks, packed = ranks or Ranks(), quantize_state(named, cfg.scale_floor, small=small)
+    packed = quantize_state(named, cfg.scale_floor, small=small)
     matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
-
-    def int6(k: float | None = None) -> dict[str, Packed]:
-        if hessians is not None:
-            return gptq_matrices(matrices, hessians, ranks, cfg.scale_floor, k)
-        return {name: pack_rows(name, w, "int6", k=k) for name, w in matrices.items()}
-
-    if hessians is not None:
+    def int6(k: float = 0.0): return gptq_matrices(matrices, hessians or {}, ranks, cfg.scale_floor, k)
+    if hessians:
         packed |= int6()
     if cfg.scale_floor:
         return packed
     return size_to_target(packed, target_bytes,
-                          lambda p: ranks.broadcast_object(measure(p) if ranks.master else 0), int6)[0]
+                          lambda p: ranks.broadcast_object(measure(p) if ranks.master else 0), int6)

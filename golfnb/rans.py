@@ -13,17 +13,13 @@ import zlib
 import numpy as np
 
 # %% ../nbs/16b_rans.ipynb #b8c83566
-RANS_BITS = 14  # frequencies of a context sum to 2**14
-RANS_CONTEXTS = 64  # at most
+RANS_BITS, RANS_CONTEXTS = 14, 64  # frequencies of a context sum to 2**14; contexts at most
 RANS_FINENESS = (0, 2, 3, 4, 6)  # levels per factor of two that the writer tries; 0: no levels
 RANS_PREFIX = "<BHBI"  # fineness, lowest level, contexts, bytes of the deflated tables
 
 
 def rans_levels(q: np.ndarray, fineness: int) -> tuple[np.ndarray, np.ndarray]:
-    """Levels uint8 [rows] and [cols] of q int8 [rows, cols]; a cell's context is their sum, less an offset.
-
-    `fineness` levels per factor of two; with 0 no levels, but the bytes of narrow items by their place.
-    """
+    "Levels uint8 [rows] and [cols] of q int8; a cell's context is their sum. Fineness 0: none but by place."
     if not fineness:
         narrow = np.arange(q.shape[1]) if q.shape[1] <= 8 else np.zeros(q.shape[1])
         return np.zeros(q.shape[0], np.uint8), narrow.astype(np.uint8)
@@ -58,26 +54,21 @@ def level_range(levels: list, fineness: int) -> tuple[int, int]:
 
 
 def rans_model(symbols: np.ndarray, shapes: list, fineness: int) -> tuple:
-    """How a section of symbols uint8 [n] is coded with a fineness; `shapes` [rows, cols] of its tensors.
-
-    Returns (bytes it would take, what stands before the words, index of context and symbol [n], frequencies
-    [contexts, 256]).
-    """
+    "(bytes it would take, head, index of context and symbol [n], frequencies [contexts, 256]) of a section."
     cuts = np.cumsum([0] + [r * c for r, c in shapes])
     tensors = [symbols[a:b].reshape(shape) for a, b, shape in zip(cuts, cuts[1:], shapes)]
     levels = [rans_levels(t.view(np.int8), fineness) for t in tensors]
     low, high = level_range(levels, fineness)
     n = high - low + 1
-    contexts = np.concatenate([rans_contexts(*pair, low, n) for pair in levels])
-    index = contexts * np.uint16(256) + symbols
+    index = np.concatenate([rans_contexts(*p, low, n) for p in levels]) * np.uint16(256) + symbols
     counts = np.bincount(index, minlength=256 * n)
     frequencies = np.stack([rans_frequencies(c) for c in counts.reshape(-1, 256)])
     sides = b"".join(level.tobytes() for pair in levels for level in pair)
     tables = zlib.compress(frequencies.astype("<u2").tobytes() + sides, 9)
     used = counts > 0
     bits = (counts[used] * (RANS_BITS - np.log2(frequencies.ravel()[used]))).sum()
-    prefix = struct.pack(RANS_PREFIX, fineness, low, n, len(tables))
-    return int(bits / 8) + len(tables), prefix + tables, index, frequencies
+    head = struct.pack(RANS_PREFIX, fineness, low, n, len(tables)) + tables
+    return int(bits / 8) + len(tables), head, index, frequencies
 
 # %% ../nbs/16b_rans.ipynb #dd2ddecf
 def rans_lanes(size: int) -> int:
@@ -86,10 +77,7 @@ def rans_lanes(size: int) -> int:
 
 
 def rans_encode(raw: bytes, shapes: list) -> bytes:
-    """Code a section, the same bytes every time; `shapes` [rows, cols] of its tensors, in order.
-
-    Sections of at most 8 columns are items of so many bytes. Interleaved lanes after Giesen, arXiv 1402.3392.
-    """
+    "A coded section of tensors [rows, cols]; at most 8 columns: items of so many bytes (arXiv 1402.3392)."
     symbols, lanes, words = np.frombuffer(raw, np.uint8), rans_lanes(len(raw)), []
     tried = (rans_model(symbols, shapes, n) for n in RANS_FINENESS if n == 0 or shapes[0][1] > 8)
     _, front, index, f = min(tried, key=lambda model: model[0])
@@ -106,18 +94,14 @@ def rans_encode(raw: bytes, shapes: list) -> bytes:
 
 # %% ../nbs/16b_rans.ipynb #13d33216
 def read_tables(stored: bytes, shapes: list) -> tuple[np.ndarray, np.ndarray, int]:
-    """The head of a coded section: contexts uint8 [values], frequencies uint32 [contexts, 256], bytes read.
-
-    Raises ValueError, struct.error or zlib.error for damage.
-    """
+    "Contexts uint8 [values], frequencies uint32 [contexts, 256], bytes read; raises errors for damage."
     _, low, count, length = struct.unpack(RANS_PREFIX, stored[:8])
     wanted, start = 512 * count + sum(r + c for r, c in shapes), 8 + length
     tables = zlib.decompressobj().decompress(stored[8:start], wanted + 1)
-    if len(tables) != wanted or not 1 <= count <= RANS_CONTEXTS or len(stored) < start:
-        raise ValueError("tables")
     frequencies = np.frombuffer(tables, "<u2", 256 * count).reshape(count, 256).astype(np.uint32)
-    if (frequencies.sum(1) != 2**RANS_BITS).any():
-        raise ValueError("frequencies")
+    whole = len(tables) == wanted and 1 <= count <= RANS_CONTEXTS and len(stored) >= start
+    if not whole or (frequencies.sum(1) != 2**RANS_BITS).any():
+        raise ValueError("tables")
     levels, contexts = np.frombuffer(tables, np.uint8, offset=512 * count), []
     for r, c in shapes:
         contexts.append(rans_contexts(levels[:r], levels[r:r + c], low, count))

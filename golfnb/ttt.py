@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bpb import ByteTable, bits_per_byte, target_bytes
-from .settings import GolfError, patch, setting
-from .evaluate import (EvalSettings, score_windows, share_of, sliding_loss, total_score, window_batches,
-                             windows)
+from .settings import GolfError, setting
+from .evaluate import EvalSettings, score_windows, share_of, sliding_loss, total_score
+from .evaluate import window_batches, windows
 from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
 from .parallel_muon import Engine, Ranks, Recorded, Sgd
@@ -29,10 +29,7 @@ from .train import LateReader, RunLog, compiled
 
 # %% ../nbs/18_ttt.ipynb #829a154e
 class Ledger:
-    """What was scored of each document and what was learnt from it, in the order it happened.
-
-    `spans` [documents, 2]: first target of each document, and one past its last.
-    """
+    "What was scored and learnt, in order; `spans` [documents, 2]: first targets, and one past the last."
 
     def __init__(self, spans):
         self.spans, self.history = np.asarray(spans), []  # history: "score" or "train", documents, a, b
@@ -61,13 +58,12 @@ class Ledger:
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
-    ttt_form: str = setting("chunks", "what adapts: all weights, or adapters per document (chapter 18b)",
+    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 18b)",
                             "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds=">= 0")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
-    ttt_freeze_blocks: int = setting(0, "lowest blocks, which do not adapt: blocks", bounds=">= 0",
-                                     fixed="rows")
+    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
     ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes only, as published",
                                     "all", "controls", fixed="yes")
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
@@ -106,10 +102,8 @@ def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks) -> Engi
     "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the global norm clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
-    model.frozen = cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope
-    rule = Sgd(cfg.ttt_lr)
-    engine = Engine(model.role_params(), model.layout, ranks, bank_rule=rule, small_rule=rule,
-                    max_norm=cfg.ttt_grad_clip)
+    model.frozen, rule = (cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope), Sgd(cfg.ttt_lr)
+    engine = Engine(model.role_params(), model.layout, ranks, None, rule, rule, max_norm=cfg.ttt_grad_clip)
     banks, others = engine.gather()
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])
@@ -143,14 +137,11 @@ class ChunkTrainer:
         loss = self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights)
         self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
-# %% ../nbs/18_ttt.ipynb #226ee55f
-@patch
-def learn(self: ChunkTrainer, first: int, length: int, multiplier: float):
-    "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
-    ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
-    n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
-    for _ in range(self.cfg.ttt_epochs):
-        for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs, ranks):
+    def learn(self, first: int, length: int, multiplier: float):
+        "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
+        ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
+        n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
+        for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs, ranks) * self.cfg.ttt_epochs:
             self.ledger.train(0, first, first + n_rows * seq)
             rows = (a + place).clamp(max=n_rows - 1)
             self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
@@ -164,9 +155,8 @@ def learn(self: ChunkTrainer, first: int, length: int, multiplier: float):
 class RunningScore:
     "The score of a pass, logged after every so many of its steps. Sums are [nats, bytes, targets]."
 
-    def __init__(self, log: RunLog | None, n_targets: int, steps: int, every: int):
-        self.log, self.n_targets, self.steps, self.every = log, n_targets, steps, every
-        self.reader = LateReader()
+    def __init__(self, log: RunLog | None, steps: int, every: int):
+        self.log, self.steps, self.every, self.reader = log, steps, every, LateReader()
 
     def push(self, sums: Tensor, step: int, ranks: Ranks):
         "Log the score after `step`, a few steps later."
@@ -181,27 +171,20 @@ class RunningScore:
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
             self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
 
-    def final(self, sums: Tensor, ranks: Ranks) -> tuple[float, float]:
-        "Nats a token and bits per byte, as `total_score`."
-        score = total_score(sums, self.n_targets, ranks)
-        self.write(*sums.tolist(), self.steps - 1)
-        return score
-
 # %% ../nbs/18_ttt.ipynb #9d45d859
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
                 forward: Callable | None = None, loss_fn: Callable | None = None, log: RunLog | None = None,
                 out: Tensor | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
-    `state` is the artifact as decoded, by published names; the model keeps what it learns. `tokens`
-    [N + 1] are on its device, the same on every rank; every rank must call. `forward(ids, keep)` gives logits
-    and has `.cap` (default: the model); `loss_fn` is a `row_loss`. `out` [N] receives each target's nats on
-    the rank that scored it. GolfError if any rule would be broken.
+    `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
+    rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
+    `out` [N] receives each target's nats where it was scored. GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, forward or model
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
-    ledger, score = Ledger([[0, n]]), RunningScore(log, n, len(parts), every=10)
+    ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts), every=10)
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn)
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
@@ -212,16 +195,15 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         score.push(sums, c, ranks)
         if c + 1 < len(parts):
             trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
-    model.frozen = 0, "all"
-    return *score.final(sums, ranks), ledger
+    model.frozen, found = (0, "all"), total_score(sums, n, ranks)
+    score.write(*sums.tolist(), len(parts) - 1)
+    return *found, ledger
 
 # %% ../nbs/18_ttt.ipynb #4ac13a3e
 class Trial:
-    """One pass of a scorer, seen from outside: it stands between the scorer and its model.
+    """One pass of a scorer, `scorer(trial)`, with the trial as its model.
 
-    `scorer(trial)` gives loss, bits per byte and maybe a ledger; the trial is its model. `nats` [N] float64
-    has each target's score (NaN: never written), `forwards` counts the calls that score, `rows` the tokens
-    [rows, T + 1] of every update; `loss`, `bpb` and `history` are what the scorer says.
+    `nats` [N]: each target's score (NaN: none); `forwards`: calls that score; `rows`: [rows, T + 1] learnt.
     """
 
     def __init__(self, model: Golf, n_targets: int, scorer: Callable):
@@ -247,10 +229,7 @@ def finding(condition: str, check: str, passed: bool, found: str) -> dict:
 
 # %% ../nbs/18_ttt.ipynb #6acfa49e
 def audit_prefix(run: Callable, tokens: Tensor, base: Trial, vocab: int, spans=(), flips: int = 6):
-    """Condition 1: a flipped token changes no earlier score and no other document's, a second pass none.
-
-    `run(tokens)` is a Trial; `spans` [documents, 2] as in `Ledger`, of a scorer that learns.
-    """
+    "Condition 1: a flipped token changes no earlier score and no other document's, a second pass none."
     n, late, leaks = tokens.numel() - 1, [], []
     places = sorted({1 + i * (n - 1) // flips for i in range(1, flips + 1)} | {2})
     for p in places:
@@ -261,10 +240,11 @@ def audit_prefix(run: Callable, tokens: Tensor, base: Trial, vocab: int, spans=(
         end = n if BOS_ID in (tokens[p], other[p]) else next((b for _, b in spans if p <= b), n)
         leaks += [f"token {p} changes the score of target {t}" for t in changed if t >= end][:1]
     again = [] if torch.equal(run(tokens).nats.nan_to_num(-1), base.nats.nan_to_num(-1)) else ["other scores"]
-    checks = [(f"{len(places)} flips of future tokens leave earlier scores bit-equal", late),
-              ("a second pass gives the same scores: nothing is remembered", again),
-              ("flips in one document leave the others bit-equal", leaks)]
-    for check, wrong in checks[:3 if len(spans) > 1 else 2]:
+    checks = {f"{len(places)} flips of future tokens leave earlier scores bit-equal": late,
+              "a second pass gives the same scores: nothing is remembered": again}
+    if len(spans) > 1:
+        checks["flips in one document leave the others bit-equal"] = leaks
+    for check, wrong in checks.items():
         yield finding("strict prefix", check, not wrong, "; ".join(wrong[:3]) or "bit-equal")
 
 # %% ../nbs/18_ttt.ipynb #0d789cc0
@@ -281,10 +261,7 @@ def audit_normalised(run: Callable, tokens: Tensor, vocab: int, values: list, pl
 
 # %% ../nbs/18_ttt.ipynb #e834e05d
 def audit_order(trial: Trial, tokens: Tensor, spans, row: int) -> Iterator[dict]:
-    """Condition 3: targets are scored before they are learnt from, and updates saw the rows that were booked.
-
-    `spans` [documents, 2] as in `Ledger`; an update's rows have `row` targets.
-    """
+    "Condition 3: targets are scored before they are learnt from, in updates of the rows that were booked."
     spans, rows, stream, wrong, strange = np.array(spans), iter(trial.rows), tokens.long().numpy(), [], []
     upto = spans[:, 0].copy()
     for what, *columns in trial.history:
@@ -313,9 +290,9 @@ def audit_single_pass(trial: Trial, tokens: Tensor, table: ByteTable, forwards: 
     yield finding("single pass", "every target has a score", not missing, f"{missing} without")
     yield finding("single pass", "scoring takes as many forwards as one pass",
                   trial.forwards == forwards, f"{trial.forwards} of {forwards}")
-    loss, bpb = total / trial.nats.numel(), bits_per_byte(total, n_bytes)
-    for name, reported, value in (("loss is the mean of the scores", trial.loss, loss),
-                                  ("bits per byte count every byte once", trial.bpb, bpb)):
+    figures = {"loss is the mean of the scores": (trial.loss, total / trial.nats.numel()),
+               "bits per byte count every byte once": (trial.bpb, bits_per_byte(total, n_bytes))}
+    for name, (reported, value) in figures.items():
         yield finding("single pass", f"the reported {name}", math.isclose(value, reported, rel_tol=1e-6),
                       f"{reported:.8f} reported, {value:.8f} from the scores")
 
@@ -341,10 +318,9 @@ def audit_files(train_paths: list, val_paths: list, probes: int = 32, length: in
 # %% ../nbs/18_ttt.ipynb #4153e57a
 def audit_scorer(name: str, run: Callable, long, short, tokens: Tensor, table: ByteTable, vocab: int,
                  forwards: int, spans=(), row: int = 0) -> list[dict]:
-    """A scorer held against the four conditions; `run(tokens, cfg)` is a Trial of it.
+    """A scorer held against the four conditions; `run(tokens, cfg)` is a Trial, of so many `forwards`.
 
-    Settings `long` are for passes over `tokens`, of so many `forwards`, `short` for some over the beginning.
-    A scorer that learns has `spans` of documents, and rows of `row` targets that it learns from.
+    Settings are `long` for `tokens`, `short` for their beginning. One that learns has `spans` and a `row`.
     """
     base, brief = run(tokens, long), tokens[:41]
     values = {int(brief[21]), *range(0, vocab, max(vocab // 16, 1))} if len(spans) else range(vocab)
@@ -359,8 +335,7 @@ def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
                 train_paths: list[Path] = (), val_paths: list[Path] = ()) -> dict:
     """A model on the CPU and its scorers held against the conditions: {"legal": bool, "findings": [...]}.
 
-    The beginning of `tokens` is used; `ttt` audits score-first training too; files are compared if there are
-    some. Raises GolfError for a stream shorter than three chunks.
+    `ttt`: score-first training too; files are compared if given. Raises GolfError for a short stream.
     """
     seq, vocab = min(cfg.eval_seq_len, 256), model.cfg.vocab_size
     if tokens.numel() < 6 * seq + 2:

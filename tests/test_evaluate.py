@@ -102,12 +102,12 @@ def test_probabilities_sum_to_one():
     assert abs(torch.logsumexp(-nll, 0).item()) < 1e-12
 
 
-def test_scoring_leaves_no_graph_and_counts_progress():
+def test_scoring_leaves_no_graph():
     model, _ = golf_on(CFG, ALONE)
-    seen, out = [], torch.zeros(100)
+    out = torch.zeros(100)
     starts, keeps = windows(100, 16, 6)
-    total = score_windows(model, stream(100), random_table(), starts, keeps, 16, 4, out, lambda done, n: seen.append((done, n)))
-    assert not total.requires_grad and not out.requires_grad and total.dtype == torch.float64 and seen[-1] == (len(starts), len(starts))
+    total = score_windows(model, stream(100), random_table(), starts, keeps, 16, 4, out)
+    assert not total.requires_grad and not out.requires_grad and total.dtype == torch.float64
 
 
 def test_disagreeing_ranks_are_caught():
