@@ -15,8 +15,7 @@ demo: $(STAMP)
 	$(BIN)/golfnb demo
 
 test: $(STAMP)
-	$(BIN)/python tests/step.py check
-	$(BIN)/python tests/notebooks.py check
+	$(BIN)/python tests/step.py check & $(BIN)/python tests/notebooks.py check && wait $$!
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 book: $(STAMP)

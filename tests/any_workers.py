@@ -1,22 +1,16 @@
 """Models that were not written for golfnb, `torch.optim.Muon` + AdamW on them as the oracle, and what ranks do with ParallelMuon.
 `run_ranks` forks its ranks from a server that has imported torch and transformers once."""
-import os
-import pickle
-import socket
-import tempfile
-import traceback
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from forked import fork_processes
 from torch import nn
+from workers import spawn
 
 from golfnb.any_model import ParallelMuon, hidden_matrices, linear_weights
 from golfnb.settings import GolfError
 from golfnb.newton_schulz import newton_schulz
-from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
+from golfnb.parallel_muon import Ranks
 
 ROWS, VOCAB, MU = 24, 23, 0.9
 SETTINGS = dict(lr=0.02, momentum=MU, weight_decay=0.1, adam_lr=0.01, adam_weight_decay=0.05)
@@ -259,27 +253,6 @@ def all_jobs(ranks, jobs: list) -> list:
     return [globals()[name](ranks, *args, **more) for name, args, more in jobs]
 
 
-def entry(rank: int, world: int, port: int, jobs: list, folder: str):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        ranks = start_ranks(timeout_s=60.0)
-        out = ("ok", all_jobs(ranks, jobs))
-        stop_ranks(ranks)
-    except BaseException:
-        out = ("failed", traceback.format_exc())
-    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(out))
-
-
 def run_ranks(world: int, jobs: list) -> list:
     "Results of every rank; world 1 runs here, without a process group."
-    if world == 1:
-        return [all_jobs(Ranks(), jobs)]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        fork_processes(entry, (world, port, jobs, folder), world)
-        outs = [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world)]
-    assert all(state == "ok" for state, _ in outs), "\n".join(f"rank {r} of {world}:\n{value}" for r, (state, value) in enumerate(outs) if state != "ok")
-    return [value for _, value in outs]
+    return spawn(world, "all_jobs", jobs, module="any_workers") if world > 1 else [all_jobs(Ranks(), jobs)]

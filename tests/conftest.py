@@ -10,7 +10,7 @@ for p in (str(ROOT), str(ROOT / "tests")):
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-LONG = ("test_cli", "test_script", "test_bench", "test_ranks", "test_kernels", "test_book", "test_score_ranks", "test_run", "test_data", "test_any_model", "test_adapters")
+LONG = ("test_script", "test_cli", "test_kernels", "test_any_model", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters")
 
 
 def pytest_collection_modifyitems(items):

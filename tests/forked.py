@@ -1,14 +1,46 @@
 """Processes that need not import torch each: they are forked from a server that has."""
+import atexit
+import multiprocessing
 import os
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
-import torch.multiprocessing as mp
+HERE = Path(__file__).resolve().parent
 
 
 def fork_processes(entry, args: tuple, nprocs: int):
     "Run entry(i, *args) in `nprocs` processes; the server, started by the first call, imports what any of the tests' entries need."
+    import torch.multiprocessing as mp
+
     mp.set_forkserver_preload(["workers", "score_workers", "any_workers", "transformers.models.gpt2.modeling_gpt2"])
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     with patch.dict(os.environ, PYTHONPATH=path):
         mp.start_processes(entry, args=args, nprocs=nprocs, start_method="forkserver")
+
+
+def kernel(argv: list[str], folder: Path) -> None:
+    "What `python -m ipykernel_launcher` does."
+    import numpy
+    from ipykernel.kernelapp import IPKernelApp
+
+    os.setsid()
+    os.chdir(folder)
+    numpy.random.seed()
+    sys.argv, sys.path[:] = ["ipykernel_launcher.py", *argv], [p for p in sys.path if p != str(HERE)]
+    IPKernelApp.launch_instance([*argv, f"--IPKernelApp.parent_handle={os.getppid()}"])
+    atexit._run_exitfuncs()
+
+
+def fork_kernel(command: list[str], **_) -> SimpleNamespace:
+    "In place of jupyter_client's launch_kernel; what it returns is used as a Popen."
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["ipykernel.kernelapp", "matplotlib.pyplot", "sentencepiece", "torch"])
+    child = forks.Process(target=kernel, args=(command[command.index("-f"):], HERE.parent / "nbs"))
+    child.start()
+    while os.getpgid(child.pid) == os.getpgrp():  # signals go to its group
+        time.sleep(0.01)
+    return SimpleNamespace(pid=child.pid, poll=lambda: child.exitcode, wait=lambda: child.join() or child.exitcode, kill=child.kill, terminate=child.terminate,
+                           send_signal=lambda n: os.kill(child.pid, n), stdin=None, stdout=None, stderr=None)

@@ -5,7 +5,7 @@
     python tests/notebooks.py text [NB ...]    notebooks as editable text: nbs/X.ipynb -> .text/X.py (jupytext, py:percent)
     python tests/notebooks.py sync [NB ...]    and back: .text/X.py -> nbs/X.ipynb (outputs kept) -> golfnb/X.py, then `run`
 
-Several notebooks run in parallel processes; each runs in a fresh kernel with one thread and a fixed hash seed.
+Several notebooks run in parallel; each in a kernel with one thread and a fixed hash seed, forked from a process that has imported torch.
 """
 import os
 import re
@@ -14,8 +14,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import nbformat
+from forked import fork_kernel
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbdev.clean import clean_nb
@@ -25,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NBS, TEXT = ROOT / "nbs", ROOT / ".text"
 MAX_BYTES, MAX_SECONDS = 200_000, 90
 VOLATILE = re.compile(r"0x[0-9a-f]{6,}")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "COLUMNS": "100"}
 
 
 def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
@@ -34,7 +36,6 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
     held = {i: c for i, c in enumerate(nb.cells) if c.cell_type == "code" and re.search(r"^#\|\s*eval:\s*false", c.source, re.M)}
     for i in held:
         nb.cells[i] = nbformat.v4.new_raw_cell("")
-    os.environ.update(ENVIRONMENT)
     start = time.time()
     NotebookClient(nb, timeout=300, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
     seconds = time.time() - start
@@ -117,12 +118,14 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in ("run", "check", "text", "sync"):
         print(__doc__)
         return 2
-    paths = [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb"))
+    paths = [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb"), reverse=True)  # `start` takes longest
     for path in paths if argv[0] in ("text", "sync") else ():
         jupytext("--to", "py:percent", "-o", TEXT / f"{path.stem}.py", path) if argv[0] == "text" else from_text(path)
     if argv[0] == "text":
         return 0
-    with ThreadPoolExecutor(max_workers=max(1, min(len(paths), os.cpu_count() or 1))) as pool:
+    os.environ.update(ENVIRONMENT)
+    vars(sys.modules["__main__"]).pop("__file__", None)  # else each fork imports this file
+    with ThreadPoolExecutor(max_workers=max(1, min(len(paths), os.cpu_count() or 1))) as pool, patch("jupyter_client.provisioning.local_provisioner.launch_kernel", fork_kernel):
         problems = [p for p in pool.map(lambda q: one(q, argv[0] != "check"), paths) if p]
     for p in problems:
         print(p, file=sys.stderr)

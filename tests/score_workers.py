@@ -80,7 +80,7 @@ def documents(ranks, dtype=torch.float64):
 def all_scores(ranks):
     "Everything the tests ask of several ranks, in one set of processes."
     out = {"sliding": plain_and_sliding(ranks), "short": plain_and_sliding(ranks, 17), "one step": adapt(ranks, torch.float64)[:3], "documents": documents(ranks),
-           "uneven": adapt(ranks, torch.float64, ttt_chunk_tokens=80)[:3], "many steps": adapt(ranks, torch.float64, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
+           "uneven": adapt(ranks, torch.float64, ttt_chunk_tokens=80)[:3], "many steps": adapt(ranks, torch.float64, 240, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
     few = {"fp32": lambda: adapt(ranks)[:3], "frozen": lambda: adapt(ranks, torch.float64, ttt_freeze_blocks=2)[:3], "documents fp32": lambda: documents(ranks, torch.float32)}
     return out | {name: case() for name, case in few.items() if ranks.world < 4}
 

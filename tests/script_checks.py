@@ -1,7 +1,5 @@
-"""What a generated script holds that its run cannot reach, by name and attribute; and, by running it, what is never executed."""
+"""What a generated script holds that its run cannot reach, by name and attribute."""
 import ast
-import builtins
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -90,37 +88,3 @@ def unreached(text: str) -> list[str]:
         if not read["." + name] and not any(k.arg == "fixed" for k in s.value.keywords) and cls not in whole:
             found.append(f"setting {name}")
     return found + unread_parameters(tree, read)
-
-
-def never_executed(script: Path, namespace: dict | None = None) -> list[str]:
-    "Run a script in this process, by its `__main__` guard, and list its functions that were not entered."
-    text, entered = script.read_text(encoding="utf-8"), set()
-    code = compile(text, str(script), "exec")
-
-    def note(frame, event, arg):
-        if frame.f_code.co_filename == str(script):
-            entered.add((frame.f_code.co_firstlineno, frame.f_code.co_name))
-
-    import threading
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        exec(code, {"__name__": "__main__", "__file__": str(script), "__builtins__": builtins, **(namespace or {})})
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    found = []
-    for n in ast.walk(ast.parse(text)):
-        if isinstance(n, FUNCTIONS):
-            first = min([n.lineno, *(d.lineno for d in n.decorator_list)])
-            if (first, n.name) not in entered and (n.lineno, n.name) not in entered:
-                found.append(n.name)
-    return found
-
-
-if __name__ == "__main__":  # python tests/script_checks.py SCRIPT: settings are environment variables
-    path = Path(sys.argv[1])
-    print("\n".join(unreached(path.read_text(encoding="utf-8"))) or "everything can be reached")
-    if "--run" in sys.argv:
-        print("never executed:", ", ".join(never_executed(path)))

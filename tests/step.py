@@ -25,7 +25,7 @@ def make(folder: Path, root: Path = ROOT) -> None:
         shutil.copy(root / name, folder / name)
     (folder / SCRIPT).touch()  # the index has a line for it
     path = os.pathsep.join([str(ROOT / "book"), str(Path(sys.executable).parent), os.environ["PATH"]])  # book/quarto first
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     for command in COMMANDS:
         done = subprocess.run(command.split(), cwd=folder, env=env, capture_output=True, text=True)
         if done.returncode:

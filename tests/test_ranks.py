@@ -9,7 +9,7 @@ from workers import settings, spawn
 
 WORLDS = (2, 3, 4, 8)
 EVEN, ODD, SHARED = settings(4), settings(3), settings(3, PLAN="shared_mlp")
-CAPPED = settings(3, MAX_WALLCLOCK_SECONDS="0.07", ITERATIONS="1000", WARMDOWN_ITERS="20")
+CAPPED = settings(3, MAX_WALLCLOCK_SECONDS="0.03", ITERATIONS="1000", WARMDOWN_ITERS="20")
 CASES = [("five_steps", (EVEN,)), ("five_steps", (ODD,)), ("five_steps", (SHARED,)), ("five_steps", (ODD, torch.float64, True)),
          ("five_steps", (ODD, torch.bfloat16)), ("skewed_clocks", (CAPPED,)), ("bad_gradient", (settings(3), 1))]
 

@@ -22,7 +22,7 @@ def tiny_data(folder: Path) -> dict[str, str]:
 
     docs = stdlib_documents(["json", "csv", "email"])[:60]
     train_tokenizer(docs, folder / "tokenizer.model", 400)
-    build_shards(docs, folder / "tokenizer.model", folder, 4_000, 0.1)
+    build_shards(docs, folder / "tokenizer.model", folder, 4_000, 0.05)
     return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(folder / "tokenizer.model")}
 
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -34,12 +35,12 @@ def settings(layers: int, **more) -> dict:
     return {**TINY, "NUM_LAYERS": str(layers), "VE_LAYERS": str(layers - 1), "XSA_LAST_N": "1", **more}
 
 
-def entry(rank: int, world: int, port: int, name: str, args: tuple, folder: str, timeout_s: float):
+def entry(rank: int, world: int, port: int, module: str, name: str, args: tuple, folder: str, timeout_s: float):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         ranks = start_ranks(timeout_s=timeout_s)
-        out = ("ok", globals()[name](ranks, *args))
+        out = ("ok", getattr(import_module(module), name)(ranks, *args))
         stop_ranks(ranks)
     except BaseException:
         out = ("failed", traceback.format_exc())
@@ -47,12 +48,12 @@ def entry(rank: int, world: int, port: int, name: str, args: tuple, folder: str,
         pickle.dump(out, f)
 
 
-def spawn(world: int, name: str, *args, timeout_s: float = 60.0) -> list:
+def spawn(world: int, name: str, *args, module: str = "workers", timeout_s: float = 60.0) -> list:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        fork_processes(entry, (world, port, name, args, folder, timeout_s), world)
+        fork_processes(entry, (world, port, module, name, args, folder, timeout_s), world)
         outs = [pickle.loads((Path(folder) / f"{r}.pkl").read_bytes()) for r in range(world)]
     for r, (state, value) in enumerate(outs):
         assert state == "ok", f"rank {r} of {world}:\n{value}"
