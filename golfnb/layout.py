@@ -168,7 +168,8 @@ class LayoutSettings(Settings):
     def problems(self) -> Iterator[str]:
         "A sentence for each shape that is impossible."
         if self.mlp_dim < 1:
-            yield f"MLP_MULT must give one channel or more, found {self.mlp_mult} of {self.model_dim}"
+            yield ("MLP_MULT must give at least one channel, "
+                   f"found {self.mlp_mult} of {self.model_dim}: raise it")
         for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
                                  ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
             if n % d:
