@@ -216,16 +216,14 @@ def check_numbers(**numbers: float):
 # %% ../nbs/25_any_model.ipynb #f0894be3
 @patch
 def sort_parameters(self: ParallelMuon, module: nn.Module, filter, transposable: bool):
-    """Find the ranks, make the layout, and part the parameters into `banked` and `rest`; `index` numbers them.
+    """Find the ranks, make the layout, part the parameters into `banked` and `rest`; `index` numbers them.
 
     Raises GolfError for what cannot be trained here.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise GolfError("ParallelMuon averages gradients itself: give it wrapper.module and drop DDP")
     named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    if not named:
-        raise GolfError(f"ParallelMuon needs parameters with a gradient: {type(module).__name__} has none")
-    some, one = next(iter(named.items()))
+    some, one = next(iter(named.items()), ("", torch.zeros(0)))
     for n, p in named.items():
         lazy = nn.parameter.is_lazy(p)
         if lazy or hasattr(p, "placements") or p.is_meta or not p.is_floating_point():

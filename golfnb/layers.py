@@ -48,7 +48,7 @@ def mix_norm(x: Tensor, x0: Tensor, mix: Tensor, scale: float | Tensor) -> tuple
 
 # %% ../nbs/06_layers.ipynb #085508af
 def rotary_base(T: int, rope_dims: int, base: float, train_len: int) -> float:
-    "RoPE's base for rows of T tokens: NTK-scaled beyond `train_len`."
+    "RoPE's base for rows of T tokens: NTK-scaled beyond `train_len` (two channels turn alike with any base)."
     long = T > train_len and rope_dims > 2
     return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if long else base
 
@@ -100,15 +100,10 @@ def attention_backend(device: str | torch.device, choice: str = "auto") -> list[
 def attend(q: Tensor, k: Tensor, v: Tensor, choice: str = "auto") -> Tensor:
     """Causal grouped-query attention (arXiv 2305.13245), scaled by 1/sqrt(D).
 
-    q [B, Tq, H, D] are the last Tq positions; k and v [B, T, KV, D].
-    Raises GolfError if H is no multiple of KV, or Tq is above T."""
-    (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
-    if H % KV or Tq > T:
-        raise GolfError("attention needs query heads divisible by key heads and at most as many queries "
-                        f"as keys: found {H} and {KV} heads, {Tq} and {T} positions")
-    mask = None
+    q [B, Tq, H, D] are the last Tq positions; k and v [B, T, KV, D], where H is a multiple of KV."""
+    Tq, T, mask = q.shape[1], k.shape[1], None
     if Tq < T:
-        k, v = k.repeat_interleave(H // KV, dim=2), v.repeat_interleave(H // KV, dim=2)
+        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
         mask = torch.ones(Tq, T, dtype=torch.bool, device=q.device).tril(T - Tq)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with sdpa_kernel(attention_backend(q.device, choice), set_priority=True):
@@ -123,7 +118,7 @@ def flash_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-
+# %% ../nbs/06_layers.ipynb #5b704f9d
 def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float:
     "The flash backend's largest relative distance from the plain formula, in output and gradients."
     ways = [(lambda q, k, v: attend(q, k, v, "math"), torch.float32), (flash_alone, torch.bfloat16)]
@@ -142,7 +137,7 @@ def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float
     apart = [(a.float() - b).norm() / b.norm() for other in others for a, b in zip(other, exact)]
     return float(torch.stack(apart).max())
 
-# %% ../nbs/06_layers.ipynb #5b704f9d
+# %% ../nbs/06_layers.ipynb #2a9dc8c1
 def flash_installed(choice: str) -> bool:
     "Whether the module of this choice of FLASH_PACKAGES can be found."
     try:
@@ -150,7 +145,7 @@ def flash_installed(choice: str) -> bool:
     except ModuleNotFoundError:  # nor its parent
         return False
 
-
+# %% ../nbs/06_layers.ipynb #512bca8e
 @functools.cache
 def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int) -> str:
     "Replace PyTorch's flash backend by this package and try it; what is wrong with it, or ''."

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 
-from .settings import GolfError, Settings, patch, setting
+from .settings import GolfError, Settings, setting
 
 # %% ../nbs/04_layout.ipynb #13609ebc
 SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
@@ -78,35 +78,25 @@ class BankSpec:
         "Elements, padding included."
         return prod(self.shape)
 
-# %% ../nbs/04_layout.ipynb #a72eb8d9
-@patch
-def shard(self: BankSpec, rank: int) -> range:
-    "The slots that a rank owns."
-    return range(rank * self.per_rank, (rank + 1) * self.per_rank)
+    def shard(self, rank: int) -> range:
+        "The slots that a rank owns."
+        return range(rank * self.per_rank, (rank + 1) * self.per_rank)
 
+    def slots(self, rank: int) -> list[Matrix | None]:
+        "The rank's matrices in slot order, None where a slot is padding."
+        return [self.matrices[i] if i < self.real else None for i in self.shard(rank)]
 
-@patch
-def slots(self: BankSpec, rank: int) -> list[Matrix | None]:
-    "The rank's matrices in slot order, None where a slot is padding."
-    return [self.matrices[i] if i < self.real else None for i in self.shard(rank)]
+    def row_scales(self) -> list[list[float]]:
+        "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."
+        return [[m.lr_scale] for m in self.matrices] + [[1.0]] * self.padding
 
+    def views(self, bank) -> list:
+        "Its matrices as stored: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
+        return list(bank.unbind(0)[:self.real])
 
-@patch
-def row_scales(self: BankSpec) -> list[list[float]]:
-    "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."
-    return [[m.lr_scale] for m in self.matrices] + [[1.0]] * self.padding
-
-
-@patch
-def views(self: BankSpec, bank) -> list:
-    "Its matrices as stored: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
-    return list(bank.unbind(0)[:self.real])
-
-
-@patch
-def batches(self: BankSpec) -> list[list[tuple[int, int, int]]]:
-    "The update's batches as (matrices, short side, long side): a list for each rank, or one if all agree."
-    return [[(self.per_rank, *sorted(self.matrices[0].stored))]]
+    def batches(self) -> list[list[tuple[int, int, int]]]:
+        "The update's batches as (matrices, short side, long side): a list for each rank, or one for all."
+        return [[(self.per_rank, *sorted(self.matrices[0].stored))]]
 
 # %% ../nbs/04_layout.ipynb #aec83922
 @dataclass(frozen=True)
@@ -126,14 +116,12 @@ class Layout:
         "Ratio of padding elements to real elements."
         return sum(b.numel for b in self.banks) / sum(m.rows * m.cols for _, _, m in self) - 1
 
-# %% ../nbs/04_layout.ipynb #d1d0b9fe
-@patch
-def bank(self: Layout, name: str) -> BankSpec:
-    "The bank of this name. Raises GolfError if there is none."
-    for b in self.banks:
-        if b.name == name:
-            return b
-    raise GolfError(f"no bank is named {name!r}: the layout has {', '.join(b.name for b in self.banks)}")
+    def bank(self, name: str) -> BankSpec:
+        "The bank of this name. Raises GolfError if there is none."
+        for b in self.banks:
+            if b.name == name:
+                return b
+        raise GolfError(f"no bank is named {name!r}: the layout has {', '.join(b.name for b in self.banks)}")
 
 # %% ../nbs/04_layout.ipynb #c833eb37
 def group_matrices(matrices: list[Matrix], world: int) -> Layout:
@@ -159,8 +147,7 @@ class LayoutSettings(Settings):
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    plan: str = setting("pr399", "banks of the blocks: one per shape, or up and down in one",
-                        "pr399", "shared_mlp", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or up and down in one", "pr399", "shared_mlp", fixed="yes")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
 
     @property
@@ -178,16 +165,15 @@ class LayoutSettings(Settings):
         "Channels of the MLP."
         return int(self.mlp_mult * self.model_dim)
 
-# %% ../nbs/04_layout.ipynb #03770e5a
-@patch
-def problems(self: LayoutSettings) -> Iterator[str]:
-    "A sentence for each shape that is impossible."
-    if self.mlp_dim < 1:
-        yield f"MLP_MULT must give at least one channel, found {self.mlp_mult} of {self.model_dim}: raise it"
-    for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
-                             ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
-        if n % d:
-            yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
+    def problems(self) -> Iterator[str]:
+        "A sentence for each shape that is impossible."
+        if self.mlp_dim < 1:
+            yield ("MLP_MULT must give at least one channel, "
+                   f"found {self.mlp_mult} of {self.model_dim}: raise it")
+        for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
+                                 ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
+            if n % d:
+                yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
 
 # %% ../nbs/04_layout.ipynb #e71003c0
 def model_layout(cfg: LayoutSettings, world: int) -> Layout:

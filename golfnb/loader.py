@@ -365,7 +365,7 @@ def start(self: Loader) -> None:
     self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
     self.thread.start()
 
-
+# %% ../nbs/03_loader.ipynb #3d0c4802
 @patch
 def feed(self: Loader) -> None:
     "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."

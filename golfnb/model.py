@@ -92,7 +92,7 @@ def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
         shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
     return shapes
 
-
+# %% ../nbs/08_model.ipynb #51222302
 def scalar_shapes(cfg: ModelSettings) -> dict[str, tuple[int, ...]]:
     "Small parameters, stacked over the layers where each has one: name -> shape."
     L, D = cfg.num_layers, cfg.model_dim
@@ -160,7 +160,7 @@ class Block:
         h = squared_leaky(self.linear(n, w.up, 4), self.slope)
         return scaled(self.linear(h, w.down, 5), w.mlp_scale)
 
-
+# %% ../nbs/08_model.ipynb #2b00ea36
 def make_block(cfg: ModelSettings, i: int, attention: str, kind: type[Block] = Block, **more) -> Block:
     "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
     return kind(cfg.head_dim, 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0, cfg.negative_slope,
@@ -178,10 +178,10 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 # %% ../nbs/08_model.ipynb #99a8ea3f
 @patch
-def run(self: Block, x: Tensor, x0: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, keep=None):
+def run(self: Block, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
     """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
 
-    x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos and sin as in `rotate`."""
+    x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
     x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
     q, k, v = self.heads(n, w, cos, sin, ve, keep)
     y = self.attend(q, k, v)
@@ -222,7 +222,7 @@ class Golf(torch.nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         for shapes, kind in ((table_shapes(cfg), dtype), (scalar_shapes(cfg), wide)):
             for name, shape in shapes.items():
-                self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
+                setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
         self.rope = cfg.rope_dims, cfg.rope_base, cfg.rope_train_len
         for name, table in zip(("cos", "sin"), rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)):
             self.register_buffer(f"rotary_{name}", table, persistent=False)
@@ -240,15 +240,6 @@ class Golf(torch.nn.Module):
         if T == self.cfg.train_seq_len:
             return self.rotary_cos, self.rotary_sin
         return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
-
-# %% ../nbs/08_model.ipynb #0bbd4054
-@patch
-def kinds(self: Golf) -> list[Tensor]:
-    "BLOCK_MATRICES over all blocks, [blocks, rows, columns] each; padding may follow."
-    L = self.cfg.num_layers
-    runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in self.banks.items()}
-    stacks = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
-    return [stack.mT if flipped else stack for stack, flipped in stacks]
 
 # %% ../nbs/08_model.ipynb #f8a5fa7c
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
@@ -273,14 +264,18 @@ def freeze_blocks(blocks: list[BlockWeights], count: int, scope: str) -> list[Bl
     return [BlockWeights(*w[:first], *(t if t is None else t.detach() for t in w[first:]))
             for w in blocks[:count]] + blocks[count:]
 
-
+# %% ../nbs/08_model.ipynb #bd943d1f
 @patch
 def weights(self: Golf, kernels: frozenset = frozenset()) -> list[BlockWeights]:
     "What every block reads, as views of the banks, or joined as `kernels` want it."
     mix, freeze = self.resid_mix.to(self.compute), self.frozen[0] > 0 and torch.is_grad_enabled()
-    stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale, mix, self.q_gain)
-    stack, none = stack if freeze else joined(stack, kernels), [None] * self.cfg.num_layers
-    blocks = [BlockWeights(*w) for w in zip(*(none if t is None else t.unbind(0) for t in stack))]
+    L, banks = self.cfg.num_layers, self.banks.items()
+    runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
+    kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
+    kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
+    stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
+    stack = stack if freeze else joined(stack, kernels)
+    blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
     return [joined(w, kernels) for w in freeze_blocks(blocks, *self.frozen)] if freeze else blocks
 
 # %% ../nbs/08_model.ipynb #77085afb
@@ -293,7 +288,7 @@ def embed(self: Golf, ids: Tensor) -> Tensor:
         x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
     return smear(rms_norm(x), self.smear_gate)
 
-
+# %% ../nbs/08_model.ipynb #30e5d180
 @patch
 def value_embeddings(self: Golf, ids: Tensor) -> dict[int, Tensor]:
     "What is added to the values [B, T, KV*head], for each block that has a value embedding."
@@ -365,7 +360,7 @@ def published_names(cfg: ModelSettings) -> dict[str, tuple]:
         names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
     return names
 
-
+# %% ../nbs/08_model.ipynb #36340d53
 def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, Tensor]:
     "Views of full banks and other parameters (tensors by their names here) under the published names."
     views = {name: others[param][at] for name, (param, at) in published_names(model.cfg).items()}
@@ -379,7 +374,7 @@ def named_state(model: Golf, banks: Mapping | None = None, others: Mapping | Non
     views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
     return {name: view.detach().clone(memory_format=torch.contiguous_format) for name, view in views.items()}
 
-
+# %% ../nbs/08_model.ipynb #fa9046a4
 @torch.no_grad()
 def load_named(model: Golf, state: Mapping[str, Tensor]):
     """Fill the model in place: the inverse of `named_state`, from tensors of any dtype and device.
@@ -470,7 +465,7 @@ def model_from_settings(settings: dict, dtype=torch.float32, device="cpu", world
     layout = model_layout(cfg, world)
     return Golf(cfg, layout, dtype, device), cfg, layout
 
-
+# %% ../nbs/08_model.ipynb #18e41184
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales",
                  "ve_shared.scale", "bigram.scale")
 

@@ -60,7 +60,7 @@ class Ranks:
 
 # %% ../nbs/13_parallel_muon.ipynb #cbe7f290
 def start_ranks(timeout_s: float = 60.0) -> Ranks:
-    """Join the process group that `torchrun` describes in the environment (NCCL with GPUs, else gloo), if any.
+    """Join the process group that `torchrun` describes in the environment (NCCL on GPUs, else gloo), if any.
 
     A collective that waits longer than `timeout_s` raises. Raises GolfError if a GPU is missing.
     """
@@ -421,16 +421,24 @@ class Engine:
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None, plan: Plan | None = None,
                  bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3, debug: bool = False):
         self.layout, self.ranks, self.plan = layout, ranks or Ranks(), plan or make_plan(layout)
-        if layout.world != self.ranks.world:
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.ranks.world} are running: "
-                            f"make it with world={self.ranks.world}")
+        if layout.world != (world := self.ranks.world):
+            raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
+                            f"make it with world={world}")
         check_plan(self.plan, layout)
         self.clip, self.max_norm, self.debug = clip, max_norm, debug
         self.bank_rule, self.small_rule, banks = bank_rule or Muon(), small_rule or AdamW(), roles["bank"]
         self.banks = {s.name: ShardedBank(s, banks[s.name], self.ranks, self.bank_rule) for s in layout.banks}
         self.groups = flat_groups(roles, self.small_rule)
         self.parts = [*self.banks.values(), *self.groups]
-        self.prepare()
+        first, words = self.parts[0].master, len(CONTROL_WORDS) + self.small_rule.words
+        self.full, self.device = first.dtype, first.device
+        self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
+        self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
+        self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
+        self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
+        self.staged, self.wires = {}, {}
+        self.small_step = Recorded(lambda: self.update_small(), self.device)
+        self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
         self.publish()
 
     def step(self, multiplier=1.0, momentum: float = 0.99):
@@ -451,8 +459,8 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
     "One flat group for each dtype of tables and scalars, the widest first: the control words ride with it."
     params, rates, made = {}, {}, []
     for role in ("table", "scalar"):
-        params.update(roles.get(role, {}))
-        rates.update(dict.fromkeys(roles.get(role, {}), rule.rates(role)))
+        params |= roles.get(role, {})
+        rates |= dict.fromkeys(roles.get(role, {}), rule.rates(role))
     for dtype in sorted({p.dtype for p in params.values()}, key=lambda d: -d.itemsize):
         some = {k: p for k, p in params.items() if p.dtype == dtype}
         made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
@@ -460,22 +468,8 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
 
 # %% ../nbs/13_parallel_muon.ipynb #fef82cbc
 @patch
-def prepare(self: Engine):
-    "The control vector, the knobs, a stream for each bank, and the launches to record."
-    first, words = next(iter(self.banks.values())).master, len(CONTROL_WORDS) + self.small_rule.words
-    self.full, self.device, cuda = first.dtype, first.device, first.is_cuda
-    self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
-    self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
-    self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
-    self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if cuda}
-    self.staged, self.wires = {}, {}
-    self.small_step = Recorded(lambda: self.update_small(), self.device)
-    self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
-
-
-@patch
 def publish(self: Engine, project=None):
-    "Write all parameters from the masters, banks through `project(name, master)` if given; returns when done."
+    "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
     for g in self.groups:
         g.rounded.copy_(g.master)
     masters = {n: self.banks[n].master for n in self.plan.work}
@@ -514,7 +508,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
 def finish(self: Engine, multiplier=1.0, momentum: float = 0.99, project=None):
     """Update everything and publish.
 
-    `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what is sent.
+    `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what goes out.
     """
     for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
         knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
@@ -545,7 +539,7 @@ def update_bank(self: Engine, name: str):
         grad = (grad * self.knobs.factor.view(1, 1, 1)).to(grad.dtype)
     self.bank_rule.update(bank, grad, self.knobs)
 
-
+# %% ../nbs/13_parallel_muon.ipynb #f0e8009d
 @patch
 def update_small(self: Engine):
     "Count the step and update every flat group, whose gradients are sums over the ranks."
@@ -574,7 +568,7 @@ def clip_global(self: Engine):
 # %% ../nbs/13_parallel_muon.ipynb #1e1a59c3
 @patch
 def clip_local(self: Engine, grads: dict):
-    "Clip this rank's gradients: whole banks (`grads`, by name), then sent from `wires`, and the small ones."
+    "Clip this rank's gradients: whole banks (`grads`, by name), sent from `wires`, and the small ones."
     if not self.staged:
         self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
         self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
@@ -582,10 +576,10 @@ def clip_local(self: Engine, grads: dict):
     torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
     self.clip_step()
 
-
+# %% ../nbs/13_parallel_muon.ipynb #580ca603
 @patch
 def scale_staged(self: Engine):
-    "Measure this rank's gradient and scale it, banks from `staged` into `wires`, the small ones in place."
+    "Measure this rank's gradient and scale it, banks from `staged` to `wires`, small ones in place."
     small = [g.grad for g in self.groups]
     self.norm_sq.copy_(squared_norm([*self.staged.values(), *small], self.full))
     factor = clip_factor(self.norm_sq, self.max_norm)
@@ -598,7 +592,7 @@ def tensors(self: Engine) -> list:
     "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
     return [part.master for part in self.parts]
 
-
+# %% ../nbs/13_parallel_muon.ipynb #473497dc
 @patch
 def gather(self: Engine, tensors: list | None = None) -> tuple[dict, dict]:
     """(banks, others): whole banks [n, r, c] by bank name and replicated tensors by parameter name.
@@ -614,11 +608,11 @@ def gather(self: Engine, tensors: list | None = None) -> tuple[dict, dict]:
         others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
     return banks, others
 
-# %% ../nbs/13_parallel_muon.ipynb #473497dc
+# %% ../nbs/13_parallel_muon.ipynb #52c9e4c5
 @patch
 @torch.no_grad()
 def load(self: Engine, banks: dict, others: dict):
-    "Set the masters from whole tensors, as `gather` gives them, and publish; the rules' state is untouched."
+    "Set the masters from whole tensors, as `gather` gives them, and publish; rules' states stay."
     for name, bank in self.banks.items():
         bank.master.copy_(banks[name][bank.slots.start:bank.slots.stop])
     for g in self.groups:
@@ -654,8 +648,7 @@ class EngineSettings(Settings):
     beta2: float = setting(0.95, "AdamW decay of the second moment: ratio", bounds="[0, 1)")
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
-    clip: str = setting("local", "whose norm: each rank's before averaging (as published), or the mean's",
-                        "local", "global", fixed="yes")
+    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
 
 # %% ../nbs/13_parallel_muon.ipynb #5010a1b1
 def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks, debug: bool = False) -> Engine:

@@ -60,7 +60,7 @@ class Links:
     memory_gbps: float = 0.0
     prepare_us: float = 0.0
 
-
+# %% ../nbs/11_plan.ipynb #1130552b
 def read_links(path: Path | str) -> Links:
     "The machine that a result of `golfnb bench links` describes. Raises GolfError if the file is none."
     try:
@@ -79,8 +79,8 @@ def transfer_us(n_bytes: float, world: int, links: Links, kind: str = "") -> flo
     return latency + (2 if kind == "all-reduce" else 1) * n_bytes * (world - 1) / world / (gbps * 1e3)
 
 # %% ../nbs/11_plan.ipynb #b657b65c
-def work_us(bank: BankSpec, links: Links, steps: int = 5) -> float:
-    """Time of the busiest rank's update of a bank, with `steps` of Newton-Schulz.
+def work_us(bank: BankSpec, links: Links) -> float:
+    """Time of the busiest rank's update of a bank, with five iterations of Newton-Schulz.
 
     As measured for its shape; else by arithmetic, or by launches (3 an iteration and 7) if they take longer.
     """
@@ -88,8 +88,7 @@ def work_us(bank: BankSpec, links: Links, steps: int = 5) -> float:
         if f"{r}x{c}" in links.update:
             fixed, each = links.update[f"{r}x{c}"]
             return fixed + n * each
-        arithmetic = n * newton_schulz_flops(r, c, steps) / (links.ns_tflops * 1e6)
-        return max(arithmetic, (3 * steps + 7) * links.launch_us)
+        return max(n * newton_schulz_flops(r, c) / (links.ns_tflops * 1e6), 22 * links.launch_us)
 
     return max(sum(one(*batch) for batch in of_rank) for of_rank in bank.batches())
 
@@ -102,13 +101,12 @@ class Event:
     start_us: float
     end_us: float
 
+# %% ../nbs/11_plan.ipynb #a67b9988
+def predict(plan: Plan, layout: Layout, links: Links, small_bytes=0, clip="local", stacked=False) -> list:
+    """The timeline (list of `Event`) of one optimizer step, from the end of backward to the last gather.
 
-def predict(plan: Plan, layout: Layout, links: Links, small_bytes: int = 0, clip: str = "local",
-            steps: int = 5, stacked: bool = False) -> list[Event]:
-    """The timeline of one optimizer step, from the end of backward to the last gathered weight.
-
-    `small_bytes`: of all replicated gradients, all-reduced first; `steps`: Newton-Schulz iterations;
-    `stacked`: gradients of separate parameters are stacked into banks first.
+    `small_bytes`: of all replicated gradients, all-reduced first; `clip`: "local" or "global"; `stacked`:
+    gradients of separate parameters are stacked into banks first.
     """
     check_plan(plan, layout)
     events, free, arrived = [], {"net": 0.0, "gpu": 0.0}, {}
@@ -134,11 +132,11 @@ def predict(plan: Plan, layout: Layout, links: Links, small_bytes: int = 0, clip
         gate = send("norm", "all-reduce", max(arrived.values()), 4)
     for name in plan.work:
         bank = layout.bank(name)
-        done = place(f"work {name}", "gpu", max(arrived[name], gate), work_us(bank, links, steps))
+        done = place(f"work {name}", "gpu", max(arrived[name], gate), work_us(bank, links))
         send(name, "gather", done, 2 * bank.numel)
     return events
 
-
+# %% ../nbs/11_plan.ipynb #1612694b
 def finish_us(events: list[Event]) -> float:
     "When the last block ends: microseconds after backward."
     return max(e.end_us for e in events)

@@ -130,6 +130,18 @@ class Session:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
 
+    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
+        "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
+        start = time.perf_counter()
+        loss, bpb, *_ = score()
+        ms = 1000 * (time.perf_counter() - start)
+        self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
+        if exact:
+            self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
+        self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
+        return loss, bpb
+
 # %% ../nbs/19_run.ipynb #0d0e0756
 def device_name(ranks: Ranks) -> str:
     "What this rank computes on."
@@ -137,48 +149,28 @@ def device_name(ranks: Ranks) -> str:
 
 # %% ../nbs/19_run.ipynb #cd226a82
 @patch
-def announce(self: Session, code: bytes):
-    "Write the log's first lines."
-    cfg, line, world = self.cfg, self.log.line, self.ranks.world
+def begin(self: Session, code: bytes):
+    "Write the log's first lines, keep the script in the run's folder, and build the machine."
+    cfg, line, world, kept = self.cfg, self.log.line, self.ranks.world, self.folder / "train_gpt.py"
     line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{world} "
          f"grad_accum_steps:{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
     line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
          f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
     if code:
         line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-
-# %% ../nbs/19_run.ipynb #0146762f
-@patch
-def build(self: Session, code: bytes):
-    "Keep the script in the run's folder, and build the machine."
-    kept = self.folder / "train_gpt.py"
     if code and self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
         atomic_write(kept, code)
     with self.phase("building"):
-        self.machine = Machine(self.cfg, self.ranks)
+        self.machine = Machine(cfg, self.ranks)
 
-# %% ../nbs/19_run.ipynb #98ea137c
-@patch
-def scored(self: Session, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
-    "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
-    start = time.perf_counter()
-    loss, bpb, *_ = score()
-    ms = 1000 * (time.perf_counter() - start)
-    self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
-    if exact:
-        self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-    self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
-    self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
-    return loss, bpb
-
-# %% ../nbs/19_run.ipynb #20b94b7c
+# %% ../nbs/19_run.ipynb #e6a20a2b
 @patch
 def plain_score(self: Session) -> tuple[float, float]:
     "Nats a token and bits per byte in disjoint rows."
     cfg, rows = self.cfg, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
     return plain_loss(self.machine.forward, self.val, self.table, cfg.train_seq_len, rows, self.ranks)
 
-# %% ../nbs/19_run.ipynb #e6a20a2b
+# %% ../nbs/19_run.ipynb #5e1713e6
 @patch
 def train_weights(self: Session) -> Averages:
     "Warm up, train, and score the raw weights."
@@ -206,7 +198,7 @@ def meta(self: Session) -> dict:
     return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
             "vocab_size": cfg.vocab_size, "recipe": cfg.recipe, "steps": self.summary["steps"]}
 
-
+# %% ../nbs/19_run.ipynb #28478cbe
 @patch
 def gather(self: Session, name: str, tensors: list | None = None) -> dict:
     "The engine's weights, or an average of them, by published names; rank 0 writes them to the file `name`."
@@ -230,18 +222,6 @@ def average_weights(self: Session, averages: Averages) -> dict:
     load_named(self.machine.model, averaged)
     self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
     return averaged
-
-# %% ../nbs/19_run.ipynb #ef4b23b9
-@patch
-def quantize(self: Session, named: dict, target: int) -> dict:
-    "`named` on the grid of the recipe, the coarsest where nothing fits into `target`; every rank must call."
-    cfg, hessians = self.cfg, self.hessians() if self.cfg.use_gptq else None
-    try:
-        return fit_state(cfg, named, target, lambda packed: len(pack_bytes(packed, self.meta(), cfg.codec)),
-                         cfg.small_tensor, hessians, self.ranks)
-    except NothingFits as e:
-        self.log.line(str(e))
-        return e.packed
 
 # %% ../nbs/19_run.ipynb #4d2ae8ce
 def in_time(batches: Iterable, limit_ms: float, device: torch.device, ends: list) -> Iterator:
@@ -298,10 +278,17 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
 # %% ../nbs/19_run.ipynb #e7469d9b
 @patch
 def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> Path:
-    "Quantize, pack and write; returns the file to score, on every rank."
-    path = None
+    "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file on every rank."
+    cfg, path = self.cfg, None
     with self.phase("packing"):
-        packed = self.quantize(averaged, self.cfg.target_bytes - code_bytes)
+        hessians = self.hessians() if cfg.use_gptq else None
+        try:
+            packed = fit_state(cfg, averaged, cfg.target_bytes - code_bytes,
+                               lambda packed: len(pack_bytes(packed, self.meta(), cfg.codec)),
+                               cfg.small_tensor, hessians, self.ranks)
+        except NothingFits as e:
+            self.log.line(str(e))
+            packed = e.packed
         if self.ranks.master:
             path = self.write_artifact(packed, code_bytes)
         return Path(self.ranks.broadcast_object(str(path)))
@@ -309,53 +296,41 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> Path:
 # %% ../nbs/19_run.ipynb #de875e19
 @patch
 def score_artifact(self: Session, path: Path):
-    "Score the file: round trip, sliding window, TTT."
-    cfg, m, ranks = self.cfg, self.machine, self.ranks
+    "Score the file: round trip, sliding window, TTT (the weights learn from what has been scored)."
+    cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
     state = dequantize_state(load_artifact(path, cfg.codec)[1])
     load_named(m.model, state)
 
     def sliding():
-        return sliding_loss(m.forward, self.val, self.table, cfg.eval_seq_len, cfg.eval_stride,
-                            cfg.rows_per_score(ranks.world), ranks)
+        rows = cfg.rows_per_score(ranks.world)
+        return sliding_loss(m.forward, val, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks)
+
+    def adapt():
+        if cfg.ttt_form == "adapters":
+            return score_documents(m.model, state, val, table, cfg, ranks, log=log)
+        return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
 
     with self.phase("scoring"):
         self.scored("final_int6_roundtrip", "int6", self.plain_score)
         loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
-        self.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
     if cfg.ttt_enabled:
         with self.phase("adapting"):
-            self.scored("legal_ttt", "ttt", lambda: self.adapt(state))
-
-# %% ../nbs/19_run.ipynb #4e438954
-@patch
-def adapt(self: Session, state: dict) -> tuple:
-    "Score the decoded weights while they learn from what has been scored."
-    m, cfg, val, table, ranks, log = self.machine, self.cfg, self.val, self.table, self.ranks, self.log
-    if cfg.ttt_form == "adapters":
-        return score_documents(m.model, state, val, table, cfg, ranks, log=log)
-    return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
+            self.scored("legal_ttt", "ttt", adapt)
 
 # %% ../nbs/19_run.ipynb #37226dd2
-@patch
-def finish(self: Session) -> dict:
-    "Complete the summary, write it, close the log."
-    cfg, ranks = self.cfg, self.ranks
-    self.summary.update(unigram_bpb=self.unigram, recipe=cfg.recipe, seed=cfg.seed, world=ranks.world,
-                        device=device_name(ranks), seconds=self.seconds, config=asdict(cfg))
-    if ranks.master:
-        atomic_write(self.folder / "summary.json", json.dumps(self.summary, indent=1) + "\n")
-    self.log.close()
-    return self.summary
-
-# %% ../nbs/19_run.ipynb #1ea27c9d
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool = False) -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
     s = Session(cfg, ranks or Ranks(), quiet)
-    s.announce(code)
-    s.build(code)
+    s.begin(code)
     averaged = s.average_weights(s.train_weights())
     s.score_artifact(s.pack_artifact(averaged, len(code)))
-    return s.finish()
+    s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=s.ranks.world,
+                     device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
+    if s.ranks.master:
+        atomic_write(s.folder / "summary.json", json.dumps(s.summary, indent=1) + "\n")
+    s.log.close()
+    return s.summary
 
 # %% ../nbs/19_run.ipynb #f945e79d
 LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")

@@ -468,7 +468,7 @@ def two_dtypes():
 
 @pytest.mark.parametrize("module, more, words", [
     (lambda: nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)), {}, "nothing to bank among 3 trainable parameters of Sequential"),
-    (lambda: nn.Linear(3, 3), {}, "nothing to bank"), (lambda: nn.ReLU(), {}, "ReLU has none"),
+    (lambda: nn.Linear(3, 3), {}, "nothing to bank"), (lambda: nn.ReLU(), {}, "among 0 trainable parameters of ReLU"),
     (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 3), nn.Linear(3, 3)), dict(filter=lambda n, p: True), "0.weight, torch.float32 of shape \\(2, 1, 3, 3\\)"),
     (two_dtypes, {}, "of one dtype, here torch.float32: leave 1.weight, torch.bfloat16"),
     (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()), {}, "float64 does not mix"),

@@ -58,8 +58,6 @@ def test_attention_math_backend_agrees():
     assert attention_backend("cuda", "flash")[0].name == "FLASH_ATTENTION" and len(attention_backend("cuda", "math")) == 4
     with pytest.raises(GolfError, match="ATTENTION must be"):
         attention_backend("cuda", "quick")
-    with pytest.raises(GolfError, match="divisible"):
-        attend(q[:, :, :3], k, v)
 
 
 @pytest.mark.parametrize("function", [rms_norm, lambda x: exclusive(x[None], x[None]), lambda x: squared_leaky(x, 0.5)])
