@@ -12,6 +12,7 @@ import ast
 import base64
 import builtins
 import bz2
+import gc
 import hashlib
 import os
 import re
@@ -24,7 +25,6 @@ from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from io import StringIO
 from itertools import accumulate, product
 from math import prod
 from pathlib import Path
@@ -263,10 +263,8 @@ def calls_of(p: Program, fn: ast.FunctionDef) -> list[ast.Call]:
 @cache
 def foreign() -> set[str]:
     "Methods and attributes of tensors, texts and the like: such a name may not be ours."
-    import torch
-
-    kinds = (str, bytes, list, dict, set, float, Path, StringIO, torch.Tensor, torch.nn.Module)
-    return {name for kind in kinds for name in dir(kind)}
+    torch = import_module("torch")
+    return {name for kind in (str, list, dict, set, Path, torch.Tensor, torch.nn.Module) for name in dir(kind)}
 
 
 def sources_of(p: Program, n: ast.AST) -> list[ast.expr | None]:
@@ -351,18 +349,13 @@ def computed(p: Program, n: ast.AST) -> tuple:
     if not all(known) or prod(map(len, known)) > 64:
         return ()
     names = [f"_{i}" for i in range(len(parts))]
-    code = compiled(changed(p.text, [(x.start, x.end, name) for x, name in zip(parts, names)], n.start, n.end))
+    code = changed(p.text, [(x.start, x.end, name) for x, name in zip(parts, names)], n.start, n.end)
     try:
+        code = compile(f"({code})", "<script>", "eval")
         return distinct(eval(code, {"__builtins__": SAFE, **dict(zip(names, chosen))})
                         for chosen in product(*known))
     except Exception:  # what an expression raises is left to the run
         return ()
-
-
-@cache
-def compiled(code: str):
-    "An expression, ready to be computed."
-    return compile(f"({code})", "<script>", "eval")
 
 
 def changed(text: str, edits: list[tuple[int, int, str]], start: int = 0, end: int | None = None) -> str:
@@ -377,8 +370,7 @@ def changed(text: str, edits: list[tuple[int, int, str]], start: int = 0, end: i
 # %% ../nbs/20_launcher.ipynb #87fe3cad
 def truth(p: Program, n: ast.AST) -> bool | None:
     "How a test turns out, or None where that is not known."
-    answers = {bool(v) for v in values_of(p, n)}
-    return answers.pop() if len(answers) == 1 else None
+    return {(True,): True, (False,): False}.get(distinct(bool(v) for v in values_of(p, n)))
 
 
 def is_test(n: ast.AST) -> bool:
@@ -444,14 +436,12 @@ def fold(p: Program, n: ast.AST) -> None:
 # %% ../nbs/20_launcher.ipynb #11569bde
 def drop_operands(p: Program, n: ast.BoolOp) -> None:
     "Leave out operands that decide nothing, and those after one that decides all."
-    stop, kept = isinstance(n.op, ast.Or), []
-    for v in n.values:
-        answer = truth(p, v)
-        if answer is not (not stop) or not pure(v) or v is n.values[-1] and not is_test(n):
-            kept.append(v)
-        if answer is stop:
-            break
-    p.gone |= {*n.values} - {*(kept or n.values[-1:])}
+    answers = [truth(p, v) for v in n.values]
+    stop = isinstance(n.op, ast.Or)
+    end = (answers + [stop]).index(stop) + 1
+    kept = {v for v, answer in zip(n.values[:end], answers)
+            if answer in (stop, None) or not pure(v) or v is n.values[-1] and not is_test(n)}
+    p.gone |= {*n.values} - (kept or {n.values[-1]})
 
 # %% ../nbs/20_launcher.ipynb #a3687efb
 def span(p: Program, s: ast.stmt) -> tuple[int, int]:
@@ -562,7 +552,8 @@ def cut_items(p: Program, items: list[tuple[ast.AST, int]], low: int, high: int)
 # %% ../nbs/20_launcher.ipynb #3df107c3
 def specialise(text: str, settings: Mapping[str, tuple]) -> str:
     "A program cut until nothing more can be; `settings` are the values that fixed settings may have."
-    before = ""
+    before, collects = "", gc.isenabled()
+    gc.disable()  # searching the trees for garbage takes as long as folding them
     while text != before:
         p, before = Program(text, settings), text
         p.gone = unreached(p)
@@ -571,14 +562,16 @@ def specialise(text: str, settings: Mapping[str, tuple]) -> str:
             fold(p, s)
         cut(p)
         text = changed(text, p.edits)
+    if collects:
+        gc.enable()
     return text
 
 # %% ../nbs/20_launcher.ipynb #b6008fd1
 def possible(specs: Mapping[str, tuple]) -> dict[str, tuple]:
     "Fixed setting -> the values that it may have in its script; of rows above 0 some stand for all."
-    more = {name: {"off": (False if isinstance(value, bool) else "none",), "rows": (1, 1 << 62) if value else ()}
-            for name, (value, _) in specs.items()}
-    return {name: distinct((value, *more[name].get(spec.metadata["fixed"], ())))
+    more = {"yes": lambda v: (), "off": lambda v: (False if isinstance(v, bool) else "none",),
+            "rows": lambda v: (1, 1 << 62) if v else ()}
+    return {name: distinct((value, *more[spec.metadata["fixed"]](value)))
             for name, (value, spec) in specs.items() if spec.metadata["fixed"]}
 
 
@@ -680,10 +673,8 @@ def minify(text: str) -> str:
     for n in ast.walk(tree):
         if isinstance(n, ast.arg) and n.annotation and ast.unparse(n.annotation) == "tl.constexpr":
             kept.add(n.arg)
-        elif isinstance(n, ast.arg):
-            n.annotation = None
-        elif isinstance(n, ast.FunctionDef):
-            n.returns = None
+        elif isinstance(n, (ast.arg, ast.FunctionDef)):
+            n.annotation = n.returns = None
         elif isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setting":
             n.args[1] = ast.Constant("")
     return python_minifier.minify(
