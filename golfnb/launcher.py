@@ -12,6 +12,7 @@ import ast
 import base64
 import builtins
 import bz2
+import gc
 import hashlib
 import os
 import re
@@ -24,7 +25,6 @@ from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from io import StringIO
 from itertools import accumulate, product
 from math import prod
 from pathlib import Path
@@ -52,7 +52,7 @@ def module_sources() -> dict[str, str]:
 IMPORTS = (ast.Import, ast.ImportFrom)
 DEFINED = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, *IMPORTS, ast.Try)
 
-
+# %% ../nbs/20_launcher.ipynb #d99dedfc
 def check_statement(where: str, n: ast.stmt, earlier: list[str]) -> str | None:
     """The module of ours that an import takes from, None for other statements.
 
@@ -72,22 +72,22 @@ def check_statement(where: str, n: ast.stmt, earlier: list[str]) -> str | None:
                             "x an earlier chapter, at the top and without alias or star")
     return origin
 
-# %% ../nbs/20_launcher.ipynb #d99dedfc
+# %% ../nbs/20_launcher.ipynb #345209f1
 def is_load(n: ast.AST) -> bool:
     "Whether a name or attribute is read, not assigned or deleted."
     return isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load)
 
-
+# %% ../nbs/20_launcher.ipynb #40557a27
 def is_docstring(n: ast.AST) -> bool:
     "A string that stands alone."
     return isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) and isinstance(n.value.value, str)
 
-
+# %% ../nbs/20_launcher.ipynb #ea5575fa
 def decorators(n: ast.AST) -> list[str]:
     "The names of a definition's decorators, without their arguments."
     return [ast.unparse(getattr(d, "func", d)) for d in getattr(n, "decorator_list", ())]
 
-
+# %% ../nbs/20_launcher.ipynb #65387312
 def bound_names(n: ast.AST) -> list[str]:
     "The names that a statement binds where it stands."
     if isinstance(n, (ast.FunctionDef, ast.ClassDef)):
@@ -208,7 +208,7 @@ def note(p: Program, n: ast.AST) -> None:
     elif isinstance(n, ast.FunctionDef) and isinstance(n.up, ast.ClassDef):
         p.methods[n.name].append(n)
 
-
+# %% ../nbs/20_launcher.ipynb #f5c63e37
 def of_import(p: Program, n: ast.AST) -> bool:
     "Whether an attribute belongs to an imported module."
     while isinstance(n, ast.Attribute):
@@ -218,7 +218,7 @@ def of_import(p: Program, n: ast.AST) -> bool:
 # %% ../nbs/20_launcher.ipynb #6342ef6c
 CALLED_BY_TORCH = {"forward", "backward", "setup_context"}
 
-
+# %% ../nbs/20_launcher.ipynb #4dde0e69
 def unreached(p: Program) -> set[ast.stmt]:
     "The definitions and methods that the roots do not need, by name, and by attribute once the class is needed."
     units, words, more = {*p.tree.body}.union(*p.methods.values()), set(ROOTS), True
@@ -239,12 +239,12 @@ def signature(fn: ast.FunctionDef) -> dict[str, ast.expr | None]:
         del found[names[0]]
     return found | dict(zip([a.arg for a in fn.args.kwonlyargs], fn.args.kw_defaults))
 
-
+# %% ../nbs/20_launcher.ipynb #9042ce9e
 def given(fn: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
     "Parameter -> its argument in a call."
     return dict(zip(signature(fn), call.args)) | {k.arg: k.value for k in call.keywords}
 
-
+# %% ../nbs/20_launcher.ipynb #abcfe265
 def calls_of(p: Program, fn: ast.FunctionDef) -> list[ast.Call]:
     "Every call of a function or method; none where it may be called in another way."
     refs, odd = p.uses[fn.scope, fn.name], fn.name in ROOTS
@@ -263,12 +263,10 @@ def calls_of(p: Program, fn: ast.FunctionDef) -> list[ast.Call]:
 @cache
 def foreign() -> set[str]:
     "Methods and attributes of tensors, texts and the like: such a name may not be ours."
-    import torch
+    torch = import_module("torch")
+    return {name for kind in (str, list, dict, set, Path, torch.Tensor, torch.nn.Module) for name in dir(kind)}
 
-    kinds = (str, bytes, list, dict, set, float, Path, StringIO, torch.Tensor, torch.nn.Module)
-    return {name for kind in kinds for name in dir(kind)}
-
-
+# %% ../nbs/20_launcher.ipynb #ee4d666d
 def sources_of(p: Program, n: ast.AST) -> list[ast.expr | None]:
     "All that a name, or an attribute of our classes, may hold; None for what is not written out."
     if isinstance(n, ast.Attribute):
@@ -283,7 +281,7 @@ def sources_of(p: Program, n: ast.AST) -> list[ast.expr | None]:
         isinstance(fn, ast.FunctionDef) and n.id not in signature(fn))
     return [assigned(stores[0])] if len(stores) == 1 and plain else []
 
-
+# %% ../nbs/20_launcher.ipynb #a2d7c046
 def assigned(target: ast.AST) -> ast.expr | None:
     "The expression that an assignment gives to a target, None where it is not written there."
     up, whole = target.up, target.up.up
@@ -301,7 +299,7 @@ SAFE = {f: getattr(builtins, f) for f in (
 COMPUTED = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.UnaryOp, ast.Subscript, ast.Tuple, ast.List,
             ast.Dict, ast.Set, ast.Call)
 
-
+# %% ../nbs/20_launcher.ipynb #ddf30df5
 def pure(n: ast.AST) -> bool:
     "Whether leaving an expression out changes nothing."
     acts = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
@@ -309,12 +307,12 @@ def pure(n: ast.AST) -> bool:
         getattr(x.func, "id", "") not in SAFE if isinstance(x, ast.Call) else isinstance(x, acts)
         for x in ast.walk(n))
 
-
+# %% ../nbs/20_launcher.ipynb #66e6138f
 def is_settings(cls: ast.AST) -> bool:
     "Whether a class is a group of settings."
     return any(ast.unparse(b).endswith("Settings") for b in getattr(cls, "bases", ()))
 
-
+# %% ../nbs/20_launcher.ipynb #0f2b9bf3
 def distinct(values) -> tuple:
     "Each value once; 1, 1.0 and True are three."
     return tuple({(type(v), repr(v)): v for v in values}.values())
@@ -351,20 +349,15 @@ def computed(p: Program, n: ast.AST) -> tuple:
     if not all(known) or prod(map(len, known)) > 64:
         return ()
     names = [f"_{i}" for i in range(len(parts))]
-    code = compiled(changed(p.text, [(x.start, x.end, name) for x, name in zip(parts, names)], n.start, n.end))
+    code = changed(p.text, [(x.start, x.end, name) for x, name in zip(parts, names)], n.start, n.end)
     try:
+        code = compile(f"({code})", "<script>", "eval")
         return distinct(eval(code, {"__builtins__": SAFE, **dict(zip(names, chosen))})
                         for chosen in product(*known))
     except Exception:  # what an expression raises is left to the run
         return ()
 
-
-@cache
-def compiled(code: str):
-    "An expression, ready to be computed."
-    return compile(f"({code})", "<script>", "eval")
-
-
+# %% ../nbs/20_launcher.ipynb #6e8ae148
 def changed(text: str, edits: list[tuple[int, int, str]], start: int = 0, end: int | None = None) -> str:
     "A stretch of a text with edits (start, end, new text); an edit inside of a larger one is void."
     out = []
@@ -377,22 +370,21 @@ def changed(text: str, edits: list[tuple[int, int, str]], start: int = 0, end: i
 # %% ../nbs/20_launcher.ipynb #87fe3cad
 def truth(p: Program, n: ast.AST) -> bool | None:
     "How a test turns out, or None where that is not known."
-    answers = {bool(v) for v in values_of(p, n)}
-    return answers.pop() if len(answers) == 1 else None
+    return {(True,): True, (False,): False}.get(distinct(bool(v) for v in values_of(p, n)))
 
-
+# %% ../nbs/20_launcher.ipynb #18b4b312
 def is_test(n: ast.AST) -> bool:
     "Whether only the truth of an expression counts."
     negated = isinstance(n.up, ast.UnaryOp) and isinstance(n.up.op, ast.Not)
     return n is getattr(n.up, "test", 0) or negated or isinstance(n.up, ast.BoolOp) and is_test(n.up)
 
-
+# %% ../nbs/20_launcher.ipynb #469ffb8f
 def quoted(value) -> str:
     "A plain value as a chapter would write it."
     text = ascii(value)
     return text if '"' in text or "\\" in text else text.replace("'", '"')
 
-
+# %% ../nbs/20_launcher.ipynb #d72ddef4
 def literal(p: Program, n: ast.AST) -> str | None:
     "What an expression with one known value is in a script; constants of the module keep their names."
     if not isinstance(n, (*COMPUTED, ast.Name, ast.Attribute)) or n is getattr(n.up, "func", None):
@@ -407,16 +399,16 @@ def literal(p: Program, n: ast.AST) -> str | None:
     text = quoted(values[0])
     return f"({text})" if text[0] == "-" and isinstance(n.up, ast.BinOp) else text
 
-# %% ../nbs/20_launcher.ipynb #18b4b312
+# %% ../nbs/20_launcher.ipynb #571cacd0
 ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
-
+# %% ../nbs/20_launcher.ipynb #f804ffa6
 def blocks(n: ast.AST) -> list[list[ast.stmt]]:
     "The lists of statements of a node."
     found = [getattr(n, f, None) for f in ("body", "handlers", "orelse", "finalbody")]
     return [block for block in found if isinstance(block, list) and block]
 
-
+# %% ../nbs/20_launcher.ipynb #f53ccc6e
 def fold(p: Program, n: ast.AST) -> None:
     "Note what changes in a node and below: known values are put in, branches chosen, what nothing needs is gone."
     if n in p.gone or n.noted or n.quoted:
@@ -444,14 +436,12 @@ def fold(p: Program, n: ast.AST) -> None:
 # %% ../nbs/20_launcher.ipynb #11569bde
 def drop_operands(p: Program, n: ast.BoolOp) -> None:
     "Leave out operands that decide nothing, and those after one that decides all."
-    stop, kept = isinstance(n.op, ast.Or), []
-    for v in n.values:
-        answer = truth(p, v)
-        if answer is not (not stop) or not pure(v) or v is n.values[-1] and not is_test(n):
-            kept.append(v)
-        if answer is stop:
-            break
-    p.gone |= {*n.values} - {*(kept or n.values[-1:])}
+    answers = [truth(p, v) for v in n.values]
+    stop = isinstance(n.op, ast.Or)
+    end = (answers + [stop]).index(stop) + 1
+    kept = {v for v, answer in zip(n.values[:end], answers)
+            if answer in (stop, None) or not pure(v) or v is n.values[-1] and not is_test(n)}
+    p.gone |= {*n.values} - (kept or {n.values[-1]})
 
 # %% ../nbs/20_launcher.ipynb #a3687efb
 def span(p: Program, s: ast.stmt) -> tuple[int, int]:
@@ -463,7 +453,7 @@ def span(p: Program, s: ast.stmt) -> tuple[int, int]:
         first -= 1
     return p.starts[first], p.starts[s.end_lineno]
 
-
+# %% ../nbs/20_launcher.ipynb #430426b2
 def take_branch(p: Program, n: ast.If, answer: bool) -> None:
     "Put the branch of an `if` that runs in its place."
     block, chained = n.body if answer else n.orelse, p.text.startswith("elif", n.start)
@@ -492,7 +482,7 @@ def drop(p: Program) -> None:
             p.gone |= {n} if n.scope and not isinstance(n.scope, ast.ClassDef) and not p.uses[n.scope, n.name] else set()
             drop_parameters(p, n)
 
-
+# %% ../nbs/20_launcher.ipynb #d9ab5ffb
 def drop_parameters(p: Program, fn: ast.FunctionDef) -> None:
     "Leave out the parameters of a function that nothing reads; one that no call gives becomes a variable."
     method, calls, a = isinstance(fn.scope, ast.ClassDef) and fn.name != "__init__", calls_of(p, fn), fn.args
@@ -507,7 +497,7 @@ def drop_parameters(p: Program, fn: ast.FunctionDef) -> None:
             p.gone.add(x)
             begin(p, fn, f"{x.arg} = {p.text[default.start:default.end]}")
 
-
+# %% ../nbs/20_launcher.ipynb #1db17c22
 def begin(p: Program, fn: ast.FunctionDef, code: str) -> None:
     "Put a statement in front of a function's others."
     first = fn.body[is_docstring(fn.body[0])]
@@ -549,7 +539,7 @@ def cut_block(p: Program, n: ast.AST, block: list[ast.stmt]) -> None:
 
 SEPARATOR = re.compile(r"((?:\s*\))*)\s*(?:,|and\b|or\b)(?:\s*#.*)*\s*(?:\*,\s*)?")
 
-
+# %% ../nbs/20_launcher.ipynb #afa7d9d3
 def cut_items(p: Program, items: list[tuple[ast.AST, int]], low: int, high: int) -> None:
     "Leave out what is gone of the items (node, where it ends) that stand between two places."
     gaps, first = [SEPARATOR.match(p.text, end) for _, end in items[:-1]], False
@@ -562,7 +552,8 @@ def cut_items(p: Program, items: list[tuple[ast.AST, int]], low: int, high: int)
 # %% ../nbs/20_launcher.ipynb #3df107c3
 def specialise(text: str, settings: Mapping[str, tuple]) -> str:
     "A program cut until nothing more can be; `settings` are the values that fixed settings may have."
-    before = ""
+    before, collects = "", gc.isenabled()
+    gc.disable()  # searching the trees for garbage takes as long as folding them
     while text != before:
         p, before = Program(text, settings), text
         p.gone = unreached(p)
@@ -571,17 +562,19 @@ def specialise(text: str, settings: Mapping[str, tuple]) -> str:
             fold(p, s)
         cut(p)
         text = changed(text, p.edits)
+    if collects:
+        gc.enable()
     return text
 
 # %% ../nbs/20_launcher.ipynb #b6008fd1
 def possible(specs: Mapping[str, tuple]) -> dict[str, tuple]:
     "Fixed setting -> the values that it may have in its script; of rows above 0 some stand for all."
-    more = {name: {"off": (False if isinstance(value, bool) else "none",), "rows": (1, 1 << 62) if value else ()}
-            for name, (value, _) in specs.items()}
-    return {name: distinct((value, *more[name].get(spec.metadata["fixed"], ())))
+    more = {"yes": lambda v: (), "off": lambda v: (False if isinstance(v, bool) else "none",),
+            "rows": lambda v: (1, 1 << 62) if v else ()}
+    return {name: distinct((value, *more[spec.metadata["fixed"]](value)))
             for name, (value, spec) in specs.items() if spec.metadata["fixed"]}
 
-
+# %% ../nbs/20_launcher.ipynb #2990a4e1
 def write_settings(text: str, specs: Mapping[str, tuple], recipe: str, command: str) -> str:
     "Put in the script's own values: of its settings, its one recipe, and the command that makes it."
     p, own = Program(text, {}), {"DEFAULT_RECIPE": recipe, "RECIPES": {recipe: {}}, "SCRIPT": command}
@@ -594,7 +587,7 @@ def write_settings(text: str, specs: Mapping[str, tuple], recipe: str, command: 
 # %% ../nbs/20_launcher.ipynb #d5af2f88
 WIDTH = 110
 
-
+# %% ../nbs/20_launcher.ipynb #cd20b0ff
 def narrow(line: str, before: str) -> str:
     "A line of code that is too wide on two; `before` is what stands above it in its statement."
     indent, (code, mark, comment) = re.match(" *", line)[0], line.partition("  # ")
@@ -610,7 +603,7 @@ def narrow(line: str, before: str) -> str:
                 return (head + quote[-1:] + " \\" * closed[1] + "\n" + indent + " " * 8 * closed[0] + quote + tail)
     return line
 
-
+# %% ../nbs/20_launcher.ipynb #f3adb39d
 def narrowed(text: str) -> str:
     "A program without lines that are too wide."
     lines, first, docs = text.split("\n"), {}, set()
@@ -680,10 +673,8 @@ def minify(text: str) -> str:
     for n in ast.walk(tree):
         if isinstance(n, ast.arg) and n.annotation and ast.unparse(n.annotation) == "tl.constexpr":
             kept.add(n.arg)
-        elif isinstance(n, ast.arg):
-            n.annotation = None
-        elif isinstance(n, ast.FunctionDef):
-            n.returns = None
+        elif isinstance(n, (ast.arg, ast.FunctionDef)):
+            n.annotation = n.returns = None
         elif isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setting":
             n.args[1] = ast.Constant("")
     return python_minifier.minify(
