@@ -551,7 +551,7 @@ def studies_help() -> str:
          arg("words", nargs="*", metavar="WORDS", help="settings NAME=VALUE, NPROC=N, run directories"),
          epilog=studies_help)
 def study_command(args) -> int:
-    "golfnb study: the study's function, with its words."
+    "golfnb study: the study's function, with its words. Raises GolfError if there is no such study."
     if args.name not in book.studies.STUDIES:
         raise GolfError(f"study: one of {', '.join(book.studies.STUDIES)} expected, found {args.name}")
     return book.studies.STUDIES[args.name](args.words)
