@@ -78,10 +78,8 @@ def setting_specs() -> dict[str, Field]:
 
 def setting_groups() -> dict[type, list[Field]]:
     "The settings that each group declares, in reading order; its module is the chapter where they act."
-    groups = [g for g in Config.__mro__[1:] if is_dataclass(g)]
-    inherited = {g: {name for base in g.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())}
-                 for g in groups}
-    return {g: [spec for spec in fields(g) if spec.name not in inherited[g]] for g in groups}
+    specs = setting_specs()
+    return {g: [specs[name] for name in g.__annotations__] for g in Config.__mro__[1:] if is_dataclass(g)}
 
 # %% ../nbs/18c_config.ipynb #d9d7fbd5
 DEFAULT_RECIPE = "pr549"
