@@ -155,11 +155,6 @@ def separate(model: BucketGolf) -> BucketGolf:
         model.banks[spec.name] = LooseBank(spec, model.banks.pop(spec.name))
     return model
 
-
-def bank_parameters(banks) -> list[torch.nn.Parameter]:
-    "The parameters of banks of either kind."
-    return [p for b in banks for p in (b.slots if isinstance(b, LooseBank) else [b])]
-
 # %% ../nbs/29_baselines.ipynb #9ee8caaa
 def plan_model(cfg: Config, ranks: Ranks, world: int, wide: bool = False) -> tuple[Golf, Plan]:
     """A fresh model under `cfg.plan`, a line of chapter 28b, and the plan; pr125: separate weights.
@@ -301,8 +296,8 @@ class DdpRig(Rig):
             self.loss = DistributedDataParallel(self.loss, broadcast_buffers=False)
         banks = list(roles["bank"].values())
         if one_by_one:
-            muon = torch.optim.Muon(bank_parameters(banks), cfg.matrix_lr, cfg.muon_wd, cfg.muon_momentum,
-                                    adjust_lr_fn="original", ns_steps=cfg.muon_backend_steps)
+            slots, rule = [p for b in banks for p in b.slots], (cfg.matrix_lr, cfg.muon_wd, cfg.muon_momentum)
+            muon = torch.optim.Muon(slots, *rule, adjust_lr_fn="original", ns_steps=cfg.muon_backend_steps)
         else:
             muon = BatchedMuon(banks, self.model.layout, cfg)
         rates = {"table": cfg.tied_embed_lr, "scalar": cfg.scalar_lr}

@@ -125,7 +125,7 @@ def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> None:
     values = np.asarray(tokens)
     whole = values.ndim == 1 and values.size and values.dtype.kind in "iu"
     if not whole or values.min() < 0 or values.max() > 65_535:
-        raise GolfError(f"a shard needs a list of whole numbers in 0..65535, found {values.dtype} "
+        raise GolfError(f"a shard needs tokens, whole numbers in 0..65535, found {values.dtype} "
                         f"{list(values.shape)} for {path}: use a vocabulary of at most 65,536 pieces")
     with ShardWriter(path) as shard:
         shard.write(values)

@@ -168,15 +168,11 @@ def set_dtypes(model: Golf, cfg: Config, world: int, narrow: tuple[str, ...]):
     model.rotary_cos, model.rotary_sin = rotary_tables(*shape, model.tok_emb.device, dtype("buffer"))
 
 
-def dtype_kind(*narrow: str) -> Kind:
-    "The kind whose `narrow` parts (of matrix, table, state, buffer) are bf16 and the others fp32."
-    state = torch.bfloat16 if "state" in narrow else torch.float32
-    return Kind({}, partial(set_dtypes, narrow=narrow), state)
-
-
-DTYPES = {"all fp32": dtype_kind(), "bf16 matrices": dtype_kind("matrix"),
-          **{f"bf16 matrices and {p}": dtype_kind("matrix", p) for p in ("table", "state", "buffer")},
-          "all bf16": dtype_kind("matrix", "table", "state", "buffer")}
+NARROW = {"all fp32": (), "bf16 matrices": ("matrix",),
+          **{f"bf16 matrices and {part}": ("matrix", part) for part in ("table", "state", "buffer")},
+          "all bf16": ("matrix", "table", "state", "buffer")}
+DTYPES = {name: Kind({}, partial(set_dtypes, narrow=n), torch.bfloat16 if "state" in n else torch.float32)
+          for name, n in NARROW.items()}
 
 # %% ../nbs/29b_studies.ipynb #649b4543
 def score(lab: Lab, cfg: Config, model: Golf, forward: Callable, limit: int = 0) -> tuple[float, float]:
