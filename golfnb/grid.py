@@ -18,7 +18,8 @@ from .settings import GolfError, Settings, setting
 # %% ../nbs/10_grid.ipynb #dc70d43f
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
-FP16_TINY, FP16_HUGE = 2.0 ** -24, 65504.0              # smallest and largest positive fp16
+FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
+FP16_HUGE = 65504.0                                     # and the largest
 
 
 def row_clip(w: Tensor, quantile: float) -> Tensor:
