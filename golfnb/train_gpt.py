@@ -1,13 +1,11 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 3fc1c33670080c8d | Apache-2.0
+# golfnb script --recipe pr549 | source e5d30de759233539 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
 import glob
 import hashlib
-import importlib
 import importlib.util
-import io
 import json
 import lzma
 import math
@@ -25,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import warnings
 import zlib
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields
@@ -37,10 +35,10 @@ from math import prod, sqrt
 from pathlib import Path
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from types import SimpleNamespace
 from typing import NamedTuple
 
 # ---- settings ----
-
 class GolfError(Exception):
     "What is wrong, what was expected, what was found and what to do, in one sentence."
 
@@ -99,23 +97,19 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
     return value
 
 # ---- bpb ----
-
 def bits_per_byte(nll_sum: float, byte_count: float) -> float:
     "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
     if byte_count <= 0:
-        raise GolfError(f"bits per byte need at least one byte of scored text, found {byte_count}: "
-                        "check tokenizer and validation shards")
+        raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
     "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
-    if not Path(path).is_file():
-        raise GolfError(f"no tokenizer at {path}: expected a SentencePiece .model file; set TOKENIZER_PATH")
     try:
         sp = spm.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found "
-                        "something else or a damaged one; fetch or train it again") from error
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none or "
+                        "a damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):
         raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
                         f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
@@ -146,26 +140,20 @@ class ByteTable:
 
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
     "The byte table of a tokenizer, on the CPU."
-    base, leading, boundary = [], [], []
+    rows = []
     for i in range(sp.get_piece_size()):
         piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
         text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
-        base.append(len(text.encode()))
-        leading.append(piece.startswith("▁") and not silent)
-        boundary.append(silent)
-    return ByteTable(torch.tensor(base, dtype=torch.int16), torch.tensor(leading), torch.tensor(boundary))
+        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
+    base, leading, boundary = map(torch.tensor, zip(*rows))
+    return ByteTable(base.to(torch.int16), leading, boundary)
 
 def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     "Bytes of text behind each target, given the token before it; all int64, of one shape."
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
-def unigram_bpb(train_counts: np.ndarray | torch.Tensor, val_tokens: np.ndarray | torch.Tensor,
-                table: ByteTable) -> float:
-    """The bits per byte of a model that knows only how often each token occurs in training (plus one).
-
-    `train_counts` [V], `val_tokens` [n + 1] with n targets, `table` on the CPU.
-    Raises GolfError if there is not one count for each piece.
-    """
+def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
+    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. Raises GolfError for another V."
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
     if counts.shape != table.base.shape:
         raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "
@@ -175,7 +163,6 @@ def unigram_bpb(train_counts: np.ndarray | torch.Tensor, val_tokens: np.ndarray 
     return bits_per_byte(-log_prob[tokens[1:]].sum(), target_bytes(table, tokens[:-1], tokens[1:]).sum())
 
 # ---- shards ----
-
 class WholeFile:
     """A file that gets its name only when it is closed; on any error before that, nothing is left of it.
 
@@ -272,18 +259,14 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
 
     Raises GolfError as `shard_file` does, if the shard no longer has `expected` tokens, or if it ends early.
     """
-    part = np.empty(count, "<u2")
     with shard_file(path) as (file, tokens):
         if tokens != (expected or tokens):
             raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
                             f"found {tokens:,}: do not change shards in use")
-        file.seek(HEADER_BYTES + 2 * begin)
-        rest = memoryview(part).cast("B")
-        while rest and (got := file.readinto(rest)):
-            rest = rest[got:]
-    if rest:
+        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
+    if part.size < count:
         raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{len(rest) // 2:,} of them missing: it is cut off or damaged, build it again")
+                        f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
     return part
 
 def find_shards(pattern: str | Path) -> list[Path]:
@@ -296,18 +279,14 @@ def find_shards(pattern: str | Path) -> list[Path]:
     return [Path(p) for p in found]
 
 def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
-    "The first `limit` tokens of all matching shards. Raises GolfError unless all are below `vocab_size`."
-    parts, room = [], math.inf
+    "The tokens of all matching shards, uint16 [n]. Raises GolfError unless all are below `vocab_size`."
+    parts = []
     for path in find_shards(pattern):
-        part = read_span(path, 0, min(read_header(path), room))
-        if vocab_size and part.size and part.max() >= vocab_size:
-            at = int(np.argmax(part >= vocab_size))
+        parts.append(read_span(path, 0, read_header(path)))
+        if vocab_size and parts[-1].max() >= vocab_size:
+            at = int(np.argmax(parts[-1] >= vocab_size))
             raise GolfError(f"tokens of {path} must be below the vocabulary size {vocab_size}, found "
-                            f"{part[at]} at position {at:,}: the shard belongs to another tokenizer")
-        parts.append(part)
-        room -= part.size
-        if not room:
-            break
+                            f"{parts[-1][at]} at position {at:,}: the shard belongs to another tokenizer")
     return np.concatenate(parts).astype(np.uint16, copy=False)
 
 def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
@@ -319,21 +298,19 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
                         f"{tokens.size} tokens in {pattern}: use more validation text or a shorter window")
     return tokens[: rows * seq_len + 1]
 
-def _shard_key(path: Path) -> tuple[int, str]:
-    "What copies of a shard share: the number of tokens and the SHA-256 of the first MiB."
-    with shard_file(path) as (file, tokens):
-        return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
-
 def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:
     "Raises GolfError if train and validation set share a file, by any name or as a copy."
-    held = {_shard_key(path): path for path in val_paths}
+    def key(path: Path) -> tuple[int, str]:
+        with shard_file(path) as (file, tokens):
+            return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
+
+    held = {key(path): path for path in val_paths}
     for path in train_paths:
-        if other := held.get(_shard_key(path)):
+        if other := held.get(key(path)):
             raise GolfError(f"training and validation must not share a file, found {path} to be the same as "
                             f"{other}: remove it from one of them")
 
 # ---- loader ----
-
 class WindowSampler:
     """An endless iterator over one rank's rows of each batch, uint16 [rows, seq_len + 1], read from shards.
 
@@ -347,9 +324,6 @@ class WindowSampler:
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
     def __iter__(self) -> "WindowSampler": return self
-
-    def borders(self, rows: np.ndarray) -> np.ndarray | None:
-        "Where documents begin in a batch, if the order knows: int32 [documents + 1]."
 
     def read(self, shard: int, begin: int, count: int) -> np.ndarray:
         "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
@@ -399,10 +373,8 @@ class LoaderSettings(Settings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of fineweb_train_*.bin and fineweb_val_*.bin: path")
-    loader: str = setting("sequential", "order of the training windows", "sequential", "coprime", "packed",
-                          fixed="yes")
-    train_batch_tokens: int = setting(786_432, "tokens of one optimizer step, of all ranks together: tokens",
-                                      bounds="> 0")
+    loader: str = setting("sequential", "order of windows", "sequential", "coprime", "packed", fixed="yes")
+    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
     def rows_per_micro(self, world: int, seq_len: int) -> int:
@@ -427,15 +399,15 @@ def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: i
 
 @dataclass
 class Batch:
-    "A batch on the device: int64 [rows, seq_len]; of packed rows also cu_seqlens, int32 [documents + 1]."
+    "A batch on the device: int64 [rows, seq_len] each."
     ids: torch.Tensor
     targets: torch.Tensor
-    borders: torch.Tensor | None = None
 
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    It takes over the `sampler`. Tokens must be below `vocab_size`; up to `depth` batches are built ahead.
+    It takes over the `sampler`, which `make_sampler` builds. Tokens must be below `vocab_size`; up to `depth`
+    batches are built ahead.
     """
 
     def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int):
@@ -453,67 +425,6 @@ class Loader:
         "The sampler's state after the last batch handed out, as JSON."
         return self.given
 
-    def start(self) -> None:
-        "Start the thread, with all buffers free."
-        self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
-        for buffer in self.buffers:
-            self.free.put(buffer)
-        self.given, self.error, self.running = self.sampler.state(), None, True
-        self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
-        self.thread.start()
-
-    def feed(self) -> None:
-        "The thread: fill free buffers. Hands over (buffer, borders, state), or the exception that ended it."
-        try:
-            while (buffer := self.free.get()) is not None and self.running:
-                rows = next(self.sampler)
-                buffer.numpy()[:] = rows.view(np.int16)
-                self.ready.put((buffer, self.sampler.borders(rows), self.sampler.state()))
-        except BaseException as error:
-            self.ready.put(error)
-
-    def send(self, buffer: torch.Tensor, borders: np.ndarray | None, state: dict) -> None:
-        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
-        with torch.cuda.stream(self.stream):  # does nothing where there is no stream
-            narrow = buffer.to(self.device, non_blocking=True)
-            self.copied.append((buffer, self.stream and self.stream.record_event()))
-            wide = narrow.long() & 0xFFFF
-            ids, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
-            borders = None if borders is None else torch.from_numpy(borders).to(self.device,
-                    non_blocking=True)
-        self.sent.append((Batch(ids, targets, borders), state, self.stream and self.stream.record_event()))
-
-    def receive(self) -> Batch:
-        "The oldest batch sent: the current stream waits for it and keeps its memory while in use."
-        batch, self.given, arrived = self.sent.popleft()
-        if arrived is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(arrived)
-            for tensor in (batch.ids, batch.targets, batch.borders):
-                if tensor is not None:
-                    tensor.record_stream(current)
-        return batch
-
-    def __next__(self) -> Batch:
-        """The next batch, ready for the current stream. Raises an error of the thread, on every call from
-        then on."""
-        if self.thread is None:
-            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
-        for buffer, event in self.copied:  # a step ago
-            if event is not None:
-                event.synchronize()
-            self.free.put(buffer)
-        self.copied = []
-        while not self.sent or len(self.sent) < 2 and not self.error and not self.ready.empty():
-            built = self.error or self.ready.get()
-            if isinstance(built, tuple):
-                self.send(*built)
-            else:
-                self.error = built
-                if not self.sent:
-                    raise built
-        return self.receive()
-
     def rewind(self, state: dict) -> None:
         "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
         self.close()
@@ -530,8 +441,61 @@ class Loader:
             if self.stream:
                 self.stream.synchronize()
 
-# ---- layout ----
+    def start(self) -> None:
+        "Start the thread, with all buffers free."
+        self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
+        for buffer in self.buffers:
+            self.free.put(buffer)
+        self.given, self.running = self.sampler.state(), True
+        self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
+        self.thread.start()
 
+    def feed(self) -> None:
+        "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
+        try:
+            while (buffer := self.free.get()) is not None and self.running:
+                buffer.numpy()[:] = next(self.sampler).view(np.int16)
+                self.ready.put((buffer, self.sampler.state()))
+        except BaseException as error:
+            self.ready.put(error)
+
+    def send(self, buffer: torch.Tensor, state: dict) -> None:
+        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
+        with torch.cuda.stream(self.stream):  # does nothing where there is no stream
+            narrow = buffer.to(self.device, non_blocking=True)
+            self.copied.append((buffer, self.stream and self.stream.record_event()))
+            wide = narrow.long() & 0xFFFF
+            batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
+        self.sent.append((batch, state, self.stream and self.stream.record_event()))
+
+    def __next__(self) -> Batch:
+        """The next batch, ready for the current stream. Raises an error of the thread, on every call from
+        then on."""
+        if self.thread is None:
+            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
+        for buffer, event in self.copied:  # a step ago
+            if event is not None:
+                event.synchronize()
+            self.free.put(buffer)
+        self.copied = []
+        while not self.sent or len(self.sent) < 2 and not self.ready.empty():
+            built = self.ready.get()
+            if isinstance(built, tuple):
+                self.send(*built)
+                continue
+            self.ready.put(built)  # for the next call
+            if not self.sent:
+                raise built
+            break
+        batch, self.given, arrived = self.sent.popleft()
+        if arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(arrived)
+            for tensor in (batch.ids, batch.targets):
+                tensor.record_stream(current)  # keeps its memory while in use
+        return batch
+
+# ---- layout ----
 SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
 
 @dataclass(frozen=True)
@@ -607,8 +571,7 @@ class BankSpec:
         return list(bank.unbind(0)[:self.real])
 
     def batches(self) -> list[list[tuple[int, int, int]]]:
-        """The update's batches as (matrices, short side, long side): a list for each rank, or one if all
-        agree."""
+        "The update's batches as (matrices, short side, long side): a list for each rank, or one for all."
         return [[(self.per_rank, *sorted(self.matrices[0].stored))]]
 
 @dataclass(frozen=True)
@@ -619,10 +582,6 @@ class Layout:
 
     def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
         return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
-
-    def names(self) -> list[str]:
-        "The names of all matrices, bank by bank."
-        return [m.name for _, _, m in self]
 
 def group_matrices(matrices: list[Matrix], world: int) -> Layout:
     "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
@@ -646,8 +605,7 @@ class LayoutSettings(Settings):
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    plan: str = setting("pr399", "banks of the blocks: one per shape, or up and down in one",
-                        "pr399", "shared_mlp", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or up and down in one", "pr399", "shared_mlp", fixed="yes")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
 
     @property
@@ -668,8 +626,8 @@ class LayoutSettings(Settings):
     def problems(self) -> Iterator[str]:
         "A sentence for each shape that is impossible."
         if self.mlp_dim < 1:
-            yield (f"MLP_MULT must give at least one channel, found {self.mlp_mult} of {self.model_dim}: "
-                   f"raise it")
+            yield ("MLP_MULT must give at least one channel, "
+                   f"found {self.mlp_mult} of {self.model_dim}: raise it")
         for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
                                  ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
             if n % d:
@@ -678,15 +636,14 @@ class LayoutSettings(Settings):
 def model_layout(cfg: LayoutSettings, world: int) -> Layout:
     "The layout of the model's blocks over `world` ranks that PLAN asks for (PR #399)."
     d, kv, wide, shared = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim, False
-    up, down = "mlp_up_bank", "mlp_down_bank"
-    kinds = (("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False), ("attn.c_k", kv,
-             d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False), ("mlp.fc", wide, d, "mlp_up_bank",
-             False), ("mlp.proj", d, wide, "mlp_down_bank", False))
+    up, down = ("mlp_up_bank", "mlp_down_bank")
+    kinds = (("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
+             ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
+             ("mlp.fc", wide, d, "mlp_up_bank", False), ("mlp.proj", d, wide, "mlp_down_bank", False))
     return group_matrices([Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor)
                            for kind, *where in kinds for i in range(cfg.num_layers)], world)
 
 # ---- banks ----
-
 def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
                device: str | torch.device = "cpu") -> dict[str, torch.nn.Parameter]:
     "A zero-filled parameter [slots with padding, rows, columns] for each bank, by name (PR #399)."
@@ -698,22 +655,7 @@ def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Te
     views = (v for b in layout.banks for v in b.views(banks[b.name]))
     return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
 
-def rebank(layout: Layout, named: dict[str, torch.Tensor], banks: dict[str, torch.Tensor]) -> None:
-    "Copy matrices into their slots. Raises GolfError if one is missing, unexpected or of a wrong shape."
-    shapes = {m.name: (m.rows, m.cols) for _, _, m in layout}
-    if missing := sorted(shapes.keys() - named.keys()) + sorted(named.keys() - shapes.keys()):
-        raise GolfError(f"the matrices must be those of layout.names(), missing or unexpected are "
-                        f"{', '.join(missing[:4])}: give exactly those")
-    for name, shape in shapes.items():
-        if named[name].shape != shape:
-            raise GolfError(f"matrix {name} must have shape {shape}: found {tuple(named[name].shape)}; "
-                            "give it as rows x columns of F.linear")
-    with torch.no_grad():
-        for name, view in unbank(layout, {k: b.detach() for k, b in banks.items()}).items():
-            view.copy_(named[name])
-
 # ---- layers ----
-
 def widen(x: Tensor) -> Tensor:
     "A 16-bit tensor as float32; a wider one unchanged."
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -735,7 +677,7 @@ def mix_norm(x: Tensor, x0: Tensor, mix: Tensor, scale: float | Tensor) -> tuple
     return x_in, scaled_norm(x_in, scale)
 
 def rotary_base(T: int, rope_dims: int, base: float, train_len: int) -> float:
-    "RoPE's base for rows of T tokens: NTK-scaled beyond `train_len`."
+    "RoPE's base for rows of T tokens: NTK-scaled beyond `train_len` (two channels turn alike with any base)."
     long = T > train_len and rope_dims > 2
     return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if long else base
 
@@ -781,15 +723,10 @@ def attention_backend(device: str | torch.device, choice: str = "auto") -> list[
 def attend(q: Tensor, k: Tensor, v: Tensor, choice: str = "auto") -> Tensor:
     """Causal grouped-query attention (arXiv 2305.13245), scaled by 1/sqrt(D).
 
-    q [B, Tq, H, D] are the last Tq positions; k and v [B, T, KV, D].
-    Raises GolfError if H is no multiple of KV, or Tq is above T."""
-    (Tq, H), (T, KV) = q.shape[1:3], k.shape[1:3]
-    if H % KV or Tq > T:
-        raise GolfError("attention needs query heads divisible by key heads and at most as many queries "
-                        f"as keys: found {H} and {KV} heads, {Tq} and {T} positions")
-    mask = None
+    q [B, Tq, H, D] are the last Tq positions; k and v [B, T, KV, D], where H is a multiple of KV."""
+    Tq, T, mask = q.shape[1], k.shape[1], None
     if Tq < T:
-        k, v = k.repeat_interleave(H // KV, dim=2), v.repeat_interleave(H // KV, dim=2)
+        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
         mask = torch.ones(Tq, T, dtype=torch.bool, device=q.device).tril(T - Tq)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with sdpa_kernel(attention_backend(q.device, choice), set_priority=True):
@@ -904,18 +841,16 @@ def token_nll(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
     return F.cross_entropy(capped.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
 # ---- kernels ----
-
 try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no Triton on this machine: the plain functions of chapter 06 do everything
     triton = TensorDescriptor = None
-
-    class tl:  # stands in where kernels are defined and never run
-        constexpr = None
+    tl = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
 
 KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 08; ns: chapters 09 and 13
+HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype, wanted=KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
@@ -934,23 +869,18 @@ def check_runnable(x: Tensor):
         raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; "
                         "use its plain twin instead")
 
-def kernel_op(name: str, schema: str, empty, grad=None):
-    """Decorator: `launch(outs, *args)` becomes an op (*args) -> outs that the compiler traces past.
-
-    `schema` is like "(Tensor x, float s) -> Tensor"; `empty(*args)` makes the outputs, to be filled.
-    `grad(ctx, *douts)`, if there is one, finds the inputs saved in ctx."""
-    def register(launch):
+def kernel_op(name: str, schema: str, grad=None):
+    "Decorator: `op(launch, *args)` makes outputs, filled if `launch`; `grad(ctx, *douts)` is its gradient."
+    def register(op):
         def run(*args):
             check_runnable(args[0])
-            outs = empty(*args)
-            launch(outs, *args)
-            return outs
-        op = torch.library.custom_op(f"golfnb::{name}", run, mutates_args=(), schema=schema)
-        op.register_fake(empty)
+            return op(True, *args)
+        found = torch.library.custom_op(f"golfnb::{name}", run, mutates_args=(), schema=schema)
+        found.register_fake(lambda *args: op(False, *args))
         if grad:
             def save(ctx, inputs, output): ctx.save_for_backward(*inputs)
-            op.register_autograd(grad, setup_context=save)
-        return op
+            found.register_autograd(grad, setup_context=save)
+        return found
     return register
 
 def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr,
@@ -981,21 +911,16 @@ def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV:
         tl.store(k + i * (KV * D) + d, (x * r[:, None]).to(k.dtype.element_ty), mask=live & (d >= 2 * HALF))
         tl.store(k + i3 * (KV * D) + g * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
 
-HEAD_ROWS = 32  # tokens of one program
-
-def empty_heads(qkv, gain, cos, sin, heads, keys):
-    "q [B, T, heads, D] and k [B, T, keys, D], to be filled."
-    B, T, C = qkv.shape
-    D = C // (heads + 2 * keys)
-    return qkv.new_empty(B, T, heads, D), qkv.new_empty(B, T, keys, D)
-
 @kernel_op("heads", "(Tensor qkv, Tensor gain, Tensor cos, Tensor sin, int heads, int keys) "
-           "-> (Tensor, Tensor)", empty_heads)
-def heads_op(outs, qkv, gain, cos, sin, heads, keys):
-    (B, T, C), D = qkv.shape, outs[0].shape[3]
-    given = (t.contiguous() for t in (qkv, cos, sin, gain))
-    jitted(heads_forward_kernel)[(heads + keys, triton.cdiv(T, HEAD_ROWS), B)](
-        *given, *outs, T, NORM_EPS, H=heads, KV=keys, D=D, ROW=C, HALF=cos.shape[-1], ROWS=HEAD_ROWS)
+           "-> (Tensor, Tensor)")
+def heads_op(launch, qkv, gain, cos, sin, heads, keys):
+    (B, T, C), D = qkv.shape, qkv.shape[2] // (heads + 2 * keys)
+    outs = qkv.new_empty(B, T, heads, D), qkv.new_empty(B, T, keys, D)  # q and k
+    if launch:
+        given = (t.contiguous() for t in (qkv, cos, sin, gain))
+        jitted(heads_forward_kernel)[(heads + keys, triton.cdiv(T, HEAD_ROWS), B)](
+            *given, *outs, T, NORM_EPS, H=heads, KV=keys, D=D, ROW=C, HALF=cos.shape[-1], ROWS=HEAD_ROWS)
+    return outs
 
 def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, H: tl.constexpr,
                           KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
@@ -1042,25 +967,22 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
             part = (head * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
             tl.store(dgain + part, tl.sum(dot * r))
 
-def empty_heads_grad(dq, dk, dv, qkv, gain, cos, sin):
-    "dqkv, and parts of dgain [heads, programs] in float32, to be filled."
-    B, T, H, _ = dq.shape
-    parts = B * ((T + HEAD_ROWS - 1) // HEAD_ROWS)
-    return qkv.new_empty(qkv.shape), qkv.new_empty(H, parts, dtype=torch.float32)
-
 @kernel_op("heads_grad", "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor gain, Tensor cos, Tensor sin) "
-           "-> (Tensor, Tensor)", empty_heads_grad)
-def heads_grad_op(outs, dq, dk, dv, qkv, gain, cos, sin):
-    (B, T, H, D), KV = dq.shape, dk.shape[2]
-    given = (t.contiguous() for t in (dq, dk, dv, qkv, cos, sin, gain))
-    jitted(heads_backward_kernel)[(H + 2 * KV, triton.cdiv(T, HEAD_ROWS), B)](
-        *given, *outs, T, NORM_EPS, H=H, KV=KV, D=D, ROW=qkv.shape[2], HALF=cos.shape[-1], ROWS=HEAD_ROWS)
+           "-> (Tensor, Tensor)")
+def heads_grad_op(launch, dq, dk, dv, qkv, gain, cos, sin):
+    (B, T, H, D), KV, blocks = dq.shape, dk.shape[2], (dq.shape[1] + HEAD_ROWS - 1) // HEAD_ROWS
+    outs = qkv.new_empty(qkv.shape), qkv.new_empty(H, B * blocks, dtype=torch.float32)  # dqkv, parts of dgain
+    if launch:
+        given = (t.contiguous() for t in (dq, dk, dv, qkv, cos, sin, gain))
+        jitted(heads_backward_kernel)[(H + 2 * KV, blocks, B)](
+            *given, *outs, T, NORM_EPS, H=H, KV=KV, D=D, ROW=qkv.shape[2], HALF=cos.shape[-1], ROWS=HEAD_ROWS)
+    return outs
 
 class FusedHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, n, weight, gain, cos, sin, heads, keys):
+    def forward(ctx, n, weight, gain, cos, sin, keys):
         qkv = F.linear(n, weight)
-        q, k = heads_op(qkv, gain, cos, sin, heads, keys)
+        q, k = heads_op(qkv, gain, cos, sin, gain.shape[0], keys)
         ctx.save_for_backward(n, weight, gain, cos, sin, qkv)
         return q, k, qkv[..., (q.shape[2] + keys) * q.shape[3]:].unflatten(-1, (keys, q.shape[3]))
 
@@ -1070,19 +992,15 @@ class FusedHeads(torch.autograd.Function):
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
         dn, dweight = (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1)
-        return dn, dweight, dgain.sum(1).to(gain.dtype), None, None, None, None
+        return dn, dweight, dgain.sum(1).to(gain.dtype), None, None, None
 
 def fused_heads(n: Tensor, weight: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, keys: int):
-    """Twin of three linear maps and `qk_norm_rope_gain`: q, k, v [B, T, heads, D] from n [B, T, C].
-
-    weight [(heads + 2 keys) * D, C] is Q, K and V joined; gain [heads]; cos and sin [T, R/2]."""
-    return FusedHeads.apply(n, weight, gain, cos, sin, gain.shape[0], keys)
+    "q, k, v [B, T, heads, D] of n [B, T, C]: one product by Q, K and V joined, then `qk_norm_rope_gain`."
+    return FusedHeads.apply(n, weight, gain, cos, sin, keys)
 
 def heads_fit(head_dim: int, rope_dims: int) -> bool:
     "Whether a head falls into groups of rope_dims/2 coordinates, all powers of two."
-    half = rope_dims // 2
-    powers = half & (half - 1) == 0 and head_dim & (head_dim - 1) == 0
-    return half > 0 and powers and head_dim >= rope_dims
+    return 2 <= rope_dims <= head_dim and all(n & (n - 1) == 0 for n in (rope_dims // 2, head_dim))
 
 def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     "out = y less its part along v; programs over (key head, block of ROWS tokens)."
@@ -1114,10 +1032,8 @@ def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl
         tl.store(dy + at, (e - along * u).to(dy.dtype.element_ty), mask=live)
         du -= along * t + tl.sum(t * u, 1, keep_dims=True) * e
     du -= tl.where(size > 1e-12, tl.sum(du * u, 1, keep_dims=True), 0.0) * u
-    here = row * (tl.num_programs(0) * D) + tl.program_id(0) * D + d
-    tl.store(dv + here, (du * inverse).to(dv.dtype.element_ty), mask=live)
-
-XSA_ROWS = 16  # tokens of one program
+    dv += row * (tl.num_programs(0) * D) + tl.program_id(0) * D + d
+    tl.store(dv, (du * inverse).to(dv.dtype.element_ty), mask=live)
 
 def rows_apart(v: Tensor) -> Tensor:
     "v [B, T, KV, D] if its tokens lie at one distance and its heads side by side, else a contiguous copy."
@@ -1125,23 +1041,24 @@ def rows_apart(v: Tensor) -> Tensor:
     even = v.stride(3) == 1 and v.stride(2) == D and (B == 1 or v.stride(0) == T * v.stride(1))
     return v if even else v.contiguous()
 
-def empty_like(*tensors):
-    "Contiguous tensors of these shapes and dtypes, to be filled."
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+@kernel_op("xsa_grad", "(Tensor dout, Tensor y, Tensor v) -> (Tensor, Tensor)")
+def xsa_grad_op(launch, dout, y, v):
+    (B, T, H, D), KV, outs = y.shape, v.shape[2], (y.new_empty(y.shape), v.new_empty(v.shape))
+    if launch:
+        v = rows_apart(v)
+        jitted(xsa_backward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](
+            dout.contiguous(), y.contiguous(), v, *outs, B * T, v.stride(1), GROUP=H // KV, D=D,
+            ROWS=XSA_ROWS)
+    return outs
 
-@kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", lambda y, v: empty_like(y)[0],
-           grad=lambda ctx, dout: xsa_grad_op(dout, *ctx.saved_tensors))
-def xsa_op(out, y, v):
-    (B, T, H, D), KV, v = y.shape, v.shape[2], rows_apart(v)
-    jitted(xsa_forward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](
-        y.contiguous(), v, out, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
-
-@kernel_op("xsa_grad", "(Tensor dout, Tensor y, Tensor v) -> (Tensor, Tensor)",
-           lambda dout, y, v: empty_like(y, v))
-def xsa_grad_op(outs, dout, y, v):
-    (B, T, H, D), KV, v = y.shape, v.shape[2], rows_apart(v)
-    jitted(xsa_backward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](
-        dout.contiguous(), y.contiguous(), v, *outs, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
+@kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", lambda ctx, dout: xsa_grad_op(dout, *ctx.saved_tensors))
+def xsa_op(launch, y, v):
+    (B, T, H, D), KV, out = y.shape, v.shape[2], y.new_empty(y.shape)
+    if launch:
+        v = rows_apart(v)
+        jitted(xsa_forward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](
+            y.contiguous(), v, out, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
+    return out
 
 def fused_exclusive(y: Tensor, v: Tensor) -> Tensor:
     "Twin of `exclusive`: y [B, T, H, D] without its part along v [B, T, KV, D]."
@@ -1176,16 +1093,7 @@ def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAV
                 t = tl.where(t > 0, t, slope * t)
                 out.store([row, here], (t * t).to(out.dtype))
 
-class Tiles(NamedTuple):
-    "How a product is cut up and launched."
-    BM: int = 128         # rows, columns and depth of a tile
-    BN: int = 128
-    BK: int = 64
-    num_warps: int = 4
-    num_stages: int = 3   # loads under way
-    waves: int = 2        # programs per multiprocessor, each taking tile after tile; 0: one per tile
-    FLAT: int = 1         # 1: the next tile's loads start during the stores
-
+Tiles = namedtuple("Tiles", "BM BN BK num_warps num_stages waves FLAT", defaults=(128, 128, 64, 4, 3, 2, 1))
 MLP_UP_TILES, MLP_DOWN_TILES = Tiles(), Tiles(waves=0, FLAT=0)
 
 def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: bool):
@@ -1199,20 +1107,19 @@ def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: b
         *(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward,
         SAVE=save, FLAT=bool(flat), BM=BM, BN=BN, BK=BK, num_warps=num_warps, num_stages=num_stages)
 
-def empty_hidden(n, up, slope, save, tiles):
-    "The activation h [tokens, hidden], and z likewise (without rows unless `save`), to be filled."
-    return n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
+@kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save, int[] tiles) -> (Tensor, Tensor)")
+def mlp_up_op(launch, n, up, slope, save, tiles):
+    h, z = n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
+    if launch:
+        mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, tiles, False, save)
+    return h, z
 
-@kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save, int[] tiles) -> (Tensor, Tensor)",
-           empty_hidden)
-def mlp_up_op(outs, n, up, slope, save, tiles):
-    h, z = outs
-    mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, tiles, False, save)
-
-@kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor z, float slope, int[] tiles) -> Tensor",
-           lambda dm, down, z, slope, tiles: torch.empty_like(z))
-def mlp_down_grad_op(dz, dm, down, z, slope, tiles):
-    mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, tiles, True, False)
+@kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor z, float slope, int[] tiles) -> Tensor")
+def mlp_down_grad_op(launch, dm, down, z, slope, tiles):
+    dz = torch.empty_like(z)
+    if launch:
+        mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, tiles, True, False)
+    return dz
 
 class FusedMlp(torch.autograd.Function):
     @staticmethod
@@ -1238,7 +1145,6 @@ def mlp_fit(hidden: int, D: int, dtype: torch.dtype) -> bool:
     return hidden * dtype.itemsize % 16 == 0 and D * dtype.itemsize % 16 == 0
 
 # ---- model ----
-
 @dataclass
 class ModelSettings(LayoutSettings):
     "Shapes and parts of the transformer: with its weights, all that rebuilds a model."
@@ -1250,12 +1156,10 @@ class ModelSettings(LayoutSettings):
     logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits", bounds="> 0")
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
     ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
-    xsa_last_n: int = setting(4, "last blocks with XSA; num_layers or more: all: blocks", fixed="rows")
-    skip_gate: str = setting("one", "U-Net skips: one weight per channel that starts at 1, or one sigmoid "
-                             "gate that starts at -1.5", "one", "sigmoid", fixed="yes")
-    negative_slope: float = setting(0.5, "slope s below zero in leaky_relu(x, s)**2; 0 is relu**2: ratio")
-    tied_embed_init_std: float = setting(0.005, "standard deviation of the first tok_emb: number",
-                                         bounds="> 0")
+    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
+    skip_gate: str = setting("one", "U-Net skips: weights, or one gate each", "one", "sigmoid", fixed="yes")
+    negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
+    tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
     bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
     bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
     ve_enabled: bool = setting(True, "value embeddings: 0 or 1", fixed="yes")
@@ -1271,30 +1175,19 @@ class ModelSettings(LayoutSettings):
         "What makes the model impossible."
         yield from LayoutSettings.problems(self)
         if self.vocab_size > 65_536:
-            yield (f"VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), found "
-                   f"{self.vocab_size}: use a smaller tokenizer")
+            yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
+                   f"found {self.vocab_size}: use a smaller tokenizer")
         if self.rope_dims % 2 or self.rope_dims > self.head_dim:
-            yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, found "
-                   f"{self.rope_dims}: choose an even number up to {self.head_dim}")
-        yield from rope_problems(self, self.train_seq_len)
+            yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, "
+                   f"found {self.rope_dims}: choose an even number up to {self.head_dim}")
         if self.bigram_vocab_size == 1:
-            yield (f"XSA_LAST_N must be 0 or more and BIGRAM_VOCAB_SIZE 0 or at least 2, found "
-                   f"{self.xsa_last_n} and {self.bigram_vocab_size}: change them")
-        if not 0 <= self.negative_slope <= 1:
-            yield (f"NEGATIVE_SLOPE must lie in [0, 1], found {self.negative_slope}: "
-                   "0 is relu**2, 0.5 is LeakyReLU**2")
+            yield f"BIGRAM_VOCAB_SIZE must be 0 or at least 2, found {self.bigram_vocab_size}: change it"
         parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
         blocks = {int(p) for p in parts if p.isdecimal()} & set(range(self.num_layers))
         if not 0 < len(parts) == len(blocks):
             yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
-                   f"parted by commas: found {self.ve_layers!r}; write it like VE_LAYERS=9,10, or set "
+                   f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or set "
                    f"VE_ENABLED=0")
-
-def rope_problems(cfg: ModelSettings, longest: int) -> Iterator[str]:
-    "Whether rows of `longest` tokens need a scaling that two rotated channels cannot have."
-    if longest > cfg.rope_train_len and cfg.rope_dims == 2:
-        yield (f"rows of {longest} tokens need NTK scaling, which needs ROPE_DIMS of at least 4, found 2: "
-               f"set ROPE_DIMS=4 or ROPE_TRAIN_LEN={longest}")
 
 @dataclass
 class ComputeSettings(Settings):
@@ -1318,7 +1211,7 @@ def scalar_shapes(cfg: ModelSettings) -> dict[str, tuple[int, ...]]:
     shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D), "q_gain": (L, cfg.num_heads),
               "smear_gate": (D,)}
     if L > 1:
-        shapes["skip_weights"] = L // 2, D
+        shapes["skip_weights"] = (L // 2, D)
     shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
     blocks = len(cfg.ve_layer_list)
     shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (blocks,)}
@@ -1374,11 +1267,10 @@ class Block:
         h = squared_leaky(self.linear(n, w.up, 4), self.slope)
         return scaled(self.linear(h, w.down, 5), w.mlp_scale)
 
-    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor,
-            ve: Tensor | None = None, keep: int | None = None) -> Tensor:
+    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
         """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
 
-        x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos and sin as in
+        x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in
         `rotate`."""
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
         q, k, v = self.heads(n, w, cos, sin, ve, keep)
@@ -1422,6 +1314,7 @@ class Golf(torch.nn.Module):
         super().__init__()
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
+        self.frozen = 0, "all"
         self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
         self.blocks, self.kernels = [make_block(cfg, i, self.attention) for i in self.order], frozenset()
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
@@ -1431,10 +1324,10 @@ class Golf(torch.nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         for shapes, kind in ((table_shapes(cfg), dtype), (scalar_shapes(cfg), wide)):
             for name, shape in shapes.items():
-                zeros = torch.zeros(shape, dtype=kind, device=device)
-                self.register_parameter(name, torch.nn.Parameter(zeros))
-        for name, table in zip(("rotary_cos", "rotary_sin"), self.make_rotary(cfg.train_seq_len)):
-            self.register_buffer(name, table, persistent=False)
+                setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
+        self.rope = cfg.rope_dims, cfg.rope_base, cfg.rope_train_len
+        for name, table in zip(("cos", "sin"), rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)):
+            self.register_buffer(f"rotary_{name}", table, persistent=False)
         if usable := usable_kernels(device, dtype, kernels):
             self.fuse(usable)
 
@@ -1444,28 +1337,23 @@ class Golf(torch.nn.Module):
                 "table": {n: getattr(self, n) for n in self.tables},
                 "scalar": {n: getattr(self, n) for n in self.scalars}}
 
-    def make_rotary(self, T: int) -> tuple[Tensor, Tensor]:
-        "cos and sin for rows of T tokens, [T, rope_dims/2] each."
-        cfg, device = self.cfg, self.tok_emb.device
-        return rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, device, self.compute)
-
     def rotary(self, T: int) -> tuple[Tensor, Tensor]:
-        "The same, from the buffers for rows of the training length."
-        return (self.rotary_cos, self.rotary_sin) if T == self.cfg.train_seq_len else self.make_rotary(T)
-
-    def kinds(self) -> list[Tensor]:
-        "BLOCK_MATRICES over all blocks, [blocks, rows, columns] each; padding may follow."
-        L = self.cfg.num_layers
-        runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name,
-                bank in self.banks.items()}
-        stacks = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
-        return [stack.mT if flipped else stack for stack, flipped in stacks]
+        "cos and sin for rows of T tokens, [T, rope_dims/2] each."
+        if T == self.cfg.train_seq_len:
+            return self.rotary_cos, self.rotary_sin
+        return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
-        mix = self.resid_mix.to(self.compute)
-        stack = BlockWeights(*self.kinds(), self.attn_scale, self.mlp_scale, mix, self.q_gain)
-        return unstacked(joined(stack, kernels), self.cfg.num_layers)
+        mix, freeze = self.resid_mix.to(self.compute), False
+        L, banks = self.cfg.num_layers, self.banks.items()
+        runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
+        kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
+        kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
+        stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
+        stack = joined(stack, kernels)
+        blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
+        return blocks
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -1519,13 +1407,11 @@ class Golf(torch.nn.Module):
 
     def fuse(self, kernels):
         "Compute with these kernels from now on, as far as the shapes suit them."
-        tiles = MLP_UP_TILES, MLP_DOWN_TILES
-        cfg, unfit = self.cfg, set()
-        if not heads_fit(cfg.head_dim, cfg.rope_dims):
-            unfit.add("heads")
-        if not mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute):
-            unfit.add("mlp")
-        self.kernels = frozenset(kernels) - unfit
+        tiles = (MLP_UP_TILES, MLP_DOWN_TILES)
+        cfg = self.cfg
+        fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
+                "mlp": mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
+        self.kernels = frozenset(k for k in kernels if fits.get(k, True))
         more = dict(kernels=self.kernels, tiles=tiles)
         self.blocks = [make_block(cfg, i, self.attention, FusedBlock, **more) for i in range(cfg.num_layers)]
 
@@ -1542,10 +1428,6 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
         out, down = folded_weight(out, w.attn_scale), folded_weight(down, w.mlp_scale)
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
-
-def unstacked(stack: BlockWeights, blocks: int) -> list[BlockWeights]:
-    "The weights of each block."
-    return [BlockWeights(*w) for w in zip(*([None] * blocks if t is None else t.unbind(0) for t in stack))]
 
 SKIP_START = {"one": 1.0, "sigmoid": -1.5}  # first weights by cfg.skip_gate
 
@@ -1574,8 +1456,7 @@ def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, T
 def named_state(model: Golf, banks: Mapping | None = None, others: Mapping | None = None) -> dict:
     "Copies of the weights, or of these banks and other parameters in their place, under the published names."
     own = model.role_params()
-    views = published_views(model, own["bank"] if banks is None else banks,
-                            own["table"] | own["scalar"] if others is None else others)
+    views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
     return {name: view.detach().clone(memory_format=torch.contiguous_format) for name, view in views.items()}
 
 @torch.no_grad()
@@ -1594,9 +1475,8 @@ def load_named(model: Golf, state: Mapping[str, Tensor]):
         if view.shape != state[name].shape and not one:
             raise GolfError(f"tensor {name} must have shape {tuple(view.shape)}: found "
                             f"{tuple(state[name].shape)}; build the model from the settings saved with it")
-    rebank(model.layout, {n: state[n] for n in model.layout.names()}, own["bank"])
-    for name in published_names(model.cfg):
-        views[name].copy_(state[name])
+    for name, view in views.items():
+        view.copy_(state[name])
 
 def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
     "All random tensors of a fresh model by published name, drawn on a CPU in the published order (PR #549)."
@@ -1606,8 +1486,8 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
     def orthogonal(shape): return torch.nn.init.orthogonal_(torch.empty(shape), generator=g)
 
     normal(tables["tok_emb"], 1.0)  # thrown away
-    kinds = ("bigram", "bigram_table", "bigram_proj"), ("ve_shared", "ve_table", "ve_proj")
-    kinds = [kind for kind in kinds if kind[1] in tables]
+    parts = ("bigram", "bigram_table", "bigram_proj"), ("ve_shared", "ve_table", "ve_proj")
+    kinds = [part for part in parts if part[1] in tables]
     for kind, table, proj in kinds:
         normal(tables[table], 1.0)  # thrown away
         rows = normal(tables[table], 0.01) if kind == "ve_shared" else torch.zeros(tables[table])
@@ -1672,7 +1552,6 @@ class FusedBlock(Block):
         return scaled(fused_mlp(n, w.up, w.down, self.slope, self.tiles), w.mlp_scale)
 
 # ---- newton_schulz ----
-
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 POLAR_EXPRESS_COEFFS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1687,15 +1566,10 @@ def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bo
 
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
-    """Orthogonalize each matrix of G [..., r, c], in three batched products a step.
-
-    Sources: Muon, PR #399, arXiv 2505.16932. `dtype` is that of products and result (None: G's); `kernels`:
-    use Triton where it can run. Zero matrices, such as padding slots, stay zero.
-    """
+    "Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399)."
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
-    if tall:
-        X = X.mT
+    X = X.mT if tall else X
     fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
     fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
     norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if fused else plain_product
@@ -1706,29 +1580,25 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
         X = add(A, X, 1.0, a)
     return (X.mT if tall else X).reshape(G.shape)
 
-def newton_schulz_settings(steps: int = 5) -> dict:
-    """What "ns5" or "polar" stands for: coeffs, scale and eps of `newton_schulz`.
-
-    Beyond five steps the last triple repeats. Raises GolfError if the method is unknown or steps < 1.
-    """
+def newton_schulz_settings(method: str, steps: int = 5) -> dict:
+    "coeffs, scale and eps of `newton_schulz`. Raises GolfError if the method is unknown or steps < 1."
     table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
     if "ns5" not in table or steps < 1:
-        raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {'ns5'!r}, {steps}")
+        raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {method!r}, {steps}")
     coeffs, scale, eps = table["ns5"]
-    return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)
+    return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)  # the last repeats
 
-def orthogonalize(G: Tensor, steps: int = 5, dtype=None, kernels: bool = True) -> Tensor:
+def orthogonalize(G: Tensor, steps: int = 5, dtype=None) -> Tensor:
     """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
 
-    `method`: "ns5" (Muon's quintic) or "polar" (Polar Express); `dtype`: of products and result, None: bf16
-    on CUDA, else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
+    `method`: "ns5" (Muon's quintic) or "polar" (arXiv 2505.16932); `dtype` of the result, None: bf16 on CUDA,
+    else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise GolfError("orthogonalize needs a float tensor of at least two dimensions: "
                         f"found {G.dtype} of shape {tuple(G.shape)}")
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
-    return newton_schulz(G, dtype=dtype, kernels=kernels, **newton_schulz_settings(steps))
+    dtype = dtype or (torch.bfloat16 if G.is_cuda else G.dtype)
+    return newton_schulz(G, dtype=dtype, kernels=True, **newton_schulz_settings("ns5", steps))
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
@@ -1762,8 +1632,8 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
     "`plain_product` in one launch, sums in fp32. Raises GolfError where no kernel can run."
     check_runnable(a)
     n, M, N = b.shape
-    high, wide = triton.cdiv(M, 128), triton.cdiv(N, 128)
-    tiles = high * (high + 1) // 2 if symmetric else high * wide
+    high = triton.cdiv(M, 128)
+    tiles = high * (high + 1) // 2 if symmetric else high * triton.cdiv(N, 128)
     side, stages = (128, 3) if n * tiles >= 132 else (64, 4)  # the multiprocessors of an H100
     out = b.new_empty(n, M, N)
     with torch.cuda.device_of(a):  # Triton launches on the current device
@@ -1773,10 +1643,9 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
     return out
 
 # ---- grid ----
-
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
-FP16_TINY, FP16_HUGE = 2.0 ** -24, 65504.0              # smallest and largest positive fp16
+FP16_HUGE = 65504.0                                     # and the largest
 
 def row_clip(w: Tensor, quantile: float) -> Tensor:
     "The row-wise quantile of |w| [..., rows, cols], linear between neighbours; [..., rows], fp32 at least."
@@ -1787,12 +1656,9 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
     parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
-def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
-    """The distance of two grid points for `clip` [..., rows], rounded to fp16; never zero or infinite.
-
-    `qmax` is 31 for int6, 127 for int8; `floor`, as published: no scale under 1/qmax, so no clip under 1.
-    """
-    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
+def row_scale(clip: Tensor, qmax: int) -> Tensor:
+    "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
+    scale = (clip / qmax).clamp(1.0 / qmax, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
@@ -1805,49 +1671,42 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
 
 def finite_matrix(w: Tensor) -> Tensor:
     "w [..., rows, cols] in fp32 at least. Raises GolfError if it is no matrix, empty, or holds a NaN or inf."
-    if w.ndim < 2 or not w.numel():
-        raise GolfError(f"quantization needs a matrix with rows and columns: found shape {tuple(w.shape)}; "
-                        "store other tensors as fp16")
-    if bad := int((~torch.isfinite(w)).sum()):
-        raise GolfError(f"quantization needs finite weights: found {bad} NaN or inf in a tensor of shape "
-                        f"{tuple(w.shape)}; check the checkpoint")
+    if (bad := int((~torch.isfinite(w)).sum())) or w.ndim < 2 or not w.numel():
+        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor "
+                        f"of shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
     return w if w.dtype == torch.float64 else w.float()
 
-def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def best_clip(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
     GolfError for a NaN or inf.
     """
-    wide, best = finite_matrix(w), None
-    for index, quantile in enumerate(CLIP_QUANTILES):
-        scale = row_scale(row_clip(wide, quantile), qmax, floor)
-        q = quantize_rows(wide, scale, qmax)
-        error = (wide - dequantize_rows(q, scale)).square().mean((-2, -1))
-        found = q, scale, torch.full_like(error, index, dtype=torch.int64), error
-        if best is None:
-            best = found
-            continue
-        better = error < best[3]
-        masks = better[..., None, None], better[..., None], better, better
-        best = [torch.where(mask, a, b) for mask, a, b in zip(masks, found, best)]
-    return tuple(best[:3])
+    wide, tried = finite_matrix(w), []
+    for quantile in CLIP_QUANTILES:
+        scale = row_scale(row_clip(wide, quantile), 31)
+        q = quantize_rows(wide, scale, 31)
+        tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
+    qs, scales, errors = map(torch.stack, zip(*tried))
+    index = (errors > errors.amin(0)).cumprod(0).sum(0)  # the first of those with the least error
+    pick = index.expand(1, *index.shape)[..., None]
+    q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
+    return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
 
 @dataclass
 class GridSettings(Settings):
     "What both quantization-aware training and the quantizer need to know of the grid."
-    scale_floor: bool = setting(True, "scales from 1/31 (int6) and 1/127 (int8) up: 0 or 1", fixed="yes")
+    scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
 
-def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
-    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
+    scale = (clip / 127).clamp(0.007874015748031496, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
-    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
+    return quantize_rows(bounded, scale, 127), row_scale(clip, 127)
 
 # ---- plan ----
-
 @dataclass(frozen=True)
 class Plan:
     "The communication schedule: banks in order of their reduce-scatters, and of their updates and gathers."
@@ -1864,21 +1723,18 @@ def check_plan(plan: Plan, layout: Layout):
 
 def make_plan(layout: Layout) -> Plan:
     "Both orders by unpadded size; `order` is big_first or small_first. Raises GolfError for another word."
+    order = "big_first"
     size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
     names = tuple(sorted(size, key=lambda n: -size[n]))
     return Plan(names, names)
 
 # ---- averaging ----
-
 def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
     "Copies in at least fp32: in bf16 an average would swallow its small steps."
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
 class Ema:
-    """Exponential moving average: E = decay*E + (1-decay)*W after every step (PR #549).
-
-    E starts as a copy of `tensors`, the initial weights. Raises GolfError for a decay outside [0, 1).
-    """
+    "E = decay*E + (1-decay)*W after every step (PR #549), from a copy of `tensors`, the initial weights."
 
     def __init__(self, tensors: list[Tensor], decay: float = 0.997):
         if not 0 <= decay < 1:
@@ -1898,22 +1754,13 @@ class AveragingSettings(Settings):
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
 
 def average_of(mode: str, ema: Ema | None, current: list[Tensor]) -> list[Tensor]:
-    """Copies of the weights a run exports, in at least fp32.
-
-    `mode` is "ema", "swa", "ema+swa" or "none", which takes the `current` weights. Raises GolfError if the
-    mode is unknown or its average was not kept.
-    """
-    kept = {"ema": ema, "swa": None}
-    parts = [] if mode == "none" else mode.split("+")
-    if mode not in ("ema", "swa", "ema+swa", "none") or any(kept[p] is None for p in parts):
-        have = ", ".join([k for k, v in kept.items() if v is not None] + ["none"])
-        raise GolfError("AVERAGING must be one of ema, swa, ema+swa, none, and be kept from the start: "
-                        f"found {mode!r} while this run keeps {have}")
-    lists = [ema.tensors if p == "ema" else None.mean() for p in parts] or [current]
-    return wide_copy(lists[0]) if len(lists) == 1 else [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
+    "Copies, in at least fp32, of the weights that AVERAGING=`mode` exports; none: the `current` weights."
+    lists = [ema.tensors if part == "ema" else None.mean() for part in mode.split("+") if part != "none"]
+    if len(lists) == 2:
+        return [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
+    return wide_copy(lists[0] if lists else current)
 
 # ---- parallel_muon ----
-
 class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
@@ -1949,26 +1796,24 @@ class Ranks:
         return box[0]
 
 def start_ranks() -> Ranks:
-    """Join the process group that `torchrun` describes in `env` (NCCL with GPUs, else gloo), if there is one.
+    """Join the process group that `torchrun` describes in the environment (NCCL on GPUs, else gloo), if any.
 
     A collective that waits longer than `timeout_s` raises. Raises GolfError if a GPU is missing.
     """
-    env = None
-    env = os.environ if env is None else env
-    world, rank, local = (int(env.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    cuda = torch.cuda.is_available()
+    names = ("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in names)
+    cuda, gpu = torch.cuda.is_available(), torch.device("cuda", local)
     if cuda and local >= torch.cuda.device_count():
         raise GolfError(f"rank {rank} needs GPU {local}, but this machine shows {torch.cuda.device_count()}: "
                         "lower --nproc_per_node")
-    device = f"cuda:{local}" if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(local)
     if world == 1:
-        return Ranks(rank, world, device)
-    limit, gpu = timedelta(seconds=60.0), torch.device(device) if cuda else None
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit, device_id=gpu)
-    return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timedelta(minutes=30)))
+        return Ranks(device=gpu if cuda else "cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world,
+                            timeout=timedelta(seconds=60.0), device_id=gpu if cuda else None)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return Ranks(rank, world, gpu if cuda else "cpu", patient)
 
 def stop_ranks(ranks: Ranks):
     "Leave the process group."
@@ -2032,11 +1877,10 @@ class ShardedBank:
 
     def arrive(self):
         "Wait for the mean gradient of this rank's shard, in `grad`."
-        if self.handle is not None:
-            self.handle.wait()
-            if self.ranks.device.type != "cuda":
-                self.grad.div_(self.ranks.world)
-        self.handle = None
+        handle, self.handle = self.handle, None
+        wait_all([handle])
+        if handle is not None and self.ranks.device.type != "cuda":
+            self.grad.div_(self.ranks.world)
 
     def publish(self, source: Tensor | None = None):
         "Start sending `rounded`, or `source` of its shape, to every replica; returns a handle."
@@ -2102,17 +1946,15 @@ class Muon:
     """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
 
     `method` and `steps` are those of `orthogonalize`, `product_dtype` is that of its products (None: the
-    gradient's), `state_dtype` the least width of the momentum; `kernels`: use Triton where it can run.
+    gradient's).
     """
 
     def __init__(self, lr: float = 0.025, wd: float = 0.04, steps: int = 5):
-        self.lr, self.wd, self.method, self.steps, self.kernels = lr, wd, "ns5", steps, True
-        self.state_dtype, self.product_dtype = None, None
+        self.lr, self.wd, self.method, self.steps, self.product_dtype = lr, wd, "ns5", steps, None
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
-        dtype = torch.promote_types(shard.grad.dtype, shard.grad.dtype)
-        return {"momentum_buffer": torch.zeros_like(shard.grad, dtype=dtype)}
+        return {"momentum_buffer": torch.zeros_like(shard.grad)}
 
     def update(self, shard: ShardedBank, grad: Tensor, knobs: Knobs):
         "One step of a shard from its mean gradient `grad` [n, r, c], in place."
@@ -2122,14 +1964,14 @@ class Muon:
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
         "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
         momentum = shard.state["momentum_buffer"]
-        fused = self.kernels and bool(usable_kernels(momentum.device, momentum.dtype))
+        fused = bool(usable_kernels(momentum.device, momentum.dtype))
         ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
         last = master_kernels if fused else master_step
         last(shard.master, self.direction(ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
 
     def direction(self, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
-        return orthogonalize(ahead, self.steps, ahead.dtype, self.kernels)
+        return orthogonalize(ahead, self.steps, ahead.dtype)
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
@@ -2186,15 +2028,15 @@ class FlatGroup:
     """
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
-        self.params, self.names = params, sorted(params, key=lambda k: (rates[k], k))
+        self.params = {k: params[k] for k in sorted(params, key=lambda k: (rates[k], k))}
         self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}  # each starts on 16 bytes
-        self.rounded = torch.cat(self.spaced([params[k].detach() for k in self.names]))
+        self.rounded = torch.cat(self.spaced([p.detach() for p in self.params.values()]))
         self.full = torch.promote_types(self.rounded.dtype, torch.float32)
         self.offsets, self.segments, at = {}, [], 0
-        for k in self.names:
-            self.offsets[k] = at, at + params[k].numel()
+        for k, p in self.params.items():
+            self.offsets[k] = at, at + p.numel()
             start = self.segments.pop()[0] if self.segments and self.segments[-1][2:] == rates[k] else at
-            at += params[k].numel() + self.gaps[k].numel()
+            at += p.numel() + self.gaps[k].numel()
             self.segments.append((start, at, *rates[k]))
         for k, view in self.view(self.rounded).items():
             params[k].data = view
@@ -2204,9 +2046,8 @@ class FlatGroup:
         self.state = rule.state(self)
 
     def spaced(self, tensors: list) -> list:
-        """The tensors, flat, in the order of `names`, each followed by the zeros that keep the next one
-        aligned."""
-        return [t for k, p in zip(self.names, tensors) for t in (p.reshape(-1), self.gaps[k])]
+        "The tensors of all parameters, flat, each followed by the zeros that keep the next one aligned."
+        return [t for k, p in zip(self.params, tensors) for t in (p.reshape(-1), self.gaps[k])]
 
     def view(self, flat: Tensor) -> dict:
         "Name -> view of `flat` [n] in that parameter's shape."
@@ -2214,8 +2055,7 @@ class FlatGroup:
 
     def collect(self):
         "Copy this rank's gradients into `grad`; each `.grad` becomes None, a missing one counts as zeros."
-        grads = [self.params[k].grad for k in self.names]
-        grads = [torch.zeros_like(self.params[k]) if g is None else g for k, g in zip(self.names, grads)]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params.values()]
         for p in self.params.values():
             p.grad = None
         torch.cat(self.spaced(grads), out=self.grad)
@@ -2233,16 +2073,12 @@ def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps
         old.copy_(torch.where(ok, new, old.to(grad.dtype)))
 
 class AdamW:
-    """The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`.
+    "The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`."
+    masters, words = False, 0
 
-    `masters`: keep fp32 weights beside 16-bit parameters; `state_dtype` is the least width of the moments.
-    """
-    words = 0
-
-    def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04, betas: tuple = (0.9,
-                 0.95), eps: float = 1e-08):
+    def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
+                 betas: tuple = (0.9, 0.95), eps: float = 1e-8):
         self.lr, self.table_lr, self.wd, self.betas, self.eps = lr, table_lr, wd, betas, eps
-        self.masters, self.state_dtype = False, None
 
     def rates(self, role: str) -> tuple[float, float]:
         "(learning rate, weight decay) of the parameters of a role."
@@ -2250,8 +2086,7 @@ class AdamW:
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
-        dtype = torch.promote_types(group.master.dtype, group.master.dtype)
-        return {k: torch.zeros_like(group.master, dtype=dtype) for k in ("exp_avg", "exp_avg_sq")}
+        return {k: torch.zeros_like(group.master) for k in ("exp_avg", "exp_avg_sq")}
 
     def update(self, group: FlatGroup, grad: Tensor, knobs: Knobs):
         "One step of a flat group from its mean gradient `grad` [n], segment by segment, in place."
@@ -2298,36 +2133,43 @@ class Engine:
     `launch` and `finish`. Raises GolfError if the layout is for another number of ranks.
     """
 
-    def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None, bank_rule=None,
-                 small_rule=None, clip: str = "global", max_norm=0.3):
+    def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None,
+                 bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3):
         self.layout, self.ranks, self.plan = layout, ranks or Ranks(), make_plan(layout)
         if layout.world != (world := self.ranks.world):
             raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
                             f"make it with world={world}")
         check_plan(self.plan, layout)
         self.clip, self.max_norm, self.debug = clip, max_norm, False
-        self.bank_rule, self.small_rule = bank_rule or Muon(), small_rule or AdamW()
-        banks = roles["bank"]
+        self.bank_rule, self.small_rule, banks = bank_rule or Muon(), small_rule or AdamW(), roles["bank"]
         self.banks = {s.name: ShardedBank(s, banks[s.name], self.ranks, self.bank_rule) for s in layout.banks}
         self.groups = flat_groups(roles, self.small_rule)
-        self.prepare()
-        self.publish()
-
-    def prepare(self):
-        "The control vector, the knobs, a stream for each bank, and the launches to record."
-        first, words = next(iter(self.banks.values())).master, len(CONTROL_WORDS) + self.small_rule.words
-        self.full, self.device, cuda = first.dtype, first.device, first.is_cuda
+        self.parts = [*self.banks.values(), *self.groups]
+        first, words = self.parts[0].master, len(CONTROL_WORDS) + self.small_rule.words
+        self.full, self.device = first.dtype, first.device
         self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
-        self.norm_sq, self.words = (self.control[CONTROL_WORDS.index("norm_sq")],
-                                    self.control[len(CONTROL_WORDS):])
-        self.knobs = Knobs(self.words, self.full)
-        self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if cuda}
-        self.staged, self.wires, self.clip_step = {}, {}, None
+        self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
+        self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
+        self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
+        self.staged, self.wires = {}, {}
         self.small_step = Recorded(lambda: self.update_small(), self.device)
         self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
+        self.publish()
+
+    def step(self, multiplier=1.0, momentum: float = 0.99):
+        "`launch` and `finish` in one call: gradients in, new weights out."
+        self.launch()
+        self.finish(multiplier, momentum)
+
+    def accumulate(self):
+        "Call after each backward of an accumulated step: adds the bank gradients up in fp32 and frees them."
+        for bank in self.banks.values():
+            bank.accumulate()
 
     def publish(self, project=None):
-        "Write every replica from the masters, through `project(name, master)` if given; returns when done."
+        "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
+        for g in self.groups:
+            g.rounded.copy_(g.master)
         masters = {n: self.banks[n].master for n in self.plan.work}
         wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
 
@@ -2336,53 +2178,46 @@ class Engine:
         grads = {n: b.take() for n, b in self.banks.items()}
         for g in self.groups:
             g.collect()
-        self.write_control(loss, elapsed_ms, stop)
+        words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
+        words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
+        self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
+        self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
         if self.clip == "local":
-            self.stage(grads)
-            self.clip_step()
+            self.clip_local(grads)
         if self.clip == "none":
             self.norm_sq.copy_(squared_norm([*grads.values(), *(g.grad for g in self.groups)], self.full))
         for wire in [g.wire for g in self.groups] or [self.control]:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
             self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
+        for b in ():
+            b.replica.data.fill_(float("nan"))
         return self.control
-
-    def write_control(self, loss, elapsed_ms: float, stop: bool):
-        "Write this rank's first three words, without waiting for the GPU."
-        words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
-        words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
-        self.control[:2].copy_(words, non_blocking=True)
-        self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
 
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
         """Update everything and publish.
 
-        `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what is
-        sent.
+        `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what goes
+        out.
         """
         for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
             knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
         if self.clip == "global":
             self.clip_global()
         self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
-        ready = torch.cuda.current_stream().record_event() if self.streams else None
-        handles = [self.finish_bank(n, ready) for n in self.plan.work]
+        ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
+        for n in self.plan.work:
+            bank, stream = self.banks[n], self.streams.get(n)
+            with torch.cuda.stream(stream):  # does nothing where there is no stream
+                if stream is not None:
+                    stream.wait_event(ready)
+                bank.arrive()
+                self.bank_steps[n]()
+                handles.append(bank.publish(None))
         self.small_step()
         wait_all(handles)
         for stream in self.streams.values():
             torch.cuda.current_stream().wait_stream(stream)
-
-    def finish_bank(self, name: str, ready):
-        """On the bank's stream, after the event `ready`: wait for the gradient, update, publish; returns a
-        handle."""
-        bank, stream = self.banks[name], self.streams.get(name)
-        with torch.cuda.stream(stream):  # does nothing where there is no stream
-            if stream is not None:
-                stream.wait_event(ready)
-            bank.arrive()
-            self.bank_steps[name]()
-            return bank.publish(None)
 
     def update_bank(self, name: str):
         "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
@@ -2398,16 +2233,6 @@ class Engine:
         for g in self.groups:
             self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
 
-    def step(self, multiplier=1.0, momentum: float = 0.99):
-        "`launch` and `finish` in one call: gradients in, new weights out."
-        self.launch()
-        self.finish(multiplier, momentum)
-
-    def accumulate(self):
-        "Call after each backward of an accumulated step: adds the bank gradients up in fp32 and frees them."
-        for bank in self.banks.values():
-            bank.accumulate()
-
     def clip_global(self):
         "Wait for all mean gradients, measure them, and set the clip factor of the step."
         for n in self.plan.scatter:
@@ -2418,28 +2243,26 @@ class Engine:
         self.norm_sq.copy_(norm_sq)
         self.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
 
-    def stage(self, grads: dict):
-        """Copy whole bank gradients (by bank name) into `staged`, which stays; clipped they are sent from
-        `wires`."""
-        dtypes = {n: g.dtype for n, g in grads.items()}
-        if {n: t.dtype for n, t in self.staged.items()} != dtypes:
+    def clip_local(self, grads: dict):
+        "Clip this rank's gradients: whole banks (`grads`, by name), sent from `wires`, and the small ones."
+        if not self.staged:
             self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
             self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
-            self.clip_step = Recorded(lambda: self.clip_local(), self.device)
+            self.clip_step = Recorded(lambda: self.scale_staged(), self.device)
         torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
+        self.clip_step()
 
-    def clip_local(self):
-        "Measure this rank's gradient and scale it, banks into `wires`, the small ones in place."
+    def scale_staged(self):
+        "Measure this rank's gradient and scale it, banks from `staged` to `wires`, small ones in place."
         small = [g.grad for g in self.groups]
-        norm_sq = squared_norm([*self.staged.values(), *small], self.full)
-        self.norm_sq.copy_(norm_sq)
-        factor = clip_factor(norm_sq, self.max_norm)
+        self.norm_sq.copy_(squared_norm([*self.staged.values(), *small], self.full))
+        factor = clip_factor(self.norm_sq, self.max_norm)
         for g, out in [*((g, self.wires[n]) for n, g in self.staged.items()), *zip(small, small)]:
             torch.mul(g, factor.view([1] * g.ndim), out=out)
 
     def tensors(self) -> list:
         "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
-        return [self.banks[s.name].master for s in self.layout.banks] + [g.master for g in self.groups]
+        return [part.master for part in self.parts]
 
     def gather(self, tensors: list | None = None) -> tuple[dict, dict]:
         """(banks, others): whole banks [n, r, c] by bank name and replicated tensors by parameter name.
@@ -2448,43 +2271,30 @@ class Engine:
         """
         tensors = self.tensors() if tensors is None else tensors
         banks, others = {}, {}
-        for spec, shard in zip(self.layout.banks, tensors):
-            banks[spec.name] = torch.empty(spec.shape, dtype=shard.dtype, device=shard.device)
-            wait_all([gather_into(banks[spec.name], shard.contiguous(), self.ranks)])
-        for g, flat in zip(self.groups, tensors[len(self.layout.banks):]):
+        for (name, bank), shard in zip(self.banks.items(), tensors):
+            banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
+            wait_all([gather_into(banks[name], shard.contiguous(), self.ranks)])
+        for g, flat in zip(self.groups, tensors[len(banks):]):
             others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
         return banks, others
 
     @torch.no_grad()
     def load(self, banks: dict, others: dict):
-        """Set the masters from whole tensors, as `gather` gives them, and publish; the rules' state is
-        untouched."""
+        "Set the masters from whole tensors, as `gather` gives them, and publish; rules' states stay."
         for name, bank in self.banks.items():
             bank.master.copy_(banks[name][bank.slots.start:bank.slots.stop])
         for g in self.groups:
             for k, view in g.view(g.master).items():
                 view.copy_(others[k])
-            g.rounded.copy_(g.master)
         self.publish()
 
     def state(self) -> list:
-        "Every tensor that a step changes on this rank (replicas follow from the masters)."
-        parts = [*self.banks.values(), *self.groups]
-        return [t for p in parts for t in (p.master, *p.state.values())] + [self.knobs.count]
-
-    def snapshot(self) -> list:
-        "A copy of the engine's state."
-        return [t.clone() for t in self.state()]
+        "Every tensor that a step changes on this rank (parameters follow from the masters)."
+        return [t for part in self.parts for t in (part.master, *part.state.values())] + [self.knobs.count]
 
     def restore(self, saved: list):
-        "Back to what `snapshot` gave, gradients dropped, replicas published."
-        for t, s in zip(self.state(), saved):
-            t.copy_(s)
-        for b in self.banks.values():
-            b.take()
-        for g in self.groups:
-            g.collect()
-            g.rounded.copy_(g.master)
+        "Back to a copy of `state()`, and publish."
+        torch._foreach_copy_(self.state(), saved)
         self.publish()
 
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
@@ -2493,8 +2303,8 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
     "One flat group for each dtype of tables and scalars, the widest first: the control words ride with it."
     params, rates, made = {}, {}, []
     for role in ("table", "scalar"):
-        params.update(roles.get(role, {}))
-        rates.update(dict.fromkeys(roles.get(role, {}), rule.rates(role)))
+        params |= roles.get(role, {})
+        rates |= dict.fromkeys(roles.get(role, {}), rule.rates(role))
     for dtype in sorted({p.dtype for p in params.values()}, key=lambda d: -d.itemsize):
         some = {k: p for k, p in params.items() if p.dtype == dtype}
         made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
@@ -2506,9 +2316,8 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
 
 def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
     "min(1, max_norm / (norm + 1e-6)), 0-dim; 1 when `max_norm` is 0."
-    if max_norm <= 0:
-        return torch.ones_like(norm_sq)
-    return (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
+    return factor if max_norm > 0 else torch.ones_like(norm_sq)
 
 @dataclass
 class EngineSettings(Settings):
@@ -2524,12 +2333,7 @@ class EngineSettings(Settings):
     beta2: float = setting(0.95, "AdamW decay of the second moment: ratio", bounds="[0, 1)")
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
-    clip: str = setting("local", "whose norm: each rank's before averaging (as published), or the mean's",
-                        "local", "global", fixed="yes")
-
-    def problems(self) -> Iterator[str]:
-        "What makes the engine impossible: more iterations than there are coefficients."
-        yield from ()
+    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
 
 def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Engine:
     "The engine a recipe describes, on a model of golfnb."
@@ -2538,16 +2342,14 @@ def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Eng
     return Engine(model.role_params(), layout, ranks, banks, small, "local", cfg.grad_clip_norm)
 
 # ---- evaluate ----
-
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Cut a stream into windows that score every target exactly once.
+    """First tokens `starts [W]` of windows of min(seq_len, n_targets) tokens that score every target once.
 
-    Returns `starts [W]`, the first token of each window, and `keeps [W]`, how many of its last targets it
-    scores. A window holds min(seq_len, n_targets) tokens. Raises GolfError for a stride outside 1..seq_len.
+    `keeps [W]`: how many of its last targets a window scores. Raises GolfError for a stride over a row.
     """
     if n_targets < 1 or not 1 <= stride <= seq_len:
-        raise GolfError(f"scoring needs at least one target and an EVAL_STRIDE between 1 and the row length "
-                        f"{seq_len}: found {n_targets} targets and stride {stride}")
+        raise GolfError(f"scoring needs targets, and EVAL_STRIDE from 1 to the row length {seq_len}: found "
+                        f"{n_targets} targets and stride {stride}")
     row = min(seq_len, n_targets)
     later = -(-(n_targets - row) // stride)
     starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
@@ -2555,20 +2357,18 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
 
 def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
     "Batches (first window, one past the last, keep) of at most `batch_seqs` windows of equal `keeps [W]`."
-    batches, first = [], 0
-    for keep, count in zip(*(t.tolist() for t in torch.unique_consecutive(keeps, return_counts=True))):
-        end = first + count
-        batches += [(a, min(a + batch_seqs, end), keep) for a in range(first, end, batch_seqs)]
-        first = end
-    return batches
+    same, counts = torch.unique_consecutive(keeps, return_counts=True)
+    groups = zip(same.tolist(), counts.tolist(), counts.cumsum(0).tolist())
+    return [(a, min(a + batch_seqs, end), keep) for keep, n, end in groups
+            for a in range(end - n, end, batch_seqs)]
 
 @torch.no_grad()
-def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor,
-                  row: int, batch_seqs: int) -> Tensor:
+def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
+                  batch_seqs: int) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 
     `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`; a forward
-    takes `batch_seqs` rows. `out [N]` receives each target's nats; `progress(done, all)` follows each batch.
+    takes `batch_seqs` rows. `out [N]` receives each target's nats.
     """
     total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
@@ -2597,15 +2397,12 @@ def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
 
 def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
                  batch_seqs: int, ranks: Ranks) -> tuple[float, float]:
-    """Nats a token and bits per byte of a stream in windows of `seq_len` tokens; every rank must call.
-
-    Other arguments as in `score_windows`. Raises GolfError for an impossible stride or an empty stream.
-    """
+    "Nats a token and bits per byte of a stream in `windows`, as `score_windows`; every rank must call."
     n = tokens.numel() - 1
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
-    sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n), min(batch_seqs,
-                         len(starts)))
+    sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n),
+                         min(batch_seqs, len(starts)))
     return total_score(sums, n, ranks)
 
 def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
@@ -2631,7 +2428,6 @@ class EvalSettings(Settings):
                    f"{self.eval_stride} and {self.eval_seq_len}: lower EVAL_STRIDE")
 
 # ---- train ----
-
 @dataclass
 class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
@@ -2654,9 +2450,8 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
 
 def momentum_at(cfg: TrainSettings, step: int) -> float:
     "Muon's momentum for the step about to run."
-    ramp = cfg.muon_momentum_warmup_steps
-    part = min(step / ramp, 1.0) if ramp > 0 else 1.0
-    return cfg.muon_momentum_warmup_start + (cfg.muon_momentum - cfg.muon_momentum_warmup_start) * part
+    ramp, start = cfg.muon_momentum_warmup_steps, cfg.muon_momentum_warmup_start
+    return start + (cfg.muon_momentum - start) * (min(step / ramp, 1.0) if ramp > 0 else 1.0)
 
 def multiplier_at(cfg: TrainSettings, step: int, elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
     "Learning-rate multiplier for the step about to run; under a cap a tensor, from rank 0's clock."
@@ -2690,11 +2485,6 @@ class LateReader:
         if event is not None:
             event.synchronize()
         return host.tolist()
-
-def should_stop(cfg: TrainSettings, step: int, elapsed_ms: float) -> bool:
-    "At the start of `step`: whether the steps already under way will reach the wall-clock cap."
-    cap = cfg.train_cap_ms
-    return cap > 0 and step > 0 and elapsed_ms + LATE_STEPS * elapsed_ms / step >= cap
 
 def training_loss(model: Callable, cap: float) -> Callable:
     "The function (ids, targets) -> mean loss that training differentiates."
@@ -2827,6 +2617,16 @@ class Trainer:
             torch.cuda.synchronize()
         self.train_ms = self.elapsed_ms()
 
+    def finish(self):
+        "Read what is still under way; the model then holds the unrounded weights."
+        self.stop_clock()
+        while self.reader.queue:
+            self.read(self.reader.pop())
+        if self.stop:
+            self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
+                          f"step:{self.steps}/{self.cfg.iterations}")
+        self.engine.publish()
+
     def step(self):
         "One step of training, and what the host has just learnt of the step before last."
         cfg, engine, step, elapsed = self.cfg, self.engine, self.steps, self.elapsed_ms()
@@ -2834,7 +2634,9 @@ class Trainer:
         loss = micro_steps(self.loss_fn, self.batches, engine, grad_accum(engine.ranks.world))
         if step == 0:
             engine.ranks.barrier()
-        control = engine.launch(loss=loss, elapsed_ms=elapsed, stop=should_stop(cfg, step, elapsed))
+        under_way = LATE_STEPS * elapsed / max(step, 1)
+        stop = 0 < cfg.train_cap_ms <= elapsed + under_way and step > 0
+        control = engine.launch(loss, elapsed, stop)
         multiplier = multiplier_at(cfg, step, control[0])
         engine.finish(multiplier, momentum_at(cfg, step), project=None)
         self.averages.update(step, multiplier)
@@ -2856,11 +2658,11 @@ class Trainer:
         norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
         begin, end = (*self.starts[step:step + 2], self.train_ms)[:2]
         log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
-                  train_ms=end, multiplier=self.late_multiplier, momentum=momentum_at(cfg, step),
-                  grad_norm=norm)
+                train_ms=end,
+                  multiplier=self.late_multiplier, momentum=momentum_at(cfg, step), grad_norm=norm)
         step += 1
-        if step <= 10 or (cfg.train_log_every > 0
-                          and step % cfg.train_log_every == 0) or step == cfg.iterations:
+        if step <= 10 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 \
+                or step == cfg.iterations:
             log.line(f"step:{step}/{cfg.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
                      f"step_avg:{end / step:.2f}ms")
 
@@ -2875,16 +2677,6 @@ class Trainer:
         self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
         self.engine.publish(project=None)
         self.begun = self.now() - self.train_ms / 1000
-
-    def finish(self):
-        "Read what is still under way; the model then holds the unrounded weights."
-        self.stop_clock()
-        while self.reader.queue:
-            self.read(self.reader.pop())
-        if self.stop:
-            self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
-                          f"step:{self.steps}/{self.cfg.iterations}")
-        self.engine.publish()
 
 def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog | None = None,
           validate: Callable | None = None) -> Trainer:
@@ -2905,7 +2697,7 @@ def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
 
 def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` steps, then put everything back as it was."
-    saved, place = engine.snapshot(), loader.state()
+    saved, place = [t.clone() for t in engine.state()], loader.state()
     trial = Trainer(cfg, loss_fn, loader, engine, now=lambda: 0.0)
     for step in range(1, cfg.warmup_steps + 1):
         trial.step()
@@ -2915,9 +2707,8 @@ def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engin
     loader.rewind(place)
 
 # ---- quantize ----
-
-# numpy dtype on disk
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
+FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 INT_MAX = {"int6": 31, "int8": 127}  # largest integer of the kinds that have a scale per row
 
 @dataclass
@@ -2927,8 +2718,6 @@ class Packed:
     shape: tuple[int, ...]
     data: np.ndarray
     scale: np.ndarray | None = None
-
-FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     "Store a tensor of any shape as floats; GolfError, naming it, if it is not finite in that kind."
@@ -2942,44 +2731,29 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
     "The floats that were stored, bit for bit, in their shape and dtype."
     return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
 
-def spread_scale(w: torch.Tensor, k: float, qmax: int = 31) -> torch.Tensor:
-    "Scales [rows] = k * std(row) / qmax of w [rows, cols], std about zero (parameter-golf PR #1794)."
-    wide = w if w.dtype == torch.float64 else w.float()
-    return row_scale(k * wide.square().mean(-1).sqrt(), qmax)
-
 @torch.no_grad()
-def pack_rows(name: str, w: torch.Tensor, kind: str, scale_floor: bool = False,
-              k: float | None = None) -> Packed:
+def pack_rows(name: str, w: Tensor, kind: str) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
-    `scale_floor`: no scale under 1/31 (int6) or 1/127 (int8), as published. `k`: by spread; None: GPTQ-lite.
+    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by spread; 0: GPTQ-lite.
     Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
     """
     if w.ndim != 2 or not torch.isfinite(w).all():
         raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape"
                         f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
     if kind == "int8":
-        q, scale = quantize_int8(w, scale_floor)
-    elif k is None:
-        q, scale, _ = best_clip(w, INT_MAX[kind], scale_floor)
+        q, scale = quantize_int8(w)
     else:
-        scale = spread_scale(w, k, INT_MAX[kind])
-        q = quantize_rows(w.to(scale.dtype), scale, INT_MAX[kind])
+        q, scale, _ = best_clip(w)
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
-def quantize_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX) -> dict[str, Packed]:
-    """Quantize `named` (published name -> weights), with the kinds of parameter-golf PR #399.
+def quantize_state(named: Mapping, small: int = SMALL_MATRIX) -> dict:
+    "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
+    kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
+    return {name: pack_rows(name, named[name], kind) if kind in INT_MAX else
+            pack_plain(name, named[name], kind) for name, kind in kinds.items()}
 
-    `scale_floor`, `k` and errors as in `pack_rows`; tensors of up to `small` elements stay fp16.
-    """
-    packed = {}
-    for name, w in named.items():
-        kind = quant_kind(name, tuple(w.shape), small)
-        options = (True, None) if kind in INT_MAX else ()
-        packed[name] = (pack_rows if options else pack_plain)(name, w, kind, *options)
-    return packed
-
-def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, torch.Tensor]:
+def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
     state = {}
     for name, p in packed.items():
@@ -2999,26 +2773,23 @@ class QuantSettings(GridSettings):
     "How the weights become integers."
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
 
-def fit_state(named: Mapping[str, torch.Tensor], small: int = SMALL_MATRIX,
-              ranks: Ranks | None = None) -> dict[str, Packed]:
+def fit_state(named: Mapping,
+              small: int = SMALL_MATRIX) -> dict:
     """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
 
     Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
     same; `measure` is called on rank 0. `small` as in `quantize_state`.
     """
-    ranks, packed = ranks or Ranks(), quantize_state(named, small=small)
+    packed = quantize_state(named, small=small)
     matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
     return packed
 
 # ---- artifact ----
-
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
-ARTIFACT_MAGIC = b"\x93GOLFNB\n"
-ARTIFACT_VERSION = 1
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
-HEADER_LIMIT = 2**22  # bytes of the header, deflated or not
-RAW_LIMIT = 2**31  # bytes of all sections, decoded
-SECTIONS = (*KIND_DTYPES, "scale")  # order in the file
+HEADER_LIMIT, RAW_LIMIT = 2**22, 2**31  # bytes of the header and of all sections, decoded
+SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
 CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
 @dataclass
@@ -3027,68 +2798,47 @@ class ArtifactSettings(Settings):
     codec: str = setting("lzma", "how its sections are compressed", *CODECS, fixed="yes")
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
-def compress_section(raw: bytes, codec: str, shapes: Callable | None = None) -> tuple[str, bytes]:
-    """The codec to record and the stored bytes; raises GolfError for an unknown codec or a missing package.
-
-    `shapes()` gives [rows, cols] of the tensors in `raw`, for rans; None: bytes in a row.
-    """
+def compress_section(raw: bytes, codec: str) -> tuple[str, bytes]:
+    "The codec to record and the stored bytes; `shapes` as in `section_plan`. Raises GolfError if unknown."
     if codec == "none" or not raw:
         return "none", raw
-    shapes = shapes or (lambda: [(len(raw), 1)])
     return codec, lzma.compress(raw, preset=6)
 
 def decoded(stored: bytes, codec: str, size: int) -> bytes:
     "A decoded section that should have `size` bytes; a few more if there are more."
     if codec == "none":
         return stored
-    xz = codec == "lzma"
-    coder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**28) if xz else zlib.decompressobj()
+    coder = {"lzma": lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**28), "zlib": zlib.decompressobj()}[codec]
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError
     return found
 
-def decompress_section(stored: bytes, codec: str, size: int) -> bytes:
-    """Exactly `size` bytes, decoded in bounded memory; raises GolfError for damage. `shapes` as for coding.
+def decompress_section(stored: bytes, codec: str, shapes: list) -> bytes:
+    """The bytes of tensors of these [rows, cols], in bounded memory; raises GolfError for damage.
 
     `written`: the CODEC of the run that wrote the file, if it is known; a script reads no others.
     """
-    if codec not in CODECS or codec == "best":
-        raise GolfError(f"a section's codec must be lzma, zlib, rans, none, brotli or zstd, found {codec!r}: "
-                        "the file is damaged or of a later version")
+    size = sum(map(math.prod, shapes))
     try:
-        found = decoded(stored, codec, size)
+        raw = decoded(stored, codec, size)
+        found = f"{len(raw):,}" if len(raw) <= size else "more"
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
-        raise GolfError(f"a section of {len(stored):,} bytes does not decode with {codec} "
-                        f"({type(error).__name__}): the file is damaged, copy or make it again") from None
-    if len(found) != size:
-        raise GolfError(f"a section must decode to {size:,} bytes, found "
-                        f"{'more' if len(found) > size else len(found)}: the file is damaged")
-    return found
+        found = type(error).__name__
+    if found != f"{size:,}":
+        raise GolfError(f"a section must decode with {codec!r} to {size:,} bytes, found {found}: the file is "
+                        "damaged or of a later version, copy or make it again")
+    return raw
 
-def section_plan(tensors: list) -> dict[str, int]:
-    "Decoded bytes of each section in use, in the file's order, from [name, kind, shape] of every tensor."
-    sizes = dict.fromkeys(SECTIONS, 0)
-    for _, kind, shape in tensors:
-        sizes[kind] += math.prod(shape) * np.dtype(KIND_DTYPES[kind]).itemsize
-        sizes["scale"] += 2 * shape[0] if kind in INT_MAX else 0
-    return {section: size for section, size in sizes.items() if size}
-
-def section_shapes(tensors: list, section: str) -> list[tuple[int, int]]:
-    "Rows and columns of a section's tensors, for its coder; a number that is no integer is a row of bytes."
-    if section in INT_MAX:
-        return [tuple(shape) for _, kind, shape in tensors if kind == section]
-    width = 2 if section == "scale" else np.dtype(KIND_DTYPES[section]).itemsize
-    return [(section_plan(tensors)[section] // width, width)]
-
-def section_bytes(packed: list[Packed], section: str) -> bytes:
-    "What one section holds: the scales of the integer kinds, or the numbers of one kind."
-    if section == "scale":
-        return b"".join(p.scale.astype("<f2").tobytes() for p in packed if p.kind in INT_MAX)
-    arrays = (p.data.astype(KIND_DTYPES[section], copy=False) for p in packed if p.kind == section)
-    return b"".join(a.tobytes() for a in arrays)
+def section_plan(tensors: list) -> dict[str, list]:
+    "Bytes [rows, cols] of the tensors in each section, in order; of floats and scales a number is a row."
+    plan = {kind: [tuple(shape) for _, k, shape in tensors if k == kind] for kind in KIND_DTYPES}
+    plan["scale"] = [shape[:1] for kind in INT_MAX for shape in plan[kind]]
+    for section in set(plan) - set(INT_MAX):
+        plan[section] = [(sum(map(math.prod, plan[section])), np.dtype(SECTIONS[section]).itemsize)]
+    return {section: plan[section] for section in SECTIONS if sum(map(math.prod, plan[section]))}
 
 def seal(header: bytes, payload: bytes) -> bytes:
     "A container of a deflated header and its sections: magic, version, length and checksum in front."
@@ -3099,90 +2849,79 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: str = "lzma") ->
     """The container of a packed state.
 
     `meta` holds facts that JSON can hold: settings, tokenizer_sha256, vocab_size, recipe, seed, steps.
-    Raises GolfError for facts that it cannot hold and for an unknown codec.
+    Raises GolfError for an unknown codec.
     """
     tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
-    sections, stored = [], []
-    for section in section_plan(tensors):
-        raw = section_bytes([packed[name] for name, _, _ in tensors], section)
-        used, data = compress_section(raw, codec, lambda: section_shapes(tensors, section))
-        sections.append([section, used, len(data)])
-        stored.append(data)
+    parts, sections, payload = {section: [] for section in SECTIONS}, [], b""
+    for p in (packed[name] for name, _, _ in tensors):
+        parts[p.kind].append(p.data.astype(KIND_DTYPES[p.kind], copy=False).tobytes())
+        if p.kind in INT_MAX:
+            parts["scale"].append(p.scale.astype("<f2").tobytes())
+    for section, shapes in section_plan(tensors).items():
+        used, stored = compress_section(b"".join(parts[section]), codec)
+        sections.append([section, used, len(stored)])
+        payload += stored
     header = {"meta": meta, "tensors": tensors, "sections": sections}
-    try:
-        text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise GolfError(f"an artifact's facts must be plain JSON, found something else ({error}): "
-                        "pass numbers, strings, lists and dicts") from None
-    return seal(zlib.compress(text.encode(), 9), b"".join(stored))
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return seal(zlib.compress(text.encode(), 9), payload)
 
 def good_tensor(row: list) -> bool:
     "Whether a row of the header is [name, kind, shape], with a shape that fits the kind and the limit."
     name, kind, shape = row
-    return (isinstance(name, str) and isinstance(kind, str) and kind in KIND_DTYPES
-            and isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int and n > 0 for n in shape)
-            and math.prod(shape) <= RAW_LIMIT and (len(shape) == 2 or kind not in INT_MAX))
+    return (isinstance(name, str) and kind in KIND_DTYPES and isinstance(shape, list) and len(shape) <= 8
+            and all(type(n) is int and n > 0 for n in shape) and math.prod(shape) <= RAW_LIMIT
+            and (len(shape) == 2 or kind not in INT_MAX))
 
-def parse_header(stored: bytes, payload_bytes: int) -> dict:
-    "A container's meta, tensors and sections; raises GolfError unless they fit each other and the payload."
-    try:
-        coder = zlib.decompressobj()
-        header = json.loads(coder.decompress(stored, HEADER_LIMIT))
-        meta, tensors, sections = (header[key] for key in ("meta", "tensors", "sections"))
-        good = (len(header) == 3 and isinstance(meta, dict) and isinstance(tensors, list)
-                and coder.eof and not coder.unused_data and all(map(good_tensor, tensors))
-                and len({name for name, _, _ in tensors}) == len(tensors))
-        sizes = section_plan(tensors) if good else {}
-        good = (good and [section for section, _, _ in sections] == list(sizes)
-                and all(isinstance(codec, str) and type(n) is int and n >= 0 for _, codec, n in sections)
-                and sum(n for _, _, n in sections) == payload_bytes)
-    except (zlib.error, ValueError, TypeError, KeyError, RecursionError):
-        good = False
-    if not good:
-        raise GolfError("the container's header must be JSON with meta, tensors and sections that fit the "
-                        "file, found something else: the file is damaged or of another version")
-    if sum(sizes.values()) > RAW_LIMIT:
-        raise GolfError(f"the container must decode to at most {RAW_LIMIT:,} bytes, found "
-                        f"{sum(sizes.values()):,} declared: it is damaged or not meant for this program")
-    return header
+def good_header(header: dict, payload_bytes: int) -> bool:
+    "Whether meta, tensors and sections fit each other, the payload and the limit."
+    meta, tensors, sections = (header[key] for key in ("meta", "tensors", "sections"))
+    if len(header) != 3 or not isinstance(meta, dict) or not all(map(good_tensor, tensors)):
+        return False
+    plan = section_plan(tensors)
+    return (len({name for name, _, _ in tensors}) == len(tensors)
+            and [s for s, _, _ in sections] == list(plan)
+            and all(type(n) is int and n >= 0 for _, _, n in sections)
+            and sum(n for _, _, n in sections) == payload_bytes
+            and sum(math.prod(shape) for shapes in plan.values() for shape in shapes) <= RAW_LIMIT)
 
 def open_container(data: bytes) -> tuple[dict, bytes]:
     "(header, payload) of a container, checked as far as that goes without decoding; raises GolfError."
-    if data[:8] != ARTIFACT_MAGIC:
-        raise GolfError(f"a golfnb container must start with {ARTIFACT_MAGIC!r}, found {data[:8]!r}: it is "
-                        "another kind of file")
-    if len(data) < PREFIX_BYTES:
-        raise GolfError(f"a container must have more than {PREFIX_BYTES} bytes, found {len(data)}: the file "
-                        "is cut off")
+    if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
+        raise GolfError(f"a golfnb container must start with {ARTIFACT_MAGIC!r}, of 48 bytes or more, found "
+                        f"{data[:8]!r} in {len(data)}: it is another kind of file or cut off")
     version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
     if version != ARTIFACT_VERSION:
         raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
                         "the golfnb that wrote it")
-    found = hashlib.sha256(data[:16] + data[PREFIX_BYTES:])
-    if found.digest() != checksum:
+    if (found := hashlib.sha256(data[:16] + data[PREFIX_BYTES:])).digest() != checksum:
         raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
                         f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
-    header, payload = data[PREFIX_BYTES:PREFIX_BYTES + length], data[PREFIX_BYTES + length:]
-    return parse_header(header, len(payload)), payload
+    text, payload, coder = data[PREFIX_BYTES:][:length], data[PREFIX_BYTES + length:], zlib.decompressobj()
+    try:
+        header = json.loads(coder.decompress(text, HEADER_LIMIT))
+        good = coder.eof and not coder.unused_data and good_header(header, len(payload))
+    except (zlib.error, ValueError, TypeError, KeyError, RecursionError):
+        good = False
+    if not good:
+        raise GolfError("the container's header must be JSON with meta, tensors and sections that fit the "
+                        f"file and decode to at most {RAW_LIMIT:,} bytes, found another: the file is damaged")
+    return header, payload
 
 def unpack_bytes(data: bytes) -> tuple[dict, dict[str, Packed]]:
-    """(meta, tensors by name) of a container, executing nothing that it holds; raises GolfError for damage.
-
-    `written` as in `decompress_section`.
-    """
+    "(meta, tensors by name) of a container; raises GolfError for damage. `written`: `decompress_section`."
     header, payload = open_container(data)
-    tensors, stored, streams, packed = header["tensors"], io.BytesIO(payload), {}, {}
-    for (section, codec, length), size in zip(header["sections"], section_plan(tensors).values()):
-        raw = decompress_section(stored.read(length), codec, size)
-        streams[section] = io.BytesIO(raw)
+    tensors, streams, packed = header["tensors"], {}, {}
+    for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
+        raw, payload = decompress_section(payload[:length], codec, shapes), payload[length:]
+        streams[section] = np.frombuffer(raw, SECTIONS[section])
 
-    def take(section: str, dtype: str, shape: list) -> np.ndarray:
-        raw = streams[section].read(math.prod(shape) * np.dtype(dtype).itemsize)
-        return np.frombuffer(raw, dtype).reshape(shape)
+    def take(section: str, shape: list) -> np.ndarray:
+        values, streams[section] = np.split(streams[section], [math.prod(shape)])
+        return values.reshape(shape)
 
     for name, kind, shape in tensors:
-        scale = take("scale", "<f2", shape[:1]) if kind in INT_MAX else None
-        p = packed[name] = Packed(kind, tuple(shape), take(kind, KIND_DTYPES[kind], shape), scale)
+        scale = take("scale", shape[:1]) if kind in INT_MAX else None
+        p = packed[name] = Packed(kind, tuple(shape), take(kind, shape), scale)
         if scale is not None and (np.abs(p.data.astype(np.int16)).max() > INT_MAX[kind]
                                   or not np.isfinite(scale).all()):
             raise GolfError(f"{name} must hold integers of at most {INT_MAX[kind]} and finite scales, found "
@@ -3190,21 +2929,20 @@ def unpack_bytes(data: bytes) -> tuple[dict, dict[str, Packed]]:
     return header["meta"], packed
 
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: str = "lzma",
-                  cap: int | None = None, code_bytes: int = 0) -> int:
+                  cap: float = math.inf, code_bytes: int = 0) -> int:
     """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
 
     Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
     """
     path, data = Path(path), pack_bytes(packed, meta, codec)
     kept, total = path.with_name(path.name + ".over"), len(data) + code_bytes
-    if cap is None or total <= cap:
-        atomic_write(path, data)
-        kept.unlink(missing_ok=True)
-        return len(data)
-    atomic_write(kept, data)
-    raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,} "
-                    f"too many): the artifact is kept as {kept}, make a smaller one with "
-                    f"`golfnb quantize {path.parent} --target-bytes {cap}`")
+    atomic_write(path if total <= cap else kept, data)
+    if total > cap:
+        raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,}"
+                        f" too many): the artifact is kept as {kept}, make a smaller one with "
+                        f"`golfnb quantize {path.parent} --target-bytes {cap}`")
+    kept.unlink(missing_ok=True)
+    return len(data)
 
 def load_artifact(path: str | Path) -> tuple[dict, dict[str, Packed]]:
     "`unpack_bytes` of a file; raises GolfError, naming it, if it is missing or damaged."
@@ -3225,23 +2963,17 @@ def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict
     plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
     return save_artifact(path, plain, meta, "none")
 
-LEDGER_NAMES = {"int6": "int6 weights", "int8": "int8 tables", "fp16": "fp16 controls",
-                "fp32": "fp32 controls", "fp64": "fp64 weights", "bf16": "bf16 weights",
-                "scale": "row scales"}
+LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls", scale="row scales")
 
 def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, int]]:
     "(part, bytes) of a submission: the script, every section of the file, overhead. Raises GolfError."
     header, payload = open_container(data := Path(path).read_bytes())
-    rows = [(LEDGER_NAMES[section], stored) for section, _, stored in header["sections"]]
+    rows = [(LEDGER_NAMES.get(section, f"{section} weights"), n) for section, _, n in header["sections"]]
     return [("code", code_bytes), *rows, ("overhead", len(data) - len(payload))]
 
 # ---- ttt ----
-
 class Ledger:
-    """What was scored of each document and what was learnt from it, in the order it happened.
-
-    `spans` [documents, 2]: first target of each document, and one past its last.
-    """
+    "What was scored and learnt, in order; `spans` [documents, 2]: first targets, and one past the last."
 
     def __init__(self, spans):
         self.spans, self.history = np.asarray(spans), []  # history: "score" or "train", documents, a, b
@@ -3269,13 +3001,12 @@ class Ledger:
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
-    ttt_form: str = setting("chunks", "what adapts: all weights, or adapters per document (chapter 18b)",
+    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 18b)",
                             "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds=">= 0")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
-    ttt_freeze_blocks: int = setting(0, "lowest blocks, which do not adapt: blocks", bounds=">= 0",
-                                     fixed="rows")
+    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
     ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes only, as published",
                                     "all", "controls", fixed="yes")
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
@@ -3308,9 +3039,8 @@ def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks) -> Engi
     "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the global norm clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
-    rule = Sgd(cfg.ttt_lr)
-    engine = Engine(model.role_params(), model.layout, ranks, bank_rule=rule, small_rule=rule,
-                    max_norm=cfg.ttt_grad_clip)
+    model.frozen, rule = (0, "all"), Sgd(cfg.ttt_lr)
+    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, max_norm=cfg.ttt_grad_clip)
     banks, others = engine.gather()
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])
@@ -3346,23 +3076,21 @@ class ChunkTrainer:
         "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
         ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
         n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
-        for _ in range(self.cfg.ttt_epochs):
-            for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs, ranks):
-                self.ledger.train(0, first, first + n_rows * seq)
-                rows = (a + place).clamp(max=n_rows - 1)
-                self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
-                self.weights.copy_(place < b - a).mul_(ranks.world / total)
-                self.recorded()
-                for p, g in zip(self.params, self.grads):
-                    p.grad = g
-                self.engine.step(multiplier, self.cfg.ttt_momentum)
+        for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs, ranks) * self.cfg.ttt_epochs:
+            self.ledger.train(0, first, first + n_rows * seq)
+            rows = (a + place).clamp(max=n_rows - 1)
+            self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
+            self.weights.copy_(place < b - a).mul_(ranks.world / total)
+            self.recorded()
+            for p, g in zip(self.params, self.grads):
+                p.grad = g
+            self.engine.step(multiplier, self.cfg.ttt_momentum)
 
 class RunningScore:
     "The score of a pass, logged after every so many of its steps. Sums are [nats, bytes, targets]."
 
-    def __init__(self, log: RunLog | None, n_targets: int, steps: int):
-        self.log, self.n_targets, self.steps, self.every = log, n_targets, steps, 10
-        self.reader = LateReader()
+    def __init__(self, log: RunLog | None, steps: int):
+        self.log, self.steps, self.every, self.reader = log, steps, 10, LateReader()
 
     def push(self, sums: Tensor, step: int, ranks: Ranks):
         "Log the score after `step`, a few steps later."
@@ -3377,25 +3105,18 @@ class RunningScore:
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
             self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
 
-    def final(self, sums: Tensor, ranks: Ranks) -> tuple[float, float]:
-        "Nats a token and bits per byte, as `total_score`."
-        score = total_score(sums, self.n_targets, ranks)
-        self.write(*sums.tolist(), self.steps - 1)
-        return score
-
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
                 forward: Callable | None = None, log: RunLog | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
-    `state` is the artifact as decoded, by published names; the model keeps what it learns. `tokens`
-    [N + 1] are on its device, the same on every rank; every rank must call. `forward(ids, keep)` gives logits
-    and has `.cap` (default: the model); `loss_fn` is a `row_loss`. `out` [N] receives each target's nats on
-    the rank that scored it. GolfError if any rule would be broken.
+    `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
+    rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
+    `out` [N] receives each target's nats where it was scored. GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, forward or model
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
-    ledger, score = Ledger([[0, n]]), RunningScore(log, n, len(parts))
+    ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts))
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger)
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
@@ -3406,16 +3127,16 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         score.push(sums, c, ranks)
         if c + 1 < len(parts):
             trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
-    return *score.final(sums, ranks), ledger
+    model.frozen, found = (0, "all"), total_score(sums, n, ranks)
+    score.write(*sums.tolist(), len(parts) - 1)
+    return *found, ledger
 
 # ---- adapters ----
-
 @dataclass
 class AdapterSettings(EvalSettings, ComputeSettings):
     "Adapters for each document."
 
 # ---- config ----
-
 @dataclass
 class RunSettings(Settings):
     "The name of a run, and where it reads and writes."
@@ -3449,7 +3170,6 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
         "What does not fit together, group by group and between groups."
         for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings):
             yield from group.problems(self)
-        yield from rope_problems(self, self.eval_seq_len)
 
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
@@ -3518,7 +3238,6 @@ def load_config(env: Mapping[str, str]) -> Config:
     return cfg
 
 # ---- run ----
-
 def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
     "What WEIGHT_DTYPE stands for on a device."
     usual = "bf16" if device.type == "cuda" else "fp32"
@@ -3551,7 +3270,7 @@ def keep_traces():
 
 def run_folder(cfg: Config, ranks: Ranks) -> Path:
     "Make the run directory; raises GolfError if a finished run lies there, or there is no room."
-    made_up = f"pr549-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    made_up = f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(cfg.runs_dir) / (cfg.run_id or ranks.broadcast_object(made_up))
     if (folder / "summary.json").exists():
         raise GolfError(f"{folder} already holds a finished run: set another RUN_ID, or move it away")
@@ -3605,24 +3324,6 @@ class Session:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
 
-    def announce(self, code: bytes):
-        "Write the log's first lines."
-        cfg, line, world = self.cfg, self.log.line, self.ranks.world
-        line(f"golfnb recipe:pr549 seed:{cfg.seed} world_size:{world} grad_accum_steps:{grad_accum(world)} "
-             f"device:{device_name(self.ranks)} torch:{torch.__version__}")
-        line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
-             f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
-        if code:
-            line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-
-    def build(self, code: bytes):
-        "Keep the script in the run's folder, and build the machine."
-        kept = self.folder / "train_gpt.py"
-        if code and self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
-            atomic_write(kept, code)
-        with self.phase("building"):
-            self.machine = Machine(self.cfg, self.ranks)
-
     def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
         "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
         start = time.perf_counter()
@@ -3634,6 +3335,21 @@ class Session:
         self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
         self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
         return loss, bpb
+
+    def begin(self, code: bytes):
+        "Write the log's first lines, keep the script in the run's folder, and build the machine."
+        cfg, line, world, kept = self.cfg, self.log.line, self.ranks.world, self.folder / "train_gpt.py"
+        line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{world} "
+             f"grad_accum_steps:{grad_accum(world)} device:{device_name(self.ranks)} "
+             f"torch:{torch.__version__}")
+        line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
+             f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        if code:
+            line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
+        if code and self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
+            atomic_write(kept, code)
+        with self.phase("building"):
+            self.machine = Machine(cfg, self.ranks)
 
     def plain_score(self) -> tuple[float, float]:
         "Nats a token and bits per byte in disjoint rows."
@@ -3662,9 +3378,8 @@ class Session:
         """What a file of weights says of itself: settings that rebuild the model, tokenizer, recipe, seed,
         steps."""
         cfg = self.cfg
-        return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256,
-                "seed": cfg.seed, "vocab_size": cfg.vocab_size, "recipe": "pr549",
-                "steps": self.summary["steps"]}
+        return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
+                "vocab_size": cfg.vocab_size, "recipe": "pr549", "steps": self.summary["steps"]}
 
     def gather(self, name: str, tensors: list | None = None) -> dict:
         """The engine's weights, or an average of them, by published names; rank 0 writes them to the file
@@ -3685,16 +3400,6 @@ class Session:
         self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
         return averaged
 
-    def quantize(self, named: dict) -> dict:
-        """`named` on the grid of the recipe, the coarsest where nothing fits into `target`; every rank must
-        call."""
-        cfg, hessians = self.cfg, None
-        try:
-            return fit_state(named, cfg.small_tensor, self.ranks)
-        except NothingFits as e:
-            self.log.line(str(e))
-            return e.packed
-
     def write_artifact(self, packed: dict, code_bytes: int) -> Path:
         "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."
         cfg, line, path = self.cfg, self.log.line, self.folder / "artifact.golf"
@@ -3706,8 +3411,8 @@ class Session:
             if not path.exists():
                 raise
         size = path.stat().st_size
-        line(f"Serialized model int6+lzma: {size} bytes")
-        line(f"Total submission size int6+lzma: {size + code_bytes} bytes")
+        line(f"Serialized model int6+{cfg.codec}: {size} bytes")
+        line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
         line(f"artifact_sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}")
         parts = artifact_ledger(path, code_bytes)
         for part, n in [*parts, ("room left", cfg.target_bytes - size - code_bytes)]:
@@ -3717,46 +3422,40 @@ class Session:
         return path
 
     def pack_artifact(self, averaged: dict, code_bytes: int) -> Path:
-        "Quantize, pack and write; returns the file to score, on every rank."
-        path = None
+        "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file on every rank."
+        cfg, path = self.cfg, None
         with self.phase("packing"):
-            packed = self.quantize(averaged)
+            hessians = None
+            try:
+                packed = fit_state(averaged,
+                                   cfg.small_tensor)
+            except NothingFits as e:
+                self.log.line(str(e))
+                packed = e.packed
             if self.ranks.master:
                 path = self.write_artifact(packed, code_bytes)
             return Path(self.ranks.broadcast_object(str(path)))
 
     def score_artifact(self, path: Path):
-        "Score the file: round trip, sliding window, TTT."
-        cfg, m, ranks = self.cfg, self.machine, self.ranks
+        "Score the file: round trip, sliding window, TTT (the weights learn from what has been scored)."
+        cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
         state = dequantize_state(load_artifact(path)[1])
         load_named(m.model, state)
 
         def sliding():
-            return sliding_loss(m.forward, self.val, self.table, cfg.eval_seq_len, cfg.eval_stride,
-                                cfg.rows_per_score(ranks.world), ranks)
+            rows = cfg.rows_per_score(ranks.world)
+            return sliding_loss(m.forward, val, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks)
+
+        def adapt():
+            return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
 
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)
             loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
-            self.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+            log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         if cfg.ttt_enabled:
             with self.phase("adapting"):
-                self.scored("legal_ttt", "ttt", lambda: self.adapt(state))
-
-    def adapt(self, state: dict) -> tuple:
-        "Score the decoded weights while they learn from what has been scored."
-        m, cfg, val, table, ranks, log = self.machine, self.cfg, self.val, self.table, self.ranks, self.log
-        return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
-
-    def finish(self) -> dict:
-        "Complete the summary, write it, close the log."
-        cfg, ranks = self.cfg, self.ranks
-        self.summary.update(unigram_bpb=self.unigram, recipe="pr549", seed=cfg.seed, world=ranks.world,
-                            device=device_name(ranks), seconds=self.seconds, config=asdict(cfg))
-        if ranks.master:
-            atomic_write(self.folder / "summary.json", json.dumps(self.summary, indent=1) + "\n")
-        self.log.close()
-        return self.summary
+                self.scored("legal_ttt", "ttt", adapt)
 
 def device_name(ranks: Ranks) -> str:
     "What this rank computes on."
@@ -3765,20 +3464,27 @@ def device_name(ranks: Ranks) -> str:
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
     s = Session(cfg, ranks or Ranks())
-    s.announce(code)
-    s.build(code)
+    s.begin(code)
     averaged = s.average_weights(s.train_weights())
     s.score_artifact(s.pack_artifact(averaged, len(code)))
-    return s.finish()
+    s.summary.update(unigram_bpb=s.unigram, recipe="pr549", seed=cfg.seed, world=s.ranks.world,
+                     device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
+    if s.ranks.master:
+        atomic_write(s.folder / "summary.json", json.dumps(s.summary, indent=1) + "\n")
+    s.log.close()
+    return s.summary
 
 LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")
 
-def script_main(path: str) -> None:
-    "One run of the script at `path`, its settings from the environment."
+def as_rank(work: Callable) -> None:
+    """Start the ranks, call `work(ranks)`, stop them. What it returns or raises is said in one sentence.
+
+    The process then ends at once, since the other ranks may be waiting in a collective.
+    """
     ranks, problem, status = None, None, 3
     try:
-        cfg, ranks = load_config(os.environ), start_ranks()
-        problem = run(cfg, ranks, Path(path).read_bytes()).get("over_budget")
+        ranks = start_ranks()
+        problem = work(ranks)
     except GolfError as e:
         problem, status = e, 2
     except RuntimeError as e:
@@ -3791,6 +3497,10 @@ def script_main(path: str) -> None:
         sys.stdout.flush()
         os._exit(status)
     stop_ranks(ranks)
+
+def script_main(path: str) -> None:
+    "One run of the script at `path`, its settings from the environment."
+    as_rank(lambda ranks: run(load_config(os.environ), ranks, Path(path).read_bytes()).get("over_budget"))
 
 if __name__ == "__main__":
     script_main(__file__)
