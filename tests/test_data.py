@@ -136,7 +136,7 @@ def test_tokenizer_refuses_what_it_cannot_do(tmp_path, docs, model):
         with pytest.raises(GolfError, match="cannot train") as caught:
             train_tokenizer(texts, tmp_path / "x.model", size)
         assert "\n" not in str(caught.value)
-    with pytest.raises(GolfError, match="no tokenizer"):
+    with pytest.raises(GolfError, match="cannot read tokenizer"):
         build_shards(docs, tmp_path / "x.model", tmp_path / "s")
     assert not list(tmp_path.iterdir())
 

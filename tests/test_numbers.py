@@ -64,7 +64,6 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("21", "then the 256 bytes", "= 2 ** 8"),
     ("22", "or below 2 %, is noise", "rule of the comparison: NOISE in the cell"),
     ("30", "bytes within 3 %", "rule of parity: the bound in the cell"),
-    ("24", "a run needs 0.1 to 0.5 GB", "= 0.1"),
     ("27", "NVIDIA H100 80GB HBM3", "name of a device"),
     ("30", "is it under 2 %?", "given in an exercise"),
     ("31", "98,304 tokens every 80 milliseconds or so", "published: the reference's step, nbs/results/reference_pr549.json, rounded"),
