@@ -191,7 +191,7 @@ def good_header(header: dict, payload_bytes: int) -> bool:
 def open_container(data: bytes) -> tuple[dict, bytes]:
     "(header, payload) of a container, checked as far as that goes without decoding; raises GolfError."
     if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
-        raise GolfError(f"a golfnb container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
+        raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
                         f"or more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
     version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
     if version != ARTIFACT_VERSION:
