@@ -137,13 +137,6 @@ def is_validation(document: str, val_fraction: float) -> bool:
     return hash_fraction(hashlib.sha256(document.encode()).digest()) < val_fraction
 
 # %% ../nbs/21_data.ipynb #e8677209
-TOKENIZER_SETTINGS = dict(
-    model_type="bpe", byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3, split_digits=True,
-    normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.9999,
-    input_sentence_size=0, shuffle_input_sentence=False, max_sentence_length=2**24, num_threads=2,
-    minloglevel=2)
-
-# %% ../nbs/21_data.ipynb #3c2644ff
 def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 1024):
     """Train a byte-fallback BPE model on training documents, write it to `path` and read it back.
 
@@ -151,8 +144,12 @@ def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 102
     """
     model = io.BytesIO()
     try:
-        spm.SentencePieceTrainer.train(sentence_iterator=iter(docs), model_writer=model,
-                                       vocab_size=vocab_size, **TOKENIZER_SETTINGS)
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=iter(docs), model_writer=model, vocab_size=vocab_size, model_type="bpe",
+            byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3, split_digits=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.9999,
+            input_sentence_size=0, shuffle_input_sentence=False, max_sentence_length=2**24, num_threads=2,
+            minloglevel=2)
     except (RuntimeError, ValueError, OSError) as e:
         reason = str(e).split("] ")[-1].strip(" .\n")
         raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces ({reason}): "
@@ -390,19 +387,15 @@ def fetch_file(url: str, target: Path) -> int | None:
             reason = getattr(e, "strerror", None) or type(e).__name__
             raise GolfError(f"the download of {target.name} stopped at {part.file.tell():,} of "
                             f"{facts.size:,} bytes ({reason}): run the same command again") from None
-        check_arrived(part.temp, target.name, facts.etag or "")
+        with open(part.temp, "rb") as file:
+            found, etag = hashlib.file_digest(file, "sha256").hexdigest(), facts.etag or ""
+        if re.fullmatch("[0-9a-f]{64}", etag) and found != etag:
+            raise GolfError(f"{target.name} as downloaded must have SHA-256 {etag[:12]}..., found "
+                            f"{found[:12]}...: run the same command again; if it happens again, "
+                            "the published file is damaged")
+        if target.suffix == ".bin":
+            read_header(part.temp)
     return facts.size
-
-
-def check_arrived(path: Path, name: str, etag: str) -> None:
-    "Hold a downloaded file against its SHA-256, and a shard against its header. Raises GolfError."
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if re.fullmatch("[0-9a-f]{64}", etag) and found != etag:
-        raise GolfError(f"{name} as downloaded must have SHA-256 {etag[:12]}..., found {found[:12]}...: run "
-                        "the same command again; if it happens again, the published file is damaged")
-    if name.endswith(".bin"):
-        read_header(path)
 
 # %% ../nbs/21_data.ipynb #ff3516d4
 def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shards: int = 80,

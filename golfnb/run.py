@@ -200,28 +200,21 @@ def meta(self: Session) -> dict:
 
 # %% ../nbs/19_run.ipynb #28478cbe
 @patch
-def gather(self: Session, name: str, tensors: list | None = None) -> dict:
-    "The engine's weights, or an average of them, by published names; rank 0 writes them to the file `name`."
-    m = self.machine
-    state = named_state(m.model, *m.engine.gather(tensors))
-    if self.ranks.master:
-        save_weights(self.folder / name, state, self.meta())
-    return state
-
-# %% ../nbs/19_run.ipynb #e8768494
-@patch
 def average_weights(self: Session, averages: Averages) -> dict:
     "Write raw and averaged weights; load the averaged ones, score them, return them by published names."
+    m = self.machine
     with self.phase("packing"):
-        self.gather("raw.golf")
         if "swa" in self.cfg.averaging and (mode := averages.exported()) != self.cfg.averaging:
             self.log.line("averaging: no snapshot fell into the end of the warmdown, so AVERAGING="
                           f"{self.cfg.averaging} became {mode}; lower SWA_EVERY or raise WARMDOWN_ITERS")
-        averaged = self.gather("ema.golf", averages.tensors())
+        for name, tensors in (("raw.golf", None), ("ema.golf", averages.tensors())):
+            state = named_state(m.model, *m.engine.gather(tensors))
+            if self.ranks.master:
+                save_weights(self.folder / name, state, self.meta())
     self.ranks.barrier()
-    load_named(self.machine.model, averaged)
+    load_named(m.model, state)
     self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
-    return averaged
+    return state
 
 # %% ../nbs/19_run.ipynb #4d2ae8ce
 def in_time(batches: Iterable, limit_ms: float, device: torch.device, ends: list) -> Iterator:

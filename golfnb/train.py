@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LATE_STEPS', 'TrainSettings', 'momentum_at', 'multiplier_at', 'LateReader', 'training_loss', 'compiled',
-           'backward_pass', 'micro_steps', 'StepGraph', 'RunLog', 'Averages', 'upright', 'GridProjector', 'Trainer',
-           'train', 'warm_up']
+           'backward_pass', 'micro_steps', 'StepGraph', 'RunLog', 'Averages', 'GridProjector', 'Trainer', 'train',
+           'warm_up']
 
 # %% ../nbs/15_train.ipynb #11bd76f1
 import json
@@ -119,8 +119,7 @@ def micro_steps(loss_fn: Callable, loader: Loader, engine: Engine, accum: int) -
     backward = loss_fn.backward if isinstance(loss_fn, StepGraph) else partial(backward_pass, loss_fn)
     total = None
     for _ in range(accum):
-        batch = next(loader)
-        loss = backward(batch.ids, batch.targets, accum)
+        loss = backward(*next(loader), accum)
         total = loss if total is None else total + loss
         if accum > 1:
             engine.accumulate()
@@ -209,11 +208,6 @@ class Averages:
         return average_of(self.exported(), self.ema, self.swa, self.engine.tensors())
 
 # %% ../nbs/15_train.ipynb #3fc19faa
-def upright(w: torch.Tensor, transposed: bool) -> torch.Tensor:
-    "Matrices `w [n, r, c]` from stored to logical orientation, or back."
-    return w.mT if transposed else w
-
-# %% ../nbs/15_train.ipynb #bd904a62
 class GridProjector:
     """Rounds a bank shard to the int6 grid, with clip ratios frozen when it is made; for `Engine.publish`.
 
@@ -228,15 +222,16 @@ class GridProjector:
             for kind, run in groupby(kinds):
                 start, end = end, end + len(list(run))
                 if kind and kind[0] == "int6":
-                    ratio = clip_ratio(upright(bank.master[start:end], kind[1]), floor=floor)
+                    w = bank.master[start:end]
+                    ratio = clip_ratio(w.mT if kind[1] else w, floor=floor)
                     self.runs[name].append((start, end, kind[1], ratio))
 
     def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
         "A copy of bank `name`'s shard `master [n, r, c]` with every int6 matrix on its grid."
         out = master.clone()
         for start, end, flip, ratio in self.runs[name]:
-            rounded = round_to_grid(upright(master[start:end], flip), ratio, floor=self.floor)
-            out[start:end] = upright(rounded, flip)
+            w = out[start:end].mT if flip else out[start:end]
+            w.copy_(round_to_grid(w, ratio, floor=self.floor))
         return out
 
 # %% ../nbs/15_train.ipynb #1195a8e2

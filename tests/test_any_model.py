@@ -517,8 +517,9 @@ def test_what_a_step_refuses():
     frozen.requires_grad_(True)
     with pytest.raises(GolfError, match="h.0.up.weight was frozen"):
         one_step(model, opt)
+    opt.add_param_group({"params": [("late", nn.Parameter(torch.zeros(2, 2)))]})
     with pytest.raises(GolfError, match="make a new one"):
-        opt.add_param_group({"params": [frozen]})
+        opt.step()
     net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 2))
     opt = ParallelMuon(net)
     net(torch.tensor([1, 2])).sum().backward()

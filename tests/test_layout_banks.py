@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from golfnb.banks import make_banks, rebank, unbank
+from golfnb.banks import make_banks, unbank
 from golfnb.baselines import separate
 from golfnb.config import load_config
 from golfnb.settings import GolfError
@@ -13,6 +13,11 @@ from golfnb.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text,
 from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, group_matrices, model_layout
 from golfnb.model import Golf, init_model, named_state
 from workers import settings, speedrun_kinds
+
+
+def put(layout, named, banks):
+    for name, view in unbank(layout, {k: b.detach() for k, b in banks.items()}).items():
+        view.copy_(named[name].detach())
 
 
 def layout_of(plan, world, layers=11):
@@ -97,7 +102,7 @@ def test_bad_layouts():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rebank_is_the_inverse_of_unbank(seed):
+def test_unbank_gives_what_was_put_in(seed):
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     ms = []
     for g in range(rng.randint(1, 3)):
@@ -107,21 +112,12 @@ def test_rebank_is_the_inverse_of_unbank(seed):
     layout = group_matrices(ms, rng.randint(1, 5))
     banks = make_banks(layout, torch.float64)
     named = {m.name: torch.randn(m.rows, m.cols, generator=gen, dtype=torch.float64) for m in ms}
-    rebank(layout, named, banks)
+    put(layout, named, banks)
     out = unbank(layout, banks)
     assert list(out) == layout.names() and all(torch.equal(out[k], named[k]) for k in named)
     assert all(not banks[b.name][b.real:].any() for b in layout.banks)
     cut = {b.name: banks[b.name].detach()[:b.real] for b in layout.banks}
     assert all(torch.equal(v, named[k]) for k, v in unbank(layout, cut).items()), "unpadded banks unbank too"
-
-
-def test_rebank_checks_before_it_writes():
-    layout = group_matrices([Matrix("a", 2, 3, "g"), Matrix("b", 2, 3, "g")], 1)
-    banks = make_banks(layout)
-    for bad in ({"a": torch.ones(2, 3)}, {"a": torch.ones(2, 3), "b": torch.ones(3, 2)}, {"a": torch.ones(2, 3), "b": torch.ones(2, 3), "c": torch.ones(1)}):
-        with pytest.raises(GolfError):
-            rebank(layout, bad, banks)
-        assert not banks["g"].any()
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])
@@ -130,7 +126,7 @@ def test_forward_and_gradient_equal_separate_linears(world):
     layout = group_matrices([Matrix(f"up{i}", 12, 4, "mlp") for i in range(3)] + [Matrix(f"down{i}", 4, 12, "mlp", transposed=True) for i in range(3)], world)
     banks = make_banks(layout, torch.float64)
     named = {m.name: torch.randn(m.rows, m.cols, dtype=torch.float64, requires_grad=True) for _, _, m in layout}
-    rebank(layout, named, banks)
+    put(layout, named, banks)
     x = torch.randn(5, 4, dtype=torch.float64)
 
     def run(w):
