@@ -45,14 +45,13 @@ def candidate_buckets(cfg: LayoutSettings, world: int) -> list[str]:
     return [*found, mixed_text(n, 2 * n, world)] if fits else found
 
 
-def search_buckets(cfg: LayoutSettings, world: int, links: Links, small_bytes: int = 0,
-                   clip: str = "local") -> list[tuple[float, str]]:
+def search_buckets(cfg: LayoutSettings, world: int, links: Links, small_bytes=0) -> list[tuple[float, str]]:
     "Each bucketing in its best order, as (predicted microseconds, line), the fastest first."
     rows = []
     for text in candidate_buckets(cfg, world):
         layout = bucket_layout(slot_kinds(cfg), text, world)
         plans = [Plan(order, order) for order in permutations(b.name for b in layout.banks)]
-        timed = [(finish_us(predict(plan, layout, links, small_bytes, clip)), plan) for plan in plans]
+        timed = [(finish_us(predict(plan, layout, links, small_bytes, "local")), plan) for plan in plans]
         us, best = min(timed, key=lambda row: row[0])
         rows.append((us, plan_text(text, best, layout)))
     return sorted(rows)
@@ -157,10 +156,7 @@ def separate(model: BucketGolf) -> BucketGolf:
 
 # %% ../nbs/29_baselines.ipynb #9ee8caaa
 def plan_model(cfg: Config, ranks: Ranks, world: int, wide: bool = False) -> tuple[Golf, Plan]:
-    """A fresh model under `cfg.plan`, a line of chapter 28b, and the plan; pr125: separate weights.
-
-    `wide`: in fp32 at least, for optimizers that keep no masters.
-    """
+    "A fresh model and its plan, of a line of chapter 28b or pr125 (separate weights); `wide`: fp32 at least."
     apart, dtype = cfg.plan == "pr125", weight_dtype(cfg, ranks.device)
     layout, plan = read_plan(cfg, "pr399" if apart else cfg.plan, world)
     own = cfg.plan in ("pr399", "shared_mlp")
@@ -270,15 +266,11 @@ class BatchedMuon:
 
 
 class LossModule(torch.nn.Module):
-    "The training loss as a module, for DDP."
+    "The training loss of (ids, targets) as a module, for DDP."
 
     def __init__(self, model: Golf):
         super().__init__()
-        self.model, self.loss = model, training_loss(model, model.cap)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        "The mean loss, 0-dim, of ids and targets, int64 [rows, tokens]."
-        return self.loss(ids, targets)
+        self.model, self.forward = model, training_loss(model, model.cap)
 
 # %% ../nbs/29_baselines.ipynb #5a67e767
 class DdpRig(Rig):
@@ -388,13 +380,13 @@ def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, 
     if job.only not in ("", "plans"):
         return samples, "ms", facts
     fits = 2 * (cfg.model_dim + cfg.kv_dim) == cfg.mlp_dim
-    plans = {name: name for name in ("pr399", "shared_mlp", "pr125", *["pr132"] * fits)}
+    names = ("pr399", "shared_mlp", "pr125", *["pr132"] * fits)
+    rigs = {name: TailRig(replace(cfg, plan=name), ranks) for name in names}
     if links:
-        small_bytes = TailRig(cfg, ranks).small_bytes
-        plans["searched"] = search_buckets(cfg, ranks.world, links, small_bytes)[0][1]
-    rigs = {name: TailRig(replace(cfg, plan=text), ranks) for name, text in plans.items()}
+        best = search_buckets(cfg, ranks.world, links, rigs["pr399"].small_bytes)[0][1]
+        rigs["searched"] = TailRig(replace(cfg, plan=best), ranks)
     for rig in rigs.values():
         tail_block(rig, 3)  # recording, allocating
     samples |= slowest_rank(run_rounds(rigs, max(3, job.rounds), lambda rig: tail_block(rig, 5)), ranks)
-    plans = {name: plan_facts(rig, links) for name, rig in rigs.items()}
-    return samples, "ms", {"links": str(file), "plans": plans, **facts}
+    facts["plans"] = {name: plan_facts(rig, links) for name, rig in rigs.items()}
+    return samples, "ms", {"links": str(file), **facts}

@@ -270,8 +270,7 @@ def variants_of(job: BenchJob, env: dict) -> dict[str, Config]:
 def bench_step(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of a step: by device events, and by the host's clock a block; or of phases, with a wait around each."
     configs, count = variants_of(job, env), max(1, min(job.block, job.steps // 3))
-    first = next(iter(configs.values()))
-    paths, words = bench_shards(first, ranks, job.scratch)
+    paths, words = bench_shards(next(iter(configs.values())), ranks, job.scratch)
     rigs = {label: Rig(cfg, ranks, paths).warm(job.warmup) for label, cfg in configs.items()}
     if job.what == "step":
         samples = run_rounds(rigs, job.steps // count, lambda rig: step_block(rig, count))
@@ -279,8 +278,7 @@ def bench_step(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]
         samples = run_rounds(rigs, job.steps, phase_step)
     for rig in rigs.values():
         rig.loader.close()
-    return samples, "ms", {"data": words, "warmup_steps": job.warmup, "block_steps": count,
-                           "rows_per_micro_step": first.rows_per_micro(ranks.world, first.train_seq_len)}
+    return samples, "ms", {"data": words}
 
 # %% ../nbs/22_bench.ipynb #027d6e6a
 PUBLISHED_TARGETS = 62_021_632  # of the published validation set

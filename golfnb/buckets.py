@@ -7,6 +7,7 @@ __all__ = ['bucket_layout', 'read_plan', 'plan_text', 'BucketGolf', 'bucket_engi
 
 # %% ../nbs/28b_buckets.ipynb #a13bdd3e
 import re
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -66,14 +67,8 @@ class SharedBank(BankSpec):
                  for c in shard_cuts(self, rank)] for rank in range(self.world)]
 
 # %% ../nbs/28b_buckets.ipynb #3080ff16
-@dataclass(frozen=True)
-class Cut:
-    "Slots `first` to `last` - 1 of a shard, elements `start` to `stop` - 1 of each: matrices `stored`."
-    first: int
-    last: int
-    start: int
-    stop: int
-    stored: tuple[int, int]
+# slots `first` to `last` - 1 of a shard, elements `start` to `stop` - 1 of each: matrices `stored`
+Cut = namedtuple("Cut", "first last start stop stored")
 
 
 def shard_cuts(bank: BankSpec, rank: int) -> list[Cut]:
@@ -114,12 +109,6 @@ def slot_kinds(cfg: LayoutSettings) -> dict[str, list[tuple[Matrix, ...]]]:
     alone = {"qo": q, "kv": k, "up": banks["mlp_up"], "down": banks["mlp_down"], "mlp": banks["mlp"]}
     return {kind: [(m,) for m in matrices] for kind, matrices in alone.items()} | {"attn": attn}
 
-# %% ../nbs/28b_buckets.ipynb #75e70ed5
-def slot_shape(slot: tuple[Matrix, ...]) -> tuple[int, int]:
-    "The shape of a slot: as wide as its first matrix."
-    width = slot[0].stored[1]
-    return sum(prod(m.stored) for m in slot) // width, width
-
 # %% ../nbs/28b_buckets.ipynb #8d3c702c
 def bucket_layout(kinds: dict[str, list[tuple[Matrix, ...]]], text: str, world: int) -> Layout:
     "The layout of a bucketing. Raises GolfError if it cannot be read, leaves out a matrix or has one twice."
@@ -146,8 +135,9 @@ def bucket_layout(kinds: dict[str, list[tuple[Matrix, ...]]], text: str, world: 
 
 # %% ../nbs/28b_buckets.ipynb #8c34cc24
 def make_bucket(name: str, slots: list[tuple], world: int) -> BankSpec:
-    "The bank of these slots. Raises GolfError if their shapes differ."
-    shapes, counts = sorted(set(map(slot_shape, slots))), tuple(map(len, slots))
+    "The bank of these slots, as wide as their first matrices. Raises GolfError if their shapes differ."
+    widths, counts = [slot[0].stored[1] for slot in slots], tuple(map(len, slots))
+    shapes = sorted({(sum(prod(m.stored) for m in slot) // w, w) for slot, w in zip(slots, widths)})
     if len(shapes) > 1:
         raise GolfError(f"slots of a bank must have one shape: {name!r} would have {shapes}; part them")
     matrices = tuple(replace(m, group=name) for slot in slots for m in slot)

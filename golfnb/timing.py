@@ -7,19 +7,18 @@ __all__ = ['floor_ms', 'replayed', 'scaling_table']
 
 # %% ../nbs/28_timing.ipynb #d6495e2a
 import copy
-import json
 import re
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from .bench import (BenchJob, Marks, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
-                          wait_for)
+from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
+                          timed_block, wait_for)
 from .config import Config, load_config
 from .kernels import (MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
                             usable_kernels, xsa_grad_op, xsa_op)
@@ -109,22 +108,16 @@ DEFAULT_SETS = ["plain", "heads+xsa+fold", "heads+xsa+fold+mlp", "heads+xsa+fold
 
 def check_sets(sets: list[str]) -> list[str]:
     "The sets, or the usual ones. Raises GolfError for a word that means nothing."
-    known = ", ".join(sorted(SET_WORDS))
     if unknown := sorted(set("+".join(sets or ["plain"]).split("+")) - SET_WORDS):
-        raise GolfError(f"bench: a set joins words of {known} by +, found {unknown[0]!r}; correct --sets")
+        raise GolfError(f"bench: a set joins words of {', '.join(sorted(SET_WORDS))} by +, "
+                        f"found {unknown[0]!r}; correct --sets")
     return list(dict.fromkeys(sets)) or DEFAULT_SETS
 
 # %% ../nbs/28_timing.ipynb #436af71c
-def with_kernels(model: Golf, words: set[str]) -> Golf:
-    "The same model, parameters and all, that computes with the kernels of a set."
-    twin = copy.copy(model)
-    twin.fuse(usable_kernels(model.tok_emb.device, model.compute, words - {"plain", "graph"}))
-    return twin
-
-# %% ../nbs/28_timing.ipynb #31aa2b46
 def whole_pass(words: str, model: Golf, cfg: Config) -> Callable:
     "A function (ids, targets) -> loss that leaves gradients, with a set's kernels, compiled as `cfg` says."
-    twin, params = with_kernels(model, set(words.split("+"))), list(model.parameters())
+    twin, params = copy.copy(model), list(model.parameters())  # the same parameters
+    twin.fuse(usable_kernels(model.tok_emb.device, model.compute, set(words.split("+")) - {"plain", "graph"}))
     loss_fn = compiled(training_loss(twin, model.cap), cfg, model.tok_emb.device)
     graph = StepGraph(loss_fn, params) if "graph" in words else None
 
@@ -135,19 +128,14 @@ def whole_pass(words: str, model: Golf, cfg: Config) -> Callable:
     return run
 
 # %% ../nbs/28_timing.ipynb #7c250a57
-def sustained(step: Callable, device: torch.device, calls: int = 24) -> dict[str, float]:
-    "ms a call in a row of `calls`; on a GPU with NVML's package also its MHz and W towards the row's end."
-    marks, seen = Marks(device), {}
-    for _ in range(calls + 1):
-        marks.mark()
-        step()
+def sustained(step: Callable, device: torch.device) -> dict[str, float]:
+    "ms a call of 24 in a row; on a GPU with NVML's package also its MHz and W while it does one more."
+    found = {"ms": timed_block(step, 24, device)[1]}
     if device.type == "cuda":
-        marks.points[calls * 3 // 4].synchronize()
-        try:
-            seen = {"MHz": torch.cuda.clock_rate(device), "W": torch.cuda.power_draw(device) / 1e3}
-        except (ModuleNotFoundError, RuntimeError):
-            pass
-    return {"ms": sum(marks.ms()) / calls} | seen
+        step()
+        with suppress(ModuleNotFoundError, RuntimeError):
+            found |= {"MHz": torch.cuda.clock_rate(device), "W": torch.cuda.power_draw(device) / 1e3}
+    return found
 
 # %% ../nbs/28_timing.ipynb #66817b57
 def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device) -> tuple[dict, dict]:
@@ -186,12 +174,9 @@ def device_events(step: Callable, device: torch.device) -> list[dict]:
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
         step()
         wait_for(device)
-    with tempfile.TemporaryDirectory() as folder:
-        prof.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(f"{folder}/trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    wanted = ("kernel", "gpu_memcpy", "gpu_memset") if cuda else ("cpu_op",)
-    found = [{"name": e["name"], "stream": e.get("args", {}).get("stream", e["tid"]), "start": float(e["ts"]),
-              "length": float(e["dur"])} for e in events if e.get("cat") in wanted and "dur" in e]
+    found = [{"name": e.name, "stream": e.device_resource_id, "start": e.time_range.start,
+              "length": e.time_range.elapsed_us()} for e in prof.events()
+             if (e.device_type == DeviceType.CUDA) == cuda and not e.is_user_annotation]
     return sorted(found, key=lambda e: e["start"])
 
 # %% ../nbs/28_timing.ipynb #f0d45e51
@@ -292,10 +277,10 @@ def scaling_table(result: dict) -> list[dict]:
     samples, rows = result["samples"], []
     for n in sorted({int(k.split()[0]) for k in samples}):
         phases = ("step", "forward_backward", "post_backward", "ema")
-        mid = {k: median(samples[f"{n} ranks {k}"]) for k in phases}
-        first = rows[0] if rows else {"ranks": n, **mid}
+        ms = {k: median(samples[f"{n} ranks {k}"]) for k in phases}
+        first = rows[0] if rows else {"ranks": n, **ms}
         losses = (samples[f"{w} ranks loss of 20 steps (nats)"] for w in (n, first["ranks"]))
-        speed, apart = first["step"] / mid["step"], max(abs(a - b) for a, b in zip(*losses))
-        rows.append({"ranks": n, **mid, "speed-up": speed, "efficiency": speed * first["ranks"] / n,
-                     "not forward and backward": 1 - mid["forward_backward"] / mid["step"], "loss apart": apart})
+        speed, apart = first["step"] / ms["step"], max(abs(a - b) for a, b in zip(*losses))
+        rows.append({"ranks": n, **ms, "speed-up": speed, "efficiency": speed * first["ranks"] / n,
+                     "not forward and backward": 1 - ms["forward_backward"] / ms["step"], "loss apart": apart})
     return rows

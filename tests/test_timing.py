@@ -7,10 +7,8 @@ from tiny import TINY
 
 from golfnb.bench import BenchJob
 from golfnb.settings import GolfError
-from golfnb.layout import model_layout
-from golfnb.model import FusedBlock, Golf, ModelSettings
 from golfnb.parallel_muon import Ranks
-from golfnb.timing import bench_attention, bench_trace, check_sets, device_events, event_kind, merge_events, scaling_table, with_kernels
+from golfnb.timing import bench_attention, bench_trace, check_sets, device_events, event_kind, merge_events, scaling_table
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "2", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "DATA_PATH": "absent"}
 
@@ -41,15 +39,6 @@ def test_device_events_see_what_ran():
     x = torch.randn(32, 32)
     names = [e["name"] for e in device_events(lambda: x @ x, torch.device("cpu"))]
     assert "aten::mm" in names
-
-
-def test_a_set_is_a_model_with_other_kernels_and_the_same_weights(monkeypatch):
-    monkeypatch.setattr("golfnb.timing.usable_kernels", lambda device, dtype, wanted: frozenset(wanted))
-    cfg = ModelSettings(num_layers=2, ve_layers="1", train_seq_len=32)
-    model = Golf(cfg, model_layout(cfg, 1))
-    twin = with_kernels(model, {"heads", "graph"})
-    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()} and not isinstance(model.blocks[0], FusedBlock)
-    assert all(b.kernels == {"heads"} for b in twin.blocks)
 
 
 def test_sets():
