@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'PALE', 'COLOURS', 'CHART_STYLE', 'BPB_STAGES', 'QUANTILES', 'FORMS', 'PAGE_STYLE', 'read_file',
-           'quantized_counts', 'counts_entropy', 'read_run', 'chart', 'embed', 'running_mean', 'series', 'loss_chart',
-           'weight_chart', 'ttt_chart', 'run_rows', 'run_table', 'html_table', 'note', 'paired', 'report_html',
-           'write_report']
+           'quantized_counts', 'counts_entropy', 'read_run', 'chart', 'embed', 'series', 'loss_chart', 'weight_chart',
+           'ttt_chart', 'run_rows', 'run_table', 'html_table', 'note', 'paired', 'report_html', 'write_report']
 
 # %% ../nbs/23_report.ipynb #fa2d841b
 import html
@@ -23,21 +22,12 @@ from .settings import GolfError
 from .shards import atomic_write
 
 # %% ../nbs/23_report.ipynb #e56fec04
-def read_file(path: Path, lines: bool = False):
-    """The JSON object in a file, {} where there is none; with `lines` the list of objects, one a line.
-
-    A line that was cut off is left out. Raises GolfError if the file is damaged or holds no lines.
-    """
-    text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else "" if lines else "{}"
-    if lines:
-        text = f"[{','.join(line for line in text.splitlines() if line.endswith('}'))}]"
+def read_file(path: Path) -> dict:
+    "The JSON object in a file, {} where there is none. Raises GolfError if the file is damaged."
     try:
-        found = json.loads(text) if lines else dict(json.loads(text))
+        return dict(json.loads(Path(path).read_text("utf-8"))) if Path(path).is_file() else {}
     except (ValueError, TypeError) as e:
         raise GolfError(f"report: JSON expected in {path}, found a damaged file ({e}); remove it") from e
-    if lines and not found:
-        raise GolfError(f"report: events expected in {path}, found none; give a run's directory (runs/NAME)")
-    return found
 
 # %% ../nbs/23_report.ipynb #910d634d
 def quantized_counts(path: Path) -> dict[str, np.ndarray]:
@@ -58,10 +48,14 @@ def counts_entropy(counts: np.ndarray) -> float:
 # %% ../nbs/23_report.ipynb #59068720
 def read_run(folder: Path) -> dict:
     "Name, events, summary, audit, counts of the weights, as far as they are there. GolfError without events."
-    folder = Path(folder)
+    folder, log = Path(folder), Path(folder, "metrics.jsonl")
+    lines = log.read_text("utf-8").splitlines() if log.is_file() else []
+    events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
+    if not events:
+        raise GolfError(f"report: events expected in {log}, found none; give a run's directory (runs/NAME)")
     packed = next((p for p in (folder / "artifact.golf", folder / "artifact.golf.over") if p.is_file()), None)
-    return {"name": folder.resolve().name, "events": read_file(folder / "metrics.jsonl", lines=True),
-            "summary": read_file(folder / "summary.json"), "audit": read_file(folder / "artifact.audit.json"),
+    return {"name": folder.resolve().name, "events": events, "summary": read_file(folder / "summary.json"),
+            "audit": read_file(folder / "artifact.audit.json"),
             "ints": quantized_counts(packed) if packed else {}}
 
 # %% ../nbs/23_report.ipynb #c8a5873b
@@ -88,8 +82,7 @@ def chart(title: str, xlabel: str, ylabel: str, curves: list[tuple], **axes):
         for x, y, label, how in curves:
             ax.plot(x, y, label=label, **how)
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **axes)
-        wide = max(len(label) for _, _, label, _ in curves) >= 32
-        fig.legend(loc="outside lower left", ncols=1 if wide else 2)
+        fig.legend(loc="outside lower left")
     return fig
 
 # %% ../nbs/23_report.ipynb #2145bcc9
@@ -104,17 +97,11 @@ def embed(fig, alt: str) -> str:
     for colour, name in COLOURS.items():
         svg = svg.replace(colour, f"var({name})")
     svg = re.sub(r"(font: [\d.]+px|font-family:)[^;\"]*", r"\1 system-ui, sans-serif", svg)
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>", "", svg, flags=re.S)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # several pictures share a page
+    svg = re.sub(r'<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', "", svg, flags=re.S)
     box, inside = re.search(r'<svg [^>]*?(viewBox="[^"]+")[^>]*>(.*)', svg, re.S).groups()
     return f'<figure><svg role="img" {box} aria-label="{html.escape(alt)}">{inside.strip()}</figure>'
 
 # %% ../nbs/23_report.ipynb #dd49f7b2
-def running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    "Mean of the last `width` of values [n], fewer at the start, float64 [n]."
-    return np.array([values[max(0, i - width):i].mean() for i in range(1, len(values) + 1)])
-
-
 def series(events: list[dict], kind: str, x: str, y: str) -> np.ndarray:
     "Two numbers of every event of a kind that has them, float64 [2, n]."
     found = [(e[x], e[y]) for e in events if e["event"] == kind and e.get(y) is not None]
@@ -127,7 +114,7 @@ def loss_chart(events: list[dict], other: list[dict] = (), label: str = ""):
     for run, who, color, mark in ((events, "", BLUE, "o"), (other, f"{label}, ", ORANGE, "s")):
         (x, y), points = series(run, "step", "step", "loss"), series(run, "val", "step", "loss")
         if x.size:
-            smooth = running_mean(y, max(1, len(y) // 40))
+            smooth = [y[max(0, i - len(y) // 40):i + 1].mean() for i in range(len(y))]
             curves.append((x, smooth, f"{who or 'training, '}running mean", dict(color=color)))
         if points.size:
             curves.append((*points, f"{who}validation", dict(color=color, marker=mark, ms=4, ls="")))
@@ -198,7 +185,6 @@ td, th { padding: .2rem 1.1rem .2rem 0; text-align: left; border-bottom: 1px sol
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 figure { margin: .6rem 0 1rem; max-width: 38rem } svg { width: 100%; height: auto } svg text { fill: var(--ink) }
 .note { color: var(--note) } .good { color: var(--good) } .bad { color: var(--bad) }
-@media (max-width: 32rem) { td, th { padding-right: .6rem; font-size: 13px } }
 """
 
 # %% ../nbs/23_report.ipynb #03f7850a
@@ -231,10 +217,9 @@ def audit_section(audit: dict) -> str:
     "What the audit found, as HTML: that every condition holds, or those that do not."
     if not audit:
         return note("not audited; golfnb score FILE --val GLOB --tokenizer MODEL --audit --ttt --train GLOB")
-    if audit["legal"]:
-        return note(f"legal: every condition holds, in {len(audit['findings'])} findings", "good")
     failed = [f for f in audit["findings"] if not f["passed"]]
-    return "".join(note(f"not legal: {f['scorer']}: {f['check']} ({f['found']})", "bad") for f in failed)
+    legal = note(f"legal: every condition holds, in {len(audit['findings'])} findings", "good")
+    return "".join(note(f"not legal: {f['scorer']}: {f['check']} ({f['found']})", "bad") for f in failed) or legal
 
 # %% ../nbs/23_report.ipynb #2b3c0da7
 def sections(run: dict, other: dict | None) -> dict[str, str]:
@@ -266,8 +251,7 @@ def report_html(run: dict, other: dict | None = None) -> str:
     if scores := run_rows(run)["bpb"]:
         body += '<p class="score">{1:.4f} <small>bits per byte, {0}</small></p>'.format(*scores[-1])
     facts = ", ".join(f"{k} {s[k]}" for k in ("recipe", "seed", "world", "device", "steps") if k in s)
-    body += note(facts or "no summary: this run has not ended")
-    body += note(f"against {other['name']}") if other else ""
+    body += note((facts or "no summary: this run has not ended") + (f", against {other['name']}" if other else ""))
     body += note(s["over_budget"], "bad") if "over_budget" in s else ""
     head = ("setting that differs", "here", other["name"] if other else "recipe")
     if differ := settings_diff(s.get("config", {}), other and other["summary"].get("config", {})):

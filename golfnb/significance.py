@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NODES', 'WEIGHTS', 'LEVEL', 'student_tail', 'errors_below', 'below_target', 'runs_needed', 'welch', 'run_summary',
-           'group_runs', 'describe_group', 'compare_runs']
+           'group_runs', 'compare_runs']
 
 # %% ../nbs/26_significance.ipynb #c683c5c2
 import math
@@ -18,15 +18,14 @@ from .report import read_file
 from .settings import GolfError
 
 # %% ../nbs/26_significance.ipynb #8f26d757
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
-NODES, WEIGHTS = (NODES + 1) / 2, WEIGHTS / 2  # from [-1, 1] to [0, 1]
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)  # on [-1, 1]
 
 
 def student_tail(t: float, freedom: float) -> float:
     "P(T > t) of Student's t distribution with `freedom` degrees of freedom, 1 or more and not always whole."
     whole = math.sqrt(math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma(freedom / 2 + 0.5))
-    angle = math.atan2(math.sqrt(freedom), abs(t))  # from the hump's end to t
-    tail = float(WEIGHTS @ (2 * angle * NODES * np.sin(angle * NODES**2) ** (freedom - 1))) / whole
+    angle, x = math.atan2(math.sqrt(freedom), abs(t)), (NODES + 1) / 2  # from the hump's end to t
+    tail = float(WEIGHTS @ (angle * x * np.sin(angle * x**2) ** (freedom - 1))) / whole
     return tail if t >= 0 else 1 - tail
 
 # %% ../nbs/26_significance.ipynb #0e8b5e92
@@ -34,9 +33,7 @@ LEVEL = 0.01  # the p-value at which something counts as proved
 
 
 def errors_below(values: list[float], target: float) -> float:
-    "How many of its standard errors the mean lies below the target. GolfError for fewer than two values."
-    if len(values) < 2:
-        raise GolfError(f"a t-test needs at least two runs, found {len(values)}; run more seeds")
+    "How many of its standard errors the mean of two values or more lies below the target."
     error, gap = stdev(values) / math.sqrt(len(values)), target - mean(values)
     return gap / error if error else math.copysign(math.inf, gap) if gap else 0.0
 
@@ -54,13 +51,10 @@ def runs_needed(values: list[float], target: float) -> int | None:
 
 # %% ../nbs/26_significance.ipynb #3350abc2
 def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    "Welch's test (1947): t of mean(a) - mean(b), degrees of freedom, two-sided p. GolfError for a group of one."
-    if min(len(a), len(b)) < 2:
-        raise GolfError(f"Welch's test needs two runs a group, found {len(a)} and {len(b)}; run more seeds")
+    "Welch's test (1947): t of mean(a) - mean(b), degrees of freedom, two-sided p; two runs a group or more."
     va, vb, gap = stdev(a) ** 2 / len(a), stdev(b) ** 2 / len(b), mean(a) - mean(b)
-    if va + vb == 0:
-        return (math.copysign(math.inf, gap), 1.0, 0.0) if gap else (0.0, 1.0, 1.0)
-    t, freedom = gap / math.sqrt(va + vb), (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    t = gap / math.sqrt(va + vb) if va + vb else math.copysign(math.inf, gap) if gap else 0.0
+    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1)) if va + vb else 1.0
     return t, freedom, 2 * student_tail(abs(t), freedom)
 
 # %% ../nbs/26_significance.ipynb #2d639b4d
@@ -69,55 +63,46 @@ def run_summary(path: Path | str) -> dict:
     found = read_file(Path(path, "summary.json") if Path(path).is_dir() else Path(path))
     found = found.get("facts", found)
     if not {"seed", "world"} <= found.keys():
-        raise GolfError(f"{path} must be the directory of a finished run (with its summary.json) or a result "
-                        "file of one, found neither; name another")
+        raise GolfError(f"{path}: a finished run's directory or result file expected, found none; name one")
     config = found.get("config") or {"recipe": found["recipe"], **found["settings"]}
     same = {k: v for k, v in config.items() if k not in PLACES | {"seed"}}
     return {**found, "config": {**same, "world": found["world"]}}
 
 # %% ../nbs/26_significance.ipynb #ea0beac5
 def group_runs(runs: list[dict], score: str) -> dict[str, dict[int, float]]:
-    """Label -> {seed: score} for runs that differ only in their seed, in order of first appearance.
-
-    Raises GolfError for a run without the score, or a seed twice in a group.
-    """
+    "Label -> {seed: score} for runs that differ only in their seed; GolfError for a seed twice in a group."
     configs, groups = [run["config"] for run in runs], {}
     varied = sorted({k for c in configs for other in configs for k, v in c.items() if other.get(k) != v})
     for run in runs:
         label, seed = ", ".join(f"{k}={run['config'].get(k)}" for k in varied) or "all runs", run["seed"]
-        if score not in run:
-            raise GolfError(f"the run with seed {seed} has no score {score}; choose another --score")
         if seed in groups.setdefault(label, {}):
             raise GolfError(f"seed {seed} appears twice among the runs with {label}; leave one out")
         groups[label][seed] = float(run[score])
     return groups
 
 # %% ../nbs/26_significance.ipynb #7b0183c4
-def describe_group(values: list[float], target: float | None, first: list[float]) -> str:
-    "What a group's scores prove, against the `target` if any and the `first` group's if it has two or more."
-    n, text = len(values), f"n = {len(values)}, mean {mean(values):.5f}, {min(values):.5f} to {max(values):.5f}"
-    if n < 2:
-        return f"{text}\n  one run has no spread: no test is possible; run more seeds"
-    text += f", standard deviation {stdev(values):.5f}"
-    if target is not None:
-        p, need = below_target(values, target), runs_needed(values, target)
-        text += f"\n  below {target:g}: p = {p:.4f}, {'not ' * (p > LEVEL)}proved at the level {LEVEL:g}"
-        text += f"; {need} runs with this mean and spread would do" if p > LEVEL and need else ""
-    if len(first) > 1:
-        t, freedom, p = welch(values, first)
-        text += (f"\n  against the first group: {mean(values) - mean(first):+.5f}, "
-                 f"Welch t = {t:.2f} with {freedom:.1f} degrees of freedom, p = {p:.4f} (two-sided)")
-    return text + "\n  two runs have one degree of freedom: read p with care or run a third seed" * (n < 3)
-
-# %% ../nbs/26_significance.ipynb #f31f5f4e
-def compare_runs(paths: list[Path | str], target: float | None = None, score: str = "") -> str:
-    "`golfnb compare`: a few lines for each group of runs; the default `score` is the last that all of them have."
+def compare_runs(paths: list[Path | str], target: float | None = None) -> str:
+    "`golfnb compare`: what each group proves against the `target` and the first group. Raises GolfError."
     runs, first = [run_summary(p) for p in paths], []
     names = (f"{s}_{unit}" for unit in ("bpb", "loss") for s in ("ttt", "sliding", "int6", "ema", "raw"))
-    score = score or next((name for name in names if all(name in run for run in runs)), "in common")
+    if not (score := next((name for name in names if all(name in run for run in runs)), "")):
+        raise GolfError("compare: runs with a score in common expected, found none; leave one out")
     groups = group_runs(runs, score)
     text = f"{score}, {len(runs)} runs in {len(groups)} group{'s' * (len(groups) > 1)} (lower is better)"
     for label, scores in groups.items():
-        text += f"\n{label}: {describe_group(list(scores.values()), target, first)}"
-        first = first or list(scores.values())
+        values = [*scores.values()]
+        text += f"\n{label}: n = {len(values)}, mean {mean(values):.5f}"
+        if len(values) < 2:
+            text += "\n  one run has no spread: no test is possible; run more seeds"
+            continue
+        text += f", standard deviation {stdev(values):.5f}"
+        if target is not None:
+            p, need = below_target(values, target), runs_needed(values, target)
+            text += f"\n  below {target:g}: p = {p:.4f}, {'not ' * (p > LEVEL)}proved at the level {LEVEL:g}"
+            text += f"; {need} runs with this mean and spread would do" if p > LEVEL and need else ""
+        if first:
+            t, freedom, p = welch(values, first)
+            text += (f"\n  against the first group: {mean(values) - mean(first):+.5f}, "
+                     f"Welch t = {t:.2f} with {freedom:.1f} degrees of freedom, p = {p:.4f} (two-sided)")
+        first = first or values
     return text

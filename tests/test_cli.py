@@ -158,17 +158,6 @@ def test_artifact_inspect_needs_the_file_only(trained, tmp_path):
     assert done.returncode == 2 and one_sentence(done.stderr) and "torn.golf" in done.stderr
 
 
-def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
-    from golfnb.artifact import load_weights
-
-    _, run, _, _ = trained
-    assert golfnb("artifact", "export", run / "ema.golf", "w.safetensors", cwd=tmp_path).returncode == 0
-    done = golfnb("artifact", "import", "w.safetensors", "back.golf", cwd=tmp_path)
-    assert done.returncode == 0 and "back.golf: " in done.stdout, done.stderr
-    (_, ours), (_, theirs) = load_weights(run / "ema.golf"), load_weights(tmp_path / "back.golf")
-    assert ours.keys() == theirs.keys() and all((ours[n].float() == theirs[n]).all() for n in ours)
-
-
 def test_data_build_and_inspect(trained, tmp_path):
     text = "The quick brown fox jumps over the lazy dog, number {}. " * 30
     (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": text.replace("{}", str(i * i))}) for i in range(40)))
@@ -185,8 +174,8 @@ def test_data_build_and_inspect(trained, tmp_path):
 
 
 def test_script_for_settings(tmp_path):
-    done = golfnb("script", "--recipe", "golf", "--explain", "-o", "out/t.py", "LOADER=sequential", cwd=tmp_path)
-    assert done.returncode == 0 and "left out" in done.stdout and "bytes packed" in done.stdout, done.stderr
+    done = golfnb("script", "--recipe", "golf", "-o", "out/t.py", "LOADER=sequential", cwd=tmp_path)
+    assert done.returncode == 0 and "bytes packed" in done.stdout, done.stderr
     assert "golf" in (tmp_path / "out" / "t.py").read_text()[:400]
     done = golfnb("script", "-o", tmp_path, cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr)
@@ -248,12 +237,11 @@ def test_a_study_gets_its_words(monkeypatch, capsys):
 
 def test_demo_data_is_made_once_and_again_when_documents_change(tmp_path, monkeypatch, capsys):
     import golfnb.data
-    from golfnb.cli import DEMO_DATA, demo_data
+    from golfnb.cli import demo_data
 
     docs = golfnb.data.stdlib_documents(["json", "csv", "email"])
     monkeypatch.setattr(golfnb.data, "stdlib_documents", lambda: docs)
-    monkeypatch.setitem(DEMO_DATA, "vocab_size", 400)
-    monkeypatch.setitem(DEMO_DATA, "val_fraction", 0.1)
+    monkeypatch.setattr("golfnb.cli.DEMO_DATA", ["--vocab-size", "400", "--val-fraction", "0.1", "--shard-tokens", "100000"])
 
     def made():
         demo_data(tmp_path / "data")
@@ -265,9 +253,8 @@ def test_demo_data_is_made_once_and_again_when_documents_change(tmp_path, monkey
     assert made() != first
 
 
-def test_tokenizer_is_looked_for_beside_the_artifact(tmp_path, monkeypatch):
-    monkeypatch.delenv("TOKENIZER_PATH", raising=False)
+def test_tokenizer_is_looked_for_beside_the_artifact(tmp_path):
     with pytest.raises(GolfError, match="--tokenizer"):
-        find_tokenizer(str(tmp_path / "a.golf"), None)
+        find_tokenizer(str(tmp_path / "a.golf"))
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    assert find_tokenizer(str(tmp_path / "a.golf"), None) == str(tmp_path / "tokenizer.model")
+    assert find_tokenizer(str(tmp_path / "a.golf")) == str(tmp_path / "tokenizer.model")
