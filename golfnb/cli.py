@@ -324,6 +324,16 @@ def artifact_inspect_command(args) -> int:
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)
     return 0
 
+
+@command("artifact export", "write the weights, dequantized, as safetensors with their published names",
+         arg("file", metavar="FILE"), arg("out", metavar="OUT.safetensors"))
+@command("artifact import", "read exported weights back into a container, unquantized",
+         arg("file", metavar="FILE.safetensors"), arg("out", metavar="OUT"))
+def artifact_convert_command(args) -> int:
+    getattr(book.artifact, f"{args.argv[1]}_safetensors")(args.file, args.out)
+    print(f"{args.out}: {Path(args.out).stat().st_size:,} bytes")
+    return 0
+
 # %% ../nbs/24_cli.ipynb #305c8883
 @command("score", "score an artifact from its file: sliding window, and TTT if asked",
          arg("file", metavar="FILE"),

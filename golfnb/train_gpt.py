@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source e5d30de759233539 | Apache-2.0
+# golfnb script --recipe pr549 | source bc44b8eb3bc4f562 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
@@ -383,25 +383,18 @@ class LoaderSettings(Settings):
 
 def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[str]:
     "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
-    rows, parts = cfg.train_batch_tokens // seq_len, world * grad_accum(world)
-    if cfg.train_batch_tokens % seq_len:
-        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, "
-               f"found {cfg.train_batch_tokens}: set it to {max(1, rows) * seq_len}")
-    elif rows % parts or not rows:
-        yield ("the rows of a batch (TRAIN_BATCH_TOKENS / TRAIN_SEQ_LEN) must be a multiple of "
-               f"{world} ranks x {grad_accum(world)} micro-steps, found {rows}: use another number of ranks "
-               f"or set TRAIN_BATCH_TOKENS={max(1, rows // parts) * parts * seq_len}")
+    tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
+    if tokens % part:
+        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, in number a "
+               f"multiple of {world} ranks x {grad_accum(world)} micro-steps, found {tokens} tokens: "
+               f"set it to {max(1, tokens // part) * part} or use another number of ranks")
 
 def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: int, seq_len: int):
     "The `WindowSampler` that LOADER names, over sorted training shards, for rows of `seq_len` tokens."
     rows = cfg.rows_per_micro(world, seq_len)
     return SequentialSampler(paths, rank, world, rows, seq_len)
 
-@dataclass
-class Batch:
-    "A batch on the device: int64 [rows, seq_len] each."
-    ids: torch.Tensor
-    targets: torch.Tensor
+Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
@@ -415,7 +408,8 @@ class Loader:
         cuda, shape = self.device.type == "cuda", (sampler.rows, sampler.seq_len + 1)
         self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(4)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
-        self.start()
+        self.thread = None
+        self.rewind(sampler.state())
 
     def __iter__(self) -> "Loader": return self
     def __enter__(self) -> "Loader": return self
@@ -424,12 +418,6 @@ class Loader:
     def state(self) -> dict:
         "The sampler's state after the last batch handed out, as JSON."
         return self.given
-
-    def rewind(self, state: dict) -> None:
-        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
-        self.close()
-        self.sampler.load_state(state)
-        self.start()
 
     def close(self) -> None:
         "Stop the thread, wait for it and for copies; may be called twice."
@@ -441,8 +429,10 @@ class Loader:
             if self.stream:
                 self.stream.synchronize()
 
-    def start(self) -> None:
-        "Start the thread, with all buffers free."
+    def rewind(self, state: dict) -> None:
+        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
+        self.close()
+        self.sampler.load_state(state)
         self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
         for buffer in self.buffers:
             self.free.put(buffer)
@@ -480,18 +470,17 @@ class Loader:
         self.copied = []
         while not self.sent or len(self.sent) < 2 and not self.ready.empty():
             built = self.ready.get()
-            if isinstance(built, tuple):
-                self.send(*built)
-                continue
-            self.ready.put(built)  # for the next call
-            if not self.sent:
-                raise built
-            break
+            if isinstance(built, BaseException):
+                self.ready.put(built)  # for the next call
+                if not self.sent:
+                    raise built
+                break
+            self.send(*built)
         batch, self.given, arrived = self.sent.popleft()
         if arrived is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(arrived)
-            for tensor in (batch.ids, batch.targets):
+            for tensor in batch:
                 tensor.record_stream(current)  # keeps its memory while in use
         return batch
 
@@ -2509,8 +2498,7 @@ def micro_steps(loss_fn: Callable, loader: Loader, engine: Engine, accum: int) -
     backward = loss_fn.backward if isinstance(loss_fn, StepGraph) else partial(backward_pass, loss_fn)
     total = None
     for _ in range(accum):
-        batch = next(loader)
-        loss = backward(batch.ids, batch.targets, accum)
+        loss = backward(*next(loader), accum)
         total = loss if total is None else total + loss
         if accum > 1:
             engine.accumulate()
@@ -2887,8 +2875,8 @@ def good_header(header: dict, payload_bytes: int) -> bool:
 def open_container(data: bytes) -> tuple[dict, bytes]:
     "(header, payload) of a container, checked as far as that goes without decoding; raises GolfError."
     if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
-        raise GolfError(f"a golfnb container must start with {ARTIFACT_MAGIC!r}, of 48 bytes or more, found "
-                        f"{data[:8]!r} in {len(data)}: it is another kind of file or cut off")
+        raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
+                        f"or more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
     version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
     if version != ARTIFACT_VERSION:
         raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
@@ -3381,24 +3369,18 @@ class Session:
         return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
                 "vocab_size": cfg.vocab_size, "recipe": "pr549", "steps": self.summary["steps"]}
 
-    def gather(self, name: str, tensors: list | None = None) -> dict:
-        """The engine's weights, or an average of them, by published names; rank 0 writes them to the file
-        `name`."""
-        m = self.machine
-        state = named_state(m.model, *m.engine.gather(tensors))
-        if self.ranks.master:
-            save_weights(self.folder / name, state, self.meta())
-        return state
-
     def average_weights(self, averages: Averages) -> dict:
         "Write raw and averaged weights; load the averaged ones, score them, return them by published names."
+        m = self.machine
         with self.phase("packing"):
-            self.gather("raw.golf")
-            averaged = self.gather("ema.golf", averages.tensors())
+            for name, tensors in (("raw.golf", None), ("ema.golf", averages.tensors())):
+                state = named_state(m.model, *m.engine.gather(tensors))
+                if self.ranks.master:
+                    save_weights(self.folder / name, state, self.meta())
         self.ranks.barrier()
-        load_named(self.machine.model, averaged)
+        load_named(m.model, state)
         self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
-        return averaged
+        return state
 
     def write_artifact(self, packed: dict, code_bytes: int) -> Path:
         "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."

@@ -62,6 +62,17 @@ def test_train_prints_the_table_and_leaves_everything(trained):
     assert page.count("<figure>") == page.count("aria-label=") == 3 and not re.search(r'(src|href)="[^"#]', page)
 
 
+def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
+    from golfnb.artifact import load_weights
+
+    _, run, _, _ = trained
+    assert golfnb("artifact", "export", run / "ema.golf", "w.safetensors", cwd=tmp_path).returncode == 0
+    done = golfnb("artifact", "import", "w.safetensors", "back.golf", cwd=tmp_path)
+    assert done.returncode == 0 and "back.golf: " in done.stdout, done.stderr
+    (_, ours), (_, theirs) = load_weights(run / "ema.golf"), load_weights(tmp_path / "back.golf")
+    assert ours.keys() == theirs.keys() and all((ours[n].float() == theirs[n]).all() for n in ours)
+
+
 def test_a_finished_run_is_not_overwritten(trained):
     root, run, data, _ = trained
     before = (run / "train_gpt.py").stat().st_mtime_ns
