@@ -167,7 +167,7 @@ def run_table(summary: dict) -> str:
     for unit, rows in run_rows({"summary": summary, "events": []}).items():
         name, form = FORMS[unit]
         if rows:
-            lines += [f"{name:36s} {unit:>12s}", *(f"{n:36s} " + format(v, form).rjust(12) for n, v in rows), ""]
+            lines += [f"{name:36s} {unit:>12s}", *(f"{n:36s} {format(v, form):>12}" for n, v in rows), ""]
     return "\n".join(lines)
 
 # %% ../nbs/23_report.ipynb #6234c6c3
