@@ -181,7 +181,7 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
     `out` [N] receives each target's nats where it was scored. GolfError if any rule would be broken.
     """
-    n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, forward or model
+    n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts), every=10)

@@ -127,6 +127,12 @@ def test_unscored_updates_are_impossible(monkeypatch):
     assert all(torch.equal(t, random_state()[n]) for n, t in named_state(model).items())
 
 
+def test_a_compiled_forward_scores_as_the_model_does():
+    "torch.compile's module has no length, so nobody may ask whether it is true."
+    model, state = golf_on(CFG, ALONE)
+    assert score_first(model, state, stream(), random_table(), CFG, ALONE, torch.compile(model, backend="eager"))[0] == pytest.approx(adapt(ALONE)[0])
+
+
 def test_the_last_chunk_is_not_trained_on():
     *_, history = adapt(ALONE)
     trained = [b.item() for what, _, _, b in history if what == "train"]
