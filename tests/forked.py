@@ -29,7 +29,7 @@ def kernel(argv: list[str], folder: Path) -> None:
     os.setsid()
     os.chdir(folder)
     numpy.random.seed()
-    sys.argv, sys.path[:] = ["ipykernel_launcher.py", *argv], [p for p in sys.path if p != str(HERE)]
+    sys.argv, sys.path[:] = ["ipykernel_launcher.py", *argv], [str(HERE.parent), *(p for p in sys.path if p != str(HERE))]
     IPKernelApp.launch_instance([*argv, f"--IPKernelApp.parent_handle={os.getppid()}"])
     atexit._run_exitfuncs()
 
