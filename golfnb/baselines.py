@@ -374,8 +374,8 @@ def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, 
     "ms of ways of running Muon, and of plans on random gradients: tail (host's clock), device (events)."
     cfg, file = load_config(env), job.links or result_path("links", device_name(ranks), ranks.world)
     links = read_links(file) if job.links or file.is_file() else None
-    if ranks.master and not links:
-        print("links: none measured (golfnb bench links), so nothing is predicted")
+    if ranks.master:
+        print(f"links: {file if links else 'none measured (golfnb bench links), nothing is predicted'}")
     samples, facts = bench_ways(job, ranks, cfg) if job.only != "plans" else ({}, {})
     if job.only not in ("", "plans"):
         return samples, "ms", facts

@@ -308,7 +308,7 @@ def blocks(lab: Lab):
     cfg, pairs, steps = lab.config(), lab.option("BLOCKS", 10), lab.option("BLOCK_STEPS", 100)
     rig = Rig(cfg, lab.ranks, lab.paths).warm(cfg.warmup_steps)
     batch = next(rig.loader)
-    batch = replace(batch, ids=batch.ids.clone(), targets=batch.targets.clone())
+    batch = type(batch)(*(t.clone() for t in batch))
 
     def step(batches):
         rig.trainer.batches = batches

@@ -154,12 +154,7 @@ def test_the_advice_works():
     for name, world, wish in (("TRAIN_BATCH_TOKENS", 8, {"TRAIN_BATCH_TOKENS": "1000000"}), ("TRAIN_BATCH_TOKENS", 5, {})):
         with pytest.raises(GolfError) as caught:
             load_config(wish).check(world)
-        better = str(caught.value).split(f"{name}=")[1].split()[0] if f"{name}=" in str(caught.value) else str(caught.value).split("set it to ")[1]
-        try:
-            load_config({name: better}).check(world)
-        except GolfError as again: # whole rows first, then rows that share out
-            better = str(again).split(f"{name}=")[1].split()[0]
-            load_config({name: better}).check(world)
+        load_config({name: str(caught.value).split("set it to ")[1].split()[0]}).check(world)
 
 
 @given(st.dictionaries(st.sampled_from([n.upper() for n in setting_specs()] + [*NOT_BUILT, *IGNORED, *SWITCHES]), st.one_of(st.integers(-9, 4096).map(str), st.text(max_size=6), st.floats(allow_nan=True).map(str)), max_size=6), st.integers(1, 9))
