@@ -39,8 +39,8 @@ class SentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str):
         "End with one line that says `message`."
-        about = self.prog.removeprefix("golfnb").strip()
-        print(f"golfnb: {about + ': ' if about else ''}{message}; see `{self.prog} --help`", file=sys.stderr)
+        name = self.prog.removeprefix("golfnb").strip()
+        print(f"golfnb: {name + ': ' if name else ''}{message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)
 
     def format_help(self) -> str:
@@ -125,9 +125,8 @@ def gpu_count() -> int:
 
 
 def write_script(path: Path, recipe: str, settings: dict[str, str], pack: bool) -> str:
-    "Make the script of a recipe and settings; a phrase on the bytes of both its forms, one of which counts."
-    commit = book.launcher.checkout_commit()
-    readable, packed = book.launcher.save_script(path, recipe, settings, pack, commit)
+    "Make the script of a recipe and settings; returns a phrase on the bytes of its two forms, to be printed."
+    readable, packed = book.launcher.save_script(path, recipe, settings, pack, book.launcher.checkout_commit())
     small = "packed unknown (pip install golfnb[pack])" if packed is None else f"{packed:,} bytes packed"
     return f"{readable:,} bytes readable, {small}; the {'packed' if pack else 'readable'} one counts"
 
@@ -184,8 +183,8 @@ def data_build_command(args) -> int:
         d.train_tokenizer(texts, model, args.vocab_size)
         print(f"tokenizer: {model}, {args.vocab_size} pieces, byte fallback", flush=True)
     made = d.build_shards(documents(skipped), model, out, args.shard_tokens, val, skipped=skipped)
-    told = "{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens"
-    print(*(told.format(side, **made[side]) for side in ("train", "val")), sep="\n")
+    for split in ("train", "val"):
+        print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
     if skipped:
         print(f"skipped: {len(skipped):,} empty documents, the first {skipped[0]}")
     print(f"train on it with: golfnb train --recipe demo DATA_PATH={out} TOKENIZER_PATH={model}")
@@ -223,10 +222,10 @@ def data_inspect_command(args) -> int:
         print(facts.pop("path"))
         for name, value in facts.items():
             print(f"  {name.replace('_', ' '):16s} {f'{value:,}' if type(value) is int else repr(value)}")
-    sides = [[p for p in paths if f"_{split}_" in p.name] for split in ("train", "val")]
-    if all(sides):
+    splits = [[p for p in paths if f"_{split}_" in p.name] for split in ("train", "val")]
+    if all(splits):
         print("validation text in these training shards: {shared_documents:,} of {documents:,} "
-              "documents".format(**book.data.count_overlap(*sides)))
+              "documents".format(**book.data.count_overlap(*splits)))
     return 0
 
 # %% ../nbs/24_cli.ipynb #5580bac8
@@ -253,7 +252,7 @@ def demo_command(args) -> int:
         (folder / old).unlink(missing_ok=True)
     settings = {"DATA_PATH": f"{folder}/data", "TOKENIZER_PATH": f"{folder}/data/tokenizer.model",
                 "RECIPE": "demo", **settings, "RUN_ID": "demo", "RUNS_DIR": "runs"}
-    return train_run(settings, args.nproc or 1 << gpu_count().bit_length() >> 1 or 2)  # 2^n share the batch
+    return train_run(settings, args.nproc or (2 ** int(math.log2(n)) if (n := gpu_count()) else 2))
 
 # %% ../nbs/24_cli.ipynb #5b7498d0
 @command("script", "make one script of what a recipe runs", arg("--recipe", default="pr549", help="(pr549)"),
@@ -266,7 +265,7 @@ def script_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #3ebd74c3
 def run_config(run_dir: Path, meta: dict):
-    "A run's Config: from its summary, else from the recipe and the model's settings in a container's `meta`."
+    "A run's Config: from its summary, else from the recipe and the model settings in a container's `meta`."
     cfg = book.config.load_config({"RECIPE": meta.get("recipe", "pr549")})
     found = book.report.read_file(run_dir / "summary.json").get("config", meta.get("settings", {}))
     vars(cfg).update({n: v for n, v in found.items() if n in book.config.setting_specs()})
@@ -356,7 +355,7 @@ def score_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #f15c7339
 def score_config(meta: dict, model_cfg, settings: dict[str, str]):
-    "The artifact's recipe, the command's settings, the artifact's model; GolfError for what the model fixes."
+    "A Config: the artifact's recipe and model, and `settings`; GolfError for one that the model fixes."
     cfg = book.config.load_config({"RECIPE": meta.get("recipe", "pr549"), **settings})
     if held := [name.upper() for name in vars(model_cfg) if name.upper() in settings]:
         raise GolfError(f"score: {held[0]} is fixed by the artifact; leave it out")
@@ -367,7 +366,7 @@ def score_config(meta: dict, model_cfg, settings: dict[str, str]):
 
 # %% ../nbs/24_cli.ipynb #51e7b127
 def score_file(args, ranks) -> tuple:
-    "Score an artifact on `ranks`, rank 0 prints; the tokens, their byte table and the Config."
+    "Score an artifact on `ranks` and print it on rank 0; returns tokens, byte table and Config."
     import torch
 
     say = print if ranks.master else lambda *words, **options: None
@@ -384,7 +383,7 @@ def score_file(args, ranks) -> tuple:
     say("final_int6_sliding_window_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score), flush=True)
     if args.ttt:
         state = book.quantize.dequantize_state(book.artifact.load_artifact(args.file)[1])
-        say(f"test-time training in {cfg.ttt_form}: each is scored first", flush=True)
+        say(f"test-time training ({cfg.ttt_form}): each token is scored first", flush=True)
         if cfg.ttt_form == "adapters":
             score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks)
         else:
@@ -425,10 +424,8 @@ def find_tokenizer(path: str) -> str:
          TOKENIZER, count("--tokens", "tokens to add", 100), count("--seed", "of the draws", 0, 0),
          arg("--temperature", type=float, default=0.8, help="0 takes the likeliest token"))
 def sample_command(args) -> int:
-    import torch
-
     tokenizer, device = args.tokenizer or find_tokenizer(args.file), "cuda" if gpu_count() else "cpu"
-    golf, _, cfg = book.artifact.load_model(args.file, torch.float32, device, tokenizer)
+    golf, _, cfg = book.artifact.load_model(args.file, device=device, tokenizer_path=tokenizer)
     sp = book.bpb.load_tokenizer(tokenizer, cfg.vocab_size)
     prompt = [sp.bos_id(), *sp.encode(args.prompt)]
     ids = book.model.generate(golf, prompt, args.tokens, args.temperature, args.seed)
@@ -477,14 +474,14 @@ def submission_command(args) -> int:
         faults = book.submission.make_submission(args.runs, args.output, words, args.target)
     for f in faults:
         print(f"  {f.rule}: {f.sentence}")
-    refused = f"refused, faults: {len(faults)}" + ", nothing was written" * (not args.check)
+    refused = f"refused, faults: {len(faults)}" + ("" if args.check else ", nothing was written")
     print(f"{args.check or args.output}: {refused if faults else 'accepted, every rule holds'}")
     return 1 if faults else 0
 
 # %% ../nbs/24_cli.ipynb #3aa38512
 def listing(functions: dict[str, Callable]) -> str:
     "Name and docstring of each function, for a command's --help."
-    return "\n".join(f"  {name:13s}{f.__doc__ or 'kinds side by side'}" for name, f in functions.items())
+    return "\n".join(f"  {name:13s}{f.__doc__ or 'variants side by side'}" for name, f in functions.items())
 
 
 @command("bench", "measure step, phases, startup, eval, links, optimizer, kernels, ... on this machine",
@@ -568,11 +565,12 @@ def read_command(argv: list[str] | None = None) -> argparse.Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((n for n in (" ".join(words[:2]), " ".join(words[:1])) if n in COMMANDS), "")
     if name:
-        rest, found = words[len(name.split()):], argparse.Namespace(argv=words)
-        return make_parser(name).parse_intermixed_args(rest, found)
+        return make_parser(name).parse_intermixed_args(words[len(name.split()):], argparse.Namespace(argv=words))
     top = make_parser()
     top.parse_known_args(["--help"] if {"-h", "--help"} & {*words} else words)
-    top.error(f"COMMAND must be one of {', '.join(COMMANDS)}, found {' '.join(words[:1]) or 'none'}")
+    word = words[0] if words else "none"
+    near = [n for n in COMMANDS if n.split()[0] == word] or difflib.get_close_matches(word, COMMANDS, 1)
+    top.error(f"a COMMAND is expected, found {word}" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
 
 # %% ../nbs/24_cli.ipynb #682fd006
 def main_cli(argv: list[str] | None = None) -> int:
@@ -585,7 +583,7 @@ def main_cli(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("golfnb: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # `golfnb ... | head`: nobody reads on, and Python flushes once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as e:

@@ -27,20 +27,21 @@ def notebook_dir() -> Path:
 
 # %% ../nbs/24b_lab.ipynb #374eb206
 def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
-    """Copy what is not there yet from `source`, by default the book; how many notebooks came, and were there.
+    """Copy what is not there yet from `source`, by default the book; how many notebooks were copied and kept.
 
     Raises GolfError if `folder` is the book itself.
     """
-    source, counts = source or notebook_dir(), [0, 0]
+    source = source or notebook_dir()
     if folder.resolve() == source.resolve():
         raise GolfError(f"lab: {folder} is the book itself; choose another folder with --dir")
     (folder / "results").mkdir(parents=True, exist_ok=True)
-    for path in (p for kind in ("*.ipynb", "*.mplstyle", "results/*.json") for p in source.glob(kind)):
-        target = folder / path.relative_to(source)
-        counts[target.exists()] += path.suffix == ".ipynb"
-        if not target.exists():
-            shutil.copyfile(path, target)
-    return tuple(counts)
+    kinds = ("*.ipynb", "*.mplstyle", "results/*.json")
+    paths = [p.relative_to(source) for kind in kinds for p in source.glob(kind)]
+    missing = [p for p in paths if not (folder / p).exists()]
+    for path in missing:
+        shutil.copyfile(source / path, folder / path)
+    notebooks, copied = (sum(p.suffix == ".ipynb" for p in group) for group in (paths, missing))
+    return copied, notebooks - copied
 
 # %% ../nbs/24b_lab.ipynb #acdcdbe0
 def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> None:
@@ -52,7 +53,7 @@ def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> No
         raise GolfError("lab: JupyterLab is needed, found none; run `pip install golfnb[notebooks]`")
     copied, kept = copy_notebooks(folder)
     print(f"lab: {copied} notebooks copied to {folder}, {kept} kept; Ctrl-C stops it", flush=True)
-    words = ["-m", "jupyterlab", f"--ServerApp.root_dir={folder.resolve()}", "--ServerApp.answer_yes=True"]
-    words += ["--allow-root"] + ["--no-browser"] * (not browser)  # rented machines have only root
-    words += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"] if port else []
-    os.execv(sys.executable, [sys.executable, *words])
+    options = ["-m", "jupyterlab", f"--ServerApp.root_dir={folder.resolve()}", "--ServerApp.answer_yes=True"]
+    options += ["--allow-root"] + ["--no-browser"] * (not browser)  # rented machines have only root
+    options += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"] if port else []
+    os.execv(sys.executable, [sys.executable, *options])

@@ -193,7 +193,7 @@ def test_script_for_settings(tmp_path):
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "COMMAND"), (["tarin"], "tarin"), (["train", "ITERATIONS=many"], "ITERATIONS"), (["train", "ITERATION=3"], "did you mean ITERATIONS"), (["train", "--nproc", "0"], "at least 1"),
+    ([], "COMMAND"), (["tarin"], "did you mean train"), (["train", "ITERATIONS=many"], "ITERATIONS"), (["train", "ITERATION=3"], "did you mean ITERATIONS"), (["train", "--nproc", "0"], "at least 1"),
     (["train", "--recipe", "pr000"], "pr000"), (["train", "RECIPE=pr000"], "pr000"), (["train", "NUM_HEADS=7"], "NUM_HEADS"), (["train", "GATED_ATTENTION=1"], "not built"), (["train", "--frob"], "--frob"),
     (["train", "--nproc", "5"], "5"), (["script"], "-o"), (["score", "x.golf"], "--val"), (["data"], "data build"), (["data", "inspect"], "FILE"), (["artifact", "inspect", "no.golf"], "no.golf"),
     (["report", "no-run"], "no-run"), (["quantize", "no-run"], "ema.golf"), (["quantize", ".", "--target-bytes", "x"], "whole number"), (["data", "build", "--val-fraction", "2"], "between 0 and 1"),
