@@ -575,40 +575,7 @@ def write_settings(text: str, specs: Mapping[str, tuple], recipe: str, command: 
         edits += [(s.value.args[0], value)] if spec and value != spec.default else []
     return changed(text, [(n.start, n.end, as_source(value)) for n, value in edits])
 
-# %% ../nbs/20_launcher.ipynb #d5af2f88
-WIDTH = 110
-
-# %% ../nbs/20_launcher.ipynb #cd20b0ff
-def narrow(line: str, before: str) -> str:
-    "A line of code that is too wide on two; `before` is what stands above it in its statement."
-    indent, (code, mark, comment) = re.match(" *", line)[0], line.partition("  # ")
-    if mark and code.count('"') % 2 == 0:
-        return f"{indent}# {comment}\n{code}"
-    for break_at, in_text in ((r" (?=(?:and|or|if|else|for) )|(?<=,) ", False), (r"(?<=\S )", True)):
-        for m in reversed([*re.finditer(break_at, line[: WIDTH - 2])]):
-            head, tail = line[: m.start()], line[m.end() :]
-            bare = [re.sub(r'"[^"]*"', "_", text) for text in (before, before + head)]
-            closed = [len(re.findall(r"[(\[{]", text)) <= len(re.findall(r"[)\]}]", text)) for text in bare]
-            if ('"' in bare[1]) == in_text and not (in_text and "{" in re.sub("{.*?}", "", head)):
-                quote = re.search(r'\w*"', bare[1])[0] if in_text else ""
-                goes_on = " \\" * closed[1] + "\n" + indent + " " * 8 * closed[0]
-                return head + quote[-1:] + goes_on + quote + tail
-    return line
-
-# %% ../nbs/20_launcher.ipynb #f3adb39d
-def narrowed(text: str) -> str:
-    "A program without lines that are too wide."
-    lines, first, docs = text.split("\n"), {}, set()
-    for n in (n for n in ast.walk(ast.parse(text.encode("latin-1"))) if isinstance(n, ast.stmt)):
-        docs.update(range(n.lineno, n.end_lineno + 1) if is_docstring(n) else ())
-        first |= {i: n.lineno for i in range(n.lineno, n.end_lineno + 1)}
-    for i, line in ((i, line) for i, line in enumerate(lines, 1) if len(line) > WIDTH):
-        doc = re.sub(r'^( *)"(?!"")(.*)"$', r'\1"""\2"""', line)
-        lines[i - 1] = "\n".join(textwrap.wrap(doc, WIDTH, subsequent_indent=re.match(" *", line)[0])) \
-            if i in docs else narrow(line, "\n".join(lines[first.get(i, i) - 1 : i - 1]))
-    return "\n".join(lines)
-
-# %% ../nbs/20_launcher.ipynb #a22e5ed3
+# %% ../nbs/20_launcher.ipynb #d5ae5b64
 def join_script(text: str, head: str) -> str:
     "Header, merged imports, statements, guard. It is compiled once, so that torchrun finds no mistake."
     top, mark, rest = text.partition('"----')
@@ -616,8 +583,8 @@ def join_script(text: str, head: str) -> str:
     for words in (line.split(maxsplit=3) for line in top.splitlines()):
         froms[words[1]].append(words[3]) if words[0] == "from" else plain.append(" ".join(words))
     plain += [f"from {m} import {part.rstrip(',')}" for m, names in sorted(froms.items())
-              for part in textwrap.wrap(", ".join(sorted(names)), WIDTH - 15 - len(m))]
-    rest = re.sub(r'"---- \w+ ----"\s*(?="----|$)', "", narrowed(mark + rest))
+              for part in textwrap.wrap(", ".join(sorted(names)), 95 - len(m))]
+    rest = re.sub(r'"---- \w+ ----"\s*(?="----|$)', "", mark + rest)
     rest = re.sub(r'"(---- \w+ ----)"\s*\n', r"\n# \1\n", rest)
     rest += '\nif __name__ == "__main__":\n    script_main(__file__)\n'
     text = re.sub("(?m)[ \t]+$", "", "\n".join([head.rstrip(), *plain, rest]))
