@@ -248,8 +248,8 @@ def advance(self: Lanes):
         at = torch.where(valid, first[:, None] + self.place, self.tokens.numel() - 1)
         self.out.scatter_(0, at.flatten(), nats.flatten().to(self.out.dtype))
     with torch.no_grad():
-        for *block, grad, fresh in zip(self.flat, self.masters, self.second, grads, self.first):
-            self.update(*block, self.count, grad, goes_on, fresh, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
+        for *block, grad, init in zip(self.flat, self.masters, self.second, grads, self.first):
+            self.update(*block, self.count, grad, goes_on, init, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
     self.count.copy_((self.count + 1) * goes_on[:, None])
     for kept, new in zip((self.keys, self.values), made):
         kept.transpose(2, 3)[:, self.lane, fill[:, None] + self.place] = new.transpose(2, 3)

@@ -89,11 +89,12 @@ def run_rounds(rigs: dict, rounds: int, block: Callable) -> dict[str, list[float
     `block(rig)` gives {series: samples}; the result is {'label series': all samples}.
     """
     samples, order = {}, list(rigs)
-    for label in (label for i in range(rounds) for label in (order[::-1] if i % 2 else order)):
-        if dist.is_initialized():
-            dist.barrier()  # all ranks start a block together
-        for series, values in block(rigs[label]).items():
-            samples.setdefault((label, series), []).extend(values)
+    for i in range(rounds):
+        for label in order[::-1] if i % 2 else order:
+            if dist.is_initialized():
+                dist.barrier()  # all ranks start a block together
+            for series, values in block(rigs[label]).items():
+                samples.setdefault((label, series), []).extend(values)
     return {" ".join(filter(None, key)): values for key, values in samples.items()}
 
 # %% ../nbs/22_bench.ipynb #4e126ea8
@@ -230,15 +231,17 @@ def slowest_rank(samples: dict[str, list[float]], ranks: Ranks) -> dict[str, lis
     return {k: [next(taken) for _ in v] for k, v in samples.items()}
 
 # %% ../nbs/22_bench.ipynb #c00af5e7
-BENCHES = {  # what -> the module whose `bench_<what>` each rank calls; its docstring says what a sample is
-    **dict.fromkeys(("step", "phases", "startup", "eval"), "bench"),
-    **dict.fromkeys(("kernels", "attention", "trace", "scaling"), "timing"),
-    **dict.fromkeys(("links", "optimizer"), "baselines")}
+BENCHES = {  # what -> the module whose `bench_<what>` each rank calls, the options of its command
+    **dict.fromkeys(("step", "phases"), ("bench", "against steps warmup")),
+    "startup": ("bench", "rounds"), "eval": ("bench", "rounds tokens"),
+    "kernels": ("timing", "sets"), "attention": ("timing", ""), "trace": ("timing", "warmup"),
+    "scaling": ("timing", ""), "links": ("baselines", "rounds"),
+    "optimizer": ("baselines", "steps warmup rounds links only")}
 
 
 def bench_function(what: str) -> Callable:
-    "The function that measures it; steps and their phases have one."
-    return getattr(import_module(f"golfnb.{BENCHES[what]}"), f"bench_{what.replace('phases', 'step')}")
+    "The function that measures it, whose docstring says what a sample is; steps and phases share one."
+    return getattr(import_module(f"golfnb.{BENCHES[what][0]}"), f"bench_{what.replace('phases', 'step')}")
 
 # %% ../nbs/22_bench.ipynb #ca07c0b8
 @dataclass
@@ -247,17 +250,17 @@ class BenchJob:
     what: str  # a key of BENCHES
     out: str = ""  # result file; "" is nbs/results/<what>_<device>_<ranks>.json
     scratch: str = ""  # a folder that all ranks see
-    steps: int = 60  # timed steps of each variant (step, phases)
+    steps: int = 60  # timed steps of each variant
     block: int = 10  # steps of a block, at most
     warmup: int = 10  # untimed steps first
-    rounds: int = 3  # repetitions (startup, eval)
-    tokens: int = 1 << 20  # tokens to score (eval)
+    rounds: int = 3  # repetitions
+    tokens: int = 1 << 20  # tokens to score
     against: list = field(default_factory=list)  # variants: {NAME: VALUE}
     started: float = 0.0  # seconds since the epoch when the process was started
     imported: float = 0.0  # and when it had imported torch
-    sets: list = field(default_factory=list)  # kernels to switch on, e.g. "heads+xsa" (kernels)
-    links: str = ""  # a result of bench links to predict with (optimizer)
-    only: str = ""  # one of the ways, or plans (optimizer)
+    sets: list = field(default_factory=list)  # kernels to switch on, e.g. "heads+xsa"
+    links: str = ""  # a result of bench links to predict with
+    only: str = ""  # one of the ways, or plans
 
 # %% ../nbs/22_bench.ipynb #cc8c5c97
 def variants_of(job: BenchJob, env: dict) -> dict[str, Config]:
@@ -343,7 +346,7 @@ def launches_of(job: BenchJob, nproc: int) -> Iterator[tuple[str, int, dict]]:
 # %% ../nbs/22_bench.ipynb #387040d9
 def launch_module(words: list[str], nproc: int, settings: dict[str, str]) -> int:
     "Run a module (`words` as after python -m) on several ranks; returns the exit status, as `run_script`."
-    start = f"import runpy, sys\nsys.argv[1:] = {words[1:]}\nrunpy.run_module('{words[0]}', None, '__main__')\n"
+    start = f"import runpy, sys\nsys.argv[1:] = {words[1:]}\nrunpy.run_module('{words[0]}', None, '__main__')"
     path = os.pathsep.join([str(package_dir().parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         atomic_write(Path(folder, "start.py"), start)

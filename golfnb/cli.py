@@ -499,13 +499,15 @@ def bench_command(args) -> int:
     b, what = book.bench, args.what
     if what not in b.BENCHES:
         raise GolfError(f"bench: one of {', '.join(b.BENCHES)} expected, found {what}; choose one of these")
-    if args.against and what not in ("step", "phases"):
-        raise GolfError(f"bench: --against is for step and phases, found {what}; leave it out")
-    args.rounds = args.rounds or {"startup": 1, "links": 15, "optimizer": 6}.get(what)
-    args.against = [read_settings(words.split(",")) for words in args.against]
-    options = {n: v for n, v in vars(args).items() if n in b.BenchJob.__dataclass_fields__ and v is not None}
+    given = {n: v for n, v in vars(args).items() if v and n in b.BenchJob.__dataclass_fields__}
+    takes = b.BENCHES[what][1].split()
+    if odd := given.keys() - {"what", "out", *takes}:
+        words = " ".join(f"--{t}" for t in takes) or "no options"
+        raise GolfError(f"bench: {what} takes {words}, found --{min(odd)}; leave it out")
+    rounds = {"startup": 1, "links": 15, "optimizer": 6}.get(what, 3)
+    given["against"] = [read_settings(words.split(",")) for words in args.against]
     ranks = args.nproc or (1 if what in ("kernels", "attention") else gpu_count()) or 1
-    return b.run_bench(b.BenchJob(**options), ranks, read_settings(args.settings))
+    return b.run_bench(b.BenchJob(**{"rounds": rounds, **given}), ranks, read_settings(args.settings))
 
 # %% ../nbs/24_cli.ipynb #3f7dc851
 @command("study", "run one of the studies behind the book's chapters 30 and on",

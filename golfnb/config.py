@@ -83,7 +83,7 @@ def setting_groups() -> dict[type, list[Field]]:
 
 # %% ../nbs/18c_config.ipynb #d9d7fbd5
 DEFAULT_RECIPE = "pr549"
-SCRIPT = ""  # in a generated script: the command that makes it
+SCRIPT = ""  # in a script: the command that makes it
 GOLF_RECIPE = dict(bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11, skip_gate="sigmoid",
                    plan="shared_mlp", loader="coprime", clip="global", qat_banks=True, scale_floor=False,
                    codec="best")

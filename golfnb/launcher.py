@@ -12,7 +12,6 @@ import ast
 import base64
 import builtins
 import bz2
-import gc
 import hashlib
 import os
 import re
@@ -100,8 +99,16 @@ def bound_names(n: ast.AST) -> list[str]:
     return stored + [x for s in inner for x in bound_names(s)]
 
 # %% ../nbs/20_launcher.ipynb #daf729e4
+def meanings(n: ast.stmt, where: str) -> dict[str, str]:
+    "Name -> what a statement makes it mean: an import of this name alone, or the place of a definition."
+    if not isinstance(n, IMPORTS):
+        return dict.fromkeys(bound_names(n), where)
+    alone = [type(n)(**{**vars(n), "names": [a]}) for a in n.names]
+    return {bound_names(line)[0]: ast.unparse(line) for line in alone}
+
+# %% ../nbs/20_launcher.ipynb #29a5cefd
 def join_modules(sources: Mapping[str, str]) -> str:
-    """All modules as one text: a line for each imported name, then the statements, a mark before each module's.
+    """All modules as one text: imports, a line a name, then the statements, a mark before each module's.
 
     Raises GolfError where the modules cannot share one name space.
     """
@@ -117,20 +124,21 @@ def join_modules(sources: Mapping[str, str]) -> str:
             if "patch" in decorators(n):
                 join_patch(where, n, code, classes)
                 continue
-            for name, a in zip(bound_names(n), n.names if isinstance(n, IMPORTS) else bound_names(n)):
-                means = ast.unparse(type(n)(**{**vars(n), "names": [a]})) if isinstance(n, IMPORTS) else where
+            for name, means in meanings(n, where).items():
                 if origin and held.get(name, ("",))[0] != origin:
                     raise GolfError(f"{where}: {origin}.py does not define {name!r}; import it from the "
                                     "chapter that does")
                 first = held.setdefault(name, (m, where, means))
                 if not origin and first[2] != means:
                     raise GolfError(f"the name {name!r} means two things: {first[1]} and {where}; rename one")
-                imports |= {means} if isinstance(n, IMPORTS) and not origin else set()
-            if not isinstance(n, IMPORTS):
+            if isinstance(n, IMPORTS):
+                imports |= set() if origin else {*meanings(n, where).values()}
+            else:
                 pieces.append(code)
                 classes |= {n.name: (m, n, code)} if isinstance(n, ast.ClassDef) else {}
         earlier.append(m)
-    return "\n".join([*sorted(imports), *("\n".join(p) for p in pieces), ""]).encode().decode("latin-1")
+    text = "\n".join([*sorted(imports), *("\n".join(p) for p in pieces), ""])
+    return text.encode().decode("latin-1")  # one character a byte: `ast` counts columns in bytes
 
 # %% ../nbs/20_launcher.ipynb #995c8fe8
 def join_patch(where: str, n: ast.FunctionDef, code: list[str], classes: dict[str, tuple]) -> None:
@@ -148,59 +156,60 @@ def join_patch(where: str, n: ast.FunctionDef, code: list[str], classes: dict[st
 ROOTS = {"script_main", "DEFAULT_RECIPE"}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (ast.FunctionDef, ast.Lambda, ast.ClassDef, *COMPREHENSIONS)
-MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
+PLACELESS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)  # such as Load, Add, And
 
 
 class Program:
-    "A text and its tree: where names and attributes are used, what values they have, what is `gone` or edited."
+    "A text and its tree: where names and attributes are used, their values, what is `gone` or edited."
 
     def __init__(self, text: str, settings: Mapping[str, tuple]):
         self.text, self.settings, self.tree = text, settings, ast.parse(text.encode("latin-1"))
         self.lines = text.split("\n")
         self.starts = [0, *accumulate(len(line) + 1 for line in self.lines)]
         self.tops = {name: s for s in self.tree.body for name in bound_names(s)}
-        self.uses, self.loads, self.stores, self.methods, self.mentions = (defaultdict(list) for _ in range(5))
-        self.nodes, self.binds, self.memo = [], set(), {}
+        self.uses, self.loads, self.stores, self.methods = (defaultdict(list) for _ in range(4))
+        self.nodes, self.binds, self.memo, self.mentions = [], set(), {}, defaultdict(list)
         self.gone, self.edits, self.moved = set(), [], Counter()
-        self.tree.up, self.tree.noted, self.tree.quoted = None, False, False
+        self.tree.up, self.tree.in_fstring = None, False
         for s in self.tree.body:
             link(self, s, self.tree, None, s)
         for n in reversed(self.nodes):
             note(self, n)
 
 # %% ../nbs/20_launcher.ipynb #a7de6b4d
-def link(p: Program, n: ast.AST, up: ast.AST, scope: ast.AST | None, unit: ast.stmt, noted=False) -> None:
-    """Note place, parent, scope (None: the module) and definition of a node and all below, and what scopes bind.
+def link(p: Program, n: ast.AST, up: ast.AST, scope: ast.AST | None, unit: ast.stmt,
+         in_annotation=False) -> None:
+    """Note place, parent, scope (None: the module), definition of a node and all below; what scopes bind.
 
-    `noted`: within an annotation. Within an f-string (`quoted`) the places are not to be relied on.
+    Nothing is folded in an annotation, nor in an f-string, where the places are not to be relied on.
     """
     unit = n if isinstance(n, ast.FunctionDef) and isinstance(up, ast.ClassDef) else unit
-    n.up, n.scope, n.unit, n.noted, n.quoted = up, scope, unit, noted, up.quoted or isinstance(up, ast.JoinedStr)
+    n.up, n.scope, n.unit, n.in_annotation = up, scope, unit, in_annotation
+    n.in_fstring = up.in_fstring or isinstance(up, ast.JoinedStr)
     p.nodes.append(n)
-    if hasattr(n, "lineno") and not n.quoted:
+    if hasattr(n, "lineno") and not n.in_fstring:
         n.start = p.starts[n.lineno - 1] + n.col_offset
         n.end = p.starts[n.end_lineno - 1] + n.end_col_offset
     name = n.id if isinstance(n, ast.Name) and not is_load(n) else getattr(n, "arg", getattr(n, "name", None))
-    inner = isinstance(up, ast.NamedExpr) and isinstance(scope, COMPREHENSIONS)
     if name and not isinstance(n, ast.keyword):
-        p.binds.add((up.up if isinstance(n, ast.arg) else scope.scope if inner else scope, name))
+        p.binds.add((up.up if isinstance(n, ast.arg) else scope, name))
     for field, value in ast.iter_fields(n):
         inside = isinstance(n, SCOPES) and field in ("body", "elt", "key", "value", "generators")
         outer = field == "iter" and isinstance(n, ast.comprehension) and n is up.generators[0]
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, MARKS):
+            if isinstance(child, ast.AST) and not isinstance(child, PLACELESS):
                 link(p, child, n, n if inside else scope.scope if outer else scope, unit,
-                     noted or field in ("annotation", "returns"))
+                     in_annotation or field in ("annotation", "returns"))
 
 # %% ../nbs/20_launcher.ipynb #0c96edca
 def note(p: Program, n: ast.AST) -> None:
     "Take a node into the tables."
     if isinstance(n, ast.Name):
         s = n.scope
-        while s is not None and ((s, n.id) not in p.binds or isinstance(s, ast.ClassDef) and s is not n.scope):
+        while s and ((s, n.id) not in p.binds or isinstance(s, ast.ClassDef) and s is not n.scope):
             s = s.scope
         n.owner = s
-        p.uses[s, n.id] += [] if n.noted else [n]
+        p.uses[s, n.id] += [] if n.in_annotation else [n]
         p.mentions[n.unit] += [n.id] if s is None and is_load(n) else []
     elif isinstance(n, ast.Attribute):
         (p.loads if is_load(n) else p.stores)[n.attr].append(n)
@@ -220,12 +229,17 @@ CALLED_BY_TORCH = {"forward", "backward", "setup_context"}
 
 # %% ../nbs/20_launcher.ipynb #4dde0e69
 def unreached(p: Program) -> set[ast.stmt]:
-    "The definitions and methods that the roots do not need, by name, and by attribute once the class is needed."
+    "The definitions that the roots do not need by name, and the methods that none does by attribute."
     units, words, more = {*p.tree.body}.union(*p.methods.values()), set(ROOTS), True
+
+    def reached(u: ast.stmt) -> bool:
+        if u.up is p.tree:
+            return is_docstring(u) or not words.isdisjoint(bound_names(u))
+        called = f".{u.name}" in words or u.name.startswith("__") or u.name in CALLED_BY_TORCH
+        return called and u.up not in units
+
     while more:
-        more = {u for u in units if not words.isdisjoint(bound_names(u)) and u.up is p.tree or is_docstring(u)
-                or u.up is not p.tree and u.up not in units and (
-                    f".{u.name}" in words or u.name.startswith("__") or u.name in CALLED_BY_TORCH)}
+        more = {u for u in units if reached(u)}
         units -= more
         words.update(*(p.mentions[u] for u in more))
     return units
@@ -235,7 +249,7 @@ def signature(fn: ast.FunctionDef) -> dict[str, ast.expr | None]:
     "Parameter -> its default, or None, of a function without self."
     names = [a.arg for a in fn.args.args]
     found = dict.fromkeys(names) | dict(zip(names[::-1], fn.args.defaults[::-1]))
-    if isinstance(fn.scope, ast.ClassDef) and "staticmethod" not in decorators(fn):
+    if isinstance(fn.scope, ast.ClassDef):
         del found[names[0]]
     return found | dict(zip([a.arg for a in fn.args.kwonlyargs], fn.args.kw_defaults))
 
@@ -245,52 +259,34 @@ def given(fn: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
     return dict(zip(signature(fn), call.args)) | {k.arg: k.value for k in call.keywords}
 
 # %% ../nbs/20_launcher.ipynb #abcfe265
+def is_plain_call(n: ast.AST) -> bool:
+    "Whether a name or attribute is called where it stands, without stars."
+    call = n.up
+    return isinstance(call, ast.Call) and n is call.func and not any(
+        isinstance(a, ast.Starred) or getattr(a, "arg", "") is None for a in [*call.args, *call.keywords])
+
+# %% ../nbs/20_launcher.ipynb #4cc4c436
 def calls_of(p: Program, fn: ast.FunctionDef) -> list[ast.Call]:
     "Every call of a function or method; none where it may be called in another way."
     refs, odd = p.uses[fn.scope, fn.name], fn.name in ROOTS
     if isinstance(fn.scope, ast.ClassDef):
-        refs, odd = p.loads[fn.name], p.stores[fn.name] or fn.name in CALLED_BY_TORCH
-        refs = [a for a in refs if not of_import(p, a)] if fn.name != "__init__" else p.uses[None, fn.scope.name]
-    for n in refs:
-        parts = [*n.up.args, *n.up.keywords] if isinstance(n.up, ast.Call) and n is n.up.func else [ast.Starred()]
-        stars = any(isinstance(a, ast.Starred) or getattr(a, "arg", "") is None for a in parts)
-        by_class = isinstance(n, ast.Attribute) and isinstance(p.tops.get(getattr(n.value, "id", "")), ast.ClassDef)
-        odd = odd or stars or by_class
-    kept = {"staticmethod", "torch.no_grad", "torch.inference_mode"}
-    return [] if odd or not set(decorators(fn)) <= kept else [n.up for n in refs]
+        refs = [a for a in p.loads[fn.name] if not of_import(p, a)]
+        by_class = any(isinstance(p.tops.get(getattr(a.value, "id", "")), ast.ClassDef) for a in refs)
+        odd = by_class or p.stores[fn.name] or fn.name in CALLED_BY_TORCH
+        refs = p.uses[None, fn.scope.name] if fn.name == "__init__" else refs
+    odd = odd or not set(decorators(fn)) <= {"torch.no_grad", "torch.inference_mode"}
+    return [n.up for n in refs] if not odd and all(map(is_plain_call, refs)) else []
 
 # %% ../nbs/20_launcher.ipynb #d69843eb
-@cache
-def foreign() -> set[str]:
-    "Methods and attributes of tensors, texts and the like: such a name may not be ours."
-    torch = import_module("torch")
-    return {name for kind in (str, list, dict, set, Path, torch.Tensor, torch.nn.Module) for name in dir(kind)}
-
-# %% ../nbs/20_launcher.ipynb #ee4d666d
-def sources_of(p: Program, n: ast.AST) -> list[ast.expr | None]:
-    "All that a name, or an attribute of our classes, may hold; None for what is not written out."
-    if isinstance(n, ast.Attribute):
-        stores = p.stores[n.attr]
-        ours = any(getattr(s.value, "id", "") == "self" for s in stores) and n.attr not in foreign()
-        declared = any((s, n.attr) in p.binds for s in p.tree.body if isinstance(s, ast.ClassDef))
-        return [assigned(s) for s in stores] if ours and not declared else []
-    stores, fn = [x for x in p.uses[n.owner, n.id] if not is_load(x)], n.owner
+def sources_of(p: Program, n: ast.Name) -> list[ast.expr | None]:
+    "All expressions that a name may stand for; None for one that is not written out."
+    fn, stores = n.owner, [x for x in p.uses[n.owner, n.id] if not is_load(x)]
     if isinstance(fn, ast.FunctionDef) and not stores and n.id in signature(fn):
         return [given(fn, c).get(n.id, signature(fn)[n.id]) for c in calls_of(p, fn)]
     plain = isinstance(p.tops.get(n.id), ast.Assign) if fn is None else (
         isinstance(fn, ast.FunctionDef) and n.id not in signature(fn))
-    return [assigned(stores[0])] if len(stores) == 1 and plain else []
-
-# %% ../nbs/20_launcher.ipynb #a2d7c046
-def assigned(target: ast.AST) -> ast.expr | None:
-    "The expression that an assignment gives to a target, None where it is not written there."
-    up, whole = target.up, target.up.up
-    if isinstance(up, (ast.Assign, ast.AnnAssign)):
-        return up.value
-    if isinstance(up, ast.Tuple) and isinstance(whole, ast.Assign) and isinstance(whole.value, ast.Tuple):
-        if not any(isinstance(e, ast.Starred) for e in [*up.elts, *whole.value.elts]):
-            return whole.value.elts[up.elts.index(target)]
-    return None
+    once = plain and len(stores) == 1 and isinstance(stores[0].up, (ast.Assign, ast.AnnAssign))
+    return [stores[0].up.value] if once else []
 
 # %% ../nbs/20_launcher.ipynb #4b15c31f
 SAFE = {f: getattr(builtins, f) for f in (
@@ -320,14 +316,11 @@ def distinct(values) -> tuple:
 # %% ../nbs/20_launcher.ipynb #ecf68519
 def values_of(p: Program, n: ast.AST) -> tuple:
     "All values that an expression can have, empty where they are not known."
-    key = n
-    if isinstance(n, ast.Attribute) and is_load(n):
+    if isinstance(n, ast.Attribute):
         names = ("cfg", "self" if is_settings(n.unit.up) else "cfg")
-        if n.attr in p.settings and getattr(n.value, "id", getattr(n.value, "attr", "")) in names:
-            return p.settings[n.attr]
-        key = n if of_import(p, n) or not pure(n.value) else n.attr
-    elif is_load(n):
-        key = n.owner, n.id
+        of_config = getattr(n.value, "id", getattr(n.value, "attr", "")) in names
+        return p.settings.get(n.attr, ()) if is_load(n) and of_config else ()
+    key = (n.owner, n.id) if is_load(n) else n
     if key not in p.memo:
         p.memo[key] = ()  # while they are being found: what depends on itself is not known
         if key is n:
@@ -340,11 +333,11 @@ def values_of(p: Program, n: ast.AST) -> tuple:
 # %% ../nbs/20_launcher.ipynb #916e8166
 def computed(p: Program, n: ast.AST) -> tuple:
     "The values of an expression for every choice of the values of its parts."
-    parts, f = [x for x in ast.iter_child_nodes(n) if not isinstance(x, MARKS)], getattr(n, "func", None)
-    if isinstance(n, ast.Constant) or n.quoted or not isinstance(n, COMPUTED):
+    parts, f = [x for x in ast.iter_child_nodes(n) if not isinstance(x, PLACELESS)], getattr(n, "func", None)
+    if isinstance(n, ast.Constant) or n.in_fstring or not isinstance(n, COMPUTED):
         return (n.value,) if isinstance(n, ast.Constant) else ()
-    if isinstance(f, ast.Attribute) or isinstance(f, ast.Name) and f.id in SAFE and not (f.owner or f.id in p.tops):
-        parts = [*([f.value] if isinstance(f, ast.Attribute) else []), *n.args, *(k.value for k in n.keywords)]
+    if isinstance(f, ast.Name) and f.id in SAFE and not (f.owner or f.id in p.tops):
+        parts = [*n.args, *(k.value for k in n.keywords)]
     known = [values_of(p, x) for x in parts]
     if not all(known) or prod(map(len, known)) > 64:
         return ()
@@ -379,7 +372,7 @@ def is_test(n: ast.AST) -> bool:
     return n is getattr(n.up, "test", 0) or negated or isinstance(n.up, ast.BoolOp) and is_test(n.up)
 
 # %% ../nbs/20_launcher.ipynb #469ffb8f
-def quoted(value) -> str:
+def as_source(value) -> str:
     "A plain value as a chapter would write it."
     text = ascii(value)
     return text if '"' in text or "\\" in text else text.replace("'", '"')
@@ -387,16 +380,11 @@ def quoted(value) -> str:
 # %% ../nbs/20_launcher.ipynb #d72ddef4
 def literal(p: Program, n: ast.AST) -> str | None:
     "What an expression with one known value is in a script; constants of the module keep their names."
-    if not isinstance(n, (*COMPUTED, ast.Name, ast.Attribute)) or n is getattr(n.up, "func", None):
-        return None
     values = values_of(p, n)
-    if len(values) > 1 and is_test(n) and truth(p, n) is not None:
-        values = (truth(p, n),)
     if len(values) != 1 or not isinstance(values[0], (int, float, str, bytes, type(None))) or not any(
-            getattr(x, "owner", None) or isinstance(x, ast.Attribute) and x is not getattr(x.up, "func", 0)
-            for x in ast.walk(n)):
+            getattr(x, "owner", None) or isinstance(x, ast.Attribute) for x in ast.walk(n)):
         return None
-    text = quoted(values[0])
+    text = as_source(values[0])
     return f"({text})" if text[0] == "-" and isinstance(n.up, ast.BinOp) else text
 
 # %% ../nbs/20_launcher.ipynb #571cacd0
@@ -410,8 +398,8 @@ def blocks(n: ast.AST) -> list[list[ast.stmt]]:
 
 # %% ../nbs/20_launcher.ipynb #f53ccc6e
 def fold(p: Program, n: ast.AST) -> None:
-    "Note what changes in a node and below: known values are put in, branches chosen, what nothing needs is gone."
-    if n in p.gone or n.noted or n.quoted:
+    "Note what changes in a node and below: known values are put in, branches chosen, dead code is gone."
+    if n in p.gone or n.in_annotation or n.in_fstring:
         return
     answer = truth(p, n.test) if isinstance(n, (ast.If, ast.IfExp)) else None
     if isinstance(n, ast.If) and answer is not None:
@@ -428,9 +416,9 @@ def fold(p: Program, n: ast.AST) -> None:
             drop_operands(p, n)
         for block in blocks(n):
             ends = [i for i, s in enumerate(block, 1) if isinstance(s, ENDS)]
-            p.gone |= {*block[ends[0] if ends else len(block):], *(s for s in block[1:] if isinstance(s, ast.Pass))}
+            p.gone |= {*block[ends[0] if ends else len(block):]}
         for child in ast.iter_child_nodes(n):
-            if not isinstance(child, MARKS):
+            if not isinstance(child, PLACELESS):
                 fold(p, child)
 
 # %% ../nbs/20_launcher.ipynb #11569bde
@@ -445,7 +433,7 @@ def drop_operands(p: Program, n: ast.BoolOp) -> None:
 
 # %% ../nbs/20_launcher.ipynb #a3687efb
 def span(p: Program, s: ast.stmt) -> tuple[int, int]:
-    "Where the lines of a statement start, the comments above it included, and end; behind a colon only itself."
+    "Where the lines of a statement start, with the comments above it, and end; behind a colon only itself."
     first = min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", ()))]) - 1
     if p.lines[first][: s.col_offset].strip():
         return s.start, s.end
@@ -462,7 +450,7 @@ def take_branch(p: Program, n: ast.If, answer: bool) -> None:
         return
     top, bottom = span(p, block[0])[0], span(p, block[-1])[1]
     if not answer and p.text.startswith("elif", block[0].start):
-        p.edits.append((n.start, block[0].start + 2 * (not chained), ""))
+        p.edits.append((n.start, block[0].start + 2 * (not chained), ""))  # a first `elif` is an `if`
     elif chained or top == block[0].start:
         p.edits += [(n.start, top, "else:\n" * chained), (bottom, span(p, n)[1], "")]
     else:
@@ -473,16 +461,24 @@ def take_branch(p: Program, n: ast.If, answer: bool) -> None:
 
 # %% ../nbs/20_launcher.ipynb #f64ec706
 def drop(p: Program) -> None:
-    "Leave out settings, inner functions and parameters that nothing reads, and parameters that no call gives."
+    "Leave out settings, inner functions and parameters that nothing reads, parameters that no call gives."
     words = Counter(re.findall(r"\w+", p.text))
     for n in p.nodes:
-        if isinstance(n, ast.AnnAssign) and is_settings(n.up) and words[n.target.id] == 1:
-            p.gone |= {n} if n.target.id not in p.settings else set()
+        if isinstance(n, ast.AnnAssign) and is_settings(n.up):
+            p.gone |= {n} if words[n.target.id] == 1 and n.target.id not in p.settings else set()
         if isinstance(n, ast.FunctionDef):
-            p.gone |= {n} if n.scope and not isinstance(n.scope, ast.ClassDef) and not p.uses[n.scope, n.name] else set()
+            p.gone |= {n} if isinstance(n.scope, ast.FunctionDef) and not p.uses[n.scope, n.name] else set()
             drop_parameters(p, n)
 
 # %% ../nbs/20_launcher.ipynb #d9ab5ffb
+@cache
+def foreign() -> set[str]:
+    "Methods of tensors, texts and the like: a call by such a name may not be ours."
+    torch = import_module("torch")
+    kinds = (str, list, dict, set, Path, torch.Tensor, torch.nn.Module)
+    return {name for kind in kinds for name in dir(kind)}
+
+# %% ../nbs/20_launcher.ipynb #05131f60
 def drop_parameters(p: Program, fn: ast.FunctionDef) -> None:
     "Leave out the parameters of a function that nothing reads; one that no call gives becomes a variable."
     method, calls, a = isinstance(fn.scope, ast.ClassDef) and fn.name != "__init__", calls_of(p, fn), fn.args
@@ -491,9 +487,9 @@ def drop_parameters(p: Program, fn: ast.FunctionDef) -> None:
     for x in (x for x in (*a.args, *a.kwonlyargs) if x.arg in signature(fn)):
         uses, default = p.uses[fn, x.arg], signature(fn)[x.arg]
         values = [g[x.arg] for g in (given(fn, c) for c in calls) if x.arg in g]
-        if not uses and all(pure(v) and not v.quoted for v in values):
+        if not uses and all(pure(v) and not v.in_fstring for v in values):
             p.gone |= {x, *(v.up if isinstance(v.up, ast.keyword) else v for v in values)}
-        elif default and not values and not all(literal(p, u) and not u.quoted for u in uses):
+        elif default and not values and not all(literal(p, u) and not u.in_fstring for u in uses):
             p.gone.add(x)
             begin(p, fn, f"{x.arg} = {p.text[default.start:default.end]}")
 
@@ -526,11 +522,9 @@ def cut(p: Program) -> None:
 
 # %% ../nbs/20_launcher.ipynb #52e750df
 def cut_block(p: Program, n: ast.AST, block: list[ast.stmt]) -> None:
-    "Leave out the statements of a block that are gone; one that loses all passes, an `else` goes."
+    "Leave out the statements of a block that are gone; where none stays, `pass` does."
     dead = [(s, *span(p, s)) for s in block if s in p.gone]
-    if len(dead) == len(block) and block is getattr(n, "orelse", 0):
-        p.edits.append((span(p, n.body[-1])[1], dead[-1][2], ""))
-    elif len(dead) == len(block) and n is not p.tree:
+    if len(dead) == len(block) and n is not p.tree:
         s, low, high = dead[0]
         indent = " " * (s.col_offset - 4 * p.moved[s.lineno - 1])
         p.edits.append((low, dead[-1][2], "pass" if low == s.start else f"{indent}pass\n"))
@@ -552,8 +546,7 @@ def cut_items(p: Program, items: list[tuple[ast.AST, int]], low: int, high: int)
 # %% ../nbs/20_launcher.ipynb #3df107c3
 def specialise(text: str, settings: Mapping[str, tuple]) -> str:
     "A program cut until nothing more can be; `settings` are the values that fixed settings may have."
-    before, collects = "", gc.isenabled()
-    gc.disable()  # searching the trees for garbage takes as long as folding them
+    before = ""
     while text != before:
         p, before = Program(text, settings), text
         p.gone = unreached(p)
@@ -562,8 +555,6 @@ def specialise(text: str, settings: Mapping[str, tuple]) -> str:
             fold(p, s)
         cut(p)
         text = changed(text, p.edits)
-    if collects:
-        gc.enable()
     return text
 
 # %% ../nbs/20_launcher.ipynb #b6008fd1
@@ -582,50 +573,18 @@ def write_settings(text: str, specs: Mapping[str, tuple], recipe: str, command: 
     for s in (s for c in p.tree.body if is_settings(c) for s in c.body if isinstance(s, ast.AnnAssign)):
         value, spec = specs.get(s.target.id, (None, None))
         edits += [(s.value.args[0], value)] if spec and value != spec.default else []
-    return changed(text, [(n.start, n.end, quoted(value)) for n, value in edits])
+    return changed(text, [(n.start, n.end, as_source(value)) for n, value in edits])
 
-# %% ../nbs/20_launcher.ipynb #d5af2f88
-WIDTH = 110
-
-# %% ../nbs/20_launcher.ipynb #cd20b0ff
-def narrow(line: str, before: str) -> str:
-    "A line of code that is too wide on two; `before` is what stands above it in its statement."
-    indent, (code, mark, comment) = re.match(" *", line)[0], line.partition("  # ")
-    if mark and code.count('"') % 2 == 0:
-        return f"{indent}# {comment}\n{code}"
-    for break_at, in_text in ((r" (?=(?:and|or|if|else|for) )|(?<=,) ", False), (r"(?<=\S )", True)):
-        for m in reversed([*re.finditer(break_at, line[: WIDTH - 2])]):
-            head, tail = line[: m.start()], line[m.end() :]
-            bare = [re.sub(r'"[^"]*"', "_", text) for text in (before, before + head)]
-            closed = [len(re.findall(r"[(\[{]", text)) <= len(re.findall(r"[)\]}]", text)) for text in bare]
-            if ('"' in bare[1]) == in_text and not (in_text and "{" in re.sub("{.*?}", "", head)):
-                quote = re.search(r'\w*"', bare[1])[0] if in_text else ""
-                return (head + quote[-1:] + " \\" * closed[1] + "\n" + indent + " " * 8 * closed[0] + quote + tail)
-    return line
-
-# %% ../nbs/20_launcher.ipynb #f3adb39d
-def narrowed(text: str) -> str:
-    "A program without lines that are too wide."
-    lines, first, docs = text.split("\n"), {}, set()
-    for n in (n for n in ast.walk(ast.parse(text.encode("latin-1"))) if isinstance(n, ast.stmt)):
-        docs.update(range(n.lineno, n.end_lineno + 1) if is_docstring(n) else ())
-        first |= {i: n.lineno for i in range(n.lineno, n.end_lineno + 1)}
-    for i, line in ((i, line) for i, line in enumerate(lines, 1) if len(line) > WIDTH):
-        doc = re.sub(r'^( *)"(?!"")(.*)"$', r'\1"""\2"""', line)
-        lines[i - 1] = "\n".join(textwrap.wrap(doc, WIDTH, subsequent_indent=re.match(" *", line)[0])) \
-            if i in docs else narrow(line, "\n".join(lines[first.get(i, i) - 1 : i - 1]))
-    return "\n".join(lines)
-
-# %% ../nbs/20_launcher.ipynb #a22e5ed3
+# %% ../nbs/20_launcher.ipynb #d5ae5b64
 def join_script(text: str, head: str) -> str:
-    "Header, merged imports, statements, guard. It is compiled once: a mistake should not be found by torchrun."
+    "Header, merged imports, statements, guard. It is compiled once, so that torchrun finds no mistake."
     top, mark, rest = text.partition('"----')
     plain, froms = [], defaultdict(list)
     for words in (line.split(maxsplit=3) for line in top.splitlines()):
         froms[words[1]].append(words[3]) if words[0] == "from" else plain.append(" ".join(words))
     plain += [f"from {m} import {part.rstrip(',')}" for m, names in sorted(froms.items())
-              for part in textwrap.wrap(", ".join(sorted(names)), WIDTH - 15 - len(m))]
-    rest = re.sub(r'"---- \w+ ----"\s*(?="----|$)', "", narrowed(mark + rest))
+              for part in textwrap.wrap(", ".join(sorted(names)), 95 - len(m))]
+    rest = re.sub(r'"---- \w+ ----"\s*(?="----|$)', "", mark + rest)
     rest = re.sub(r'"(---- \w+ ----)"\s*\n', r"\n# \1\n", rest)
     rest += '\nif __name__ == "__main__":\n    script_main(__file__)\n'
     text = re.sub("(?m)[ \t]+$", "", "\n".join([head.rstrip(), *plain, rest]))

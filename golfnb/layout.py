@@ -147,7 +147,7 @@ class LayoutSettings(Settings):
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    plan: str = setting("pr399", "bank per shape, or up and down in one", "pr399", "shared_mlp", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
 
     @property

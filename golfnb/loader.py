@@ -179,8 +179,8 @@ class CoprimeSampler(WindowSampler):
 @patch
 def draw_shards(self: CoprimeSampler) -> list[tuple[int, int]]:
     "Shards for the next batch, and how many windows each gives."
-    fresh, windows = [(self.tokens[s] - 1) // self.seq_len for s in self.usable], self.rows * self.world
-    left = [max(c.blocks - c.used, 1) if (c := self.cursors[s]) else n for s, n in zip(self.usable, fresh)]
+    full, windows = [(self.tokens[s] - 1) // self.seq_len for s in self.usable], self.rows * self.world
+    left = [max(c.blocks - c.used, 1) if (c := self.cursors[s]) else n for s, n in zip(self.usable, full)]
     count, alpha = mixture(self.batches, len(self.usable), windows, self.world)
     weight = np.array(left, dtype=np.float64) ** alpha
     weight /= weight.sum()
@@ -377,7 +377,7 @@ def send(self: Loader, buffer: torch.Tensor, state: dict) -> None:
 # %% ../nbs/03_loader.ipynb #91535244
 @patch
 def __next__(self: Loader) -> Batch:
-    "The next batch, ready for the current stream. Raises an error of the thread, on every call from then on."
+    "The next batch, ready for the current stream. Raises an error of the thread, then on every call."
     if self.thread is None:
         raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
     for buffer, event in self.copied:  # a step ago

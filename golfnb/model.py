@@ -39,7 +39,7 @@ class ModelSettings(LayoutSettings):
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
     ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
     xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
-    skip_gate: str = setting("one", "U-Net skips: weights, or one gate each", "one", "sigmoid", fixed="yes")
+    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
     negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
     tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
     bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
@@ -70,7 +70,7 @@ def problems(self: ModelSettings) -> Iterator[str]:
     blocks = {int(p) for p in parts if p.isdecimal()} & set(range(self.num_layers))
     if self.ve_enabled and not 0 < len(parts) == len(blocks):
         yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
-               f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or set VE_ENABLED=0")
+               f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
 
 # %% ../nbs/08_model.ipynb #e2595d18
 @dataclass
@@ -181,7 +181,7 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 def run(self: Block, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
     """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
 
-    x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
+    x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
     x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
     q, k, v = self.heads(n, w, cos, sin, ve, keep)
     y = self.attend(q, k, v)

@@ -508,7 +508,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
 def finish(self: Engine, multiplier=1.0, momentum: float = 0.99, project=None):
     """Update everything and publish.
 
-    `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what goes out.
+    `multiplier` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
     """
     for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
         knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)

@@ -152,8 +152,8 @@ def device_name(ranks: Ranks) -> str:
 def begin(self: Session, code: bytes):
     "Write the log's first lines, keep the script in the run's folder, and build the machine."
     cfg, line, world, kept = self.cfg, self.log.line, self.ranks.world, self.folder / "train_gpt.py"
-    line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{world} "
-         f"grad_accum_steps:{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
+    line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{world} grad_accum_steps:"
+         f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
     line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
          f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
     if code:
@@ -193,7 +193,7 @@ def train_weights(self: Session) -> Averages:
 # %% ../nbs/19_run.ipynb #2ceed6cd
 @patch
 def meta(self: Session) -> dict:
-    "What a file of weights says of itself: settings that rebuild the model, tokenizer, recipe, seed, steps."
+    "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
     cfg = self.cfg
     return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
             "vocab_size": cfg.vocab_size, "recipe": cfg.recipe, "steps": self.summary["steps"]}

@@ -56,7 +56,7 @@ class WholeFile:
 @patch
 @contextmanager
 def attempt(self: WholeFile):
-    "Runs a step; if it fails, deletes the temporary file and turns an error of the disk into a GolfError."
+    "Runs a step; if it fails, deletes the temporary file and turns a disk error into a GolfError."
     try:
         yield
     except BaseException as error:

@@ -308,11 +308,11 @@ def read(self: Trainer, values: list):
         self.skipped += 1
         log.line(f"step:{step + 1} skipped: the gradient was not finite")
     norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
-    begin, end = (*self.starts[step:step + 2], self.train_ms)[:2]
-    log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin, train_ms=end,
+    last, end = (*self.starts[step:step + 2], self.train_ms)[:2]
+    log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - last, train_ms=end,
               multiplier=self.late_multiplier, momentum=momentum_at(cfg, step), grad_norm=norm)
     step += 1
-    if step <= 10 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 or step == cfg.iterations:
+    if step < 11 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 or step == cfg.iterations:
         log.line(f"step:{step}/{cfg.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
                  f"step_avg:{end / step:.2f}ms")
 

@@ -114,7 +114,8 @@ def test_bad_jobs_are_refused_before_anything_starts(job, settings, said, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("argv", [["bench"], ["bench", "walk"], ["bench", "step", "--steps", "2"], ["bench", "step", "--against", "CLIPS=local"], ["bench", "eval", "--against", "CLIP=local"]])
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "walk"], ["bench", "step", "--steps", "2"], ["bench", "step", "--against", "CLIPS=local"], ["bench", "eval", "--against", "CLIP=local"],
+                                  ["bench", "scaling", "--steps", "9"], ["bench", "links", "--tokens", "5"]])
 def test_bad_command_lines(argv, tmp_path):
     done = golfnb(*argv, cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr)

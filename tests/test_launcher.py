@@ -89,15 +89,6 @@ def test_a_function_that_may_be_called_in_another_way_keeps_its_parameters(call)
     assert "def f(a, b=2)" in text
 
 
-def test_long_lines_are_broken_so_that_the_program_stays_the_same():
-    words = "word " * 14
-    source = (f"class A:\n    'One.'\n@patch\ndef go(self: A, cfg):\n    \"{words * 2}\"\n    if cfg.open + cfg.open > 1 and cfg.size > 2 and cfg.depth > 3 and cfg.width > 4 and cfg.open != 5 and cfg.x == 6:\n"
-              f"        raise ValueError(f\"{words}{{cfg.open}} word {{cfg.open}}\", cfg)\ndef script_main(cfg): return A().go(cfg)\n")
-    text = fold({"run": source})
-    assert max(map(len, source.splitlines())) > 105 and max(map(len, text.splitlines())) <= 110
-    assert ast.dump(ast.parse(text).body[0].body[1].body[1]) == ast.dump(ast.parse(source).body[1].body[1])
-
-
 BROKEN = {
     "clash of definitions": ({"config": "def f(): pass\n", "run": "def f(): pass\n"}, "'f' means two things: config.py line 1 and run.py line 1"),
     "twice in one module": ({"config": "def f(): pass\ndef f(): pass\n"}, "'f' means two things"),
