@@ -16,7 +16,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python tests/step.py check & $(BIN)/python tests/notebooks.py check && wait $$!
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 book: $(STAMP)
 	$(BIN)/python book/build.py

@@ -12,6 +12,7 @@ import ast
 import base64
 import builtins
 import bz2
+import gc
 import hashlib
 import os
 import re
@@ -546,7 +547,8 @@ def cut_items(p: Program, items: list[tuple[ast.AST, int]], low: int, high: int)
 # %% ../nbs/20_launcher.ipynb #3df107c3
 def specialise(text: str, settings: Mapping[str, tuple]) -> str:
     "A program cut until nothing more can be; `settings` are the values that fixed settings may have."
-    before = ""
+    before, often = "", gc.get_threshold()
+    gc.set_threshold(0)  # nodes know their parents: to search such trees for garbage takes as long as the rest
     while text != before:
         p, before = Program(text, settings), text
         p.gone = unreached(p)
@@ -555,6 +557,7 @@ def specialise(text: str, settings: Mapping[str, tuple]) -> str:
             fold(p, s)
         cut(p)
         text = changed(text, p.edits)
+    gc.set_threshold(*often)
     return text
 
 # %% ../nbs/20_launcher.ipynb #b6008fd1

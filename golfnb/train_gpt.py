@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source bd703a2d35b80fe7 | Apache-2.0
+# golfnb script --recipe pr549 | source 65c380dad9bb3306 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
@@ -194,8 +194,7 @@ class WholeFile:
 
     @contextmanager
     def attempt(self):
-        """Runs a step; if it fails, deletes the temporary file and turns an error of the disk into a
-        GolfError."""
+        "Runs a step; if it fails, deletes the temporary file and turns a disk error into a GolfError."
         try:
             yield
         except BaseException as error:
@@ -459,8 +458,7 @@ class Loader:
         self.sent.append((batch, state, self.stream and self.stream.record_event()))
 
     def __next__(self) -> Batch:
-        """The next batch, ready for the current stream. Raises an error of the thread, on every call from
-        then on."""
+        "The next batch, ready for the current stream. Raises an error of the thread, then on every call."
         if self.thread is None:
             raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
         for buffer, event in self.copied:  # a step ago
@@ -594,7 +592,7 @@ class LayoutSettings(Settings):
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    plan: str = setting("pr399", "bank per shape, or up and down in one", "pr399", "shared_mlp", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
 
     @property
@@ -625,10 +623,10 @@ class LayoutSettings(Settings):
 def model_layout(cfg: LayoutSettings, world: int) -> Layout:
     "The layout of the model's blocks over `world` ranks that PLAN asks for (PR #399)."
     d, kv, wide, shared = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim, False
-    up, down = ("mlp_up_bank", "mlp_down_bank")
+    up, down = ("mlp_bank", "mlp_bank") if shared else ("mlp_up_bank", "mlp_down_bank")
     kinds = (("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
              ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
-             ("mlp.fc", wide, d, "mlp_up_bank", False), ("mlp.proj", d, wide, "mlp_down_bank", False))
+             ("mlp.fc", wide, d, up, False), ("mlp.proj", d, wide, down, shared))
     return group_matrices([Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor)
                            for kind, *where in kinds for i in range(cfg.num_layers)], world)
 
@@ -1146,7 +1144,7 @@ class ModelSettings(LayoutSettings):
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
     ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
     xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
-    skip_gate: str = setting("one", "U-Net skips: weights, or one gate each", "one", "sigmoid", fixed="yes")
+    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
     negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
     tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
     bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
@@ -1175,8 +1173,7 @@ class ModelSettings(LayoutSettings):
         blocks = {int(p) for p in parts if p.isdecimal()} & set(range(self.num_layers))
         if not 0 < len(parts) == len(blocks):
             yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
-                   f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or set "
-                   f"VE_ENABLED=0")
+                   f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
 
 @dataclass
 class ComputeSettings(Settings):
@@ -1259,8 +1256,7 @@ class Block:
     def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
         """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
 
-        x0 [B, T, D] is the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in
-        `rotate`."""
+        x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
         q, k, v = self.heads(n, w, cos, sin, ve, keep)
         y = self.attend(q, k, v)
@@ -1334,15 +1330,15 @@ class Golf(torch.nn.Module):
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
-        mix, freeze = self.resid_mix.to(self.compute), False
+        mix, freeze = self.resid_mix.to(self.compute), self.frozen[0] > 0 and torch.is_grad_enabled()
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
         stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
-        stack = joined(stack, kernels)
+        stack = stack if freeze else joined(stack, kernels)
         blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
-        return blocks
+        return [joined(w, kernels) for w in freeze_blocks(blocks, *self.frozen)] if freeze else blocks
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -1417,6 +1413,12 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
         out, down = folded_weight(out, w.attn_scale), folded_weight(down, w.mlp_scale)
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
+
+def freeze_blocks(blocks: list[BlockWeights], count: int, scope: str) -> list[BlockWeights]:
+    "The lowest `count` blocks detached: all they read, or with scope `controls` all but their matrices."
+    first = 0 if scope == "all" else len(BLOCK_MATRICES)
+    return [BlockWeights(*w[:first], *(t if t is None else t.detach() for t in w[first:]))
+            for w in blocks[:count]] + blocks[count:]
 
 SKIP_START = {"one": 1.0, "sigmoid": -1.5}  # first weights by cfg.skip_gate
 
@@ -1572,12 +1574,12 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
 def newton_schulz_settings(method: str, steps: int = 5) -> dict:
     "coeffs, scale and eps of `newton_schulz`. Raises GolfError if the method is unknown or steps < 1."
     table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
-    if "ns5" not in table or steps < 1:
+    if method not in table or steps < 1:
         raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {method!r}, {steps}")
-    coeffs, scale, eps = table["ns5"]
+    coeffs, scale, eps = table[method]
     return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)  # the last repeats
 
-def orthogonalize(G: Tensor, steps: int = 5, dtype=None) -> Tensor:
+def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None) -> Tensor:
     """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
 
     `method`: "ns5" (Muon's quintic) or "polar" (arXiv 2505.16932); `dtype` of the result, None: bf16 on CUDA,
@@ -1587,7 +1589,7 @@ def orthogonalize(G: Tensor, steps: int = 5, dtype=None) -> Tensor:
         raise GolfError("orthogonalize needs a float tensor of at least two dimensions: "
                         f"found {G.dtype} of shape {tuple(G.shape)}")
     dtype = dtype or (torch.bfloat16 if G.is_cuda else G.dtype)
-    return newton_schulz(G, dtype=dtype, kernels=True, **newton_schulz_settings("ns5", steps))
+    return newton_schulz(G, dtype=dtype, kernels=True, **newton_schulz_settings(method, steps))
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
@@ -1736,15 +1738,43 @@ class Ema:
         now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
 
+class Swa:
+    "Running mean of snapshots (Izmailov et al., 2018), with the shapes and dtypes of `tensors`."
+
+    def __init__(self, tensors: list[Tensor]):
+        self.tensors = [torch.zeros_like(t) for t in wide_copy(tensors)]
+        self.count = torch.zeros((), dtype=self.tensors[0].dtype, device=self.tensors[0].device)
+
+    @torch.no_grad()
+    def add(self, tensors: list[Tensor], weight: Tensor):
+        "Take a snapshot if the 0-dim `weight` is 1, none if it is 0; the CPU does not wait for it."
+        weight = weight.to(self.count)
+        self.count += weight
+        share = torch.where(self.count > 0, weight / self.count, 0.0)
+        now = [t.detach().to(m.dtype) for t, m in zip(tensors, self.tensors, strict=True)]
+        change = torch._foreach_sub(now, self.tensors)
+        torch._foreach_mul_(change, share)
+        torch._foreach_add_(self.tensors, change)
+
+    def mean(self) -> list[Tensor]:
+        "The average of the snapshots; waits for the GPU. Raises GolfError if no snapshot was taken."
+        if self.count.item() == 0:
+            raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; "
+                            "lower SWA_EVERY, raise WARMDOWN_ITERS or use AVERAGING=ema")
+        return self.tensors
+
+SWA_BELOW = 0.2  # share of the peak learning rate under which tight SWA takes snapshots
+
 @dataclass
 class AveragingSettings(Settings):
     "Which average of the weights a run exports."
     averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
+    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps", bounds="> 0")
 
-def average_of(mode: str, ema: Ema | None, current: list[Tensor]) -> list[Tensor]:
+def average_of(mode: str, ema: Ema | None, swa: Swa | None, current: list[Tensor]) -> list[Tensor]:
     "Copies, in at least fp32, of the weights that AVERAGING=`mode` exports; none: the `current` weights."
-    lists = [ema.tensors if part == "ema" else None.mean() for part in mode.split("+") if part != "none"]
+    lists = [ema.tensors if part == "ema" else swa.mean() for part in mode.split("+") if part != "none"]
     if len(lists) == 2:
         return [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
     return wide_copy(lists[0] if lists else current)
@@ -1960,7 +1990,7 @@ class Muon:
 
     def direction(self, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
-        return orthogonalize(ahead, self.steps, ahead.dtype)
+        return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype)
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
@@ -2179,15 +2209,14 @@ class Engine:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
             self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
-        for b in ():
+        for b in self.banks.values() if self.debug else ():
             b.replica.data.fill_(float("nan"))
         return self.control
 
     def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
         """Update everything and publish.
 
-        `multiplier` (float or 0-dim) scales all learning rates; `project(name, master)` may round what goes
-        out.
+        `multiplier` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
         """
         for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
             knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
@@ -2202,7 +2231,7 @@ class Engine:
                     stream.wait_event(ready)
                 bank.arrive()
                 self.bank_steps[n]()
-                handles.append(bank.publish(None))
+                handles.append(bank.publish(project and project(n, bank.master)))
         self.small_step()
         wait_all(handles)
         for stream in self.streams.values():
@@ -2569,14 +2598,19 @@ class Averages:
         "Take in the weights after `step`."
         if self.ema is not None:
             self.ema.update(self.engine.tensors())
+        if self.swa is not None and (step + 1) % self.cfg.swa_every == 0:
+            m = torch.as_tensor(multiplier, dtype=self.engine.full, device=self.engine.device)
+            self.swa.add(self.engine.tensors(), (m < SWA_BELOW).to(self.engine.full))
 
     def exported(self) -> str:
         "AVERAGING, or what is left of it where no snapshot was taken. Waits for the device."
-        return self.cfg.averaging
+        if self.swa is None or self.swa.count.item():
+            return self.cfg.averaging
+        return "ema" if self.ema else "none"
 
     def tensors(self) -> list:
         "The tensors to export, in the engine's order."
-        return average_of(self.exported(), self.ema, self.engine.tensors())
+        return average_of(self.exported(), self.ema, self.swa, self.engine.tensors())
 
 class Trainer:
     """A run's training: its steps and validations, and what came of them.
@@ -2626,7 +2660,7 @@ class Trainer:
         stop = 0 < cfg.train_cap_ms <= elapsed + under_way and step > 0
         control = engine.launch(loss, elapsed, stop)
         multiplier = multiplier_at(cfg, step, control[0])
-        engine.finish(multiplier, momentum_at(cfg, step), project=None)
+        engine.finish(multiplier, momentum_at(cfg, step), project=self.project)
         self.averages.update(step, multiplier)
         self.steps += 1
         values = self.reader.push(torch.cat([control, loss.to(control.dtype).view(1)]))
@@ -2644,13 +2678,11 @@ class Trainer:
             self.skipped += 1
             log.line(f"step:{step + 1} skipped: the gradient was not finite")
         norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
-        begin, end = (*self.starts[step:step + 2], self.train_ms)[:2]
-        log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
-                train_ms=end,
+        last, end = (*self.starts[step:step + 2], self.train_ms)[:2]
+        log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - last, train_ms=end,
                   multiplier=self.late_multiplier, momentum=momentum_at(cfg, step), grad_norm=norm)
         step += 1
-        if step <= 10 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 \
-                or step == cfg.iterations:
+        if step < 11 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 or step == cfg.iterations:
             log.line(f"step:{step}/{cfg.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
                      f"step_avg:{end / step:.2f}ms")
 
@@ -2663,7 +2695,7 @@ class Trainer:
                       f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
                       f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
         self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
-        self.engine.publish(project=None)
+        self.engine.publish(project=self.project)
         self.begun = self.now() - self.train_ms / 1000
 
 def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog | None = None,
@@ -3082,7 +3114,7 @@ class RunningScore:
 
     def push(self, sums: Tensor, step: int, ranks: Ranks):
         "Log the score after `step`, a few steps later."
-        if self.log is not None and step % 10 == 0:
+        if self.log is not None and step % self.every == 0:
             if late := self.reader.push(torch.cat([ranks.sum(sums.clone()), sums.new_full((1,), step)])):
                 self.write(*late)
 
@@ -3170,7 +3202,7 @@ def setting_specs() -> dict[str, Field]:
     return {spec.name: spec for spec in fields(Config)}
 
 DEFAULT_RECIPE = "pr549"
-SCRIPT = "golfnb script --recipe pr549"  # in a generated script: the command that makes it
+SCRIPT = "golfnb script --recipe pr549"  # in a script: the command that makes it
 
 RECIPES = {"pr549": {}}
 
@@ -3327,9 +3359,8 @@ class Session:
     def begin(self, code: bytes):
         "Write the log's first lines, keep the script in the run's folder, and build the machine."
         cfg, line, world, kept = self.cfg, self.log.line, self.ranks.world, self.folder / "train_gpt.py"
-        line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{world} "
-             f"grad_accum_steps:{grad_accum(world)} device:{device_name(self.ranks)} "
-             f"torch:{torch.__version__}")
+        line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{world} grad_accum_steps:"
+             f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
         line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
              f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
         if code:
@@ -3363,8 +3394,7 @@ class Session:
         return done.averages
 
     def meta(self) -> dict:
-        """What a file of weights says of itself: settings that rebuild the model, tokenizer, recipe, seed,
-        steps."""
+        "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
         cfg = self.cfg
         return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
                 "vocab_size": cfg.vocab_size, "recipe": "pr549", "steps": self.summary["steps"]}

@@ -1,4 +1,5 @@
 """Every test, and every process a test starts, sees the checkout's golfnb and the workers in tests/."""
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ for p in (str(ROOT), str(ROOT / "tests")):
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+gc.set_threshold(100_000)  # torch holds many objects, and to search them for garbage takes long
 LONG = ("test_script", "test_cli", "test_kernels", "test_any_model", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters")
 
 

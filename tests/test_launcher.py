@@ -1,5 +1,6 @@
 """The script generator: every rule refused with a sentence, scoping as Python's, packed and readable alike; and the real script."""
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from golfnb.settings import GolfError
-from golfnb.launcher import (SCRIPT_MODULES, Program, explain, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
+from golfnb.launcher import (SCRIPT_MODULES, Program, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
                              run_script, specialise)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,8 +175,9 @@ def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
 
 # ---- the real package ----
 
-def test_the_real_package_obeys_the_rules():
+def test_the_script_in_the_tree_is_the_folded_one_and_obeys_the_rules():
     text = fold_script("pr549")
+    assert text == (package_dir() / "train_gpt.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
     names = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     assert len(names) == len(set(names)) and "script_main" in names
@@ -185,9 +187,5 @@ def test_the_real_package_obeys_the_rules():
     assert "golfnb" not in roots
     packed = pack_script(text)
     assert len(packed.encode()) < len(text.encode()) / 3
-    table = explain("pr549")
-    assert all(m in table for m in SCRIPT_MODULES) and max(map(len, text.splitlines())) <= 110
-
-
-def test_the_script_in_the_tree_is_the_folded_one():
-    assert (package_dir() / "train_gpt.py").read_text(encoding="utf-8") == fold_script("pr549")
+    marks = re.findall("(?m)^# ---- (\\w+) ----$", text)
+    assert marks == [m for m in SCRIPT_MODULES if m in marks] and max(map(len, text.splitlines())) <= 110
