@@ -186,7 +186,7 @@ def link(p: Program, n: ast.AST, up: ast.AST, scope: ast.AST | None, unit: ast.s
     """
     unit = n if isinstance(n, ast.FunctionDef) and isinstance(up, ast.ClassDef) else unit
     n.up, n.scope, n.unit, n.in_annotation = up, scope, unit, in_annotation
-    n.in_fstring = up.in_fstring or isinstance(up, ast.JoinedStr)
+    n.in_fstring, n.parts = up.in_fstring or isinstance(up, ast.JoinedStr), []
     p.nodes.append(n)
     if hasattr(n, "lineno") and not n.in_fstring:
         n.start = p.starts[n.lineno - 1] + n.col_offset
@@ -199,6 +199,7 @@ def link(p: Program, n: ast.AST, up: ast.AST, scope: ast.AST | None, unit: ast.s
         outer = field == "iter" and isinstance(n, ast.comprehension) and n is up.generators[0]
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not isinstance(child, PLACELESS):
+                n.parts.append(child)
                 link(p, child, n, n if inside else scope.scope if outer else scope, unit,
                      in_annotation or field in ("annotation", "returns"))
 
@@ -334,9 +335,9 @@ def values_of(p: Program, n: ast.AST) -> tuple:
 # %% ../nbs/20_launcher.ipynb #916e8166
 def computed(p: Program, n: ast.AST) -> tuple:
     "The values of an expression for every choice of the values of its parts."
-    parts, f = [x for x in ast.iter_child_nodes(n) if not isinstance(x, PLACELESS)], getattr(n, "func", None)
     if isinstance(n, ast.Constant) or n.in_fstring or not isinstance(n, COMPUTED):
         return (n.value,) if isinstance(n, ast.Constant) else ()
+    parts, f = n.parts, getattr(n, "func", None)
     if isinstance(f, ast.Name) and f.id in SAFE and not (f.owner or f.id in p.tops):
         parts = [*n.args, *(k.value for k in n.keywords)]
     known = [values_of(p, x) for x in parts]
@@ -418,9 +419,8 @@ def fold(p: Program, n: ast.AST) -> None:
         for block in blocks(n):
             ends = [i for i, s in enumerate(block, 1) if isinstance(s, ENDS)]
             p.gone |= {*block[ends[0] if ends else len(block):]}
-        for child in ast.iter_child_nodes(n):
-            if not isinstance(child, PLACELESS):
-                fold(p, child)
+        for part in n.parts:
+            fold(p, part)
 
 # %% ../nbs/20_launcher.ipynb #11569bde
 def drop_operands(p: Program, n: ast.BoolOp) -> None:
