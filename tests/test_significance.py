@@ -5,6 +5,7 @@ import random
 import pytest
 from tiny import golfnb, one_sentence
 
+from golfnb.settings import GolfError
 from golfnb.significance import below_target, compare_runs, run_summary, runs_needed, student_tail, welch
 
 
@@ -74,3 +75,9 @@ def test_the_command(tmp_path):
     assert done.returncode == 0 and "n = 3" in done.stdout and "proved at the level" in done.stdout
     done = golfnb("compare", "nowhere", cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr)
+
+
+def test_one_value_is_refused_in_a_sentence():
+    for call in (lambda: welch([1.0], [1.0, 2.0]), lambda: welch([1.0, 2.0], []), lambda: below_target([1.0], 2.0), lambda: runs_needed([1.0], 2.0)):
+        with pytest.raises(GolfError, match="two values or more expected, found [01]; run more seeds"):
+            call()
