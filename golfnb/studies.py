@@ -368,8 +368,9 @@ def clip_as_eight(m: Machine, cfg: Config, world: int) -> Machine:
 @study
 def parity(lab: Lab):
     "A whole run that computes what 8 ranks compute, with the losses of rank 0's first micro-batches."
-    world, losses, given = lab.ranks.world, [], dict(RECIPE="pr549", ITERATIONS="500", WARMDOWN_ITERS="200",
-                                                     MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="100")
+    given = {"RECIPE": "pr549", "ITERATIONS": "500", "WARMDOWN_ITERS": "200", "MAX_WALLCLOCK_SECONDS": "0",
+             "VAL_LOSS_EVERY": "100"}
+    world, losses = lab.ranks.world, []
     cfg, accum = load_config(given | lab.env), grad_accum(world)
 
     def machine(cfg, ranks):

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 65c380dad9bb3306 | Apache-2.0
+# golfnb script --recipe pr549 | source 260945bef9da55ea | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc

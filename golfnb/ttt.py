@@ -352,8 +352,8 @@ def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     def slide(t: Tensor, cfg: TttSettings) -> Trial:
         load_named(model, state)
         rows, every = cfg.rows_per_score(1), (cfg.eval_seq_len, cfg.eval_stride)
-        return Trial(model, len(t) - 1, lambda trial: sliding_loss(trial, t, table, *every, rows, Ranks(),
-                                                                   out=trial.nats))
+        return Trial(model, len(t) - 1, lambda trial: sliding_loss(
+            trial, t, table, *every, rows, Ranks(), out=trial.nats))
 
     def adapt(t: Tensor, cfg: TttSettings) -> Trial:
         return Trial(model, len(t) - 1, lambda trial: score_first(
