@@ -62,7 +62,7 @@ def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
     va, vb, gap = standard_error(a) ** 2, standard_error(b) ** 2, mean(a) - mean(b)
     t = gap / math.sqrt(va + vb) if va + vb else math.copysign(math.inf, gap) if gap else 0.0
     freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1)) if va + vb else 1.0
-    return t, freedom, 2 * student_tail(abs(t), freedom)
+    return t, freedom, 2 * student_tail(abs(t), freedom) if t else 1.0
 
 # %% ../nbs/26_significance.ipynb #2d639b4d
 def run_summary(path: Path | str) -> dict:

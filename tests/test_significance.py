@@ -54,7 +54,7 @@ def test_how_often_it_cries_wolf():
 
 def test_equal_values():
     assert abs(below_target([1, 1], 1) - 0.5) < 1e-12 and below_target([1, 1], 2) == 0 and below_target([1, 1], 0) == 1
-    assert welch([1, 1], [1, 1])[2] == pytest.approx(1, abs=1e-14) and welch([1, 1], [2, 2])[2] == 0 and runs_needed([3.0, 3.1], 2.0) is None
+    assert welch([1, 1], [1, 1])[2] == 1 and welch([1, 1], [2, 2])[2] == 0 and runs_needed([3.0, 3.1], 2.0) is None
 
 
 def test_groups_differ_by_more_than_the_seed(tmp_path):
