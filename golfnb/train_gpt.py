@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 260945bef9da55ea | Apache-2.0
+# golfnb script --recipe pr549 | source 869dff35bcaa9faf | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import functools
 import gc
@@ -311,18 +311,26 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
 
 # ---- loader ----
 class WindowSampler:
-    """An endless iterator over one rank's rows of each batch, uint16 [rows, seq_len + 1], read from shards.
+    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1], from shards.
 
-    Each order derives from it. `state` and `load_state` save and restore the place exactly, as JSON.
+    Each order derives from it and plans the windows of a step. `state` and `load_state` save and restore the
+    place exactly, as JSON; between two steps it fits any `world`.
     """
     order, vocab_size = "", 65_536
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int):
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, accum: int = 1):
         self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
+        self.accum, self.turn, self.windows = accum, 0, rows * world * accum  # of a step
         self.tokens = [read_header(p) for p in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
     def __iter__(self) -> "WindowSampler": return self
+
+    def __next__(self) -> np.ndarray:
+        if self.turn == 0:
+            self.before, self.planned = self._place(), self.plan()
+        part, self.turn = self.turn * self.world + self.rank, (self.turn + 1) % self.accum
+        return np.stack([self.row(*window) for window in self.planned[part :: self.world * self.accum]])
 
     def read(self, shard: int, begin: int, count: int) -> np.ndarray:
         "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
@@ -334,7 +342,8 @@ class WindowSampler:
 
     def state(self) -> dict:
         "The place after the last batch."
-        return {"order": self.order, "corpus": self.corpus} | self._place()
+        place = self.before if self.turn else self._place()
+        return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
 
     def load_state(self, state: dict) -> None:
         "Go to a place that `state` gave. Raises GolfError for another order or corpus."
@@ -343,22 +352,34 @@ class WindowSampler:
             raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
                             f"found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
         self._go_to(state)
+        self.turn = int(state["turn"])
+        if self.turn:
+            self.before, self.planned = self._place(), self.plan()
 
 class SequentialSampler(WindowSampler):
-    "The baseline's order: consecutive spans of the joined shards, the first again after the last."
+    "The baseline's order: `spans` of the joined shards a step (0: one for each part), round and round."
     order, position = "sequential", 0
 
-    def __next__(self) -> np.ndarray:
-        span, ends = self.rows * self.seq_len + 1, np.cumsum(self.tokens)
-        at, total, parts = self.position + self.rank * span, int(ends[-1]), []
-        self.position = (self.position + self.world * span) % total
-        while span:
-            shard = int(np.searchsorted(ends, at % total, side="right"))
-            left = int(ends[shard]) - at % total
-            parts.append(self.read(shard, self.tokens[shard] - left, min(left, span)))
-            at, span = at + parts[-1].size, span - parts[-1].size
-        windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(parts), self.seq_len + 1)
-        return windows[:: self.seq_len]
+    def __init__(self, paths: Sequence[Path], rank, world, rows: int, seq_len: int, accum=1):
+        super().__init__(paths, rank, world, rows, seq_len, accum)
+        self.spans, self.ends = 8, np.cumsum(self.tokens)
+
+    def plan(self) -> list[tuple]:
+        "Where the windows of the next step begin in the stream; a part gets neighbours."
+        n, total = np.arange(self.windows), self.ends[-1]
+        starts = (self.position + n * self.seq_len + n * self.spans // self.windows) % total
+        self.position = int((self.position + self.windows * self.seq_len + self.spans) % total)
+        return [(x,) for x in starts.reshape(-1, self.rows).T.ravel().tolist()]
+
+    def row(self, at: int) -> np.ndarray:
+        "A window, uint16 [seq_len + 1], from token `at` of the stream on."
+        found, left = [], self.seq_len + 1
+        while left:
+            shard = int(np.searchsorted(self.ends, at, side="right"))
+            rest = int(self.ends[shard]) - at
+            found.append(self.read(shard, self.tokens[shard] - rest, min(rest, left)))
+            at, left = (at + found[-1].size) % int(self.ends[-1]), left - found[-1].size
+        return np.concatenate(found)
 
     def _place(self) -> dict: return {"position": self.position}
     def _go_to(self, state: dict) -> None: self.position = int(state["position"])
@@ -390,8 +411,8 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
 
 def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: int, seq_len: int):
     "The `WindowSampler` that LOADER names, over sorted training shards, for rows of `seq_len` tokens."
-    rows = cfg.rows_per_micro(world, seq_len)
-    return SequentialSampler(paths, rank, world, rows, seq_len)
+    rows, accum = cfg.rows_per_micro(world, seq_len), grad_accum(world)
+    return SequentialSampler(paths, rank, world, rows, seq_len, accum)
 
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.loader import CoprimeSampler, Loader, PackedSampler, SequentialSampler, draw_cursor, index_documents, make_sampler, mixture
+from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, PackedSampler, SequentialSampler, draw_cursor, index_documents, make_sampler, mixture
 from golfnb.shards import write_shard
 
 ORDERS = ((SequentialSampler, ()), (CoprimeSampler, (5,)), (PackedSampler, (5,)))
@@ -109,18 +109,17 @@ def test_plan_does_not_depend_on_paths(tmp_path):
 
 
 def test_mixture_follows_its_schedule():
-    assert mixture(0, 100, 384, 8) == (8, 0.9)
-    assert mixture(900, 100, 384, 8) == (36, pytest.approx(0.7))
-    assert mixture(1800, 100, 384, 8) == mixture(10**6, 100, 384, 8) == (64, 0.5)
-    assert mixture(1800, 100, 384, 1)[0] == 32 and mixture(0, 100, 384, 16)[0] == 16
-    assert mixture(0, 3, 384, 8)[0] == 3 and mixture(1800, 100, 5, 1)[0] == 5
+    assert mixture(0, 100, 384) == (8, 0.9)
+    assert mixture(900, 100, 384) == (36, pytest.approx(0.7))
+    assert mixture(1800, 100, 384) == mixture(10**6, 100, 384) == (64, 0.5)
+    assert mixture(0, 3, 384)[0] == 3 and mixture(1800, 100, 5)[0] == 5
 
 
 def test_guaranteed_window_and_breadth(tmp_path):
     "Every drawn shard gives at least one window, and the number of shards is the mixture's."
     sampler = CoprimeSampler(corpus(tmp_path, [400] * 20), 0, 1, 40, 16, seed=2)
     for batch in range(30):
-        assert len({shard for shard, _ in sampler.plan()}) == mixture(batch, 20, 40, 1)[0]
+        assert len({shard for shard, _ in sampler.plan()}) == mixture(batch, 20, 40)[0]
 
 
 def test_a_state_of_another_corpus_is_refused(paths):
@@ -154,7 +153,7 @@ def test_make_sampler_follows_the_config(tmp_path):
     demo = load_config({"RECIPE": "demo", "SEED": "3"})
     sampler = make_sampler(demo, paths, 1, 2, demo.train_seq_len)
     assert isinstance(sampler, CoprimeSampler) and sampler.rows == demo.rows_per_micro(2, demo.train_seq_len)
-    assert sampler.plan() == CoprimeSampler(paths, 0, 2, sampler.rows, demo.train_seq_len, 3).plan()
+    assert sampler.plan() == CoprimeSampler(paths, 0, 2, sampler.rows, demo.train_seq_len, 3, 4).plan()
     assert isinstance(make_sampler(load_config({"RECIPE": "demo", "LOADER": "sequential"}), paths, 0, 1, load_config({"RECIPE": "demo", "LOADER": "sequential"}).train_seq_len), SequentialSampler)
 
 
@@ -295,6 +294,23 @@ def test_packed_documents_stay_together(tmp_path):
     assert index_documents(np.array([9, 9], np.uint16))[1].tolist() == [2] and index_documents(np.array([1], np.uint16))[1].tolist() == [0]
 
 
+@pytest.mark.parametrize("order", ["sequential", "coprime", "packed"])
+def test_the_windows_of_a_step_are_the_same_on_any_number_of_ranks(paths, order):
+    "Whatever number of ranks and micro-steps share it; and a place between two steps fits every number of ranks."
+    cfg, place = LoaderSettings(train_batch_tokens=840 * 4, loader=order), None # 840 windows: 1 to 8 ranks
+    for step in range(3):
+        steps, places = [], []
+        for world in range(1, 9):
+            samplers = [make_sampler(cfg, paths, rank, world, 4) for rank in range(world)]
+            if place:
+                [s.load_state(place) for s in samplers]
+            rows = np.concatenate([next(s) for _ in range(samplers[0].accum) for s in samplers])
+            steps.append(Counter(map(bytes, rows)))
+            places += [json.loads(json.dumps(s.state())) for s in samplers]
+        assert all(s == steps[0] and s.total() == 840 for s in steps) and all(p == places[0] for p in places)
+        place = places[0]
+
+
 @given(lengths=st.lists(st.integers(3, 90), min_size=1, max_size=9), world=st.integers(1, 8), rows=st.integers(1, 3), seq_len=st.integers(1, 24),
        steps=st.integers(0, 25), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
@@ -304,7 +320,7 @@ def test_resume_in_the_middle_of_a_pass_on_every_rank(tmp_path_factory, lengths,
     for order, more in ORDERS:
         if order is CoprimeSampler and max(lengths) <= seq_len:
             continue
-        ranks, again = ([order(paths, r, world, rows, seq_len, *(seed + n for _ in more)) for r in range(world)] for paths, n in ((here, 0), (there, 1)))
+        ranks, again = ([order(paths, r, world, rows, seq_len, *(seed + n for _ in more), accum=1 + seed % 3) for r in range(world)] for paths, n in ((here, 0), (there, 1)))
         for _ in range(steps):
             [next(s) for s in ranks]
         saved = [json.loads(json.dumps(s.state())) for s in ranks]
