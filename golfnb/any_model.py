@@ -411,10 +411,10 @@ def check_parameters(self: ParallelMuon):
 
 # %% ../nbs/25_any_model.ipynb #61cae1a3
 @patch
-def meet(self: ParallelMuon, patience: float = 5.0):
+def meet(self: ParallelMuon, call: str, patience: float = 5.0):
     "Return when all ranks are here; after `patience` seconds say who waits. GolfError if one never comes."
-    words = (f"rank {self.ranks.rank} misses another rank in ParallelMuon.state_dict(), which gathers from "
-             "all: call it on every rank, and write the file on one")
+    words = (f"rank {self.ranks.rank} misses another rank in ParallelMuon.{call}(): "
+             "every rank must call it, also where one alone reads or writes the file")
     late = threading.Timer(patience, logging.getLogger("golfnb").warning, [words])
     late.start()
     try:
@@ -428,7 +428,7 @@ def meet(self: ParallelMuon, patience: float = 5.0):
 @patch
 def state_dict(self: ParallelMuon) -> dict:
     "Whole state by parameter, on the CPU of every rank; every rank must call it. Fits any number of ranks."
-    self.meet()
+    self.meet("state_dict")
     banks, whole, live = self.engine.banks.values(), {p: {} for p in self.state}, self.state
     for part in self.engine.parts:  # weights may have been written since the last step
         self.engine.bank_rule.follow(part)
@@ -470,8 +470,9 @@ def check_state(self: ParallelMuon, saved: dict) -> dict[str, dict]:
 @patch
 @torch.no_grad()
 def load_state_dict(self: ParallelMuon, state_dict: dict):
-    "Take over what `state_dict` gave on any number of ranks. GolfError, and nothing changed, if it cannot."
+    "On every rank, take over what `state_dict` gave on any number; GolfError, and nothing changed, if not."
     states = self.check_state(state_dict)
+    self.meet("load_state_dict")
     for group, ours in zip(state_dict["param_groups"], self.param_groups):
         ours |= {k: v for k, v in group.items() if k not in ("params", "param_names")}
     for n, p in (self.banked | self.rest).items():

@@ -301,13 +301,15 @@ def drifting(ranks):
     return heard(lambda: ParallelMuon(net())), heard(lambda: ParallelMuon(nn.SyncBatchNorm.convert_sync_batchnorm(net())))
 
 
-def rank_0_saves_alone(ranks):
-    "`if rank == 0: optimizer.state_dict()`, while the others do something else and leave. What is heard, and when it is first heard."
-    model, opt = fresh(0)
-    opt.meet = partial(opt.meet, patience=0.3)
+def rank_0_alone(ranks):
+    "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others do something else and leave: what is heard."
+    (_, opt), (_, other) = fresh(0), fresh(1)
+    state = opt.state_dict()
+    for o in (opt, other):
+        o.meet = partial(o.meet, patience=0.3)
     if not ranks.master:
         return time.sleep(1.5)
-    return heard(opt.state_dict)
+    return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
 
 
 def other_modules(ranks):
