@@ -218,8 +218,8 @@ class ParallelMuon(torch.optim.Optimizer):
         self.show_state()
 
     def __getstate__(self):
-        raise GolfError("a ParallelMuon cannot be copied or pickled, its parameters are the module's: copy that,"
-                        " call ParallelMuon on the copy, and load this one's state_dict() there")
+        raise GolfError("a ParallelMuon cannot be copied or pickled, its parameters are the module's: copy "
+                        "that, call ParallelMuon on the copy, and load this one's state_dict() there")
 
     @property
     def skipped(self) -> int:
