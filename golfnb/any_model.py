@@ -9,6 +9,7 @@ __all__ = ['linear_weights', 'head_weight', 'hidden_matrices', 'module_layout', 
 # %% ../nbs/25_any_model.ipynb #aa5f77f6
 import logging
 import os
+import threading
 from collections import Counter
 
 import torch
@@ -81,7 +82,7 @@ def find_ranks(device: torch.device) -> Ranks:
         raise GolfError(f"the module is on {device}, but this process works on cuda:{here}: "
                         f"call torch.cuda.set_device({device.index}) before the module is made")
     if dist.is_available() and dist.is_initialized():
-        return Ranks(dist.get_rank(), dist.get_world_size(), device)
+        return Ranks(dist.get_rank(), dist.get_world_size(), device, patient=dist.new_group(backend="gloo"))
     if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise GolfError(f"WORLD_SIZE is {world}, but there is no process group: call golfnb.start_ranks() or "
                         "torch.distributed.init_process_group() before ParallelMuon")
@@ -105,6 +106,13 @@ def start_alike(module: nn.Module, layout: Layout, ranks: Ranks, call: str = "")
         raw = t.detach().contiguous().view(-1).view(torch.uint8)
         dist.broadcast(raw, 0)
         t.data.copy_(raw.view(t.dtype).view(t.shape))
+    drift = [f"{path}.running_mean" for path, m in module.named_modules()
+             if getattr(m, "track_running_stats", False) and not isinstance(m, nn.SyncBatchNorm)]
+    if drift and ranks.master:
+        logging.getLogger("golfnb").warning(
+            "running statistics (%s) follow each rank's own rows, so ranks will evaluate differently: call "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) first, or evaluate and save on rank 0",
+            ", ".join(drift))
 
 # %% ../nbs/25_any_model.ipynb #2a4289c9
 class Numbered(Muon):
@@ -140,15 +148,22 @@ class Numbered(Muon):
 
 # %% ../nbs/25_any_model.ipynb #ff3ad5ad
 @patch
-def update(self: Numbered, part: ShardedBank | FlatGroup, grad: Tensor, knobs: Knobs):
-    "One step of a shard or a flat group, in place."
-    n, at, shard = len(self.index), self.places[part], isinstance(part, ShardedBank)
-    has_gradient, lr, wd, (mu, beta1, beta2, eps) = knobs.words.split([n, n, n, 4])
-    ok, lr, wd, master = knobs.ok & (has_gradient[at] > 0), lr[at], wd[at], part.master
+def follow(self: Numbered, part: ShardedBank | FlatGroup):
+    "Bring weights that were written in the module into the masters of a shard or a flat group."
+    shard, master = isinstance(part, ShardedBank), part.master
     live = part.replica.data[part.slots.start:part.slots.stop] if shard else part.rounded
     published = part.rounded if shard else master.to(live.dtype)
     torch.where(live == published, master, live.to(master.dtype), out=master)
-    if shard:
+
+# %% ../nbs/25_any_model.ipynb #cc595b20
+@patch
+def update(self: Numbered, part: ShardedBank | FlatGroup, grad: Tensor, knobs: Knobs):
+    "One step of a shard or a flat group, in place."
+    self.follow(part)
+    n, at, master = len(self.index), self.places[part], part.master
+    has_gradient, lr, wd, (mu, beta1, beta2, eps) = knobs.words.split([n, n, n, 4])
+    ok, lr, wd = knobs.ok & (has_gradient[at] > 0), lr[at], wd[at]
+    if isinstance(part, ShardedBank):
         lr, wd, ok = (x.view(-1, 1, 1) for x in (lr, wd, ok))
         return self.move(part, grad, lr, mu, wd, ok)
     *_, first, second, steps = part.state.values()
@@ -171,9 +186,11 @@ class ParallelMuon(torch.optim.Optimizer):
     lr, momentum, weight_decay: of the matrices; adam_lr, adam_weight_decay, betas, eps: of the rest
     lr_mul, wd_mul: (name, parameter) -> factor on its learning rate and weight decay
     replica_dtype: of banked weights in the module, e.g. torch.bfloat16 (masters stay fp32); None: as they are
-    max_norm: clip the norm of the mean gradient to this; 0: do not
+    max_norm: clip the norm of the mean gradient to this (torch's clip_grad_norm_ would clip each rank's own,
+        before the mean); 0: do not
     transposable: [a, b] and [b, a] share a bank
 
+    Checkpoints: `state_dict()` on every rank, or `torch.distributed.checkpoint`; weights also as safetensors.
     Raises GolfError for what cannot be trained, before anything is changed.
     """
     _step_supports_amp_scaling = True  # a GradScaler then calls `step`, which refuses
@@ -198,6 +215,11 @@ class ParallelMuon(torch.optim.Optimizer):
             groups.append(dict(params=list(ps.values()), param_names=list(ps), **how, **factors))
         super().__init__(groups, matrices)  # schedulers look at the defaults
         del self.param_groups[1]["momentum"]
+        self.show_state()
+
+    def __getstate__(self):
+        raise GolfError("a ParallelMuon cannot be copied or pickled, its parameters are the module's: copy "
+                        "that, call ParallelMuon on the copy, and load this one's state_dict() there")
 
     @property
     def skipped(self) -> int:
@@ -219,6 +241,9 @@ def sort_parameters(self: ParallelMuon, module: nn.Module, filter, transposable:
 
     Raises GolfError for what cannot be trained here.
     """
+    if not isinstance(module, nn.Module):
+        raise GolfError("ParallelMuon needs the module, since it changes where parameters lie: write "
+                        f"ParallelMuon(model) instead of giving it a {type(module).__name__}")
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise GolfError("ParallelMuon averages gradients itself: give it wrapper.module and drop DDP")
     named = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -265,10 +290,27 @@ def fill_banks(self: ParallelMuon, module: nn.Module, replica_dtype, max_norm: f
     self.engine.load(start, self.rest)
     self.buffers = {n: torch.zeros_like(r, requires_grad=False) for n, r in replicas.items()}
     self.grad_views, live = self.views(self.buffers), self.views({n: r.data for n, r in replicas.items()})
-    for n, p in self.banked.items():
-        p.data = live[n]
+    for n, p in (self.banked | self.rest).items():
+        view = live.get(n, p.data)
+        aligned = view.is_cpu or view.is_cuda and view.data_ptr() % 16 == 0
+        p.data = torch.from_dlpack(view) if aligned else view
         if p.grad is not None and p.grad.dtype != p.dtype:
             p.grad = None
+
+# %% ../nbs/25_any_model.ipynb #2eda6789
+@patch
+def show_state(self: ParallelMuon):
+    "Put live views into `state`, in the shape of each parameter; None for what another rank holds."
+    for p in self.banked.values():
+        self.state[p] = dict.fromkeys(("master", "momentum_buffer"))
+    for bank in self.engine.banks.values():
+        for m, *slots in zip(bank.spec.slots(self.ranks.rank), bank.master, bank.state["momentum_buffer"]):
+            for what, slot in zip(("master", "momentum_buffer"), slots) if m else ():
+                self.state[self.banked[m.name]][what] = slot.T if m.name in self.flipped else slot
+    for g in self.engine.groups:
+        for what, flat in g.state.items():
+            for n, view in (zip(g.params, flat) if what == "step" else g.view(flat).items()):
+                self.state[self.rest[n]][what] = view
 
 # %% ../nbs/25_any_model.ipynb #9961ddd9
 @patch
@@ -367,56 +409,75 @@ def check_parameters(self: ParallelMuon):
             raise GolfError(f"{name} was frozen when ParallelMuon was made and has a gradient now: "
                             "unfreeze it before the call, and freeze it afterwards if it shall rest")
 
-# %% ../nbs/25_any_model.ipynb #2eda6789
+# %% ../nbs/25_any_model.ipynb #61cae1a3
+@patch
+def meet(self: ParallelMuon, call: str, patience: float = 5.0):
+    "Return when all ranks are here; after `patience` seconds say who waits. GolfError if one never comes."
+    words = (f"rank {self.ranks.rank} misses another rank in ParallelMuon.{call}(): "
+             "every rank must call it, also where one alone reads or writes the file")
+    late = threading.Timer(patience, logging.getLogger("golfnb").warning, [words])
+    late.start()
+    try:
+        self.ranks.barrier()
+    except RuntimeError as e:
+        raise GolfError(words) from e
+    finally:
+        late.cancel()
+
+# %% ../nbs/25_any_model.ipynb #e5ca13cc
 @patch
 def state_dict(self: ParallelMuon) -> dict:
     "Whole state by parameter, on the CPU of every rank; every rank must call it. Fits any number of ranks."
-    banks, state = self.engine.banks.values(), self.state
+    self.meet("state_dict")
+    banks, whole, live = self.engine.banks.values(), {p: {} for p in self.state}, self.state
+    for part in self.engine.parts:  # weights may have been written since the last step
+        self.engine.bank_rule.follow(part)
     for what in ("master", "momentum_buffer"):
-        whole, _ = self.engine.gather([b.master if what == "master" else b.state[what] for b in banks])
-        for n, view in self.views({k: b.cpu() for k, b in whole.items()}).items():
-            state[self.banked[n]][what] = view.clone(memory_format=torch.contiguous_format)
-    for g in self.engine.groups:
-        for what, flat in g.state.items():
-            for n, view in (zip(g.params, flat) if what == "step" else g.view(flat).items()):
-                state[self.rest[n]][what] = view.to("cpu", copy=True)
-    packed = torch.optim.Optimizer.state_dict(self)
-    state.clear()
-    return packed
+        found, _ = self.engine.gather([b.master if what == "master" else b.state[what] for b in banks])
+        for n, view in self.views({k: b.cpu() for k, b in found.items()}).items():
+            whole[self.banked[n]][what] = view.clone(memory_format=torch.contiguous_format)
+    for p in self.rest.values():
+        whole[p] = {what: view.to("cpu", copy=True) for what, view in live[p].items()}
+    try:
+        self.state = whole
+        return torch.optim.Optimizer.state_dict(self)
+    finally:
+        self.state = live
 
-# %% ../nbs/25_any_model.ipynb #61cae1a3
+# %% ../nbs/25_any_model.ipynb #b14e9729
 @patch
-def check_state(self: ParallelMuon, saved: dict):
-    "GolfError unless the saved state is complete and of these parameters."
-    theirs = [n for g in saved.get("param_groups", ()) for n in g.get("param_names", ())]
+def check_state(self: ParallelMuon, saved: dict) -> dict[str, dict]:
+    "The saved state by name. GolfError unless it is complete and of these parameters."
+    groups = saved.get("param_groups", ())
+    theirs = [n for g in groups for n in g.get("param_names", ())]
     if theirs != list(self.index):
         wrong = ", ".join(sorted({*self.index} ^ {*theirs})[:3]) or "the order"
         raise GolfError(f"this is no state of a ParallelMuon with these {len(self.index)} parameters, {wrong} "
                         "differs: load what ParallelMuon.state_dict() gave for this module and filter")
+    keys = [key for g in groups for key in g["params"]]  # numbers; names from torch.distributed.checkpoint
+    states = {n: saved.get("state", {}).get(key, {}) for n, key in zip(theirs, keys)}
     for n, p in (self.banked | self.rest).items():
-        state = saved["state"].get(self.index[n], {})
+        state = states[n]
         needs = ("master", "momentum_buffer") if n in self.banked else ("exp_avg", "exp_avg_sq", "step")
-        if any(k not in state or k != "step" and state[k].shape != p.shape for k in needs):
+        missing = any(k not in state or k != "step" and state[k].shape != p.shape for k in needs)
+        if missing and (state or p.requires_grad):
             found = ", ".join(f"{k} {tuple(t.shape)}" for k, t in state.items()) or "nothing"
             raise GolfError(f"the saved state does not fit: expected {', '.join(needs)} of {n}, {tuple(p.shape)}, "
                             f"found {found}; load the state of this module")
+    return states
 
-# %% ../nbs/25_any_model.ipynb #e5ca13cc
+# %% ../nbs/25_any_model.ipynb #56876e4c
 @patch
 @torch.no_grad()
 def load_state_dict(self: ParallelMuon, state_dict: dict):
-    "Take over what `state_dict` gave on any number of ranks. GolfError, and nothing changed, if it cannot."
-    self.check_state(state_dict)
+    "On every rank, take over what `state_dict` gave on any number; GolfError, and nothing changed, if not."
+    states = self.check_state(state_dict)
+    self.meet("load_state_dict")
     for group, ours in zip(state_dict["param_groups"], self.param_groups):
         ours |= {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    engine, state = self.engine, {n: state_dict["state"][i] for n, i in self.index.items()}
-    for bank in engine.banks.values():
-        for m, *slots in zip(bank.spec.slots(self.ranks.rank), bank.master, bank.state["momentum_buffer"]):
-            for what, slot in zip(("master", "momentum_buffer"), slots) if m else ():
-                slot.copy_(state[m.name][what].T if m.name in self.flipped else state[m.name][what])
-    for g in engine.groups:
-        for what, flat in g.state.items():
-            for n, view in (zip(g.params, flat) if what == "step" else g.view(flat).items()):
-                view.copy_(state[n].get(what, view))
-    engine.publish()
+    for n, p in (self.banked | self.rest).items():
+        for what, view in self.state[p].items():
+            if view is not None:
+                view.copy_(states[n].get(what, p if what == "master" else view))
+    self.engine.publish()
     torch.autograd.graph.increment_version([*self.banked.values(), *self.rest.values()])

@@ -1,10 +1,17 @@
 """Models that were not written for golfnb, `torch.optim.Muon` + AdamW on them as the oracle, and what ranks do with ParallelMuon.
 `run_ranks` forks its ranks from a server that has imported torch and transformers once."""
+import copy
+import logging
+import time
+import warnings
+from functools import partial
 from unittest.mock import patch
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from workers import spawn
 
 from golfnb.any_model import ParallelMuon, hidden_matrices, linear_weights
@@ -215,6 +222,94 @@ def go_on(ranks, path: str, start: int, steps: int, order: str):
         opt.step()
         plan.step()
     return {n: t.detach().numpy().copy() for n, t in model.state_dict().items()}
+
+
+def fresh(seed: int):
+    "The small GPT with what torch's checkpoints may trip over: a tied head, layers without a gradient, one frozen before and one after the call."
+    model = build("nano", seed=seed)
+    opt = ParallelMuon(model, **SETTINGS, lr_mul=lr_mul, wd_mul=wd_mul)
+    freeze_later("nano", model)
+    return model, opt
+
+
+def walk(model, opt, start: int, steps: int) -> list:
+    "Train on, alike on every rank; the weights."
+    for step in range(start, start + steps):
+        opt.zero_grad()
+        backward(model, step, 0, 1, 1)
+        opt.step()
+    return [t.clone() for t in model.state_dict().values()]
+
+
+WAYS = ({}, dict(full_state_dict=True), dict(flatten_optimizer_state_dict=True), dict(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True))
+
+
+def checkpoints(ranks, folder: str):
+    "Save after two steps in all ways of torch.distributed.checkpoint and go on with each: (state after two steps, weights after four, the ways that ended elsewhere)."
+    warnings.simplefilter("ignore")  # about one process, and of torch about itself
+    model, opt = fresh(0)
+    walk(model, opt, 0, 2)
+    kept, after = [], opt.state_dict()
+    for i, way in enumerate(WAYS[:4 if ranks.world > 1 else 3]):
+        found = dict(zip("mo", get_state_dict(model, opt, options=StateDictOptions(**way))))
+        kept.append(copy.deepcopy(found))
+        dcp.save(found, checkpoint_id=f"{folder}/{ranks.world}{i}")
+    assert all(torch.equal(t, s[k]) for s, now in zip(after["state"].values(), opt.state_dict()["state"].values()) for k, t in now.items()), "saving takes no step"
+    want, wrong = walk(model, opt, 2, 2), []
+    for i, found in enumerate(kept):
+        options = StateDictOptions(**WAYS[i])
+        for through in ("memory", "file")[:2 if i < 3 else 1]:
+            model, opt = fresh(7)
+            if through == "memory":
+                set_model_state_dict(model, found["m"], options=options)
+                set_optimizer_state_dict(model, opt, found["o"], options=options)
+            else:
+                found = dict(zip("mo", get_state_dict(model, opt, options=options)))
+                dcp.load(found, checkpoint_id=f"{folder}/{ranks.world}{i}")
+                set_state_dict(model, opt, model_state_dict=found["m"], optim_state_dict=found["o"], options=options)
+            wrong += [(through, WAYS[i])] * (not all(map(torch.equal, want, walk(model, opt, 2, 2))))
+    return after, want, wrong
+
+
+def optimizer_alone(ranks, folder: str):
+    "What `checkpoints` saved on two ranks, on any number: the state that arrives, weights after two more steps."
+    warnings.simplefilter("ignore")
+    model, opt = fresh(8)
+    found = dict(m=model.state_dict(), o=get_optimizer_state_dict(model, opt))
+    dcp.load(found, checkpoint_id=f"{folder}/20")  # writes into the model's weights
+    set_optimizer_state_dict(model, opt, found["o"])
+    return opt.state_dict(), walk(model, opt, 2, 2)
+
+
+def heard(call) -> list:
+    "What golfnb logs during a call, and its GolfError."
+    said, log = [], logging.getLogger("golfnb")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        call()
+    except GolfError as e:
+        said.append(f"GolfError: {e}")
+    log.removeHandler(handler)
+    return said
+
+
+def drifting(ranks):
+    "What is said of a BatchNorm, and of a SyncBatchNorm."
+    net = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 2))
+    return heard(lambda: ParallelMuon(net())), heard(lambda: ParallelMuon(nn.SyncBatchNorm.convert_sync_batchnorm(net())))
+
+
+def rank_0_alone(ranks):
+    "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others do something else and leave: what is heard."
+    (_, opt), (_, other) = fresh(0), fresh(1)
+    state = opt.state_dict()
+    for o in (opt, other):
+        o.meet = partial(o.meet, patience=0.3)
+    if not ranks.master:
+        return time.sleep(1.5)
+    return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
 
 
 def other_modules(ranks):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from any_workers import SETTINGS, NanoGPT, Vision, build, loss_of, lr_mul, plain, rows_of, run_ranks, wd_mul
+from any_workers import SETTINGS, NanoGPT, Vision, build, fresh, loss_of, lr_mul, plain, rows_of, run_ranks, wd_mul
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from golfnb.any_model import ParallelMuon, find_ranks, head_weight, hidden_matrices, module_layout
 from golfnb.settings import GolfError
@@ -118,6 +119,86 @@ def test_llama_in_one_process():
     assert distance(got, plain("llama", 1)) < 1e-9
 
 
+# --- torch's checkpoints
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    "On two ranks: (folder, what every rank found)."
+    folder = str(tmp_path_factory.mktemp("dcp"))
+    return folder, run_ranks(2, [("checkpoints", (folder,), {}), ("drifting", (), {}), ("rank_0_alone", (), {})])
+
+
+def test_torch_checkpoints_go_on_bit_for_bit(saved):
+    folder, outs = saved
+    for _, _, wrong in (*(out[0] for out in outs), run_ranks(1, [("checkpoints", (folder,), {})])[0][0]):
+        assert not wrong
+
+
+def test_a_torch_checkpoint_of_two_ranks_goes_on_on_one(saved):
+    folder, outs = saved
+    (after, want, _), *_ = outs[0]
+    state, weights = run_ranks(1, [("optimizer_alone", (folder,), {})])[0][0]
+    assert all(torch.equal(t, after["state"][i][k]) for i, s in state["state"].items() for k, t in s.items()) and state["param_groups"] == after["param_groups"]
+    assert max((a - b).abs().max() for a, b in zip(weights, want)) < 1e-9
+
+
+def test_a_torch_checkpoint_that_does_not_fit_changes_nothing():
+    model, opt = fresh(0)
+    good = opt.state_dict()
+    for name, key in (("sometimes.weight", "master"), ("transformer.ln_f.bias", "exp_avg_sq")):
+        bad = get_optimizer_state_dict(model, opt)
+        bad["param_groups"][0]["lr"] = 7.0
+        bad["state"][name][key] = torch.zeros(3, 2)
+        with pytest.raises(GolfError, match=f"does not fit: expected .* of {name}"):
+            set_optimizer_state_dict(model, opt, bad)
+    now = opt.state_dict()
+    assert now["param_groups"] == good["param_groups"] and all(torch.equal(t, good["state"][i][k]) for i, s in now["state"].items() for k, t in s.items())
+
+
+def test_batch_norms_are_named_on_several_ranks(saved):
+    ((plain_words, synced),), ((others, _),) = ([out[1]] for out in saved[1])
+    assert len(plain_words) == 1 and "1.running_mean" in plain_words[0] and "convert_sync_batchnorm" in plain_words[0]
+    assert not synced and not others, "one rank says it, and only where it is true"
+
+
+def test_what_one_rank_alone_calls_is_told_soon(saved):
+    warned, error, late = saved[1][0][2]
+    assert warned == "rank 0 misses another rank in ParallelMuon.state_dict(): every rank must call it, also where one alone reads or writes the file"
+    assert error == f"GolfError: {warned}" and "in ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
+
+
+def test_the_state_is_seen_as_in_any_optimizer():
+    model, opt = trained(2)
+    wanted = opt.state_dict()["state"]
+    for i, p in enumerate(p for g in opt.param_groups for p in g["params"]):
+        assert opt.state[p].keys() == wanted[i].keys() and all(t.shape == wanted[i][k].shape and torch.equal(t.cpu(), wanted[i][k]) for k, t in opt.state[p].items())
+
+
+def test_weights_written_before_a_save_are_in_it():
+    model, opt = trained(1)
+    model.load_state_dict({n: t + 0.5 for n, t in model.state_dict().items()})
+    before = weights(model)
+    opt.load_state_dict(opt.state_dict())
+    assert distance(before, weights(model)) == 0
+
+
+@pytest.mark.parametrize("kind, transposable", [("nano", False), ("vision", True)])
+def test_safetensors_and_files_of_the_right_size(kind, transposable, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, opt = trained(1, build(kind), transposable=transposable)
+    safetensors.save_model(model, tmp_path / "model.safetensors")
+    want, other = weights(model), build(kind, seed=9)
+    other_opt = ParallelMuon(other, transposable=transposable)
+    assert safetensors.load_model(other, tmp_path / "model.safetensors") == (set(), [])
+    assert distance(weights(other), want) == 0
+    one_step(other, other_opt)  # the weights are still where they belong
+    for saved in (next(iter(opt.banked.values())), model.state_dict()):
+        sizes = [io.BytesIO(), io.BytesIO()]
+        torch.save(saved, sizes[0])
+        torch.save(copy.deepcopy(saved), sizes[1])
+        assert sizes[0].tell() <= sizes[1].tell()
+
+
 # --- what is banked
 
 class Conv1D(nn.Module):
@@ -194,8 +275,8 @@ def test_names_values_forward_and_copies_stay(kind, transposable):
     assert dict(model.named_parameters()) .keys() == parameters.keys() and all(p is parameters[n] for n, p in model.named_parameters())
     assert list(model.state_dict()) == list(was) and all(torch.equal(t, was[n]) and t.dtype == was[n].dtype for n, t in model.state_dict().items())
     assert loss_of(model, rows_of(0)).item() == pytest.approx(out, rel=1e-14)  # a product may read a transposed weight in another order
-    for bank, _, m in opt.layout:
-        assert opt.banked[m.name].untyped_storage().data_ptr() == opt.engine.banks[bank.name].replica.untyped_storage().data_ptr()
+    for bank, i, m in opt.layout:
+        assert opt.banked[m.name].data_ptr() == opt.engine.banks[bank.name].replica[i].data_ptr()
     file = io.BytesIO()
     torch.save(copy.deepcopy(model).state_dict(), file)
     file.seek(0)
@@ -505,6 +586,15 @@ def test_a_launcher_without_a_group_and_wrappers_are_refused(monkeypatch):
     wrapped = object.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(GolfError, match="wrapper.module"):
         ParallelMuon(wrapped)
+    with pytest.raises(GolfError, match=r"write ParallelMuon\(model\) instead of giving it a generator"):
+        ParallelMuon(NanoGPT().parameters())
+
+
+def test_an_optimizer_is_neither_copied_nor_pickled():
+    _, opt = trained(1)
+    for way in (copy.copy, copy.deepcopy, lambda o: torch.save(o, io.BytesIO())):
+        with pytest.raises(GolfError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+            way(opt)
 
 
 def test_what_a_step_refuses():
@@ -549,7 +639,8 @@ def test_states_of_other_models_are_refused_before_anything_changes():
         with pytest.raises(GolfError, match=words):
             opt.load_state_dict(bad)
     assert distance(before, weights(model)) == 0
-    assert not opt.state, "the whole state is gathered for the file only"
+    held = {t.untyped_storage().data_ptr() for part in opt.engine.parts for t in (part.master, *part.state.values())}
+    assert {t.untyped_storage().data_ptr() for s in opt.state.values() for t in s.values()} <= held, "the whole state is gathered for the file only"
 
 
 # --- cost
