@@ -27,6 +27,9 @@ class RunSettings(Settings):
     recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
+    checkpoint_every_s: float = setting(0.0, "time between checkpoints; 0: none: seconds", bounds=">= 0",
+                                        fixed="rows")
+    resume: bool = setting(False, "go on with the run that RUN_ID names: 0 or 1")
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")
 
     def problems(self) -> Iterator[str]:

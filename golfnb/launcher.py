@@ -35,7 +35,7 @@ from golfnb.shards import atomic_write
 # %% ../nbs/20_launcher.ipynb #4625df66
 SCRIPT_MODULES = (
     "settings", "bpb", "shards", "loader", "layout", "banks", "layers", "kernels", "model", "newton_schulz",
-    "grid", "plan", "averaging", "parallel_muon", "evaluate", "train", "quantize", "rans", "artifact", "ttt",
+    "grid", "plan", "averaging", "parallel_muon", "evaluate", "train", "checkpoint", "quantize", "rans", "artifact", "ttt",
     "adapters", "config", "run")
 
 

@@ -69,7 +69,7 @@ def load_state(self: WindowSampler, state: dict) -> None:
     found = (state.get("order"), state.get("corpus"))
     if found != (self.order, self.corpus):
         raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
-                        f"found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
+                        f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
     self._go_to(state)
     self.turn = int(state["turn"])
     if self.turn:

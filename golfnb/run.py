@@ -30,10 +30,11 @@ from .layout import model_layout
 from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Ranks, make_engine, start_ranks, stop_ranks
 from .evaluate import plain_loss, sliding_loss
+from .checkpoint import Keeper
 from .train import Averages, RunLog, StepGraph, compiled, train, training_loss, warm_up
 from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state, fit_state
-from .artifact import (artifact_ledger, compress_section, load_artifact, pack_bytes, save_artifact,
-                             save_weights)
+from .artifact import (artifact_ledger, compress_section, load_artifact, load_weights, pack_bytes,
+                             save_artifact, save_weights)
 from .ttt import score_first
 from .adapters import score_documents
 from .config import Config, load_config
@@ -73,11 +74,15 @@ def keep_traces():
 
 # %% ../nbs/19_run.ipynb #631acc7f
 def run_folder(cfg: Config, ranks: Ranks) -> Path:
-    "Make the run directory; raises GolfError if a finished run lies there, or there is no room."
+    "Make the run directory; raises GolfError if another run lies there, or there is no room."
     made_up = f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if cfg.checkpoint_every_s and len(job := os.environ.get("TORCHELASTIC_RUN_ID", "")) == 36:
+        made_up = f"{cfg.recipe}-{cfg.seed}-{job[:8]}"  # the same when torchrun starts the ranks again
     folder = Path(cfg.runs_dir) / (cfg.run_id or ranks.broadcast_object(made_up))
-    if (folder / "summary.json").exists():
-        raise GolfError(f"{folder} already holds a finished run: set another RUN_ID, or move it away")
+    if cfg.checkpoint_every_s and going_on(cfg, folder):
+        return folder
+    if (folder / "train.log").exists():
+        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -86,6 +91,15 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     if (free := shutil.disk_usage(folder).free >> 20) < 64:
         raise GolfError(f"{folder} has {free} MiB free, a run needs at least 64: make room or set RUNS_DIR")
     return folder
+
+# %% ../nbs/19_run.ipynb #fe052043
+def going_on(cfg: Config, folder: Path) -> bool:
+    "Whether this goes on with the run in `folder`. Raises GolfError if that is asked for and there is none."
+    unfinished = (folder / "progress.json").exists()
+    if cfg.resume and not unfinished:
+        raise GolfError(f"{folder} must hold a run with checkpoints that has not ended, found none: "
+                        "look for it with RUNS_DIR and RUN_ID, or start it without RESUME")
+    return unfinished and (cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
 
 # %% ../nbs/19_run.ipynb #73dc42ef
 def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
@@ -117,10 +131,12 @@ class Session:
         val = val_tokens(val_paths, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, cfg.vocab_size), val, table)
         self.folder = run_folder(cfg, ranks)
+        self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
+        if cfg.checkpoint_every_s:
+            self.recall()
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.master, quiet)
         self.val, self.table = torch.from_numpy(val.astype(np.int64)).to(ranks.device), table.to(ranks.device)
-        self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,9 +145,13 @@ class Session:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
+        if self.cfg.checkpoint_every_s:
+            self.remember()
 
     def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
         "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
+        if self.cfg.checkpoint_every_s and f"{name}_bpb" in self.summary:  # by an earlier life of this run
+            return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
         start = time.perf_counter()
         loss, bpb, *_ = score()
         ms = 1000 * (time.perf_counter() - start)
@@ -140,6 +160,8 @@ class Session:
             self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
         self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
+        if self.cfg.checkpoint_every_s:
+            self.remember()
         return loss, bpb
 
 # %% ../nbs/19_run.ipynb #0d0e0756
@@ -160,6 +182,8 @@ def begin(self: Session, code: bytes):
         line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
     if code and self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
         atomic_write(kept, code)
+    if cfg.checkpoint_every_s:
+        self.keeper = Keeper(self.folder / "checkpoints", cfg.checkpoint_every_s, self.ranks, self.log)
     with self.phase("building"):
         self.machine = Machine(cfg, self.ranks)
 
@@ -180,7 +204,8 @@ def train_weights(self: Session) -> Averages:
         with self.phase("compiling"):
             warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
         with self.phase("training"):
-            done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score)
+            done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score,
+                         keeper=self.keeper if cfg.checkpoint_every_s else None)
     self.summary.update(raw_loss=done.val_loss, raw_bpb=done.val_bpb, losses=done.losses,
                         steps=done.steps, skipped=done.skipped, train_ms=done.train_ms,
                         step_ms=done.train_ms / max(done.steps, 1))
@@ -311,17 +336,75 @@ def score_artifact(self: Session, path: Path):
         with self.phase("adapting"):
             self.scored("legal_ttt", "ttt", adapt)
 
+# %% ../nbs/19_run.ipynb #68e4a313
+@patch
+def remember(self: Session):
+    "Write down what the run has come to."
+    if self.ranks.master:
+        notes = {"config": asdict(self.cfg), "world": self.ranks.world, "summary": self.summary,
+                 "seconds": self.seconds}
+        atomic_write(self.folder / "progress.json", json.dumps(notes) + "\n")
+
+# %% ../nbs/19_run.ipynb #26b33418
+PLACES = {"resume", "run_id", "runs_dir", "data_path", "tokenizer_path"}  # may differ between two lives
+
+
+@patch
+def recall(self: Session):
+    "Take up the notes of an earlier life, if there are any. GolfError if they are of other settings."
+    path, ours = self.folder / "progress.json", asdict(self.cfg)
+    notes = json.loads(path.read_text()) if self.ranks.master and path.exists() else {}
+    notes = self.ranks.broadcast_object(notes)
+    for name, value in notes.get("config", {}).items():
+        if name not in PLACES and value != ours.get(name):
+            raise GolfError(f"{self.folder} is a run of {name.upper()}={value}, found {ours.get(name)}: "
+                            "go on with the settings it was started with")
+    self.summary.update(notes.get("summary", {}))
+    self.seconds.update(notes.get("seconds", {}))
+    for left in self.folder.glob(".*.tmp") if self.ranks.master else ():
+        left.unlink()  # what was being written when the earlier life ended
+    self.remember()
+
+# %% ../nbs/19_run.ipynb #fb0df239
+@patch
+def averaged_before(self: Session) -> dict:
+    "The averaged weights that an earlier life has written and scored."
+    state = load_weights(self.folder / "ema.golf")[1] if self.ranks.master else None
+    state = {name: w.to(self.ranks.device) for name, w in self.ranks.broadcast_object(state).items()}
+    load_named(self.machine.model, state)
+    return state
+
+
+@patch
+def packed_before(self: Session) -> Path:
+    "The artifact that an earlier life has packed."
+    return self.folder / f"artifact.golf{'.over' * ('over_budget' in self.summary)}"
+
+# %% ../nbs/19_run.ipynb #0e85bca7
+@patch
+def forget(self: Session):
+    "The run has ended: drop what only a second life would need."
+    self.keeper.wait()
+    if self.ranks.master:
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        (self.folder / "progress.json").unlink(missing_ok=True)
+
 # %% ../nbs/19_run.ipynb #37226dd2
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool = False) -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
     s = Session(cfg, ranks or Ranks(), quiet)
     s.begin(code)
-    averaged = s.average_weights(s.train_weights())
-    s.score_artifact(s.pack_artifact(averaged, len(code)))
+    averaged = (s.averaged_before() if cfg.checkpoint_every_s and "ema_bpb" in s.summary
+                else s.average_weights(s.train_weights()))
+    path = (s.packed_before() if cfg.checkpoint_every_s and "artifact_bytes" in s.summary
+            else s.pack_artifact(averaged, len(code)))
+    s.score_artifact(path)
     s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=s.ranks.world,
                      device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
     if s.ranks.master:
         atomic_write(s.folder / "summary.json", json.dumps(s.summary, indent=1) + "\n")
+    if cfg.checkpoint_every_s:
+        s.forget()
     s.log.close()
     return s.summary
 
@@ -339,7 +422,7 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
         ranks = start_ranks(timeout_s=timeout_s)
         problem = work(ranks)
     except GolfError as e:
-        problem, status = e, 2
+        problem, status = e, getattr(e, "status", 2)
     except RuntimeError as e:
         if not any(w in str(e) for w in LOST_RANK_WORDS):
             raise

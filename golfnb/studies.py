@@ -12,6 +12,7 @@ import lzma
 import math
 import os
 import sys
+import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from .averaging import average_of
 from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
                           result_path, run_rounds, timed_block, where_measured)
 from .bpb import byte_table, load_tokenizer
+from .checkpoint import Keeper
 from .config import Config, load_config
 from .evaluate import plain_loss
 from .launcher import package_dir
@@ -47,7 +49,7 @@ from .run import Machine, as_rank, device_name
 from .settings import GolfError
 from .shards import find_shards, read_header, val_tokens
 from .significance import errors_below, student_tail
-from .train import train, warm_up
+from .train import RunLog, train, warm_up
 from .ttt import score_first
 
 # %% ../nbs/29b_studies.ipynb #377b1fee
@@ -325,7 +327,38 @@ def blocks(lab: Lab):
              "upper_95_share": upper / mean(times["resident"])}
     lab.keep("loader_blocks", times, "ms/step", "blocks of steps, real and resident batches in turn", facts)
 
+# %% ../nbs/29b_studies.ipynb #0f8f7f6e
+@study
+def checkpoints(lab: Lab):
+    "Blocks of steps with a checkpoint after the second one and without, in turn: what a checkpoint costs."
+    cfg, steps, rounds = lab.config(), lab.option("BLOCK_STEPS", 60), lab.option("BLOCKS", 10)
+    rig = Rig(cfg, lab.ranks, lab.paths).warm(cfg.warmup_steps)
+    with tempfile.TemporaryDirectory() as folder:
+        keeper = Keeper(lab.ranks.broadcast_object(folder), math.inf, lab.ranks, RunLog(quiet=True))
 
+        def block(keep: bool) -> dict[str, list[float]]:
+            turns = iter(range(steps))
+
+            def step():
+                rig.step()
+                if next(turns) == 1 and keep:
+                    keeper.save(rig.trainer)
+
+            each, whole = timed_block(step, steps, lab.ranks.device)
+            keeper.wait()
+            return {"block": [whole * steps], "saved": [each[1]], "next": [each[2]], "median": [median(each)]}
+
+        times = run_rounds({"with": True, "without": False}, rounds + 1, block)
+        size = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()) / 2
+    rig.loader.close()
+    times = {name: values[1:] for name, values in times.items()}  # the first warms up
+    extra = median(times["with block"]) - median(times["without block"])
+    facts = {"recipe": cfg.recipe, "world": lab.ranks.world, "steps": steps, "extra_ms": extra, "bytes": size,
+             "share_at_60_s": extra / 60_000, "next": median(times["with next"]) / median(times["with median"])}
+    name = result_path("checkpoints", device_name(lab.ranks), lab.ranks.world).stem
+    lab.keep(name, times, "ms", "blocks of steps, in turn", facts)
+
+# %% ../nbs/29b_studies.ipynb #7ffc3f0d
 @study
 def loader(lab: Lab):
     "Million tokens a second that one rank gets from each order, planned for 1 and for 8 ranks."

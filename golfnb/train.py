@@ -161,7 +161,7 @@ class RunLog:
     def __init__(self, folder: Path | None = None, master: bool = True, quiet: bool = False):
         names = ("train.log", "metrics.jsonl") if folder is not None and master else ()
         self.loud = master and not quiet
-        self.files = [open(Path(folder) / name, "w", buffering=1, encoding="utf-8") for name in names]
+        self.files = [open(Path(folder) / name, "a", buffering=1, encoding="utf-8") for name in names]
 
     def line(self, text: str):
         "One line of text."
@@ -332,16 +332,22 @@ def validate(self: Trainer, score: Callable):
 
 # %% ../nbs/15_train.ipynb #3de9108e
 def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog | None = None,
-          validate: Callable | None = None, now: Callable = time.perf_counter) -> Trainer:
+          validate: Callable | None = None, now: Callable = time.perf_counter, keeper=None) -> Trainer:
     """Train until ITERATIONS or the wall-clock cap.
 
     `loss_fn(ids, targets)` gives the mean loss, `validate()` nats a token and bits per byte, `now()` seconds.
     """
     run = Trainer(cfg, loss_fn, loader, engine, log, now)
+    if keeper:
+        keeper.resume(run)
     while run.steps < cfg.iterations and not run.stop:
         if validate and cfg.val_loss_every > 0 and run.steps % cfg.val_loss_every == 0:
             run.validate(validate)
         run.step()
+        if keeper:
+            keeper.after_step(run)
+    if keeper:
+        keeper.after_training(run)
     if validate:
         run.validate(validate)
     run.finish()

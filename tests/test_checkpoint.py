@@ -1,0 +1,129 @@
+"""Checkpoints: a run stopped anywhere goes on as if nothing had happened, on any number of ranks; damage and full disks cost a checkpoint, not a run."""
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from golfnb.checkpoint import Keeper, Stopped, named_tensors
+from golfnb.loader import grad_accum
+from golfnb.model import named_state
+from golfnb.parallel_muon import Ranks
+from golfnb.settings import GolfError
+from golfnb.train import LATE_STEPS, RunLog, train, training_loss
+from workers import Batches, machine, settings, spawn
+
+ENV = settings(3, ITERATIONS="12", WARMDOWN_ITERS="8", QAT_BANKS="1", LATE_QAT_THRESHOLD="0.7", SCALE_FLOOR="0", SMALL_TENSOR="64", AVERAGING="ema+swa", SWA_EVERY="1")
+STOPS = 3, 9  # before and after weights begin to be rounded
+
+
+class StopAt(Keeper):
+    "SIGTERM comes in time to stop after step `last`, on the last rank alone."
+    def after_step(self, run):
+        if run.steps == self.last - LATE_STEPS and self.ranks.rank == self.ranks.world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().after_step(run)
+
+
+class Steps(Batches):
+    "Its place is counted in steps, whatever number of micro-steps they have."
+    def __init__(self, cfg, ranks):
+        super().__init__(cfg, ranks, grad_accum(ranks.world))
+    def state(self): return self.at // self.accum
+    def rewind(self, at): self.at = at * self.accum
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def one_run(ranks, keeper=None):
+    "Averages and masters by published name, losses, when rounding began."
+    cfg, model, engine = machine(ENV, ranks)
+    run = train(cfg, training_loss(model, model.cap), Steps(cfg, ranks), engine, keeper=keeper)
+    if keeper:
+        keeper.wait()
+    averaged, last = named_state(model, *engine.gather(run.averages.tensors())), named_state(model, *engine.gather())
+    return [{n: t.numpy() for n, t in state.items()} for state in (averaged, last)], run.losses, run.qat_from
+
+
+def lives(ranks, folder: str):
+    "A run without interruption, and one that was stopped twice."
+    whole = one_run(ranks)
+    for last in STOPS:
+        keeper = StopAt(Path(folder) / "checkpoints", 1e9, ranks, RunLog(quiet=True))
+        keeper.last = last
+        try:
+            one_run(ranks, keeper)
+            raise AssertionError("it did not stop")
+        except Stopped as end:
+            assert f"after step {last}" in str(end)
+    return whole, one_run(ranks, Keeper(Path(folder) / "checkpoints", 1e9, ranks, RunLog(quiet=True)))
+
+
+def last_life(ranks, folder: str):
+    return one_run(ranks, Keeper(Path(folder), 1e9, ranks, RunLog(quiet=True)))
+
+
+def distance(a, b) -> float:
+    return max(float(np.abs(x[n] - y[n]).max()) for x, y in zip(a[0], b[0]) for n in x | y)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_stopped_run_goes_on_bit_for_bit_and_on_any_number_of_ranks(tmp_path, world):
+    for whole, resumed in spawn(world, "lives", str(tmp_path), module="test_checkpoint"):
+        assert distance(whole, resumed) == 0 and whole[1:] == resumed[1:] and whole[2] not in (None, 0)
+    kept = tmp_path / "checkpoints"
+    assert sorted(p.name for p in kept.iterdir()) == ["step-00000009", "step-00000012"], "the newest two, nothing half written"
+    shutil.rmtree(kept / "step-00000012")
+    for other in {1, 2, 4} - {world}:
+        shutil.copytree(kept, tmp_path / str(other))
+        for found in spawn(other, "last_life", str(tmp_path / str(other)), module="test_checkpoint"):
+            assert distance(whole, found) < 1e-9 and np.allclose(found[1], whole[1], atol=1e-9)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_another_models_refused(tmp_path):
+    lines = []
+    class Log(RunLog):
+        def line(self, text): lines.append(text)
+    whole, _ = lives(Ranks(), str(tmp_path))
+    newest = tmp_path / "checkpoints" / "step-00000012"
+    for harm in (lambda: (newest / "trainer.json").write_text("{"), lambda: (newest / "trainer.json").unlink(), lambda: shutil.rmtree(newest)):
+        harm()
+        again = one_run(Ranks(), Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True)))
+        assert distance(whole, again) == 0
+        assert any("cannot be read" in line for line in lines) == newest.exists() or "resumed" in lines[-1]
+    cfg, model, engine = machine(ENV | {"NUM_LAYERS": "4", "VE_LAYERS": "3"}, Ranks())
+    with pytest.raises(GolfError, match="must hold blocks.3.*another model"):
+        train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, keeper=Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True)))
+
+
+def test_a_disk_without_room_costs_the_checkpoint_not_the_run(tmp_path):
+    lines = []
+    class Log(RunLog):
+        def line(self, text): lines.append(text)
+    class Full(Keeper):
+        def put(self, facts, folder):
+            if facts["steps"] < 8:
+                raise OSError(28, "No space left on device")
+            super().put(facts, folder)
+    whole, keeper = one_run(Ranks()), Full(tmp_path, 0.0, Ranks(), Log(quiet=True))
+    assert distance(whole, one_run(Ranks(), keeper)) == 0
+    keeper.wait()
+    assert any("no checkpoint of step" in line and "No space left" in line and "goes on" in line for line in lines)
+    assert (tmp_path / "step-00000012").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_every_tensor_that_a_step_changes_is_kept():
+    cfg, model, engine = machine(ENV, Ranks())
+    run = train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine)
+    kept = {t.data_ptr() for t in named_tensors(run).values()}
+    whole = [*engine.state(), *run.averages.ema.tensors, *run.averages.swa.tensors, run.averages.swa.count]
+    assert all(t.data_ptr() in kept for t in whole) and run.project is not None
+    assert sum(name.endswith(" clip") for name in named_tensors(run)) == sum(m.quant == "int6" for _, _, m in engine.layout)
