@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, product
@@ -714,36 +714,41 @@ def relay_errors(lines, write) -> int:
     to torchrun 128 more than its number, or what STOP_STATUS has for the sentence of a rank.
     """
     seen, status, lost, report = {"\n"}, 0, [], ""
+
+    def tell(text):
+        with suppress(OSError):  # that nobody reads any more ends no run
+            write(text)
+
     for line in lines:
         if ended := ELASTIC_ENDED.match(line):
             status = status or (128 + int(ended[2]) if ended[2] else int(ended[1]))
         if "golfnb: " in line or line in seen:  # ranks share a pipe: their sentences may arrive on one line
             for part in re.split("(?=golfnb: )", line):
                 if (sentence := part.strip() + "\n") not in seen:
-                    lost.append(sentence) if "lost the others" in sentence else write(sentence)
+                    lost.append(sentence) if "lost the others" in sentence else tell(sentence)
                 seen.add(sentence)
         elif status or ELASTIC_NOISE.match(line):
             report += line
         else:
-            write(line)
-    return blame(status, report, lost, seen, write)
+            tell(line)
+    return blame(status, report, lost, seen, tell)
 
-# %% ../nbs/20_launcher.ipynb #6db54645
-def blame(status: int, report: str, lost: list[str], seen: set[str], write) -> int:
+# %% ../nbs/20_launcher.ipynb #8642e9e9
+def blame(status: int, report: str, lost: list[str], seen: set[str], tell) -> int:
     "Say who ended a run, unless a rank has; returns what `relay_errors` does."
+    if asked := [code for start, code in STOP_STATUS.items() if any(s.startswith(start) for s in seen)]:
+        return asked[0]
     stopped = {(pid, "-15" if how == "Sending" else "-9") for how, pid in ELASTIC_STOPPED.findall(report)}
-    killed = [(rank, code) for rank, code, pid in ELASTIC_KILLED.findall(report) if (pid, code) not in stopped]
-    asked = [code for start, code in STOP_STATUS.items() if any(s.startswith(start) for s in seen)]
-    if killed and not asked:
-        rank, status = killed[0][0], int(killed[0][1])
-        write(f"golfnb: rank {rank} was ended by signal {-status}; the others were stopped\n")
-    elif status in (130, *(128 + n for n in signal.Signals)) and not asked:
-        write("golfnb: interrupted\n" if status == 130 else
-              f"golfnb: the run was ended by signal {status - 128}\n")
-    elif not asked:
-        for sentence in lost:
-            write(sentence)
-    return asked[0] if asked else status
+    for rank, code, pid in ELASTIC_KILLED.findall(report):
+        if (pid, code) not in stopped:
+            tell(f"golfnb: rank {rank} was ended by signal {code[1:]}; the others were stopped\n")
+            return int(code)
+    if status > 128:
+        lost = ["golfnb: interrupted\n" if status == 130 else
+                f"golfnb: the run was ended by signal {status - 128}\n"]
+    for sentence in lost:
+        tell(sentence)
+    return status
 
 # %% ../nbs/20_launcher.ipynb #72fb20f9
 TORCHRUN = """import ctypes, os, signal, sys
@@ -772,7 +777,7 @@ def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.std
     child = subprocess.Popen(torchrun, env=env, stderr=subprocess.PIPE, text=True, errors="replace",
                              start_new_session=True)
     with passed_on(child) as got:
-        status = relay_errors(told(child, got), partial(tell, write))
+        status = relay_errors(told(child, got), write)
     return status if status > 0 else min(abs(status or child.wait()), 1)
 
 # %% ../nbs/20_launcher.ipynb #201139cd
@@ -799,9 +804,3 @@ def told(child: subprocess.Popen, got: list[int]):
     yield from child.stderr
     if (returned := child.wait()) and (number := (got or [-returned])[0]) > 0:
         yield f"Received {number} death signal\n"
-
-
-def tell(write, line: str):
-    "Write a line; that nobody reads any more ends no run."
-    with suppress(OSError):
-        write(line)

@@ -188,12 +188,12 @@ def put(self: RunLog, text: str, *files):
         try:
             print(text, file=f, flush=True)
         except OSError as e:
-            if f not in self.files:  # nothing more goes there: Python would try again as it ends, and fail
+            if f not in self.files:  # or Python tries once more as it ends, and fails
                 os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
             if e.errno not in self.told:
                 self.told.add(e.errno)
-                self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, and train.log "
-                         "gets all lines once there is room", sys.stderr)
+                self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
+                         "to train.log as soon as there is room", sys.stderr)
 
 # %% ../nbs/15_train.ipynb #e0e61396
 class Averages:
