@@ -152,11 +152,11 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
     status = book.launcher.run_script(folder / "train_gpt.py", ranks, settings | names, sys.stderr.write)
     if (folder / "summary.json").is_file():
-        print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n", flush=True)
-        try:
-            print(f"report: {book.report.write_report(folder)}")
+        try:  # first, since nobody may read what is printed
+            words = f"report: {book.report.write_report(folder)}"
         except GolfError as e:  # matplotlib is an extra
-            print(f"no report: {e}")
+            words = f"no report: {e}"
+        print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}")
     return status
 
 # %% ../nbs/24_cli.ipynb #775ffb2e

@@ -6,15 +6,17 @@
 __all__ = ['LOST_RANK_WORDS', 'weight_dtype', 'Machine', 'Session', 'device_name', 'run', 'as_rank', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
+import ctypes
 import hashlib
 import json
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -225,6 +227,19 @@ def meta(self: Session) -> dict:
 
 # %% ../nbs/19_run.ipynb #28478cbe
 @patch
+def save(self: Session, write: Callable[[Path], object]):
+    "Call `write(folder)`; if its disk is full, go on with a temporary folder, for all later files too."
+    try:
+        write(self.folder)
+    except GolfError as e:
+        if not isinstance(e.__cause__, OSError):
+            raise
+        self.folder = Path(os.environ.get("TMPDIR", "/tmp"), f"{self.folder.name}-{os.getpid()}")
+        self.log.put(f"golfnb: {e}; from here on this run's files go to {self.folder}", sys.stderr)
+        write(self.folder)
+
+# %% ../nbs/19_run.ipynb #7ac827be
+@patch
 def average_weights(self: Session, averages: Averages) -> dict:
     "Write raw and averaged weights; load the averaged ones, score them, return them by published names."
     m = self.machine
@@ -235,7 +250,7 @@ def average_weights(self: Session, averages: Averages) -> dict:
         for name, tensors in (("raw.golf", None), ("ema.golf", averages.tensors())):
             state = named_state(m.model, *m.engine.gather(tensors))
             if self.ranks.master:
-                save_weights(self.folder / name, state, self.meta())
+                self.save(lambda folder: save_weights(folder / name, state, self.meta()))
     self.ranks.barrier()
     load_named(m.model, state)
     self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
@@ -274,14 +289,15 @@ def hessians(self: Session) -> dict:
 @patch
 def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
     "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."
-    cfg, line, path = self.cfg, self.log.line, self.folder / "artifact.golf"
+    cfg, line, name = self.cfg, self.log.line, "artifact.golf"
     try:
-        save_artifact(path, packed, self.meta(), cfg.codec, cfg.target_bytes, code_bytes)
+        self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), cfg.codec,
+                                               cfg.target_bytes, code_bytes))
     except GolfError as e:
-        self.summary["over_budget"] = str(e)
-        path = path.with_name(path.name + ".over")
-        if not path.exists():
+        self.summary["over_budget"], name = str(e), name + ".over"
+        if not (self.folder / name).exists():
             raise
+    path = self.folder / name
     size = path.stat().st_size
     line(f"Serialized model int6+{cfg.codec}: {size} bytes")
     line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
@@ -339,11 +355,12 @@ def score_artifact(self: Session, path: Path):
 # %% ../nbs/19_run.ipynb #68e4a313
 @patch
 def remember(self: Session):
-    "Write down what the run has come to."
-    if self.ranks.master:
-        notes = {"config": asdict(self.cfg), "world": self.ranks.world, "summary": self.summary,
-                 "seconds": self.seconds}
-        atomic_write(self.folder / "progress.json", json.dumps(notes) + "\n")
+    "Write down what the run has come to, if the disk has room; if not, earlier notes stay."
+    notes = {"config": asdict(self.cfg), "world": self.ranks.world, "summary": self.summary,
+             "seconds": self.seconds}
+    with suppress(GolfError):
+        if self.ranks.master:
+            atomic_write(self.folder / "progress.json", json.dumps(notes) + "\n")
 
 # %% ../nbs/19_run.ipynb #26b33418
 PLACES = {"resume", "run_id", "runs_dir", "data_path", "tokenizer_path"}  # may differ between two lives
@@ -386,8 +403,8 @@ def forget(self: Session):
     "The run has ended: drop what only a second life would need."
     self.keeper.wait()
     if self.ranks.master:
-        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-        (self.folder / "progress.json").unlink(missing_ok=True)
+        shutil.rmtree(self.keeper.folder, ignore_errors=True)
+        (self.keeper.folder.parent / "progress.json").unlink(missing_ok=True)
 
 # %% ../nbs/19_run.ipynb #37226dd2
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool = False) -> dict:
@@ -402,7 +419,7 @@ def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool 
     s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=s.ranks.world,
                      device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
     if s.ranks.master:
-        atomic_write(s.folder / "summary.json", json.dumps(s.summary, indent=1) + "\n")
+        s.save(lambda folder: atomic_write(folder / "summary.json", json.dumps(s.summary, indent=1) + "\n"))
     if cfg.checkpoint_every_s:
         s.forget()
     s.log.close()
@@ -417,6 +434,12 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
 
     The process then ends at once, since the other ranks may be waiting in a collective.
     """
+    master = os.environ.get("RANK", "0") == "0"
+    signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(os.environ.get("GOLFNB_TORCHRUN", os.getppid())):
+            os._exit(143)
     ranks, problem, status = None, None, 3
     try:
         ranks = start_ranks(timeout_s=timeout_s)

@@ -10,9 +10,12 @@ __all__ = ['LATE_STEPS', 'TrainSettings', 'momentum_at', 'multiplier_at', 'LateR
 # %% ../nbs/15_train.ipynb #11bd76f1
 import json
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -160,25 +163,37 @@ class RunLog:
 
     def __init__(self, folder: Path | None = None, master: bool = True, quiet: bool = False):
         names = ("train.log", "metrics.jsonl") if folder is not None and master else ()
-        self.loud = master and not quiet
-        self.files = [open(Path(folder) / name, "a", buffering=1, encoding="utf-8") for name in names]
+        self.loud, self.told = master and not quiet, set()
+        self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
 
     def line(self, text: str):
         "One line of text."
-        if self.loud:
-            print(text, flush=True)
-        if self.files:
-            self.files[0].write(text + "\n")
+        self.put(text, *[sys.stdout] * self.loud, *self.files[:1])
 
     def event(self, kind: str, **values):
         "One event with its numbers."
-        if self.files:
-            self.files[1].write(json.dumps({"event": kind, **values}) + "\n")
+        self.put(json.dumps({"event": kind, **values}), *self.files[1:])
 
     def close(self):
-        "Close the files."
+        "Write what still waits, if there is room now, and close the files."
         for f in self.files:
-            f.close()
+            with suppress(OSError):
+                f.close()
+
+# %% ../nbs/15_train.ipynb #395579c0
+@patch
+def put(self: RunLog, text: str, *files):
+    "Write a line to open files and flush; what cannot be written is told, once for each kind of error."
+    for f in files:
+        try:
+            print(text, file=f, flush=True)
+        except OSError as e:
+            if f not in self.files:  # or Python tries once more as it ends, and fails
+                os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
+            if e.errno not in self.told:
+                self.told.add(e.errno)
+                self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
+                         "to train.log as soon as there is room", sys.stderr)
 
 # %% ../nbs/15_train.ipynb #e0e61396
 class Averages:

@@ -1,6 +1,7 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 869dff35bcaa9faf | Apache-2.0
+# golfnb script --recipe pr549 | source dd8e4e12795a2323 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
+import ctypes
 import functools
 import gc
 import glob
@@ -14,6 +15,7 @@ import os
 import queue
 import sentencepiece as spm
 import shutil
+import signal
 import struct
 import sys
 import threading
@@ -350,7 +352,7 @@ class WindowSampler:
         found = (state.get("order"), state.get("corpus"))
         if found != (self.order, self.corpus):
             raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
-                            f"found {found}: resume with the same shards, TRAIN_SEQ_LEN and LOADER")
+                            f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
         self._go_to(state)
         self.turn = int(state["turn"])
         if self.turn:
@@ -2587,25 +2589,35 @@ class RunLog:
 
     def __init__(self, folder: Path | None = None, master: bool = True, quiet: bool = False):
         names = ("train.log", "metrics.jsonl") if folder is not None and master else ()
-        self.loud = master and not quiet
-        self.files = [open(Path(folder) / name, "w", buffering=1, encoding="utf-8") for name in names]
+        self.loud, self.told = master and not quiet, set()
+        self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
 
     def line(self, text: str):
         "One line of text."
-        if self.loud:
-            print(text, flush=True)
-        if self.files:
-            self.files[0].write(text + "\n")
+        self.put(text, *[sys.stdout] * self.loud, *self.files[:1])
 
     def event(self, kind: str, **values):
         "One event with its numbers."
-        if self.files:
-            self.files[1].write(json.dumps({"event": kind, **values}) + "\n")
+        self.put(json.dumps({"event": kind, **values}), *self.files[1:])
 
     def close(self):
-        "Close the files."
+        "Write what still waits, if there is room now, and close the files."
         for f in self.files:
-            f.close()
+            with suppress(OSError):
+                f.close()
+
+    def put(self, text: str, *files):
+        "Write a line to open files and flush; what cannot be written is told, once for each kind of error."
+        for f in files:
+            try:
+                print(text, file=f, flush=True)
+            except OSError as e:
+                if f not in self.files:  # or Python tries once more as it ends, and fails
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
+                if e.errno not in self.told:
+                    self.told.add(e.errno)
+                    self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
+                             "to train.log as soon as there is room", sys.stderr)
 
 class Averages:
     "The averages that AVERAGING asks for, of what this rank owns."
@@ -3184,6 +3196,8 @@ class RunSettings(Settings):
     recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
+    checkpoint_every_s: float = setting(0.0, "time between checkpoints; 0: none: seconds", bounds=">= 0",
+                                        fixed="rows")
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")
 
     def problems(self) -> Iterator[str]:
@@ -3310,11 +3324,11 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 def run_folder(cfg: Config, ranks: Ranks) -> Path:
-    "Make the run directory; raises GolfError if a finished run lies there, or there is no room."
+    "Make the run directory; raises GolfError if another run lies there, or there is no room."
     made_up = f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(cfg.runs_dir) / (cfg.run_id or ranks.broadcast_object(made_up))
-    if (folder / "summary.json").exists():
-        raise GolfError(f"{folder} already holds a finished run: set another RUN_ID, or move it away")
+    if (folder / "train.log").exists():
+        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -3352,10 +3366,10 @@ class Session:
         val = val_tokens(val_paths, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, cfg.vocab_size), val, table)
         self.folder = run_folder(cfg, ranks)
+        self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.master, False)
         self.val, self.table = torch.from_numpy(val.astype(np.int64)).to(ranks.device), table.to(ranks.device)
-        self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -3420,6 +3434,17 @@ class Session:
         return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
                 "vocab_size": cfg.vocab_size, "recipe": "pr549", "steps": self.summary["steps"]}
 
+    def save(self, write: Callable[[Path], object]):
+        "Call `write(folder)`; if its disk is full, go on with a temporary folder, for all later files too."
+        try:
+            write(self.folder)
+        except GolfError as e:
+            if not isinstance(e.__cause__, OSError):
+                raise
+            self.folder = Path(os.environ.get("TMPDIR", "/tmp"), f"{self.folder.name}-{os.getpid()}")
+            self.log.put(f"golfnb: {e}; from here on this run's files go to {self.folder}", sys.stderr)
+            write(self.folder)
+
     def average_weights(self, averages: Averages) -> dict:
         "Write raw and averaged weights; load the averaged ones, score them, return them by published names."
         m = self.machine
@@ -3427,7 +3452,7 @@ class Session:
             for name, tensors in (("raw.golf", None), ("ema.golf", averages.tensors())):
                 state = named_state(m.model, *m.engine.gather(tensors))
                 if self.ranks.master:
-                    save_weights(self.folder / name, state, self.meta())
+                    self.save(lambda folder: save_weights(folder / name, state, self.meta()))
         self.ranks.barrier()
         load_named(m.model, state)
         self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
@@ -3435,14 +3460,15 @@ class Session:
 
     def write_artifact(self, packed: dict, code_bytes: int) -> Path:
         "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."
-        cfg, line, path = self.cfg, self.log.line, self.folder / "artifact.golf"
+        cfg, line, name = self.cfg, self.log.line, "artifact.golf"
         try:
-            save_artifact(path, packed, self.meta(), "lzma", cfg.target_bytes, code_bytes)
+            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), "lzma",
+                                                   cfg.target_bytes, code_bytes))
         except GolfError as e:
-            self.summary["over_budget"] = str(e)
-            path = path.with_name(path.name + ".over")
-            if not path.exists():
+            self.summary["over_budget"], name = str(e), name + ".over"
+            if not (self.folder / name).exists():
                 raise
+        path = self.folder / name
         size = path.stat().st_size
         line(f"Serialized model int6+{cfg.codec}: {size} bytes")
         line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
@@ -3498,12 +3524,13 @@ def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
     s = Session(cfg, ranks or Ranks())
     s.begin(code)
-    averaged = s.average_weights(s.train_weights())
-    s.score_artifact(s.pack_artifact(averaged, len(code)))
+    averaged = (s.average_weights(s.train_weights()))
+    path = (s.pack_artifact(averaged, len(code)))
+    s.score_artifact(path)
     s.summary.update(unigram_bpb=s.unigram, recipe="pr549", seed=cfg.seed, world=s.ranks.world,
                      device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
     if s.ranks.master:
-        atomic_write(s.folder / "summary.json", json.dumps(s.summary, indent=1) + "\n")
+        s.save(lambda folder: atomic_write(folder / "summary.json", json.dumps(s.summary, indent=1) + "\n"))
     s.log.close()
     return s.summary
 
@@ -3514,12 +3541,18 @@ def as_rank(work: Callable) -> None:
 
     The process then ends at once, since the other ranks may be waiting in a collective.
     """
+    master = os.environ.get("RANK", "0") == "0"
+    signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(os.environ.get("GOLFNB_TORCHRUN", os.getppid())):
+            os._exit(143)
     ranks, problem, status = None, None, 3
     try:
         ranks = start_ranks()
         problem = work(ranks)
     except GolfError as e:
-        problem, status = e, 2
+        problem, status = e, getattr(e, "status", 2)
     except RuntimeError as e:
         if not any(w in str(e) for w in LOST_RANK_WORDS):
             raise

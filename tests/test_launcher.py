@@ -1,14 +1,18 @@
 """The script generator: every rule refused with a sentence, scoping as Python's, packed and readable alike; and the real script."""
 import ast
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from golfnb.settings import GolfError
-from golfnb.launcher import (SCRIPT_MODULES, Program, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
+from golfnb.launcher import (SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
                              run_script, specialise)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,6 +175,82 @@ def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
     said.clear()
     assert run_script(path, 2, {}, said.append) == 1
     assert said == ["golfnb: rank 1 was ended by signal 9; the others were stopped\n"]
+
+
+E = "E1121 01:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {}) local_rank: {} (pid: 2) of binary: p\n"
+W = "W1121 01:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:1] "
+LOST = "golfnb: rank 0 lost the others in a collective (closed): see which rank ended first, and why\n"
+
+
+def report(**codes: int) -> list[str]:
+    "torchrun's last words: rank r<i> has process id 10<i>."
+    return "".join(f"[0]:\n  time      : now\n  rank      : {r[1:]} (local_rank: {r[1:]})\n  exitcode  : {c} (pid: 10{r[1:]})\n  error_file: <N/A>\n" for r, c in codes.items()).splitlines(True)
+
+
+@pytest.mark.parametrize("lines, status, words", [
+    ([LOST, E.format(4, 0), *report(r0=4, r1=-9)], -9, "rank 1 was ended by signal 9; the others were stopped"),
+    ([LOST, W + "Sending process 102 closing signal SIGTERM\n", E.format(4, 0), *report(r0=4, r1=-9, r2=-15)], -9, "rank 1 was ended by signal 9; the others were stopped"),
+    ([W + "Sending process 100 closing signal SIGTERM\n", E.format(-15, 1), *report(r0=-15, r1=-15)], -15, "rank 1 was ended by signal 15; the others were stopped"),
+    ([W + "Sending process 101 closing signal SIGTERM\n", W + "Unable to shutdown process 101 via 15, forcefully exiting via 9\n", LOST, E.format(4, 0), *report(r0=4, r1=-9)], 4, LOST[8:-1]),
+    ([W + "Received 15 death signal, shutting down workers\n", LOST, "Traceback (most recent call last):\n"], 143, "the run was ended by signal 15"),
+    ([W + "Received 15 death signal, shutting down workers\n", "golfnb: stopped by SIGTERM after step 7\n", LOST], 5, "stopped by SIGTERM after step 7"),
+    (["golfnb: interrupted\n", W + "Received 2 death signal, shutting down workers\n"], 130, "interrupted"),
+    ([E.format(130, 1), *report(r1=130)], 130, "interrupted")])
+def test_who_ended_a_run_is_said_once(lines, status, words):
+    out = []
+    assert relay_errors(lines, out.append) == status and out == [f"golfnb: {words}\n"]
+
+
+WAITING = """import os, sys, time; from golfnb.run import as_rank
+def work(ranks):
+    os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(60)
+as_rank(work)
+"""
+
+
+def running(mark: str) -> list[int]:
+    "The processes that have a word in their environment, and still run."
+    found = []
+    for p in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (p / "environ").read_bytes() and ") Z " not in (p / "stat").read_text():
+                found.append(int(p.name))
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+@pytest.mark.parametrize("to, number, status, words", [
+    ("golfnb", signal.SIGKILL, -9, ""), ("torchrun", signal.SIGKILL, 137, "golfnb: the run was ended by signal 9\n"), ("golfnb", signal.SIGTERM, 143, "golfnb: the run was ended by signal 15\n"),
+    ("golfnb", signal.SIGINT, 130, "golfnb: interrupted\n")])
+def test_nobody_is_left_behind(tmp_path, to, number, status, words):
+    path = tmp_path / "s.py"
+    path.write_text(WAITING)
+    code = f"import sys; from golfnb.launcher import run_script; sys.exit(run_script({str(path)!r}, 1, {{}}))"
+    job = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.time() + 60
+        while not Path(f"{path}0").exists() and time.time() < end:
+            time.sleep(0.1)
+        torchrun = next(p for p in running(str(tmp_path)) if parent(p) == job.pid)
+        os.kill(job.pid if to == "golfnb" else torchrun, number)
+        assert job.wait(10) == status
+        end = time.time() + 10
+        while running(str(tmp_path)) and time.time() < end:
+            time.sleep(0.1)
+        assert running(str(tmp_path)) == [] and job.stderr.read() == words
+    finally:
+        for p in running(str(tmp_path)):
+            os.kill(p, signal.SIGKILL)
+
+
+def test_a_process_whose_parent_has_ended_does_not_begin(tmp_path):
+    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=60)
+    rank = subprocess.run([sys.executable, "-c", "from golfnb.run import as_rank; as_rank(print)"], capture_output=True, timeout=60, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "GOLFNB_TORCHRUN": "-1"})
+    assert done.returncode == rank.returncode == 143 and not rank.stdout
 
 
 # ---- the real package ----

@@ -1,4 +1,5 @@
 """Whole runs: ranks that die or hang, a disk that fills up, and everything a preflight refuses."""
+import json
 import os
 import re
 import resource
@@ -7,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import TINY, clean_env, tiny_data
+from tiny import TINY, clean_env, one_sentence, tiny_data
 from workers import spawn
 
 from golfnb.cli import main_cli
@@ -21,6 +23,7 @@ from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.run import Machine, Session, keep_traces, run
 from golfnb.shards import write_shard
+from golfnb.train import RunLog
 
 
 
@@ -89,6 +92,65 @@ def test_disk_full_while_writing_weights(script, data, tmp_path):
     assert re.search(r"^golfnb: .*raw\.golf.*", done.stderr, re.M), done.stderr
     left = {p.name for p in (tmp_path / "runs" / "full").iterdir()}
     assert left == {"train.log", "metrics.jsonl", "train_gpt.py"}
+
+
+def test_a_log_that_cannot_be_written_waits(tmp_path, capsys):
+    "The file's lines come when there is room; one sentence, whatever the number of lines and files."
+    log = RunLog(tmp_path)
+    log.line("one")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        log.line("two")
+        log.event("three")
+        log.line("four")
+        assert (tmp_path / "train.log").read_text() == "one\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.line("five")
+    log.close()
+    out, err = capsys.readouterr()
+    assert (tmp_path / "train.log").read_text() == "one\ntwo\nfour\nfive\n" and json.loads((tmp_path / "metrics.jsonl").read_text()) == {"event": "three"}
+    assert out == "one\ntwo\nfour\nfive\n" and one_sentence(err) and "train.log" in err and "the run goes on" in err
+
+
+def test_nobody_reads_the_terminal(script, data, tmp_path):
+    "As in `python train_gpt.py | head -1`: the run ends well, and its log is whole."
+    job = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "unread", "TTT_ENABLED": "0"}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    job.stdout.readline()
+    job.stdout.close()
+    said = job.stderr.read()
+    assert job.wait(120) == 0 and one_sentence(said) and "Broken pipe" in said
+    assert "final_int6_sliding_window_exact" in (tmp_path / "runs" / "unread" / "train.log").read_text() and (tmp_path / "runs" / "unread" / "summary.json").is_file()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    "A disk of 70 MiB: a run wants 64 to begin."
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=70m", "none", str(place)], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_path, small_disk):
+    "Another program takes all room after step 5 and never gives it back: the run ends well, with its files in the temporary folder."
+    env = clean_env(**{**TINY, **data, "RUN_ID": "full", "RUNS_DIR": str(small_disk), "ITERATIONS": "40", "TRAIN_LOG_EVERY": "1", "TTT_ENABLED": "0", "TMPDIR": str(tmp_path)})
+    job = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out = ""
+    while "step:5/" not in out:
+        out += job.stdout.readline()
+    with open(small_disk / "other", "wb", buffering=0) as other, suppress(OSError):
+        while other.write(bytes(4096)):
+            pass
+    rest, said = job.communicate(timeout=120)
+    assert job.returncode == 0 and "step:40/40" in rest, said
+    log, moved = said.splitlines()
+    assert "cannot write" in log and "the run goes on" in log and (found := re.search(r"raw\.golf .*this run's files go to (\S+)$", moved)), said
+    assert {p.name for p in Path(found[1]).iterdir()} == {"raw.golf", "ema.golf", "artifact.golf", "summary.json"}
+    assert {p.name for p in (small_disk / "full").iterdir()} == {"train.log", "metrics.jsonl", "train_gpt.py"}
 
 
 def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
