@@ -86,7 +86,7 @@ def test_disk_full_while_writing_weights(script, data, tmp_path):
     command = [sys.executable, str(script)]
     (tmp_path / "runs" / "full").mkdir(parents=True)
     shutil.copy(script, tmp_path / "runs" / "full" / "train_gpt.py")  # larger than that, and there already
-    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full"}), capture_output=True, text=True, timeout=120,
+    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full", "TMPDIR": str(tmp_path)}), capture_output=True, text=True, timeout=120,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.search(r"^golfnb: .*raw\.golf.*", done.stderr, re.M), done.stderr
