@@ -173,7 +173,7 @@ def decoded_limit(stored_bytes: int) -> int:
 
 
 def good_tensor(row: list) -> bool:
-    "Whether a row of the header is [name, kind, shape]: a name that can be printed, a shape that fits the kind."
+    "Whether a row of the header is [name, kind, shape]: a name to print, a shape that fits the kind."
     name, kind, shape = row
     return (isinstance(name, str) and name.isprintable() and len(name) <= 200 and kind in KIND_DTYPES
             and isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int and n > 0 for n in shape)
@@ -220,9 +220,9 @@ def foreign_header(text: bytes, payload_bytes: int) -> dict:
     except (zlib.error, ValueError, TypeError, KeyError):
         good = False
     if not good:
-        raise GolfError("the container's header must be JSON with meta, tensors and sections that fit the file "
-                        f"and decode to at most {decoded_limit(payload_bytes):,} bytes, found another: the file "
-                        "is damaged")
+        raise GolfError("the container's header must be JSON with meta, tensors and sections that fit the "
+                        f"file and decode to at most {decoded_limit(payload_bytes):,} bytes, found another: "
+                        "the file is damaged")
     return header
 
 # %% ../nbs/17_artifact.ipynb #f97331a2
@@ -230,7 +230,7 @@ def unpack_bytes(data: bytes, written: str = "", check: Callable | None = None) 
     """(meta, `Packed` tensors by name) of a container; `check(header)` is called before anything is decoded.
 
     `written` as in `decompress_section`. Raises GolfError for damage, and for sections that would decode to
-    more than 16 times their bytes and more than 32 MiB. Takes at most MULTIPLE times the decoded bytes.
+    more than 16 times their bytes and more than 32 MiB. Takes at most 6 times what they decode to.
     """
     header, payload = open_container(data, written)
     if check:
@@ -336,7 +336,9 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str
                tokenizer_path: str | Path | None = None, world: int = 1) -> tuple[Golf, dict, ModelSettings]:
     """(model, meta, settings) of an artifact or of saved weights, the banks padded for `world` ranks.
 
-    Raises GolfError for damage, and for another tokenizer than the model was trained with if one is given.
+    Takes at most 8 times the bytes of its fp32 weights. Raises GolfError for damage, before anything is
+    decoded where the settings do not ask for just these tensors, and for another tokenizer than the model
+    was trained with if one is given.
     """
     meta, packed = load_artifact(path, check=check_model)
     found = tokenizer_path and tokenizer_hash(tokenizer_path)

@@ -97,8 +97,8 @@ def reading(what):
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise GolfError(f"{what} must be as golfnb writes it, found {reason:.300}; the file is damaged or was "
-                        "edited: make it again or remove it") from error
+        raise GolfError(f"{what} must be as golfnb writes it, found {reason:.300}; the file is damaged or "
+                        "was edited: make it again or remove it") from error
 
 # %% ../nbs/00_settings.ipynb #319c3ee2
 def check_json(value, depth: int = 20) -> None:
@@ -114,7 +114,7 @@ def check_json(value, depth: int = 20) -> None:
 
 
 def read_json(text: str | bytes, what) -> dict:
-    "The JSON object in `text`; raises GolfError that names `what` for damage, and for what no reader expects."
+    "The JSON object in `text`; raises GolfError, naming `what`, for damage and what no reader expects."
     def unique(pairs: list) -> dict:
         if len(found := dict(pairs)) < len(pairs):
             raise ValueError("a name stands twice")
@@ -132,8 +132,8 @@ def settings_from(group: type, values: Mapping):
     specs, damaged = {spec.name: spec for spec in fields(group)}, "the file is damaged or of another version"
     names = map(str, values) if isinstance(values, Mapping) else ()
     if odd := sorted(set(specs) ^ set(names)):
-        raise GolfError(f"settings must be exactly those of {group.__name__}, found {odd[0]!r:.60} to be missing "
-                        f"or unknown ({len(odd)} such names): {damaged}")
+        raise GolfError(f"settings must be exactly those of {group.__name__}, found {odd[0]!r:.60} to be "
+                        f"missing or unknown ({len(odd)} such names): {damaged}")
     made = {}
     for name, value in values.items():
         kind, choices = type(specs[name].default), specs[name].metadata["choices"]

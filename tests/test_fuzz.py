@@ -412,6 +412,29 @@ def test_commands_read_mangled_files_or_refuse_them_in_one_line(good, kind, coun
     assert "one sentence" in found and ("fine" in found or kind == "tokenizers")
 
 
+def taken(work) -> int:
+    "Bytes by which a forked process grows at most while it does `work`."
+    ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+    if not (child := os.fork()):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        resident = lambda word: 1024 * int(Path("/proc/self/status").read_text().split(word)[1].split()[0])
+        before, _ = resident("VmRSS:"), work()
+        theirs.send(resident("VmHWM:") - before)
+        os._exit(0)
+    theirs.close()
+    os.waitpid(child, 0)
+    return ours.recv()
+
+
+@pytest.mark.parametrize("bomb, load, times", [(26, load_artifact, 6), (44, load_model, 8)])
+def test_loading_takes_the_stated_multiple_of_what_is_needed(good, bomb, load, times):
+    "Of the decoded bytes, and of the fp32 weights that the settings ask for: a section of 16 MiB, a model of 22 million weights, in files of some KB."
+    path = good / f"bombs/{bomb}.golf"
+    rows = open_container(path.read_bytes())[0]["tensors"]
+    numbers = sum(math.prod(shape) for _, _, shape in rows)
+    assert path.stat().st_size < 12_000 and taken(lambda: load(path)) < times * numbers * (4 if load is load_model else 1)
+
+
 def main(limit: int = 10**9) -> None:
     samples, start = {}, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
