@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BOUNDS', 'WANTED', 'YES_NO', 'CONTROLS', 'GolfError', 'setting', 'Settings', 'bound_problems', 'parse_setting',
-           'printable', 'reading', 'check_json', 'read_json', 'settings_from', 'patch']
+           'printable', 'reading', 'read_json', 'settings_from', 'patch']
 
 # %% ../nbs/00_settings.ipynb #4c57ac47
 import json
@@ -112,7 +112,7 @@ def check_json(value, depth: int = 20) -> None:
     for part in [*value, *values] if isinstance(value, (dict, list)) else ():
         check_json(part, depth - 1)
 
-
+# %% ../nbs/00_settings.ipynb #58a72e8e
 def read_json(text: str | bytes, what) -> dict:
     "The JSON object in `text`; raises GolfError, naming `what`, for damage and what no reader expects."
     def unique(pairs: list) -> dict:
