@@ -33,7 +33,7 @@ from .shards import atomic_write
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
-HEADER_LIMIT, UNFOLD, FREE_BYTES = 2**20, 16, 2**25  # bytes of a header; `decoded_limit` of the sections
+HEADER_LIMIT, UNFOLD, FREE_BYTES = 2**20, 16, 2**25  # bytes of the header; see `decoded_limit`
 SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
 CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
@@ -230,7 +230,7 @@ def unpack_bytes(data: bytes, written: str = "", check: Callable | None = None) 
     """(meta, `Packed` tensors by name) of a container; `check(header)` is called before anything is decoded.
 
     `written` as in `decompress_section`. Raises GolfError for damage, and for sections that would decode to
-    more than 16 times their bytes and more than 32 MiB. Takes at most 6 times what they decode to.
+    more than `decoded_limit`. Takes at most 6 times the bytes that they decode to.
     """
     header, payload = open_container(data, written)
     if check:
