@@ -29,7 +29,8 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.Sente
     "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
     try:
         sp = spm.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
+        sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
+    except (RuntimeError, OSError, ValueError) as error:
         raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none or "
                         "a damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):

@@ -21,7 +21,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from . import __version__
-from .settings import GolfError
+from .settings import GolfError, printable, reading, settings_from
 
 # %% ../nbs/24_cli.ipynb #0c2842e1
 class Chapters:
@@ -238,7 +238,7 @@ def data_inspect_command(args) -> int:
     found = [book.shards.find_shards(f / "*.bin") if f.is_dir() else [f] for f in map(Path, args.files)]
     for path in (paths := sum(found, [])):
         facts = book.data.inspect_shard(path, sp)
-        print(facts.pop("path"))
+        print(printable(facts.pop("path")))
         for name, value in facts.items():
             print(f"  {name.replace('_', ' '):16s} {f'{value:,}' if type(value) is int else repr(value)}")
     splits = [[p for p in paths if f"_{split}_" in p.name] for split in ("train", "val")]
@@ -256,7 +256,7 @@ def demo_data(folder: Path) -> None:
     docs, manifest = book.data.stdlib_documents(), folder / "manifest.json"
     digest, size = book.data.documents_hash(docs), sum(len(d.encode()) for d in docs)
     print(f"documents: {len(docs):,}, {size:,} bytes, sha256 {digest}", flush=True)
-    if manifest.is_file() and json.loads(manifest.read_text())["documents_sha256"] == digest:
+    if book.report.read_file(manifest).get("documents_sha256") == digest:
         return print(f"tokenizer and shards: as in {folder}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     data_build_command(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
@@ -294,11 +294,13 @@ def script_command(args) -> int:
     return 0
 
 # %% ../nbs/24_cli.ipynb #3ebd74c3
+@reading("what summary.json and ema.golf say of the run")
 def run_config(run_dir: Path, meta: dict):
     "A run's Config: from its summary, else from the recipe and the model settings in a container's `meta`."
     cfg = book.config.load_config({"RECIPE": meta.get("recipe", "pr549")})
     found = book.report.read_file(run_dir / "summary.json").get("config", meta.get("settings", {}))
-    vars(cfg).update({n: v for n, v in found.items() if n in book.config.setting_specs()})
+    found = {n: v for n, v in found.items() if n in book.config.setting_specs()}
+    cfg = settings_from(book.config.Config, vars(cfg) | found)
     cfg.data_path = os.environ.get("DATA_PATH", cfg.data_path)
     return cfg
 
@@ -347,7 +349,8 @@ def quantize_command(args) -> int:
 def artifact_inspect_command(args) -> int:
     meta, packed = book.artifact.load_artifact(args.file)
     print(f"{args.file}: {len(packed)} tensors, checksum verified")
-    meta["settings"] = ", ".join(f"{k}={v}" for k, v in meta.get("settings", {}).items())
+    if isinstance(settings := meta.get("settings"), dict):
+        meta["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)
@@ -459,7 +462,7 @@ def sample_command(args) -> int:
     sp = book.bpb.load_tokenizer(tokenizer, cfg.vocab_size)
     prompt = [sp.bos_id(), *sp.encode(args.prompt)]
     ids = book.model.generate(golf, prompt, args.tokens, args.temperature, args.seed)
-    print(sp.decode([t for t in ids if not sp.is_control(t)]))
+    print(printable(sp.decode([t for t in ids if not sp.is_control(t)])))
     return 0
 
 # %% ../nbs/24_cli.ipynb #51e9d511
@@ -611,7 +614,7 @@ def main_cli(argv: list[str] | None = None) -> int:
         args = read_command(argv)
         return args.run(args)
     except GolfError as e:
-        print(f"golfnb: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"golfnb: {printable(' '.join(str(e).split()))}", file=sys.stderr)
     except KeyboardInterrupt:
         print("golfnb: interrupted", file=sys.stderr)
         return 130

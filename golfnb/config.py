@@ -151,7 +151,7 @@ def load_config(env: Mapping[str, str]) -> Config:
     not fit together is found by `Config.check`.
     """
     recipe = env.get("RECIPE", DEFAULT_RECIPE)
-    if recipe not in RECIPES:
+    if recipe not in [*RECIPES]:  # from a file it may be of any type
         if SCRIPT:
             raise GolfError(f"RECIPE is fixed to {DEFAULT_RECIPE} in this script, found {recipe}: "
                             f"make that script with golfnb script --recipe {recipe}")

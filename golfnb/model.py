@@ -64,10 +64,13 @@ def problems(self: ModelSettings) -> Iterator[str]:
     if self.rope_dims % 2 or self.rope_dims > self.head_dim:
         yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, "
                f"found {self.rope_dims}: choose an even number up to {self.head_dim}")
+    if self.train_seq_len * self.rope_dims > 2**24:
+        yield (f"TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the rotary tables), found "
+               f"{self.train_seq_len} x {self.rope_dims}: shorten the row")
     if self.bigram_vocab_size < 0 or self.bigram_vocab_size == 1:
         yield f"BIGRAM_VOCAB_SIZE must be 0 or at least 2, found {self.bigram_vocab_size}: change it"
     parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
-    blocks = {int(p) for p in parts if p.isdecimal()} & set(range(self.num_layers))
+    blocks = {int(p) for p in parts if p.isdecimal() and len(p) < 9 and int(p) < self.num_layers}
     if self.ve_enabled and not 0 < len(parts) == len(blocks):
         yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
                f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
@@ -440,7 +443,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
 def generate(model: Golf, ids: list[int], n: int, temperature: float = 1.0, seed: int = 0) -> list[int]:
     """The prompt and n sampled tokens; temperature 0 takes the likeliest. Reads at most a training row.
 
-    Raises GolfError for an empty prompt or a token outside the vocabulary."""
+    Raises GolfError for an empty prompt, a token outside the vocabulary, and logits that are not finite."""
     cfg, device = model.cfg, model.tok_emb.device
     if not ids or not all(0 <= t < cfg.vocab_size for t in ids):
         raise GolfError(f"a prompt must be one or more tokens below {cfg.vocab_size}: found {ids[:8]}; "
@@ -449,6 +452,8 @@ def generate(model: Golf, ids: list[int], n: int, temperature: float = 1.0, seed
     for _ in range(n):
         row = torch.tensor([out[-cfg.train_seq_len:]], device=device)
         logits = softcap(model(row, keep=1, rope_len=cfg.train_seq_len)[0, 0], model.cap).cpu()
+        if not torch.isfinite(logits).all():
+            raise GolfError("the model's logits must be finite, found others: its weights are damaged")
         if temperature > 0:
             logits = (logits / temperature).softmax(-1)
             out.append(int(torch.multinomial(logits, 1, generator=g)))

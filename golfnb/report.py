@@ -18,16 +18,13 @@ import numpy as np
 
 from .artifact import ARTIFACT_CAP, load_artifact
 from .bench import settings_diff
-from .settings import GolfError
+from .settings import GolfError, read_json, reading
 from .shards import atomic_write
 
 # %% ../nbs/23_report.ipynb #e56fec04
 def read_file(path: Path) -> dict:
-    "The JSON object in a file, {} where there is none. Raises GolfError if the file is damaged."
-    try:
-        return dict(json.loads(Path(path).read_text("utf-8"))) if Path(path).is_file() else {}
-    except (ValueError, TypeError) as e:
-        raise GolfError(f"report: JSON expected in {path}, found a damaged file ({e}); remove it") from e
+    "The JSON object in a file, {} where there is none. Raises GolfError as `read_json` does."
+    return read_json(Path(path).read_bytes(), path) if Path(path).is_file() else {}
 
 # %% ../nbs/23_report.ipynb #910d634d
 def quantized_counts(path: Path) -> dict[str, np.ndarray]:
@@ -49,8 +46,9 @@ def counts_entropy(counts: np.ndarray) -> float:
 def read_run(folder: Path) -> dict:
     "Name, events, summary, audit, counts of weights; {} without their file. GolfError without events."
     folder, log = Path(folder), Path(folder, "metrics.jsonl")
-    lines = log.read_text("utf-8").splitlines() if log.is_file() else []
-    events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
+    with reading(log):
+        lines = log.read_text("utf-8").splitlines() if log.is_file() else []
+        events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
     if not events:
         raise GolfError(f"report: events expected in {log}, found none; give a run's directory (runs/NAME)")
     packed = next((p for p in (folder / "artifact.golf", folder / "artifact.golf.over") if p.is_file()), None)
@@ -267,5 +265,6 @@ def report_html(run: dict, other: dict | None = None) -> str:
 def write_report(run_dir: Path, against: Path | None = None) -> Path:
     "Write report.html beside a run's files, perhaps against another run. Raises GolfError without events."
     path = Path(run_dir) / "report.html"
-    atomic_write(path, report_html(read_run(run_dir), read_run(against) if against else None))
+    with reading(" and ".join(str(d) for d in (run_dir, against) if d)):
+        atomic_write(path, report_html(read_run(run_dir), read_run(against) if against else None))
     return path

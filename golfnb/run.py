@@ -302,7 +302,7 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
     line(f"Serialized model int6+{cfg.codec}: {size} bytes")
     line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
     line(f"artifact_sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}")
-    parts = artifact_ledger(path, code_bytes)
+    parts = artifact_ledger(path, code_bytes, cfg.codec)
     for part, n in [*parts, ("room left", cfg.target_bytes - size - code_bytes)]:
         line(f"  {part:<24s}{n:>12,} bytes")
     self.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes,

@@ -15,7 +15,7 @@ import numpy as np
 
 from .bench import PLACES
 from .report import read_file
-from .settings import GolfError
+from .settings import GolfError, reading
 
 # %% ../nbs/26_significance.ipynb #8f26d757
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)  # on [-1, 1]
@@ -88,6 +88,7 @@ def group_runs(runs: list[dict], score: str) -> dict[str, dict[int, float]]:
     return groups
 
 # %% ../nbs/26_significance.ipynb #7b0183c4
+@reading("what compare reads of the runs")
 def compare_runs(paths: list[Path | str], target: float | None = None) -> str:
     "`golfnb compare`: what each group proves against the `target` and the first group. Raises GolfError."
     runs, first = [run_summary(p) for p in paths], []

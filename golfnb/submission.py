@@ -23,7 +23,7 @@ from typing import NamedTuple
 from .artifact import ARTIFACT_CAP
 from .bench import PUBLISHED_TARGETS, settings_diff
 from .report import read_file
-from .settings import GolfError
+from .settings import GolfError, printable, reading
 from .significance import LEVEL, below_target
 
 # %% ../nbs/27_submission.ipynb #07faf6d2
@@ -57,7 +57,7 @@ LOG_LINES = (
 # %% ../nbs/27_submission.ipynb #42135d70
 def read_log(text: str, name: str = "train.log") -> SimpleNamespace:
     "The facts of a run's log: the groups of LOG_LINES, times, steps, score; None where it does not say."
-    facts = {"name": name, "text": text}
+    facts = {"name": name, "text": (text := printable(text))}
     for pattern in LOG_LINES:
         found = re.search(f"^{pattern}$", text, re.M)
         for key in re.compile(pattern).groupindex:
@@ -200,6 +200,7 @@ def whole_log(one: SimpleNamespace) -> list[tuple]:
     return [("log", lacks, f"{one.name} lacks {lacks}: it was cut off; submit the log of a whole run")]
 
 # %% ../nbs/27_submission.ipynb #9782c4bd
+@reading("the folder of the submission")
 def check_submission(folder: Path) -> list[Fault]:
     "Hold a folder against every rule; an empty list if all hold. Raises GolfError where there is no folder."
     folder = Path(folder)
@@ -293,6 +294,7 @@ def submission_readme(claim: dict, config: dict) -> str:
                          command=run_command(claim, config))
 
 # %% ../nbs/27_submission.ipynb #97beebfc
+@reading("the files of the runs")
 def make_submission(run_dirs: list[Path], out: Path, words: dict, target: float | None = None) -> list[Fault]:
     "Make the folder `out` of finished runs or return the rules it would break; GolfError if it exists."
     run_dirs, out = [Path(d) for d in run_dirs], Path(out)

@@ -187,6 +187,7 @@ GOOD = {"meta": {}, "tensors": [["up", "int6", [2, 2]]], "sections": [["int6", "
     {"sections": []}, {"sections": GOOD["sections"][::-1]}, {"sections": GOOD["sections"] * 2}, {"sections": [["int6", "none", 5], ["scale", "none", 3]]}, {"sections": [["int6", "none", -4], ["scale", "none", 12]]},
     {"sections": [["int6", "best", 4], ["scale", "none", 4]]}, {"sections": [["int6", "exec", 4], ["scale", "none", 4]]}, {"sections": [["int6", None, 4], ["scale", "none", 4]]}, {"sections": [["int6", "zlib", 4], ["scale", "none", 4]]},
     {"sections": [["int6", "lzma", 4], ["scale", "none", 4]]}, {"sections": [["int6", "none", 4.0], ["scale", "none", 4]]}, {"sections": [[["int6"], "none", 4], ["scale", "none", 4]]}, {"sections": {"int6": 4}},
+    {"tensors": [["up\n", "int6", [2, 2]]]}, {"tensors": [["u" * 999, "int6", [2, 2]]]}, {"meta": {"a": float("nan")}}, {"meta": {"a": "\x1b[2J"}}, {"meta": {"a": 10**30}}, {"meta": {"a": [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]}},
     {"tensors": [["up", "int6", [2, 2]]] * 2}, {"tensors": {}}, {"meta": []}, {"more": 1}], ids=str)
 def test_hostile_headers(change):
     assert unpack_bytes(sealed(GOOD, bytes(8)))[1]["up"].shape == (2, 2)
@@ -204,6 +205,9 @@ def test_hostile_header_bytes(header):
 def test_hostile_values():
     with pytest.raises(GolfError, match="integers of at most 31"):
         unpack_bytes(sealed(GOOD, bytes([0, 0, 0, 32]) + bytes(4)))
+    for value in (np.nan, np.inf):
+        with pytest.raises(GolfError, match="finite numbers"):
+            unpack_bytes(sealed({"meta": {}, "tensors": [["a", "fp32", [1]]], "sections": [["fp32", "none", 4]]}, np.float32(value).tobytes()))
     with pytest.raises(GolfError, match="finite scales"):
         unpack_bytes(sealed(GOOD, bytes(4) + np.array([np.nan, 1], np.float16).tobytes()))
 
@@ -222,9 +226,10 @@ def test_bombs_unfold_no_further_than_declared(codec):
 
 def test_declared_gigabytes_are_refused_before_they_are_allocated():
     tensors = [[f"t{i}", "int8", [2**15, 2**15]] for i in range(4)]
-    header = {"meta": {}, "tensors": tensors, "sections": [["int8", "none", 0], ["scale", "none", 0]]}
-    with pytest.raises(GolfError, match="decode to at most"):
-        unpack_bytes(sealed(header))
+    for some, size in ((tensors, 0), ([["t", "int8", [2**13, 2**12]]], 2**14), ([["t", "int8", [2**13, 2**13]]], 2**20)):  # 4 GiB; 32 MiB and its scales; 64 MiB in 1
+        header = {"meta": {}, "tensors": some, "sections": [["int8", "rans", size], ["scale", "none", 0]]}
+        with pytest.raises(GolfError, match="decode to at most 33,554,432 bytes"):
+            unpack_bytes(sealed(header, bytes(size)))
 
 
 def test_versions_magic_and_short_files():
@@ -376,7 +381,7 @@ def test_the_tokenizer_must_be_the_one_it_was_trained_with(tiny, tmp_path):
 
 @pytest.mark.parametrize("change", [{"num_layers": 10**9}, {"num_layers": 3}, {"num_layers": "2"}, {"model_dim": 2**40}, {"vocab_size": 2**40}, {"mlp_mult": 2**40}, {"mlp_mult": "a"}, {"mlp_mult": None},
                                     {"bigram_vocab_size": 2**40}, {"bigram_dim": 2**30}, {"ve_dim": 2**30}, {"bigram_vocab_size": 0}, {"num_heads": 7}, {"num_kv_heads": 2}, {"rope_dims": 10**9},
-                                    {"extra": 1}, {"ve_layers": "1," * 9999 + "1"}, {"ve_enabled": False}, {"train_seq_len": -5}, {"plan": "exec"}], ids=str)
+                                    {"extra": 1}, {"train_seq_len": 10**9}, {"rope_train_len": 2**70}, {"rope_base": 10**400}, {"ve_layers": "9" * 5000}, {"ve_layers": "1," * 9999 + "1"}, {"ve_enabled": False}, {"train_seq_len": -5}, {"plan": "exec"}], ids=str)
 def test_settings_that_do_not_fit_the_tensors(tiny, tmp_path, change):
     model, _, meta = tiny
     save_artifact(tmp_path / "a.golf", quantize_state(named_state(model), False), meta | {"settings": meta["settings"] | change})

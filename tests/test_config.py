@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from golfnb.config import IGNORED, NOT_BUILT, RECIPES, SWITCHES, Config, load_config, setting_specs
 from golfnb.loader import grad_accum
 from golfnb.model import ModelSettings
-from golfnb.settings import GolfError, settings_from
+from golfnb.settings import GolfError, printable, read_json, settings_from
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
 MAX_WALLCLOCK_SECONDS VAL_LOSS_EVERY TRAIN_LOG_EVERY VOCAB_SIZE NUM_LAYERS MODEL_DIM NUM_HEADS NUM_KV_HEADS MLP_MULT TIE_EMBEDDINGS ROPE_BASE ROPE_DIMS
@@ -102,6 +102,19 @@ def test_averaging_by_its_old_and_new_names():
     assert load_config({"EMA_ENABLED": "0", "AVERAGING": "swa"}).averaging == "swa"
 
 
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": 9223372036854775808}', '{"a": 1, "a": 2}', '{"a": "\\u001b[31m"}', '{"\\u009b": 1}', '[["\\u202e"]]', '{"a": "\\ud800"}', "[1]", "1", "",
+                                  "[" * 10**6, '{"a":' * 25 + "1" + "}" * 25, '{"a": ' + "9" * 5000 + "}", b"\xff{}"])
+def test_json_that_no_reader_expects_is_refused(text):
+    with pytest.raises(GolfError, match="f.json must be") as e:
+        read_json(text, "f.json")
+    assert len(str(e.value)) < 500 and str(e.value).isprintable()
+
+
+def test_json_of_ours_is_read():
+    assert read_json('{"losses": [3.5, NaN], "note": "a\\n\\tb", "n": null, "yes": true, "big": 4611686018427387904}', "f")["note"] == "a\n\tb"
+    assert printable("a\x1b[31m\u202eb\n") == "a\\x1b[31m\\u202eb\n"
+
+
 @pytest.mark.parametrize("text, value", [("1", True), ("0", False), ("true", True), ("False", False), (" TRUE ", True)])
 def test_yes_and_no(text, value):
     assert load_config({"LN_SCALE": text}).ln_scale is value
@@ -110,7 +123,7 @@ def test_yes_and_no(text, value):
 @pytest.mark.parametrize("pairs, words", [
     ("RECIPE=pr1", "RECIPE must be one of pr399, pr549"), ("RECIPE=", "RECIPE must be one of"), ("SEED=x", "SEED must be a whole number, found 'x'"), ("SEED=1.5", "whole number"), ("SEED=", "whole number"),
     ("MATRIX_LR=fast", "finite number, found 'fast'"), ("MATRIX_LR=inf", "finite"), ("MLP_MULT=nan", "finite"), ("TTT_ENABLED=2", "TTT_ENABLED must be 0 or 1"),
-    ("LOADER=shuffled", "one of sequential, coprime, packed"), ("CLIP=none", "local, global"), ("AVERAGING=lawa", "one of"), ("WEIGHT_DTYPE=fp8", "one of"), ("CODEC=lzm", "one of lzma, zlib"),
+    ("RUN_ID=a\x1b[31m", "plain text"), ("MODEL_DIM=" + "9" * 400, "whole number"), ("LOADER=shuffled", "one of sequential, coprime, packed"), ("CLIP=none", "local, global"), ("AVERAGING=lawa", "one of"), ("WEIGHT_DTYPE=fp8", "one of"), ("CODEC=lzm", "one of lzma, zlib"),
     ("MTP_NUM_HEADS=1", "not built"), ("TIE_EMBEDDINGS=0", "must stay 1"), ("QAT_ENABLED=1", "not built"), ("QAT_ENABLED=true", "not built"), ("MUON_BETA2=0.9", "stay 0.95"),
     ("LAWA_ENABLED=1", "not built"), ("DTG_ENABLED=1", "not built"), ("GATED_ATTENTION=1", "not built"), ("VALUE_RESIDUAL=1", "not built"), ("LAWA_K=ten", "must be a number"), ("QUANT_CLIP_RANGE=15", "must stay 31"), ("EMBED_LR=x", "must be a number"),
 ])

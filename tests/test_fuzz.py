@@ -1,13 +1,19 @@
 """Damaged and hostile files: loaded with equal content or refused with golfnb's own error; no crash, no hang, bounded memory, nothing executed.
 
-In the tests a few hundred mutations. The full set, in some minutes on one core:
+In the tests a few hundred files. The whole drill, in some minutes on one core, writes nbs/results/mangle_cpu.json:
 
-    python tests/test_fuzz.py 10000 1000          10,000 mutated artifacts, 1,000 mutated shards
+    python tests/test_fuzz.py [COUNT]          10,000 artifacts, 60 bombs, 1,000 shards, 300 tokenizers, 300 summaries and claims; at most COUNT of each
 """
+import hashlib
+import io
 import json
+import math
+import multiprocessing
 import os
 import pickle
 import random
+import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -15,6 +21,9 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, fields
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -23,9 +32,18 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.artifact import PREFIX_BYTES, load_artifact, load_weights, pack_bytes, save_weights, seal
-from golfnb.settings import GolfError
-from golfnb.shards import open_shard, read_header, read_tokens, write_shard
+from golfnb.artifact import PREFIX_BYTES, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
+from golfnb.bench import record_result
+from golfnb.bpb import tokenizer_hash
+from golfnb.cli import main_cli
+from golfnb.config import load_config
+from golfnb.data import stdlib_documents, train_tokenizer
+from golfnb.model import ModelSettings, init_model, model_from_settings, named_state
+from golfnb.quantize import quantize_state
+from golfnb.rans import RANS_PREFIX, rans_lanes
+from golfnb.settings import CONTROLS, GolfError
+from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
+from golfnb.submission import claim_numbers, read_log
 from test_artifact import META, same, toy
 
 CODECS = ("lzma", "zlib", "rans", "best", "none")
@@ -212,17 +230,224 @@ def test_nothing_that_is_read_is_executed_or_unpickled(tmp_path):
     assert not Path("/tmp/golfnb-was-here").exists() and same(load_artifact(tmp_path / "good0.golf")[1], good) and load_weights(tmp_path / "ema.golf")
 
 
-def full(artifacts: int, shards: int) -> None:
-    signal.signal(signal.SIGALRM, too_slow)
+# --- the drill: mangled files of all kinds through the commands that read them
+
+ODD = [0, -1, True, None, 2**31, 2**40, 10**400, 1.5, math.nan, math.inf, "", "fp64", "int6", "rans", "none", "\x1b[31m", "a\nb", "9" * 5000, [], [[]], {}, [1, 1], [2**15, 2**15]]
+
+
+def edit(value, rng: random.Random):
+    "A JSON value with a part of it replaced by one that nobody expects."
+    if not value or not isinstance(value, (dict, list)) or rng.random() < 0.05:
+        return rng.choice(ODD)
+    changed, key = value.copy(), rng.choice([*value] if isinstance(value, dict) else range(len(value)))
+    changed[key] = edit(value[key], rng)
+    return changed
+
+
+def edited(data: bytes, rng: random.Random) -> bytes:
+    "A container with its header edited and a checksum that fits."
+    header, payload = open_container(data)
+    return seal(zlib.compress(json.dumps(edit(header, rng)).encode()), payload)
+
+
+def zeros(shapes: list) -> bytes:
+    "An rANS section of zeros for tensors of these [rows, cols]: it takes nothing but its lanes, so it can promise anything."
+    table = zlib.compress(struct.pack("<256H", 2**14, *[0] * 255) + bytes(sum(map(sum, shapes))), 9)
+    return struct.pack(RANS_PREFIX, 0, 0, 1, len(table)) + table + rans_lanes(sum(map(math.prod, shapes))) * struct.pack("<I", 2**16)
+
+
+def bombs(data: bytes):
+    "Sixty small files made of a good container that ask for far more than they hold: by a setting, a shape, a whole model that agrees with its tensors, or their JSON."
+    header, payload = open_container(data)
+    settings, tensors, unfolds = header["meta"]["settings"], header["tensors"], zlib.compress(bytes(2**24))
+
+    def sealed(payload=payload, **parts):
+        return seal(zlib.compress(json.dumps(header | parts).encode()), payload)
+
+    for spec in fields(ModelSettings):
+        for huge in (10**9, 2**40) if type(spec.default) is int else ():
+            yield sealed(meta=header["meta"] | {"settings": settings | {spec.name: huge}})
+    for shape in ([2**12, 2**12], [2**15, 2**15], [2**15, 2**16], [2**25, 1], [1, 2**26], [2**62, 2**62]):
+        for used in ("rans", "zlib", "lzma"):
+            stored, scales = zeros([shape]) if used == "rans" and shape[0] < 2**60 else unfolds, bytes(2 * min(shape[0], 2**16))
+            yield sealed(stored + scales, tensors=[["a", "int8", shape]], sections=[["int8", used, len(stored)], ["scale", "none", len(scales)]])
+    for layers, dim in ((1, 1536), (1, 2**12), (1, 2**16), (200, 256), (500, 512)):
+        asked = settings | {"num_layers": layers, "model_dim": dim, "train_seq_len": 2**17, "ve_layers": "0"}
+        state = named_state(model_from_settings(asked, device="meta")[0])
+        rows = [[name, "int8" if w.ndim == 2 else "fp16", [*w.shape]] for name, w in sorted(state.items())]
+        stored = {section: zeros(shapes) for section, shapes in section_plan(rows).items()}
+        yield sealed(b"".join(stored.values()), meta=header["meta"] | {"settings": asked}, tensors=rows, sections=[[s, "rans", len(coded)] for s, coded in stored.items()])
+    for text in (b"[" * 2**19, b'{"a":' * 2**17, b" " * 2**26, b"[" + b"[]," * 2**18 + b"1]", b"9" * 2**19, b'{"meta":{"a":1e999}}', b"NaN", b'{"a":1,' * 2**16,
+                 json.dumps(header | {"meta": {"a": "\x1b" * 2**16}}).encode(), json.dumps(header | {"tensors": [[f"{i}", "fp16", [1]] for i in range(2**15)]}).encode(),
+                 json.dumps(header | {"tensors": tensors * 500}).encode()):
+        yield seal(zlib.compress(text), payload)
+
+
+LOG = """golfnb recipe:pr549 seed:1 world_size:1 device:CPU torch:2
+train_shards:1 val_tokens:9 unigram_bpb:3.0 code_bytes:2
+code_sha256:{0}
+artifact_sha256:{0}
+Serialized model int6: 9 bytes
+step:2/2 train_loss:2.0 train_time:5ms step_avg:2.5ms
+legal_ttt_exact val_loss:2.00000000 val_bpb:1.00000000
+"""
+SMALL = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "ROPE_DIMS": "8", "VE_DIM": "8", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "32", "BIGRAM_DIM": "8", "TRAIN_SEQ_LEN": "16",
+         "EVAL_SEQ_LEN": "16", "SMALL_TENSOR": "512", "VOCAB_SIZE": "640", "TRAIN_BATCH_TOKENS": "1024"}
+
+
+def good_files(folder: Path) -> None:
+    "What is mangled: a tiny model in four codecs, its tokenizer, a shard, the files of a finished run and of a submission."
+    train_tokenizer(stdlib_documents(["json"]), folder / "tokenizer.model", 640)
+    write_shard(folder / "shard.bin", np.random.default_rng(0).integers(0, 640, 700, dtype=np.uint16))
+    cfg = load_config(SMALL)
+    model, small, _ = model_from_settings(cfg.model_settings())
+    init_model(model, small, 0)
+    meta = {"settings": asdict(small), "recipe": "pr549", "seed": 1, "steps": 2, "tokenizer_sha256": tokenizer_hash(folder / "tokenizer.model")}
+    for codec in CODECS:
+        atomic_write(folder / f"{codec}.golf", pack_bytes(quantize_state(named_state(model), False, small=cfg.small_tensor), meta, codec))
+    for i, data in enumerate(bombs((folder / "rans.golf").read_bytes())):
+        atomic_write(folder / f"bombs/{i}.golf", data)
+    digest = hashlib.sha256(b"1\n").hexdigest()
+    findings = [{"scorer": s, "check": "c", "passed": True, "found": "f"} for s in ("files", "score-first training")]
+    claim = dict.fromkeys(("author", "github_id", "name", "blurb", "date"), "x") | {"track": "non-record"}
+    save_weights(folder / "run/ema.golf", named_state(model), meta)
+    for name, value in {
+            "run/summary.json": {"recipe": "pr549", "seed": 1, "world": 1, "steps": 2, "device": "CPU", "ema_bpb": 1.5, "artifact_bytes": 9, "code_bytes": 1, "ledger": [["code", 1]], "losses": [3.0, 2.0],
+                                 "seconds": {"training": 1.0}, "config": asdict(cfg)},
+            "run/metrics.jsonl": {"event": "val", "step": 1, "loss": 2.0, "ms": 1.0}, "sub/audit_seed1.json": {"artifact_sha256": digest, "findings": findings},
+            "sub/submission.json": claim | claim_numbers([read_log(LOG.format(digest))], 2, "non-record", None)}.items():
+        atomic_write(folder / name, json.dumps(value))
+    for name, text in (("README.md", "1.0000"), ("train_gpt.py", "1\n"), ("train_seed1.log", LOG.format(digest))):
+        atomic_write(folder / "sub" / name, text)
+
+
+FULL = {"artifacts": 10_000, "bombs": 60, "shards": 1000, "tokenizers": 300, "summaries and claims": 300}
+ALLOWED_SECONDS, ALLOWED_BYTES = 5, 1_500_000_000  # of a command: of the processor (and 25 by the clock); above what it had before
+GOOD, BAD = ("fine", "one sentence"), ("raw exception", "over time", "over memory", "the process died")
+JSON_FILES = ("run/summary.json", "sub/submission.json", "sub/audit_seed1.json", "run/metrics.jsonl", "sub/train_seed1.log")
+
+
+def mangled(folder: Path, kind: str, seed: int) -> list[list[str]]:
+    "Write a mangled file of a kind; the commands that read it."
+    rng, at = random.Random(f"{kind} {seed}"), lambda name: str(folder / name)
+    if kind in ("artifacts", "bombs"):
+        data = (folder / (f"bombs/{seed}.golf" if kind == "bombs" else f"{CODECS[seed % len(CODECS)]}.golf")).read_bytes()
+        data = data if kind == "bombs" else rng.choice([mutate, forge, edited])(data, rng)
+        (folder / "bad.golf").write_bytes(data)
+        return [["artifact", "inspect", at("bad.golf")], ["sample", at("bad.golf"), "a", "--tokens", "1", "--tokenizer", at("tokenizer.model")]]
+    if kind == "shards":
+        (folder / "bad.bin").write_bytes(mutate((folder / "shard.bin").read_bytes(), rng))
+        return [["data", "inspect", at("bad.bin"), "--tokenizer", at("tokenizer.model")]]
+    if kind == "tokenizers":
+        (folder / "bad.model").write_bytes(mutate((folder / "tokenizer.model").read_bytes(), rng))
+        return [["data", "inspect", at("shard.bin"), "--tokenizer", at("bad.model")]]
+    for part in ("run", "sub"):
+        shutil.copytree(folder / part, folder / "bad" / part, dirs_exist_ok=True)
+    name = JSON_FILES[seed % len(JSON_FILES)]
+    text = (folder / name).read_bytes()
+    (folder / "bad" / name).write_bytes(mutate(text, rng) if name.endswith("log") or rng.random() < 0.3 else json.dumps(edit(json.loads(text), rng)).encode())
+    if name.startswith("sub"):
+        return [["submission", "--check", at("bad/sub")]]
+    return [["compare", at("run"), at("bad/run")], ["report", at("bad/run")], ["quantize", at("bad/run")]]
+
+
+def outcome(words: list[str]) -> str:
+    "What a command makes of a file: one of GOOD, or what is wrong with it, in a word of BAD."
+    out, err, start, before = io.StringIO(), io.StringIO(), time.process_time(), grown()
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            status = main_cli(words)
+    except MemoryError:
+        return "over memory"
+    except BaseException as error:
+        return f"raw exception: {words[0]}: {type(error).__name__}: {error}"
+    said = err.getvalue()
+    if "MemoryError" in said or "allocate memory" in said or grown() - before > ALLOWED_BYTES:
+        return f"over memory: {words[0]} says {said}"
+    if CONTROLS.search(out.getvalue() + said) or status == 2 and (said.count("\n") != 1 or not said.startswith("golfnb: ")):
+        return f"raw exception: {words[0]} says {(out.getvalue() + said)[-300:]!r}"
+    return f"over time: {words[0]}" if time.process_time() - start > ALLOWED_SECONDS else "one sentence" if status else "fine"
+
+
+def drill_child(folder: Path, kind: str, seeds: range, pipe) -> None:
+    "Send the worst that comes of each seed's commands; with no more memory than allowed."
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # SentencePiece writes there from C++
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + ALLOWED_BYTES,) * 2)
+    for seed in seeds:
+        pipe.send(max(map(outcome, mangled(folder, kind, seed)), key=lambda word: (word not in GOOD, word)))
+
+
+def drill(folder: Path, kind: str, count: int) -> list[str]:
+    "What came of `count` mangled files of a kind, in forked children: a fresh one after each file that was not refused as it should be."
+    found, fork = [], multiprocessing.get_context("fork")
+    torch.set_num_threads(1)
+    while len(found) < count:
+        ours, theirs = fork.Pipe(duplex=False)
+        child = fork.Process(target=drill_child, args=(folder, kind, range(len(found), count), theirs))
+        child.start()
+        theirs.close()
+        word = GOOD[0]
+        while word in GOOD and len(found) < count:
+            try:
+                word = ours.recv() if ours.poll(5 * ALLOWED_SECONDS) else "over time: killed"
+            except EOFError:
+                word = "the process died"
+            found.append(word)
+        child.kill()
+        child.join()
+    return found
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    good_files(folder := tmp_path_factory.mktemp("good"))
+    return folder
+
+
+@pytest.mark.parametrize("kind, count", {"artifacts": 60, "bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25}.items())
+def test_commands_read_mangled_files_or_refuse_them_in_one_line(good, kind, count):
+    found = drill(good, kind, count)
+    assert set(found) <= set(GOOD), [f"{kind} {seed}: {word}" for seed, word in enumerate(found) if word not in GOOD]
+    assert "one sentence" in found and ("fine" in found or kind == "tokenizers")
+
+
+def taken(work) -> int:
+    "Bytes by which a forked process grows at most while it does `work`."
+    ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+    if not (child := os.fork()):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        resident = lambda word: 1024 * int(Path("/proc/self/status").read_text().split(word)[1].split()[0])
+        before, _ = resident("VmRSS:"), work()
+        theirs.send(resident("VmHWM:") - before)
+        os._exit(0)
+    theirs.close()
+    os.waitpid(child, 0)
+    return ours.recv()
+
+
+@pytest.mark.parametrize("bomb, load, times", [(26, load_artifact, 6), (44, load_model, 8)])
+def test_loading_takes_the_stated_multiple_of_what_is_needed(good, bomb, load, times):
+    "Of the decoded bytes, and of the fp32 weights that the settings ask for: a section of 16 MiB, a model of 22 million weights, in files of some KB."
+    path = good / f"bombs/{bomb}.golf"
+    rows = open_container(path.read_bytes())[0]["tensors"]
+    numbers = sum(math.prod(shape) for _, _, shape in rows)
+    assert path.stat().st_size < 12_000 and taken(lambda: load(path)) < times * numbers * (4 if load is load_model else 1)
+
+
+def main(limit: int = 10**9) -> None:
+    samples, start = {}, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        fuzz_artifacts(20, 0, Path(folder))
-        before, start = grown(), time.time()
-        print(f"{artifacts:,} artifacts of {len(CODECS)} codecs:", fuzz_artifacts(artifacts, 11, Path(folder)), f"{time.time() - start:.0f} s", flush=True)
-        start = time.time()
-        print(f"{shards:,} shards:", fuzz_shards(shards, 12, Path(folder)), f"{time.time() - start:.0f} s")
-        print(f"memory grew by {(grown() - before) / 2**20:.0f} MiB (allowed {MEMORY >> 20})")
-        assert grown() - before < MEMORY
+        good_files(Path(folder))
+        for kind, count in FULL.items():
+            found = drill(Path(folder), kind, min(count, limit))
+            tally = Counter(word.split(":")[0] for word in found)
+            samples[kind] = [tally[word] for word in GOOD + BAD]
+            print(f"{kind}: {dict(tally)}, {time.monotonic() - start:.0f} s", *(f"\n  {seed}: {word[:400]}" for seed, word in enumerate(found) if word not in GOOD), flush=True)
+    facts = {"outcomes": GOOD + BAD, "allowed_seconds": ALLOWED_SECONDS, "allowed_bytes": ALLOWED_BYTES, "seeds": "kind and 0, 1, 2, ...", "seconds": round(time.monotonic() - start)}
+    note = "mangled files of each kind through the commands that read it; how many of each outcome"
+    print(record_result("mangle_cpu", samples, "files", note, facts, os.environ.get("OUT", "nbs/results")))
 
 
 if __name__ == "__main__":
-    full(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -56,6 +56,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("16b", "its low 16 bits go out", "definition of the coder's word"),
     ("16", "and 0.03 bits a weight for the scales", "= round(16 / 512, 2)"),
     ("17", "checksum 32 bytes of the header", "format: two comments of constants, one after the other"),
+    ("17", "or to 32 MiB if that is more", "= 2 ** 25 // 2 ** 20"),
     ("21", "The first 8 bytes of a SHA-256", "definition of the split"),
     ("21", "a vocabulary that 16 bits do not hold", "definition: a shard's tokens are uint16"),
     ("24b", "smaller than a model of 16 MB", "rule: the challenge's size, rounded"),
