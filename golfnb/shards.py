@@ -246,5 +246,5 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
     there = {p.name: read_header(p) for p in folder.glob("fineweb_*.bin")} | {"tokenizer": tokenizer_sha256}
     for name in named | there:
         if named.get(name) != there.get(name):
-            raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, "
-                            f"found {there.get(name)!r:.20}: copy or build the shards again, or set TOKENIZER_PATH")
+            raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, found "
+                            f"{there.get(name)!r:.20}: copy or build the shards again, or set TOKENIZER_PATH")
