@@ -282,8 +282,8 @@ def killed(work, rename: int = 0, seconds: float = 60) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["new", "empty", "kept", "recut"])
-def test_a_build_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, docs):
-    "Before any of its renames, or whenever. Where the directory holds other files, a part is refused."
+def test_a_build_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, docs, capfd):
+    "Before any of its renames, or whenever. Where the directory holds other files, a part is refused. The next build names what is left."
     (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": d[:300]}) for d in docs[:60]))
     words = ["data", "build", str(tmp_path / "docs.jsonl"), "--vocab-size", "400", "--val-fraction", "0.3", "--shard-tokens", "4000", "--out"]
     assert main_cli([*words, str(tmp_path / "whole")]) == 0
@@ -308,6 +308,10 @@ def test_a_build_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, doc
         else:
             assert names == wanted or dead and not names
     assert len(wanted) >= 3 and any(dead for dead, _, _ in found) and not all(dead for dead, _, _ in found)
+    capfd.readouterr()
+    again = found[0][1]
+    assert main_cli([*words, str(again)]) == 0 and {p.name for p in again.glob("[!.]*")} - {"notes.txt"} == wanted
+    assert "is left of a build that was killed" in capfd.readouterr().err
 
 
 def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
