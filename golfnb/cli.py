@@ -195,17 +195,19 @@ def data_build_command(args) -> int:
     library = None if args.files else d.stdlib_documents()
     documents = lambda into: library or d.read_documents(args.files, into)
     size = sum(p.stat().st_size for p in map(Path, args.files) if p.is_file())
-    model, share = args.tokenizer or out / "tokenizer.model", args.tokenizer_bytes / max(1, size)
-    d.check_unoccupied(out)
-    if not args.tokenizer:
-        texts = (t for t in documents([]) if not d.is_validation(t, val) and d.in_sample(t, share))
-        d.train_tokenizer(texts, model, args.vocab_size)
-        print(f"tokenizer: {model}, {args.vocab_size} pieces, byte fallback", flush=True)
-    made = d.build_shards(documents(skipped), model, out, args.shard_tokens, val, skipped=skipped)
+    share = args.tokenizer_bytes / max(1, size)
+    with d.whole_folder(out) as folder:
+        model = args.tokenizer or folder / "tokenizer.model"
+        if not args.tokenizer:
+            texts = (t for t in documents([]) if not d.is_validation(t, val) and d.in_sample(t, share))
+            d.train_tokenizer(texts, model, args.vocab_size)
+            print(f"tokenizer: {args.vocab_size} pieces, byte fallback", flush=True)
+        made = d.build_shards(documents(skipped), model, folder, args.shard_tokens, val, skipped=skipped)
     for split in ("train", "val"):
         print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
     if skipped:
         print(f"skipped: {len(skipped):,} empty documents, the first {skipped[0]}")
+    model = args.tokenizer or out / "tokenizer.model"
     print(f"train on it with: golfnb train --recipe demo DATA_PATH={out} TOKENIZER_PATH={model}")
     return 0
 
@@ -231,13 +233,26 @@ def data_recut_command(args) -> int:
     return 0
 
 # %% ../nbs/24_cli.ipynb #8b3861a8
+def manifest_shards(folder: Path, tokenizer: str | None) -> list[dict]:
+    "The shards that a manifest in a folder names, once they are checked; [] where there is none."
+    made = book.report.read_file(folder / "manifest.json")
+    used = book.bpb.tokenizer_hash(tokenizer) if tokenizer else made.get("tokenizer_sha256")
+    book.shards.check_manifest(folder, used)
+    return made["train"]["shards"] + made["val"]["shards"] if made else []
+
+
 @command("data inspect", "header, token range and documents of shards; overlap where both sides are there",
          arg("files", nargs="+", metavar="FILE", help="shards, or directories of shards"), TOKENIZER)
 def data_inspect_command(args) -> int:
     sp = book.bpb.load_tokenizer(args.tokenizer) if args.tokenizer else None
     found = [book.shards.find_shards(f / "*.bin") if f.is_dir() else [f] for f in map(Path, args.files)]
+    named = {f / shard["name"]: shard.get("sha256") for f in map(Path, args.files)
+             for shard in manifest_shards(f, args.tokenizer)}
     for path in (paths := sum(found, [])):
         facts = book.data.inspect_shard(path, sp)
+        if named.get(path, facts["sha256"]) != facts["sha256"]:
+            raise GolfError(f"tokens of {path} must have SHA-256 {named[path]:.16}..., as its manifest says, "
+                            f"found {facts['sha256']:.16}...: copy or build it again")
         print(printable(facts.pop("path")))
         for name, value in facts.items():
             print(f"  {name.replace('_', ' '):16s} {f'{value:,}' if type(value) is int else repr(value)}")
@@ -326,7 +341,7 @@ def print_ledger(path: Path | str, code: int, cap: int) -> None:
          arg("run_dir", metavar="RUN_DIR", type=Path),
          count("--target-bytes", "at most so many, the script included"),
          arg("--gptq", action="store_true", help="GPTQ, calibrated on DATA_PATH or the run's shards"),
-         arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.golf"))
+         arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.requantized.golf"))
 def quantize_command(args) -> int:
     store, script = book.artifact, args.run_dir / "train_gpt.py"
     meta, named = store.load_weights(args.run_dir / "ema.golf")
@@ -337,10 +352,12 @@ def quantize_command(args) -> int:
     hessians = run_hessians(cfg, named, ranks) if args.gptq or cfg.use_gptq else None
     measure = lambda packed: len(store.pack_bytes(packed, meta, cfg.codec))
     packed = book.quantize.fit_state(cfg, named, cap - code, measure, cfg.small_tensor, hessians, ranks)
-    path = args.output or args.run_dir / "artifact.golf"
+    path = args.output or args.run_dir / "artifact.requantized.golf"
     store.save_artifact(path, packed, meta, cfg.codec, cap=cap, code_bytes=code)
     print(path)
     print_ledger(path, code, cap)
+    print(f"this file has no score yet: golfnb score {path} --val '{cfg.data_path}/fineweb_val_*.bin' "
+          f"--tokenizer {cfg.tokenizer_path}{' --ttt' * cfg.ttt_enabled}")
     return 0
 
 # %% ../nbs/24_cli.ipynb #9d4eb7e9
@@ -402,7 +419,7 @@ def score_file(args, ranks) -> tuple:
     "Score an artifact on `ranks` and print it on rank 0; returns tokens, byte table and Config."
     import torch
 
-    say = print if ranks.master else lambda *words, **options: None
+    say, file = print if ranks.master else lambda *words, **options: None, Path(args.file)
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     golf, meta, cfg = book.artifact.load_model(args.file, dtype, ranks.device, args.tokenizer, ranks.world)
     cfg = score_config(meta, cfg, read_settings(args.settings))
@@ -410,6 +427,9 @@ def score_file(args, ranks) -> tuple:
     stream = book.shards.val_tokens(args.val, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
     forward, rows = book.train.compiled(golf, cfg, ranks.device), cfg.rows_per_score(ranks.world)
+    record = file.parent / "summary.json"
+    if mixed := book.report.other_file(file, record, book.report.read_file(record)):
+        say(f"note: {mixed}; the scores below are of {file}")
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, "
         f"on {ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}", flush=True)
     score = book.evaluate.sliding_loss(forward, tokens, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks)

@@ -8,16 +8,19 @@ __all__ = ['stdlib_documents', 'read_documents', 'hash_fraction', 'is_validation
 
 # %% ../nbs/21_data.ipynb #1abbefcd
 import ast
+import glob
 import hashlib
 import io
 import json
 import os
 import re
+import sys
 import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -254,6 +257,26 @@ def check_unoccupied(folder: Path) -> None:
         raise GolfError(f"{folder} must not hold shards yet, found {present[0]}: choose another directory")
 
 # %% ../nbs/21_data.ipynb #014a4082
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    "A hidden directory to fill, renamed to `out` if no error comes. Raises GolfError for one with shards."
+    check_unoccupied(out)
+    out = out.resolve()
+    kept, prefix = out.is_dir() and (out.is_mount() or any(out.iterdir())), f".{out.name}-building-"
+    home = out if kept else out.parent
+    home.mkdir(parents=True, exist_ok=True)
+    for old in home.glob(f"{glob.escape(prefix)}*"):
+        print(f"{old} is left of a build that was killed, unless one runs now: remove it", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as hidden:
+        folder = Path(hidden, out.name)
+        folder.mkdir()
+        yield folder
+        if not kept:
+            return folder.rename(out)
+        for path in sorted(folder.iterdir(), key=lambda path: (path.suffix == ".bin", path.name)):
+            path.rename(out / path.name)
+
+# %% ../nbs/21_data.ipynb #134704b0
 def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path,
                  shard_tokens: int = 100_000_000, val_fraction: float = 0.05, threads: int | None = None,
                  skipped: Sequence = ()) -> dict:
@@ -262,13 +285,11 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
     `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side without
     documents, a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
     """
-    out_dir, sp, whole = Path(out_dir), load_tokenizer(tokenizer), hashlib.sha256()
+    sp, whole = load_tokenizer(tokenizer), hashlib.sha256()
     if sp.vocab_size() > 65_536 or sp.bos_id() < 0:
         raise GolfError(f"a tokenizer needs BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")
-    check_unoccupied(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=out_dir) as folder:
-        sides = {split: ShardFiller(Path(folder), split, shard_tokens) for split in ("train", "val")}
+    with whole_folder(Path(out_dir)) as folder:
+        sides = {split: ShardFiller(folder, split, shard_tokens) for split in ("train", "val")}
         for digest, text_bytes, ids in encode_documents(docs, sp, threads):
             whole.update(digest)
             sides["val" if hash_fraction(digest) < val_fraction else "train"].add(ids, text_bytes)
@@ -277,22 +298,23 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
             if not side.facts["documents"]:
                 raise GolfError(f"the {split} side must get a document, found none at a fraction of "
                                 f"{val_fraction}: bring more documents or change the fraction")
-        for shard in sorted(Path(folder).iterdir()):
-            shard.rename(out_dir / shard.name)
-    manifest = {"documents_sha256": whole.hexdigest(), "tokenizer_sha256": tokenizer_hash(tokenizer),
-                "vocab_size": sp.vocab_size(), "val_fraction": val_fraction, "skipped_empty": len(skipped),
-                **{split: {**side.facts, "shards": side.shards} for split, side in sides.items()}}
-    atomic_write(out_dir / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        manifest = {"documents_sha256": whole.hexdigest(), "tokenizer_sha256": tokenizer_hash(tokenizer),
+                    "vocab_size": sp.vocab_size(), "val_fraction": val_fraction,
+                    "skipped_empty": len(skipped),
+                    **{split: {**side.facts, "shards": side.shards} for split, side in sides.items()}}
+        atomic_write(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 # %% ../nbs/21_data.ipynb #62805a95
 def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[dict]:
     """The same training documents in `count` shards, each beginning with one; name, tokens, sha256 of each.
 
-    Raises GolfError for an occupied directory or too few documents.
+    Raises GolfError for a directory that is not empty, or too few documents.
     """
     out_dir, tokens, made = Path(out_dir), [open_shard(p) for p in find_shards(pattern)], []
     check_unoccupied(out_dir)
+    if out_dir.is_dir() and (other := next(out_dir.iterdir(), None)):
+        raise GolfError(f"{out_dir} must be empty, found {other.name}: choose another directory")
     offsets = np.cumsum([0, *(t.size for t in tokens)])
     begins = [np.flatnonzero(t == BOS_ID) + o for t, o in zip(tokens, offsets)]
     begins = np.concatenate([*begins, offsets[-1:]])
@@ -301,12 +323,13 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
     if len(edges) != count + 1:
         raise GolfError(f"{count} shards need as many documents of similar length, found {begins.size - 1}: "
                         "ask for fewer")
-    for number, (a, b) in enumerate(zip(edges, edges[1:])):
-        writer = ShardWriter(out_dir / f"fineweb_train_{number:06d}.bin")
-        for part, o in zip(tokens, offsets.tolist()):
-            if o < b and a < o + part.size:
-                writer.write(part[max(a - o, 0) : b - o])
-        made.append(writer.close())
+    with whole_folder(out_dir) as folder:
+        for number, (a, b) in enumerate(zip(edges, edges[1:])):
+            writer = ShardWriter(folder / f"fineweb_train_{number:06d}.bin")
+            for part, o in zip(tokens, offsets.tolist()):
+                if o < b and a < o + part.size:
+                    writer.write(part[max(a - o, 0) : b - o])
+            made.append(writer.close())
     return made
 
 # %% ../nbs/21_data.ipynb #451cdd3f
@@ -314,7 +337,8 @@ def inspect_shard(path: str | Path, sp: spm.SentencePieceProcessor | None = None
     "What a shard holds, with a tokenizer also its text. GolfError for a bad file or another tokenizer."
     tokens = open_shard(path)
     facts = {"path": str(path), "tokens": tokens.size, "documents": int(np.count_nonzero(tokens == BOS_ID)),
-             "starts_with_bos": bool(tokens[0] == BOS_ID), "highest_token": int(tokens.max())}
+             "starts_with_bos": bool(tokens[0] == BOS_ID), "highest_token": int(tokens.max()),
+             "sha256": hashlib.sha256(tokens).hexdigest()}
     if not sp:
         return facts
     if facts["highest_token"] >= sp.vocab_size():

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'PALE', 'COLOURS', 'CHART_STYLE', 'BPB_STAGES', 'QUANTILES', 'TABLES', 'PAGE_STYLE', 'read_file',
-           'quantized_counts', 'counts_entropy', 'read_run', 'chart', 'embed', 'series', 'loss_chart', 'weight_chart',
-           'ttt_chart', 'run_rows', 'run_table', 'html_table', 'note', 'paired', 'report_html', 'write_report']
+           'artifact_file', 'other_file', 'quantized_counts', 'counts_entropy', 'read_run', 'chart', 'embed', 'series',
+           'loss_chart', 'weight_chart', 'ttt_chart', 'run_rows', 'run_table', 'html_table', 'note', 'paired',
+           'report_html', 'write_report']
 
 # %% ../nbs/23_report.ipynb #fa2d841b
+import hashlib
 import html
 import io
 import json
@@ -25,6 +27,19 @@ from .shards import atomic_write
 def read_file(path: Path) -> dict:
     "The JSON object in a file, {} where there is none. Raises GolfError as `read_json` does."
     return read_json(Path(path).read_bytes(), path) if Path(path).is_file() else {}
+
+# %% ../nbs/23_report.ipynb #cb6cd1a4
+def artifact_file(folder: Path) -> Path | None:
+    "The artifact in a run's directory, also one over the byte limit; None if there is none."
+    return next(filter(Path.is_file, (folder / "artifact.golf", folder / "artifact.golf.over")), None)
+
+
+def other_file(artifact: Path | None, record: Path | str, facts: dict) -> str:
+    "A phrase if the `facts` of a record, such as summary.json, tell of another artifact; '' if not."
+    wanted = facts.get("artifact_sha256")
+    if not (artifact and wanted) or hashlib.sha256(artifact.read_bytes()).hexdigest() == wanted:
+        return ""
+    return f"{record} tells of another file than {artifact}, which was packed again or changed"
 
 # %% ../nbs/23_report.ipynb #910d634d
 def quantized_counts(path: Path) -> dict[str, np.ndarray]:
@@ -44,17 +59,21 @@ def counts_entropy(counts: np.ndarray) -> float:
 
 # %% ../nbs/23_report.ipynb #59068720
 def read_run(folder: Path) -> dict:
-    "Name, events, summary, audit, counts of weights; {} without their file. GolfError without events."
+    """Name, events, summary, audit, counts of weights, {} without their file; `mixed`: of `other_file`.
+
+    Raises GolfError without events.
+    """
     folder, log = Path(folder), Path(folder, "metrics.jsonl")
     with reading(log):
         lines = log.read_text("utf-8").splitlines() if log.is_file() else []
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
     if not events:
         raise GolfError(f"report: events expected in {log}, found none; give a run's directory (runs/NAME)")
-    packed = next((p for p in (folder / "artifact.golf", folder / "artifact.golf.over") if p.is_file()), None)
-    return {"name": folder.resolve().name, "events": events, "summary": read_file(folder / "summary.json"),
-            "audit": read_file(folder / "artifact.audit.json"),
-            "counts": quantized_counts(packed) if packed else {}}
+    packed, names = artifact_file(folder), ("summary.json", "artifact.audit.json")
+    summary, audit = (read_file(folder / name) for name in names)
+    mixed = [other_file(packed, *record) for record in zip(names, (summary, audit))]
+    return {"name": folder.resolve().name, "events": events, "summary": summary, "audit": audit,
+            "counts": quantized_counts(packed) if packed else {}, "mixed": [*filter(None, mixed)]}
 
 # %% ../nbs/23_report.ipynb #c8a5873b
 BLUE, ORANGE, PALE = "#2f7fd1", "#d4701c", "#a9c1e0"
@@ -252,6 +271,8 @@ def report_html(run: dict, other: dict | None = None) -> str:
     facts = ", ".join(f"{k} {s[k]}" for k in ("recipe", "seed", "world", "device", "steps") if k in s)
     body += note((facts or "no summary: this run has not ended") + (f", against {other['name']}" if other else ""))
     body += note(s["over_budget"], "bad") if "over_budget" in s else ""
+    for mixed in (*run.get("mixed", ()), *(other or {}).get("mixed", ())):
+        body += note(f"{mixed}: what follows is not of this file; golfnb score gives its own scores", "bad")
     if changed := settings_diff(s.get("config", {}), other and other["summary"].get("config", {})):
         columns = ("setting that differs", "here", other["name"] if other else "recipe")
         body += html_table(columns, [(n.upper(), *values) for n, values in changed.items()])

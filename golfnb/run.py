@@ -26,7 +26,8 @@ import torch
 
 from .settings import GolfError, patch
 from .bpb import ByteTable, byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
-from .shards import atomic_write, check_disjoint, find_shards, read_header, read_span, val_tokens
+from .shards import (atomic_write, check_disjoint, check_manifest, find_shards, read_header, read_span,
+                           val_tokens)
 from .loader import Loader, grad_accum, make_sampler
 from .layout import model_layout
 from .model import Golf, init_model, load_named, named_state
@@ -130,6 +131,7 @@ class Session:
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
         self.train_paths, val_paths = find_shards(data / "fineweb_train_*.bin"), data / "fineweb_val_*.bin"
         check_disjoint(self.train_paths, find_shards(val_paths))
+        check_manifest(data, self.tokenizer_sha256)
         val = val_tokens(val_paths, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, cfg.vocab_size), val, table)
         self.folder = run_folder(cfg, ranks)
@@ -298,15 +300,15 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
         if not (self.folder / name).exists():
             raise
     path = self.folder / name
-    size = path.stat().st_size
+    size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
     line(f"Serialized model int6+{cfg.codec}: {size} bytes")
     line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
-    line(f"artifact_sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}")
+    line(f"artifact_sha256:{sha256}")
     parts = artifact_ledger(path, code_bytes, cfg.codec)
     for part, n in [*parts, ("room left", cfg.target_bytes - size - code_bytes)]:
         line(f"  {part:<24s}{n:>12,} bytes")
     self.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes,
-                        ledger=parts)
+                        ledger=parts, artifact_sha256=sha256)
     return path
 
 # %% ../nbs/19_run.ipynb #e7469d9b

@@ -14,7 +14,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from .bench import PLACES
-from .report import read_file
+from .report import artifact_file, other_file, read_file
 from .settings import GolfError, reading
 
 # %% ../nbs/26_significance.ipynb #8f26d757
@@ -71,6 +71,8 @@ def run_summary(path: Path | str) -> dict:
     found = found.get("facts", found)
     if not {"seed", "world"} <= found.keys():
         raise GolfError(f"{path}: a finished run's directory or result file expected, found none; name one")
+    if mixed := other_file(artifact_file(Path(path)), path, found):
+        raise GolfError(f"{mixed}: put the file back that was scored, or run again")
     config = found.get("config") or {"recipe": found["recipe"], **found["settings"]}
     same = {k: v for k, v in config.items() if k not in PLACES | {"seed"}}
     return {**found, "config": {**same, "world": found["world"]}}

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from .artifact import ARTIFACT_CAP
 from .bench import PUBLISHED_TARGETS, settings_diff
-from .report import read_file
+from .report import other_file, read_file
 from .settings import GolfError, printable, reading
 from .significance import LEVEL, below_target
 
@@ -238,13 +238,13 @@ def run_faults(run_dir: Path, first: Path) -> list[Fault]:
         what = f"{run_dir} lacks {', '.join(missing)}: give the directory of a finished run{over}"
         return [Fault("files", what)]
     one, summary = run_log(run_dir), read_file(run_dir / "summary.json")
-    sha = hashlib.sha256((run_dir / "artifact.golf").read_bytes()).hexdigest()
+    records = (one.name, vars(one)), ("summary.json", summary)
+    mixed = [other_file(run_dir / "artifact.golf", *record) for record in records]
     base = read_file(first / "summary.json").get("config", {})
     differ = ", ".join(sorted(settings_diff(summary.get("config", {}), base).keys() - FREE)).upper()
     return broken([
         *whole_log(one),
-        ("artifact", one.artifact_sha256 not in (None, sha),
-         f"{one.name}: artifact.golf is not what the run scored, it was packed again or changed; run again"),
+        *(("artifact", m, f"{m}: put the file back that was scored, or run again") for m in mixed),
         ("settings", differ, f"{one.name} and the first run's differ in {differ}: a mean needs runs alike")])
 
 # %% ../nbs/27_submission.ipynb #277143ba

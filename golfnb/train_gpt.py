@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 5bbf9616b260e2c6 | Apache-2.0
+# golfnb script --recipe pr549 | source 2418fb5fff527cc5 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -312,6 +312,22 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
         if other := held.get(key(path)):
             raise GolfError(f"training and validation must not share a file, found {path} to be the same as "
                             f"{other}: remove it from one of them")
+
+def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
+    "Raises GolfError if the folder has a manifest.json that is damaged, or names other shards or tokenizer."
+    if not (path := folder / "manifest.json").exists():
+        return
+    try:
+        made = json.loads(path.read_bytes())
+        named = {s["name"]: s["tokens"] for side in ("train", "val") for s in made[side]["shards"]}
+        named["tokenizer"] = made["tokenizer_sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise GolfError(f"{path} must be as `golfnb data build` made it, found damage: build again") from None
+    there = {p.name: read_header(p) for p in folder.glob("fineweb_*.bin")} | {"tokenizer": tokenizer_sha256}
+    for name in named | there:
+        if named.get(name) != there.get(name):
+            raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, found "
+                            f"{there.get(name)!r:.20}: copy or build the shards again, or set TOKENIZER_PATH")
 
 # ---- loader ----
 class WindowSampler:
@@ -3341,6 +3357,7 @@ class Session:
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
         self.train_paths, val_paths = find_shards(data / "fineweb_train_*.bin"), data / "fineweb_val_*.bin"
         check_disjoint(self.train_paths, find_shards(val_paths))
+        check_manifest(data, self.tokenizer_sha256)
         val = val_tokens(val_paths, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, cfg.vocab_size), val, table)
         self.folder = run_folder(cfg, ranks)
@@ -3447,15 +3464,15 @@ class Session:
             if not (self.folder / name).exists():
                 raise
         path = self.folder / name
-        size = path.stat().st_size
+        size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
         line(f"Serialized model int6+{cfg.codec}: {size} bytes")
         line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
-        line(f"artifact_sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}")
+        line(f"artifact_sha256:{sha256}")
         parts = artifact_ledger(path, code_bytes)
         for part, n in [*parts, ("room left", cfg.target_bytes - size - code_bytes)]:
             line(f"  {part:<24s}{n:>12,} bytes")
         self.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes,
-                            ledger=parts)
+                            ledger=parts, artifact_sha256=sha256)
         return path
 
     def pack_artifact(self, averaged: dict, code_bytes: int) -> Path:

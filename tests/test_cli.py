@@ -1,6 +1,8 @@
 """The command: every subcommand works on a tiny run; bad input gets one line, status 2 and no traceback; --help is fast."""
+import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -136,6 +138,21 @@ def test_quantize_to_a_target(trained, tmp_path, gptq, share):
     assert 0.97 * room < (tmp_path / "small.golf").stat().st_size <= room
 
 
+def test_a_file_packed_again_stands_beside_and_is_scored_by_the_command_told(trained, tmp_path):
+    root, run, data, _ = trained
+    run, before = shutil.copytree(run, tmp_path / "it"), summary(run)
+    sha = hashlib.sha256((run / "artifact.golf").read_bytes()).hexdigest()
+    assert before["artifact_sha256"] == sha and f"artifact_sha256:{sha}" in (run / "train.log").read_text()
+    done = golfnb("quantize", run, "--target-bytes", int(0.9 * before["total_bytes"]), cwd=root)
+    assert done.returncode == 0 and hashlib.sha256((run / "artifact.golf").read_bytes()).hexdigest() == sha, "the scored file stays"
+    words = shlex.split(re.search(r"^this file has no score yet: golfnb (.*)$", done.stdout, re.M)[1])
+    assert words[:2] == ["score", str(run / "artifact.requantized.golf")] and words[-1] == "--ttt"
+    done = golfnb(*words[:-1], *SCORING, cwd=root)
+    assert done.returncode == 0 and "tells of another file than" in done.stdout and "the scores below are of" in done.stdout, done.stderr
+    assert exact(done.stdout, "val_bpb")["final_int6_sliding_window"] > before["sliding_bpb"] - 0.01
+    assert "another file" not in golfnb("score", run / "artifact.golf", *words[2:-1], *SCORING, cwd=root).stdout
+
+
 def test_quantize_again_and_below_what_is_possible(trained, tmp_path):
     root, run, _, _ = trained
     assert golfnb("quantize", run, "-o", tmp_path / "same.golf", cwd=root).returncode == 0
@@ -154,8 +171,9 @@ def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_pa
     page = (run / "report.html").read_text()
     assert "over &lt;the&gt; cap" in page and page.count("<figure>") == 3
     room = summary(run)["total_bytes"] - 5000
-    assert golfnb("quantize", "runs/big", "--target-bytes", room, cwd=tmp_path).returncode == 0
-    assert (run / "artifact.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= room
+    done = golfnb("quantize", "runs/big", "--target-bytes", room, cwd=tmp_path)
+    assert done.returncode == 0 and (run / "artifact.requantized.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= room
+    assert (run / "artifact.golf.over").is_file() and not (run / "artifact.golf").exists()
 
 
 def test_artifact_inspect_needs_the_file_only(trained, tmp_path):

@@ -1,9 +1,13 @@
 """Documents, tokenizer and shards: what the notebook of chapter 21 cannot show well."""
 import hashlib
 import json
+import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +17,9 @@ import golfnb.data as data
 from golfnb.settings import GolfError
 from golfnb.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
-from golfnb.shards import read_tokens, write_shard
+from golfnb.bpb import tokenizer_hash
+from golfnb.cli import main_cli
+from golfnb.shards import check_manifest, read_tokens, write_shard
 from tiny import golfnb, one_sentence
 
 
@@ -122,13 +128,13 @@ def test_a_failure_on_the_way_leaves_nothing(tmp_path, docs, model, monkeypatch)
     monkeypatch.setattr(data.ShardWriter, "close", lambda w: real(w) if "000003" not in w.path.name else (_ for _ in ()).throw(GolfError("disk full")))
     with pytest.raises(GolfError, match="disk full"):
         build_shards(docs, model, tmp_path / "a", 500, 0.3)
-    assert not list((tmp_path / "a").iterdir())
+    assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     with pytest.raises(GolfError, match="val side"):
         build_shards(docs, model, tmp_path / "a", 500, 0.0)
     with pytest.raises(GolfError, match="train side"):
         build_shards(docs, model, tmp_path / "a", 500, 1.0)
-    assert not list((tmp_path / "a").iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_tokenizer_refuses_what_it_cannot_do(tmp_path, docs, model):
@@ -257,7 +263,55 @@ def test_a_full_disk_while_building(tmp_path, docs, model):
     (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": d}) for d in docs))
     done = subprocess.run([sys.executable, "-c", FULL_DISK_BUILD, str(model)], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr) and "bytes free" in done.stderr and "fineweb_" in done.stderr, done.stderr
-    assert not list((tmp_path / "s").iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["docs.jsonl"]
+
+
+def killed(work, rename: int = 0, seconds: float = 60) -> bool:
+    "Run `work` in a forked process that is killed as it is about to rename its nth file, or after some seconds; whether it was."
+    if not (pid := os.fork()):
+        counted, count = os.rename, iter(range(1, 10**6))
+        os.rename = os.replace = lambda *a: os.kill(os.getpid(), signal.SIGKILL) if next(count) == rename else counted(*a)
+        work()
+        os._exit(0)
+    end = time.monotonic() + seconds
+    while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    return done[1] != 0
+
+
+@pytest.mark.parametrize("kind", ["new", "empty", "kept", "recut"])
+def test_a_build_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, docs, capfd):
+    "Before any of its renames, or whenever. Where the directory holds other files, a part is refused. The next build names what is left."
+    (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": d[:300]}) for d in docs[:60]))
+    words = ["data", "build", str(tmp_path / "docs.jsonl"), "--vocab-size", "400", "--val-fraction", "0.3", "--shard-tokens", "4000", "--out"]
+    assert main_cli([*words, str(tmp_path / "whole")]) == 0
+    sha, words = tokenizer_hash(tmp_path / "whole" / "tokenizer.model"), words if kind != "recut" else ["data", "recut", str(tmp_path / "whole" / "fineweb_train_*.bin"), "--shards", "3", "--out"]
+
+    def left(name: str, **moment) -> tuple:
+        out = tmp_path / name
+        if kind in ("empty", "kept"):
+            out.mkdir()
+        if kind == "kept":
+            (out / "notes.txt").write_text("mine")
+        dead = killed(lambda: main_cli([*words, str(out)]), **moment)
+        return dead, out, {p.name for p in out.glob("[!.]*")} - {"notes.txt"}
+
+    start = time.monotonic()
+    (_, _, wanted), took = left("unharmed"), time.monotonic() - start
+    found = [left(f"rename{n}", rename=n) for n in range(1, 20)] + [left(f"time{i}", seconds=random.uniform(0, took)) for i in range(4)]
+    for dead, out, names in found:
+        if kind == "kept" and names not in (set(), wanted):
+            with pytest.raises(GolfError, match="copy or build the shards again"):
+                check_manifest(out, sha)
+        else:
+            assert names == wanted or dead and not names
+    assert len(wanted) >= 3 and any(dead for dead, _, _ in found) and not all(dead for dead, _, _ in found)
+    capfd.readouterr()
+    again = found[0][1]
+    assert main_cli([*words, str(again)]) == 0 and {p.name for p in again.glob("[!.]*")} - {"notes.txt"} == wanted
+    assert "is left of a build that was killed" in capfd.readouterr().err
 
 
 def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
@@ -272,6 +326,10 @@ def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
         assert len(made) == count and np.array_equal(np.concatenate(parts), want) and all(part[0] == 1 for part in parts)
     with pytest.raises(GolfError, match="must not hold shards"):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "t24", 5)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(GolfError, match="must be empty, found notes.txt"):
+        recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "mine", 5)
     with pytest.raises(GolfError, match="100000 shards need"):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "none", 100_000)
 
@@ -293,6 +351,12 @@ def test_build_inspect_recut_as_commands(tmp_path, docs, model):
     done = golfnb("data", "inspect", "s", "--tokenizer", "s/tokenizer.model", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("bytes per token") == 2 and done.stdout.count("  sample") == 2, done.stderr
     assert "validation text in these training shards: 0 of" in done.stdout
+    damaged = shutil.copytree(tmp_path / "s", tmp_path / "damaged") / "fineweb_val_000000.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-2] + b"\1\0")
+    done = golfnb("data", "inspect", "damaged", cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and "fineweb_val_000000.bin must have SHA-256" in done.stderr
+    done = golfnb("data", "inspect", "s", "--tokenizer", model, cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and "of 'tokenizer', found" in done.stderr
     done = golfnb("data", "recut", "s/fineweb_train_*.bin", "--shards", 6, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0 and len(list((tmp_path / "r").glob("*.bin"))) == 6, done.stderr
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9"}\n')

@@ -1,4 +1,5 @@
 """The report page: every picture has a title, units, a legend and a description; nothing is fetched; two runs stand beside each other; a run that died has one too."""
+import hashlib
 import json
 import re
 
@@ -43,6 +44,17 @@ def test_figures_have_title_axes_and_legend():
         ax = fig.axes[0]
         assert ax.get_title(loc="left") and ax.get_xlabel() and ax.get_ylabel() and len(fig.legends) == 1 and fig.legends[0].get_texts()
     assert embed(loss_chart(events), "a") == embed(loss_chart(events), "a"), "the same picture has the same bytes"
+
+
+def test_a_page_says_that_its_artifact_is_not_what_was_scored(tmp_path):
+    from golfnb.artifact import save_artifact
+
+    run = invented(tmp_path / "a", 1)
+    save_artifact(run / "artifact.golf", {}, {})
+    for name, sha, wrong in (("summary.json", hashlib.sha256((run / "artifact.golf").read_bytes()).hexdigest(), False), ("summary.json", "0" * 64, True), ("artifact.audit.json", "0" * 64, True)):
+        (run / name).write_text(json.dumps({"findings": [], "artifact_sha256": sha}))
+        assert (f"{name} tells of another file than" in write_report(run).read_text()) == wrong
+    assert f"{name} tells" in write_report(invented(tmp_path / "b", 2), run).read_text()
 
 
 def test_two_runs_beside_each_other(tmp_path):

@@ -16,13 +16,14 @@ import pytest
 from tiny import TINY, clean_env, one_sentence, tiny_data
 from workers import spawn
 
+from golfnb.bpb import tokenizer_hash
 from golfnb.cli import main_cli
 from golfnb.config import load_config
 from golfnb.launcher import fold_script
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.run import Machine, Session, keep_traces, run
-from golfnb.shards import write_shard
+from golfnb.shards import check_manifest, write_shard
 from golfnb.train import RunLog
 
 
@@ -269,6 +270,63 @@ def test_bad_input_is_one_clear_sentence(kind, words, data, tmp_path):
     said = str(e.value)
     assert re.search(words, said) and "\n" not in said and 30 < len(said) < 500, said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def named(data, tmp_path):
+    "A copy of the shards with their manifest: its folder, and a function that prepares a run on them."
+    folder = Path(shutil.copytree(data["DATA_PATH"], tmp_path / "named"))
+    env = {**TINY, **data, "DATA_PATH": str(folder), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x"}
+    return folder, lambda **more: Session(load_config(env | more), Ranks(), quiet=True)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda f: (f / "fineweb_train_000001.bin").unlink(), "says 4000 of 'fineweb_train_000001.bin', found None"),
+    (lambda f: write_shard(f / "fineweb_train_000001.bin", range(99)), "says 4000 of 'fineweb_train_000001.bin', found 99"),
+    (lambda f: write_shard(f / "fineweb_train_000099.bin", range(99)), "says None of 'fineweb_train_000099.bin', found 99"),
+    (lambda f: (f / "other.model").write_bytes((f / "tokenizer.model").read_bytes() + b"\xa0\x06\x00"), "of 'tokenizer', found"),  # a field nobody reads
+])
+def test_shards_that_do_not_belong_together_do_not_start(change, words, named, tmp_path):
+    folder, session = named
+    session().log.close()
+    shutil.rmtree(tmp_path / "runs")
+    change(folder)
+    model = folder / ("other.model" if (folder / "other.model").exists() else "tokenizer.model")
+    with pytest.raises(GolfError, match=words) as e:
+        session(TOKENIZER_PATH=str(model))
+    assert "\n" not in str(e.value) and "copy or build the shards again" in str(e.value) and not (tmp_path / "runs").exists()
+    (folder / "manifest.json").unlink()
+    session(TOKENIZER_PATH=str(model)).log.close()
+
+
+def test_no_manifest_makes_a_traceback(named):
+    "One place after the other becomes something else, or is gone; and what is no JSON object at all."
+    folder, _ = named
+    path, sha = folder / "manifest.json", tokenizer_hash(folder / "tokenizer.model")
+    whole, places, refused = path.read_text(), [], 0
+
+    def walk(node, way=()):
+        for key in node if isinstance(node, dict) else range(min(len(node), 1)) if isinstance(node, list) else ():
+            places.append((*way, key))
+            walk(node[key], (*way, key))
+
+    walk(json.loads(whole))
+    texts = ["", "[]", "3", '"x"', "null", "[" * 10**5, '{"train": 3}', "\ud800", f'{{"x": {"9" * 5000}}}']
+    for way in places:
+        for new in (None, -1, "\ud800\n", [], {}, [[]], True, 1e400, ...):
+            made = node = json.loads(whole)
+            for key in way[:-1]:
+                node = node[key]
+            node.pop(way[-1]) if new is ... else node.__setitem__(way[-1], new)
+            texts.append(json.dumps(made))
+    for text in texts:
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            check_manifest(folder, sha)
+        except GolfError as e:
+            refused += 1
+            assert str(e).encode() and "\n" not in str(e) and len(str(e)) < 500
+    assert refused >= len(texts) / 2 > 100
 
 
 def test_a_world_that_cannot_share_the_batch(data, tmp_path):

@@ -64,6 +64,16 @@ def test_groups_differ_by_more_than_the_seed(tmp_path):
     assert run_summary(tmp_path / "a-1")["seed"] == 1
 
 
+def test_a_run_whose_artifact_was_replaced_is_refused(tmp_path):
+    some = runs(tmp_path, {("a", 1): 1.1, ("a", 2): 1.2})
+    (tmp_path / "a-2" / "artifact.golf").write_bytes(b"packed again")
+    assert "2 runs in 1 group" in compare_runs(some), "older summaries do not tell"
+    path = tmp_path / "a-2" / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"artifact_sha256": "0" * 64}))
+    with pytest.raises(GolfError, match="a-2 tells of another file than .*artifact.golf, .*: put the file back that was scored, or run again"):
+        compare_runs(some)
+
+
 def test_result_files_are_runs_too():
     said = compare_runs(["nbs/results/parity_4gpu_seed1337.json", "nbs/results/parity_4gpu_seed42.json"], target=3.0)
     assert "2 runs in 1 group" in said and "n = 2" in said

@@ -99,6 +99,7 @@ def test_a_planted_fault_is_refused_with_its_reason(rule, folder, tmp_path):
 
 @pytest.mark.parametrize("rule, change, words", [
     ("artifact", lambda r: (r / "artifact.golf").write_bytes((r / "artifact.golf").read_bytes()[:-1] + b"x"), "packed again or changed"),
+    ("artifact", rewrite("summary.json", r'"artifact_sha256": "\w{8}', '"artifact_sha256": "00000000'), "summary.json tells of another file"),
     ("audit", lambda r: (r / "artifact.audit.json").unlink(), "needs its audit"),
     ("settings", rewrite("summary.json", r'"matrix_lr": 0.025', '"matrix_lr": 0.03'), "MATRIX_LR"),
     ("seeds", rewrite("train.log", r"seed:2 ", "seed:1 "), "seed of its own"),
