@@ -138,8 +138,9 @@ def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     cfg.check(ranks)
     folder = Path(cfg.runs_dir, cfg.run_id or f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / "train.log").exists():
+        kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
         on = f", or go on with it: golfnb train --resume {folder}" * (folder / "progress.json").exists()
-        raise GolfError(f"{folder} already holds a run; choose another RUN_ID, or move it away{on}")
+        raise GolfError(f"{folder} already holds {kind}; choose another RUN_ID, or move it away{on}")
     fixed = (n.upper() for n, spec in book.config.setting_specs().items() if spec.metadata["fixed"])
     chosen = {n: env[n] for n in (*fixed, *book.config.SWITCHES) if n in env and n != "RECIPE"}
     script = folder / "train_gpt.py"

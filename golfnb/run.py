@@ -85,7 +85,8 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     if cfg.checkpoint_every_s and going_on(cfg, folder):
         return folder
     if (folder / "train.log").exists():
-        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
+        kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
+        raise GolfError(f"{folder} already holds {kind}: set another RUN_ID, or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -152,21 +153,23 @@ class Session:
         if self.cfg.checkpoint_every_s:
             self.remember()
 
-    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
-        "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
-        if self.cfg.checkpoint_every_s and f"{name}_bpb" in self.summary:  # by an earlier life of this run
-            return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
-        start = time.perf_counter()
-        loss, bpb, *_ = score()
-        ms = 1000 * (time.perf_counter() - start)
-        self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
-        if exact:
-            self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-        self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
-        self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
-        if self.cfg.checkpoint_every_s:
-            self.remember()
-        return loss, bpb
+# %% ../nbs/19_run.ipynb #b02c6c35
+@patch
+def scored(self: Session, label: str, name: str, score: Callable, exact: bool = True) -> tuple:
+    "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
+    if self.cfg.checkpoint_every_s and f"{name}_bpb" in self.summary:  # by an earlier life of this run
+        return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
+    start = time.perf_counter()
+    loss, bpb, *_ = score()
+    ms = 1000 * (time.perf_counter() - start)
+    self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
+    if exact:
+        self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+    self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
+    self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
+    if self.cfg.checkpoint_every_s:
+        self.remember()
+    return loss, bpb
 
 # %% ../nbs/19_run.ipynb #0d0e0756
 def device_name(ranks: Ranks) -> str:
