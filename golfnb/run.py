@@ -28,12 +28,12 @@ from .shards import atomic_write, check_disjoint, find_shards, read_header, read
 from .loader import Loader, grad_accum, make_sampler
 from .layout import model_layout
 from .model import Golf, init_model, load_named, named_state
-from .parallel_muon import Ranks, make_engine, start_ranks, stop_ranks
+from .parallel_muon import Ranks, inside_host, lost_ranks, make_engine, start_ranks, stop_ranks
 from .evaluate import plain_loss, sliding_loss
 from .train import Averages, RunLog, StepGraph, compiled, train, training_loss, warm_up
 from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state, fit_state
-from .artifact import (artifact_ledger, compress_section, load_artifact, pack_bytes, save_artifact,
-                             save_weights)
+from .artifact import (artifact_ledger, compress_section, pack_bytes, save_artifact, save_weights,
+                             unpack_bytes)
 from .ttt import score_first
 from .adapters import score_documents
 from .config import Config, load_config
@@ -50,7 +50,8 @@ class Machine:
     "A model and what runs it: `loss_fn(ids, targets)` is the mean loss, `forward(ids, keep)` gives logits."
 
     def __init__(self, cfg: Config, ranks: Ranks):
-        self.layout = model_layout(cfg, ranks.world)
+        ranks.inside = inside_host(ranks) if cfg.links == "two_level" else ranks
+        self.layout = model_layout(cfg, ranks.inside.world)
         self.model = Golf(cfg, self.layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
         init_model(self.model, cfg, cfg.seed)
         self.engine = make_engine(self.model, self.layout, cfg, ranks)
@@ -76,7 +77,7 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     "Make the run directory; raises GolfError if a finished run lies there, or there is no room."
     made_up = f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(cfg.runs_dir) / (cfg.run_id or ranks.broadcast_object(made_up))
-    if (folder / "summary.json").exists():
+    if ranks.broadcast_object((folder / "summary.json").exists()):  # on rank 0's host
         raise GolfError(f"{folder} already holds a finished run: set another RUN_ID, or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ class Session:
         self.unigram = unigram_bpb(count_tokens(self.train_paths, cfg.vocab_size), val, table)
         self.folder = run_folder(cfg, ranks)
         ranks.barrier()
-        self.log = RunLog(self.folder, ranks.master, quiet)
+        self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
         self.val, self.table = torch.from_numpy(val.astype(np.int64)).to(ranks.device), table.to(ranks.device)
         self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
 
@@ -270,9 +271,9 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
 
 # %% ../nbs/19_run.ipynb #e7469d9b
 @patch
-def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> Path:
-    "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file on every rank."
-    cfg, path = self.cfg, None
+def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
+    "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes, as read."
+    cfg, data = self.cfg, b""
     with self.phase("packing"):
         hessians = self.hessians() if cfg.use_gptq else None
         try:
@@ -283,15 +284,15 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> Path:
             self.log.line(str(e))
             packed = e.packed
         if self.ranks.master:
-            path = self.write_artifact(packed, code_bytes)
-        return Path(self.ranks.broadcast_object(str(path)))
+            data = self.write_artifact(packed, code_bytes).read_bytes()
+        return self.ranks.broadcast_object(data)
 
 # %% ../nbs/19_run.ipynb #de875e19
 @patch
-def score_artifact(self: Session, path: Path):
-    "Score the file: round trip, sliding window, TTT (the weights learn from what has been scored)."
+def score_artifact(self: Session, data: bytes):
+    "Score the file's bytes: round trip, sliding window, TTT (the weights learn from what has been scored)."
     cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
-    state = dequantize_state(load_artifact(path, cfg.codec)[1])
+    state = dequantize_state(unpack_bytes(data, cfg.codec)[1])
     load_named(m.model, state)
 
     def sliding():
@@ -343,7 +344,8 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     except RuntimeError as e:
         if not any(w in str(e) for w in LOST_RANK_WORDS):
             raise
-        problem, status = (f"rank {ranks.rank if ranks else '?'} lost the others in a collective "
+        lost = lost_ranks(ranks) if ranks else "the others"
+        problem, status = (f"rank {ranks.rank if ranks else '?'} lost {lost} in a collective "
                            f"({str(e).splitlines()[0][:200]}): see which rank ended first, and why"), 4
     if problem:
         print(f"golfnb: {problem}", file=sys.stderr, flush=True)
