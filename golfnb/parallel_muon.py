@@ -97,7 +97,7 @@ def lost_ranks(ranks: Ranks) -> str:
     patience = timedelta(seconds=8 if ranks.master else 12)  # rank 0 has the list, and ends first
     try:
         dist.monitored_barrier(ranks.patient, patience, wait_all_ranks=True)
-    except RuntimeError as e:
+    except (RuntimeError, ValueError) as e:  # a value: there is no group
         if ranks.master and (found := re.search(r"Ranks? ([\d, ]+) failed", str(e))):
             return f"rank{'s' * (',' in found[1])} {found[1]}"
         if not ranks.master and "imed out" in str(e):
