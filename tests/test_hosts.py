@@ -171,16 +171,16 @@ def wait(seconds: float, until):
 BIG = settings(4, MODEL_DIM="128", CLIP="local")
 
 
-def measured(folder: Path, rate: str) -> list[float]:
-    "Seconds of a step over flat and two-level links on 2 hosts of 2 ranks, each host sending at `rate`."
+def measured(folder: Path, rate: str) -> list[list[float]]:
+    "Seconds of four steps each over flat and two-level links on 2 hosts of 2 ranks, each host sending at `rate`."
     with namespaces(2, rate) as names:
         return results(names, 2, folder, "seconds", [BIG, BIG | TWO])[0]
 
 
 @needs_hosts
 def test_two_levels_win_on_a_slow_link(tmp_path):
-    flat, two = measured(tmp_path, "50mbit")
-    assert two < 0.8 * flat
+    flat, two = map(sorted, measured(tmp_path, "50mbit"))
+    assert two[1] < 0.8 * flat[1]
 
 
 if __name__ == "__main__":
@@ -189,7 +189,7 @@ if __name__ == "__main__":
     samples, rates = {}, ("10mbit", "50mbit", "200mbit", "1gbit")
     for rate in rates:
         with tempfile.TemporaryDirectory() as folder:
-            rows = [measured(Path(folder), rate) for _ in range(3)]
-        samples |= {f"{rate} {name}": [1000 * s for s in times] for name, times in zip(("flat", "two_level"), zip(*rows))}
-    note = "an optimizer step over two hosts (network namespaces) of two ranks each, medians of 5; what a host sends is held to the rate"
+            rows = measured(Path(folder), rate)
+        samples |= {f"{rate} {name}": [1000 * s for s in times] for name, times in zip(("flat", "two_level"), rows)}
+    note = "an optimizer step over two hosts (network namespaces) of two ranks each, four after the first; what a host sends is held to the rate"
     print(record_result("hosts_cpu", samples, "ms", note, {"world": 4, "hosts": 2, "settings": BIG}, HERE.parent / "nbs" / "results"))
