@@ -14,6 +14,7 @@ import os
 import re
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -94,15 +95,20 @@ def stop_ranks(ranks: Ranks):
 # %% ../nbs/13_parallel_muon.ipynb #33b66002
 def lost_ranks(ranks: Ranks) -> str:
     "After a collective failed: who does not answer any more, in words; takes up to 12 seconds."
-    patience = timedelta(seconds=8 if ranks.master else 12)  # rank 0 has the list, and ends first
-    try:
-        dist.monitored_barrier(ranks.patient, patience, wait_all_ranks=True)
-    except (RuntimeError, ValueError) as e:  # a value: there is no group
-        if ranks.master and (found := re.search(r"Ranks? ([\d, ]+) failed", str(e))):
-            return f"rank{'s' * (',' in found[1])} {found[1]}"
-        if not ranks.master and "imed out" in str(e):
-            return f"rank 0{' and its host' * (ranks.host > 0)}"
-    return "the others"
+    heard = []
+
+    def ask():
+        try:
+            heard.append(dist.monitored_barrier(ranks.patient, timedelta(seconds=8), wait_all_ranks=True))
+        except (RuntimeError, ValueError) as e:  # a value: there is no group
+            heard.append(e)
+
+    asking = Thread(target=ask, daemon=True)  # only rank 0 has the time limit, and the list
+    asking.start()
+    asking.join(12)
+    found = re.search(r"Ranks? ([\d, ]+) failed", str(heard))
+    silent = "the others" if heard else f"rank 0{' and its host' * (ranks.host > 0)}"
+    return f"rank{'s' * (',' in found[1])} {found[1]}" if found else silent
 
 # %% ../nbs/13_parallel_muon.ipynb #723c1c61
 @patch
