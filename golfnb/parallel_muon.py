@@ -113,7 +113,7 @@ def lost_ranks(ranks: Ranks) -> str:
 # %% ../nbs/13_parallel_muon.ipynb #723c1c61
 @patch
 def scatter_mean(self: Ranks, full: Tensor, shard: Tensor):
-    "Start averaging `full` [n, r, c], each rank's part into its `shard` [n/world, r, c]; returns a handle."
+    "Start averaging `full` [n, r, c], each rank's part in its `shard` [n/world, r, c]; returns a handle."
     if self.world == 1:
         shard.copy_(full)
         return None
@@ -615,7 +615,7 @@ def scale_staged(self: Engine):
 
 # %% ../nbs/13_parallel_muon.ipynb #d02340db
 class Inside(Ranks):
-    "The ranks of a host, which share the banks; `across`: those that have this one's shard on the other hosts."
+    "The ranks of a host, which share the banks; `across`: those with this one's shard on every host."
 
     def scatter_mean(self, full: Tensor, shard: Tensor):
         "As between any ranks; who waits for the handle has the mean over all hosts."
@@ -641,8 +641,8 @@ def inside_host(ranks: Ranks) -> Ranks:
     counts = [0] * ranks.world
     dist.all_gather_object(counts, int(os.environ["LOCAL_WORLD_SIZE"]), group=ranks.patient)
     if len({*counts}) > 1:
-        raise GolfError(f"LINKS=two_level needs hosts of equally many ranks, found {sorted({*counts})}: start "
-                        "each with the same --nproc_per_node, or set LINKS=flat")
+        raise GolfError("LINKS=two_level needs hosts of equally many ranks, found "
+                        f"{sorted({*counts})}: start each with the same --nproc_per_node, or set LINKS=flat")
     (each, device), grid = (counts[0], ranks.device), torch.arange(ranks.world).view(ranks.hosts, -1)
     here, there = (dist.new_subgroups_by_enumeration(g.tolist(), timedelta(seconds=40))[0]
                    for g in (grid, grid.T))

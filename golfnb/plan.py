@@ -115,7 +115,8 @@ def predict(plan: Plan, layout: Layout, links: Links, small_bytes=0, clip="local
 
     `small_bytes`: of all replicated gradients, all-reduced first; `clip`: "local" or "global"; `stacked`:
     gradients of separate parameters are stacked into banks first. With `two_level` the layout is over the
-    ranks of one host, and all `hosts` add their shards up after each scatter ("cross").
+    ranks of one host, and all `hosts` add their shards up after each scatter ("cross"). Raises GolfError
+    for several hosts on links that do not say what goes between them.
     """
     check_plan(plan, layout)
     if hosts > 1 and not links.between:

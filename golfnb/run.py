@@ -272,7 +272,7 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
 # %% ../nbs/19_run.ipynb #e7469d9b
 @patch
 def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
-    "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes, as read."
+    "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
     cfg, data = self.cfg, b""
     with self.phase("packing"):
         hessians = self.hessians() if cfg.use_gptq else None
@@ -290,7 +290,7 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
 # %% ../nbs/19_run.ipynb #de875e19
 @patch
 def score_artifact(self: Session, data: bytes):
-    "Score the file's bytes: round trip, sliding window, TTT (the weights learn from what has been scored)."
+    "Score the bytes of a file: round trip, sliding window, TTT (weights learn from what was scored)."
     cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
     state = dequantize_state(unpack_bytes(data, cfg.codec)[1])
     load_named(m.model, state)

@@ -129,7 +129,7 @@ def test_a_run_without_a_shared_disk(tmp_path):
     (tmp_path / "data").mkdir()
     env = {**TINY, **tiny_data(tmp_path / "data"), "RUN_ID": "x", "RUNS_DIR": "runs", "WEIGHT_DTYPE": "fp64", "TTT_ENABLED": "0"}
     with namespaces(2) as names:
-        finish(start(names[:1], 2, tmp_path, "run", "-", **env, **{"RUN_ID": "one"}), tmp_path)
+        finish(start(names[:1], 2, tmp_path, "run", "-", **{**env, "RUN_ID": "one"}), tmp_path)
         finish(start(names, 1, tmp_path, "run", "-", **env), tmp_path)
         runs = [tmp_path / f"host{i}" / "runs" / "x" for i in (0, 1)]
         assert [p.name for p in runs[1].iterdir()] == ["train.host1.log"] and (runs[0] / "artifact.golf").is_file()
