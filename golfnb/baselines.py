@@ -25,7 +25,7 @@ from .layout import BankSpec, Layout, LayoutSettings, Matrix
 from .loader import Loader, grad_accum, make_sampler
 from .model import Golf, init_model
 from .newton_schulz import newton_schulz_flops, orthogonalize
-from .parallel_muon import Knobs, Muon, Ranks, Recorded, ShardedBank, gather_into, scatter_mean
+from .parallel_muon import Knobs, Muon, Ranks, Recorded, ShardedBank, gather_into
 from .plan import Links, Plan, finish_us, predict, read_links
 from .run import device_name, weight_dtype
 from .train import compiled, training_loss
@@ -91,7 +91,7 @@ def collective_samples(ranks: Ranks, rounds: int, sizes: list[int]) -> dict[str,
     for size in sizes:
         n = max(1, size // 2 // ranks.world)
         full, shard = (torch.randn(k, n, 1, device=ranks.device).bfloat16() for k in (ranks.world, 1))
-        calls = {"scatter": lambda: scatter_mean(full, shard, ranks).wait(),
+        calls = {"scatter": lambda: ranks.scatter_mean(full, shard).wait(),
                  "gather": lambda: gather_into(full, shard, ranks).wait(),
                  "all-reduce": lambda: ranks.sum(full)}
         samples |= {f"{kind} {size}": device_us(call, ranks, rounds, loops) for kind, call in calls.items()}

@@ -37,12 +37,12 @@ def named_tensors(run: Trainer) -> dict[str, Tensor]:
         named["snapshots"] = averages.swa.count
     for part, tensors in zip(engine.parts, parts):
         bank = isinstance(part, ShardedBank)
-        slots = part.spec.slots(engine.ranks.rank) if bank else ()
+        slots = part.spec.slots(part.ranks.rank) if bank else ()
         for what, t in tensors.items():
             named |= {f"{m.name} {what}": t[i] for i, m in enumerate(slots) if m}
             named |= {} if bank else {f"{part.rounded.dtype} {what}": t}
     for name, runs in run.project.runs.items() if run.project else ():
-        slots = engine.banks[name].spec.slots(engine.ranks.rank)
+        slots = (bank := engine.banks[name]).spec.slots(bank.ranks.rank)
         for start, _, _, ratio in runs:
             named |= {f"{slots[i].name} clip": row for i, row in enumerate(ratio, start)}
     return named
@@ -121,7 +121,7 @@ def write(self: Keeper, facts: dict, unread: list, event):
 def put(self: Keeper, facts: dict, folder: Path):
     "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
     master, tensors, alone = self.ranks.master, self.buffers, self.ranks.world == 1
-    if getattr(self.ranks, "hosts", 1) > 1:
+    if self.ranks.hosts > 1:
         parts = [None] * self.ranks.world if master else None
         dist.gather_object(tensors, parts, group=self.group)
         tensors, alone = {k: t for part in parts or () for k, t in part.items()}, True

@@ -50,6 +50,7 @@ class Links:
     update: "512x1536" (stored shape, short side first) -> [fixed us, us a matrix] of a recorded update.
     memory_gbps: bytes of a pass over memory, read and written, over its time; 0 leaves such passes out.
     prepare_us: what local clipping takes beyond its passes over memory.
+    between: [latency_us, bandwidth_gbps] of the link between hosts, where the bandwidth is what a host sends.
     """
     latency_us: float
     bandwidth_gbps: float
@@ -59,23 +60,29 @@ class Links:
     update: dict = field(default_factory=dict)
     memory_gbps: float = 0.0
     prepare_us: float = 0.0
+    between: tuple[float, float] = ()
 
 # %% ../nbs/11_plan.ipynb #1130552b
 def read_links(path: Path | str) -> Links:
     "The machine that a result of `golfnb bench links` describes. Raises GolfError if the file is none."
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))["facts"]["links"]
+        found = {"between": ()} | json.loads(Path(path).read_text(encoding="utf-8"))["facts"]["links"]
         return Links(**{f.name: found[f.name] for f in fields(Links)})
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise GolfError(f"{path}: expected a result of golfnb bench links, found {type(e).__name__} ({e}); "
                         "measure it with golfnb bench links") from e
 
 # %% ../nbs/11_plan.ipynb #2e5ddfdd
-def transfer_us(n_bytes: float, world: int, links: Links, kind: str = "") -> float:
-    "Time of a collective over `world` ranks on a tensor of `n_bytes`; `kind`: a key of `links.collectives`."
+def transfer_us(n_bytes: float, world: int, links: Links, kind: str = "", hosts: int = 1) -> float:
+    """Time of a collective over `world` ranks on a tensor of `n_bytes`; `kind`: a key of `links.collectives`.
+
+    Over several `hosts` its ring goes through the link between them, and through the slower of both links.
+    """
     if world == 1:
         return 0.0
     latency, gbps = links.collectives.get(kind, (links.latency_us, links.bandwidth_gbps))
+    if hosts > 1:
+        latency, gbps = max(latency, links.between[0]), min(gbps, links.between[1])
     return latency + (2 if kind == "all-reduce" else 1) * n_bytes * (world - 1) / world / (gbps * 1e3)
 
 # %% ../nbs/11_plan.ipynb #b657b65c
@@ -102,13 +109,18 @@ class Event:
     end_us: float
 
 # %% ../nbs/11_plan.ipynb #a67b9988
-def predict(plan: Plan, layout: Layout, links: Links, small_bytes=0, clip="local", stacked=False) -> list:
+def predict(plan: Plan, layout: Layout, links: Links, small_bytes=0, clip="local", stacked=False,
+            hosts: int = 1, two_level: bool = False) -> list:
     """The timeline (list of `Event`) of one optimizer step, from the end of backward to the last gather.
 
     `small_bytes`: of all replicated gradients, all-reduced first; `clip`: "local" or "global"; `stacked`:
-    gradients of separate parameters are stacked into banks first.
+    gradients of separate parameters are stacked into banks first. With `two_level` the layout is over the
+    ranks of one host, and all `hosts` add their shards up after each scatter ("cross"). Raises GolfError
+    for several hosts on links that do not say what goes between them.
     """
     check_plan(plan, layout)
+    if hosts > 1 and not links.between:
+        raise GolfError("these links do not say what goes between hosts: set between=(latency_us, gbps)")
     events, free, arrived = [], {"net": 0.0, "gpu": 0.0}, {}
     passes = 5 * (clip == "local") + 2 * stacked  # clipping: copy 2, norm 1, scale 2
     copied = passes * 2 * sum(b.numel for b in layout.banks)
@@ -121,13 +133,16 @@ def predict(plan: Plan, layout: Layout, links: Links, small_bytes=0, clip="local
         events.append(Event(name, stream, start, start + us))
         return start + us
 
-    def send(what, kind, ready, n_bytes):
-        return place(f"{kind} {what}", "net", ready, transfer_us(n_bytes, layout.world, links, kind))
+    def send(what, kind, ready, n_bytes, over=1 if two_level else hosts, world=layout.world):
+        return place(f"{kind} {what}", "net", ready, transfer_us(n_bytes, world, links, kind, over))
 
     if small_bytes:
-        send("small", "all-reduce", gate, small_bytes)
+        send("small", "all-reduce", gate, small_bytes, hosts, layout.world * (hosts if two_level else 1))
     for name in plan.scatter:
-        arrived[name] = send(name, "scatter", gate, 2 * layout.bank(name).numel)
+        arrived[name] = send(name, "scatter", gate, n_bytes := 2 * layout.bank(name).numel)
+        if two_level and hosts > 1:  # its ranks share the host's link: together they send the whole bank
+            us = transfer_us(2 * n_bytes, hosts, links, "cross", hosts)
+            arrived[name] = place(f"cross {name}", "net", arrived[name], us)
     if clip == "global":
         gate = send("norm", "all-reduce", max(arrived.values()), 4)
     for name in plan.work:

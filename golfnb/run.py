@@ -31,13 +31,13 @@ from .shards import (atomic_write, check_disjoint, check_manifest, find_shards, 
 from .loader import Loader, grad_accum, make_sampler
 from .layout import model_layout
 from .model import Golf, init_model, load_named, named_state
-from .parallel_muon import Ranks, make_engine, start_ranks, stop_ranks
+from .parallel_muon import Ranks, inside_host, lost_ranks, make_engine, start_ranks, stop_ranks
 from .evaluate import plain_loss, sliding_loss
 from .checkpoint import Keeper
 from .train import Averages, RunLog, StepGraph, compiled, train, training_loss, warm_up
 from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state, fit_state
-from .artifact import (artifact_ledger, compress_section, load_artifact, load_weights, pack_bytes,
-                             save_artifact, save_weights)
+from .artifact import (artifact_ledger, compress_section, load_weights, pack_bytes, save_artifact,
+                             save_weights, unpack_bytes)
 from .ttt import score_first
 from .adapters import score_documents
 from .config import Config, load_config
@@ -54,7 +54,8 @@ class Machine:
     "A model and what runs it: `loss_fn(ids, targets)` is the mean loss, `forward(ids, keep)` gives logits."
 
     def __init__(self, cfg: Config, ranks: Ranks):
-        self.layout = model_layout(cfg, ranks.world)
+        ranks.inside = inside_host(ranks) if cfg.links == "two_level" else ranks
+        self.layout = model_layout(cfg, ranks.inside.world)
         self.model = Golf(cfg, self.layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
         init_model(self.model, cfg, cfg.seed)
         self.engine = make_engine(self.model, self.layout, cfg, ranks)
@@ -82,11 +83,12 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     if cfg.checkpoint_every_s and len(job := os.environ.get("TORCHELASTIC_RUN_ID", "")) == 36:
         made_up = f"{cfg.recipe}-{cfg.seed}-{job[:8]}"  # the same when torchrun starts the ranks again
     folder = Path(cfg.runs_dir) / (cfg.run_id or ranks.broadcast_object(made_up))
-    if cfg.checkpoint_every_s and going_on(cfg, folder):
-        return folder
-    if (folder / "train.log").exists():
-        kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
-        raise GolfError(f"{folder} already holds {kind}: set another RUN_ID, or move it away")
+    held = {"summary.json": "a finished run", "progress.json": "a run that can go on",
+            "train.log": "a run that did not end"}
+    holds = next((held[name] for name in held if (folder / name).exists()), "")
+    holds = ranks.broadcast_object(holds)  # on rank 0's host
+    if not (cfg.checkpoint_every_s and going_on(cfg, folder, holds)) and holds:
+        raise GolfError(f"{folder} already holds {holds}: set another RUN_ID, or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -97,11 +99,11 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     return folder
 
 # %% ../nbs/19_run.ipynb #fe052043
-def going_on(cfg: Config, folder: Path) -> bool:
+def going_on(cfg: Config, folder: Path, holds: str) -> bool:
     "Whether this goes on with the run in `folder`. Raises GolfError if that is asked for and there is none."
-    unfinished = (folder / "progress.json").exists()
+    unfinished = holds == "a run that can go on"
     if cfg.resume and not unfinished:
-        raise GolfError(f"{folder} must hold a run with checkpoints that has not ended, found none: "
+        raise GolfError(f"{folder} must hold a run that can go on, found {holds or 'none'}: "
                         "look for it with RUNS_DIR and RUN_ID, or start it without RESUME")
     return unfinished and (cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
 
@@ -140,7 +142,7 @@ class Session:
         if cfg.checkpoint_every_s:
             self.recall()
         ranks.barrier()
-        self.log = RunLog(self.folder, ranks.master, quiet)
+        self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
         self.val, self.table = torch.from_numpy(val.astype(np.int64)).to(ranks.device), table.to(ranks.device)
 
     @contextmanager
@@ -316,9 +318,9 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
 
 # %% ../nbs/19_run.ipynb #e7469d9b
 @patch
-def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> Path:
-    "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file on every rank."
-    cfg, path = self.cfg, None
+def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
+    "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
+    cfg, data = self.cfg, b""
     with self.phase("packing"):
         hessians = self.hessians() if cfg.use_gptq else None
         try:
@@ -329,15 +331,15 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> Path:
             self.log.line(str(e))
             packed = e.packed
         if self.ranks.master:
-            path = self.write_artifact(packed, code_bytes)
-        return Path(self.ranks.broadcast_object(str(path)))
+            data = self.write_artifact(packed, code_bytes).read_bytes()
+        return self.ranks.broadcast_object(data)
 
 # %% ../nbs/19_run.ipynb #de875e19
 @patch
-def score_artifact(self: Session, path: Path):
-    "Score the file: round trip, sliding window, TTT (the weights learn from what has been scored)."
+def score_artifact(self: Session, data: bytes):
+    "Score the bytes of a file: round trip, sliding window, TTT (weights learn from what was scored)."
     cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
-    state = dequantize_state(load_artifact(path, cfg.codec)[1])
+    state = dequantize_state(unpack_bytes(data, cfg.codec)[1])
     load_named(m.model, state)
 
     def sliding():
@@ -398,9 +400,10 @@ def averaged_before(self: Session) -> dict:
 
 
 @patch
-def packed_before(self: Session) -> Path:
+def packed_before(self: Session) -> bytes:
     "The artifact that an earlier life has packed."
-    return self.folder / f"artifact.golf{'.over' * ('over_budget' in self.summary)}"
+    path = self.folder / f"artifact.golf{'.over' * ('over_budget' in self.summary)}"
+    return self.ranks.broadcast_object(path.read_bytes() if self.ranks.master else b"")
 
 # %% ../nbs/19_run.ipynb #0e85bca7
 @patch
@@ -418,9 +421,9 @@ def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool 
     s.begin(code)
     averaged = (s.averaged_before() if cfg.checkpoint_every_s and "ema_bpb" in s.summary
                 else s.average_weights(s.train_weights()))
-    path = (s.packed_before() if cfg.checkpoint_every_s and "artifact_bytes" in s.summary
+    data = (s.packed_before() if cfg.checkpoint_every_s and "artifact_bytes" in s.summary
             else s.pack_artifact(averaged, len(code)))
-    s.score_artifact(path)
+    s.score_artifact(data)
     s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=s.ranks.world,
                      device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
     if s.ranks.master:
@@ -454,7 +457,8 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     except RuntimeError as e:
         if not any(w in str(e) for w in LOST_RANK_WORDS):
             raise
-        problem, status = (f"rank {ranks.rank if ranks else '?'} lost the others in a collective "
+        lost = lost_ranks(ranks) if ranks else "the others"
+        problem, status = (f"rank {ranks.rank if ranks else '?'} lost {lost} in a collective "
                            f"({str(e).splitlines()[0][:200]}): see which rank ended first, and why"), 4
     if problem:
         print(f"golfnb: {problem}", file=sys.stderr, flush=True)

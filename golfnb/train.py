@@ -159,11 +159,15 @@ class StepGraph:
 
 # %% ../nbs/15_train.ipynb #8c815e23
 class RunLog:
-    "Lines to the terminal and `folder`/train.log, events to metrics.jsonl; only the master rank writes."
+    """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
 
-    def __init__(self, folder: Path | None = None, master: bool = True, quiet: bool = False):
-        names = ("train.log", "metrics.jsonl") if folder is not None and master else ()
-        self.loud, self.told = master and not quiet, set()
+    A `host` that is not rank 0's has no events and train.host1.log: on a shared disk it would collide.
+    """
+
+    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, host: int = 0):
+        names = (f"train.host{host}.log",) if host else ("train.log", "metrics.jsonl")
+        names = names if folder is not None and writes else ()
+        self.loud, self.told = writes and not quiet and not host, set()
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
 
     def line(self, text: str):
@@ -233,7 +237,7 @@ class GridProjector:
         self.floor, self.runs = floor, {}
         for name, bank in engine.banks.items():
             self.runs[name], end = [], 0
-            kinds = [m and (m.quant, m.transposed) for m in bank.spec.slots(engine.ranks.rank)]
+            kinds = [m and (m.quant, m.transposed) for m in bank.spec.slots(bank.ranks.rank)]
             for kind, run in groupby(kinds):
                 start, end = end, end + len(list(run))
                 if kind and kind[0] == "int6":

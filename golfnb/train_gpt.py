@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 2418fb5fff527cc5 | Apache-2.0
+# golfnb script --recipe pr549 | source 57270be6a8aab7e8 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -13,6 +13,7 @@ import math
 import numpy as np
 import os
 import queue
+import re
 import sentencepiece as spm
 import shutil
 import signal
@@ -35,6 +36,7 @@ from importlib import import_module
 from itertools import chain
 from math import prod, sqrt
 from pathlib import Path
+from threading import Thread
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from types import SimpleNamespace
@@ -1827,17 +1829,20 @@ def average_of(mode: str, ema: Ema | None, swa: Swa | None, current: list[Tensor
 class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
-    `patient` is a process group whose collectives may wait for minutes.
+    `group` is their process group (None: that of all ranks), `patient` one whose collectives may wait for
+    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it; `inside`
+    are the ranks that share the banks.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu", patient=None):
+    def __init__(self, rank=0, world=1, device="cpu", patient=None, local=None, host=0, hosts=1):
         self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
-        self.master = rank == 0
+        self.group, self.local, self.inside = None, rank if local is None else local, self
+        self.host, self.hosts, self.master = host, hosts, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
         "Sum `t` over all ranks, in place; returns it."
         if self.world > 1:
-            dist.all_reduce(t)
+            dist.all_reduce(t, group=self.group)
         return t
 
     def sum_late(self, t: Tensor) -> Tensor:
@@ -1858,13 +1863,23 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.patient)
         return box[0]
 
+    def scatter_mean(self, full: Tensor, shard: Tensor):
+        "Start averaging `full` [n, r, c], each rank's part in its `shard` [n/world, r, c]; returns a handle."
+        if self.world == 1:
+            shard.copy_(full)
+            return None
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        average = dist.ReduceOp.AVG if self.device.type == "cuda" else dist.ReduceOp.SUM
+        return scatter(shard, full, op=average, group=self.group, async_op=True)
+
 def start_ranks() -> Ranks:
     """Join the process group that `torchrun` describes in the environment (NCCL on GPUs, else gloo), if any.
 
-    A collective that waits longer than `timeout_s` raises. Raises GolfError if a GPU is missing.
+    A collective that waits longer than `timeout_s`, or 40 s with several hosts, raises. Raises GolfError if a
+    GPU is missing.
     """
-    names = ("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)
-    world, rank, local = (int(os.environ.get(name, default)) for name, default in names)
+    names = dict(WORLD_SIZE=1, RANK=0, LOCAL_RANK=0, GROUP_RANK=0, GROUP_WORLD_SIZE=1)
+    world, rank, local, host, hosts = (int(os.environ.get(name, n)) for name, n in names.items())
     cuda, gpu = torch.cuda.is_available(), torch.device("cuda", local)
     if cuda and local >= torch.cuda.device_count():
         raise GolfError(f"rank {rank} needs GPU {local}, but this machine shows {torch.cuda.device_count()}: "
@@ -1874,23 +1889,32 @@ def start_ranks() -> Ranks:
     if world == 1:
         return Ranks(device=gpu if cuda else "cpu")
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=60.0), device_id=gpu if cuda else None)
+                            timeout=timedelta(seconds=40.0 if hosts > 1 else 60.0),
+                            device_id=gpu if cuda else None)
     patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return Ranks(rank, world, gpu if cuda else "cpu", patient)
+    return Ranks(rank, world, gpu if cuda else "cpu", patient, local, host, hosts)
 
 def stop_ranks(ranks: Ranks):
     "Leave the process group."
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
-def scatter_mean(full: Tensor, shard: Tensor, ranks: Ranks):
-    "Start averaging `full` [n, r, c], each rank's part into its `shard` [n/world, r, c]; returns a handle."
-    if ranks.world == 1:
-        shard.copy_(full)
-        return None
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    average = dist.ReduceOp.AVG if ranks.device.type == "cuda" else dist.ReduceOp.SUM
-    return scatter(shard, full, op=average, async_op=True)
+def lost_ranks(ranks: Ranks) -> str:
+    "After a collective failed: who does not answer any more, in words; takes up to 12 seconds."
+    heard = []
+
+    def ask():
+        try:
+            heard.append(dist.monitored_barrier(ranks.patient, timedelta(seconds=8), wait_all_ranks=True))
+        except (RuntimeError, ValueError) as e:  # a value: there is no group
+            heard.append(e)
+
+    asking = Thread(target=ask, daemon=True)  # only rank 0 has the time limit, and the list
+    asking.start()
+    asking.join(12)
+    found = re.search(r"Ranks? ([\d, ]+) failed", str(heard))
+    silent = "the others" if heard else f"rank 0{' and its host' * (ranks.host > 0)}"
+    return f"rank{'s' * (',' in found[1])} {found[1]}" if found else silent
 
 def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
     "Start collecting every rank's `shard` [n/world, r, c] in `full` [n, r, c]; returns a handle."
@@ -1898,7 +1922,7 @@ def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
         full.copy_(shard)
         return None
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(full, shard, async_op=True)
+    return gather(full, shard, group=ranks.group, async_op=True)
 
 def wait_all(handles: list):
     "Wait for the collectives that returned these handles."
@@ -1936,7 +1960,7 @@ class ShardedBank:
 
     def reduce(self, g: Tensor):
         "Start the reduce-scatter of the whole bank's gradient `g` [slots, rows, cols]."
-        self.handle = scatter_mean(g.to(self.replica.dtype), self.grad, self.ranks)
+        self.handle = self.ranks.scatter_mean(g.to(self.replica.dtype), self.grad)
 
     def arrive(self):
         "Wait for the mean gradient of this rank's shard, in `grad`."
@@ -2199,13 +2223,14 @@ class Engine:
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None,
                  bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3):
         self.layout, self.ranks, self.plan = layout, ranks or Ranks(), make_plan(layout)
-        if layout.world != (world := self.ranks.world):
+        if layout.world != (world := self.ranks.inside.world):
             raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
                             f"make it with world={world}")
         check_plan(self.plan, layout)
         self.clip, self.max_norm, self.debug = clip, max_norm, False
         self.bank_rule, self.small_rule, banks = bank_rule or Muon(), small_rule or AdamW(), roles["bank"]
-        self.banks = {s.name: ShardedBank(s, banks[s.name], self.ranks, self.bank_rule) for s in layout.banks}
+        inside, rule = self.ranks.inside, self.bank_rule
+        self.banks = {s.name: ShardedBank(s, banks[s.name], inside, rule) for s in layout.banks}
         self.groups = flat_groups(roles, self.small_rule)
         self.parts = [*self.banks.values(), *self.groups]
         first, words = self.parts[0].master, len(CONTROL_WORDS) + self.small_rule.words
@@ -2299,7 +2324,7 @@ class Engine:
         "Wait for all mean gradients, measure them, and set the clip factor of the step."
         for n in self.plan.scatter:
             self.banks[n].arrive()
-        norm_sq = self.ranks.sum(squared_norm([b.grad for b in self.banks.values()], self.full))
+        norm_sq = self.ranks.inside.sum(squared_norm([b.grad for b in self.banks.values()], self.full))
         if self.groups:
             norm_sq = norm_sq + squared_norm([g.grad for g in self.groups], self.full) / self.ranks.world ** 2
         self.norm_sq.copy_(norm_sq)
@@ -2335,7 +2360,7 @@ class Engine:
         banks, others = {}, {}
         for (name, bank), shard in zip(self.banks.items(), tensors):
             banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
-            wait_all([gather_into(banks[name], shard.contiguous(), self.ranks)])
+            wait_all([gather_into(banks[name], shard.contiguous(), bank.ranks)])
         for g, flat in zip(self.groups, tensors[len(banks):]):
             others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
         return banks, others
@@ -2396,6 +2421,7 @@ class EngineSettings(Settings):
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
     clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
+    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
 
 def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Engine:
     "The engine a recipe describes, on a model of golfnb."
@@ -2606,11 +2632,15 @@ class StepGraph:
         return self.loss.clone()
 
 class RunLog:
-    "Lines to the terminal and `folder`/train.log, events to metrics.jsonl; only the master rank writes."
+    """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
 
-    def __init__(self, folder: Path | None = None, master: bool = True, quiet: bool = False):
-        names = ("train.log", "metrics.jsonl") if folder is not None and master else ()
-        self.loud, self.told = master and not quiet, set()
+    A `host` that is not rank 0's has no events and train.host1.log: on a shared disk it would collide.
+    """
+
+    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, host: int = 0):
+        names = (f"train.host{host}.log",) if host else ("train.log", "metrics.jsonl")
+        names = names if folder is not None and writes else ()
+        self.loud, self.told = writes and not quiet and not host, set()
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
 
     def line(self, text: str):
@@ -2991,16 +3021,6 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     kept.unlink(missing_ok=True)
     return len(data)
 
-def load_artifact(path: str | Path) -> tuple[dict, dict]:
-    "`unpack_bytes` of a file; raises GolfError, naming it, if it is missing or damaged."
-    try:
-        return unpack_bytes(Path(path).read_bytes())
-    except OSError as error:
-        raise GolfError(f"cannot read {path} ({error.strerror}): expected a golfnb container, check the "
-                        "path") from None
-    except GolfError as error:
-        raise GolfError(f"{path}: {error}") from None
-
 def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict) -> int:
     "Save unquantized weights, whole or not at all; returns the bytes. Raises GolfError for other dtypes."
     kinds = {dtype: kind for kind, dtype in FLOATS.items()}
@@ -3297,7 +3317,8 @@ class Machine:
     "A model and what runs it: `loss_fn(ids, targets)` is the mean loss, `forward(ids, keep)` gives logits."
 
     def __init__(self, cfg: Config, ranks: Ranks):
-        self.layout = model_layout(cfg, ranks.world)
+        ranks.inside = ranks
+        self.layout = model_layout(cfg, ranks.inside.world)
         self.model = Golf(cfg, self.layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
         init_model(self.model, cfg, cfg.seed)
         self.engine = make_engine(self.model, self.layout, cfg, ranks)
@@ -3321,8 +3342,12 @@ def run_folder(cfg: Config, ranks: Ranks) -> Path:
     "Make the run directory; raises GolfError if another run lies there, or there is no room."
     made_up = f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(cfg.runs_dir) / (cfg.run_id or ranks.broadcast_object(made_up))
-    if (folder / "train.log").exists():
-        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
+    held = {"summary.json": "a finished run", "progress.json": "a run that can go on",
+            "train.log": "a run that did not end"}
+    holds = next((held[name] for name in held if (folder / name).exists()), "")
+    holds = ranks.broadcast_object(holds)  # on rank 0's host
+    if holds:
+        raise GolfError(f"{folder} already holds {holds}: set another RUN_ID, or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -3363,7 +3388,7 @@ class Session:
         self.folder = run_folder(cfg, ranks)
         self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
         ranks.barrier()
-        self.log = RunLog(self.folder, ranks.master, False)
+        self.log = RunLog(self.folder, ranks.local == 0, False, ranks.host)
         self.val, self.table = torch.from_numpy(val.astype(np.int64)).to(ranks.device), table.to(ranks.device)
 
     @contextmanager
@@ -3374,7 +3399,7 @@ class Session:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
 
-    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
+    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple:
         "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
         start = time.perf_counter()
         loss, bpb, *_ = score()
@@ -3475,9 +3500,9 @@ class Session:
                             ledger=parts, artifact_sha256=sha256)
         return path
 
-    def pack_artifact(self, averaged: dict, code_bytes: int) -> Path:
-        "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file on every rank."
-        cfg, path = self.cfg, None
+    def pack_artifact(self, averaged: dict, code_bytes: int) -> bytes:
+        "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
+        cfg, data = self.cfg, b""
         with self.phase("packing"):
             hessians = None
             try:
@@ -3487,13 +3512,13 @@ class Session:
                 self.log.line(str(e))
                 packed = e.packed
             if self.ranks.master:
-                path = self.write_artifact(packed, code_bytes)
-            return Path(self.ranks.broadcast_object(str(path)))
+                data = self.write_artifact(packed, code_bytes).read_bytes()
+            return self.ranks.broadcast_object(data)
 
-    def score_artifact(self, path: Path):
-        "Score the file: round trip, sliding window, TTT (the weights learn from what has been scored)."
+    def score_artifact(self, data: bytes):
+        "Score the bytes of a file: round trip, sliding window, TTT (weights learn from what was scored)."
         cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
-        state = dequantize_state(load_artifact(path)[1])
+        state = dequantize_state(unpack_bytes(data)[1])
         load_named(m.model, state)
 
         def sliding():
@@ -3520,8 +3545,8 @@ def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     s = Session(cfg, ranks or Ranks())
     s.begin(code)
     averaged = (s.average_weights(s.train_weights()))
-    path = (s.pack_artifact(averaged, len(code)))
-    s.score_artifact(path)
+    data = (s.pack_artifact(averaged, len(code)))
+    s.score_artifact(data)
     s.summary.update(unigram_bpb=s.unigram, recipe="pr549", seed=cfg.seed, world=s.ranks.world,
                      device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
     if s.ranks.master:
@@ -3551,7 +3576,8 @@ def as_rank(work: Callable) -> None:
     except RuntimeError as e:
         if not any(w in str(e) for w in LOST_RANK_WORDS):
             raise
-        problem, status = (f"rank {ranks.rank if ranks else '?'} lost the others in a collective "
+        lost = lost_ranks(ranks) if ranks else "the others"
+        problem, status = (f"rank {ranks.rank if ranks else '?'} lost {lost} in a collective "
                            f"({str(e).splitlines()[0][:200]}): see which rank ended first, and why"), 4
     if problem:
         print(f"golfnb: {problem}", file=sys.stderr, flush=True)

@@ -55,6 +55,17 @@ def test_timeline_is_possible(seed):
             assert finish_us(events) >= floor * (1 - 1e-12)
 
 
+def test_between_hosts_only_bytes_count():
+    "On a slow link a step takes what its ring sends through it: flat 2 (W-1)/W of all banks, two-level 2 (H-1)/H; on one host both are what they were."
+    slow = Links(0, 1e9, 1e9, 0, between=(0, 1.0))
+    flat, inside = (group_matrices([Matrix(f"m{i}", 64, 64, "b") for i in range(8)], world) for world in (8, 4))
+    us = lambda layout, **how: finish_us(predict(make_plan(layout), layout, slow, **how))
+    assert us(flat, hosts=2) == pytest.approx(2 * 7 / 8 * 8 * 8192 / 1e3, rel=1e-4) and us(inside, hosts=2, two_level=True) == pytest.approx(8 * 8192 / 1e3, rel=1e-4)
+    assert us(flat, hosts=1) == us(flat, hosts=1, two_level=True) < 1
+    with pytest.raises(GolfError, match="between hosts"):
+        predict(make_plan(flat), flat, random_links(0), hosts=2)
+
+
 @pytest.mark.parametrize("world", [2, 8])
 def test_search_is_never_worse_than_published(world):
     links = random_links(world)

@@ -21,7 +21,7 @@ from golfnb.settings import GolfError
 from golfnb.layout import Matrix, model_layout
 from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import Ranks, make_engine, start_ranks, stop_ranks
+from golfnb.parallel_muon import Ranks, inside_host, make_engine, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
 from golfnb.train import GridProjector, RunLog, train, training_loss
 
@@ -95,7 +95,8 @@ def plan_model(cfg, plan: str, world: int, dtype, seed: int):
 
 def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
     cfg = load_config(env)
-    model, orders = plan_model(cfg, plan or cfg.plan, ranks.world, dtype, 5)
+    ranks.inside = inside_host(ranks) if cfg.links == "two_level" else ranks
+    model, orders = plan_model(cfg, plan or cfg.plan, ranks.inside.world, dtype, 5)
     return cfg, model, bucket_engine(model, orders, cfg, ranks, debug) if plan else make_engine(model, model.layout, cfg, ranks, debug)
 
 
@@ -128,6 +129,14 @@ def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 
     named = {n: b[:real[n]].double().numpy() for n, b in banks.items()} | {n: t.double().numpy() for n, t in others.items()}
     replica = {n: b.replica.detach()[:real[n]].double().numpy() for n, b in engine.banks.items()}
     return named, replica, losses
+
+
+def on_hosts(ranks, hosts: int, envs: list) -> list:
+    "`five_steps` of each settings, as if every `world / hosts` ranks were a host."
+    each = ranks.world // hosts
+    os.environ["LOCAL_WORLD_SIZE"] = str(each)
+    ranks.host, ranks.hosts, ranks.local = ranks.rank // each, hosts, ranks.rank % each
+    return [five_steps(ranks, env) for env in envs]
 
 
 def plan_steps(ranks, env: dict, plan: str) -> dict:
@@ -238,3 +247,13 @@ def late_partner(ranks, seconds: float) -> float:
 def all_checks(ranks, cases: list) -> list:
     "Several of these functions in one set of processes: [(name, args), ...] -> their results."
     return [globals()[name](ranks, *args) for name, args in cases]
+
+
+def unequal_hosts(ranks, env: dict) -> str:
+    "What is said where rank 0 is alone on its host and the others share one."
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if ranks.rank == 0 else "2"
+    ranks.host, ranks.hosts = int(ranks.rank > 0), 2
+    try:
+        machine(env, ranks)
+    except GolfError as e:
+        return str(e)

@@ -1,0 +1,39 @@
+"""What torchrun starts on the hosts of test_hosts: python host_worker.py WHAT FOLDER [JSON]."""
+import json
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+
+import torch
+import workers
+
+from golfnb.config import load_config
+from golfnb.run import as_rank, run
+
+
+def seconds(ranks, env: dict) -> list[float]:
+    "Seconds of four optimizer steps after the first, slowest rank."
+    _, model, engine = workers.machine(env, ranks, torch.float32)
+    took = []
+    for _ in range(5):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e-3)
+        ranks.barrier()
+        start = time.perf_counter()
+        engine.step()
+        ranks.barrier()
+        took.append(time.perf_counter() - start)
+    return took[1:]
+
+
+def work(ranks):
+    what, folder, *words = sys.argv[1:]
+    if what == "run":
+        return run(load_config(os.environ), ranks).get("over_budget")
+    found = [{"steps": workers.five_steps, "seconds": seconds}[what](ranks, env) for env in json.loads(words[0])]
+    Path(folder, f"{ranks.rank}.pkl").write_bytes(pickle.dumps(found))
+
+
+as_rank(work)

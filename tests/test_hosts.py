@@ -1,0 +1,195 @@
+"""Several hosts: one answer, one folder, and a sentence when one is gone. Hosts are network namespaces on one machine, which needs root.
+
+`python tests/test_hosts.py` measures flat against two-level links and writes nbs/results/hosts_cpu.json."""
+import contextlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import TINY, clean_env, tiny_data
+from workers import on_hosts, settings, spawn
+
+from golfnb.bench import record_result
+from golfnb.parallel_muon import Ranks
+
+HERE, TWO = Path(__file__).resolve().parent, {"LINKS": "two_level"}
+CASES = [settings(4), settings(3, PLAN="shared_mlp"), settings(3, CLIP="local", GRAD_CLIP_NORM="0.05")]
+
+
+def sh(command: str):
+    subprocess.run(command.split(), check=True, capture_output=True)
+
+
+def can_make() -> bool:
+    "Whether this user may make network namespaces with a bridge and a shaped link."
+    try:
+        with namespaces(1, "50mbit"):
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+@contextlib.contextmanager
+def namespaces(n: int, rate: str = ""):
+    "Names of `n` hosts, 10.77.0.1 and up, on one switch; `rate`: what each may send, like 50mbit."
+    switch, *hosts = names = [f"golf{os.getpid()}{x}" for x in ("s", *range(n))]
+    try:
+        for name in names:
+            sh(f"ip netns add {name}")
+            sh(f"ip -n {name} link set lo up")
+        sh(f"ip -n {switch} link add br0 type bridge")
+        sh(f"ip -n {switch} link set br0 up")
+        for i, host in enumerate(hosts):
+            sh(f"ip -n {host} link add eth0 type veth peer name v{i} netns {switch}")
+            sh(f"ip -n {switch} link set v{i} master br0 up")
+            sh(f"ip -n {host} addr add 10.77.0.{i + 1}/24 dev eth0")
+            sh(f"ip -n {host} link set eth0 up")
+            if rate:
+                sh(f"tc -n {host} qdisc add dev eth0 root tbf rate {rate} burst 64kb latency 400ms")
+        yield hosts
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+needs_hosts = pytest.mark.skipif(not can_make(), reason="network namespaces need root, ip and tc")
+
+
+def start(hosts: list, nproc: int, folder: Path, *words: str, **env) -> list[subprocess.Popen]:
+    "torchrun of host_worker.py on every host, each in its own folder host0, host1, ...; what it says is in its file log."
+    jobs = []
+    for i, host in enumerate(hosts):
+        (here := folder / f"host{i}").mkdir(exist_ok=True)
+        words_here = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node_rank={i}", f"--nproc_per_node={nproc}",
+                      "--master_addr=10.77.0.1", "--master_port=29571", str(HERE / "host_worker.py"), *words]
+        with open(here / "log", "w") as log:
+            jobs.append(subprocess.Popen(words_here, cwd=here, env=clean_env(**env, GLOO_SOCKET_IFNAME="eth0"), stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
+    return jobs
+
+
+def said(folder: Path) -> str:
+    return "\n".join(p.read_text() for p in sorted(folder.glob("host*/log")))
+
+
+def finish(jobs: list, folder: Path, status: int = 0):
+    try:
+        assert all((job.wait(timeout=120) != 0) == bool(status) for job in jobs), said(folder)
+    finally:
+        for job in jobs:
+            job.poll() is None and os.killpg(job.pid, 9)
+
+
+def results(hosts: list, nproc: int, folder: Path, what: str, envs: list) -> list:
+    finish(start(hosts, nproc, folder, what, str(folder), json.dumps(envs)), folder)
+    return [pickle.loads((folder / f"{r}.pkl").read_bytes()) for r in range(len(hosts) * nproc)]
+
+
+def same(a: tuple, b: tuple) -> bool:
+    "Weights, replicas and losses of `five_steps`, to 1e-9."
+    near = [np.abs(x[k] - y[k]).max() < 1e-9 for x, y in zip(a[:2], b[:2]) for k in y]
+    return all(near) and np.allclose(a[2], b[2], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("world, hosts", [(2, 2), (4, 2), (6, 2), (6, 3)])
+def test_two_levels_are_one_host(world, hosts):
+    "Global clipping: the single process's answer. Local: that of flat links, since it depends on the number of ranks. Hosts keep the same bits."
+    alone = on_hosts(Ranks(), 1, CASES[:2])
+    outs = spawn(world, "all_checks", [("on_hosts", (hosts, [*(c | TWO for c in CASES), CASES[2]]))])
+    for ((*globally, local, flat),) in outs:
+        assert all(map(same, globally, alone)) and same(local, flat)
+    for rank, (out,) in enumerate(outs):
+        first = outs[rank % (world // hosts)][0]
+        assert all(np.array_equal(out[i][1][k], first[i][1][k]) for i in range(3) for k in out[i][1])
+
+
+def test_hosts_of_unequal_ranks_are_refused():
+    outs = spawn(3, "unequal_hosts", settings(3, **TWO))
+    assert all(re.search(r"hosts of equally many ranks, found \[1, 2\]: start", out) for out in outs)
+
+
+@needs_hosts
+@pytest.mark.parametrize("hosts, nproc", [(2, 1), (2, 2), (3, 1)])
+def test_torchrun_on_hosts_gives_the_single_process(tmp_path, hosts, nproc):
+    alone = on_hosts(Ranks(), 1, CASES[:1])[0]
+    with namespaces(hosts) as names:
+        for out in results(names, nproc, tmp_path, "steps", [CASES[0], CASES[0] | TWO]):
+            assert all(same(x, alone) for x in out)
+
+
+@needs_hosts
+def test_a_run_without_a_shared_disk(tmp_path):
+    "Files on rank 0's host only, the answer of one host; a second run into its folder ends with one sentence on both."
+    (tmp_path / "data").mkdir()
+    env = {**TINY, **tiny_data(tmp_path / "data"), "RUN_ID": "x", "RUNS_DIR": "runs", "WEIGHT_DTYPE": "fp64", "TTT_ENABLED": "0"}
+    with namespaces(2) as names:
+        finish(start(names[:1], 2, tmp_path, "run", "-", **{**env, "RUN_ID": "one"}), tmp_path)
+        finish(start(names, 1, tmp_path, "run", "-", **env), tmp_path)
+        runs = [tmp_path / f"host{i}" / "runs" / "x" for i in (0, 1)]
+        assert [p.name for p in runs[1].iterdir()] == ["train.host1.log"] and (runs[0] / "artifact.golf").is_file()
+        one, two = (json.loads((p / "summary.json").read_text()) for p in (runs[0].with_name("one"), runs[0]))
+        for score in ("raw", "ema", "int6", "sliding"):
+            assert one[f"{score}_bpb"] == pytest.approx(two[f"{score}_bpb"], abs=1e-9)
+        finish(start(names, 1, tmp_path, "run", "-", **env), tmp_path, 1)
+    for i in (0, 1):
+        assert "golfnb: runs/x already holds a finished run" in (tmp_path / f"host{i}" / "log").read_text()
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_host_that_vanishes_ends_the_others(tmp_path, gone):
+    "Its link goes down, without a word; the ranks left name those lost within a minute."
+    (tmp_path / "data").mkdir()
+    env = {**TINY, **tiny_data(tmp_path / "data"), "RUN_ID": "x", "RUNS_DIR": "runs", "ITERATIONS": "1000000", "MAX_WALLCLOCK_SECONDS": "0", "TRAIN_LOG_EVERY": "1000000"}
+    with namespaces(2) as names:
+        jobs, left = start(names, 2, tmp_path, "run", "-", **env), tmp_path / f"host{1 - gone}" / "log"
+        try:
+            wait(60, lambda: "step:5/" in (tmp_path / "host0" / "log").read_text())
+            sh(f"ip -n {names[gone]} link set eth0 down")
+            wait(60, lambda: "golfnb: rank" in left.read_text())
+            assert re.search("lost ranks 2, 3 in" if gone else "lost rank 0 and its host in", left.read_text()), said(tmp_path)
+        finally:
+            for job in jobs:
+                os.killpg(job.pid, 9)
+
+
+def wait(seconds: float, until):
+    "Until it holds; fails after so long."
+    end = time.time() + seconds
+    while not until():
+        assert time.time() < end, "it took too long"
+        time.sleep(0.2)
+
+
+BIG = settings(4, MODEL_DIM="128", CLIP="local")
+
+
+def measured(folder: Path, rate: str) -> list[list[float]]:
+    "Seconds of four steps each over flat and two-level links on 2 hosts of 2 ranks, each host sending at `rate`."
+    with namespaces(2, rate) as names:
+        return results(names, 2, folder, "seconds", [BIG, BIG | TWO])[0]
+
+
+@needs_hosts
+def test_two_levels_win_on_a_slow_link(tmp_path):
+    flat, two = map(sorted, measured(tmp_path, "50mbit"))
+    assert two[1] < 0.8 * flat[1]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    samples, rates = {}, ("10mbit", "50mbit", "200mbit", "1gbit")
+    for rate in rates:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = measured(Path(folder), rate)
+        samples |= {f"{rate} {name}": [1000 * s for s in times] for name, times in zip(("flat", "two_level"), rows)}
+    note = "an optimizer step over two hosts (network namespaces) of two ranks each, four after the first; what a host sends is held to the rate"
+    print(record_result("hosts_cpu", samples, "ms", note, {"world": 4, "hosts": 2, "settings": BIG}, HERE.parent / "nbs" / "results"))
