@@ -10,7 +10,7 @@ from names import ROOT, Module, Name, chapter_page, front_door, modules
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
 PARTS = ((0, "The data"), (4, "The model"), (9, "The optimizer"), (14, "The run"), (20, "Around the run"), (30, "Studies"))
 FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has another name
-LOOK_UP = ("settings", "published", "negative", "glossary", "contributing", "api/index")
+LOOK_UP = ("settings", "published", "rely", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
 
 

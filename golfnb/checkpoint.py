@@ -77,7 +77,8 @@ class Keeper:
         self.buffers, self.words, self.saved_ms = {}, deque(), 0.0
         self.thread = self.problem = None
         self.training, self.terminated = False, False
-        signal.signal(signal.SIGTERM, lambda *_: self.hear())
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self.hear())
 
     def hear(self):
         "SIGTERM has come: in training wait for the end of a step, else end at once."

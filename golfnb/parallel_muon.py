@@ -80,9 +80,11 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
         torch.cuda.set_device(local)
     if world == 1:
         return Ranks(device=gpu if cuda else "cpu")
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=min(timeout_s, 40.0) if hosts > 1 else timeout_s),
-                            device_id=gpu if cuda else None)
+    limit = timedelta(seconds=min(timeout_s, 40.0) if hosts > 1 else timeout_s)
+    store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # torchrun keeps old keys
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store,
+                            timeout=limit, device_id=gpu if cuda else None)
     patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
     return Ranks(rank, world, gpu if cuda else "cpu", patient, None, local, host, hosts)
 

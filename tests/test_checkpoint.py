@@ -127,3 +127,28 @@ def test_every_tensor_that_a_step_changes_is_kept():
     whole = [*engine.state(), *run.averages.ema.tensors, *run.averages.swa.tensors, run.averages.swa.count]
     assert all(t.data_ptr() in kept for t in whole) and run.project is not None
     assert sum(name.endswith(" clip") for name in named_tensors(run)) == sum(m.quant == "int6" for _, _, m in engine.layout)
+
+
+def test_a_cap_counts_the_time_of_what_was_trained(tmp_path):
+    "A clock of 10 ms a look: stopped and resumed hours later, a run makes as many steps as without the break."
+    def capped(keeper=None, clock=0.0):
+        def now():
+            nonlocal clock
+            clock += 0.010
+            return clock
+        cfg, model, engine = machine(ENV | {"ITERATIONS": "1000", "MAX_WALLCLOCK_SECONDS": "0.4"}, Ranks())
+        return train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, now=now, keeper=keeper)
+    class Idle(Keeper):
+        "Looks at the clock only when it saves."
+        def after_step(self, run):
+            if self.last and run.steps >= self.last:
+                self.save(run)
+                self.wait()
+                raise Stopped("enough")
+    whole, keeper = capped(), Idle(tmp_path, 1e9, Ranks(), RunLog(quiet=True))
+    keeper.last = 12
+    with pytest.raises(Stopped):
+        capped(keeper)
+    keeper.last = 0
+    again = capped(keeper, clock=7200.0)
+    assert 0 <= whole.steps - again.steps <= 1 and whole.steps > 20 and 400 <= again.train_ms <= 450, "saving looks at the clock once"

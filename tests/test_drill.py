@@ -1,0 +1,78 @@
+"""The drill, small; torchrun that starts the ranks again; SIGTERM that leaves a run to go on with; what is said where there is nothing to go on with."""
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from golfnb import drill as chapter
+from golfnb.drill import differences, drill, half_files, processes
+from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    tiny_data(folder)
+    return folder
+
+
+def test_two_kills(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(chapter, "SMALL", chapter.SMALL | {"VOCAB_SIZE": 400, "ITERATIONS": 60})
+    found = drill(data, kills=2, seed=3, out=tmp_path / "drill", say=lambda *a, **k: None)
+    assert len(found["kills"]) == 2 and not found["lost"], found
+    assert not any(kill["left"] or kill["half"] for kill in found["kills"]), found
+    whole, victim = tmp_path / "drill" / "whole-3", tmp_path / "drill" / "victim-3-1"
+    (victim / "ema.golf").write_bytes((victim / "ema.golf").read_bytes()[:-1])
+    assert differences(whole, victim) == ["ema.golf"] and half_files(victim) == ["ema.golf"], "it would have found a fault"
+
+
+def launched(words: list, folder: Path, until: str) -> subprocess.Popen:
+    "A process in a session of its own, once its run's log says `until`."
+    with open(folder / "said", "w") as said:
+        child = subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, stdout=said, stderr=said, start_new_session=True, env=clean_env())
+    for _ in range(600):
+        log = next(folder.glob("runs/*/train.log"), None)
+        if log and re.search(until, log.read_text()) and any(folder.glob("runs/*/checkpoints/step-*")):
+            return child
+        assert child.poll() is None, (folder / "said").read_text()
+        time.sleep(0.1)
+    raise AssertionError((folder / "said").read_text())
+
+
+def words(data: Path, **more) -> list[str]:
+    env = TINY | {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "ITERATIONS": 80, "CHECKPOINT_EVERY_S": 0.2, "TTT_ENABLED": 0} | more
+    return [f"{name}={value}" for name, value in env.items()]
+
+
+def test_sigterm_leaves_a_run_that_goes_on(data, tmp_path):
+    child = launched(["-m", "golfnb.cli", "train", "--nproc", "2", *words(data, RUN_ID="x")], tmp_path, "step:5/")
+    child.send_signal(signal.SIGTERM)
+    said = (tmp_path / "said")
+    assert child.wait(40) == 5, said.read_text()
+    assert re.fullmatch(r"golfnb: stopped by SIGTERM after step \d+; go on with golfnb train --resume runs/x", said.read_text().splitlines()[-1]), said.read_text()
+    again = golfnb("train", *words(data, RUN_ID="x"), cwd=tmp_path)
+    assert again.returncode == 2 and "a run that did not end" in again.stderr and "--resume runs/x" in again.stderr
+    other = subprocess.run([sys.executable, "-m", "golfnb.cli", "train", "--resume", "runs/x", "MATRIX_LR=0.5"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
+    assert other.returncode == 2 and one_sentence(other.stderr) and "a run of MATRIX_LR=0.025, found 0.5" in other.stderr
+    done = subprocess.run([sys.executable, "-m", "golfnb.cli", "train", "--resume", "runs/x", "--nproc", "1"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
+    assert done.returncode == 0 and "resumed:runs/x step:" in done.stdout and "step:80/80" in done.stdout, done.stderr
+    left = {p.name for p in (tmp_path / "runs" / "x").iterdir()}
+    assert "summary.json" in left and not left & {"progress.json", "checkpoints"}
+    again = golfnb("train", "--resume", "runs/x", cwd=tmp_path)
+    assert again.returncode == 2 and one_sentence(again.stderr) and "must hold a run" in again.stderr
+
+
+def test_torchrun_goes_on_by_itself(data, tmp_path):
+    assert golfnb("script", "--recipe", "demo", "CHECKPOINT_EVERY_S=0.2", "-o", "x.py", cwd=tmp_path).returncode == 0
+    env = [word for word in words(data) if not word.startswith("RECIPE")]
+    child = launched(["-c", f"import os, sys; os.environ.update(w.split('=', 1) for w in {env}); os.execv(sys.executable, [sys.executable, '-m', 'torch.distributed.run', "
+                      "'--standalone', '--nproc_per_node=2', '--max-restarts=1', 'x.py'])"], tmp_path, "step:5/")
+    ranks = [p for p in Path("/proc").glob("[0-9]*") if f") S {child.pid} " in (p / "stat").read_text() or f") R {child.pid} " in (p / "stat").read_text()]
+    os.kill(int(max(ranks, key=lambda p: int(p.name)).name), signal.SIGKILL)
+    assert child.wait(60) == 0, (tmp_path / "said").read_text()
+    assert len(list(tmp_path.glob("runs/*"))) == 1 and "resumed:runs/demo-1337-" in (tmp_path / "said").read_text()
