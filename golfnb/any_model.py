@@ -345,10 +345,13 @@ def step(self: ParallelMuon, closure=None):
     """Average the gradients over the ranks, update everything, publish; every rank must call it.
 
     `closure` runs forward and backward and returns the loss. Nothing waits for the GPU, except that the third
-    step records its launches, and that every hundredth asks how many were skipped.
+    step records its launches, that every hundredth asks how many were skipped, and that the first four on
+    several ranks look for clipped gradients.
     """
     loss = None if closure is None else torch.enable_grad()(closure)()
     self.check_parameters()
+    if self.steps < 4 and self.ranks.world > 1:
+        self.notice_clipping()
     self.write_words()
     kept = [p.grad for p in self.rest.values()]
     self.collect_gradients()
@@ -362,6 +365,24 @@ def step(self: ParallelMuon, closure=None):
         logging.getLogger("golfnb").warning("ParallelMuon skipped %d of %d steps: a gradient was not finite "
                                             "on some rank", skipped, self.steps)
     return loss
+
+# %% ../nbs/25_any_model.ipynb #596ab8f7
+@patch
+def notice_clipping(self: ParallelMuon):
+    "Warn if the gradients of all ranks have one norm and yet differ, in two steps: each was clipped by itself."
+    grads = [p.grad.double() for p in (self.banked | self.rest).values() if p.grad is not None]
+    mine = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+    for g in grads:
+        mine += torch.stack([g.square().sum(), g.sum()])
+    found = [torch.empty_like(mine) for _ in range(self.ranks.world)]
+    dist.all_gather(found, mine)
+    norms, sums = torch.stack(found).T
+    one_norm = norms.max() - norms.min() <= 1e-4 * norms.max()
+    self.alike += int(bool(one_norm and sums.max() > sums.min()))
+    if self.alike == 2 and self.ranks.master:
+        logging.getLogger("golfnb").warning(
+            "the gradients of all ranks have the same norm %.3g: clip_grad_norm_ has clipped each by itself, "
+            "before the mean; call ParallelMuon(..., max_norm=%.3g) instead", *[norms[0].item() ** 0.5] * 2)
 
 # %% ../nbs/25_any_model.ipynb #08e02ef0
 @patch
@@ -383,7 +404,7 @@ def watch(self: ParallelMuon, module: nn.Module):
             holders.setdefault(id(p), []).append((m, attribute))
     self.watched = [(n, p, holders[id(p)], p.data_ptr()) for n, p in (self.banked | self.rest).items()]
     self.idle = [(n, p) for n, p in module.named_parameters() if n not in self.index]
-    self.steps = 0
+    self.steps = self.alike = 0
 
 # %% ../nbs/25_any_model.ipynb #302b4394
 @patch

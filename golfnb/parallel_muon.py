@@ -82,7 +82,7 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
         return Ranks(device=gpu if cuda else "cpu")
     limit = timedelta(seconds=min(timeout_s, 40.0) if hosts > 1 else timeout_s)
     store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # torchrun keeps old keys
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # old keys are kept
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store,
                             timeout=limit, device_id=gpu if cuda else None)
     patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 57270be6a8aab7e8 | Apache-2.0
+# golfnb script --recipe pr549 | source e0fea7d5df09cc7a | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -1888,9 +1888,11 @@ def start_ranks() -> Ranks:
         torch.cuda.set_device(local)
     if world == 1:
         return Ranks(device=gpu if cuda else "cpu")
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=40.0 if hosts > 1 else 60.0),
-                            device_id=gpu if cuda else None)
+    limit = timedelta(seconds=40.0 if hosts > 1 else 60.0)
+    store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # old keys are kept
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store,
+                            timeout=limit, device_id=gpu if cuda else None)
     patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
     return Ranks(rank, world, gpu if cuda else "cpu", patient, local, host, hosts)
 

@@ -301,6 +301,21 @@ def drifting(ranks):
     return heard(lambda: ParallelMuon(net())), heard(lambda: ParallelMuon(nn.SyncBatchNorm.convert_sync_batchnorm(net())))
 
 
+def clipped(ranks):
+    "What is said in five steps with torch's clipping, without it, and with it where all ranks have the same rows."
+    def steps(clip, seed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+        opt, rows = ParallelMuon(model), torch.Generator().manual_seed(seed)
+        for _ in range(5):
+            opt.zero_grad()
+            model(torch.randn(8, 6, generator=rows)).square().mean().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            opt.step()
+    return [heard(lambda: steps(*how)) for how in ((True, ranks.rank), (False, ranks.rank), (True, 7))]
+
+
 def rank_0_alone(ranks):
     "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others do something else and leave: what is heard."
     (_, opt), (_, other) = fresh(0), fresh(1)

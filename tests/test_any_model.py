@@ -125,7 +125,7 @@ def test_llama_in_one_process():
 def saved(tmp_path_factory):
     "On two ranks: (folder, what every rank found)."
     folder = str(tmp_path_factory.mktemp("dcp"))
-    return folder, run_ranks(2, [("checkpoints", (folder,), {}), ("drifting", (), {}), ("rank_0_alone", (), {})])
+    return folder, run_ranks(2, [("checkpoints", (folder,), {}), ("drifting", (), {}), ("clipped", (), {}), ("rank_0_alone", (), {})])
 
 
 def test_torch_checkpoints_go_on_bit_for_bit(saved):
@@ -161,8 +161,14 @@ def test_batch_norms_are_named_on_several_ranks(saved):
     assert not synced and not others, "one rank says it, and only where it is true"
 
 
+def test_clipping_by_each_rank_is_told_once(saved):
+    (told, *none), others = (out[2] for out in saved[1])
+    assert len(told) == 1 and "same norm 0.01" in told[0] and "max_norm=0.01" in told[0]
+    assert none == [[], []] and others == [[], [], []]
+
+
 def test_what_one_rank_alone_calls_is_told_soon(saved):
-    warned, error, late = saved[1][0][2]
+    warned, error, late = saved[1][0][3]
     assert warned == "rank 0 misses another rank in ParallelMuon.state_dict(): every rank must call it, also where one alone reads or writes the file"
     assert error == f"GolfError: {warned}" and "in ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
 
