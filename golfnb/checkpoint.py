@@ -76,19 +76,34 @@ class Keeper:
         self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
         self.buffers, self.words, self.saved_ms = {}, deque(), 0.0
         self.thread = self.problem = None
-        self.training, self.terminated = False, False
+        self.training, self.terminated, self.before, self.step = False, False, None, None
+        self.how = f"golfnb train --resume {self.folder.parent}"
+        if ranks.hosts > 1:
+            self.how = f"RESUME=1 RUN_ID={self.folder.parent.name} and the command of each host"
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self.hear())
+            self.before = signal.signal(signal.SIGTERM, lambda *_: self.hear())
 
     def hear(self):
-        "SIGTERM has come: in training wait for the end of a step, else end at once."
-        if not self.training:
-            raise Stopped(f"stopped by SIGTERM; go on with golfnb train --resume {self.folder.parent}")
+        "SIGTERM has come: in training wait for the end of a step, else for a checkpoint, and end."
         self.terminated = True
+        if not self.training:
+            if self.thread:
+                self.thread.join()
+            if self.ranks.master:
+                os.write(2, f"golfnb: stopped by SIGTERM; go on with {self.how}\n".encode())
+            os._exit(Stopped.status)  # no exception: whoever works just now might take it for its own
+
+    def close(self):
+        "Wait for the last checkpoint, and give SIGTERM back."
+        self.wait()
+        self.group = None
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
 
     def save(self, run: Trainer):
         "Copy the state, and let a thread write it; waits for the one before to be written."
         self.wait()
+        self.step = run.steps
         facts, unread, named = plain_facts(run), [*run.reader.queue], named_tensors(run)
         if named.keys() != self.buffers.keys():
             self.buffers = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
@@ -113,7 +128,7 @@ def write(self: Keeper, facts: dict, unread: list, event):
             shutil.rmtree(path, ignore_errors=True)
             os.replace(path.with_name(f".{path.name}"), path)
             for old in sorted(self.folder.glob("step-*"))[:-2]:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # of the disk, of pickle, of another rank
         self.problem = f"no checkpoint of step {facts['steps']} ({type(error).__name__}: {error})"
 
@@ -164,21 +179,21 @@ def after_step(self: Keeper, run: Trainer):
             self.save(run)
         if flags[1]:
             self.wait()
-            raise Stopped(f"stopped by SIGTERM after step {run.steps}; go on with "
-                          f"golfnb train --resume {self.folder.parent}")
+            raise Stopped(f"stopped by SIGTERM after step {run.steps}; go on with {self.how}")
 
 # %% ../nbs/15b_checkpoint.ipynb #caa03160
 @patch
 def after_training(self: Keeper, run: Trainer):
     "Save the state at the end, from which averages and artifact are made."
     while self.words:  # what is still under way
-        _, handle = self.words.popleft()
+        flags, handle = self.words.popleft()
         if handle is not None:
             handle.wait()
+        self.terminated = self.terminated or bool(flags[1])
+    if self.step != run.steps:
+        self.save(run)
     self.training = False
-    self.save(run)
     if self.terminated:
-        self.wait()
         self.hear()
 
 # %% ../nbs/15b_checkpoint.ipynb #1c584302
@@ -206,6 +221,7 @@ def resume(self: Keeper, run: Trainer):
     if not found:
         return
     facts, saved = found
+    self.step = facts["steps"]
     for name in FACTS:
         setattr(run, name, facts[name])
     if run.qat_from is not None:

@@ -163,6 +163,10 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
 # %% ../nbs/24_cli.ipynb #775ffb2e
 def resume_run(folder: Path, settings: dict[str, str], ranks: int | None) -> int:
     "Go on with a run that has not ended, on as many ranks as before by default; the exit status."
+    folder = folder if folder.name.strip(".") else folder.resolve()
+    if (folder / "summary.json").exists():  # it died while it cleared up
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / "progress.json").unlink(missing_ok=True)
     notes = book.report.read_file(folder / "progress.json")
     if not notes or not (folder / "train_gpt.py").is_file():
         raise GolfError(f"train: {folder} must hold a run with checkpoints that has not ended, found none; "

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from .artifact import load_artifact
@@ -50,7 +51,8 @@ def processes(folder: Path) -> dict[str, int]:
             continue
         rank = next((w[5:] for w in env if w.startswith("RANK=")), "")
         name = f"rank {rank}" if rank else "torchrun" if "--standalone" in words else "golfnb"
-        found[name] = int(place.name)
+        if name != "golfnb" or "golfnb.cli" in words:
+            found[name] = int(place.name)
     return found
 
 # %% ../nbs/24c_drill.ipynb #65b70b15
@@ -88,7 +90,8 @@ def kill_in(child: subprocess.Popen, folder: Path, old: int, phase: str, lengths
         time.sleep(0.05)
     gone = time.monotonic() - begun
     for pid in left.values():
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     child.wait()
     return {"phase": at or phase, "victim": victim, "seconds": gone, "left": sorted(left), "half": half_files(folder)}
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCRIPT_MODULES', 'SCRIPT_HEADER', 'PACK_NAME', 'PACK_WRAPPER', 'ELASTIC_NOISE', 'ELASTIC_ENDED', 'ELASTIC_STOPPED',
-           'ELASTIC_KILLED', 'STOP_STATUS', 'TORCHRUN', 'package_dir', 'module_sources', 'fold_script', 'minify',
-           'pack_script', 'explain', 'save_script', 'checkout_commit', 'relay_errors', 'run_script']
+           'ELASTIC_KILLED', 'HELD', 'STOP_STATUS', 'TORCHRUN', 'package_dir', 'module_sources', 'fold_script',
+           'minify', 'pack_script', 'explain', 'save_script', 'checkout_commit', 'relay_errors', 'run_script']
 
 # %% ../nbs/20_launcher.ipynb #b2c513d5
 import ast
@@ -704,6 +704,7 @@ ELASTIC_NOISE = re.compile(r"[IWE]\d{4} .*torch/distributed/(elastic|run)")
 ELASTIC_ENDED = re.compile(r".*(?:failed \(exitcode: (-?\d+)\)|Received (\d+) death signal)")
 ELASTIC_STOPPED = re.compile(r"(Sending|shutdown) process (\d+) ")
 ELASTIC_KILLED = re.compile(r"rank +: (\d+) .*\n *exitcode +: (-\d+) \(pid: (\d+)\)")
+HELD = re.compile(r"golfnb: (rank \S+ lost |stopped by SIGTERM)")  # told if nothing says more
 STOP_STATUS = {"golfnb: stopped by SIGTERM": 5, "golfnb: interrupted": 130}  # what rank 0 says of a signal
 
 # %% ../nbs/20_launcher.ipynb #42fc71c4
@@ -713,7 +714,7 @@ def relay_errors(lines, write) -> int:
     Returns the exit status of the first rank that failed, negative for a signal, 0 if none did; for a signal
     to torchrun 128 more than its number, or what STOP_STATUS has for the sentence of a rank.
     """
-    seen, status, lost, report = {"\n"}, 0, [], ""
+    seen, status, held, report = {"\n"}, 0, [], ""
 
     def tell(text):
         with suppress(OSError):  # that nobody reads any more ends no run
@@ -725,19 +726,23 @@ def relay_errors(lines, write) -> int:
         if "golfnb: " in line or line in seen:  # ranks share a pipe: their sentences may arrive on one line
             for part in re.split("(?=golfnb: )", line):
                 if (sentence := part.strip() + "\n") not in seen:
-                    lost.append(sentence) if "lost the others" in sentence else tell(sentence)
+                    held.append(sentence) if HELD.match(sentence) else tell(sentence)
                 seen.add(sentence)
         elif status or ELASTIC_NOISE.match(line):
             report += line
         else:
             tell(line)
-    return blame(status, report, lost, seen, tell)
+    return blame(status, report, held, seen, tell)
 
 # %% ../nbs/20_launcher.ipynb #8642e9e9
-def blame(status: int, report: str, lost: list[str], seen: set[str], tell) -> int:
+def blame(status: int, report: str, held: list[str], seen: set[str], tell) -> int:
     "Say who ended a run, unless a rank has; returns what `relay_errors` does."
-    if asked := [code for start, code in STOP_STATUS.items() if any(s.startswith(start) for s in seen)]:
+    asked = [code for start, code in STOP_STATUS.items() if any(s.startswith(start) for s in seen)]
+    if asked and (status in (0, *asked) or status > 128):
+        for sentence in held:
+            tell(sentence) if "stopped by SIGTERM" in sentence else None
         return asked[0]
+    lost = [sentence for sentence in held if "stopped by SIGTERM" not in sentence]  # by torchrun, after a fault
     stopped = {(pid, "-15" if how == "Sending" else "-9") for how, pid in ELASTIC_STOPPED.findall(report)}
     for rank, code, pid in ELASTIC_KILLED.findall(report):
         if (pid, code) not in stopped:

@@ -12,6 +12,7 @@ __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'lost_ranks', 
 import gc
 import os
 import re
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -96,7 +97,7 @@ def stop_ranks(ranks: Ranks):
 
 # %% ../nbs/13_parallel_muon.ipynb #33b66002
 def lost_ranks(ranks: Ranks) -> str:
-    "After a collective failed: who does not answer any more, in words; takes up to 12 seconds."
+    "After a collective failed: who does not answer any more, in words; takes up to 14 seconds."
     heard = []
 
     def ask():
@@ -108,6 +109,7 @@ def lost_ranks(ranks: Ranks) -> str:
     asking = Thread(target=ask, daemon=True)  # only rank 0 has the time limit, and the list
     asking.start()
     asking.join(12)
+    time.sleep(0 if ranks.master else 2)  # rank 0 has the list: it speaks first
     found = re.search(r"Ranks? ([\d, ]+) failed", str(heard))
     silent = "the others" if heard else f"rank 0{' and its host' * (ranks.host > 0)}"
     return f"rank{'s' * (',' in found[1])} {found[1]}" if found else silent

@@ -66,7 +66,9 @@ def read_run(folder: Path) -> dict:
     folder, log = Path(folder), Path(folder, "metrics.jsonl")
     with reading(log):
         lines = log.read_text("utf-8").splitlines() if log.is_file() else []
-        events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
+        events = [json.loads(line) for line in lines if line.endswith("}")]  # one may be cut off
+        mark = lambda e: [e.get(key) for key in ("event", "step", "chunk", "name", "label")]
+        events = [*{str(mark(e)): e for e in events}.values()]  # a resumed run does some steps twice
     if not events:
         raise GolfError(f"report: events expected in {log}, found none; give a run's directory (runs/NAME)")
     packed, names = artifact_file(folder), ("summary.json", "artifact.audit.json")

@@ -7,6 +7,7 @@ __all__ = ['LOST_RANK_WORDS', 'weight_dtype', 'Machine', 'Session', 'device_name
 
 # %% ../nbs/19_run.ipynb #f02c632b
 import ctypes
+import fcntl
 import hashlib
 import json
 import math
@@ -359,35 +360,53 @@ def score_artifact(self: Session, data: bytes):
         with self.phase("adapting"):
             self.scored("legal_ttt", "ttt", adapt)
 
+# %% ../nbs/19_run.ipynb #5725c882
+def finite(summary: dict) -> dict:
+    "A summary with None for every number that is not finite."
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+
 # %% ../nbs/19_run.ipynb #68e4a313
 @patch
 def remember(self: Session):
     "Write down what the run has come to, if the disk has room; if not, earlier notes stay."
-    notes = {"config": asdict(self.cfg), "world": self.ranks.world, "summary": self.summary,
+    notes = {"config": asdict(self.cfg), "world": self.ranks.world, "summary": finite(self.summary),
              "seconds": self.seconds}
     with suppress(GolfError):
         if self.ranks.master:
             atomic_write(self.folder / "progress.json", json.dumps(notes) + "\n")
 
 # %% ../nbs/19_run.ipynb #26b33418
-PLACES = {"resume", "run_id", "runs_dir", "data_path", "tokenizer_path"}  # may differ between two lives
+PLACES = {"resume", "run_id", "runs_dir", "data_path", "tokenizer_path", "checkpoint_every_s"}
 
 
 @patch
 def recall(self: Session):
     "Take up the notes of an earlier life, if there are any. GolfError if they are of other settings."
-    path, ours = self.folder / "progress.json", asdict(self.cfg)
-    notes = json.loads(path.read_text()) if self.ranks.master and path.exists() else {}
-    notes = self.ranks.broadcast_object(notes)
+    notes = self.ranks.broadcast_object(self.take_notes() if self.ranks.master else None)
+    if notes is None:
+        raise GolfError(f"{self.folder} is a run that still goes on: wait until its processes have ended")
     for name, value in notes.get("config", {}).items():
-        if name not in PLACES and value != ours.get(name):
-            raise GolfError(f"{self.folder} is a run of {name.upper()}={value}, found {ours.get(name)}: "
+        if name not in PLACES and value != (ours := getattr(self.cfg, name, None)):
+            raise GolfError(f"{self.folder} is a run of {name.upper()}={value}, found {ours}: "
                             "go on with the settings it was started with")
     self.summary.update(notes.get("summary", {}))
     self.seconds.update(notes.get("seconds", {}))
-    for left in self.folder.glob(".*.tmp") if self.ranks.master else ():
-        left.unlink()  # what was being written when the earlier life ended
     self.remember()
+
+# %% ../nbs/19_run.ipynb #c4eeb6a0
+@patch
+def take_notes(self: Session) -> dict | None:
+    "Notes of an earlier life of this run, whose half-written files go; None if another process is at it."
+    self.lock, path = open(self.folder / ".lock", "w"), self.folder / "progress.json"
+    try:
+        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
+    except OSError:
+        return None
+    for left in self.folder.glob(".*.tmp"):
+        left.unlink()
+    for left in self.folder.glob("checkpoints/.step-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return json.loads(path.read_text()) if path.exists() else {}
 
 # %% ../nbs/19_run.ipynb #fb0df239
 @patch
@@ -409,10 +428,12 @@ def packed_before(self: Session) -> bytes:
 @patch
 def forget(self: Session):
     "The run has ended: drop what only a second life would need."
-    self.keeper.wait()
+    self.keeper.close()
     if self.ranks.master:
         shutil.rmtree(self.keeper.folder, ignore_errors=True)
-        (self.keeper.folder.parent / "progress.json").unlink(missing_ok=True)
+        for folder in (self.folder, self.keeper.folder.parent):  # the same, unless its disk was full
+            (folder / "progress.json").unlink(missing_ok=True)
+            (folder / ".lock").unlink(missing_ok=True)
 
 # %% ../nbs/19_run.ipynb #37226dd2
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool = False) -> dict:
@@ -427,7 +448,8 @@ def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool 
     s.summary.update(unigram_bpb=s.unigram, recipe=cfg.recipe, seed=cfg.seed, world=s.ranks.world,
                      device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
     if s.ranks.master:
-        s.save(lambda folder: atomic_write(folder / "summary.json", json.dumps(s.summary, indent=1) + "\n"))
+        text = json.dumps(finite(s.summary), indent=1) + "\n"
+        s.save(lambda folder: atomic_write(folder / "summary.json", text))
     if cfg.checkpoint_every_s:
         s.forget()
     s.log.close()
@@ -470,3 +492,5 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
 def script_main(path: str) -> None:
     "One run of the script at `path`, its settings from the environment."
     as_rank(lambda ranks: run(load_config(os.environ), ranks, Path(path).read_bytes()).get("over_budget"))
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down

@@ -350,6 +350,7 @@ def checkpoints(lab: Lab):
 
         times = run_rounds({"with": True, "without": False}, rounds + 1, block)
         size = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()) / 2
+    keeper.close()
     rig.loader.close()
     times = {name: values[1:] for name, values in times.items()}  # the first warms up
     extra = median(times["with block"]) - median(times["without block"])

@@ -169,6 +169,8 @@ class RunLog:
         names = names if folder is not None and writes else ()
         self.loud, self.told = writes and not quiet and not host, set()
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
+        for f in (f for f in self.files if f.tell()):
+            f.write("\n")  # an earlier life may have ended within a line
 
     def line(self, text: str):
         "One line of text."

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source e0fea7d5df09cc7a | Apache-2.0
+# golfnb script --recipe pr549 | source c8d56ea0aae4964c | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -1902,7 +1902,7 @@ def stop_ranks(ranks: Ranks):
         dist.destroy_process_group()
 
 def lost_ranks(ranks: Ranks) -> str:
-    "After a collective failed: who does not answer any more, in words; takes up to 12 seconds."
+    "After a collective failed: who does not answer any more, in words; takes up to 14 seconds."
     heard = []
 
     def ask():
@@ -1914,6 +1914,7 @@ def lost_ranks(ranks: Ranks) -> str:
     asking = Thread(target=ask, daemon=True)  # only rank 0 has the time limit, and the list
     asking.start()
     asking.join(12)
+    time.sleep(0 if ranks.master else 2)  # rank 0 has the list: it speaks first
     found = re.search(r"Ranks? ([\d, ]+) failed", str(heard))
     silent = "the others" if heard else f"rank 0{' and its host' * (ranks.host > 0)}"
     return f"rank{'s' * (',' in found[1])} {found[1]}" if found else silent
@@ -2644,6 +2645,8 @@ class RunLog:
         names = names if folder is not None and writes else ()
         self.loud, self.told = writes and not quiet and not host, set()
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
+        for f in (f for f in self.files if f.tell()):
+            f.write("\n")  # an earlier life may have ended within a line
 
     def line(self, text: str):
         "One line of text."
@@ -3542,6 +3545,10 @@ def device_name(ranks: Ranks) -> str:
     "What this rank computes on."
     return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
 
+def finite(summary: dict) -> dict:
+    "A summary with None for every number that is not finite."
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
     s = Session(cfg, ranks or Ranks())
@@ -3552,7 +3559,8 @@ def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     s.summary.update(unigram_bpb=s.unigram, recipe="pr549", seed=cfg.seed, world=s.ranks.world,
                      device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
     if s.ranks.master:
-        s.save(lambda folder: atomic_write(folder / "summary.json", json.dumps(s.summary, indent=1) + "\n"))
+        text = json.dumps(finite(s.summary), indent=1) + "\n"
+        s.save(lambda folder: atomic_write(folder / "summary.json", text))
     s.log.close()
     return s.summary
 
@@ -3590,6 +3598,8 @@ def as_rank(work: Callable) -> None:
 def script_main(path: str) -> None:
     "One run of the script at `path`, its settings from the environment."
     as_rank(lambda ranks: run(load_config(os.environ), ranks, Path(path).read_bytes()).get("over_budget"))
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 
 if __name__ == "__main__":
     script_main(__file__)

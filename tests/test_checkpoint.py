@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from golfnb.checkpoint import Keeper, Stopped, named_tensors
 from golfnb.loader import grad_accum
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
+from golfnb.report import read_run
+from golfnb.run import Session, finite
 from golfnb.settings import GolfError
 from golfnb.train import LATE_STEPS, RunLog, train, training_loss
 from workers import Batches, machine, settings, spawn
@@ -152,3 +155,29 @@ def test_a_cap_counts_the_time_of_what_was_trained(tmp_path):
     keeper.last = 0
     again = capped(keeper, clock=7200.0)
     assert 0 <= whole.steps - again.steps <= 1 and whole.steps > 20 and 400 <= again.train_ms <= 450, "saving looks at the clock once"
+
+
+def test_two_lives_at_once_are_refused_and_what_is_half_written_goes(tmp_path):
+    for left in (".ema.golf.7-7.tmp", "checkpoints/.step-00000007/x"):
+        (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / left).write_text("half")
+    one, two = (SimpleNamespace(folder=tmp_path) for _ in range(2))
+    assert Session.take_notes(one) == {} and Session.take_notes(two) is None
+    assert sorted(p.name for p in tmp_path.rglob("*")) == [".lock", "checkpoints"]
+    two.ranks, two.cfg = Ranks(), None
+    two.take_notes = lambda: Session.take_notes(two)
+    with pytest.raises(GolfError, match="still goes on"):
+        Session.recall(two)
+
+
+def test_the_events_of_two_lives_are_one_run(tmp_path):
+    for steps, cut in (((1, 2, 3), True), ((3, 4), False)):
+        log = RunLog(tmp_path, quiet=True)
+        for step in steps:
+            log.event("step", step=step, loss=1.0 / step)
+        log.close()
+        if cut:
+            with open(tmp_path / "metrics.jsonl", "a") as file:
+                file.write('{"event": "step", "st')
+    assert [e["step"] for e in read_run(tmp_path)["events"]] == [1, 2, 3, 4]
+    assert finite({"a": float("nan"), "b": 1.0, "c": "x"}) == {"a": None, "b": 1.0, "c": "x"}

@@ -153,8 +153,7 @@ def test_a_host_that_vanishes_ends_the_others(tmp_path, gone):
         try:
             wait(60, lambda: any(tmp_path.glob("host0/runs/x/checkpoints/step-*")))
             sh(f"ip -n {names[gone]} link set eth0 down")
-            wait(60, lambda: "golfnb: rank" in left.read_text())
-            assert re.search("lost ranks 2, 3 in" if gone else "lost rank 0 and its host in", left.read_text()), said(tmp_path)
+            wait(60, lambda: re.search("lost ranks 2, 3 in" if gone else "lost rank 0 and its host in", left.read_text()))
         finally:
             for job in jobs:
                 os.killpg(job.pid, 9)

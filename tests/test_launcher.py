@@ -195,6 +195,7 @@ def report(**codes: int) -> list[str]:
     ([W + "Received 15 death signal, shutting down workers\n", LOST, "Traceback (most recent call last):\n"], 143, "the run was ended by signal 15"),
     ([W + "Received 15 death signal, shutting down workers\n", "golfnb: stopped by SIGTERM after step 7\n", LOST], 5, "stopped by SIGTERM after step 7"),
     (["golfnb: interrupted\n", W + "Received 2 death signal, shutting down workers\n"], 130, "interrupted"),
+    ([W + "Sending process 100 closing signal SIGTERM\n", "golfnb: stopped by SIGTERM; go on\n", E.format(-9, 1), *report(r0=5, r1=-9)], -9, "rank 1 was ended by signal 9; the others were stopped"),
     ([E.format(130, 1), *report(r1=130)], 130, "interrupted")])
 def test_who_ended_a_run_is_said_once(lines, status, words):
     out = []
