@@ -12,7 +12,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.e
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 gc.set_threshold(100_000)  # torch holds many objects, and to search them for garbage takes long
-LONG = ("test_script", "test_cli", "test_kernels", "test_any_model", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters")
+LONG = ("test_hosts", "test_script", "test_drill", "test_cli", "test_kernels", "test_any_model", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters")
 
 
 def pytest_collection_modifyitems(items):
