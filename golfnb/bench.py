@@ -34,7 +34,7 @@ from .loader import Loader, grad_accum, make_sampler
 from .model import named_state
 from .parallel_muon import Ranks
 from .plan import read_links
-from .run import Machine, as_rank, device_name
+from .run import PLACES, Machine, as_rank, device_name
 from .settings import GolfError
 from .shards import atomic_write, find_shards, write_shard
 from .train import RunLog, Trainer, micro_steps, momentum_at, multiplier_at, warm_up
@@ -150,11 +150,8 @@ def read_result(name: str, folder: Path | str = "nbs/results") -> dict:
     return found
 
 # %% ../nbs/22_bench.ipynb #379d04ab
-PLACES = {"run_id", "runs_dir", "data_path", "tokenizer_path", "notices"}  # where a run lies
-
-
 def settings_diff(config: dict, base: dict | None = None) -> dict[str, tuple]:
-    "Name -> (value, the base's) where settings differ, but for PLACES; the default base is the run's recipe."
+    "Name -> (value, the base's) where settings differ, but for PLACES (chapter 19); by default from the recipe."
     if base is None:
         base = asdict(load_config({"RECIPE": config.get("recipe", "pr549")}))
     return {k: (v, base.get(k)) for k, v in config.items() if k not in PLACES and v != base.get(k)}

@@ -492,18 +492,23 @@ def sample_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #51e9d511
 @command("report", "write a run's page with its plots, report.html",
-         arg("run_dir", metavar="RUN_DIR", type=Path),
-         arg("--against", type=Path, metavar="RUN2", help="a run to compare with"))
+         arg("run_dir", metavar="RUN_DIR", type=Path))
 def report_command(args) -> int:
-    print(book.report.write_report(args.run_dir, args.against))
+    print(book.report.write_report(args.run_dir))
     return 0
 
 
-@command("compare", "mean, spread and t-tests of finished runs; those that differ by their seed are a group",
+@command("compare", "means, spreads, t-tests of finished runs, groups by seed; and a page with their curves",
          arg("runs", nargs="+", metavar="RUN", help="run directories, or results of record_run"),
          arg("--target", type=float, metavar="X", help="test each group's mean against it: is it below?"))
 def compare_command(args) -> int:
-    print(book.significance.compare_runs(args.runs, args.target))
+    print(words := book.significance.compare_runs(args.runs, args.target))
+    folders = [run for run in args.runs if Path(run, "metrics.jsonl").is_file()]
+    if len(folders) > 1:
+        try:
+            print(f"page: {book.report.write_report(*folders, words=words)}")
+        except GolfError as e:  # matplotlib is an extra
+            print(f"no page: {e}")
     return 0
 
 

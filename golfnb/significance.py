@@ -13,8 +13,8 @@ from statistics import mean, stdev
 
 import numpy as np
 
-from .bench import PLACES
 from .report import artifact_file, other_file, read_file
+from .run import PLACES
 from .settings import GolfError, reading
 
 # %% ../nbs/26_significance.ipynb #8f26d757

@@ -87,6 +87,29 @@ def test_the_command(tmp_path):
     assert done.returncode == 2 and one_sentence(done.stderr)
 
 
+def test_compare_leaves_a_page_of_the_runs_that_have_curves(tmp_path):
+    some = runs(tmp_path, {("pr549", s): 1.1 + 0.001 * s for s in range(2)})
+    done = golfnb("compare", *some, cwd=tmp_path)
+    assert done.returncode == 0 and "page" not in done.stdout, "there is nothing to draw"
+    for i, run in enumerate(some):
+        (tmp_path / run / "metrics.jsonl").write_text("".join(json.dumps({"event": "step", "step": s, "loss": 3.0 - s / 9 + i, "ms": 5.0}) + "\n" for s in range(9)))
+    done = golfnb("compare", *some, "--target", 1.2, cwd=tmp_path)
+    assert done.returncode == 0 and f"page: {tmp_path}/compare.html" in done.stdout and "Welch" not in done.stdout
+    page = (tmp_path / "compare.html").read_text()
+    assert "n = 2, mean 1.10050" in page and "proved at the level" in page and all(f"pr549-{s}, running mean" in page for s in range(2))
+    done = golfnb("report", some[0], "--against", some[1], cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr), "one way to compare"
+
+
+def test_runs_with_and_without_checkpoints_are_one_group(tmp_path):
+    some = runs(tmp_path, {("a", s): 1.1 for s in range(2)})
+    path = tmp_path / "a-1" / "summary.json"
+    found = json.loads(path.read_text())
+    found["config"]["checkpoint_every_s"] = 60.0
+    path.write_text(json.dumps(found))
+    assert "2 runs in 1 group" in compare_runs(some)
+
+
 def test_one_value_is_refused_in_a_sentence():
     for call in (lambda: welch([1.0], [1.0, 2.0]), lambda: welch([1.0, 2.0], []), lambda: below_target([1.0], 2.0), lambda: runs_needed([1.0], 2.0)):
         with pytest.raises(GolfError, match="two values or more expected, found [01]; run more seeds"):
