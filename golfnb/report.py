@@ -374,7 +374,7 @@ def report_html(runs: list[dict], top: str = "") -> str:
         body += f'<h2 id="{mark}">{title}</h2>{part or note("nothing yet")}'
     head = ('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>golfnb: {names}</title><style>{PAGE_STYLE}</style>")
-    body = f"<h1>{names}</h1>{lead(runs)}{top}<nav>{links}</nav>{body}"
+    body = f"<article><h1>{names}</h1>{lead(runs)}{top}<nav>{links}</nav>{body}</article>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 # %% ../nbs/23_report.ipynb #3aea9f7a

@@ -2,6 +2,8 @@
 import hashlib
 import json
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from golfnb.settings import GolfError
 from golfnb.bench import settings_diff
 from golfnb.report import PAGE_STYLE, embed, loss_chart, paired, run_rows, ttt_chart, weight_chart, write_report
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "book"))
+import browse
 
 SVG = re.compile(r"<svg.*?</svg>", re.S)
 
@@ -96,6 +101,16 @@ def test_every_colour_can_be_seen_in_both_themes():
         colours = dict(re.findall(r"--(\w+): #(\w+)", theme))
         for name, least in dict(ink=7, note=4.5, blue=3.5, orange=3.5, violet=3.5, green=4.5, bad=4.5, pale=2.2, line=1.3).items():
             assert contrast(colours[name], colours["paper"]) >= least, (name, colours[name])
+
+
+@pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine")
+def test_pages_fit_a_desktop_and_a_phone(tmp_path):
+    "Book's own browser check: no table or picture is cut off, the page is no wider than the screen, and follows its theme."
+    name = "golf-1337-20261123-111500"
+    a, b = invented(tmp_path / name, 1), invented(tmp_path / f"{name}-again", 2)
+    write_report(a), write_report(a, b, words="one long line that compare has found of the runs, " * 5)
+    found = browse.look(tmp_path, [f"{name}/report.html", "compare.html"], None, browse.find_chromium())
+    assert [s for s in found if "search" not in s] == []
 
 
 def test_a_text_never_costs_the_page(tmp_path, monkeypatch):
