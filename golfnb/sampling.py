@@ -35,7 +35,7 @@ def next_logits(model: Golf, ids: list[int]) -> Tensor:
 
 # %% ../nbs/08b_sampling.ipynb #2705e997
 def draw(logits: Tensor, temperature: float, top_k: int, g: torch.Generator) -> int:
-    "A token drawn from logits [V], of the `top_k` likeliest if it is not 0. GolfError if they are not finite."
+    "A token drawn from logits [V], of the `top_k` likeliest unless it is 0. GolfError if not finite."
     logits = logits.cpu()
     if not torch.isfinite(logits).all():
         raise GolfError("the model's logits must be finite, found others: its weights are damaged")
