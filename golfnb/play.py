@@ -225,7 +225,7 @@ RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inlin
 @patch
 @contextmanager
 def sentences(self: PlayHandler):
-    "Errors become a line with a sentence; a page that goes away ends the work. Only this machine's names pass."
+    "A GolfError becomes a line, also one for a foreign Host; a page that goes away ends the work."
     try:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in ("127.0.0.1", "localhost"):
@@ -240,7 +240,7 @@ def sentences(self: PlayHandler):
 
 @patch
 def do_GET(self: PlayHandler):
-    "The page."
+    "The page, or a GolfError's sentence."
     with self.sentences():
         if self.path != "/":
             raise GolfError(f"play has one page, /, found {self.path!r:.80}; go there")
@@ -276,7 +276,7 @@ def value_of(body: dict, name: str, low, high):
 # %% ../nbs/24d_play.ipynb #5be14a90
 @patch
 def do_POST(self: PlayHandler):
-    "facts, read, write or adapt."
+    "facts, read, write or adapt, or a GolfError's sentence."
     with self.sentences():
         body, players = self.body(), self.server.players
         if self.path == "/facts":
