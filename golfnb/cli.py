@@ -160,7 +160,8 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
             words = f"report: {book.report.write_report(folder)}"
         except GolfError as e:  # matplotlib is an extra
             words = f"no report: {e}"
-        print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}")
+        print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
+              f"play with it: golfnb play {folder}")
     return status
 
 # %% ../nbs/24_cli.ipynb #775ffb2e
