@@ -18,6 +18,7 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=["golfnb"],
+    package_data={"golfnb": ["*.html"]},  # the page of `golfnb play`
     data_files=[  # what `golfnb lab` copies
         ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
         ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json")))),

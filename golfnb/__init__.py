@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 _HOME = {
     "ParallelMuon": "any_model", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "orthogonalize": "newton_schulz",
     "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
-    "load_config": "config", "Golf": "model", "generate": "model", "save_artifact": "artifact", "load_model": "artifact", "GolfError": "settings",
+    "load_config": "config", "Golf": "model", "generate": "sampling", "save_artifact": "artifact", "load_model": "artifact", "GolfError": "settings",
 }
 __all__ = list(_HOME)
 

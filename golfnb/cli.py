@@ -85,6 +85,7 @@ def count(name: str, words: str, default: int | None = None, low: int = 1) -> tu
 
 SETTINGS = arg("settings", nargs="*", metavar="NAME=VALUE", help="e.g. SEED=7; see `golfnb train --help`")
 TOKENIZER = arg("--tokenizer", metavar="MODEL", help="a SentencePiece model")
+RUN = arg("file", metavar="RUN_OR_ARTIFACT", help="a run's directory, or an artifact")
 RANKS = count("--nproc", "ranks (default: all GPUs, or 1 on a CPU)")
 
 # %% ../nbs/24_cli.ipynb #2b66cc3b
@@ -145,6 +146,8 @@ def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     chosen = {n: env[n] for n in (*fixed, *book.config.SWITCHES) if n in env and n != "RECIPE"}
     script = folder / "train_gpt.py"
     print("script: " + write_script(script, cfg.recipe, chosen, pack), flush=True)
+    if (tokenizer := Path(cfg.tokenizer_path)).is_file():  # for `sample`, `score` and `play`, wherever it goes
+        book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
     return start_run(folder, settings | chosen | {"RECIPE": cfg.recipe}, ranks)
 
 
@@ -157,7 +160,8 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
             words = f"report: {book.report.write_report(folder)}"
         except GolfError as e:  # matplotlib is an extra
             words = f"no report: {e}"
-        print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}")
+        print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
+              f"play with it: golfnb play {folder}")
     return status
 
 # %% ../nbs/24_cli.ipynb #775ffb2e
@@ -389,20 +393,65 @@ def artifact_convert_command(args) -> int:
     return 0
 
 # %% ../nbs/24_cli.ipynb #305c8883
-@command("score", "score an artifact from its file: sliding window, and TTT if asked",
-         arg("file", metavar="FILE"),
-         arg("--val", required=True, metavar="GLOB", help="validation shards, quoted"),
-         arg("--tokenizer", required=True, metavar="MODEL", help="the SentencePiece model of the artifact"),
+def find_artifact(path: str | Path) -> Path:
+    "A file itself, or the artifact in a run's directory. GolfError if the directory holds none."
+    path = Path(path)
+    if found := book.report.artifact_file(path) if path.is_dir() else path:
+        return found
+    raise GolfError(f"{path} must hold artifact.golf, found none; name the directory of a finished run, or a file")
+
+
+def run_place(artifact: Path | str, name: str) -> list[Path]:
+    "Where an artifact's run had a setting that is a path, [] if no summary.json beside it says so."
+    config = book.report.read_file(Path(artifact).parent / "summary.json").get("config")
+    place = config.get(name) if isinstance(config, dict) else None
+    return [Path(place)] if isinstance(place, str) else []
+
+
+def run_data(artifact: Path | str, split: str) -> str:
+    "A pattern for the shards, train or val, that an artifact's run used; '' if they are unknown or gone."
+    folders = [*run_place(artifact, "data_path"), Path(artifact).parent / "data"]
+    return next((f"{f}/*_{split}_*.bin" for f in folders if any(f.glob(f"*_{split}_*.bin"))), "")
+
+# %% ../nbs/24_cli.ipynb #2cf10a98
+def find_tokenizer(artifact: str | Path, wanted: str | None = None) -> str:
+    "The tokenizer of an artifact, of SHA-256 `wanted` if that is known; GolfError if there is none."
+    folder = Path(artifact).parent
+    places = [folder / "tokenizer.model", folder / "data" / "tokenizer.model", *run_place(artifact, "tokenizer_path")]
+    there = [p for p in places if p.is_file()]
+    if found := next((p for p in there if wanted in (None, book.bpb.tokenizer_hash(p))), None):
+        return str(found)
+    looked = f"another in {there[0]}" if there else f"none in {', '.join(map(str, places))}"
+    raise GolfError(f"the tokenizer that {artifact} was trained with is needed, found {looked}; "
+                    "give it with --tokenizer")
+
+
+def open_model(path: str | Path, tokenizer: str | None = None, **how) -> tuple:
+    "Model, meta, settings and tokenizer of a run or an artifact; `how` as in `load_model`, GolfError as there."
+    file = find_artifact(path)
+    golf, meta, cfg = book.artifact.load_model(file, tokenizer_path=tokenizer, **how)
+    tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
+    return golf, meta, cfg, book.bpb.load_tokenizer(tokenizer, cfg.vocab_size)
+
+# %% ../nbs/24_cli.ipynb #20dec8d2
+@command("score", "score a run's artifact from its file: sliding window, and TTT if asked", RUN,
+         arg("--val", metavar="GLOB", help="validation shards, quoted (default: the run's)"), TOKENIZER,
          arg("--ttt", action="store_true", help="score-first test-time training as well"),
          count("--nproc", "ranks that share the work", 1),
          arg("--audit", action="store_true", help="hold model and scorers against the conditions of a "
              "legal score; the report lies beside the artifact as .audit.json"),
-         arg("--train", metavar="GLOB", help="training shards that the audit compares, quoted"), SETTINGS)
+         arg("--train", metavar="GLOB", help="training shards that the audit compares (default: the run's)"),
+         SETTINGS)
 def score_command(args) -> int:
     if args.nproc > 1 and args.audit:
         raise GolfError(f"score: --audit runs on one rank, found --nproc {args.nproc}; leave one out")
     if args.nproc > 1 and "RANK" not in os.environ:
         return book.bench.launch_module(["golfnb.cli", *args.argv], args.nproc, {})
+    args.file = find_artifact(args.file)
+    args.val, args.train = (getattr(args, s) or run_data(args.file, s) for s in ("val", "train"))
+    if not args.val:
+        raise GolfError(f"score: validation shards are needed, {args.file} and its summary.json name none that "
+                        "are there; give them with --val")
     ranks = book.parallel_muon.start_ranks()
     tokens, table, cfg = score_file(args, ranks)
     book.parallel_muon.stop_ranks(ranks)
@@ -424,11 +473,10 @@ def score_file(args, ranks) -> tuple:
     "Score an artifact on `ranks` and print it on rank 0; returns tokens, byte table and Config."
     import torch
 
-    say, file = print if ranks.master else lambda *words, **options: None, Path(args.file)
+    say, file = print if ranks.master else lambda *words, **options: None, args.file
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    golf, meta, cfg = book.artifact.load_model(args.file, dtype, ranks.device, args.tokenizer, ranks.world)
-    cfg = score_config(meta, cfg, read_settings(args.settings))
-    table = book.bpb.byte_table(book.bpb.load_tokenizer(args.tokenizer, cfg.vocab_size)).to(ranks.device)
+    golf, meta, cfg, sp = open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
+    cfg, table = score_config(meta, cfg, read_settings(args.settings)), book.bpb.byte_table(sp).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
     forward, rows = book.train.compiled(golf, cfg, ranks.device), cfg.rows_per_score(ranks.world)
@@ -452,7 +500,7 @@ def score_file(args, ranks) -> tuple:
 # %% ../nbs/24_cli.ipynb #36cdd261
 def audit_file(args, tokens, table, cfg) -> int:
     "Audit an artifact and its scorers; print the findings, write the report."
-    file, by_document = Path(args.file), args.ttt and cfg.ttt_form == "adapters"
+    file, by_document = args.file, args.ttt and cfg.ttt_form == "adapters"
     golf, meta, _ = book.artifact.load_model(file)
     state = book.quantize.dequantize_state(book.artifact.load_artifact(file)[1])
     train, val = (book.shards.find_shards(p) if p else [] for p in (args.train, args.val))
@@ -470,25 +518,52 @@ def audit_file(args, tokens, table, cfg) -> int:
     return 0 if audit["legal"] else 1
 
 # %% ../nbs/24_cli.ipynb #745d68ae
-def find_tokenizer(path: str) -> str:
-    "The tokenizer beside an artifact or in its data folder; GolfError if there is none."
-    for place in ("tokenizer.model", "data/tokenizer.model"):
-        if (found := Path(path).parent / place).is_file():
-            return str(found)
-    raise GolfError(f"sample: text needs a tokenizer, found none beside {path}; give it with --tokenizer")
+def ask() -> str | None:
+    "A line from the terminal, None at its end."
+    try:
+        return input("> ")
+    except EOFError:
+        print()
 
 
-@command("sample", "continue a prompt", arg("file", metavar="FILE"), arg("prompt", metavar="PROMPT"),
-         TOKENIZER, count("--tokens", "tokens to add", 100), count("--seed", "of the draws", 0, 0),
-         arg("--temperature", type=float, default=0.8, help="0 takes the likeliest token"))
+def write_on(player, text: str, args) -> None:
+    "Print how a text goes on, piece by piece; Ctrl-C stops it."
+    try:
+        for piece in player.write(text, args.tokens, args.temperature, args.top_k, args.seed):
+            print(printable(piece), end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print()
+
+
+@command("sample", "continue a prompt; with -i, one prompt after another", RUN,
+         arg("prompt", nargs="?", metavar="PROMPT"), TOKENIZER,
+         arg("-i", "--interactive", action="store_true", help="ask for prompts, and say what each cost"),
+         count("--tokens", "tokens to add, at most", 100), count("--seed", "of the draws", 0, 0),
+         arg("--temperature", type=number(0.0, 100.0), default=0.8, help="0 takes the likeliest token (0.8)"),
+         count("--top-k", "draw from the likeliest so many; 0: from all", 0, 0))
 def sample_command(args) -> int:
-    tokenizer, device = args.tokenizer or find_tokenizer(args.file), "cuda" if gpu_count() else "cpu"
-    golf, _, cfg = book.artifact.load_model(args.file, device=device, tokenizer_path=tokenizer)
-    sp = book.bpb.load_tokenizer(tokenizer, cfg.vocab_size)
-    prompt = [sp.bos_id(), *sp.encode(args.prompt)]
-    ids = book.model.generate(golf, prompt, args.tokens, args.temperature, args.seed)
-    print(printable(sp.decode([t for t in ids if not sp.is_control(t)])))
+    if (args.prompt is None) != args.interactive:
+        raise GolfError("sample: a PROMPT or -i is expected, found both or neither; choose one")
+    player = book.play.Player(args.file, args.tokenizer)
+    if not args.interactive:
+        print(printable(args.prompt), end="")
+        write_on(player, args.prompt, args)
+    while args.interactive and (text := ask()) is not None:
+        try:
+            print(player.verdict(text))
+            write_on(player, text, args)
+        except GolfError as e:
+            print(f"golfnb: {e}")
     return 0
+
+
+@command("play", "a page where you see what each token cost, continue a text, and let adapters learn", RUN,
+         arg("second", nargs="?", metavar="SECOND", help="another run or artifact, side by side"),
+         arg("--port", type=number(1, 65536), help="default: the first free one from 8800 on"),
+         arg("--no-browser", action="store_true", help="only print the address"))
+def play_command(args) -> int:
+    return book.play.play([args.file] + [args.second] * bool(args.second), args.port, not args.no_browser)
 
 # %% ../nbs/24_cli.ipynb #51e9d511
 @command("report", "write a run's page with its plots, report.html",

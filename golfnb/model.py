@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BLOCK_MATRICES', 'SKIP_START', 'WHOLE', 'CONTROL_NAMES', 'ModelSettings', 'ComputeSettings', 'table_shapes',
            'scalar_shapes', 'BlockWeights', 'Block', 'make_block', 'TappedBlock', 'Golf', 'published_names',
-           'published_views', 'named_state', 'load_named', 'drawn_state', 'init_model', 'generate',
-           'model_from_settings', 'quant_kind', 'FusedBlock']
+           'published_views', 'named_state', 'load_named', 'drawn_state', 'init_model', 'model_from_settings',
+           'quant_kind', 'FusedBlock']
 
 # %% ../nbs/08_model.ipynb #1a597c27
 import math
@@ -22,7 +22,7 @@ from .banks import make_banks, unbank
 from .kernels import (KERNELS, MLP_DOWN_TILES, MLP_UP_TILES, fused_exclusive, fused_heads, fused_mlp,
                             heads_fit, mlp_fit, usable_kernels)
 from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, ready_attention,
-                           rms_norm, rotary_tables, scaled_norm, smear, softcap, squared_leaky)
+                           rms_norm, rotary_tables, scaled_norm, smear, squared_leaky)
 from .layout import SMALL_MATRIX, Layout, LayoutSettings, model_layout
 from .settings import GolfError, Settings, patch, setting, settings_from
 
@@ -437,29 +437,6 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
     finally:
         torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})
-
-# %% ../nbs/08_model.ipynb #d5b6ede4
-@torch.no_grad()
-def generate(model: Golf, ids: list[int], n: int, temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The prompt and n sampled tokens; temperature 0 takes the likeliest. Reads at most a training row.
-
-    Raises GolfError for an empty prompt, a token outside the vocabulary, and logits that are not finite."""
-    cfg, device = model.cfg, model.tok_emb.device
-    if not ids or not all(0 <= t < cfg.vocab_size for t in ids):
-        raise GolfError(f"a prompt must be one or more tokens below {cfg.vocab_size}: found {ids[:8]}; "
-                        "encode it with the model's own tokenizer")
-    out, g = list(ids), torch.Generator().manual_seed(seed)
-    for _ in range(n):
-        row = torch.tensor([out[-cfg.train_seq_len:]], device=device)
-        logits = softcap(model(row, keep=1, rope_len=cfg.train_seq_len)[0, 0], model.cap).cpu()
-        if not torch.isfinite(logits).all():
-            raise GolfError("the model's logits must be finite, found others: its weights are damaged")
-        if temperature > 0:
-            logits = (logits / temperature).softmax(-1)
-            out.append(int(torch.multinomial(logits, 1, generator=g)))
-        else:
-            out.append(int(logits.argmax()))
-    return out
 
 # %% ../nbs/08_model.ipynb #2f0cf147
 def model_from_settings(settings: dict, dtype=torch.float32, device="cpu", world: int = 1) -> tuple:

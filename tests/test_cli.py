@@ -53,7 +53,7 @@ def summary(run: Path) -> dict:
 
 def test_train_prints_the_table_and_leaves_everything(trained):
     _, run, _, done = trained
-    for name in ("train_gpt.py", "train.log", "metrics.jsonl", "summary.json", "artifact.golf", "ema.golf", "raw.golf", "report.html"):
+    for name in ("train_gpt.py", "train.log", "metrics.jsonl", "summary.json", "artifact.golf", "ema.golf", "raw.golf", "report.html", "tokenizer.model"):
         assert (run / name).is_file(), name
     found = summary(run)
     assert {"unigram_bpb", "raw_bpb", "ema_bpb", "int6_bpb", "sliding_bpb", "ttt_bpb", "artifact_bytes", "code_bytes", "seconds"} <= found.keys()
@@ -136,12 +136,13 @@ def test_score_refuses_another_tokenizer_and_a_model_setting(trained, score, tmp
         assert done.returncode == 2 and one_sentence(done.stderr) and words in done.stderr
 
 
-def test_sample_continues_the_prompt(trained):
+def test_sample_continues_the_prompt(trained, tmp_path):
     root, run, data, _ = trained
     done = [golfnb("sample", run / "artifact.golf", "Return the", "--tokenizer", data / "tokenizer.model", "--tokens", 12, cwd=root) for _ in range(2)]
     assert done[0].returncode == 0, done[0].stderr
     assert done[0].stdout.startswith("Return the") and len(done[0].stdout) > 15 and done[0].stdout == done[1].stdout
-    done = golfnb("sample", run / "artifact.golf", "x", cwd=root)
+    assert golfnb("sample", run, "Return the", "--tokens", 12, cwd=root).stdout == done[0].stdout, "the tokenizer beside the artifact"
+    done = golfnb("sample", shutil.copy(run / "artifact.golf", tmp_path), "x", cwd=root)
     assert done.returncode == 2 and one_sentence(done.stderr) and "--tokenizer" in done.stderr
 
 
@@ -251,7 +252,7 @@ def test_help_imports_nothing_heavy(tmp_path):
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path, env=clean_env())
         assert done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
     done = golfnb("--help", cwd=tmp_path)
-    for command in ("demo", "train", "script", "data", "quantize", "artifact", "score", "sample", "report", "submission", "lab", "bench", "study", "doctor"):
+    for command in ("demo", "train", "script", "data", "quantize", "artifact", "score", "sample", "play", "report", "submission", "lab", "bench", "study", "doctor"):
         assert re.search(rf"^    {command}\s", done.stdout, re.M), command
 
 

@@ -52,5 +52,6 @@ def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
     (sdist,) = tmp_path.glob("*.tar.gz")
     call(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--force-reinstall", sdist)
     assert call(venv / "bin" / "golfnb", "--version") == f"golfnb {golfnb.__version__}\n"
+    assert (site / "golfnb" / "play.html").is_file()
     notebooks, results = (len(list((root / "nbs").glob(kind))) for kind in ("*.ipynb", "results/*.json"))
     assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.any_model", str(venv / "share" / "golfnb" / "nbs"), str(notebooks), str(results)]

@@ -14,7 +14,7 @@ from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.layers import rms_norm, softcap_loss, token_nll
 from golfnb.layout import model_layout
-from golfnb.model import Block, Golf, generate, init_model, load_named, model_from_settings, named_state, quant_kind
+from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind
 
 SMALL = dict(VOCAB_SIZE="96", NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="40", BIGRAM_DIM="12",
              VE_DIM="10", VE_LAYERS="1,4", XSA_LAST_N="2", TRAIN_SEQ_LEN="24", EVAL_SEQ_LEN="24", EVAL_STRIDE="8", ROPE_TRAIN_LEN="12")
@@ -349,17 +349,6 @@ def test_names_round_trip_and_exports_other_tensors(variant):
         with pytest.raises(GolfError, match=word):
             load_named(twin, wrong)
     assert all(torch.equal(t, state[n]) for n, t in named_state(twin).items()), "a refused load writes nothing"
-
-
-def test_generate():
-    model, cfg = filled(dtype=torch.float32)
-    out = generate(model, [1, 2, 3], 40, seed=5)
-    assert out[:3] == [1, 2, 3] and len(out) == 43 and out == generate(model, [1, 2, 3], 40, seed=5) != generate(model, [1, 2, 3], 40, seed=6)
-    with torch.no_grad():
-        assert generate(model, out[:24], 1, temperature=0)[-1] == model(torch.tensor([out[:24]]))[0, -1].argmax()
-    for bad in ([], [96], [-1]):
-        with pytest.raises(GolfError, match="prompt"):
-            generate(model, bad, 1)
 
 
 def test_the_compiler_sees_one_graph():
