@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -58,7 +59,7 @@ class Sections(HTMLParser):
 def search_texts(site: Path) -> None:
     "What a search shows of each page: a page opened from a file may not fetch others."
     pages = {p.relative_to(site).as_posix(): Sections(p.read_text(encoding="utf-8")).found for p in sorted(site.rglob("*.html")) if "_static" not in p.parts}
-    texts = {name: [[part[0], *(" ".join(words.split()) for words in part[1:])] for part in found] for name, found in pages.items() if found}
+    texts = {name: [[part[0], *(" ".join(re.sub(r"\\[()\[\]]", "", words).split()) for words in part[1:])] for part in found] for name, found in pages.items() if found}
     (site / "_static" / "sections.js").write_text(f"const SECTIONS = {json.dumps(texts, ensure_ascii=False)};\n", encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 "use strict";
 
 function showChapter() {
-  const here = document.querySelector("li.current.active"), bar = here && here.closest("dialog, .bd-sidebar-primary");
+  const here = [...document.querySelectorAll("li.current.active > a")].pop(), bar = here && here.closest("dialog, .bd-sidebar-primary");
   if (!bar) return;
   const box = here.getBoundingClientRect(), frame = bar.getBoundingClientRect();
   if (box.top < frame.top + 60 || box.bottom > frame.bottom - 60) bar.scrollTop += box.top - frame.top - bar.clientHeight / 3;
