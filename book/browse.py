@@ -1,5 +1,6 @@
 """Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark, from the files alone:
-nothing fails, nothing is asked of another host, formulas and pictures are there, no code, picture or table is cut off, and 110 characters fit a line.
+nothing fails, nothing is asked of another host, formulas and pictures are there, each with its caption, no code, picture or table is cut off, 110 characters
+fit a line, the chapter is in sight in the sidebar, and a search shows what it found.
 
     python book/browse.py [--site _book/html] [--shots FOLDER] [PAGE ...]
 """
@@ -25,6 +26,13 @@ LOOK = r"""() => {
   if (wrong.length) said.push(`a formula has an error: ${wrong[0].textContent.slice(0, 80)}`);
   for (const i of document.querySelectorAll('article img, main img'))
     if (!i.complete || i.naturalWidth < 20 || box(i).width < 20) said.push(`picture ${i.getAttribute('src').slice(0, 60)} was not drawn`);
+  for (const i of document.querySelectorAll('article div.cell_output img')) {
+    const caption = i.closest('figure') && i.closest('figure').querySelector('figcaption');
+    if (!caption || box(caption).height < 10) said.push(`picture ${i.getAttribute('src').slice(0, 60)} has no caption`);
+    if (innerWidth < 500 && i.naturalWidth > innerWidth && box(i).width < 0.95 * innerWidth) said.push(`a picture is ${Math.round(box(i).width)} px wide on a screen of ${innerWidth}`);
+  }
+  const chapter = [...document.querySelectorAll('.bd-sidebar-primary li.current.active > a')].pop();
+  if (innerWidth >= 1280 && chapter && (box(chapter).top < 0 || box(chapter).bottom > innerHeight)) said.push(`the sidebar does not show ${chapter.textContent.trim().slice(0, 40)}`);
   const frame = e => { for (let f = e.parentElement; f; f = f.parentElement) if (getComputedStyle(f).overflowX !== 'visible') return box(f); };
   for (const e of document.querySelectorAll('article :is(pre, img, svg, figure, table)')) {
     const f = frame(e) || {left: 0, right: innerWidth}, b = box(e), over = Math.max(b.right - Math.min(f.right, innerWidth), Math.max(f.left, 0) - b.left, e.scrollWidth - e.clientWidth);
@@ -34,7 +42,7 @@ LOOK = r"""() => {
     if (l.textContent.length <= 111 && box(l).height > 1.5 * parseFloat(getComputedStyle(l).lineHeight)) said.push(`a line of ${l.textContent.length - 1} characters folds`);
   const walk = document.createTreeWalker(document.querySelector('article') || document.body, NodeFilter.SHOW_TEXT), range = document.createRange();
   while (walk.nextNode()) if (walk.currentNode.parentElement.closest('td, th'))
-    for (const m of walk.currentNode.data.matchAll(/[\d.,]*\d/g)) {
+    for (const m of walk.currentNode.data.matchAll(walk.currentNode.parentElement.closest('th') ? /[\d.,]*\d|\p{L}+/gu : /[\d.,]*\d/g)) {
       range.setStart(walk.currentNode, m.index); range.setEnd(walk.currentNode, m.index + m[0].length);
       if (new Set([...range.getClientRects()].map(r => r.top)).size > 1) said.push(`a table breaks inside ${m[0]}`);
     }
@@ -80,10 +88,10 @@ def look(site: Path, chosen: list[str], shots: Path | None, chromium: str) -> li
             here = "search.html?q=reduce-scatter"
             try:
                 tab.goto(home + here, wait_until="load")
-                tab.wait_for_selector("#search-results ul.search li a", timeout=5_000)
+                tab.wait_for_selector("#search-results ul.search li p.context mark", timeout=5_000)
                 tab.wait_for_load_state("networkidle")  # closing would cut off what is still on its way
             except Exception:
-                found.append(f"{view} {here}: the search finds nothing")
+                found.append(f"{view} {here}: the search finds nothing, or does not show it")
             browser.close()
     return found
 

@@ -4,10 +4,13 @@
 """
 import argparse
 import importlib.util
+import json
 import os
+import re
 import shutil
 import sys
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,6 +29,40 @@ def static_files(folder: Path) -> None:
     shutil.copy(package / "tex-chtml.js", folder / "mathjax")
 
 
+class Sections(HTMLParser):
+    "The sections of one page, for the search: [anchor, title, text] of each."
+    SILENT = {"script", "style", "nav"}
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.found, self.open, self.title, self.silent = [], [], False, 0
+        self.feed(text[text.find("<article"):text.find("</article")])
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "section":
+            self.found.append([dict(attrs).get("id", ""), "", ""])
+            self.open.append(self.found[-1])
+        self.title |= tag in ("h1", "h2", "h3", "h4")
+        self.silent += tag in self.SILENT
+
+    def handle_endtag(self, tag):
+        if tag == "section":
+            self.open.pop()
+        self.title &= tag not in ("h1", "h2", "h3", "h4")
+        self.silent -= tag in self.SILENT
+
+    def handle_data(self, data):
+        if self.open and not self.silent and data != "#":
+            self.open[-1][1 if self.title else 2] += data
+
+
+def search_texts(site: Path) -> None:
+    "What a search shows of each page: a page opened from a file may not fetch others."
+    pages = {p.relative_to(site).as_posix(): Sections(p.read_text(encoding="utf-8")).found for p in sorted(site.rglob("*.html")) if "_static" not in p.parts}
+    texts = {name: [[part[0], *(" ".join(re.sub(r"\\[()\[\]]", "", words).split()) for words in part[1:])] for part in found] for name, found in pages.items() if found}
+    (site / "_static" / "sections.js").write_text(f"const SECTIONS = {json.dumps(texts, ensure_ascii=False)};\n", encoding="utf-8")
+
+
 def build(out: Path) -> list[str]:
     "The site in `out`/html; what is wrong with it, one sentence each."
     from sphinx.cmd.build import build_main
@@ -37,6 +74,7 @@ def build(out: Path) -> list[str]:
     status = build_main(["-q", "-E", "-W", "--keep-going", "-j", str(min(2, os.cpu_count() or 1)), "-b", "html", "-c", str(HERE), "-d", str(out / "doctrees"), "-D", f"html_static_path={source / '_static'}", str(source), str(new)])
     if status:
         return ["Sphinx warned, see above"]
+    search_texts(new)
     problems = check.problems(new)
     if not problems:  # a whole site or the old one, never half of one
         shutil.rmtree(out / "html", ignore_errors=True)

@@ -182,8 +182,16 @@ def toctree(caption: str, entries: list[str]) -> str:
     return "\n".join(["```{toctree}", ":hidden:", *head, *entries, "```", ""])
 
 
+def in_sidebar(stem: str) -> str:
+    "A chapter in the sidebar: what stands before the colon of its title; of a study, after it."
+    number, _, words = numbered_title(stem).partition(" ")
+    head, _, rest = words.partition(": ")
+    return f"{number} {rest[0].upper() + rest[1:] if head == 'Study' else head} <{stem}>"
+
+
 def tables_of_contents() -> str:
-    groups = [("Begin", ["Install, run, use <readme>", "map"]), *parts(), ("Look up", list(LOOK_UP))]
+    chapters = [(title, [in_sidebar(stem) for stem in group]) for title, group in parts()]
+    groups = [("Begin", ["Install, run, use <readme>", "map"]), *chapters, ("Look up", list(LOOK_UP))]
     return "\n".join(toctree(caption, entries) for caption, entries in groups if entries)
 
 

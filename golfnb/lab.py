@@ -6,14 +6,15 @@
 __all__ = ['notebook_dir', 'copy_notebooks', 'start_lab']
 
 # %% ../nbs/24b_lab.ipynb #70240361
+import json
 import os
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from .settings import GolfError
 from .launcher import package_dir
+from .shards import atomic_write
 
 # %% ../nbs/24b_lab.ipynb #5f3cde37
 def notebook_dir() -> Path:
@@ -26,6 +27,15 @@ def notebook_dir() -> Path:
                     "install golfnb again, or work in a checkout")
 
 # %% ../nbs/24b_lab.ipynb #374eb206
+def folded(text: str) -> str:
+    "A notebook whose cells marked `code-fold` open folded in JupyterLab."
+    nb = json.loads(text)
+    for cell in nb["cells"]:
+        if cell["cell_type"] == "code" and "#| code-fold" in "".join(cell["source"]):
+            cell["metadata"]["jupyter"] = {"source_hidden": True}
+    return json.dumps(nb, indent=1, ensure_ascii=False) + "\n"
+
+# %% ../nbs/24b_lab.ipynb #2705e997
 def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
     """Copy what is not there yet from `source`, by default the book; how many notebooks were copied and kept.
 
@@ -34,12 +44,13 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
     source = source or notebook_dir()
     if folder.resolve() == source.resolve():
         raise GolfError(f"lab: {folder} is the book itself; choose another folder with --dir")
-    (folder / "results").mkdir(parents=True, exist_ok=True)
+    (folder / "results" / "here").mkdir(parents=True, exist_ok=True)
     kinds = ("*.ipynb", "*.mplstyle", "results/*.json")
     paths = [p.relative_to(source) for kind in kinds for p in source.glob(kind)]
     missing = [p for p in paths if not (folder / p).exists()]
     for path in missing:
-        shutil.copyfile(source / path, folder / path)
+        text = (source / path).read_text(encoding="utf-8")
+        atomic_write(folder / path, folded(text) if path.suffix == ".ipynb" else text)
     notebooks, copied = (sum(p.suffix == ".ipynb" for p in group) for group in (paths, missing))
     return copied, notebooks - copied
 
@@ -54,6 +65,12 @@ def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> No
     copied, kept = copy_notebooks(folder)
     print(f"lab: {copied} notebooks copied to {folder}, {kept} kept; Ctrl-C stops it", flush=True)
     options = ["-m", "jupyterlab", f"--ServerApp.root_dir={folder.resolve()}", "--ServerApp.answer_yes=True"]
+    kept_in = folder.resolve() / ".lab"
+    kept_in.mkdir(exist_ok=True)
+    off = {"disabledExtensions": ["@jupyterlab/apputils-extension:announcements"]}  # news, and looking for updates
+    atomic_write(kept_in / "page_config.json", json.dumps(off))
+    options += ["--LabApp.default_url=/lab/tree/start.ipynb", f"--LabApp.app_settings_dir={kept_in}",
+                f"--LabApp.workspaces_dir={kept_in / 'tabs'}"]
     options += ["--allow-root"] + ["--no-browser"] * (not browser)  # rented machines have only root
     options += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"] if port else []
     os.execv(sys.executable, [sys.executable, *options])

@@ -206,9 +206,12 @@ WRONG = f"""<!doctype html><link rel="icon" href="data:,"><body style="backgroun
 <img src="gone.png"><div style="width:900px">wide</div><script src="http://127.0.0.2:9/x.js"></script><script>console.error("planted"); none()</script>
 <pre style="overflow:auto">{"x" * 300}</pre><div class="cell_input"><span class="golf-line" style="display:block; line-height:10px; width:9ch">{"long " * 9}</span></div><div style="overflow:auto; width:200px"><table><tr><td style="min-width:600px">far</td></tr></table></div>
 <div style="overflow:auto; width:100px"><img src="data:image/png;base64,{PIXEL}" style="width:300px"></div>
-<table style="width:30px; table-layout:fixed"><tr><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
+<div class="bd-sidebar-primary"><li class="current active" style="position:fixed; top:-90px"><a>far up</a></li></div>
+<div class="cell_output"><img src="data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='640' height='99'/>" width="300"></div>
+<table style="width:30px; table-layout:fixed"><tr><th style="overflow-wrap:anywhere">milliseconds</th><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
 NOTICED = ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png failed", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark",
-           "the search finds nothing", "desktop index.html: pre is cut off", "a line of 44 characters folds", "px: far", "img is cut off by 200 px", "a table breaks inside 16,000,000")
+           "the search finds nothing", "desktop index.html: pre is cut off", "a line of 44 characters folds", "px: far", "img is cut off by 200 px", "a table breaks inside 16,000,000", "a table breaks inside milliseconds",
+           "has no caption", "a picture is 300 px wide on a screen of 390", "the sidebar does not show far up")
 
 
 @pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine; `make book-check` needs one")

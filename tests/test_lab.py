@@ -1,5 +1,7 @@
 """`golfnb lab` serves a scratch copy of the notebooks, leaves the book alone, and stops with everything it started."""
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -8,8 +10,13 @@ import time
 import urllib.request
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
+import torch
 from tiny import clean_env
+
+from golfnb import bench
+from golfnb.lab import copy_notebooks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,6 +70,9 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
             except OSError:
                 assert job.poll() is None and time.time() < end, (tmp_path / "log").read_text()[-2000:]
                 time.sleep(0.2)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/?token=secret", timeout=10) as answer:
+            assert "/lab/tree/start.ipynb" in answer.url, "the lab opens at the start page"
+        assert re.search(rb'"disabledExtensions": ?\[[^]]*apputils-extension:announcements', page), "JupyterLab's news are switched off"
         assert b"JupyterLab" in page and b'"00_settings.ipynb"' in fetch("/api/contents")
         fetch("/api/kernels", b"{}")
         members = family(job.pid)
@@ -79,3 +89,57 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
         job.wait()
     assert before == {p.name: p.stat().st_mtime_ns for p in (ROOT / "nbs").glob("*.ipynb")}, "the book was touched"
     assert "notebooks copied" in (tmp_path / "log").read_text() and (tmp_path / "lab" / "results").is_dir()
+
+
+def test_what_the_site_folds_opens_folded_in_the_lab(tmp_path):
+    copy_notebooks(tmp_path)
+    for path in tmp_path.glob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            assert ("#| code-fold" in "".join(cell["source"])) == cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    copy_notebooks(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+DRAWN = {"06_layers": ["attention"], "07_kernels": ["kernels"], "22_bench": ["step", "phases"], "28_timing": ["kernels", "attention", "scaling"], "29_baselines": ["optimizer"], "33_study_plans": ["optimizer"]}
+
+
+@pytest.mark.parametrize("stem", DRAWN)
+def test_a_chapter_shows_this_machine_beside_the_kept_one(stem, lab, capsys, monkeypatch):
+    for what in DRAWN[stem]:
+        kept = json.loads(next(p for p in Path("results").glob(f"{what}_h200_*[12].json")).read_text())
+        if what == "optimizer":
+            plans = json.loads(Path("results/plans_h200_2.json").read_text())
+            kept["samples"] |= plans["samples"]
+            kept["facts"]["plans"] = plans["facts"]["plans"]
+        kept["machine"]["gpus"], kept["facts"]["device"] = ["Abacus"], "Abacus"
+        Path(f"results/here/{what}_abacus_1.json").write_text(json.dumps(kept))
+    monkeypatch.setattr("IPython.display.display", lambda table: None)
+    names = {**vars(__import__(f"golfnb.{stem.split('_', 1)[1]}", fromlist=["*"]) if "study" not in stem else bench), "LADDER": ["per matrix", "banked"]}
+    for cell in json.loads(Path(f"{stem}.ipynb").read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and "#| export" not in source and re.search(r"#\| hide\n(?:import|from)|\bHERE\b|\bhere\(|results/here|def shown", source):
+            exec(source, names)
+    plt.close("all")
+    assert re.search("Abacus|here, optimizer_abacus", capsys.readouterr().out)
+
+
+def test_only_a_gpu_machine_in_the_lab_measures_and_only_once(lab, monkeypatch, capfd):
+    asked, result = [], bench.result_path("links", "NVIDIA H100 80GB", 2)
+    assert result == Path("results/here/links_h100_80gb_2.json")
+    monkeypatch.setattr(bench.subprocess, "run", lambda command: asked.append(command[-2:]))
+    bench.measure_here("links")
+    assert asked == [] and capfd.readouterr() == ("", ""), "a CPU says nothing"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    bench.measure_here("optimizer", gpus=2)
+    bench.measure_here("links", "step")
+    result.write_text("{}")
+    bench.measure_here("links")
+    assert asked == [["bench", "links"], ["bench", "step"]]
+    result.unlink()
+    bench.HERE.rmdir()
+    bench.measure_here("links")
+    assert len(asked) == 2 and bench.result_path("links", "cpu", 1) == Path("nbs/results/links_cpu_1.json"), "outside the lab all is as it was"

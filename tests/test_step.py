@@ -61,3 +61,10 @@ def test_every_module_has_a_notebook_and_is_importable_without_heavy_extras():
     code += "\n".join(f"import golfnb.{n}" for n in names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_from_documents_to_play_is_at_most_five_commands_and_setup_names_the_second():
+    page = "".join("".join(c["source"]) for c in json.loads((ROOT / "nbs" / "index.ipynb").read_text())["cells"])
+    commands = [line.split("  ")[0] for line in page.split("## From your documents", 1)[1].split("```")[1].strip().splitlines()]
+    assert len(commands) <= 5 and commands[0] == "make setup" and "golfnb play" in commands[-1]
+    assert "next: .venv/bin/golfnb data build" in subprocess.run(["make", "-n", "setup"], cwd=ROOT, capture_output=True, text=True).stdout
