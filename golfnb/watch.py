@@ -207,7 +207,7 @@ WATCH_STYLE = PAGE_STYLE + """
 .now b { font-size: 1.3rem } progress { width: 100%; height: .7rem; accent-color: var(--blue) }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); gap: .4rem 1rem; margin: 1rem 0 }
 dt { color: var(--note); font-size: .85rem } dd { margin: 0; font-size: 1.15rem; font-variant-numeric: tabular-nums }
-pre { overflow-x: auto; border: 1px solid var(--line); padding: .6rem; font: 12px/1.5 ui-monospace, monospace }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .6rem; font: 12px/1.5 ui-monospace, monospace }
 figure { max-width: none } figure svg { display: block; touch-action: pan-y } figcaption { color: var(--note); min-height: 1.5em }
 svg text { font: 11px system-ui, sans-serif } svg .axis { stroke: var(--line) } svg path { fill: none; stroke-width: 1.6 }
 button { font: inherit; color: inherit; background: none; border: 1px solid var(--line); border-radius: .3rem; padding: .15rem .7rem }
