@@ -131,8 +131,8 @@ def page_server(handler: type, port: int | None = None, first: int = 8899) -> Th
             server = ThreadingHTTPServer(("127.0.0.1", number), handler)
             server.daemon_threads = True
             return server
-        except OSError as e:
-            problem = e.strerror
+        except (OSError, OverflowError) as e:
+            problem = getattr(e, "strerror", None) or e
     raise GolfError(f"cannot listen on port {port or f'{first} to {first + 99}'} ({problem}): choose another with --port")
 
 
