@@ -345,8 +345,8 @@ def score_artifact(self: Session, data: bytes):
     load_named(m.model, state)
 
     def sliding():
-        rows, windows = cfg.rows_per_score(ranks.world), (cfg.eval_seq_len, cfg.eval_stride)
-        return sliding_loss(m.forward, val, table, *windows, rows, ranks, log=log)
+        rows, row, stride = cfg.rows_per_score(ranks.world), cfg.eval_seq_len, cfg.eval_stride
+        return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
 
     def adapt():
         if cfg.ttt_form == "adapters":

@@ -316,7 +316,7 @@ $("pause").onclick = e => { paused = !paused; e.target.setAttribute("aria-presse
 ask();
 """
 
-
+# %% ../nbs/23b_watch.ipynb #b966d17e
 def watch_page(name: str, folder: str) -> str:
     "The page of a run, whole: nothing is fetched but news."
     head = ('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
