@@ -1,4 +1,4 @@
-"""Build golfnb from settings.ini: the library needs torch, numpy and sentencepiece; notebooks and pictures are extras."""
+"""Build golfnb from settings.ini: the library needs torch, numpy, sentencepiece and tqdm; notebooks and pictures are extras."""
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -24,7 +24,7 @@ setup(
         ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json")))),
     ],
     python_requires=f">={cfg['min_python']}",
-    install_requires=["torch>=2.9", "numpy", "sentencepiece", "triton; platform_system=='Linux'"],
+    install_requires=["torch>=2.9", "numpy", "sentencepiece", "tqdm", "triton; platform_system=='Linux'"],
     extras_require={
         "plots": ["matplotlib"],
         "data": ["huggingface_hub"],

@@ -19,7 +19,7 @@ from torch import Tensor
 from .bpb import ByteTable, target_bytes
 from .settings import GolfError, patch, setting
 from .layers import rms_norm, token_nll
-from .evaluate import EvalSettings, total_score
+from .evaluate import EvalSettings, counted, total_score
 from .model import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
 from .parallel_muon import Ranks, Recorded
 from .quantize import deal_jobs
@@ -282,7 +282,7 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, 
     model.requires_grad_(False)  # or a compiled backward would compute gradients that nobody wants
     lanes, steps = Lanes(model, tokens, table, cfg, plan, step, room), len(plan["doc"])
     score = RunningScore(log, steps, every=64)
-    for s in range(steps):
+    for s in counted(range(steps), "adapting", log, tokens.numel() - 1):
         doc, first, end = plan["doc"][s], plan["first"][s], plan["first"][s] + plan["count"][s]
         for book, on in ((ledger.scored, doc >= 0), (ledger.train, plan["goes_on"][s])):
             book(doc[on], first[on], end[on])

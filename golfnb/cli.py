@@ -15,8 +15,10 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -154,6 +156,8 @@ def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
 def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
     "Run the script in a run's directory, and show what came of it; the exit status."
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
+    cfg = book.config.load_config({**os.environ, **settings})
+    threading.Thread(target=book.watch.foretell, args=(folder, cfg), daemon=True).start()
     status = book.launcher.run_script(folder / "train_gpt.py", ranks, settings | names, sys.stderr.write)
     if (folder / "summary.json").is_file():
         try:  # first, since nobody may read what is printed
@@ -337,7 +341,9 @@ def run_hessians(cfg, named: dict, ranks) -> dict:
     book.run.count_tokens(paths, cfg.vocab_size)
     print(f"calibrating full-Hessian GPTQ: {cfg.gptq_calib_samples} batches on {ranks.device}", flush=True)
     sampler = book.loader.make_sampler(cfg, paths, 0, 1, cfg.train_seq_len)
-    return q.calibrate(model, q.calibration_batches(sampler, cfg.gptq_calib_samples, ranks.device), ranks)
+    with closing(book.watch.Bar(ranks.master)) as bar:
+        batches = q.calibration_batches(sampler, cfg.gptq_calib_samples, ranks.device, bar)
+        return q.calibrate(model, batches, ranks)
 
 # %% ../nbs/24_cli.ipynb #768bf035
 def print_ledger(path: Path | str, code: int, cap: int) -> None:
@@ -360,7 +366,8 @@ def quantize_command(args) -> int:
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
     hessians = run_hessians(cfg, named, ranks) if args.gptq or cfg.use_gptq else None
     measure = lambda packed: len(store.pack_bytes(packed, meta, cfg.codec))
-    packed = book.quantize.fit_state(cfg, named, cap - code, measure, cfg.small_tensor, hessians, ranks)
+    with closing(book.watch.Bar()) as bar:
+        packed = book.quantize.fit_state(cfg, named, cap - code, measure, cfg.small_tensor, hessians, ranks, bar)
     path = args.output or args.run_dir / "artifact.requantized.golf"
     store.save_artifact(path, packed, meta, cfg.codec, cap=cap, code_bytes=code)
     print(path)
@@ -485,15 +492,18 @@ def score_file(args, ranks) -> tuple:
         say(f"note: {mixed}; the scores below are of {file}")
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, "
         f"on {ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}", flush=True)
-    score = book.evaluate.sliding_loss(forward, tokens, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks)
+    windows, bar = (cfg.eval_seq_len, cfg.eval_stride), book.watch.Bar(ranks.master)
+    with closing(bar):
+        score = book.evaluate.sliding_loss(forward, tokens, table, *windows, rows, ranks, log=bar)
     say("final_int6_sliding_window_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score), flush=True)
     if args.ttt:
         state = book.quantize.dequantize_state(book.artifact.load_artifact(args.file)[1])
         say(f"test-time training ({cfg.ttt_form}): each token is scored first", flush=True)
-        if cfg.ttt_form == "adapters":
-            score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks)
-        else:
-            score = book.ttt.score_first(golf, state, tokens, table, cfg, ranks, forward=forward)
+        with closing(bar):
+            if cfg.ttt_form == "adapters":
+                score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks, bar)
+            else:
+                score = book.ttt.score_first(golf, state, tokens, table, cfg, ranks, forward=forward, log=bar)
         say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score[:2]), flush=True)
     return tokens, table, cfg
 
@@ -594,6 +604,30 @@ def compare_command(args) -> int:
 def lab_command(args) -> int:
     return book.lab.start_lab(Path(args.dir), args.port, not args.no_browser)
 
+# %% ../nbs/24_cli.ipynb #036c8c3b
+@command("watch", "a live page of a run: loss, step time, phase, time left; also of one that has not begun",
+         arg("run_dir", metavar="RUN_DIR", type=Path),
+         count("--port", "default: the first free one from 8899 on"),
+         arg("--no-browser", action="store_true", help="only print the address"))
+def watch_command(args) -> int:
+    book.watch.watch(args.run_dir, args.port, not args.no_browser)
+    return 0
+
+
+@command("log", "send a run's numbers to TensorBoard or Weights & Biases",
+         arg("run_dir", metavar="RUN_DIR", type=Path),
+         arg("--tensorboard", type=Path, metavar="DIR", help="write a TensorBoard log into this directory"),
+         arg("--wandb", metavar="PROJECT", help="send to this project of Weights & Biases"),
+         arg("--follow", action="store_true", help="go on until the run has ended"))
+def log_command(args) -> int:
+    w = book.watch
+    if bool(args.tensorboard) == bool(args.wandb):
+        raise GolfError("log: either --tensorboard DIR or --wandb PROJECT expected, found "
+                        f"{'both' if args.wandb else 'none'}; give one")
+    send, to = (w.to_wandb, args.wandb) if args.wandb else (w.to_tensorboard, args.tensorboard)
+    print(f"{to}: {send(args.run_dir, to, args.follow):,} events of {args.run_dir}")
+    return 0
+
 # %% ../nbs/24_cli.ipynb #841c44f2
 @command("submission", "the folder that the challenge asks for, from runs; refused if a rule is broken",
          arg("runs", nargs="*", type=Path, metavar="RUN_DIR", help="finished and audited runs, one a seed"),
@@ -659,7 +693,7 @@ def study_command(args) -> int:
 
 # %% ../nbs/24_cli.ipynb #4da84a17
 PACKAGES = {  # name -> what is lost without it; empty where nothing runs
-    "torch": "", "numpy": "", "sentencepiece": "", "triton": "the plain functions are used",
+    "torch": "", "numpy": "", "sentencepiece": "", "tqdm": "", "triton": "the plain functions are used",
     "matplotlib": "reports need it; pip install golfnb[plots]",
     "python-minifier": "packed scripts need it; pip install golfnb[pack]"}
 

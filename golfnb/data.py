@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece as spm
 import torch
+from tqdm import tqdm
 
 from .bpb import byte_table, load_tokenizer, target_bytes, tokenizer_hash
 from .settings import GolfError
@@ -290,7 +291,7 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
         raise GolfError(f"a tokenizer needs BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")
     with whole_folder(Path(out_dir)) as folder:
         sides = {split: ShardFiller(folder, split, shard_tokens) for split in ("train", "val")}
-        for digest, text_bytes, ids in encode_documents(docs, sp, threads):
+        for digest, text_bytes, ids in tqdm(encode_documents(docs, sp, threads), "documents", disable=None, leave=False):
             whole.update(digest)
             sides["val" if hash_fraction(digest) < val_fraction else "train"].add(ids, text_bytes)
         for split, side in sides.items():

@@ -62,11 +62,11 @@ def phase_of(folder: Path, old: int) -> str:
     if (folder / "summary.json").exists():
         return ""
     fresh = events.read_bytes()[old:].decode() if events.exists() else ""
-    if '"building"' not in fresh:
+    if '"name": "building"' not in fresh:
         return "starting"
     if "sliding_bpb" in summary or "artifact_bytes" in summary:
         return "adapting" if "sliding_bpb" in summary else "scoring"
-    return "packing" if "ema_bpb" in summary or '"training"' in fresh else "training"
+    return "packing" if "ema_bpb" in summary or '"name": "training"' in fresh else "training"
 
 # %% ../nbs/24c_drill.ipynb #f0b12ca4
 def kill_in(child: subprocess.Popen, folder: Path, old: int, phase: str, lengths: dict, rng: random.Random) -> dict | None:

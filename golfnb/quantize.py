@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .settings import GolfError, setting
 from .grid import GridSettings, best_clip, dequantize_rows, quantize_int8, quantize_rows, row_scale
+from .evaluate import counted
 from .grid import CLIP_QUANTILES, row_clip
 from .layout import SMALL_MATRIX
 from .model import Golf, quant_kind
@@ -78,11 +79,11 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: flo
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
 # %% ../nbs/16_quantize.ipynb #14436c43
-def quantize_state(named: Mapping, scale_floor: bool, k: float = 0.0, small: int = SMALL_MATRIX) -> dict:
+def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX, log=None) -> dict:
     "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
     return {name: pack_rows(name, named[name], kind, scale_floor, k) if kind in INT_MAX else
-            pack_plain(name, named[name], kind) for name, kind in kinds.items()}
+            pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
 
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
@@ -138,9 +139,9 @@ def calibrate(model: Golf, batches: Iterable[Tensor], ranks: Ranks) -> dict[str,
     return means | {n.replace("c_q", c): h for n, h in means.items() if "c_q" in n for c in ("c_k", "c_v")}
 
 
-def calibration_batches(sampler, count: int, device: str | torch.device) -> Iterator[Tensor]:
+def calibration_batches(sampler, count: int, device: str | torch.device, log=None) -> Iterator[Tensor]:
     "Yield `count` batches of ids [rows, T] from a sampler of chapter 03, made as they are wanted."
-    for _ in range(count):
+    for _ in counted(range(count), "calibrating", log):
         yield torch.from_numpy(next(sampler)[:, :-1].astype(np.int64)).to(device)
 
 # %% ../nbs/16_quantize.ipynb #1fdf402f
@@ -212,13 +213,14 @@ def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
     return dealt
 
 
-def gptq_matrices(named: Mapping, hessians: Mapping, ranks: Ranks, scale_floor=False, k: float = 0.0) -> dict:
+def gptq_matrices(named: dict, hessians: dict, ranks: Ranks, scale_floor=False, k=0.0, log=None) -> dict:
     "`pack_gptq` for all matrices in `named`, shared out; every rank must call, all get the same."
     sizes, found = [w.numel() + 2 * len(w) for w in named.values()], {}
     flat = torch.zeros(sum(sizes), dtype=torch.int8, device=ranks.device)  # of each its integers and scales
     costs = [w.numel() * w.shape[1] + w.shape[1] ** 3 for w in named.values()]
     parts = list(zip(named, flat.split(sizes)))
-    for name, part in (parts[job] for job in deal_jobs(costs, ranks.world)[ranks.rank]):
+    jobs = deal_jobs(costs, ranks.world)[ranks.rank]
+    for name, part in counted([parts[job] for job in jobs], "quantizing", log):
         p = pack_gptq(name, named[name], hessians.get(name), scale_floor, k)
         part.copy_(torch.from_numpy(np.concatenate([p.data.ravel(), p.scale.view(np.int8)])))
     for (name, w), part in zip(named.items(), ranks.sum_late(flat).cpu().split(sizes)):
@@ -273,18 +275,18 @@ class QuantSettings(GridSettings):
 
 
 def fit_state(cfg: QuantSettings, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
-              small: int = SMALL_MATRIX, hessians: Mapping | None = None, ranks: Ranks = Ranks()) -> dict:
+              small: int = SMALL_MATRIX, hessians: Mapping | None = None, ranks=Ranks(), log=None) -> dict:
     """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
 
     Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
     same; `measure` is called on rank 0. `small` as in `quantize_state`.
     """
-    packed = quantize_state(named, cfg.scale_floor, small=small)
+    packed = quantize_state(named, cfg.scale_floor, small=small, log=log)
     matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
-    def int6(k: float = 0.0): return gptq_matrices(matrices, hessians or {}, ranks, cfg.scale_floor, k)
+    def int6(k: float = 0.0): return gptq_matrices(matrices, hessians or {}, ranks, cfg.scale_floor, k, log)
     if hessians:
         packed |= int6()
     if cfg.scale_floor:
         return packed
-    return size_to_target(packed, target_bytes,
-                          lambda p: ranks.broadcast_object(measure(p) if ranks.master else 0), int6)
+    return size_to_target(packed, target_bytes, lambda p: ranks.broadcast_object(
+        measure(*counted([p], "compressing", log)) if ranks.master else 0), int6)

@@ -149,7 +149,7 @@ class Session:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         "Add the seconds of the block to those of phase `name`."
-        start = time.perf_counter()
+        start, self.log.at = time.perf_counter(), (name, 0, 0, 0)
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
@@ -201,8 +201,8 @@ def begin(self: Session, code: bytes):
 @patch
 def plain_score(self: Session) -> tuple[float, float]:
     "Nats a token and bits per byte in disjoint rows."
-    cfg, rows = self.cfg, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
-    return plain_loss(self.machine.forward, self.val, self.table, cfg.train_seq_len, rows, self.ranks)
+    row, rows = self.cfg.train_seq_len, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
+    return plain_loss(self.machine.forward, self.val, self.table, row, rows, self.ranks, self.log)
 
 # %% ../nbs/19_run.ipynb #5e1713e6
 @patch
@@ -283,7 +283,7 @@ def hessians(self: Session) -> dict:
     "The Hessians of the model's matrices on training tokens; every rank must call."
     cfg, ranks, ends = self.cfg, self.ranks, []
     sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
-    batches = calibration_batches(sampler, cfg.gptq_calib_samples, ranks.device)
+    batches = calibration_batches(sampler, cfg.gptq_calib_samples, ranks.device, self.log)
     limit = cfg.gptq_reserve_ms if cfg.max_wallclock_seconds else math.inf
     means = calibrate(self.machine.model, in_time(batches, limit, ranks.device, ends), ranks)
     counts = torch.zeros(ranks.world, 2, dtype=torch.float64, device=ranks.device)
@@ -298,6 +298,7 @@ def hessians(self: Session) -> dict:
 def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
     "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."
     cfg, line, name = self.cfg, self.log.line, "artifact.golf"
+    self.log.at = "compressing", 0, 0, 0
     try:
         self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), cfg.codec,
                                                cfg.target_bytes, code_bytes))
@@ -327,7 +328,7 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
         try:
             packed = fit_state(cfg, averaged, cfg.target_bytes - code_bytes,
                                lambda packed: len(pack_bytes(packed, self.meta(), cfg.codec)),
-                               cfg.small_tensor, hessians, self.ranks)
+                               cfg.small_tensor, hessians, self.ranks, self.log)
         except NothingFits as e:
             self.log.line(str(e))
             packed = e.packed
@@ -344,8 +345,8 @@ def score_artifact(self: Session, data: bytes):
     load_named(m.model, state)
 
     def sliding():
-        rows = cfg.rows_per_score(ranks.world)
-        return sliding_loss(m.forward, val, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks)
+        rows, row, stride = cfg.rows_per_score(ranks.world), cfg.eval_seq_len, cfg.eval_stride
+        return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
 
     def adapt():
         if cfg.ttt_form == "adapters":

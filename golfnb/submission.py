@@ -20,6 +20,8 @@ from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from .artifact import ARTIFACT_CAP
 from .bench import PUBLISHED_TARGETS, settings_diff
 from .report import other_file, read_file
@@ -302,7 +304,8 @@ def make_submission(run_dirs: list[Path], out: Path, words: dict, target: float 
         raise GolfError("submission: at least one run expected, found none; name finished runs")
     if out.exists():
         raise GolfError(f"submission: {out} already exists; choose another folder with -o, or move it away")
-    faults = [f for d in run_dirs for f in run_faults(d, run_dirs[0])]
+    looked_at = tqdm(run_dirs, "runs", disable=None, leave=False)
+    faults = [f for d in looked_at for f in run_faults(d, run_dirs[0])]
     if any(f.rule in ("files", "log") for f in faults):
         return faults
     seeds = [run_log(d).seed for d in run_dirs]

@@ -12,7 +12,9 @@ import json
 import math
 import os
 import sys
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +27,7 @@ import torch
 
 from .settings import patch, setting
 from .loader import Loader, grad_accum
+from .evaluate import counted
 from .layers import softcap_loss
 from .model import ComputeSettings
 from .grid import GridSettings, clip_ratio, round_to_grid
@@ -171,9 +174,12 @@ class RunLog:
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
+        self.at, self.spoke = ("starting", 0, 0, 0), time.perf_counter()
+        threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
 
     def line(self, text: str):
         "One line of text."
+        self.spoke = time.perf_counter()
         self.put(text, *[sys.stdout] * self.loud, *self.files[:1])
 
     def event(self, kind: str, **values):
@@ -192,7 +198,7 @@ def put(self: RunLog, text: str, *files):
     "Write a line to open files and flush; what cannot be written is told, once for each kind of error."
     for f in files:
         try:
-            print(text, file=f, flush=True)
+            print(f"{text}\n", end="", file=f, flush=True)  # in one piece: a thread writes too
         except OSError as e:
             if f not in self.files:  # or Python tries once more as it ends, and fails
                 os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
@@ -200,6 +206,24 @@ def put(self: RunLog, text: str, *files):
                 self.told.add(e.errno)
                 self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
                          "to train.log as soon as there is room", sys.stderr)
+
+# %% ../nbs/15_train.ipynb #9841c495
+@patch
+def listen(self: RunLog):
+    "A thread: an event each second of how far the run is, and a line if there was none for eight."
+    key = None
+    with suppress(ReferenceError, ValueError):  # the log is gone, or closed
+        while self.files:
+            time.sleep(1.0)
+            (what, done, total, tokens), now = self.at, time.perf_counter()
+            if key != (what, done > 1):  # the first part warms up and says nothing of the pace
+                key, first, begun = (what, done > 1), done, now
+            pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
+            speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
+            left = f"{(total - done) / pace:.0f} s left" if pace else f"{now - begun:.0f} s so far"
+            self.event("progress", what=what, done=done, total=total, left=left)
+            if now - self.spoke > 8:
+                self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
 
 # %% ../nbs/15_train.ipynb #e0e61396
 class Averages:
@@ -271,7 +295,7 @@ class Trainer:
         self.averages, self.reader, self.project = Averages(cfg, engine), LateReader(), None
         self.steps, self.skipped, self.train_ms, self.stop = 0, 0, 0.0, False
         self.losses, self.starts, self.late_multiplier = [], [], 1.0
-        self.val_loss = self.val_bpb = self.qat_from = None
+        self.val_loss = self.val_bpb = self.qat_from = self.held = None
 
     def elapsed_ms(self) -> float:
         "Milliseconds of training so far, by this rank's clock."
@@ -299,6 +323,13 @@ def step(self: Trainer):
     "One step of training, and what the host has just learnt of the step before last."
     cfg, engine, step, elapsed = self.cfg, self.engine, self.steps, self.elapsed_ms()
     self.starts.append(elapsed)
+    total = min(cfg.iterations, (cfg.train_cap_ms or math.inf) * max(step, 1) / max(elapsed, 1e-9))
+    self.log.at = "training", step, total, total * getattr(cfg, "train_batch_tokens", 0)
+    if self.held is None and elapsed >= cfg.train_cap_ms / 20:
+        self.held = ("ema" in cfg.averaging) * cfg.ema_decay ** total / (1 + ("+" in cfg.averaging))
+        if self.held > 0.1:
+            self.log.line(f"note: after {total:.0f} steps {self.held:.0%} of the average is initial "
+                          f"weights; set EMA_DECAY={max(0.0, 1 - 5 / total):.3g}, or train longer")
     loss = micro_steps(self.loss_fn, self.batches, engine, grad_accum(engine.ranks.world))
     if step == 0:
         engine.ranks.barrier()
@@ -379,7 +410,7 @@ def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engin
     "Run `warmup_steps` steps, then put everything back as it was."
     saved, place = [t.clone() for t in engine.state()], loader.state()
     trial = Trainer(cfg, loss_fn, loader, engine, now=lambda: 0.0)
-    for step in range(1, cfg.warmup_steps + 1):
+    for step in counted(range(1, cfg.warmup_steps + 1), "compiling", log):
         trial.step()
         if step <= 3 or step % 10 == 0 or step == cfg.warmup_steps:
             log.line(f"warmup_step:{step}/{cfg.warmup_steps}")

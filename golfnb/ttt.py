@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .bpb import ByteTable, bits_per_byte, target_bytes
 from .settings import GolfError, setting
-from .evaluate import EvalSettings, score_windows, share_of, sliding_loss, total_score
+from .evaluate import EvalSettings, counted, score_windows, share_of, sliding_loss, total_score
 from .evaluate import window_batches, windows
 from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
@@ -153,23 +153,26 @@ class ChunkTrainer:
 
 # %% ../nbs/18_ttt.ipynb #719a4a1c
 class RunningScore:
-    "The score of a pass, logged after every so many of its steps. Sums are [nats, bytes, targets]."
+    "The score of a pass: an event after each step, a line `every` so many. Sums are [nats, bytes, targets]."
 
     def __init__(self, log: RunLog | None, steps: int, every: int):
         self.log, self.steps, self.every, self.reader = log, steps, every, LateReader()
 
     def push(self, sums: Tensor, step: int, ranks: Ranks):
-        "Log the score after `step`, a few steps later."
-        if self.log is not None and step % self.every == 0:
+        "Log the score after `step`, two steps later; the last is for who has the sums of all ranks."
+        if self.log is not None and step + 1 < self.steps:
             if late := self.reader.push(torch.cat([ranks.sum(sums.clone()), sums.new_full((1,), step)])):
                 self.write(*late)
 
     def write(self, nats: float, n_bytes: float, count: float, step: float):
-        "Log one line and one event."
+        "Log one event, and a line if it is time; before the last step those that are still under way."
+        while step + 1 == self.steps and self.reader.queue:
+            self.write(*self.reader.pop())
         if self.log is not None and n_bytes > 0:
             loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
-            self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
+            if step % self.every == 0 or step + 1 == self.steps:
+                self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
 
 # %% ../nbs/18_ttt.ipynb #9d45d859
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
@@ -188,7 +191,7 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn)
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
-    for c, (lo, hi) in enumerate(parts):
+    for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
         a, b = (lo + i for i in share_of(hi - lo, ranks))
         sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch, out)
         ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))

@@ -1,0 +1,254 @@
+"""A run is never silent, says before it hurts what will, and can be watched: progress by time, notes, the live page, writers, bars."""
+import json
+import re
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from types import SimpleNamespace
+
+import pytest
+from score_workers import DOCS, golf_on, random_state, random_table, texts
+from tiny import TINY, golfnb, one_sentence, tiny_data
+from workers import Batches, Clock, machine, settings
+
+from golfnb import evaluate, quantize, train, ttt, watch
+from golfnb.adapters import score_documents
+from golfnb.config import load_config
+from golfnb.parallel_muon import Ranks
+from golfnb.run import run
+from golfnb.settings import GolfError
+
+SPEED = 30  # a second of this clock is 33 ms
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+def slowly(function, seconds: float):
+    def slow(*args, **more):
+        time.sleep(seconds)
+        return function(*args, **more)
+    return slow
+
+
+@pytest.fixture(scope="module")
+def slow_run(data, tmp_path_factory):
+    "A run whose every part takes long by its log's clock: when it wrote its lines, and its folder."
+    patch, folder, spoken = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs"), []
+    real, now = train.RunLog.line, lambda: SPEED * time.perf_counter()
+    patch.setattr(train, "time", SimpleNamespace(sleep=lambda s: time.sleep(s / SPEED), perf_counter=now))
+    patch.setattr(train.RunLog, "line", lambda log, text: (log.files and spoken.append((now(), text)), real(log, text)))
+    for module, name, seconds in ((train, "micro_steps", 0.2), (evaluate, "token_nll", 0.3), (quantize, "best_clip", 0.05), (ttt, "adapt_steps", 0.1)):
+        patch.setattr(module, name, slowly(getattr(module, name), seconds))
+    cfg = load_config({**TINY, **data, "EMA_DECAY": "0.997", "ITERATIONS": "6", "WARMUP_STEPS": "4", "VAL_BATCH_SIZE": "16384", "RUNS_DIR": str(folder), "RUN_ID": "slow"})
+    run(cfg, quiet=True)
+    patch.undo()
+    return spoken, folder / "slow"
+
+
+def test_no_phase_is_silent(slow_run):
+    "Not for ten seconds, and a little for a busy machine; every part says its share, and the time left once its pace is known."
+    spoken, folder = slow_run
+    silence = max((b - a, text) for (a, _), (b, text) in zip(spoken, spoken[1:]))
+    assert silence[0] < 14, silence
+    lines = [text for _, text in spoken if text.startswith("progress: ")]
+    parts = {line.split()[1] for line in lines}
+    assert {"compiling", "training", "scoring", "quantizing", "adapting"} <= parts, parts
+    assert all(re.fullmatch(r"progress: \w+ \d+%(, [\d,]+ tokens/s)?, \d+ s (left|so far)", line) for line in lines), lines
+    for part in ("training", "scoring", "adapting"):
+        assert any(re.match(rf"progress: {part} .*tokens/s, \d+ s left", line) for line in lines), part
+    assert (folder / "train.log").read_text().splitlines() == [text for _, text in spoken]
+
+
+def test_every_chunk_is_an_event(slow_run):
+    events, _ = watch.read_events(slow_run[1])
+    learned = [e for e in events if e["event"] == "ttt"]
+    assert len(learned) > 3 and [e["chunk"] for e in learned] == list(range(learned[0]["chunks"])) and all(e["bpb"] > 0 for e in learned)
+    assert learned[-1]["bpb"] == pytest.approx(json.loads((slow_run[1] / "summary.json").read_text())["ttt_bpb"])
+
+
+def test_every_step_of_the_adapters_is_an_event():
+    told = []
+    log = SimpleNamespace(line=lambda text: None, event=lambda kind, **facts: told.append(facts))
+    _, bpb, _ = score_documents(golf_on(DOCS, Ranks())[0], random_state(DOCS), texts([1, 5, 30, 70, 2]), random_table(), DOCS, Ranks(), log=log)
+    assert [e["chunk"] for e in told] == list(range(told[0]["chunks"])) and len(told) > 3 and told[-1]["bpb"] == pytest.approx(bpb)
+    assert log.at[0] == "adapting" and log.at[1:3] == (len(told) - 1, len(told))
+
+
+def test_what_the_average_will_hold_is_said_before(slow_run):
+    "At once where the number of steps is known, under a clock when the pace is; once; not where it is little."
+    notes = [(i, text) for i, (_, text) in enumerate(slow_run[0]) if text.startswith("note: ")]
+    first = next(i for i, (_, text) in enumerate(slow_run[0]) if text.startswith("step:"))
+    assert len(notes) == 1 and notes[0][0] < first and "after 6 steps 98% of the average is initial weights; set EMA_DECAY=0.167" in notes[0][1]
+    for decay, times, cap in ((0.999, 1, "0.05"), (0.1, 0, "0.02")):
+        env = settings(2, ITERATIONS="100000", MAX_WALLCLOCK_SECONDS=cap, EMA_DECAY=str(decay))
+        (cfg, model, engine), said = machine(env, Ranks()), []
+        log = train.RunLog(quiet=True)
+        log.line = said.append
+        done = train.train(cfg, train.training_loss(model, model.cap), Batches(cfg, Ranks(), 8), engine, log, now=Clock(0.001))
+        told = [int(n) for n in re.findall(r"note: after (\d+) steps", "\n".join(said))]
+        assert len(told) == times and told == [pytest.approx(done.steps, rel=0.5)] * times, (told, done.steps)
+
+
+def test_how_long_the_rest_takes_is_said(tmp_path):
+    "After ten steps, to the terminal and the log; with advice where adapting takes longer than training."
+    cfg, said = load_config({"RECIPE": "demo"}), []
+    (tmp_path / "train.log").write_text("golfnb recipe:demo\ntrain_shards:1 val_tokens:60000 unigram_bpb:3\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"event": "step", "step": i, "ms": 100.0}) + "\n" for i in range(10)))
+    watch.foretell(tmp_path, cfg, said.append, 0.01)
+    assert said == ["note: about 24 s of training, 2 s of scoring, 2 s of adapting"] and said[0] in (tmp_path / "train.log").read_text()
+    assert watch.outlook_line(load_config({"RECIPE": "demo", "ITERATIONS": "10"}), 100, 60_000).endswith("2 s of adapting; TTT_ENABLED=0 leaves the adapting out")
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    watch.foretell(tmp_path, cfg, said.append, 0.01)
+    assert len(said) == 1, "a run that ended before has nothing to say"
+
+
+STEP = '{"event": "step", "step": %d, "loss": 3.5, "ms": 20}\n'
+
+
+@contextmanager
+def served(folder):
+    server = watch.page_server(watch.page_handler(watch.watch_routes(folder)))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def asked(port, path, host=None):
+    c = HTTPConnection("127.0.0.1", port, timeout=10)
+    c.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
+    answer = c.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_server_follows_a_run(tmp_path):
+    "From before it begins, over a line that is cut and a run that begins anew, to its end."
+    folder = tmp_path / "a<b>"
+    with served(folder) as port:
+        news = lambda start: json.loads(asked(port, f"/news?from={start}")[1])
+        assert news(0)["events"] == [] and news(0)["silent_s"] is None and not news(0)["ended"]
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(STEP % 1 + (STEP % 2)[:20])
+        (folder / "train.log").write_text("note: mind\n" + "line\n" * 50)
+        first = news(0)
+        assert [e["step"] for e in first["events"]] == [1] and first["notes"] == ["note: mind"] and first["log"] == ["line"] * 14
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write("\n" + STEP % 2 + '{"event": "score", "loss": NaN}\n[1]\n')
+        second = news(first["next"])
+        assert [e["event"] for e in second["events"]] == ["step", "score"] and second["events"][1]["loss"] is None
+        (folder / "metrics.jsonl").write_text(STEP % 1)
+        assert news(second["next"])["next"] == 0, "shorter than before: from anew"
+        (folder / "summary.json").write_text('{"raw_bpb": 2.0, "sliding_bpb": 1.5}')
+        assert news(0)["ended"] and news(0)["score"] == ["sliding window", 1.5] and not news(0)["report"] and asked(port, "/report")[0] == 404
+        (folder / "report.html").write_text("the report")
+        assert asked(port, "/report") == (200, "the report")
+        page = asked(port, "/")[1]
+        assert "a&lt;b&gt;" in page and "<b>" not in page.split("</h1>")[0] and not re.search(r'(src|href)="(?!data:,|/report)', page)
+
+
+def test_only_this_machine_may_ask(tmp_path):
+    with served(tmp_path) as port:
+        assert asked(port, "/", "evil.example")[0] == asked(port, "/news", f"evil.example:{port}")[0] == 403
+        assert asked(port, "/", f"localhost:{port}")[0] == 200 and asked(port, "/../../etc/passwd")[0] == asked(port, "/x")[0] == 404
+        assert all(asked(port, f"/news?from={n}")[0] == 200 for n in ("-1", "x", "9" * 40, "%00", "1&from=2"))
+        with pytest.raises(GolfError, match=f"port {port} .*--port"):
+            watch.page_server(watch.page_handler({}), port)
+        with pytest.raises(GolfError, match="port 80000 .*--port"):
+            watch.page_server(watch.page_handler({}), 80_000)
+        other = watch.page_server(watch.page_handler({}), first=port)
+        assert other.server_port > port
+        other.server_close()
+
+
+def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):
+    def interrupted(server):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(watch.ThreadingHTTPServer, "serve_forever", interrupted)
+    watch.watch(tmp_path, browser=False)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith(f"watch: nothing in {tmp_path} yet") and re.match("watch: http://127.0.0.1:[0-9]+/ ", out[1]) and out[-1] == "watch: stopped"
+
+
+@pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark")])
+def test_the_page_in_a_browser(slow_run, tmp_path, width, scheme):
+    "It draws while the run goes on, fits a phone, asks nobody else, is read with the keyboard, and ends with the report."
+    sys.path.insert(0, "book")
+    pytest.importorskip("playwright.sync_api", reason="playwright opens the page")
+    from browse import FLAGS, find_chromium
+    if not find_chromium():
+        pytest.skip("no Chromium")
+    from playwright.sync_api import sync_playwright
+
+    lines, wrong = (slow_run[1] / "metrics.jsonl").read_text().splitlines(keepends=True), []
+    (tmp_path / "train.log").write_text((slow_run[1] / "train.log").read_text())
+    with served(tmp_path) as port, sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=find_chromium(), args=FLAGS)
+        tab = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme).new_page()
+        tab.on("console", lambda m: wrong.append(m.text))
+        tab.on("pageerror", lambda e: wrong.append(str(e)))
+        tab.on("request", lambda r: None if r.url.startswith((f"http://127.0.0.1:{port}/", "data:")) else wrong.append(r.url))
+        tab.goto(f"http://127.0.0.1:{port}/")
+        tab.wait_for_selector("#losses p")
+        assert "waiting" in tab.inner_text("#what") and "has not written" in tab.inner_text("#state")
+        (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:9])
+        tab.wait_for_selector("#chunks svg path")
+        assert tab.inner_text("#step").startswith("6") and "EMA_DECAY" in tab.inner_text("#notes") and "s" in tab.inner_text("#left")
+        tab.focus("#losses svg")
+        tab.keyboard.press("ArrowLeft")
+        assert tab.inner_text("#losses figcaption").startswith("step 5: "), tab.inner_text("#losses figcaption")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width and (tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") == (scheme == "light")
+        (tmp_path / "summary.json").write_text((slow_run[1] / "summary.json").read_text())
+        (tmp_path / "report.html").write_text("<title>report</title>")
+        tab.wait_for_selector("#state a[href='/report']")
+        assert tab.inner_text("#what") == "ended"
+        browser.close()
+    assert not wrong, wrong
+
+
+class Writer(list):
+    "Stands for a SummaryWriter, and for a run of wandb."
+    def __init__(self, place=None): self.place = place
+    def __enter__(self): return self
+    def __exit__(self, *_): self.append("closed")
+    def add_scalar(self, *scalar): self.append(scalar)
+    def define_metric(self, name, step_metric): self.append((name, step_metric))
+    def log(self, numbers): self.append(numbers)
+
+
+def test_other_dashboards_get_the_numbers(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text(STEP % 1 + '{"event": "val", "step": 1, "loss": 3, "bpb": NaN}\n{"event": "phase", "name": "training", "seconds": 2}\n{"event": "ttt", "chunk": 0, "chunks": 2, "loss": 3, "bpb": 1.7}\n')
+    made = []
+    fake = lambda *place, **how: made.append(Writer(how or place)) or made[-1]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=fake))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fake))
+    assert watch.to_tensorboard(tmp_path, tmp_path / "tb") == 3
+    assert made[0] == [("step/loss", 3.5, 1), ("step/ms", 20, 1), ("val/loss", 3, 1), ("ttt/loss", 3, 0), ("ttt/bpb", 1.7, 0), "closed"]
+    threading.Timer(0.2, lambda: (open(tmp_path / "metrics.jsonl", "a").write(STEP % 2), (tmp_path / "summary.json").write_text('{"config": {"seed": 7}}'))).start()
+    assert watch.to_wandb(tmp_path, "golf", follow=True) == 4 and made[1].place == {"project": "golf", "name": tmp_path.name, "config": {}}
+    assert made[1][0] == ("step/*", "step/step") and made[1][-2:] == [{"step/step": 2, "step/loss": 3.5, "step/ms": 20}, "closed"]
+
+
+def test_log_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (tmp_path / "metrics.jsonl").write_text(STEP % 1)
+    for words, said in ((["--wandb", "x"], r"pip install golfnb\[wandb\]"), ([], "--tensorboard DIR or --wandb PROJECT"), (["--wandb", "x", "--tensorboard", "y"], "found both")):
+        done = golfnb("log", tmp_path, *words, cwd=tmp_path)
+        assert done.returncode == 2 and one_sentence(done.stderr) and re.search(said, done.stderr)
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch, capsys):
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+        bar = watch.Bar()
+        for _ in evaluate.counted(range(3), "scoring", bar, 60):
+            bar.event("ttt", bpb=1.25)
+            bar.bar.refresh()
+        bar.close()
+        said = capsys.readouterr().err
+        assert ("scoring" in said and "2/3" in said and "1.2500 bits per byte" in said) == terminal and (terminal or not said)
