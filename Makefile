@@ -1,3 +1,4 @@
+# make setup   .venv with everything golfnb needs; says what to type next
 # make demo    documents -> tokenizer -> shards -> torchrun -> artifact -> scores -> report, in runs/demo
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
@@ -10,7 +11,10 @@ STAMP := .venv/.golfnb-ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test book book-check export
+.PHONY: setup demo test book book-check export
+setup: $(STAMP)
+	@echo "ready; shards of your own texts: $(BIN)/golfnb data build DIRECTORY, or the whole way at once: make demo"
+
 demo: $(STAMP)
 	$(BIN)/golfnb demo
 
