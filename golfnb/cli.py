@@ -233,6 +233,20 @@ def corpus_name(files: list[str]) -> str:
     return re.sub(r"[^\w]+|_+", "-", stem).strip("-") or "text"
 
 # %% ../nbs/24_cli.ipynb #47e445f3
+def print_build(made: dict, skipped: list, left_out: list) -> None:
+    "Say what a build read, what it passed over, and whether that is little."
+    for split in ("train", "val"):
+        print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
+    if repeated := made["repeated"]:
+        print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
+    for words, places in (("skipped: {:,} empty documents", skipped), ("left out: {:,} files that are hidden, "
+                          "of other kinds or no text", left_out)):
+        if places:
+            print(f"{words.format(len(places))}, the first {printable(str(places[0]))}")
+    if (size := made["train"]["text_bytes"]) < 200_000:
+        print(f"note: {size:,} bytes are enough to try, but few to learn from; a million is a good start")
+
+# %% ../nbs/24_cli.ipynb #37e9e266
 @command("data build", "documents -> tokenizer -> shards",
          arg("files", nargs="*", metavar="PATH", help="texts (.txt .md .rst or without an extension), "
              ".jsonl[.gz], .parquet, .arrow, directories of them, or hf://datasets/OWNER/NAME; none: the "
@@ -271,20 +285,6 @@ def data_build_command(args) -> int:
     print_build(made, skipped, left_out)
     print(f"train on it with: {next_training(made, out, args.tokenizer or out / 'tokenizer.model')}")
     return 0
-
-
-def print_build(made: dict, skipped: list, left_out: list) -> None:
-    "Say what a build read, what it passed over, and whether that is little."
-    for split in ("train", "val"):
-        print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
-    if repeated := made["repeated"]:
-        print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
-    for words, places in (("skipped: {:,} empty documents", skipped), ("left out: {:,} files that are hidden, "
-                          "of other kinds or no text", left_out)):
-        if places:
-            print(f"{words.format(len(places))}, the first {printable(str(places[0]))}")
-    if (size := made["train"]["text_bytes"]) < 200_000:
-        print(f"note: {size:,} bytes are enough to try, but few to learn from; a million is a good start")
 
 # %% ../nbs/24_cli.ipynb #8bc5b3a2
 @command("data download", "published shards and tokenizer from the Hugging Face hub; goes on after a stop",
