@@ -233,11 +233,19 @@ def corpus_name(files: list[str]) -> str:
     return re.sub(r"[^\w]+|_+", "-", stem).strip("-") or "text"
 
 # %% ../nbs/24_cli.ipynb #47e445f3
-def print_build(made: dict, skipped: list, left_out: list) -> None:
+def first_seen(docs, repeated: list):
+    "The documents; `repeated` gets the hash of each that came before."
+    seen = set()
+    for text in docs:
+        (repeated.append if hash(text) in seen else seen.add)(hash(text))
+        yield text
+
+
+def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> None:
     "Say what a build read, what it passed over, and whether that is little."
     for split in ("train", "val"):
         print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
-    if repeated := made["repeated"]:
+    if repeated:
         print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
     for words, places in (("skipped: {:,} empty documents", skipped), ("left out: {:,} files that are hidden, "
                           "of other kinds or no text", left_out)):
@@ -259,7 +267,7 @@ def print_build(made: dict, skipped: list, left_out: list) -> None:
              help="of documents that validate (0.05, but at least 20 kB of text and at most 2 MB)"),
          count("--tokenizer-bytes", "train a tokenizer on about so many bytes of the files", 64 * 2**20))
 def data_build_command(args) -> int:
-    d, skipped, left_out, out, model = book.data, [], [], Path(args.out), args.tokenizer
+    d, out, model, skipped, left_out, repeated = book.data, Path(args.out), args.tokenizer, [], [], []
     if model and Path(model).suffix == ".json":
         raise GolfError(f"--tokenizer must be a SentencePiece .model, found {model}: a tokenizer.json may cut "
                         "within a character, so take the .model it was made from, or leave --tokenizer out")
@@ -277,12 +285,12 @@ def data_build_command(args) -> int:
             texts = (t for t in documents([]) if not d.is_validation(t, val) and d.in_sample(t, share))
             d.train_tokenizer(texts, model, args.vocab_size)
             print(f"tokenizer: {args.vocab_size} pieces, byte fallback", flush=True)
-        made = d.build_shards(documents(skipped), model, folder, args.shard_tokens, val,
+        made = d.build_shards(first_seen(documents(skipped), repeated), model, folder, args.shard_tokens, val,
                               skipped=skipped, name=corpus_name(args.files))
         check_sides(made)
     if few:
         print(f"fewer than 100 documents: each was cut at blank lines into parts of about {cut:,} characters")
-    print_build(made, skipped, left_out)
+    print_build(made, skipped, left_out, len(repeated))
     print(f"train on it with: {next_training(made, out, args.tokenizer or out / 'tokenizer.model')}")
     return 0
 

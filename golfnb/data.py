@@ -369,15 +369,13 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
     `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side without
     documents, a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
     """
-    sp, whole, seen, repeated = load_tokenizer(tokenizer), hashlib.sha256(), set(), 0
+    sp, whole = load_tokenizer(tokenizer), hashlib.sha256()
     if sp.vocab_size() > 65_536 or sp.bos_id() < 0:
         raise GolfError(f"a tokenizer needs BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")
     with whole_folder(Path(out_dir)) as folder:
         sides = {split: ShardFiller(folder, f"{name}_{split}", shard_tokens) for split in ("train", "val")}
         for digest, text_bytes, ids in encode_documents(docs, sp, threads):
             whole.update(digest)
-            repeated += digest[:8] in seen
-            seen.add(digest[:8])
             sides["val" if hash_fraction(digest) < val_fraction else "train"].add(ids, text_bytes)
         for split, side in sides.items():
             side.close()
@@ -386,7 +384,7 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
                                 f"{val_fraction}: bring more documents or change the fraction")
         manifest = {"documents_sha256": whole.hexdigest(), "tokenizer_sha256": tokenizer_hash(tokenizer),
                     "vocab_size": sp.vocab_size(), "val_fraction": val_fraction,
-                    "skipped_empty": len(skipped), "repeated": repeated,
+                    "skipped_empty": len(skipped),
                     **{split: {**side.facts, "shards": side.shards} for split, side in sides.items()}}
         atomic_write(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     return manifest
