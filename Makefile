@@ -1,4 +1,4 @@
-# make setup   .venv with everything in it; every other target does this first
+# make setup   .venv with everything golfnb needs; says what to type next
 # make demo    documents -> tokenizer -> shards -> torchrun -> artifact -> scores -> report, in runs/demo
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html

@@ -27,7 +27,8 @@ setup(
     install_requires=["torch>=2.9", "numpy", "sentencepiece", "tqdm", "triton; platform_system=='Linux'"],
     extras_require={
         "plots": ["matplotlib"],
-        "data": ["huggingface_hub"],
+        "data": ["huggingface_hub", "pyarrow"],
+        "track": ["tensorboard", "wandb"],
         "pack": ["python-minifier"],
         "weights": ["safetensors"],
         "notebooks": notebook,

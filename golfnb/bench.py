@@ -166,7 +166,7 @@ def changed_settings(cfg: Config) -> dict:
 def bench_shards(cfg: Config, ranks: Ranks, scratch: Path | str, batches: int = 4) -> tuple[list[Path], str]:
     "Training shards and what they hold: those of DATA_PATH, else random tokens of `batches` in `scratch`."
     data, path = Path(cfg.data_path), Path(scratch) / "fineweb_train_000000.bin"
-    if found := sorted(data.glob("fineweb_train_*.bin")):
+    if found := sorted(data.glob("*_train_*.bin")):
         return found, f"shards of {data.name}"
     if ranks.master:
         count = batches * cfg.train_batch_tokens + 2 * cfg.train_seq_len
@@ -377,7 +377,7 @@ def run_bench(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:
     for cfg in variants_of(job, env).values():
         cfg.check(nproc)
     if "DATA_PATH" in env:
-        find_shards(Path(env["DATA_PATH"], "fineweb_train_*.bin"))
+        find_shards(Path(env["DATA_PATH"], "*_train_*.bin"))
     if job.links:
         read_links(job.links)
     with tempfile.TemporaryDirectory(prefix="golfnb-bench-") as scratch:

@@ -13,12 +13,14 @@ import hashlib
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -134,6 +136,12 @@ def write_script(path: Path, recipe: str, settings: dict[str, str], pack: bool) 
     return f"{readable:,} bytes readable, {small}; the {'packed' if pack else 'readable'} one counts"
 
 # %% ../nbs/24_cli.ipynb #6866f9d7
+def this_command() -> str:
+    "How the reader started golfnb, for the commands that are printed to be typed next."
+    name = sys.argv[0]
+    return name if Path(name).name == "golfnb" and not shutil.which("golfnb") else "golfnb"
+
+# %% ../nbs/24_cli.ipynb #fdcb419f
 def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     "Write a run's script into its directory, run it, show it; the exit status. GolfError before it starts."
     env = {"CHECKPOINT_EVERY_S": "60", **os.environ, **settings}
@@ -147,10 +155,17 @@ def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     fixed = (n.upper() for n, spec in book.config.setting_specs().items() if spec.metadata["fixed"])
     chosen = {n: env[n] for n in (*fixed, *book.config.SWITCHES) if n in env and n != "RECIPE"}
     script = folder / "train_gpt.py"
-    print("script: " + write_script(script, cfg.recipe, chosen, pack), flush=True)
-    if (tokenizer := Path(cfg.tokenizer_path)).is_file():  # for `sample`, `score` and `play`, wherever it goes
-        book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
-    return start_run(folder, settings | chosen | {"RECIPE": cfg.recipe}, ranks)
+    new = [p for p in (folder, folder.parent) if not p.exists()]
+    try:
+        print("script: " + write_script(script, cfg.recipe, chosen, pack), flush=True)
+        if (tokenizer := Path(cfg.tokenizer_path)).is_file():  # for `sample`, `score` and `play`
+            book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
+        return start_run(folder, settings | chosen | {"RECIPE": cfg.recipe}, ranks)
+    finally:
+        if folder in new and not (folder / "train.log").exists():  # it never began
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # other runs may lie there by now
+                new[-1].rmdir()
 
 
 def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
@@ -165,7 +180,7 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
         except GolfError as e:  # matplotlib is an extra
             words = f"no report: {e}"
         print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
-              f"play with it: golfnb play {folder}")
+              f"play with it: {this_command()} play {folder}")
     return status
 
 # %% ../nbs/24_cli.ipynb #775ffb2e
@@ -195,36 +210,97 @@ def train_command(args) -> int:
     return train_run(settings, args.nproc or gpu_count() or 1, args.pack)
 
 # %% ../nbs/24_cli.ipynb #6426b463
+def next_training(made: dict, out: Path, tokenizer: Path | str) -> str:
+    "The command that trains on a manifest's shards: at most four times through the text."
+    demo = book.config.load_config({"RECIPE": "demo"})
+    batch, tokens = demo.train_batch_tokens, made["train"]["tokens"]
+    steps = min(demo.iterations, max(100, 4 * tokens // batch))  # fewer, and the average holds initial weights
+    words = {"DATA_PATH": out, "TOKENIZER_PATH": tokenizer, "VOCAB_SIZE": made["vocab_size"],
+             "ITERATIONS": steps, "TTT_ENABLED": int(3 * made["val"]["tokens"] <= batch * steps)}
+    default = {"VOCAB_SIZE": demo.vocab_size, "ITERATIONS": demo.iterations, "TTT_ENABLED": 1}
+    told = " ".join(f"{n}={shlex.quote(str(v))}" for n, v in words.items() if v != default.get(n))
+    return f"{this_command()} train --recipe demo {told}"
+
+# %% ../nbs/24_cli.ipynb #b6ff0ef3
+LEAST_TOKENS = 257  # a window of the demo recipe, and its last target
+
+
+def check_sides(made: dict) -> None:
+    "Raises GolfError where a side of a manifest is too small to be trained on, or scored."
+    for split in ("train", "val"):
+        if (found := made[split]["tokens"]) < LEAST_TOKENS:
+            raise GolfError(f"the {split} side must hold at least {LEAST_TOKENS} tokens, found {found}: "
+                            "bring more text (20,000 bytes are enough) or change --val-fraction")
+
+
+def corpus_name(files: list[str]) -> str:
+    "What the shards of these files are called: after the first, in letters, digits and dashes."
+    stem = Path(files[0]).resolve().name.split(".")[0] if files else "python"
+    return re.sub(r"[^\w]+|_+", "-", stem).strip("-") or "text"
+
+# %% ../nbs/24_cli.ipynb #47e445f3
+def first_seen(docs, repeated: list):
+    "The documents; `repeated` gets the hash of each that came before."
+    seen = set()
+    for text in docs:
+        (repeated.append if hash(text) in seen else seen.add)(hash(text))
+        yield text
+
+
+def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> None:
+    "Say what a build read, what it passed over, and whether that is little."
+    for split in ("train", "val"):
+        print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
+    if repeated:
+        print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
+    for words, places in (("skipped: {:,} empty documents", skipped), ("left out: {:,} files that are hidden, "
+                          "of other kinds or no text", left_out)):
+        if places:
+            print(f"{words.format(len(places))}, the first {printable(str(places[0]))}")
+    if (size := made["train"]["text_bytes"]) < 200_000:
+        print(f"note: {size:,} bytes are enough to try, but few to learn from; a million is a good start")
+
+# %% ../nbs/24_cli.ipynb #37e9e266
 @command("data build", "documents -> tokenizer -> shards",
-         arg("files", nargs="*", metavar="FILE", help=".txt (one text) or .jsonl (one a line, field text); "
-             "none: the standard library's documentation"),
+         arg("files", nargs="*", metavar="PATH", help="texts (.txt .md .rst or without an extension), "
+             ".jsonl[.gz], .parquet, .arrow, directories of them, or hf://datasets/OWNER/NAME; none: the "
+             "standard library's documentation"),
+         arg("--field", default="text", metavar="NAME", help="of JSON lines, or column of tables (text)"),
          arg("--out", default="runs/data", help="directory for the shards"), TOKENIZER,
          count("--vocab-size", "pieces of a new tokenizer", 1024, 260),
          count("--shard-tokens", "tokens of a full shard", 100_000_000),
-         arg("--val-fraction", type=number(0.0, 1.0), default=0.05, help="of documents that validate"),
+         arg("--val-fraction", type=number(0.0, 1.0),
+             help="of documents that validate (0.05, but at least 20 kB of text and at most 2 MB)"),
          count("--tokenizer-bytes", "train a tokenizer on about so many bytes of the files", 64 * 2**20))
 def data_build_command(args) -> int:
-    d, skipped, out, val = book.data, [], Path(args.out), args.val_fraction
+    d, out, model, skipped, left_out, repeated = book.data, Path(args.out), args.tokenizer, [], [], []
+    if model and Path(model).suffix == ".json":
+        raise GolfError(f"--tokenizer must be a SentencePiece .model, found {model}: a tokenizer.json may cut "
+                        "within a character, so take the .model it was made from, or leave --tokenizer out")
+    files = d.find_documents(args.files, left_out)
     library = None if args.files else d.stdlib_documents()
-    documents = lambda into: library or d.read_documents(args.files, into)
-    size = sum(p.stat().st_size for p in map(Path, args.files) if p.is_file())
-    share = args.tokenizer_bytes / max(1, size)
+    read = lambda into: library or d.read_documents(files, into, args.field)
+    few, size = sum(1 for _ in zip(range(100), read([]))) < 100, sum(p.stat().st_size for p in files)
+    cut = max(50, min(2000, size // 60)) if few else 0
+    documents = lambda into: d.cut_texts(read(into), cut) if few else read(into)
+    share, part = args.tokenizer_bytes / max(1, size), min(max(20_000, 0.05 * size), 2e6) / max(1, size)
+    val = args.val_fraction if args.val_fraction is not None else min(0.2, part) if files else 0.05
     with d.whole_folder(out) as folder:
         model = args.tokenizer or folder / "tokenizer.model"
         if not args.tokenizer:
             texts = (t for t in documents([]) if not d.is_validation(t, val) and d.in_sample(t, share))
             d.train_tokenizer(texts, model, args.vocab_size)
             print(f"tokenizer: {args.vocab_size} pieces, byte fallback", flush=True)
-        made = d.build_shards(documents(skipped), model, folder, args.shard_tokens, val, skipped=skipped)
-    for split in ("train", "val"):
-        print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
-    if skipped:
-        print(f"skipped: {len(skipped):,} empty documents, the first {skipped[0]}")
-    model = args.tokenizer or out / "tokenizer.model"
-    print(f"train on it with: golfnb train --recipe demo DATA_PATH={out} TOKENIZER_PATH={model}")
+        made = d.build_shards(first_seen(documents(skipped), repeated), model, folder, args.shard_tokens, val,
+                              skipped=skipped, name=corpus_name(args.files))
+        check_sides(made)
+    if few:
+        print(f"fewer than 100 documents: each was cut at blank lines into parts of about {cut:,} characters")
+    print_build(made, skipped, left_out, len(repeated))
+    print(f"train on it with: {next_training(made, out, args.tokenizer or out / 'tokenizer.model')}")
     return 0
 
-# %% ../nbs/24_cli.ipynb #b6ff0ef3
+# %% ../nbs/24_cli.ipynb #8bc5b3a2
 @command("data download", "published shards and tokenizer from the Hugging Face hub; goes on after a stop",
          count("--train-shards", "the first so many, of 100,000,000 tokens each", 80, 0),
          count("--vocab-size", "which tokenizer", 1024, 260),
@@ -233,7 +309,7 @@ def data_build_command(args) -> int:
          arg("--endpoint", help="address of the hub (default: HF_ENDPOINT, or the public one)"))
 def data_download_command(args) -> int:
     paths = book.data.download_shards(args.out, args.vocab_size, args.train_shards, args.repo, args.endpoint)
-    print("train on it with: golfnb train DATA_PATH={} TOKENIZER_PATH={}".format(*paths))
+    print("train on it with: {} train DATA_PATH={} TOKENIZER_PATH={}".format(this_command(), *paths))
     return 0
 
 
@@ -271,9 +347,19 @@ def data_inspect_command(args) -> int:
             print(f"  {name.replace('_', ' '):16s} {f'{value:,}' if type(value) is int else repr(value)}")
     splits = [[p for p in paths if f"_{split}_" in p.name] for split in ("train", "val")]
     if all(splits):
-        print("validation text in these training shards: {shared_documents:,} of {documents:,} "
-              "documents".format(**book.data.count_overlap(*splits)))
+        print(overlap_verdict(**book.data.count_overlap(*splits)))
     return 0
+
+
+def overlap_verdict(documents: int, shared_documents: int, repeated: int) -> str:
+    "Lines on repetitions in training, and on whether validation text in it spoils a score."
+    bad = 400 * shared_documents > documents
+    return (f"repeated training documents: {repeated:,}\nvalidation text in these training shards: "
+            f"{shared_documents:,} of {documents:,} documents; " + (
+                "this is bad, a score on it is too good: build both sides from the documents with `golfnb data "
+                "build`, where copies of a text fall to one side" if bad else
+                "this is harmless, since below 1 in 400 it is worth less than the 0.005 nats of a record"
+                if shared_documents else "none is good"))
 
 # %% ../nbs/24_cli.ipynb #5580bac8
 DEMO_DATA = ["--shard-tokens", "100000"]
@@ -337,7 +423,7 @@ def run_hessians(cfg, named: dict, ranks) -> dict:
     "What GPTQ needs of a run: the Hessians of its matrices on the shards in DATA_PATH."
     model, q = book.run.Machine(cfg, ranks).model, book.quantize
     book.model.load_named(model, named)
-    paths = book.shards.find_shards(Path(cfg.data_path) / "fineweb_train_*.bin")
+    paths = book.shards.find_shards(Path(cfg.data_path) / "*_train_*.bin")
     book.run.count_tokens(paths, cfg.vocab_size)
     print(f"calibrating full-Hessian GPTQ: {cfg.gptq_calib_samples} batches on {ranks.device}", flush=True)
     sampler = book.loader.make_sampler(cfg, paths, 0, 1, cfg.train_seq_len)
@@ -372,7 +458,7 @@ def quantize_command(args) -> int:
     store.save_artifact(path, packed, meta, cfg.codec, cap=cap, code_bytes=code)
     print(path)
     print_ledger(path, code, cap)
-    print(f"this file has no score yet: golfnb score {path} --val '{cfg.data_path}/fineweb_val_*.bin' "
+    print(f"this file has no score yet: golfnb score {path} --val '{cfg.data_path}/*_val_*.bin' "
           f"--tokenizer {cfg.tokenizer_path}{' --ttt' * cfg.ttt_enabled}")
     return 0
 

@@ -301,7 +301,7 @@ def grad_accum(world: int) -> int:
 class LoaderSettings(Settings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
-                             "directory of fineweb_train_*.bin and fineweb_val_*.bin: path")
+                             "directory of NAME_train_*.bin and NAME_val_*.bin: path")
     loader: str = setting("sequential", "order of windows", "sequential", "coprime", "packed", fixed="yes")
     train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")

@@ -133,7 +133,7 @@ class Session:
         compress_section(b"x", cfg.codec)  # or its package is missed after the training
         table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
-        self.train_paths, val_paths = find_shards(data / "fineweb_train_*.bin"), data / "fineweb_val_*.bin"
+        self.train_paths, val_paths = find_shards(data / "*_train_*.bin"), data / "*_val_*.bin"
         check_disjoint(self.train_paths, find_shards(val_paths))
         check_manifest(data, self.tokenizer_sha256)
         val = val_tokens(val_paths, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)

@@ -234,7 +234,10 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
 
 # %% ../nbs/02_shards.ipynb #bc502732
 def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
-    "Raises GolfError if the folder has a manifest.json that is damaged, or names other shards or tokenizer."
+    "Raises GolfError for two corpora, a damaged manifest.json, or one of other shards or tokenizer."
+    found = [(p, p.name.split(f"_{s}_")[0]) for s in ("train", "val") for p in folder.glob(f"*_{s}_*.bin")]
+    if len(corpora := {name for _, name in found}) > 1:
+        raise GolfError(f"{folder} must hold one corpus, found {' and '.join(sorted(corpora))}: move one out")
     if not (path := folder / "manifest.json").exists():
         return
     try:
@@ -243,7 +246,7 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
         named["tokenizer"] = made["tokenizer_sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise GolfError(f"{path} must be as `golfnb data build` made it, found damage: build again") from None
-    there = {p.name: read_header(p) for p in folder.glob("fineweb_*.bin")} | {"tokenizer": tokenizer_sha256}
+    there = {p.name: read_header(p) for p, _ in found} | {"tokenizer": tokenizer_sha256}
     for name in named | there:
         if named.get(name) != there.get(name):
             raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, found "

@@ -73,13 +73,13 @@ class Lab:
     @cached_property
     def paths(self) -> list[Path]:
         "The training shards."
-        return find_shards(Path(self.config().data_path) / "fineweb_train_*.bin")
+        return find_shards(Path(self.config().data_path) / "*_train_*.bin")
 
     @cached_property
     def val(self) -> tuple:
         "Validation tokens, int64 [N + 1], and their byte table."
         cfg, device = self.config(), self.ranks.device
-        files, length = Path(cfg.data_path) / "fineweb_val_*.bin", max(cfg.train_seq_len, cfg.eval_seq_len)
+        files, length = Path(cfg.data_path) / "*_val_*.bin", max(cfg.train_seq_len, cfg.eval_seq_len)
         stream = val_tokens(files, length, cfg.vocab_size).astype(np.int64)
         table = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size))
         return torch.from_numpy(stream).to(device), table.to(device)

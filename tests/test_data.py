@@ -262,7 +262,7 @@ sys.exit(main_cli(["data", "build", "docs.jsonl", "--tokenizer", sys.argv[1], "-
 def test_a_full_disk_while_building(tmp_path, docs, model):
     (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": d}) for d in docs))
     done = subprocess.run([sys.executable, "-c", FULL_DISK_BUILD, str(model)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "bytes free" in done.stderr and "fineweb_" in done.stderr, done.stderr
+    assert done.returncode == 2 and one_sentence(done.stderr) and "bytes free" in done.stderr and "docs_" in done.stderr, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["docs.jsonl"]
 
 
@@ -287,7 +287,7 @@ def test_a_build_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, doc
     (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": d[:300]}) for d in docs[:60]))
     words = ["data", "build", str(tmp_path / "docs.jsonl"), "--vocab-size", "400", "--val-fraction", "0.3", "--shard-tokens", "4000", "--out"]
     assert main_cli([*words, str(tmp_path / "whole")]) == 0
-    sha, words = tokenizer_hash(tmp_path / "whole" / "tokenizer.model"), words if kind != "recut" else ["data", "recut", str(tmp_path / "whole" / "fineweb_train_*.bin"), "--shards", "3", "--out"]
+    sha, words = tokenizer_hash(tmp_path / "whole" / "tokenizer.model"), words if kind != "recut" else ["data", "recut", str(tmp_path / "whole" / "docs_train_*.bin"), "--shards", "3", "--out"]
 
     def left(name: str, **moment) -> tuple:
         out = tmp_path / name
@@ -338,7 +338,7 @@ def test_overlap_of_a_shard_with_itself_is_whole(tmp_path):
     write_shard(tmp_path / "a_train_0.bin", [1, 5, 6, 1, 7, 8, 9])
     write_shard(tmp_path / "a_val_0.bin", [9, 1, 7, 8, 9, 1, 5])
     train, val = [tmp_path / "a_train_0.bin"], [tmp_path / "a_val_0.bin"]
-    assert count_overlap(train, val) == {"documents": 3, "shared_documents": 1} and count_overlap(val, val) == {"documents": 3, "shared_documents": 3}
+    assert count_overlap(train, val) == {"documents": 3, "shared_documents": 1, "repeated": 0} and count_overlap(val, val) == {"documents": 3, "shared_documents": 3, "repeated": 0}
 
 
 def test_build_inspect_recut_as_commands(tmp_path, docs, model):
@@ -351,14 +351,93 @@ def test_build_inspect_recut_as_commands(tmp_path, docs, model):
     done = golfnb("data", "inspect", "s", "--tokenizer", "s/tokenizer.model", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("bytes per token") == 2 and done.stdout.count("  sample") == 2, done.stderr
     assert "validation text in these training shards: 0 of" in done.stdout
-    damaged = shutil.copytree(tmp_path / "s", tmp_path / "damaged") / "fineweb_val_000000.bin"
+    damaged = shutil.copytree(tmp_path / "s", tmp_path / "damaged") / "docs_val_000000.bin"
     damaged.write_bytes(damaged.read_bytes()[:-2] + b"\1\0")
     done = golfnb("data", "inspect", "damaged", cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "fineweb_val_000000.bin must have SHA-256" in done.stderr
+    assert done.returncode == 2 and one_sentence(done.stderr) and "docs_val_000000.bin must have SHA-256" in done.stderr
     done = golfnb("data", "inspect", "s", "--tokenizer", model, cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr) and "of 'tokenizer', found" in done.stderr
-    done = golfnb("data", "recut", "s/fineweb_train_*.bin", "--shards", 6, "--out", "r", cwd=tmp_path)
+    done = golfnb("data", "recut", "s/docs_train_*.bin", "--shards", 6, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0 and len(list((tmp_path / "r").glob("*.bin"))) == 6, done.stderr
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9"}\n')
     done = golfnb("data", "build", "bad.jsonl", "--tokenizer", "s/tokenizer.model", "--out", "n", cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr) and "line 2 must be UTF-8" in done.stderr and not list((tmp_path / "n").glob("*.bin"))
+
+
+def test_documents_come_from_directories_of_many_kinds(tmp_path):
+    import gzip
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    where = tmp_path / "notes"
+    (where / "deep" / ".git").mkdir(parents=True)
+    for name, content in (("deep/b.md", "b"), ("LICENSE", "l"), ("c.rst", "c"), ("d.TXT", "d"), ("deep/.git/x.md", "no"), (".hidden", "no"), ("p.py", "no")):
+        (where / name).write_text(content)
+    (where / "program").write_bytes(b"\x7fELF\0")
+    (where / "j.jsonl.gz").write_bytes(gzip.compress(b'{"body": "j"}\n'))
+    table = pa.table({"body": ["p", None, "q"], "n": [1, 2, 3]})
+    pq.write_table(table, where / "t.parquet")
+    with pa.OSFile(str(where / "u.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    left_out, skipped = [], []
+    files = data.find_documents([where], left_out)
+    assert list(read_documents(files, skipped, "body")) == ["l", "c", "d", "b", "j", "p", "q", "p", "q"] and len(skipped) == 2
+    assert {p.name for p in left_out} == {"x.md", ".hidden", "p.py", "program"}
+    for path, field, words in ((where / "t.parquet", "text", "column of text 'text', found body .string., n .int64."), (where / "t.parquet", "n", "column of text"),
+                               (where / "j.jsonl.gz", "text", "--field"), (tmp_path / "no", "text", "hf://datasets/OWNER/NAME")):
+        with pytest.raises(GolfError, match=words):
+            list(read_documents([path], field=field))
+    for name in ("t.parquet", "u.arrow", "j.jsonl.gz"):
+        (where / name).write_bytes((where / name).read_bytes()[:-12])
+        with pytest.raises(GolfError, match=name):
+            list(read_documents([where / name], field="body"))
+
+
+def test_a_data_set_of_the_hub_is_a_directory(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    (tmp_path / "en").mkdir()
+    (tmp_path / "en" / "a.jsonl").write_text('{"text": "hub"}\n')
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **how: asked.append((repo, how["allow_patterns"])) or str(tmp_path))
+    assert list(read_documents(["hf://datasets/me/books/en"])) == ["hub"] and asked == [("me/books", ["en/*"])]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **how: 1 / 0)
+    with pytest.raises(GolfError, match="hf://datasets/me/none .ZeroDivisionError.: expected a public data set"):
+        list(read_documents(["hf://datasets/me/none"]))
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_one_book_is_enough(tmp_path, docs, size):
+    "It is cut into documents for both sides, and the next command is one that works."
+    (tmp_path / "My book.txt").write_text("\n\n".join(docs)[:size])
+    done = golfnb("data", "build", "My book.txt", "--out", "a b", cwd=tmp_path)
+    assert done.returncode == 0 and "cut at blank lines" in done.stdout and "note: " in done.stdout, done.stderr
+    assert (tmp_path / "a b" / "My-book_train_000000.bin").exists()
+    assert done.stdout.splitlines()[-1].endswith("train --recipe demo DATA_PATH='a b' TOKENIZER_PATH='a b/tokenizer.model' ITERATIONS=100")
+
+
+def test_what_is_too_small_is_refused_by_the_build_with_the_number(tmp_path, model):
+    (tmp_path / "few.txt").write_text("A line of a note.\n\n" * 30 + "\n\n".join(f"Note {i} says {i * i}." for i in range(60)))
+    for words, more in ((["few.txt"], "pieces"), (["few.txt", "--tokenizer", model], "at least 257 tokens"), (["few.txt", "--tokenizer", "x/tokenizer.json"], "SentencePiece .model")):
+        done = golfnb("data", "build", *words, "--out", "o", cwd=tmp_path)
+        assert done.returncode == 2 and one_sentence(done.stderr) and more in done.stderr, done.stderr
+        assert {p.name for p in tmp_path.iterdir()} == {"few.txt"}
+
+
+def test_the_next_command_gives_the_vocabulary_and_leaves_long_scoring_out(docs):
+    from golfnb.cli import next_training
+
+    made = {"train": {"tokens": 400_000}, "val": {"tokens": 900_000}, "vocab_size": 512}
+    assert next_training(made, "d", "m").endswith("VOCAB_SIZE=512 ITERATIONS=195 TTT_ENABLED=0")
+
+
+def test_corpora_are_not_mixed_and_overlap_has_a_verdict(tmp_path):
+    doc = lambda i: [1, *range(i, i + 40)]
+    for name, some in (("a_train_0.bin", [5, 5, 6]), ("a_val_0.bin", [6, 7])):
+        write_shard(tmp_path / name, sum(map(doc, some), []))
+    done = golfnb("data", "inspect", tmp_path, cwd=tmp_path)
+    assert "repeated training documents: 1" in done.stdout and "1 of 2 documents; this is bad" in done.stdout and "golfnb data build" in done.stdout
+    check_manifest(tmp_path, "")
+    write_shard(tmp_path / "fineweb_val_000000.bin", doc(3))
+    with pytest.raises(GolfError, match="must hold one corpus, found a and fineweb"):
+        check_manifest(tmp_path, "")

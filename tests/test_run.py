@@ -262,7 +262,7 @@ def broken(tmp_path: Path, data: dict, kind: str) -> dict:
 
 @pytest.mark.parametrize("kind, words", [
     ("magic", "magic"), ("version", "version"), ("length", "bytes"), ("zero bytes", "bytes"), ("empty shard", "token"), ("token over vocabulary", "60000"), ("short validation", "window|shorter|at least"),
-    ("no train shards", "fineweb_train"), ("shared file", "validation"), ("no tokenizer", "gone.model"), ("other vocabulary", "500"), ("heads", "NUM_HEADS"), ("unknown recipe", "pr1"),
+    ("no train shards", "_train_"), ("shared file", "validation"), ("no tokenizer", "gone.model"), ("other vocabulary", "500"), ("heads", "NUM_HEADS"), ("unknown recipe", "pr1"),
     ("does not parse", "MATRIX_LR"), ("not built", "MTP_NUM_HEADS")])
 def test_bad_input_is_one_clear_sentence(kind, words, data, tmp_path):
     with pytest.raises(GolfError) as e:

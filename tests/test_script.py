@@ -139,7 +139,7 @@ def test_published_commands_run_and_log_as_the_field_does(place, name, line, mor
 
 def test_bad_settings_end_the_script_with_a_sentence_and_nothing_written(place):
     root, data = place
-    for world, broken, words in ((1, {"DATA_PATH": str(root / "none")}, "fineweb_train"), (2, {"TRAIN_BATCH_TOKENS": "1000"}, "TRAIN_BATCH_TOKENS")):
+    for world, broken, words in ((1, {"DATA_PATH": str(root / "none")}, "_train_"), (2, {"TRAIN_BATCH_TOKENS": "1000"}, "TRAIN_BATCH_TOKENS")):
         done = torchrun(root / "readable.py", world, {**TINY, **data, **broken, "RECIPE": "pr549", "RUN_ID": "broken"}, root)
         said = [line for line in done.stderr.splitlines() if line.startswith("golfnb: ")]
         assert done.returncode != 0 and said and words in said[0], done.stderr[-2000:]
