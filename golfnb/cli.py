@@ -486,47 +486,6 @@ def artifact_convert_command(args) -> int:
     return 0
 
 # %% ../nbs/24_cli.ipynb #305c8883
-def find_artifact(path: str | Path) -> Path:
-    "A file itself, or the artifact in a run's directory. GolfError if the directory holds none."
-    path = Path(path)
-    if found := book.report.artifact_file(path) if path.is_dir() else path:
-        return found
-    raise GolfError(f"{path} must hold artifact.golf, found none; name the directory of a finished run, or a file")
-
-
-def run_place(artifact: Path | str, name: str) -> list[Path]:
-    "Where an artifact's run had a setting that is a path, [] if no summary.json beside it says so."
-    config = book.report.read_file(Path(artifact).parent / "summary.json").get("config")
-    place = config.get(name) if isinstance(config, dict) else None
-    return [Path(place)] if isinstance(place, str) else []
-
-
-def run_data(artifact: Path | str, split: str) -> str:
-    "A pattern for the shards, train or val, that an artifact's run used; '' if they are unknown or gone."
-    folders = [*run_place(artifact, "data_path"), Path(artifact).parent / "data"]
-    return next((f"{f}/*_{split}_*.bin" for f in folders if any(f.glob(f"*_{split}_*.bin"))), "")
-
-# %% ../nbs/24_cli.ipynb #2cf10a98
-def find_tokenizer(artifact: str | Path, wanted: str | None = None) -> str:
-    "The tokenizer of an artifact, of SHA-256 `wanted` if that is known; GolfError if there is none."
-    folder = Path(artifact).parent
-    places = [folder / "tokenizer.model", folder / "data" / "tokenizer.model", *run_place(artifact, "tokenizer_path")]
-    there = [p for p in places if p.is_file()]
-    if found := next((p for p in there if wanted in (None, book.bpb.tokenizer_hash(p))), None):
-        return str(found)
-    looked = f"another in {there[0]}" if there else f"none in {', '.join(map(str, places))}"
-    raise GolfError(f"the tokenizer that {artifact} was trained with is needed, found {looked}; "
-                    "give it with --tokenizer")
-
-
-def open_model(path: str | Path, tokenizer: str | None = None, **how) -> tuple:
-    "Model, meta, settings and tokenizer of a run or an artifact; `how` as in `load_model`, GolfError as there."
-    file = find_artifact(path)
-    golf, meta, cfg = book.artifact.load_model(file, tokenizer_path=tokenizer, **how)
-    tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
-    return golf, meta, cfg, book.bpb.load_tokenizer(tokenizer, cfg.vocab_size)
-
-# %% ../nbs/24_cli.ipynb #20dec8d2
 @command("score", "score a run's artifact from its file: sliding window, and TTT if asked", RUN,
          arg("--val", metavar="GLOB", help="validation shards, quoted (default: the run's)"), TOKENIZER,
          arg("--ttt", action="store_true", help="score-first test-time training as well"),
@@ -540,8 +499,8 @@ def score_command(args) -> int:
         raise GolfError(f"score: --audit runs on one rank, found --nproc {args.nproc}; leave one out")
     if args.nproc > 1 and "RANK" not in os.environ:
         return book.bench.launch_module(["golfnb.cli", *args.argv], args.nproc, {})
-    args.file = find_artifact(args.file)
-    args.val, args.train = (getattr(args, s) or run_data(args.file, s) for s in ("val", "train"))
+    args.file = book.report.find_artifact(args.file)
+    args.val, args.train = (getattr(args, s) or book.report.run_data(args.file, s) for s in ("val", "train"))
     if not args.val:
         raise GolfError(f"score: validation shards are needed, {args.file} and its summary.json name none that "
                         "are there; give them with --val")
@@ -568,7 +527,7 @@ def score_file(args, ranks) -> tuple:
 
     say, file = print if ranks.master else lambda *words, **options: None, args.file
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    golf, meta, cfg, sp = open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
+    golf, meta, cfg, sp = book.report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
     cfg, table = score_config(meta, cfg, read_settings(args.settings)), book.bpb.byte_table(sp).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)

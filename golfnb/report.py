@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SAMPLE_TOKENS', 'SAMPLE_HEAT', 'BLUE', 'ORANGE', 'VIOLET', 'GREEN', 'PALE', 'COLOURS', 'LINES', 'CHART_STYLE',
            'BPB_STAGES', 'QUANTILES', 'TABLES', 'PAGE_STYLE', 'read_file', 'artifact_file', 'other_file',
-           'quantized_counts', 'counts_entropy', 'read_run', 'sampled_text', 'chart', 'embed', 'series', 'loss_chart',
-           'ttt_chart', 'weight_chart', 'run_rows', 'run_table', 'html_table', 'note', 'paired', 'report_html',
-           'write_report']
+           'quantized_counts', 'counts_entropy', 'read_run', 'find_artifact', 'run_place', 'run_data', 'find_tokenizer',
+           'open_model', 'sampled_text', 'chart', 'embed', 'series', 'loss_chart', 'ttt_chart', 'weight_chart',
+           'run_rows', 'run_table', 'html_table', 'note', 'paired', 'report_html', 'write_report']
 
 # %% ../nbs/23_report.ipynb #fa2d841b
 import hashlib
@@ -23,9 +23,9 @@ from .artifact import ARTIFACT_CAP, load_artifact, load_model
 from .bench import settings_diff
 from .bpb import load_tokenizer, tokenizer_hash
 from .config import setting_specs
-from .model import generate
+from .sampling import generate
 from .settings import GolfError, printable, read_json, reading
-from .shards import atomic_write, read_span
+from .shards import atomic_write, find_shards, read_span
 
 # %% ../nbs/23_report.ipynb #e56fec04
 def read_file(path: Path) -> dict:
@@ -82,20 +82,55 @@ def read_run(folder: Path) -> dict:
             "counts": quantized_counts(packed) if packed else {}, "mixed": [*filter(None, mixed)]}
 
 # %% ../nbs/23_report.ipynb #c8a5873b
+def find_artifact(path: str | Path) -> Path:
+    "A file itself, or the artifact in a run's directory. GolfError if the directory holds none."
+    path = Path(path)
+    if found := artifact_file(path) if path.is_dir() else path:
+        return found
+    raise GolfError(f"{path} must hold artifact.golf, found none; name the directory of a finished run, or a file")
+
+
+def run_place(artifact: Path | str, name: str) -> list[Path]:
+    "Where an artifact's run had a setting that is a path, [] if no summary.json beside it says so."
+    config = read_file(Path(artifact).parent / "summary.json").get("config")
+    place = config.get(name) if isinstance(config, dict) else None
+    return [Path(place)] if isinstance(place, str) else []
+
+
+def run_data(artifact: Path | str, split: str) -> str:
+    "A pattern for the shards, train or val, that an artifact's run used; '' if they are unknown or gone."
+    folders = [*run_place(artifact, "data_path"), Path(artifact).parent / "data"]
+    return next((f"{f}/*_{split}_*.bin" for f in folders if any(f.glob(f"*_{split}_*.bin"))), "")
+
+# %% ../nbs/23_report.ipynb #bcd4ba5b
+def find_tokenizer(artifact: str | Path, wanted: str | None = None) -> str:
+    "The tokenizer of an artifact, of SHA-256 `wanted` if that is known; GolfError if there is none."
+    folder = Path(artifact).parent
+    places = [folder / "tokenizer.model", folder / "data" / "tokenizer.model", *run_place(artifact, "tokenizer_path")]
+    there = [p for p in places if p.is_file()]
+    if found := next((p for p in there if wanted in (None, tokenizer_hash(p))), None):
+        return str(found)
+    looked = f"another in {there[0]}" if there else f"none in {', '.join(map(str, places))}"
+    raise GolfError(f"the tokenizer that {artifact} was trained with is needed, found {looked}; "
+                    "give it with --tokenizer")
+
+
+def open_model(path: str | Path, tokenizer: str | None = None, **how) -> tuple:
+    "Model, meta, settings and tokenizer of a run or an artifact; `how` as in `load_model`, GolfError as there."
+    file = find_artifact(path)
+    golf, meta, cfg = load_model(file, tokenizer_path=tokenizer, **how)
+    tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
+    return golf, meta, cfg, load_tokenizer(tokenizer, cfg.vocab_size)
+
+# %% ../nbs/23_report.ipynb #50f7714a
 SAMPLE_TOKENS, SAMPLE_HEAT = 100, 0.8
 
 
-def sampled_text(folder: Path, config: dict) -> tuple[str, str]:
+def sampled_text(folder: Path) -> tuple[str, str]:
     "A prompt, and what a run's artifact goes on with; GolfError if it or its tokenizer is not at hand."
-    if not (artifact := artifact_file(folder)):
-        raise GolfError(f"no artifact lies in {folder}")
-    model, meta, cfg = load_model(artifact)
-    places = folder / "tokenizer.model", folder / "data/tokenizer.model", Path(config["tokenizer_path"])
-    known = (p for p in places if p.is_file() and tokenizer_hash(p) == meta["tokenizer_sha256"])
-    if not (tokenizer := next(known, None)):
-        raise GolfError(f"its tokenizer lies neither beside {artifact} nor where it was in training")
-    sp, shards = load_tokenizer(tokenizer, cfg.vocab_size), Path(config["data_path"]).glob("*_val_*.bin")
-    prompt = next((read_span(path, 0, 33).tolist() for path in sorted(shards)), [sp.bos_id()])
+    model, _, _, sp = open_model(folder)
+    val = run_data(find_artifact(folder), "val")
+    prompt = read_span(find_shards(val)[0], 0, 33).tolist() if val else [sp.bos_id()]
     ids = generate(model, prompt, SAMPLE_TOKENS, SAMPLE_HEAT, 0)
     begin, text = (sp.decode([t for t in part if not sp.is_control(t)]) for part in (prompt, ids))
     return begin, text[len(begin):]
@@ -354,10 +389,10 @@ def sections(runs: list[dict]) -> dict[str, str]:
             "Settings": settings_table(runs) or note("no setting differs"), "Audit": "".join(audits)}
 
 # %% ../nbs/23_report.ipynb #72cc43b4
-def sample_section(folder: Path, config: dict) -> str:
+def sample_section(folder: Path) -> str:
     "The sampled text of a run as HTML, or why there is none: it never costs the page."
     try:
-        prompt, text = (html.escape(printable(part)) for part in sampled_text(folder, config))
+        prompt, text = (html.escape(printable(part)) for part in sampled_text(folder))
     except Exception as e:
         return note(f"no sampled text: {e}")
     how = f"{SAMPLE_TOKENS} tokens that the artifact drew, at temperature {SAMPLE_HEAT} with seed 0"
@@ -387,7 +422,6 @@ def write_report(run_dir: Path, *others: Path, words: str = "") -> Path:
     path = folders[0].parent / "compare.html" if others else folders[0] / "report.html"
     with reading(" and ".join(map(str, folders))):
         runs = [read_run(folder) for folder in folders]
-        config = runs[0]["summary"].get("config", {})
-        top = note(words, "said") if others else sample_section(folders[0], config)
+        top = note(words, "said") if others else sample_section(folders[0])
         atomic_write(path, report_html(runs, top))
     return path

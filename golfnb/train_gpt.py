@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source c8d56ea0aae4964c | Apache-2.0
+# golfnb script --recipe pr549 | source acc6f3a4b2d97052 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import warnings
+import weakref
 import zlib
 from collections import deque, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import timedelta
@@ -316,7 +317,10 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
                             f"{other}: remove it from one of them")
 
 def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
-    "Raises GolfError if the folder has a manifest.json that is damaged, or names other shards or tokenizer."
+    "Raises GolfError for two corpora, a damaged manifest.json, or one of other shards or tokenizer."
+    found = [(p, p.name.split(f"_{s}_")[0]) for s in ("train", "val") for p in folder.glob(f"*_{s}_*.bin")]
+    if len(corpora := {name for _, name in found}) > 1:
+        raise GolfError(f"{folder} must hold one corpus, found {' and '.join(sorted(corpora))}: move one out")
     if not (path := folder / "manifest.json").exists():
         return
     try:
@@ -325,7 +329,7 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
         named["tokenizer"] = made["tokenizer_sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise GolfError(f"{path} must be as `golfnb data build` made it, found damage: build again") from None
-    there = {p.name: read_header(p) for p in folder.glob("fineweb_*.bin")} | {"tokenizer": tokenizer_sha256}
+    there = {p.name: read_header(p) for p, _ in found} | {"tokenizer": tokenizer_sha256}
     for name in named | there:
         if named.get(name) != there.get(name):
             raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, found "
@@ -414,7 +418,7 @@ def grad_accum(world: int) -> int:
 class LoaderSettings(Settings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
-                             "directory of fineweb_train_*.bin and fineweb_val_*.bin: path")
+                             "directory of NAME_train_*.bin and NAME_val_*.bin: path")
     loader: str = setting("sequential", "order of windows", "sequential", "coprime", "packed", fixed="yes")
     train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
@@ -2453,9 +2457,16 @@ def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]
     return [(a, min(a + batch_seqs, end), keep) for keep, n, end in groups
             for a in range(end - n, end, batch_seqs)]
 
+def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
+    "The items; before each, `log.at` says: `what`, how many are done, how many there are, tokens in all."
+    for i, item in enumerate(items := list(items)):
+        if log is not None:
+            log.at = what, i, len(items), tokens
+        yield item
+
 @torch.no_grad()
 def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
-                  batch_seqs: int) -> Tensor:
+                  batch_seqs: int, log=None) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 
     `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`; a forward
@@ -2463,7 +2474,7 @@ def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Ten
     """
     total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
-    for a, b, keep in window_batches(keeps, batch_seqs):
+    for a, b, keep in counted(window_batches(keeps, batch_seqs), "scoring", log, tokens.numel() - 1):
         first = starts[a:b]
         filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
         ids = tokens[filled[:, None] + span].long()
@@ -2487,19 +2498,19 @@ def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
     return nll / n, bits_per_byte(nll, n_bytes)
 
 def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
-                 batch_seqs: int, ranks: Ranks) -> tuple[float, float]:
+                 batch_seqs: int, ranks: Ranks, log=None) -> tuple[float, float]:
     "Nats a token and bits per byte of a stream in `windows`, as `score_windows`; every rank must call."
     n = tokens.numel() - 1
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
     sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n),
-                         min(batch_seqs, len(starts)))
+                         min(batch_seqs, len(starts)), log)
     return total_score(sums, n, ranks)
 
 def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
-               ranks: Ranks) -> tuple[float, float]:
+               ranks: Ranks, log=None) -> tuple[float, float]:
     "Plain validation: `sliding_loss` in disjoint rows."
-    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks)
+    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log=log)
 
 @dataclass
 class EvalSettings(Settings):
@@ -2647,9 +2658,12 @@ class RunLog:
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
+        self.at, self.spoke = ("starting", 0, 0, 0), time.perf_counter()
+        threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
 
     def line(self, text: str):
         "One line of text."
+        self.spoke = time.perf_counter()
         self.put(text, *[sys.stdout] * self.loud, *self.files[:1])
 
     def event(self, kind: str, **values):
@@ -2666,7 +2680,7 @@ class RunLog:
         "Write a line to open files and flush; what cannot be written is told, once for each kind of error."
         for f in files:
             try:
-                print(text, file=f, flush=True)
+                print(f"{text}\n", end="", file=f, flush=True)  # in one piece: a thread writes too
             except OSError as e:
                 if f not in self.files:  # or Python tries once more as it ends, and fails
                     os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
@@ -2674,6 +2688,22 @@ class RunLog:
                     self.told.add(e.errno)
                     self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
                              "to train.log as soon as there is room", sys.stderr)
+
+    def listen(self):
+        "A thread: an event each second of how far the run is, and a line if there was none for eight."
+        key = None
+        with suppress(ReferenceError, ValueError):  # the log is gone, or closed
+            while self.files:
+                time.sleep(1.0)
+                (what, done, total, tokens), now = self.at, time.perf_counter()
+                if key != (what, done > 1):  # the first part warms up and says nothing of the pace
+                    key, first, begun = (what, done > 1), done, now
+                pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
+                speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
+                left = f"{(total - done) / pace:.0f} s left" if pace else f"{now - begun:.0f} s so far"
+                self.event("progress", what=what, done=done, total=total, left=left)
+                if now - self.spoke > 8:
+                    self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
 
 class Averages:
     "The averages that AVERAGING asks for, of what this rank owns."
@@ -2716,7 +2746,7 @@ class Trainer:
         self.averages, self.reader, self.project = Averages(cfg, engine), LateReader(), None
         self.steps, self.skipped, self.train_ms, self.stop = 0, 0, 0.0, False
         self.losses, self.starts, self.late_multiplier = [], [], 1.0
-        self.val_loss = self.val_bpb = self.qat_from = None
+        self.val_loss = self.val_bpb = self.qat_from = self.held = None
 
     def elapsed_ms(self) -> float:
         "Milliseconds of training so far, by this rank's clock."
@@ -2742,6 +2772,13 @@ class Trainer:
         "One step of training, and what the host has just learnt of the step before last."
         cfg, engine, step, elapsed = self.cfg, self.engine, self.steps, self.elapsed_ms()
         self.starts.append(elapsed)
+        total = min(cfg.iterations, (cfg.train_cap_ms or math.inf) * max(step, 1) / max(elapsed, 1e-9))
+        self.log.at = "training", step, total, total * getattr(cfg, "train_batch_tokens", 0)
+        if self.held is None and elapsed >= cfg.train_cap_ms / 20:
+            self.held = ("ema" in cfg.averaging) * cfg.ema_decay ** total / (1)
+            if self.held > 0.1:
+                self.log.line(f"note: after {total:.0f} steps {self.held:.0%} of the average is initial "
+                              f"weights; set EMA_DECAY={max(0.0, 1 - 5 / total):.3g}, or train longer")
         loss = micro_steps(self.loss_fn, self.batches, engine, grad_accum(engine.ranks.world))
         if step == 0:
             engine.ranks.barrier()
@@ -2808,7 +2845,7 @@ def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engin
     "Run `warmup_steps` steps, then put everything back as it was."
     saved, place = [t.clone() for t in engine.state()], loader.state()
     trial = Trainer(cfg, loss_fn, loader, engine, now=lambda: 0.0)
-    for step in range(1, cfg.warmup_steps + 1):
+    for step in counted(range(1, cfg.warmup_steps + 1), "compiling", log):
         trial.step()
         if step <= 3 or step % 10 == 0 or step == cfg.warmup_steps:
             log.line(f"warmup_step:{step}/{cfg.warmup_steps}")
@@ -2856,11 +2893,11 @@ def pack_rows(name: str, w: Tensor, kind: str) -> Packed:
         q, scale, _ = best_clip(w)
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
-def quantize_state(named: Mapping, small: int = SMALL_MATRIX) -> dict:
+def quantize_state(named: Mapping, small: int = SMALL_MATRIX, log=None) -> dict:
     "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
     return {name: pack_rows(name, named[name], kind) if kind in INT_MAX else
-            pack_plain(name, named[name], kind) for name, kind in kinds.items()}
+            pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
@@ -2883,13 +2920,13 @@ class QuantSettings(GridSettings):
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
 
 def fit_state(named: Mapping,
-              small: int = SMALL_MATRIX) -> dict:
+              small: int = SMALL_MATRIX, log=None) -> dict:
     """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
 
     Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
     same; `measure` is called on rank 0. `small` as in `quantize_state`.
     """
-    packed = quantize_state(named, small=small)
+    packed = quantize_state(named, small=small, log=log)
     matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
     return packed
 
@@ -3159,23 +3196,26 @@ class ChunkTrainer:
             self.engine.step(multiplier, self.cfg.ttt_momentum)
 
 class RunningScore:
-    "The score of a pass, logged after every so many of its steps. Sums are [nats, bytes, targets]."
+    "The score of a pass: an event after each step, a line `every` so many. Sums are [nats, bytes, targets]."
 
     def __init__(self, log: RunLog | None, steps: int):
         self.log, self.steps, self.every, self.reader = log, steps, 10, LateReader()
 
     def push(self, sums: Tensor, step: int, ranks: Ranks):
-        "Log the score after `step`, a few steps later."
-        if self.log is not None and step % self.every == 0:
+        "Log the score after `step`, two steps later; the last is for who has the sums of all ranks."
+        if self.log is not None and step + 1 < self.steps:
             if late := self.reader.push(torch.cat([ranks.sum(sums.clone()), sums.new_full((1,), step)])):
                 self.write(*late)
 
     def write(self, nats: float, n_bytes: float, count: float, step: float):
-        "Log one line and one event."
+        "Log one event, and a line if it is time; before the last step those that are still under way."
+        while step + 1 == self.steps and self.reader.queue:
+            self.write(*self.reader.pop())
         if self.log is not None and n_bytes > 0:
             loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
-            self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
+            if step % self.every == 0 or step + 1 == self.steps:
+                self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
 
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
                 forward: Callable | None = None, log: RunLog | None = None) -> tuple[float, float, Ledger]:
@@ -3192,7 +3232,7 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger)
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
-    for c, (lo, hi) in enumerate(parts):
+    for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
         a, b = (lo + i for i in share_of(hi - lo, ranks))
         sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch)
         ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
@@ -3385,7 +3425,7 @@ class Session:
         compress_section(b"x", "lzma")  # or its package is missed after the training
         table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
-        self.train_paths, val_paths = find_shards(data / "fineweb_train_*.bin"), data / "fineweb_val_*.bin"
+        self.train_paths, val_paths = find_shards(data / "*_train_*.bin"), data / "*_val_*.bin"
         check_disjoint(self.train_paths, find_shards(val_paths))
         check_manifest(data, self.tokenizer_sha256)
         val = val_tokens(val_paths, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
@@ -3399,7 +3439,7 @@ class Session:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         "Add the seconds of the block to those of phase `name`."
-        start = time.perf_counter()
+        start, self.log.at = time.perf_counter(), (name, 0, 0, 0)
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
@@ -3432,8 +3472,8 @@ class Session:
 
     def plain_score(self) -> tuple[float, float]:
         "Nats a token and bits per byte in disjoint rows."
-        cfg, rows = self.cfg, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
-        return plain_loss(self.machine.forward, self.val, self.table, cfg.train_seq_len, rows, self.ranks)
+        row, rows = self.cfg.train_seq_len, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
+        return plain_loss(self.machine.forward, self.val, self.table, row, rows, self.ranks, self.log)
 
     def train_weights(self) -> Averages:
         "Warm up, train, and score the raw weights."
@@ -3486,6 +3526,7 @@ class Session:
     def write_artifact(self, packed: dict, code_bytes: int) -> Path:
         "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."
         cfg, line, name = self.cfg, self.log.line, "artifact.golf"
+        self.log.at = "compressing", 0, 0, 0
         try:
             self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), "lzma",
                                                    cfg.target_bytes, code_bytes))
@@ -3512,7 +3553,7 @@ class Session:
             hessians = None
             try:
                 packed = fit_state(averaged,
-                                   cfg.small_tensor)
+                                   cfg.small_tensor, self.log)
             except NothingFits as e:
                 self.log.line(str(e))
                 packed = e.packed
@@ -3527,8 +3568,8 @@ class Session:
         load_named(m.model, state)
 
         def sliding():
-            rows = cfg.rows_per_score(ranks.world)
-            return sliding_loss(m.forward, val, table, cfg.eval_seq_len, cfg.eval_stride, rows, ranks)
+            rows, row, stride = cfg.rows_per_score(ranks.world), cfg.eval_seq_len, cfg.eval_stride
+            return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
 
         def adapt():
             return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)

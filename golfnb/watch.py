@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HOSTS', 'LOG_LINES', 'WATCH_STYLE', 'WATCH_BODY', 'CHART_SCRIPT', 'NEWS_SCRIPT', 'WATCH_SCRIPT', 'SERIES',
            'read_events', 'outlook', 'outlook_line', 'clock', 'foretell', 'val_tokens_of', 'page_handler',
-           'page_server', 'serve_page', 'news', 'tail', 'watch_routes', 'watch', 'watch_page', 'follow_events',
+           'page_server', 'run_server', 'news', 'tail', 'watch_routes', 'watch', 'watch_page', 'follow_events',
            'log_run', 'extra', 'to_tensorboard', 'to_wandb', 'Bar']
 
 # %% ../nbs/23b_watch.ipynb #17ff240d
@@ -136,9 +136,8 @@ def page_server(handler: type, port: int | None = None, first: int = 8899) -> Th
     raise GolfError(f"cannot listen on port {port or f'{first} to {first + 99}'} ({problem}): choose another with --port")
 
 
-def serve_page(routes: dict, port: int | None = None, browser: bool = True, name: str = "watch") -> None:
-    "Serve `routes` (as `page_handler` takes them) until Ctrl-C; opens the browser if it is asked to."
-    server = page_server(page_handler(routes), port)
+def run_server(server: ThreadingHTTPServer, name: str, browser: bool = True) -> None:
+    "Say where a server is, open the browser if asked to, and serve until Ctrl-C."
     address = f"http://127.0.0.1:{server.server_port}/"
     print(f"{name}: {address}  Ctrl-C stops it", flush=True)
     if browser:
@@ -146,7 +145,7 @@ def serve_page(routes: dict, port: int | None = None, browser: bool = True, name
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        print(f"\n{name}: stopped")
+        print(f"\r{name}: stopped")
     finally:
         server.server_close()
 
@@ -199,7 +198,7 @@ def watch(folder: Path, port: int | None = None, browser: bool = True) -> None:
     "Serve the page of a run, which may not have begun, until Ctrl-C. Raises GolfError if the port is taken."
     if not Path(folder, "metrics.jsonl").is_file():
         print(f"watch: nothing in {folder} yet; the page begins when the run does", flush=True)
-    serve_page(watch_routes(folder), port, browser)
+    run_server(page_server(page_handler(watch_routes(folder)), port), "watch", browser)
 
 # %% ../nbs/23b_watch.ipynb #fd5e5ac4
 WATCH_STYLE = PAGE_STYLE + """
@@ -366,7 +365,7 @@ def extra(module: str, name: str):
     try:
         return import_module(module)
     except ImportError:
-        raise GolfError(f"log: {name} is needed, found none; run `pip install golfnb[{name}]`") from None
+        raise GolfError(f"log: {name} is needed, found none; run `pip install golfnb[track]`") from None
 
 
 def to_tensorboard(folder: Path, out: Path, follow: bool = False) -> int:

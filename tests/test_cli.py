@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
-from golfnb.cli import find_tokenizer, main_cli, read_command, read_settings, settings_help
+from golfnb.report import find_tokenizer
+from golfnb.cli import main_cli, read_command, read_settings, settings_help
 from golfnb.config import setting_specs
 from golfnb.settings import GolfError
 from golfnb.shards import write_shard
@@ -247,7 +248,8 @@ def test_a_failing_preflight_under_torchrun_is_one_line_too(tmp_path):
 
 
 def test_help_imports_nothing_heavy(tmp_path):
-    code = "import sys\nfrom golfnb.cli import main_cli\ntry:\n    main_cli(sys.argv[1:])\nexcept SystemExit as e:\n    assert e.code == 0\nprint(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    code = "import sys\nfrom golfnb.report import find_tokenizer
+from golfnb.cli import main_cli\ntry:\n    main_cli(sys.argv[1:])\nexcept SystemExit as e:\n    assert e.code == 0\nprint(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     for argv in (["--help"], ["score", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path, env=clean_env())
         assert done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr

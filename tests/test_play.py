@@ -7,6 +7,7 @@ import sys
 import threading
 import urllib.request
 from dataclasses import asdict
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -18,12 +19,12 @@ from tiny import golfnb, one_sentence, tiny_data
 
 from golfnb.artifact import save_artifact
 from golfnb.bpb import load_tokenizer, tokenizer_hash
-from golfnb.cli import find_artifact, find_tokenizer, run_data
+from golfnb.report import find_artifact, find_tokenizer, run_data
 from golfnb.evaluate import plain_loss
 from golfnb.layout import model_layout
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
 from golfnb.parallel_muon import Ranks
-from golfnb.play import LIMIT, Player, PlayServer, TextPieces
+from golfnb.play import LIMIT, Player, TextPieces, play_server
 from golfnb.quantize import quantize_state
 from golfnb.settings import GolfError
 
@@ -154,7 +155,7 @@ def test_bytes_wait_for_their_character(player):
 
 @pytest.fixture(scope="module")
 def server(player, run):
-    with PlayServer([player, Player(run)]) as server:
+    with play_server([player, Player(run)]) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -205,7 +206,7 @@ def test_other_doors_are_shut(server, player):
     assert ask(server, "other", None, method="GET")[0] == 400 and ask(server, "", None, method="GET", Host="golf.example")[0] == 400
     assert server.server_address[0] == "127.0.0.1"
     with pytest.raises(GolfError, match="--port"):
-        PlayServer([player], server.server_port)
+        play_server([player], server.server_port)
 
 
 def test_a_character_without_a_token_is_named(player, tmp_path, monkeypatch):
@@ -221,9 +222,9 @@ def test_the_command_prints_its_address_and_ends_in_one_line(run, tmp_path, monk
         assert b"golfnb play" in urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=20).read()
         raise KeyboardInterrupt  # as Ctrl-C does
 
-    monkeypatch.setattr(PlayServer, "serve_forever", interrupted)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", interrupted)
     done = golfnb("play", run, run, "--no-browser", cwd=tmp_path)
-    assert done.returncode == 0 and re.fullmatch(r"play: http://127.0.0.1:88\d\d/ \(Ctrl-C stops it\)\s*play: stopped\n", done.stdout) and not done.stderr, done.stdout + done.stderr
+    assert done.returncode == 0 and re.fullmatch(r"play: http://127.0.0.1:88\d\d/  Ctrl-C stops it\s*play: stopped\n", done.stdout) and not done.stderr, done.stdout + done.stderr
     done = golfnb("play", tmp_path, cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr)
 

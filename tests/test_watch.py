@@ -237,7 +237,7 @@ def test_other_dashboards_get_the_numbers(tmp_path, monkeypatch):
 def test_log_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     (tmp_path / "metrics.jsonl").write_text(STEP % 1)
-    for words, said in ((["--wandb", "x"], r"pip install golfnb\[wandb\]"), ([], "--tensorboard DIR or --wandb PROJECT"), (["--wandb", "x", "--tensorboard", "y"], "found both")):
+    for words, said in ((["--wandb", "x"], r"pip install golfnb\[track\]"), ([], "--tensorboard DIR or --wandb PROJECT"), (["--wandb", "x", "--tensorboard", "y"], "found both")):
         done = golfnb("log", tmp_path, *words, cwd=tmp_path)
         assert done.returncode == 2 and one_sentence(done.stderr) and re.search(said, done.stderr)
 
