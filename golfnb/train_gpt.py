@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source acc6f3a4b2d97052 | Apache-2.0
+# golfnb script --recipe pr549 | source 7add8b94c5994f73 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -2658,7 +2658,7 @@ class RunLog:
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
-        self.at, self.spoke = ("starting", 0, 0, 0), time.perf_counter()
+        self.at, self.pacing, self.spoke = ("starting", 0, 0, 0), None, time.perf_counter()
         threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
 
     def line(self, text: str):
@@ -2691,13 +2691,11 @@ class RunLog:
 
     def listen(self):
         "A thread: an event each second of how far the run is, and a line if there was none for eight."
-        key = None
         with suppress(ReferenceError, ValueError):  # the log is gone, or closed
-            while self.files:
-                time.sleep(1.0)
+            while not time.sleep(1.0) and self.files:
                 (what, done, total, tokens), now = self.at, time.perf_counter()
-                if key != (what, done > 1):  # the first part warms up and says nothing of the pace
-                    key, first, begun = (what, done > 1), done, now
+                if self.pacing != (what, done > 1):  # the first part warms up and says nothing of the pace
+                    self.pacing, first, begun = (what, done > 1), done, now
                 pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
                 speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
                 left = f"{(total - done) / pace:.0f} s left" if pace else f"{now - begun:.0f} s so far"
