@@ -71,34 +71,34 @@ class Keeper:
 
     def __init__(self, folder: Path, every_s: float, ranks: Ranks, log: RunLog):
         self.folder, self.every_ms, self.ranks, self.log = Path(folder), 1000 * every_s, ranks, log
-        self.dcp = import_module("torch.distributed.checkpoint")
+        self.dcp = import_module("torch.distributed.checkpoint")  # slow, so only where it is needed
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
-        self.buffers, self.words, self.saved_ms = {}, deque(), 0.0
+        self.buffers, self.votes, self.saved_ms = {}, deque(), 0.0
         self.thread = self.problem = None
-        self.training, self.terminated, self.before, self.step = False, False, None, None
-        self.how = f"golfnb train --resume {self.folder.parent}"
+        self.training, self.terminated, self.old_handler, self.step = False, False, None, None
+        self.resume_by = f"golfnb train --resume {self.folder.parent}"
         if ranks.hosts > 1:
-            self.how = f"RESUME=1 RUN_ID={self.folder.parent.name} and the command of each host"
+            self.resume_by = f"RESUME=1 RUN_ID={self.folder.parent.name} and the command of each host"
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGTERM, lambda *_: self.hear())
+            self.old_handler = signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
 
-    def hear(self):
+    def on_sigterm(self):
         "SIGTERM has come: in training wait for the end of a step, else for a checkpoint, and end."
         self.terminated = True
         if not self.training:
             if self.thread:
                 self.thread.join()
             if self.ranks.master:
-                os.write(2, f"golfnb: stopped by SIGTERM; go on with {self.how}\n".encode())
-            os._exit(Stopped.status)  # no exception: whoever works just now might take it for its own
+                os.write(2, f"golfnb: stopped by SIGTERM; go on with {self.resume_by}\n".encode())
+            os._exit(Stopped.status)  # an exception might be caught by whatever code runs now
 
     def close(self):
         "Wait for the last checkpoint, and give SIGTERM back."
         self.wait()
         self.group = None
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
+        if self.old_handler is not None:
+            signal.signal(signal.SIGTERM, self.old_handler)
 
     def save(self, run: Trainer):
         "Copy the state, and let a thread write it; waits for the one before to be written."
@@ -160,7 +160,7 @@ def wait(self: Keeper):
         self.log.line(f"{self.problem}; the run goes on, and tries again")
         self.problem = None
 
-# %% ../nbs/15b_checkpoint.ipynb #642e45b7
+# %% ../nbs/15b_checkpoint.ipynb #aa5fdd59
 @patch
 def after_step(self: Keeper, run: Trainer):
     "Save if it is time; save and raise Stopped if a rank was told to stop."
@@ -170,23 +170,23 @@ def after_step(self: Keeper, run: Trainer):
     flags, handle = torch.tensor([due, self.terminated], dtype=torch.int32), None
     if self.ranks.world > 1:
         handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.patient, async_op=True)
-    self.words.append((flags, handle))
-    if len(self.words) > LATE_STEPS:
-        flags, handle = self.words.popleft()
+    self.votes.append((flags, handle))
+    if len(self.votes) > LATE_STEPS:
+        flags, handle = self.votes.popleft()
         if handle is not None:
             handle.wait()
         if flags.any():
             self.save(run)
         if flags[1]:
             self.wait()
-            raise Stopped(f"stopped by SIGTERM after step {run.steps}; go on with {self.how}")
+            raise Stopped(f"stopped by SIGTERM after step {run.steps}; go on with {self.resume_by}")
 
-# %% ../nbs/15b_checkpoint.ipynb #caa03160
+# %% ../nbs/15b_checkpoint.ipynb #fc0bdce1
 @patch
 def after_training(self: Keeper, run: Trainer):
     "Save the state at the end, from which averages and artifact are made."
-    while self.words:  # what is still under way
-        flags, handle = self.words.popleft()
+    while self.votes:  # what is still under way
+        flags, handle = self.votes.popleft()
         if handle is not None:
             handle.wait()
         self.terminated = self.terminated or bool(flags[1])
@@ -194,7 +194,7 @@ def after_training(self: Keeper, run: Trainer):
         self.save(run)
     self.training = False
     if self.terminated:
-        self.hear()
+        self.on_sigterm()
 
 # %% ../nbs/15b_checkpoint.ipynb #1c584302
 @patch
@@ -228,12 +228,12 @@ def resume(self: Keeper, run: Trainer):
         run.project = GridProjector(run.engine, run.cfg.scale_floor)
     for name, t in named_tensors(run).items():
         if name not in saved or saved[name].shape != t.shape:
-            found = tuple(saved[name].shape) if name in saved else "none"
+            shape = tuple(saved[name].shape) if name in saved else "none"
             raise GolfError(f"the checkpoint in {self.folder} must hold {name} {tuple(t.shape)}, "
-                            f"found {found}: it is of another model")
+                            f"found {shape}: it is of another model")
         t.copy_(saved[name])
-    for values in facts["unread"]:  # sums over the ranks there were
-        for word in ["loss", *["norm_sq"] * (run.engine.clip == "local")]:
+    for values in facts["unread"]:
+        for word in ("loss", "norm_sq") if run.engine.clip == "local" else ("loss",):
             values[CONTROL_WORDS.index(word)] *= self.ranks.world / facts["world"]
         run.reader.queue.append((torch.tensor(values, dtype=torch.float64), None))
     run.batches.rewind(facts["loader"])

@@ -32,7 +32,7 @@ VICTIMS = ("rank 0", "rank 1", "torchrun", "golfnb")
 
 
 def start(folder: Path, words: list[str]) -> subprocess.Popen:
-    "`golfnb train` on two ranks in a session of its own; what it says is appended to the folder's drill.log."
+    "`golfnb train` on two ranks in a session of its own; what it prints goes to FOLDER.log."
     with open(folder.with_suffix(".log"), "ab") as log:
         return subprocess.Popen([sys.executable, "-m", "golfnb.cli", "train", "--nproc", "2", *words],
                                 stdout=log, stderr=log, start_new_session=True)
@@ -42,26 +42,24 @@ def processes(folder: Path) -> dict[str, int]:
     "Name -> pid of the processes of a run: golfnb, torchrun, rank 0, rank 1."
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has just ended
             words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if "Z" in (place / "stat").read_text().rpartition(")")[2][:3] or not any(folder.name in w for w in words):
+            if not any(folder.name in word for word in words):  # a zombie has no words
                 continue
             env = (place / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has just ended
-            continue
-        rank = next((w[5:] for w in env if w.startswith("RANK=")), "")
-        name = f"rank {rank}" if rank else "torchrun" if "--standalone" in words else "golfnb"
-        if name != "golfnb" or "golfnb.cli" in words:
-            found[name] = int(place.name)
+            rank = next((word[5:] for word in env if word.startswith("RANK=")), "")
+            name = f"rank {rank}" if rank else "torchrun" if "--standalone" in words else "golfnb"
+            if name != "golfnb" or "golfnb.cli" in words:
+                found[name] = int(place.name)
     return found
 
 # %% ../nbs/24c_drill.ipynb #65b70b15
-def phase_of(folder: Path, old: int) -> str:
-    "The phase of a run whose metrics.jsonl had `old` bytes when it was started; empty when it has ended."
+def phase_of(folder: Path, seen: int) -> str:
+    "The phase of a run whose metrics.jsonl had `seen` bytes when it was started; empty when it has ended."
     events, summary = folder / "metrics.jsonl", read_file(folder / "progress.json").get("summary", {})
     if (folder / "summary.json").exists():
         return ""
-    fresh = events.read_bytes()[old:].decode() if events.exists() else ""
+    fresh = events.read_bytes()[seen:].decode() if events.exists() else ""
     if '"name": "building"' not in fresh:
         return "starting"
     if "sliding_bpb" in summary or "artifact_bytes" in summary:
@@ -69,9 +67,9 @@ def phase_of(folder: Path, old: int) -> str:
     return "packing" if "ema_bpb" in summary or '"name": "training"' in fresh else "training"
 
 # %% ../nbs/24c_drill.ipynb #f0b12ca4
-def kill_in(child: subprocess.Popen, folder: Path, old: int, phase: str, lengths: dict, rng: random.Random) -> dict | None:
-    "Wait for a phase and a random part of it, then kill one of the run's processes; None if it was over before."
-    while (now := phase_of(folder, old)) != phase:
+def kill_in(child: subprocess.Popen, folder: Path, seen: int, phase: str, lengths: dict, rng) -> dict | None:
+    "Kill a process of a run in a phase; what happened, as plain data, or None if the run was past it."
+    while (now := phase_of(folder, seen)) != phase:
         if child.poll() is not None or now not in PHASES or PHASES.index(now) > PHASES.index(phase):
             return None
         time.sleep(0.01)
@@ -80,7 +78,7 @@ def kill_in(child: subprocess.Popen, folder: Path, old: int, phase: str, lengths
     victim = rng.choice([name for name in VICTIMS if name in there] or [""])
     if not victim:
         return None
-    at = phase_of(folder, old)
+    phase = phase_of(folder, seen) or phase  # it may have gone on meanwhile
     try:
         os.kill(there[victim], signal.SIGKILL)
     except ProcessLookupError:
@@ -93,7 +91,8 @@ def kill_in(child: subprocess.Popen, folder: Path, old: int, phase: str, lengths
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     child.wait()
-    return {"phase": at or phase, "victim": victim, "seconds": gone, "left": sorted(left), "half": half_files(folder)}
+    return {"phase": phase, "victim": victim, "seconds": gone, "left": sorted(left),
+            "half": half_files(folder)}
 
 # %% ../nbs/24c_drill.ipynb #2475fe73
 def half_files(folder: Path) -> list[str]:
@@ -112,6 +111,17 @@ def half_files(folder: Path) -> list[str]:
     return bad
 
 # %% ../nbs/24c_drill.ipynb #308ce1b1
+def differences(whole: Path, folder: Path) -> list[str]:
+    "Names of the files and scores in which a run that was killed differs from the whole one."
+    if not (folder / "summary.json").exists():
+        return ["did not end"]
+    a, b = (read_file(p / "summary.json") for p in (whole, folder))
+    names = ["losses", "steps", "skipped", "artifact_bytes", *(n for n in a if n.endswith(("_loss", "_bpb")))]
+    files = ("raw.golf", "ema.golf", "artifact.golf")
+    different = [f for f in files if (whole / f).read_bytes() != (folder / f).read_bytes()]
+    return different + [n for n in names if a.get(n) != b.get(n)]
+
+# %% ../nbs/24c_drill.ipynb #3891bab1
 def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/drill"), say=print) -> dict:
     """Kill tiny runs `kills` times at random and resume them; what happened, as plain data.
 
@@ -131,11 +141,11 @@ def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/dri
     while len(done) < kills:
         number += 1
         folder = out / f"victim-{seed}-{number}"
-        for phase in [*sorted(rng.choices(PHASES, k=5), key=PHASES.index), None]:
-            old = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
-            again = (folder / "progress.json").exists()
+        for phase in [*sorted(rng.choices(PHASES, k=5), key=PHASES.index), None]:  # None: let it end
+            events, again = folder / "metrics.jsonl", (folder / "progress.json").exists()
+            seen = events.stat().st_size if events.exists() else 0
             child = start(folder, ["--resume", str(folder)] if again else [*words, f"RUN_ID={folder.name}"])
-            if phase and len(done) < kills and (killed := kill_in(child, folder, old, phase, lengths, rng)):
+            if phase and len(done) < kills and (killed := kill_in(child, folder, seen, phase, lengths, rng)):
                 done.append(killed | {"run": folder.name})
                 say(f"{len(done):4d} {killed['victim']:9s} killed while {killed['phase']}, all gone after "
                     f"{killed['seconds']:.1f} s", flush=True)
@@ -146,16 +156,6 @@ def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/dri
             say(f"LOST {lost[-1]}", flush=True)
     return {"seed": seed, "kills": done, "runs": number, "lost": lost, "seconds": time.monotonic() - begun}
 
-# %% ../nbs/24c_drill.ipynb #3891bab1
-def differences(whole: Path, folder: Path) -> list[str]:
-    "What a run that was killed has otherwise than the one that was not; empty if nothing."
-    if not (folder / "summary.json").exists():
-        return ["did not end"]
-    a, b = (read_file(p / "summary.json") for p in (whole, folder))
-    names = [n for n in a if n.endswith(("_loss", "_bpb")) or n in ("losses", "steps", "skipped", "artifact_bytes")]
-    files = [f for f in ("raw.golf", "ema.golf", "artifact.golf") if (whole / f).read_bytes() != (folder / f).read_bytes()]
-    return files + [n for n in names if a[n] != b.get(n)]
-
 # %% ../nbs/24c_drill.ipynb #1c5b3e6e
 def record_drill(found: dict, folder: Path | str = "nbs/results") -> Path:
     "Add a drill's outcome to drill_cpu.json, under its seed."
@@ -163,5 +163,5 @@ def record_drill(found: dict, folder: Path | str = "nbs/results") -> Path:
     drills = read_result("drill_cpu", folder)["facts"]["drills"] if path.exists() else {}
     drills[str(found["seed"])] = {k: found[k] for k in ("kills", "runs", "lost", "seconds")}
     samples = {f"seed {s}": [kill["seconds"] for kill in d["kills"]] for s, d in drills.items()}
-    return record_result("drill_cpu", samples, "s", "seconds from a kill until no process of the run was left",
-                         {"drills": drills}, folder)
+    note = "seconds from a kill until no process of the run was left"
+    return record_result("drill_cpu", samples, "s", note, {"drills": drills}, folder)
