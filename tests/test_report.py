@@ -60,7 +60,7 @@ def words(page: str) -> str:
 
 def test_the_number_leads_then_what_it_means_then_a_text_and_the_contents(tmp_path):
     page = write_report(invented(tmp_path / "a", 1)).read_text()
-    parts = [page.index(x) for x in ('<p class="score">1.7100<', "bits per byte, score-first TTT: 50% of the unigram&#x27;s 3.4000", "no sampled text: no artifact lies in", "<nav>", "<h2")]
+    parts = [page.index(x) for x in ('<p class="score">1.7100<', "bits per byte, score-first TTT: 50% of the unigram&#x27;s 3.4000", "no sampled text: ", "<nav>", "<h2")]
     assert parts == sorted(parts)
     links, marks = re.findall(r'<a href="#([a-z-]+)">', page), re.findall(r'<h2 id="([a-z-]+)">', page)
     assert links == marks and len(marks) > 4
