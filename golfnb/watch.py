@@ -292,11 +292,11 @@ function show(n) {
   $("state").innerHTML = n.ended ? (n.report ? 'The run has ended. <a href="/report">Its report</a>' : `The run has ended. Its report: <code>golfnb report ${folder}</code>`)
     : silent ? `Nothing was written for ${Math.round(n.silent_s)} s: it was stopped, or something is wrong.` + (n.resumable ? ` <code>golfnb train --resume ${folder}</code> goes on.` : "")
     : last ? "The run goes on." : "The run has not written anything yet.";
-  $("notes").replaceChildren(...n.notes.map(words => Object.assign(document.createElement("p"), {className: "bad", textContent: words})));
+  $("notes").replaceChildren(...n.notes.map(words => Object.assign(document.createElement("p"), {className: /; set /.test(words) ? "bad" : "note", textContent: words})));
   draw("losses", [{points: loss, colour: "--pale", label: "each step"}, {points: mean(loss), colour: "--blue", label: "running mean"}, {points: vals, colour: "--orange", label: "validation", dots: true}].filter(c => c.points.length), "step", "nats a token");
   draw("times", [{points: ms, colour: "--pale", label: "each step"}, {points: mean(ms), colour: "--blue", label: "running mean"}].filter(c => c.points.length), "step", "milliseconds");
   $("adapting").hidden = !seen.ttt.size;
-  if (seen.ttt.size) draw("chunks", [{points: points("ttt", "chunk", "bpb"), colour: "--blue", label: "all scored so far"}], "chunk", "bits per byte");
+  if (seen.ttt.size) draw("chunks", [{points: points("ttt", "chunk", "bpb").map(([x, y]) => [x + 1, y]), colour: "--blue", label: "all scored so far"}], "chunks scored", "bits per byte");
   if (n.log.length) { const log = $("log"), words = n.log.join("\n"); if (log.textContent != words) log.textContent = words; }
   const rows = [...seen.phase.values()].map(e => [e.name, `${e.seconds.toFixed(1)} s`]);
   $("phases").replaceChildren();
