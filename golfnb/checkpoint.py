@@ -6,6 +6,7 @@
 __all__ = ['FACTS', 'named_tensors', 'plain_facts', 'Stopped', 'Keeper']
 
 # %% ../nbs/15b_checkpoint.ipynb #7eb9a1b0
+import hashlib
 import json
 import os
 import shutil
@@ -129,10 +130,23 @@ def write(self: Keeper, facts: dict, unread: list, event):
             os.replace(path.with_name(f".{path.name}"), path)
             for old in sorted(self.folder.glob("step-*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # of the disk, of pickle, of another rank
-        self.problem = f"no checkpoint of step {facts['steps']} ({type(error).__name__}: {error})"
+    except (Exception, self.dcp.api.CheckpointException) as error:  # of the disk, of pickle, of another rank
+        self.problem = f"no checkpoint of step {facts['steps']} ({reason(error)})"
 
 # %% ../nbs/15b_checkpoint.ipynb #5398a811
+def file_hashes(folder: Path) -> dict[str, str]:
+    "Name -> SHA-256 of a checkpoint's files, but that which holds these."
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in sorted(folder.iterdir()) if p.name != "trainer.json"}
+
+
+def reason(error: BaseException) -> str:
+    "An error in one line."
+    for cause in getattr(error, "failures", {}).values():
+        error = cause[0]
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+# %% ../nbs/15b_checkpoint.ipynb #d9b572d6
 @patch
 def put(self: Keeper, facts: dict, folder: Path):
     "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
@@ -147,7 +161,7 @@ def put(self: Keeper, facts: dict, folder: Path):
         writer = self.dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # else it waits for the GPU
         self.dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
     if master:
-        atomic_write(folder / "trainer.json", json.dumps(facts))
+        atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
 
 # %% ../nbs/15b_checkpoint.ipynb #4f49515a
 @patch
@@ -203,13 +217,15 @@ def newest(self: Keeper) -> tuple[dict, dict] | None:
     for path in sorted(self.folder.glob("step-*"), reverse=True):
         try:
             facts = json.loads((path / "trainer.json").read_text())
+            if facts["sha256"] != file_hashes(path):
+                raise GolfError("its files are not what was written")
             reader = self.dcp.FileSystemReader(path)
             kinds = reader.read_metadata().state_dict_metadata
             tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}
             self.dcp.load(tensors, storage_reader=reader, no_dist=True)
             return facts, tensors
-        except Exception as error:  # whatever damage leads to
-            self.log.line(f"{path} cannot be read ({type(error).__name__}: {error}); trying an older one")
+        except (Exception, self.dcp.api.CheckpointException) as error:  # whatever damage leads to
+            self.log.line(f"{path} cannot be read ({reason(error)}); trying an older one")
     return None
 
 # %% ../nbs/15b_checkpoint.ipynb #ee3251e7

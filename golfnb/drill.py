@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .artifact import load_artifact
 from .bench import read_result, record_result
+from .checkpoint import file_hashes
 from .report import read_file
 from .settings import GolfError
 
@@ -107,7 +108,8 @@ def half_files(folder: Path) -> list[str]:
         except (GolfError, ValueError):
             bad.append(path.name)
     for path in folder.glob("checkpoints/step-*"):
-        bad += [] if {".metadata", "trainer.json"} <= {p.name for p in path.iterdir()} else [path.name]
+        facts = read_file(path / "trainer.json")
+        bad += [] if facts.get("sha256") == file_hashes(path) else [path.name]
     return bad
 
 # %% ../nbs/24c_drill.ipynb #308ce1b1

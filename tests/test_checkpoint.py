@@ -97,11 +97,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_another_models_refused(tmp_path
         def line(self, text): lines.append(text)
     whole, _ = lives(Ranks(), str(tmp_path))
     newest = tmp_path / "checkpoints" / "step-00000012"
-    for harm in (lambda: (newest / "trainer.json").write_text("{"), lambda: (newest / "trainer.json").unlink(), lambda: shutil.rmtree(newest)):
+    tensors = next(newest.glob("*.distcp"))
+    good = tensors.read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 0x40
+    def cut(): tensors.write_bytes(good[:len(good) // 2])
+    def flip(): tensors.write_bytes(flipped)
+    for harm in (cut, flip, tensors.unlink, lambda: (newest / "trainer.json").write_text("{"), (newest / "trainer.json").unlink, lambda: shutil.rmtree(newest)):
         harm()
-        again = one_run(Ranks(), Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True)))
-        assert distance(whole, again) == 0
-        assert any("cannot be read" in line for line in lines) == newest.exists() or "resumed" in lines[-1]
+        lines.clear()
+        damaged, keeper = newest.exists(), Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True))
+        again = one_run(Ranks(), keeper)
+        assert distance(whole, again) == 0 and any("resumed" in line and "step:9" in line for line in lines)
+        assert any("cannot be read" in line for line in lines) == damaged and not any("\n" in line for line in lines)
+        keeper.wait()  # it writes the newest again
     cfg, model, engine = machine(ENV | {"NUM_LAYERS": "4", "VE_LAYERS": "3"}, Ranks())
     with pytest.raises(GolfError, match="must hold blocks.3.*another model"):
         train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, keeper=Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True)))
@@ -121,6 +130,20 @@ def test_a_disk_without_room_costs_the_checkpoint_not_the_run(tmp_path):
     keeper.wait()
     assert any("no checkpoint of step" in line and "No space left" in line and "goes on" in line for line in lines)
     assert (tmp_path / "step-00000012").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_torchs_own_writer_without_room_costs_the_checkpoint_too(tmp_path, monkeypatch):
+    "Its error is no Exception, and many lines long."
+    lines = []
+    class Log(RunLog):
+        def line(self, text): lines.append(text)
+    def full(fd): raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    keeper = Keeper(tmp_path, 0.0, Ranks(), Log(quiet=True))
+    one_run(Ranks(), keeper)
+    keeper.wait()
+    assert any("no checkpoint of step" in line and "No space left" in line for line in lines) and not any("\n" in line for line in lines)
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_every_tensor_that_a_step_changes_is_kept():

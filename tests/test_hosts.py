@@ -154,9 +154,11 @@ def test_a_host_that_vanishes_ends_the_others(tmp_path, gone):
             wait(60, lambda: any(tmp_path.glob("host0/runs/x/checkpoints/step-*")))
             sh(f"ip -n {names[gone]} link set eth0 down")
             wait(60, lambda: re.search("lost ranks 2, 3 in" if gone else "lost rank 0 and its host in", left.read_text()))
+            wait(30, lambda: jobs[1 - gone].poll() is not None)
         finally:
             for job in jobs:
-                os.killpg(job.pid, 9)
+                if job.poll() is None:
+                    os.killpg(job.pid, 9)
         if gone:
             finish(start(names[:1], 2, tmp_path, "run", "-", **env, RESUME="1"), tmp_path)
             assert re.search(r"resumed:runs/x step:\d+ .*step:300/300", left.read_text(), re.S), said(tmp_path)
