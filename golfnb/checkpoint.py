@@ -130,7 +130,7 @@ def write(self: Keeper, facts: dict, unread: list, event):
             os.replace(path.with_name(f".{path.name}"), path)
             for old in sorted(self.folder.glob("step-*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-    except (Exception, self.dcp.api.CheckpointException) as error:  # of the disk, of pickle, of another rank
+    except (Exception, self.dcp.api.CheckpointException) as error:  # also of another rank
         self.problem = f"no checkpoint of step {facts['steps']} ({reason(error)})"
 
 # %% ../nbs/15b_checkpoint.ipynb #5398a811
@@ -218,7 +218,7 @@ def newest(self: Keeper) -> tuple[dict, dict] | None:
         try:
             facts = json.loads((path / "trainer.json").read_text())
             if facts["sha256"] != file_hashes(path):
-                raise GolfError("its files are not what was written")
+                raise ValueError("its files are not what was written")
             reader = self.dcp.FileSystemReader(path)
             kinds = reader.read_metadata().state_dict_metadata
             tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}

@@ -108,8 +108,9 @@ def half_files(folder: Path) -> list[str]:
         except (GolfError, ValueError):
             bad.append(path.name)
     for path in folder.glob("checkpoints/step-*"):
-        facts = read_file(path / "trainer.json")
-        bad += [] if facts.get("sha256") == file_hashes(path) else [path.name]
+        facts = path / "trainer.json"
+        whole = facts.is_file() and json.loads(facts.read_text())["sha256"] == file_hashes(path)
+        bad += [] if whole else [path.name]
     return bad
 
 # %% ../nbs/24c_drill.ipynb #308ce1b1
