@@ -23,17 +23,16 @@ from torch import Tensor
 
 from .adapters import AdapterSettings, adapted_step, score_documents
 from .bpb import byte_table, target_bytes
-from .report import find_artifact, open_model, run_data
-from .watch import page_server, run_server
 from .launcher import package_dir
 from .layers import softcap
 from .model import Golf, named_state
 from .parallel_muon import Ranks
-from .report import read_file
+from .report import find_artifact, open_model, read_file, run_data
 from .run import count_tokens
 from .sampling import row_start, stream_tokens
 from .settings import GolfError, patch
 from .shards import BOS_ID, find_shards, read_header, read_span
+from .watch import is_own, page_server, run_server
 
 # %% ../nbs/24d_play.ipynb #5f3cde37
 class TextPieces:
@@ -227,8 +226,7 @@ RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inlin
 def sentences(self: PlayHandler):
     "A GolfError becomes a line, also one for a foreign Host; a page that goes away ends the work."
     try:
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if host not in ("127.0.0.1", "localhost"):
+        if not is_own(host := self.headers.get("Host", "")):
             raise GolfError(f"play answers to 127.0.0.1 and localhost only, found Host {host!r:.80}; use the address "
                             "that it printed")
         yield

@@ -152,11 +152,11 @@ def chart(title: str, xlabel: str, ylabel: str, curves: list[tuple], **axes):
     The legend stands under the axes, where it covers nothing. Raises GolfError without matplotlib.
     """
     try:
-        from matplotlib import rc_context
+        from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as e:
         raise GolfError("report: pictures need matplotlib, found none: `pip install golfnb[plots]`") from e
-    with rc_context(CHART_STYLE):
+    with style.context(CHART_STYLE, after_reset=True):  # whatever style the caller's session has
         fig = Figure()
         ax = fig.add_subplot()
         for x, y, label, options in curves:
@@ -168,10 +168,11 @@ def chart(title: str, xlabel: str, ylabel: str, curves: list[tuple], **axes):
 # %% ../nbs/23_report.ipynb #2145bcc9
 def embed(fig, alt: str) -> str:
     "A figure as SVG in the page's own colours and font, inside <figure>; `alt` says what it shows."
-    from matplotlib import rc_context
+    from matplotlib import style
 
     buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": alt}):  # letters as text, ids that repeat
+    letters = {"svg.fonttype": "none", "svg.hashsalt": alt}  # as text, and ids that repeat
+    with style.context(letters, after_reset=True):
         fig.savefig(buffer, format="svg", transparent=True)
     svg = buffer.getvalue()
     for colour, name in COLOURS.items():

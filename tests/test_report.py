@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import style
 
 from golfnb.settings import GolfError
 from golfnb.bench import settings_diff
@@ -31,7 +32,8 @@ def invented(folder, seed: int, steps: int = 60):
 
 
 def test_every_picture_says_what_it_shows(tmp_path):
-    page = write_report(invented(tmp_path / "a", 1)).read_text()
+    with style.context("dark_background"):  # a session's own style does not reach the page
+        page = write_report(invented(tmp_path / "a", 1)).read_text()
     pictures = SVG.findall(page)
     assert len(pictures) == 2 and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
     for svg in pictures:
