@@ -238,7 +238,7 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
             time.sleep(0.1)
         torchrun = next(p for p in running(str(tmp_path)) if parent(p) == job.pid)
         os.kill(job.pid if to == "golfnb" else torchrun, number)
-        assert job.wait(10) == status
+        assert job.wait(40) == status
         end = time.time() + 10
         while running(str(tmp_path)) and time.time() < end:
             time.sleep(0.1)
