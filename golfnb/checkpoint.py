@@ -231,7 +231,8 @@ def set_aside(self: Keeper, path: Path, error: Exception):
     aside = path.with_name(f"damaged-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
-    self.log.line(f"{path} cannot be read ({reason(error)}): set aside as {aside.name}, trying an older one")
+    self.log.line(f"{path} cannot be read ({reason(error)}): "
+                  f"set aside as {aside.name}, trying an older one")
 
 
 @patch

@@ -431,8 +431,8 @@ def check_same(self: Session, notes: dict):
     for name in notes["identity"] | self.identity:
         before, now = notes["identity"].get(name, "none"), self.identity.get(name, "none")
         if before != now:
-            raise GolfError(f"{self.folder} is a run whose {name} must be {before}, found {now}: bring back "
-                            "what it was started with, DATA_PATH={data_path} and TOKENIZER_PATH="
+            raise GolfError(f"{self.folder} is a run whose {name} must be {before}, found {now}: bring "
+                            "back what it was started with, DATA_PATH={data_path} and TOKENIZER_PATH="
                             "{tokenizer_path}, or start a new run".format_map(notes["config"]))
 
 # %% ../nbs/19_run.ipynb #c4eeb6a0

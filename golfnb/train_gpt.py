@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 96bf003eba02ee5e | Apache-2.0
+# golfnb script --recipe pr549 | source 2ab7c53934c77c71 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -114,8 +114,8 @@ def tokenizer_bytes(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, it is "
-                        "missing; set TOKENIZER_PATH, or fetch or train it") from None
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, "
+                        "it is missing; set TOKENIZER_PATH, or fetch or train it") from None
     except OSError as error:
         raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
                         "set TOKENIZER_PATH to a SentencePiece .model file") from None
@@ -127,8 +127,8 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.Sente
         sp.LoadFromSerializedProto(data)
         sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
     except (RuntimeError, ValueError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a damaged "
-                        "one or another file; set TOKENIZER_PATH, or fetch or train it again") from error
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
+                        "damaged one or another file; set TOKENIZER_PATH, or fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):
         raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
                         f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")

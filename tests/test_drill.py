@@ -93,7 +93,6 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
     monkeypatch.setattr(chapter, "sliding_loss", killed)
     with pytest.raises(Killed):
         chapter.run(chapter.load_config(env | {"RUN_ID": "x"}), code=script.read_bytes(), quiet=True)
-    shutil.copy(script, folder / "train_gpt.py")
     gc.collect()  # the lock of its folder is held no more
     for path in (*mine.glob("*.bin"), mine / "manifest.json"):
         path.unlink()
