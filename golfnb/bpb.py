@@ -45,7 +45,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.Sente
         sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
     except (RuntimeError, ValueError) as error:
         raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
-                        "damaged one or another file; set TOKENIZER_PATH, or fetch or train it again") from error
+                        "damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):
         raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
                         f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")

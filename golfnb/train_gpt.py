@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 2ab7c53934c77c71 | Apache-2.0
+# golfnb script --recipe pr549 | source a761ca59f08359a1 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes
 import functools
@@ -128,7 +128,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.Sente
         sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
     except (RuntimeError, ValueError) as error:
         raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
-                        "damaged one or another file; set TOKENIZER_PATH, or fetch or train it again") from error
+                        "damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):
         raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
                         f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")

@@ -83,16 +83,20 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
     "It ends after the int6 score; its data folder is built again from other documents, then lies elsewhere as it was."
     class Killed(BaseException):
         pass
-    def killed(*args, **how): raise Killed
     folder, script, mine = tmp_path / "runs" / "x", tmp_path / "x.py", tmp_path / "data"
     shutil.copytree(data, mine)
     env = {word.partition("=")[0]: word.partition("=")[2] for word in words(mine, RUNS_DIR=tmp_path / "runs", ITERATIONS=4)}
     assert golfnb("script", "--recipe", "demo", *[f"{n}={v}" for n, v in env.items() if n != "RECIPE"], "-o", script, cwd=tmp_path).returncode == 0
     chapter = loaded(script.read_text(), "script_scored")
-    whole = chapter.run(chapter.load_config(env | {"RUN_ID": "whole"}), code=script.read_bytes(), quiet=True)
-    monkeypatch.setattr(chapter, "sliding_loss", killed)
+    whole = chapter.run(chapter.load_config(env | {"RUN_ID": "whole"}), code=script.read_bytes())
+    scored = chapter.Session.scored
+    def until_sliding(session, label, name, *rest, **how):
+        if name == "sliding":
+            raise Killed
+        return scored(session, label, name, *rest, **how)
+    monkeypatch.setattr(chapter.Session, "scored", until_sliding)
     with pytest.raises(Killed):
-        chapter.run(chapter.load_config(env | {"RUN_ID": "x"}), code=script.read_bytes(), quiet=True)
+        chapter.run(chapter.load_config(env | {"RUN_ID": "x"}), code=script.read_bytes())
     gc.collect()  # the lock of its folder is held no more
     for path in (*mine.glob("*.bin"), mine / "manifest.json"):
         path.unlink()
