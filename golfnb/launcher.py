@@ -29,7 +29,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, product
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 from golfnb.settings import GolfError
@@ -768,22 +768,69 @@ main()
 """
 
 # %% ../nbs/20_launcher.ipynb #ca3e4e68
-def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write) -> int:
+def group_quota(folder: Path) -> float:
+    "The cores that a control group (Linux, version 2 or 1) may use; infinite without a limit."
+    try:
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        cores = int(quota) / int(period)
+    except (OSError, ValueError):  # no such group, or "max"
+        return inf
+    return cores if cores > 0 else inf
+
+
+def usable_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    "The cores this process may run on: its affinity mask, and the quotas of its control groups."
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        inner = top / path.strip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(top):
+                cores = min(cores, group_quota(folder))
+    return max(1, int(cores))
+
+
+def thread_settings(nproc: int) -> dict[str, str]:
+    "The variables that OpenMP reads, for each of `nproc` ranks: its share of the cores, and to sleep when it waits."
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc)), "OMP_WAIT_POLICY": "PASSIVE"}
+
+# %% ../nbs/20_launcher.ipynb #1a413533
+def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write, show=None) -> int:
     """Run a script under torchrun on `nproc` ranks and wait; its log goes to our standard output as it comes.
 
-    `settings` are environment variables, `write` gets what the ranks say on standard error. Returns 0, or
-    the exit status of the rank that failed first (1 for a signal); if a signal ended the run, 128 more than
-    its number, or 5 if the ranks say that they stopped in order. Only the main thread passes signals on.
+    `settings` are environment variables, `write` gets what the ranks say on standard error, and `show`, if
+    it is given, the lines of the log. Returns 0, or the exit status of the rank that failed first (1 for a
+    signal); if a signal ended the run, 128 more than its number, or 5 if the ranks say that they stopped in
+    order. Only the main thread passes signals on.
     """
-    env = {**os.environ, **settings}
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, nproc))))
+    env = {**thread_settings(nproc), **os.environ, **settings}
     torchrun = [sys.executable, "-c", TORCHRUN.format(parent=os.getpid()), "--standalone",
                 f"--nproc_per_node={nproc}", script]
-    child = subprocess.Popen(torchrun, env=env, stderr=subprocess.PIPE, text=True, errors="replace",
-                             start_new_session=True)
+    out = subprocess.PIPE if show else None
+    child = subprocess.Popen(torchrun, env=env, stdout=out, stderr=subprocess.PIPE, text=True,
+                             errors="replace", start_new_session=True)
+    reader = threading.Thread(target=show_lines, args=(child.stdout or (), show), daemon=True)
+    reader.start()
     with passed_on(child) as got:
         status = relay_errors(told(child, got), write)
+    reader.join()
     return status if status > 0 else min(abs(status or child.wait()), 1)
+
+# %% ../nbs/20_launcher.ipynb #85249018
+def show_lines(lines, show) -> None:
+    "Call `show` with each line of a log."
+    for line in lines:
+        with suppress(OSError):  # that nobody reads any more ends no run
+            show(line)
 
 # %% ../nbs/20_launcher.ipynb #201139cd
 @contextmanager

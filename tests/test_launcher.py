@@ -1,5 +1,6 @@
 """The script generator: every rule refused with a sentence, scoping as Python's, packed and readable alike; and the real script."""
 import ast
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from golfnb.settings import GolfError
 from golfnb.launcher import (SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
-                             run_script, specialise)
+                             run_script, specialise, usable_cores)
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {
@@ -175,6 +176,57 @@ def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
     said.clear()
     assert run_script(path, 2, {}, said.append) == 1
     assert said == ["golfnb: rank 1 was ended by signal 9; the others were stopped\n"]
+
+
+ENVIRONMENT = """import json, os
+print(json.dumps({n: os.environ.get(n) for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}), flush=True)
+"""
+
+
+ONE_CORE = """import os
+import golfnb.launcher as launcher
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+"""
+
+
+def told_environment(code: str, **own: str) -> dict:
+    "What ENVIRONMENT prints when a process on one core, with `own` variables alone for OpenMP, runs `code`."
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}
+    done = subprocess.run([sys.executable, "-c", ONE_CORE + code], env=env | own, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_ranks_share_the_usable_cores_and_sleep_when_they_wait(tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text(ENVIRONMENT)
+    found = told_environment(f"raise SystemExit(launcher.run_script({str(path)!r}, 1, {{}}))")
+    threads = "1" if hasattr(os, "sched_setaffinity") else found["OMP_NUM_THREADS"]
+    assert found == {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def test_what_the_user_says_of_threads_stays():
+    code = f"launcher.TORCHRUN = {ENVIRONMENT.replace('{', '{{').replace('}', '}}')!r}\nraise SystemExit(launcher.run_script('none', 1, {{'OMP_NUM_THREADS': '5'}}))"
+    assert told_environment(code, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="ACTIVE") == {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.parametrize("line, files, cores", [
+    ("0::/box/inner", {"box/cpu.max": "300000 100000", "box/inner/cpu.max": "max 100000"}, 3),
+    ("0::/box", {"cpu.max": "150000 100000"}, 1),
+    ("0::/box", {"cpu.max": "50000 100000"}, 1),
+    ("4:cpuacct,cpu:/box", {"cpu/box/cpu.cfs_quota_us": "200000", "cpu/box/cpu.cfs_period_us": "100000"}, 2),
+    ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ("4:memory:/box", {"cpu/box/cpu.cfs_quota_us": "200000", "cpu/box/cpu.cfs_period_us": "100000"}, 8),
+    ("0::/gone", {}, 8)])
+def test_a_quota_of_a_control_group_counts(tmp_path, monkeypatch, line, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    groups = tmp_path / "groups"
+    groups.write_text(f"1:name=systemd:/\n{line}\n")
+    assert usable_cores(groups, tmp_path) == cores
 
 
 E = "E1121 01:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {}) local_rank: {} (pid: 2) of binary: p\n"
