@@ -126,7 +126,6 @@ def write(self: Keeper, facts: dict, unread: list, event):
         facts["unread"] = [host.tolist() for host, _ in unread]
         self.put(facts, path.with_name(f".{path.name}"))
         if self.ranks.master:
-            shutil.rmtree(path, ignore_errors=True)
             os.replace(path.with_name(f".{path.name}"), path)
             for old in sorted(self.folder.glob("step-*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -213,20 +212,41 @@ def after_training(self: Keeper, run: Trainer):
 # %% ../nbs/15b_checkpoint.ipynb #1c584302
 @patch
 def newest(self: Keeper) -> tuple[dict, dict] | None:
-    "Facts and tensors of the newest checkpoint that can be read; None without one."
+    "Facts and tensors of the newest checkpoint that is whole; None without one."
     for path in sorted(self.folder.glob("step-*"), reverse=True):
         try:
             facts = json.loads((path / "trainer.json").read_text())
             if facts["sha256"] != file_hashes(path):
                 raise ValueError("its files are not what was written")
-            reader = self.dcp.FileSystemReader(path)
-            kinds = reader.read_metadata().state_dict_metadata
-            tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}
-            self.dcp.load(tensors, storage_reader=reader, no_dist=True)
-            return facts, tensors
-        except (Exception, self.dcp.api.CheckpointException) as error:  # whatever damage leads to
-            self.log.line(f"{path} cannot be read ({reason(error)}); trying an older one")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            self.set_aside(path, error)
+        else:
+            return facts, self.read_tensors(path)
     return None
+
+
+@patch
+def set_aside(self: Keeper, path: Path, error: Exception):
+    "Give a damaged checkpoint a name that is not counted among the good ones."
+    aside = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    self.log.line(f"{path} cannot be read ({reason(error)}): "
+                  f"set aside as {aside.name}, trying an older one")
+
+
+@patch
+def read_tensors(self: Keeper, path: Path) -> dict[str, Tensor]:
+    "The tensors of a checkpoint. Raises GolfError if PyTorch cannot load them."
+    try:
+        reader = self.dcp.FileSystemReader(path)
+        kinds = reader.read_metadata().state_dict_metadata
+        tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}
+        self.dcp.load(tensors, storage_reader=reader, no_dist=True)
+        return tensors
+    except (Exception, self.dcp.api.CheckpointException) as error:
+        raise GolfError(f"{path} is as it was written, but torch {torch.__version__} cannot load it "
+                        f"({reason(error)}): go on with the torch it was written with") from error
 
 # %% ../nbs/15b_checkpoint.ipynb #ee3251e7
 @patch

@@ -127,7 +127,7 @@ class Session:
     `seconds`: of each phase. `summary`: for summary.json. Raises GolfError for whatever is wrong.
     """
 
-    def __init__(self, cfg: Config, ranks: Ranks, quiet: bool = False):
+    def __init__(self, cfg: Config, ranks: Ranks, quiet: bool = False, code: bytes = b""):
         cfg.check(ranks.world)
         compress_section(b"x", cfg.codec)  # or its package is missed after the training
         table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
@@ -140,6 +140,7 @@ class Session:
         self.folder = run_folder(cfg, ranks)
         self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
         if cfg.checkpoint_every_s:
+            self.identity = identity(self.tokenizer_sha256, code, val, self.train_paths)
             self.recall()
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
@@ -366,32 +367,72 @@ def finite(summary: dict) -> dict:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
 
 # %% ../nbs/19_run.ipynb #68e4a313
+SPANS, SPAN = 32, 2**15  # of a large shard: so many spans are hashed, of so many tokens
+
+
+def shard_identity(path: Path) -> str:
+    "A shard's tokens, in number and hash; of more than a million, the hash of spans evenly spread over them."
+    tokens, digest = read_header(path), hashlib.sha256()
+    for begin in range(0, tokens, max(SPAN, tokens // SPANS)):
+        digest.update(read_span(path, begin, min(SPAN, tokens - begin)))
+    return f"{tokens:,} tokens with hash {digest.hexdigest()[:16]}"
+
+
+def identity(tokenizer_sha256: str, code: bytes, val: np.ndarray, train_paths: list[Path]) -> dict[str, str]:
+    "What must be the same in every life of a run, beside its settings: name -> size and hash."
+    return {"tokenizer": f"a file with hash {tokenizer_sha256[:16]}",
+            "script": f"{len(code):,} bytes with hash {hashlib.sha256(code).hexdigest()[:16]}",
+            "validation": f"{val.size:,} tokens with hash {hashlib.sha256(val).hexdigest()[:16]}",
+            **{path.name: shard_identity(path) for path in train_paths}}
+
+# %% ../nbs/19_run.ipynb #26b33418
 @patch
 def remember(self: Session):
     "Write down what the run has come to, if the disk has room; if not, earlier notes stay."
-    notes = {"config": asdict(self.cfg), "world": self.ranks.world, "summary": finite(self.summary),
-             "seconds": self.seconds}
+    places = {name: os.path.abspath(getattr(self.cfg, name)) for name in ("data_path", "tokenizer_path")}
+    notes = {"config": asdict(self.cfg) | places, "identity": self.identity, "world": self.ranks.world,
+             "threads": torch.get_num_threads(), "summary": finite(self.summary), "seconds": self.seconds}
     with suppress(GolfError):
         if self.ranks.master:
             atomic_write(self.folder / "progress.json", json.dumps(notes) + "\n")
 
-# %% ../nbs/19_run.ipynb #26b33418
+# %% ../nbs/19_run.ipynb #4922b8c4
 PLACES = {"resume", "run_id", "runs_dir", "data_path", "tokenizer_path", "checkpoint_every_s"}
 
 
 @patch
 def recall(self: Session):
-    "Take up the notes of an earlier life, if there are any. GolfError if they are of other settings."
+    "Take up the notes of an earlier life, if there are any. GolfError if they are of another run."
     notes = self.ranks.broadcast_object(self.take_notes() if self.ranks.master else None)
     if notes is None:
         raise GolfError(f"{self.folder} is a run that still goes on: wait until its processes have ended")
-    for name, value in notes.get("config", {}).items():
+    if notes:
+        try:
+            self.check_same(notes)
+        except GolfError:
+            if self.ranks.master:
+                self.lock.close()  # the next attempt may come from this process
+            raise
+        self.summary.update(notes["summary"])
+        self.seconds.update(notes["seconds"])
+        if notes["world"] == self.ranks.world:
+            torch.set_num_threads(notes["threads"])
+    self.remember()
+
+
+@patch
+def check_same(self: Session, notes: dict):
+    "Raises GolfError unless the settings and the identity in an earlier life's notes are ours."
+    for name, value in notes["config"].items():
         if name not in PLACES and value != (ours := getattr(self.cfg, name, None)):
             raise GolfError(f"{self.folder} is a run of {name.upper()}={value}, found {ours}: "
                             "go on with the settings it was started with")
-    self.summary.update(notes.get("summary", {}))
-    self.seconds.update(notes.get("seconds", {}))
-    self.remember()
+    for name in notes["identity"] | self.identity:
+        before, now = notes["identity"].get(name, "none"), self.identity.get(name, "none")
+        if before != now:
+            raise GolfError(f"{self.folder} is a run whose {name} must be {before}, found {now}: bring "
+                            "back what it was started with, DATA_PATH={data_path} and TOKENIZER_PATH="
+                            "{tokenizer_path}, or start a new run".format_map(notes["config"]))
 
 # %% ../nbs/19_run.ipynb #c4eeb6a0
 @patch
@@ -438,7 +479,7 @@ def forget(self: Session):
 # %% ../nbs/19_run.ipynb #37226dd2
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"", quiet: bool = False) -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
-    s = Session(cfg, ranks or Ranks(), quiet)
+    s = Session(cfg, ranks or Ranks(), quiet, code)
     s.begin(code)
     averaged = (s.averaged_before() if cfg.checkpoint_every_s and "ema_bpb" in s.summary
                 else s.average_weights(s.train_weights()))

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 04b2deb7409c7830 | Apache-2.0
+# golfnb script --recipe pr549 | source fb69830e2c7d3ba3 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -117,14 +117,26 @@ def bits_per_byte(nll_sum: float, byte_count: float) -> float:
         raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
+def tokenizer_bytes(path: str | Path) -> bytes:
+    "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, "
+                        "it is missing; set TOKENIZER_PATH, or fetch or train it") from None
+    except OSError as error:
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
+                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
+
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
     "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
+    sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
     try:
-        sp = spm.SentencePieceProcessor(model_file=str(path))
+        sp.LoadFromSerializedProto(data)
         sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
-    except (RuntimeError, OSError, ValueError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none or "
-                        "a damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
+    except (RuntimeError, ValueError) as error:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
+                        "damaged one or another file; set TOKENIZER_PATH, or fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):
         raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
                         f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
@@ -132,11 +144,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.Sente
 
 def tokenizer_hash(path: str | Path) -> str:
     "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
-                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
+    return hashlib.sha256(tokenizer_bytes(path)).hexdigest()
 
 @dataclass
 class ByteTable:

@@ -1,4 +1,5 @@
 """Checkpoints: a run stopped anywhere goes on as if nothing had happened, on any number of ranks; damage and full disks cost a checkpoint, not a run."""
+import json
 import os
 import shutil
 import signal
@@ -10,13 +11,17 @@ import pytest
 import torch
 
 from golfnb.checkpoint import Keeper, Stopped, named_tensors
+from golfnb.config import load_config
+from golfnb.data import build_shards, stdlib_documents
 from golfnb.loader import grad_accum
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.report import read_run
-from golfnb.run import Session, finite
+from golfnb.run import SPAN, SPANS, Session, finite, shard_identity
 from golfnb.settings import GolfError
+from golfnb.shards import HEADER_BYTES, write_shard
 from golfnb.train import LATE_STEPS, RunLog, train, training_loss
+from tiny import TINY, tiny_data
 from workers import Batches, machine, settings, spawn
 
 ENV = settings(3, ITERATIONS="12", WARMDOWN_ITERS="8", QAT_BANKS="1", LATE_QAT_THRESHOLD="0.7", SCALE_FLOOR="0", SMALL_TENSOR="64", AVERAGING="ema+swa", SWA_EVERY="1")
@@ -116,6 +121,35 @@ def test_a_damaged_checkpoint_is_passed_over_and_another_models_refused(tmp_path
         train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, keeper=Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True)))
 
 
+def test_damaged_checkpoints_of_high_numbers_devour_no_later_ones(tmp_path):
+    "The newest two are kept, and a damaged one is none of them."
+    for name in ("step-00000110", "step-00000113"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer.json").write_text("{")
+    lines = []
+    class Log(RunLog):
+        def line(self, text): lines.append(text)
+    keeper = Keeper(tmp_path, 0.0, Ranks(), Log(quiet=True))
+    one_run(Ranks(), keeper)
+    keeper.wait()
+    kept = sorted(p.name for p in tmp_path.glob("step-*"))
+    assert len(kept) == 2 and kept[0] < kept[1] == "step-00000012"
+    assert sorted(p.name for p in tmp_path.glob("damaged-*")) == ["damaged-step-00000110", "damaged-step-00000113"]
+    assert all(any(f"set aside as damaged-{name}" in line for line in lines) for name in ("step-00000110", "step-00000113"))
+    assert keeper.newest()[0]["steps"] == 12
+
+
+def test_what_is_whole_and_cannot_be_loaded_is_not_called_damaged(tmp_path, monkeypatch):
+    keeper = Keeper(tmp_path, 1e9, Ranks(), RunLog(quiet=True))
+    one_run(Ranks(), keeper)
+    keeper.wait()
+    def fails(*args, **how): raise RuntimeError("of another version")
+    monkeypatch.setattr(keeper.dcp, "load", fails)
+    with pytest.raises(GolfError, match="step-00000012 is as it was written.*of another version"):
+        keeper.newest()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000012"]
+
+
 def test_a_disk_without_room_costs_the_checkpoint_not_the_run(tmp_path):
     lines = []
     class Log(RunLog):
@@ -204,3 +238,102 @@ def test_the_events_of_two_lives_are_one_run(tmp_path):
                 file.write('{"event": "step", "st')
     assert [e["step"] for e in read_run(tmp_path)["events"]] == [1, 2, 3, 4]
     assert finite({"a": float("nan"), "b": 1.0, "c": "x"}) == {"a": None, "b": 1.0, "c": "x"}
+
+
+@pytest.fixture
+def life(tmp_path):
+    "The data of a tiny run, and a function that begins a life of it; what it has come to so far is given."
+    data = tmp_path / "data"
+    data.mkdir()
+    env = {**TINY, **tiny_data(data), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x", "CHECKPOINT_EVERY_S": "60"}
+    (data / "manifest.json").unlink()
+    def begin(code=b"script", **more):
+        session = Session(load_config(env | more), Ranks(), quiet=True, code=code)
+        session.lock.close()
+        session.log.close()
+        return session
+    return data, begin
+
+
+def rebuilt(data: Path):
+    "Shards of other documents, under the same names."
+    docs = stdlib_documents(["json", "csv", "email"])[60:120]
+    for path in data.glob("*.bin"):
+        path.unlink()
+    build_shards(docs, data / "tokenizer.model", data, 4_000, 0.05)
+    (data / "manifest.json").unlink()
+
+
+def other_validation(data: Path):
+    path = next(data.glob("*_val_*"))
+    old = path.read_bytes()
+    path.write_bytes(old[:HEADER_BYTES] + b"\x07\x01" + old[HEADER_BYTES + 2:])
+
+
+def other_last_shard(data: Path):
+    path = max(data.glob("*_train_*"))
+    path.write_bytes(path.read_bytes()[:-2] + b"\x07\x01")
+
+
+def other_tokenizer(data: Path):
+    "A field that nobody reads: as many pieces, and the same."
+    path = data / "tokenizer.model"
+    path.write_bytes(path.read_bytes() + b"\xa0\x06\x00")
+
+
+@pytest.mark.parametrize("change, words", [
+    (rebuilt, "whose validation must be [0-9,]+ tokens with hash .*, found [0-9,]+ tokens"),
+    (other_validation, "whose validation must be"),
+    (other_last_shard, "whose fineweb_train_0.* must be .* tokens with hash .*, found .* tokens with hash"),
+    (lambda data: max(data.glob("*_train_*")).unlink(), "whose fineweb_train_0.* must be .* tokens with hash .*, found none"),
+    (other_tokenizer, "whose tokenizer must be a file with hash"),
+])
+def test_a_run_goes_on_with_what_it_was_started_with_in_every_phase(change, words, life, tmp_path):
+    data, begin = life
+    first = begin()
+    good = shutil.copytree(data, tmp_path / "elsewhere")
+    change(data)
+    for summary in ({}, {"ema_bpb": 2.0, "ema_loss": 1.0}, {"ema_bpb": 2.0, "artifact_bytes": 9, "int6_bpb": 2.0, "int6_loss": 1.0}):
+        first.summary = summary
+        first.remember()
+        notes = (tmp_path / "runs" / "x" / "progress.json").read_text()
+        with pytest.raises(GolfError, match=words) as refused:
+            begin(RESUME="1")
+        assert f"DATA_PATH={data}" in str(refused.value) and "or start a new run" in str(refused.value) and "\n" not in str(refused.value)
+        assert (tmp_path / "runs" / "x" / "progress.json").read_text() == notes
+        moved = begin(RESUME="1", DATA_PATH=str(good), TOKENIZER_PATH=str(good / "tokenizer.model"))
+        assert moved.summary == summary
+
+
+def test_a_run_goes_on_with_its_script_and_its_threads(life):
+    _, begin = life
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        begin()
+        torch.set_num_threads(threads)
+        with pytest.raises(GolfError, match="whose script must be 6 bytes with hash .*, found 5 bytes"):
+            begin(RESUME="1", code=b"other")
+        assert torch.get_num_threads() == threads
+        begin(RESUME="1")
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_notes_hold_absolute_paths(life, tmp_path, monkeypatch):
+    data, begin = life
+    monkeypatch.chdir(tmp_path)
+    begin(DATA_PATH="data", TOKENIZER_PATH="data/tokenizer.model")
+    kept = json.loads((tmp_path / "runs" / "x" / "progress.json").read_text())["config"]
+    assert kept["data_path"] == str(data) and kept["tokenizer_path"] == str(data / "tokenizer.model")
+
+
+def test_spans_of_a_large_shard_tell_its_text(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 1000, 3 * SPAN * SPANS).astype(np.uint16)
+    found = set()
+    for change in (0, SPAN, tokens.size // 2, tokens.size - 2 * tokens.size // SPANS):
+        write_shard(tmp_path / "x.bin", np.concatenate([tokens[:change], tokens[change + 1:], tokens[:1]]))
+        found.add(shard_identity(tmp_path / "x.bin"))
+    write_shard(tmp_path / "x.bin", tokens)
+    assert len(found | {shard_identity(tmp_path / "x.bin")}) == 5
