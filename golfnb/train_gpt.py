@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 1abeb8519922ecae | Apache-2.0
+# golfnb script --recipe pr549 | source c0d2e561c1db2f0c | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2828,7 +2828,8 @@ class Trainer:
         "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
         bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
         if self.engine.ranks.sum(bad).item() > 0:
-            raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: {DIVERGED}")
+            raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
+                            f"{DIVERGED}")
 
     def read(self, values: list):
         "Take in the next unread step: its control words, then this rank's own loss."
