@@ -61,7 +61,7 @@ class TttSettings(EvalSettings, ComputeSettings):
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 18b)",
                             "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
-    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds=">= 0")
+    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
     ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
     ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes only, as published",
@@ -165,9 +165,15 @@ class RunningScore:
                 self.write(*late)
 
     def write(self, nats: float, n_bytes: float, count: float, step: float):
-        "Log one event, and a line if it is time; before the last step those that are still under way."
+        """Log one event, and a line if it is time; before the last step those that are still under way.
+
+        Raises GolfError for a score that is NaN or infinite: the weights are, too.
+        """
         while step + 1 == self.steps and self.reader.queue:
             self.write(*self.reader.pop())
+        if not math.isfinite(nats):
+            raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
+                            f"{int(step) + 1} of {self.steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
         if self.log is not None and n_bytes > 0:
             loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)

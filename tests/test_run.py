@@ -10,11 +10,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tiny import TINY, clean_env, one_sentence, tiny_data
-from workers import spawn
+from workers import Batches, machine, settings, spawn
 
 from golfnb.bpb import tokenizer_hash
 from golfnb.cli import main_cli
@@ -24,7 +26,7 @@ from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.run import Machine, Session, keep_traces, run
 from golfnb.shards import check_manifest, write_shard
-from golfnb.train import RunLog
+from golfnb.train import RunLog, Trainer, train, training_loss
 
 
 
@@ -357,3 +359,44 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
             torch.compile(machine.loss_fn, backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))
         check_cacheable(graphs[-1])
     assert len(graphs) == 2 and "golfnb" not in str(graphs[0].graph) and "autograd_function_apply" in str(graphs[1].graph)
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"QK_GAIN_INIT": "1e30", "WARMUP_STEPS": "0", "ITERATIONS": "30"}, "the gradient must be finite, found NaN or infinity in the 10 steps up to step 10: lower"),
+    ({"TTT_LR": "1e30"}, "test-time training must keep the score finite, found nan nats after step")])
+def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, words):
+    "Not as a success whose scores are null."
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, **more, "RUN_ID": "nan"}), capture_output=True, text=True, timeout=240)
+    said = [line for line in done.stderr.splitlines() if line.startswith("golfnb: ")]
+    assert done.returncode == 2 and len(said) == 1 and words in said[0] and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert not (tmp_path / "runs" / "nan" / "summary.json").exists()
+
+
+def test_a_score_that_is_not_finite_is_not_kept():
+    cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
+    with pytest.raises(GolfError, match="the validation after step 5 must be a finite score, found nan"):
+        train(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, RunLog(quiet=True), lambda: (float("nan"), float("nan")))
+    kept = SimpleNamespace(cfg=load_config(TINY), summary={})
+    with pytest.raises(GolfError, match="legal_ttt must be a finite score, found inf"):
+        Session.scored(kept, "legal_ttt", "ttt", lambda: (float("inf"), float("inf")))
+    assert kept.summary == {}
+
+
+def test_weights_that_are_not_finite_end_a_training():
+    cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
+
+    def score():
+        engine.parts[0].master.view(-1)[3] = float("inf")
+        return 3.0, 1.0
+
+    with pytest.raises(GolfError, match="the weights must be finite, found NaN or infinity after step 5"):
+        train(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, RunLog(quiet=True), score)
+
+
+def test_skipped_steps_count_in_a_row():
+    trainer = SimpleNamespace(skipped=0, skipped_in_a_row=0, log=RunLog(quiet=True))
+    for step in range(1, 40):
+        Trainer.count_skipped(trainer, step, 1.0 if step % 10 == 0 else float("nan"))
+    assert trainer.skipped == 36
+    with pytest.raises(GolfError, match="10 steps up to step 40"):
+        Trainer.count_skipped(trainer, 40, float("inf"))
