@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .adapters import AdapterSettings, adapted_step, score_documents
-from .bpb import byte_table
+from .bpb import byte_table, encode_text
 from .launcher import package_dir
 from .layers import softcap
 from .model import Golf, named_state
@@ -85,9 +85,9 @@ def encode(self: Player, text: str) -> list[int]:
         raise GolfError(f"a text may have at most {LIMIT:,} characters, found {len(text):,}: take a part of it")
     if odd := next((c for c in text if c == "\0" or 0xD800 <= ord(c) < 0xE000), ""):
         raise GolfError(f"a text must be characters that UTF-8 can hold, found {ascii(odd)}: leave it out")
-    ids = self.sp.encode(text)
+    ids = encode_text(self.sp, text)
     if self.sp.unk_id() in ids:
-        odd = next((c for c in text if self.sp.unk_id() in self.sp.encode(c)), "?")
+        odd = next((c for c in text if self.sp.unk_id() in encode_text(self.sp, c)), "?")
         raise GolfError(f"the tokenizer has no token for {odd!r}: leave it out")
     return [BOS_ID, *ids]
 
