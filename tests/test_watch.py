@@ -1,6 +1,8 @@
 """A run is never silent, says before it hurts what will, and can be watched: progress by time, notes, the live page, writers, bars."""
 import json
 import re
+import socket
+import struct
 import sys
 import threading
 import time
@@ -152,6 +154,39 @@ def test_the_server_follows_a_run(tmp_path):
         assert "a&lt;b&gt;" in page and "<b>" not in page.split("</h1>")[0] and not re.search(r'(src|href)="(?!data:,|/report)', page)
 
 
+def test_a_line_of_brackets_stops_nobody(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(STEP % 1 + "[" * 200_000 + "\n" + STEP % 2)
+    with served(tmp_path) as port:
+        status, text = asked(port, "/news?from=0")
+    assert status == 200 and [e["step"] for e in json.loads(text)["events"]] == [1, 2] and capsys.readouterr().err == ""
+
+
+def test_pages_may_load_nothing_from_elsewhere(tmp_path):
+    (tmp_path / "report.html").write_text("<script>fetch('/news')</script>")
+    with served(tmp_path) as port:
+        rules = {}
+        for path in ("/", "/report"):
+            c = HTTPConnection("127.0.0.1", port, timeout=60)
+            c.request("GET", path)
+            rules[path] = c.getresponse().headers["Content-Security-Policy"].split("; ")
+    assert all({"default-src 'none'", "script-src 'unsafe-inline'"} <= set(found) for found in rules.values())
+    assert "connect-src 'self'" in rules["/"] and not any(rule.startswith("connect-src") for rule in rules["/report"])
+
+
+def test_a_page_from_elsewhere_and_a_reader_who_has_gone(tmp_path, capsys):
+    with served(tmp_path) as port:
+        c = HTTPConnection("127.0.0.1", port, timeout=60)
+        c.request("GET", "/news", headers={"Origin": "https://evil.example"})
+        answer = c.getresponse()
+        assert answer.status == 403 and b"Origin" in answer.read()
+        for request in (b"", b"GET /news HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a.b\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port)) as line:
+                line.sendall(request)
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert asked(port, "/news")[0] == 200
+    assert capsys.readouterr().err == ""
+
+
 def test_only_this_machine_may_ask(tmp_path):
     with served(tmp_path) as port:
         assert asked(port, "/", "evil.example")[0] == asked(port, "/news", f"evil.example:{port}")[0] == 403
@@ -201,7 +236,7 @@ def test_the_page_in_a_browser(slow_run, tmp_path, width, scheme):
         assert tab.inner_text("#step").startswith("6") and "EMA_DECAY" in tab.inner_text("#notes") and "s" in tab.inner_text("#left")
         tab.focus("#losses svg")
         tab.keyboard.press("ArrowLeft")
-        assert tab.inner_text("#losses figcaption").startswith("step 5: "), tab.inner_text("#losses figcaption")
+        assert tab.inner_text("#losses figcaption").startswith("step 5\n"), tab.inner_text("#losses figcaption")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width and (tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") == (scheme == "light")
         (tmp_path / "summary.json").write_text((slow_run[1] / "summary.json").read_text())
         (tmp_path / "report.html").write_text("<title>report</title>")
