@@ -34,7 +34,7 @@ def fold(sources: dict, settings: dict | None = None) -> str:
 
 
 def run(path: Path, *flags: str, env=None):
-    return subprocess.run([sys.executable, *flags, str(path)], capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run([sys.executable, *flags, str(path)], capture_output=True, text=True, env=env)
 
 
 def test_good_package_folds_runs_and_packs(tmp_path):
@@ -171,7 +171,7 @@ def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
     path.write_text("import os, sys, time\nprint('golfnb: bad', file=sys.stderr, flush=True)\ntime.sleep(1)\nos._exit(3)\n")
     assert run_script(path, 2, {}, said.append) == 3
     assert said == ["golfnb: bad\n"]
-    path.write_text("import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n")
+    path.write_text("import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(900)\n")
     said.clear()
     assert run_script(path, 2, {}, said.append) == 1
     assert said == ["golfnb: rank 1 was ended by signal 9; the others were stopped\n"]
@@ -204,7 +204,7 @@ def test_who_ended_a_run_is_said_once(lines, status, words):
 
 WAITING = """import os, sys, time; from golfnb.run import as_rank
 def work(ranks):
-    os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(60)
+    os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(900)
 as_rank(work)
 """
 
@@ -233,13 +233,12 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
     code = f"import sys; from golfnb.launcher import run_script; sys.exit(run_script({str(path)!r}, 1, {{}}))"
     job = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
     try:
-        end = time.time() + 60
-        while not Path(f"{path}0").exists() and time.time() < end:
+        while not Path(f"{path}0").exists() and job.poll() is None:
             time.sleep(0.1)
         torchrun = next(p for p in running(str(tmp_path)) if parent(p) == job.pid)
         os.kill(job.pid if to == "golfnb" else torchrun, number)
-        assert job.wait(40) == status
-        end = time.time() + 10
+        assert job.wait(600) == status
+        end = time.time() + 300
         while running(str(tmp_path)) and time.time() < end:
             time.sleep(0.1)
         assert running(str(tmp_path)) == [] and job.stderr.read() == words
@@ -249,8 +248,8 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
 
 
 def test_a_process_whose_parent_has_ended_does_not_begin(tmp_path):
-    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=60)
-    rank = subprocess.run([sys.executable, "-c", "from golfnb.run import as_rank; as_rank(print)"], capture_output=True, timeout=60, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "GOLFNB_TORCHRUN": "-1"})
+    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True)
+    rank = subprocess.run([sys.executable, "-c", "from golfnb.run import as_rank; as_rank(print)"], capture_output=True, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "GOLFNB_TORCHRUN": "-1"})
     assert done.returncode == rank.returncode == 143 and not rank.stdout
 
 
