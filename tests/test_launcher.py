@@ -35,7 +35,7 @@ def fold(sources: dict, settings: dict | None = None) -> str:
 
 
 def run(path: Path, *flags: str, env=None):
-    return subprocess.run([sys.executable, *flags, str(path)], capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run([sys.executable, *flags, str(path)], capture_output=True, text=True, env=env)
 
 
 def test_good_package_folds_runs_and_packs(tmp_path):
@@ -172,7 +172,7 @@ def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
     path.write_text("import os, sys, time\nprint('golfnb: bad', file=sys.stderr, flush=True)\ntime.sleep(1)\nos._exit(3)\n")
     assert run_script(path, 2, {}, said.append) == 3
     assert said == ["golfnb: bad\n"]
-    path.write_text("import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n")
+    path.write_text("import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(900)\n")
     said.clear()
     assert run_script(path, 2, {}, said.append) == 1
     assert said == ["golfnb: rank 1 was ended by signal 9; the others were stopped\n"]
@@ -257,7 +257,7 @@ def test_who_ended_a_run_is_said_once(lines, status, words):
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 WAITING = END_WITH_TORCHRUN + """import os, sys, time; from golfnb.run import as_rank
 def work(ranks):
-    os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(60)
+    os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(900)
 as_rank(work)
 """
 
@@ -286,13 +286,12 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
     code = f"import sys; from golfnb.launcher import run_script; sys.exit(run_script({str(path)!r}, 1, {{}}))"
     job = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
     try:
-        end = time.time() + 60
-        while not Path(f"{path}0").exists() and time.time() < end:
+        while not Path(f"{path}0").exists() and job.poll() is None:
             time.sleep(0.1)
         torchrun = next(p for p in running(str(tmp_path)) if parent(p) == job.pid)
         os.kill(job.pid if to == "golfnb" else torchrun, number)
-        assert job.wait(40) == status
-        end = time.time() + 10
+        assert job.wait(600) == status
+        end = time.time() + 300
         while running(str(tmp_path)) and time.time() < end:
             time.sleep(0.1)
         assert running(str(tmp_path)) == [] and job.stderr.read() == words
@@ -302,7 +301,7 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
 
 
 def test_torchrun_does_not_begin_where_its_parent_has_ended():
-    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=300)
     assert done.returncode == 143
 
 
@@ -314,7 +313,7 @@ START = "import subprocess, sys; {}; sys.exit(subprocess.run([sys.executable, sy
 def test_a_rank_whose_torchrun_has_ended_does_not_begin(tmp_path, holds, own_session, status):
     "Its parent then holds no torch; a wrapper between torchrun and rank holds none either, but shares its session."
     (tmp_path / "rank.py").write_text(END_WITH_TORCHRUN + "print('begun')\n")
-    done = subprocess.run([sys.executable, "-c", START.format(holds, own_session), str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=60, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})
+    done = subprocess.run([sys.executable, "-c", START.format(holds, own_session), str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=300, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})
     assert done.returncode == status and done.stdout == "begun\n" * (status == 0), done.stderr
 
 
@@ -324,12 +323,12 @@ def test_ranks_end_with_a_torchrun_that_is_killed_as_it_starts_them(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", package_dir() / "train_gpt.py"]
     job = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.DEVNULL)
     try:
-        end = time.time() + 60
+        end = time.time() + 300
         while len(running(str(tmp_path))) < 3 and time.time() < end:
             time.sleep(0.01)
         assert len(running(str(tmp_path))) == 3
         job.kill()
-        end = time.time() + 20
+        end = time.time() + 90
         while len(running(str(tmp_path))) > 0 and time.time() < end:
             time.sleep(0.1)
         assert running(str(tmp_path)) == []

@@ -169,7 +169,7 @@ def ask(server, path, words, raw=None, method="POST", **headers):
     data = None if method == "GET" else json.dumps(words).encode() if raw is None else raw
     request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{path}", data, {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.status, answer.read()
     except HTTPError as e:
         return e.code, e.read()
@@ -281,7 +281,7 @@ def test_a_character_without_a_token_is_named(player, tmp_path, monkeypatch):
 def test_the_command_prints_its_address_and_ends_in_one_line(run, tmp_path, monkeypatch):
     def interrupted(server):
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert b"golfnb play" in urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=20).read()
+        assert b"golfnb play" in urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=600).read()
         raise KeyboardInterrupt  # as Ctrl-C does
 
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", interrupted)

