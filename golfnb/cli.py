@@ -505,9 +505,9 @@ def score_command(args) -> int:
         raise GolfError(f"score: validation shards are needed, {args.file} and its summary.json name none that "
                         "are there; give them with --val")
     ranks = book.parallel_muon.start_ranks()
-    tokens, table, cfg = score_file(args, ranks)
+    tokens, table, cfg, findings = score_file(args, ranks)
     book.parallel_muon.stop_ranks(ranks)
-    return audit_file(args, tokens.cpu(), table.to("cpu"), cfg) if args.audit else 0
+    return audit_file(args, tokens.cpu(), table.to("cpu"), cfg, findings) if args.audit else 0
 
 # %% ../nbs/24_cli.ipynb #f15c7339
 def score_config(meta: dict, model_cfg, settings: dict[str, str]):
@@ -522,7 +522,7 @@ def score_config(meta: dict, model_cfg, settings: dict[str, str]):
 
 # %% ../nbs/24_cli.ipynb #51e7b127
 def score_file(args, ranks) -> tuple:
-    "Score an artifact on `ranks` and print it on rank 0; returns tokens, byte table and Config."
+    "Score an artifact on `ranks`, print it on rank 0; tokens, byte table, Config, findings if it is audited."
     import torch
 
     say, file = print if ranks.master else lambda *words, **options: None, args.file
@@ -538,8 +538,14 @@ def score_file(args, ranks) -> tuple:
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, "
         f"on {ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}", flush=True)
     windows, bar = (cfg.eval_seq_len, cfg.eval_stride), book.watch.Bar(ranks.master)
+    findings, watched = [], {"log": bar, "probing": True, "seed": audit_seed(file)}
     with closing(bar):
-        score = book.evaluate.sliding_loss(forward, tokens, table, *windows, rows, ranks, log=bar)
+        if args.audit:
+            trial = book.ttt.sliding_trial(forward, tokens, table, cfg, **watched)
+            findings += book.ttt.audit_pass("sliding window", trial, table)
+            score = trial.loss, trial.bpb
+        else:
+            score = book.evaluate.sliding_loss(forward, tokens, table, *windows, rows, ranks, log=bar)
     say("final_int6_sliding_window_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score), flush=True)
     if args.ttt:
         state = book.quantize.dequantize_state(book.artifact.load_artifact(args.file)[1])
@@ -547,26 +553,37 @@ def score_file(args, ranks) -> tuple:
         with closing(bar):
             if cfg.ttt_form == "adapters":
                 score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks, bar)
+            elif args.audit:
+                trial = book.ttt.chunk_trial(forward, golf, state, tokens, table, cfg, watch_rows=False, **watched)
+                findings += book.ttt.audit_pass("score-first training", trial, table)
+                score = trial.loss, trial.bpb
             else:
                 score = book.ttt.score_first(golf, state, tokens, table, cfg, ranks, forward=forward, log=bar)
         say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score[:2]), flush=True)
-    return tokens, table, cfg
+    return tokens, table, cfg, findings
 
 # %% ../nbs/24_cli.ipynb #36cdd261
-def audit_file(args, tokens, table, cfg) -> int:
-    "Audit an artifact and its scorers; print the findings, write the report."
+def audit_seed(file: Path) -> int:
+    "The seed of the places that an audit looks at: another artifact, other places."
+    return int(hashlib.sha256(file.read_bytes()).hexdigest()[:8], 16)
+
+
+def audit_file(args, tokens, table, cfg, findings: list) -> int:
+    "Audit an artifact and its scorers, beside `findings` on the score; print what was found, write the report."
     file, by_document = args.file, args.ttt and cfg.ttt_form == "adapters"
     golf, meta, _ = book.artifact.load_model(file)
     state = book.quantize.dequantize_state(book.artifact.load_artifact(file)[1])
     train, val = (book.shards.find_shards(p) if p else [] for p in (args.train, args.val))
-    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, args.ttt and not by_document, train, val)
+    seed, by_chunk = audit_seed(file), args.ttt and not by_document
+    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, by_chunk, train, val, seed)
     if by_document:
-        audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, cfg)
+        audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, cfg, seed)
+    audit["findings"] = book.ttt.worst(audit["findings"] + findings)
     for f in audit["findings"]:
         print(f"  {'holds' if f['passed'] else 'FAILS'}  {f['scorer']}: {f['check']} ({f['found']})")
     path, audit["legal"] = file.with_suffix(".audit.json"), all(f["passed"] for f in audit["findings"])
     facts = {"artifact": file.name, "artifact_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-             "tokenizer_sha256": meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1}
+             "tokenizer_sha256": meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1, "seed": seed}
     book.shards.atomic_write(path, json.dumps(facts | audit, indent=1) + "\n")
     verdict = "legal, every condition holds" if audit["legal"] else "NOT legal"
     print(f"audit: {verdict}; {path}{'' if train else '; training files were not compared (--train)'}")
