@@ -168,7 +168,7 @@ def check_output(path: Path | str, kind: str, *inputs: Path | str) -> None:
 # %% ../nbs/24_cli.ipynb #c889a7b9
 def check_tokenizer(path: Path, source: Path | None = None) -> None:
     "Raises GolfError if another tokenizer than `source` lies where one is to be written."
-    if path.is_file() and not (source and source.is_file() and source.read_bytes() == path.read_bytes()):
+    if path.is_file() and not (source and source.read_bytes() == path.read_bytes()):
         raise GolfError(f"{path} is there already, and writing another would lose it; use it with --tokenizer "
                         "or TOKENIZER_PATH, choose another directory, or move it away")
 
@@ -187,7 +187,8 @@ def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     chosen = {n: env[n] for n in (*fixed, *book.config.SWITCHES) if n in env and n != "RECIPE"}
     script, tokenizer = folder / "train_gpt.py", Path(cfg.tokenizer_path)
     check_output(script, "script of golfnb")
-    check_tokenizer(folder / "tokenizer.model", tokenizer)
+    if tokenizer.is_file():
+        check_tokenizer(folder / "tokenizer.model", tokenizer)
     new = [p for p in (folder, folder.parent) if not p.exists()]
     try:
         print("script: " + write_script(script, cfg.recipe, chosen, pack), flush=True)

@@ -205,19 +205,19 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 
 # %% ../nbs/18_ttt.ipynb #4ac13a3e
 def planned_calls(starts: Tensor, keeps: Tensor, parts: list, batch: int) -> list[tuple[Tensor, int]]:
-    "The forwards of an honest pass: first tokens of the windows, and how many of its last targets each scores."
+    "The forwards of an honest pass: first tokens of the windows, and how many targets each scores."
     return [(starts[lo + a:lo + b], keep) for lo, hi in parts
             for a, b, keep in window_batches(keeps[lo:hi], batch)]
 
 
 def logit_nats(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
-    "Minus the log of the targets' probabilities: logits [n, V] capped, rounded as they are stored, normalised."
+    "Minus the log of the targets' probabilities: logits [n, V] capped, rounded, normalised."
     capped = softcap(logits, cap).to(logits.dtype).double()
     return capped.logsumexp(-1) - capped.gather(-1, targets[:, None])[:, 0]
 
 
 def other_future(ids: Tensor, cut: Tensor, shift: int, vocab: int) -> Tensor:
-    "ids [B, T] with other tokens after column `cut` [B]: those `shift` places before, never what stood there."
+    "ids [B, T] with other tokens after column `cut` [B]: those `shift` places before."
     donors = ids.roll(shift, 1)
     donors = torch.where(donors == ids, (ids + 1) % vocab, donors)
     return torch.where(torch.arange(ids.shape[1], device=ids.device) > cut[:, None], donors, ids)
@@ -350,7 +350,8 @@ def audit_distribution(trial: Trial) -> Iterator[dict]:
 # %% ../nbs/18_ttt.ipynb #e834e05d
 def audit_order(trial: Trial, spans, row: int) -> Iterator[dict]:
     "Condition 3: targets are scored before they are learnt from, in updates of the rows that were booked."
-    spans, rows, stream, wrong, strange = np.array(spans), iter(trial.rows), trial.tokens.long().numpy(), [], []
+    spans, rows, stream = np.array(spans), iter(trial.rows), trial.tokens.long().numpy()
+    wrong, strange = [], []
     upto = spans[:, 0].copy()
     for what, *columns in trial.history:
         events = [tuple(map(int, event)) for event in zip(*columns)]
@@ -427,7 +428,8 @@ def audit_scorer(name: str, run: Callable, cases: list[Case], table: ByteTable, 
     found = []
     for case in cases:
         base = run(case.tokens, case.cfg, True)
-        found += audit_prefix(lambda t: run(t, case.cfg, False), case.tokens, base, vocab, case.spans, case.flips)
+        again = lambda tokens: run(tokens, case.cfg, False)
+        found += audit_prefix(again, case.tokens, base, vocab, case.spans, case.flips)
         found += audit_distribution(base)
         if len(case.spans):
             found += audit_order(base, case.spans, case.row)
@@ -481,8 +483,8 @@ def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     """
     seq, short = cfg.eval_seq_len, min(cfg.eval_seq_len, 256)
     if tokens.numel() < 6 * short + 2:
-        raise GolfError(f"an audit needs a stream of at least {6 * short + 2} tokens, found {tokens.numel()}: "
-                        "give a longer validation file")
+        raise GolfError(f"an audit needs a stream of at least {6 * short + 2} tokens, found "
+                        f"{tokens.numel()}: give a longer validation file")
     findings = [f | {"scorer": "files"} for f in audit_files(train_paths, val_paths)] if train_paths else []
     brief = replace(cfg, eval_seq_len=short, eval_stride=min(cfg.eval_stride, max(1, short // 4)),
                     val_batch_size=64 * short, ttt_chunk_tokens=2 * short)
@@ -492,9 +494,14 @@ def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         load_named(model, state)
         return model
 
-    def plain(t, cfg, probing): return plain_trial(fresh(), t, table, cfg, trained, probing=probing, seed=seed)
-    def slide(t, cfg, probing): return sliding_trial(fresh(), t, table, cfg, probing=probing, seed=seed)
-    def adapt(t, cfg, probing): return chunk_trial(model, model, state, t, table, cfg, probing=probing, seed=seed)
+    def plain(t, cfg, probing):
+        return plain_trial(fresh(), t, table, cfg, trained, probing=probing, seed=seed)
+
+    def slide(t, cfg, probing):
+        return sliding_trial(fresh(), t, table, cfg, probing=probing, seed=seed)
+
+    def adapt(t, cfg, probing):
+        return chunk_trial(model, model, state, t, table, cfg, probing=probing, seed=seed)
 
     trained = model.cfg.train_seq_len
     rows, strides = tokens[:3 * trained + 1], tokens[:seq + 4 * cfg.eval_stride + 1]
