@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 1493082bf6b24e3c | Apache-2.0
+# golfnb script --recipe pr549 | source 01265f264fe8bdcf | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2536,7 +2536,7 @@ def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int
 def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
                ranks: Ranks, log=None) -> tuple[float, float]:
     "Plain validation: `sliding_loss` in disjoint rows."
-    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log=log)
+    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log)
 
 @dataclass
 class EvalSettings(Settings):
