@@ -33,7 +33,8 @@ from .adapters import score_documents
 from .bpb import ByteTable
 from .config import Config, load_config
 from .evaluate import plain_loss, sliding_loss
-from .launcher import checkout_commit, package_dir, run_script, usable_cores
+from .launcher import (END_WITH_TORCHRUN, checkout_commit, package_dir, run_script,
+                             usable_cores)
 from .loader import Loader, grad_accum, make_sampler
 from .model import named_state
 from .parallel_muon import Ranks
@@ -420,7 +421,8 @@ def launches_of(job: BenchJob, nproc: int) -> Iterator[tuple[str, int, dict]]:
 # %% ../nbs/22_bench.ipynb #387040d9
 def launch_module(words: list[str], nproc: int, settings: dict[str, str]) -> int:
     "Run a module (`words` as after python -m) on several ranks; returns the exit status, as `run_script`."
-    start = f"import runpy, sys\nsys.argv[1:] = {words[1:]}\nrunpy.run_module('{words[0]}', None, '__main__')"
+    start = END_WITH_TORCHRUN
+    start += f"import runpy, sys\nsys.argv[1:] = {words[1:]}\nrunpy.run_module('{words[0]}', None, '__main__')"
     path = os.pathsep.join([str(package_dir().parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         atomic_write(Path(folder, "start.py"), start)

@@ -303,8 +303,13 @@ def build_data(args) -> dict:
     files = d.find_documents(args.files, left_out)
     library = None if args.files else d.stdlib_documents()
     read = lambda into: library or d.read_documents(files, into, args.field)
-    few, size = sum(1 for _ in zip(range(100), read([]))) < 100, sum(p.stat().st_size for p in files)
-    cut = max(50, min(2000, size // 60)) if few else 0
+    lengths = [len(text) for _, text in zip(range(100), read([]))]
+    if not lengths:
+        named, more = ", ".join(map(str, files[:3])), f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+        raise GolfError(f"documents must hold text, found none in {named}{more}: see what these files hold, or "
+                        "name others")
+    few, size = len(lengths) < 100, sum(p.stat().st_size for p in files)
+    cut = max(50, min(2000, sum(lengths) // 100))  # into a hundred parts, so that some are on each side
     documents = lambda into: d.cut_texts(read(into), cut) if few else read(into)
     share, part = args.tokenizer_bytes / max(1, size), min(max(20_000, 0.05 * size), 2e6) / max(1, size)
     val = args.val_fraction if args.val_fraction is not None else min(0.2, part) if files else 0.05
@@ -318,7 +323,8 @@ def build_data(args) -> dict:
                               skipped=skipped, name=corpus_name(args.files))
         check_sides(made)
     if few:
-        print(f"fewer than 100 documents: each was cut at blank lines into parts of about {cut:,} characters")
+        print(f"fewer than 100 documents: each was cut at blank lines, else at the ends of lines, sentences or "
+              f"words, into parts of {cut:,} characters or a little more")
     print_build(made, skipped, left_out, len(repeated))
     return made
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from golfnb.settings import GolfError
-from golfnb.launcher import (SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
-                             run_script, specialise, usable_cores)
+from golfnb.launcher import (END_WITH_TORCHRUN, SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script,
+                             package_dir, relay_errors, run_script, specialise, usable_cores)
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {
@@ -254,7 +254,8 @@ def test_who_ended_a_run_is_said_once(lines, status, words):
     assert relay_errors(lines, out.append) == status and out == [f"golfnb: {words}\n"]
 
 
-WAITING = """import os, sys, time; from golfnb.run import as_rank
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+WAITING = END_WITH_TORCHRUN + """import os, sys, time; from golfnb.run import as_rank
 def work(ranks):
     os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(60)
 as_rank(work)
@@ -275,7 +276,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+@linux
 @pytest.mark.parametrize("to, number, status, words", [
     ("golfnb", signal.SIGKILL, -9, ""), ("torchrun", signal.SIGKILL, 137, "golfnb: the run was ended by signal 9\n"), ("golfnb", signal.SIGTERM, 143, "golfnb: the run was ended by signal 15\n"),
     ("golfnb", signal.SIGINT, 130, "golfnb: interrupted\n")])
@@ -300,10 +301,42 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
             os.kill(p, signal.SIGKILL)
 
 
-def test_a_process_whose_parent_has_ended_does_not_begin(tmp_path):
+def test_torchrun_does_not_begin_where_its_parent_has_ended():
     done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=60)
-    rank = subprocess.run([sys.executable, "-c", "from golfnb.run import as_rank; as_rank(print)"], capture_output=True, timeout=60, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "GOLFNB_TORCHRUN": "-1"})
-    assert done.returncode == rank.returncode == 143 and not rank.stdout
+    assert done.returncode == 143
+
+
+START = "import subprocess, sys; {}; sys.exit(subprocess.run([sys.executable, sys.argv[1]], start_new_session={}).returncode)"
+
+
+@linux
+@pytest.mark.parametrize("holds, own_session, status", [("pass", True, 143), ("import torch", True, 0), ("pass", False, 0)])
+def test_a_rank_whose_torchrun_has_ended_does_not_begin(tmp_path, holds, own_session, status):
+    "Its parent then holds no torch; a wrapper between torchrun and rank holds none either, but shares its session."
+    (tmp_path / "rank.py").write_text(END_WITH_TORCHRUN + "print('begun')\n")
+    done = subprocess.run([sys.executable, "-c", START.format(holds, own_session), str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=60, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})
+    assert done.returncode == status and done.stdout == "begun\n" * (status == 0), done.stderr
+
+
+@linux
+def test_ranks_end_with_a_torchrun_that_is_killed_as_it_starts_them(tmp_path):
+    "A plain torchrun, as a judge calls it; its ranks have not imported torch yet."
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", package_dir() / "train_gpt.py"]
+    job = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    try:
+        end = time.time() + 60
+        while len(running(str(tmp_path))) < 3 and time.time() < end:
+            time.sleep(0.01)
+        assert len(running(str(tmp_path))) == 3
+        job.kill()
+        end = time.time() + 20
+        while len(running(str(tmp_path))) > 0 and time.time() < end:
+            time.sleep(0.1)
+        assert running(str(tmp_path)) == []
+    finally:
+        for p in running(str(tmp_path)):
+            os.kill(p, signal.SIGKILL)
+        job.wait()
 
 
 # ---- the real package ----
