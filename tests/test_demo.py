@@ -4,6 +4,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 from types import SimpleNamespace
 
 from golfnb import cli, data, launcher
@@ -29,6 +30,7 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(PROGRESS.replace("training", "packing") + "\n")
     command = [sys.executable, "-c", FOLLOWED, str(tmp_path), PROGRESS]
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     subprocess.run(command, stdout=theirs, stderr=theirs, check=True, timeout=120)
     shown = os.read(ours, 1 << 16).decode()
     assert "training: " in shown and "/240" in shown and "step:120/240" in shown and "packing" not in shown and "progress:" not in shown
