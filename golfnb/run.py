@@ -373,7 +373,8 @@ def score_artifact(self: Session, data: bytes):
     with self.phase("scoring"):
         self.scored("final_int6_roundtrip", "int6", self.plain_score)
         loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
-        log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
+                 "(the artifact's score again, by the name of published logs)")
     if cfg.ttt_enabled:
         with self.phase("adapting"):
             self.scored("legal_ttt", "ttt", adapt)

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 01265f264fe8bdcf | Apache-2.0
+# golfnb script --recipe pr549 | source 9c49db450bce07b8 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3667,7 +3667,8 @@ class Session:
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)
             loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
-            log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+            log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
+                     "(the artifact's score again, by the name of published logs)")
         if cfg.ttt_enabled:
             with self.phase("adapting"):
                 self.scored("legal_ttt", "ttt", adapt)

@@ -165,6 +165,7 @@ def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
     assert (run / "train_gpt.py").read_bytes() == script.read_bytes()
     assert (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file() and not (run / "artifact.golf").exists()
     assert "final_int6_sliding_window_exact" in done.stdout
+    assert re.search(r"^final_int8_zlib_roundtrip_exact val_loss:\S+ val_bpb:\S+ \(.*by the name of published logs\)$", done.stdout, re.M)
 
 
 def run_here(data, tmp_path, code=b"", **more) -> tuple[dict, str]:
