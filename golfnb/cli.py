@@ -172,8 +172,9 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
     "Run the script in a run's directory, and show what came of it; the exit status."
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
     cfg = book.config.load_config({**os.environ, **settings})
-    threading.Thread(target=book.watch.foretell, args=(folder, cfg), daemon=True).start()
-    status = book.launcher.run_script(folder / "train_gpt.py", ranks, settings | names, sys.stderr.write)
+    told = folder, cfg, book.watch.above_bar
+    threading.Thread(target=book.watch.foretell, args=told, daemon=True).start()
+    status = run_shown(folder, ranks, settings | names)
     if (folder / "summary.json").is_file():
         try:  # first, since nobody may read what is printed
             words = f"report: {book.report.write_report(folder)}"
@@ -182,6 +183,21 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
         print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
               f"play with it: {this_command()} play {folder}")
     return status
+
+# %% ../nbs/24_cli.ipynb #f25d22e0
+def run_shown(folder: Path, ranks: int, settings: dict[str, str]) -> int:
+    "Run a folder's script; on a terminal a bar below the lines of its log says how far it is."
+    script, watch, run_script = folder / "train_gpt.py", book.watch, book.launcher.run_script
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return run_script(script, ranks, settings, sys.stderr.write)
+    ended = threading.Event()
+    bar = threading.Thread(target=watch.follow_bar, args=(folder, ended))
+    bar.start()
+    try:
+        return run_script(script, ranks, settings, watch.above_bar, watch.above_bar)
+    finally:
+        ended.set()
+        bar.join()
 
 # %% ../nbs/24_cli.ipynb #775ffb2e
 def resume_run(folder: Path, settings: dict[str, str], ranks: int | None) -> int:
@@ -273,6 +289,13 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
              help="of documents that validate (0.05, but at least 20 kB of text and at most 2 MB)"),
          count("--tokenizer-bytes", "train a tokenizer on about so many bytes of the files", 64 * 2**20))
 def data_build_command(args) -> int:
+    made, tokenizer = build_data(args), args.tokenizer or Path(args.out) / "tokenizer.model"
+    print(f"train on it with: {next_training(made, Path(args.out), tokenizer)}")
+    return 0
+
+
+def build_data(args) -> dict:
+    "Do what the arguments of `data build` say, and print what was built; its manifest."
     d, out, model, skipped, left_out, repeated = book.data, Path(args.out), args.tokenizer, [], [], []
     if model and Path(model).suffix == ".json":
         raise GolfError(f"--tokenizer must be a SentencePiece .model, found {model}: a tokenizer.json may cut "
@@ -297,8 +320,7 @@ def data_build_command(args) -> int:
     if few:
         print(f"fewer than 100 documents: each was cut at blank lines into parts of about {cut:,} characters")
     print_build(made, skipped, left_out, len(repeated))
-    print(f"train on it with: {next_training(made, out, args.tokenizer or out / 'tokenizer.model')}")
-    return 0
+    return made
 
 # %% ../nbs/24_cli.ipynb #8bc5b3a2
 @command("data download", "published shards and tokenizer from the Hugging Face hub; goes on after a stop",
@@ -373,19 +395,29 @@ def demo_data(folder: Path) -> None:
     if book.report.read_file(manifest).get("documents_sha256") == digest:
         return print(f"tokenizer and shards: as in {folder}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    data_build_command(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
+    build_data(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
+
+
+def print_sample(folder: Path) -> None:
+    "Print a text that a run's artifact wrote, after the beginning that it was given."
+    begin, text = book.report.sampled_text(folder)
+    print(f"\nthe model was given:\n{printable(begin).strip()}\n\nand wrote:\n{printable(text).strip()}")
 
 # %% ../nbs/24_cli.ipynb #2a92543a
 @command("demo", "text -> shards -> training -> artifact -> scores -> report, in minutes on any machine",
          count("--nproc", "ranks (default: all GPUs, or 2 on a CPU)"), SETTINGS)
 def demo_command(args) -> int:
     settings, folder = read_settings(args.settings), Path("runs/demo")
+    print(f"demo: some minutes, most of them training on a CPU; all that it makes goes to {folder}", flush=True)
     demo_data(folder / "data")
     for old in (p for p in folder.iterdir() if p.name != "data"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     settings = {"DATA_PATH": f"{folder}/data", "TOKENIZER_PATH": f"{folder}/data/tokenizer.model",
                 "RECIPE": "demo", **settings, "RUN_ID": "demo", "RUNS_DIR": "runs"}
-    return train_run(settings, args.nproc or (2 ** int(math.log2(n)) if (n := gpu_count()) else 2))
+    status = train_run(settings, args.nproc or (2 ** int(math.log2(n)) if (n := gpu_count()) else 2))
+    if status == 0:
+        print_sample(folder)
+    return status
 
 # %% ../nbs/24_cli.ipynb #5df6af2c
 @command("drill", "kill tiny runs at random, resume them, and compare with one that nobody touched",
@@ -705,7 +737,7 @@ def listing(functions: dict[str, Callable]) -> str:
          arg("what", metavar="WHAT", help="one of those below"), RANKS, SETTINGS,
          arg("--against", action="append", default=[], metavar="NAME=VALUE,...", help="a variant, in turn"),
          count("--steps", "timed steps of a variant (60)", low=3), count("--warmup", "untimed ones (10)"),
-         count("--rounds", "repetitions (startup 1, eval 3, links 15, optimizer 6)"),
+         count("--rounds", "repetitions (startup 1, eval 3, links 15, optimizer 6, threads 20)"),
          count("--tokens", "tokens that eval scores (1,048,576)"),
          arg("--links", metavar="FILE", help="optimizer: a result of bench links (default: this machine's)"),
          arg("--only", metavar="WAY", help="optimizer: plans, or a part of the name of a way, e.g. NS5"),
@@ -721,9 +753,10 @@ def bench_command(args) -> int:
     if odd := given.keys() - {"what", "out", *takes}:
         words = " ".join(f"--{t}" for t in takes) or "no options"
         raise GolfError(f"bench: {what} takes {words}, found --{min(odd)}; leave it out")
-    rounds = {"startup": 1, "links": 15, "optimizer": 6}.get(what, 3)
+    rounds = {"startup": 1, "links": 15, "optimizer": 6, "threads": 20}.get(what, 3)
     given["against"] = [read_settings(words.split(",")) for words in args.against]
-    ranks = args.nproc or (1 if what in ("kernels", "attention") else gpu_count()) or 1
+    alone = what in ("kernels", "attention", "threads")
+    ranks = args.nproc or (1 if alone else gpu_count()) or 1
     return b.run_bench(b.BenchJob(**{"rounds": rounds, **given}), ranks, read_settings(args.settings))
 
 # %% ../nbs/24_cli.ipynb #3f7dc851

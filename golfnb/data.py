@@ -29,7 +29,7 @@ import sentencepiece as spm
 import torch
 from tqdm import tqdm
 
-from .bpb import byte_table, load_tokenizer, target_bytes, tokenizer_hash
+from .bpb import byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash
 from .settings import GolfError
 from .shards import BOS_ID, ShardWriter, WholeFile, atomic_write, find_shards, open_shard, read_header
 
@@ -288,7 +288,12 @@ def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool) ->
     "For each text its SHA-256, its bytes, and uint16 [1 + pieces], BOS in front; `cut` as `cuts_at_spaces`."
     as_arrays = {"return_type": "numpy"} if hasattr(sp, "EncodeAsNumpy") else {}  # else lists
     parts, out = [cut_document(t) if cut and len(t) > 2 * PART_CHARACTERS else [t] for t in texts], []
-    pieces = iter(sp.encode([part for group in parts for part in group], **as_arrays))
+    flat = [part for group in parts for part in group]
+    encoded = sp.encode(flat, **as_arrays)
+    for i, part in enumerate(flat):
+        if "▁" in part:
+            encoded[i] = encode_text(sp, part)
+    pieces = iter(encoded)
     for text, group in zip(texts, parts):
         ids, data = [[sp.bos_id()], *(next(pieces) for _ in group)], text.encode()
         ids = np.concatenate(ids, dtype=np.uint16, casting="unsafe")

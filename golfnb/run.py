@@ -6,7 +6,6 @@
 __all__ = ['LOST_RANK_WORDS', 'weight_dtype', 'Machine', 'Session', 'device_name', 'run', 'as_rank', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -467,10 +466,6 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     """
     master = os.environ.get("RANK", "0") == "0"
     signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ.get("GOLFNB_TORCHRUN", os.getppid())):
-            os._exit(143)
     ranks, problem, status = None, None, 3
     try:
         ranks = start_ranks(timeout_s=timeout_s)

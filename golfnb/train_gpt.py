@@ -1,7 +1,15 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 68bd6cdcb60afa40 | Apache-2.0
+# golfnb script --recipe pr549 | source 04b2deb7409c7830 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
-import ctypes
+import ctypes, os
+from contextlib import suppress
+if os.path.exists("/proc/self/maps") and "TORCHELASTIC_RUN_ID" in os.environ:  # Linux, under torchrun
+    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end with the parent
+    adopted = True
+    with suppress(OSError), open(f"/proc/{os.getppid()}/maps") as parent:
+        adopted = "libtorch" not in parent.read()
+    if adopted and os.getsid(0) == os.getpid():  # started by torchrun, which has ended
+        os._exit(143)
 import functools
 import gc
 import glob
@@ -3612,10 +3620,6 @@ def as_rank(work: Callable) -> None:
     """
     master = os.environ.get("RANK", "0") == "0"
     signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ.get("GOLFNB_TORCHRUN", os.getppid())):
-            os._exit(143)
     ranks, problem, status = None, None, 3
     try:
         ranks = start_ranks()

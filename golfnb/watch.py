@@ -6,12 +6,13 @@
 __all__ = ['LOG_LINES', 'WATCH_STYLE', 'WATCH_BODY', 'CHART_SCRIPT', 'NEWS_SCRIPT', 'WATCH_SCRIPT', 'SERIES', 'read_events',
            'outlook', 'outlook_line', 'clock', 'foretell', 'val_tokens_of', 'is_own', 'page_handler', 'page_server',
            'run_server', 'news', 'tail', 'watch_routes', 'watch', 'watch_page', 'follow_events', 'log_run', 'extra',
-           'to_tensorboard', 'to_wandb', 'Bar']
+           'to_tensorboard', 'to_wandb', 'Bar', 'follow_bar', 'above_bar']
 
 # %% ../nbs/23b_watch.ipynb #17ff240d
 import html
 import json
 import statistics
+import threading
 import time
 import webbrowser
 from collections.abc import Callable, Iterator
@@ -421,3 +422,21 @@ class Bar:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+# %% ../nbs/23b_watch.ipynb #f09558e8
+def follow_bar(folder: Path, ended: threading.Event, wait_s: float = 0.5) -> None:
+    "A bar on the terminal that follows what a run writes of how far it is, until `ended` is set."
+    bar, metrics = Bar(), Path(folder, "metrics.jsonl")
+    at = metrics.stat().st_size if metrics.is_file() else 0  # before that, an earlier life
+    while not ended.wait(wait_s):
+        events, at = read_events(folder, at)
+        for event in events:
+            if event["event"] == "progress" and event.get("total"):
+                bar.at = event["what"], round(event["done"]), round(event["total"]), 0
+    bar.close()
+
+
+def above_bar(line: str) -> None:
+    "Print a line of a run's log, above the bar if there is one, which says better how far things are."
+    if not line.startswith("progress: "):
+        tqdm.write(line.rstrip("\n"))

@@ -1,4 +1,7 @@
 """What torchrun starts on the hosts of test_hosts: python host_worker.py WHAT FOLDER [JSON]."""
+from golfnb.launcher import END_WITH_TORCHRUN
+
+exec(END_WITH_TORCHRUN)
 import json
 import os
 import pickle

@@ -11,13 +11,14 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import golfnb.data as data
 from golfnb.settings import GolfError
 from golfnb.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
-from golfnb.bpb import tokenizer_hash
+from golfnb.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
 from golfnb.cli import main_cli
 from golfnb.shards import check_manifest, read_tokens, write_shard
 from tiny import golfnb, one_sentence
@@ -106,8 +107,22 @@ def test_text_of_every_alphabet_survives(model):
     sp, rng = data.load_tokenizer(model), random.Random(0)
     for _ in range(200):
         text = "".join(chr(rng.choice([rng.randrange(32, 127), rng.randrange(0xA0, 0x2500), rng.randrange(0x3000, 0xD000), rng.randrange(0x1F300, 0x1F600), 10, 32])) for _ in range(30))
-        text = text.replace("\u2581", "").strip()
-        assert sp.decode(sp.encode(text)) == text
+        assert sp.decode(encode_text(sp, text.strip())) == text.strip()
+
+
+def test_the_mark_of_a_space_is_not_a_space_in_shards(tmp_path, docs):
+    "`a b` and `a\u2581b` are other tokens, documents come back, and the bytes scored are those of the text."
+    texts = [f"Note {i} says a{sign}b and {sign} of {sign * 2} {i * i}.\r\n{d[:300]}".strip() for i, d in enumerate(docs[:120]) for sign in "\u2581 \0"]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    done = golfnb("data", "build", "t.jsonl", "--out", "s", "--vocab-size", 400, "--val-fraction", 0.3, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sp, made = data.load_tokenizer(tmp_path / "s" / "tokenizer.model"), json.loads((tmp_path / "s" / "manifest.json").read_text())
+    found = []
+    for side in ("train", "val"):
+        tokens = torch.from_numpy(read_tokens(tmp_path / "s" / f"t_{side}_*.bin").astype(np.int64))
+        assert int(target_bytes(byte_table(sp), tokens[:-1], tokens[1:]).sum()) == made[side]["text_bytes"]
+        found += [sp.decode(run.tolist()) for run in torch.tensor_split(tokens, (tokens == 1).nonzero().flatten())[1:]]
+    assert sorted(found) == sorted(texts)
 
 
 def test_occupied_directories_are_refused_and_left_alone(tmp_path, docs, model):
@@ -181,7 +196,7 @@ def test_encoding_in_parts_and_threads_is_encoding_one_by_one(model, texts, part
         assert all(" ".join(cut_document(t)) == t for t in texts)
     finally:
         data.PART_CHARACTERS = whole
-    assert [ids.tolist() for _, _, ids in found] == [[1, *sp.encode(t)] for t in texts]
+    assert [ids.tolist() for _, _, ids in found] == [[1, *encode_text(sp, t)] for t in texts]
     assert [(d, n) for d, n, _ in found] == [(hashlib.sha256(t.encode()).digest(), len(t.encode())) for t in texts]
 
 
