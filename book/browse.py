@@ -38,7 +38,7 @@ LOOK = r"""() => {
     const f = frame(e) || {left: 0, right: innerWidth}, b = box(e), over = Math.max(b.right - Math.min(f.right, innerWidth), Math.max(f.left, 0) - b.left, e.scrollWidth - e.clientWidth);
     if (b.width && over > 1.5) said.push(`${e.tagName.toLowerCase()} is cut off by ${Math.round(over)} px: ${(e.innerText || e.alt || '').replace(/\s+/g, ' ').trim().slice(0, 60)}`);
   }
-  const codes = [...document.querySelectorAll('article div.highlight pre')].filter(e => !e.closest('.cell_output') && box(e).width);
+  const codes = [...document.querySelectorAll('article div.highlight pre')].filter(e => !e.closest('.cell_output, [class*=golf-w]') && box(e).width);  // a drawing in letters keeps its columns and shrinks
   const letters = e => parseFloat(getComputedStyle(e).fontSize), small = codes.filter(e => letters(e) < 14), bald = codes.filter(e => !e.parentElement.querySelector('button.copybtn'));
   if (small.length) said.push(`code has letters of ${letters(small[0])} px, at least 14 are wanted: ${small[0].textContent.trim().slice(0, 40)}`);
   if (bald.length) said.push(`code has no button that copies it: ${bald[0].textContent.trim().slice(0, 40)}`);
