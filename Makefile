@@ -1,4 +1,4 @@
-# make setup   .venv with everything golfnb needs; says what to type next
+# make setup   .venv with what golfnb runs with; says what to type next
 # make demo    documents -> tokenizer -> shards -> torchrun -> artifact -> scores -> report, in runs/demo
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
@@ -8,6 +8,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.golfnb-ready
+DEV_STAMP := .venv/.golfnb-dev-ready
+INSTALL := $(BIN)/python -m pip install --no-compile $(if $(shell test -t 2 && echo terminal),,--quiet --progress-bar off)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -18,20 +20,22 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/golfnb demo
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(BIN)/python tests/step.py check & $(BIN)/python tests/notebooks.py check && wait $$!
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-book: $(STAMP)
+book: $(DEV_STAMP)
 	$(BIN)/python book/build.py
 
 book-check: book
 	$(BIN)/python book/browse.py
 
-export: $(STAMP)
+export: $(DEV_STAMP)
 	$(BIN)/python tests/step.py write
 
-$(STAMP): requirements.txt setup.py settings.ini book/quarto
+$(STAMP): requirements.txt setup.py settings.ini
+	@echo "golfnb: installing into .venv takes some minutes: on Linux about 3 GB to download and 6 GB on the disk, most of it torch with CUDA"
+	@echo "golfnb: without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu before make takes a far smaller torch"
 	@set -e; \
 	if [ ! -x $(BIN)/python ]; then \
 	  for p in "$$PYTHON" python3.11 python3.12 python3.13 python3; do \
@@ -40,8 +44,14 @@ $(STAMP): requirements.txt setup.py settings.ini book/quarto
 	  [ -n "$$found" ] || { echo "golfnb: Python 3.11 or newer is needed, found none; install one or set PYTHON=/path/to/python" >&2; exit 1; }; \
 	  echo "making .venv with $$found"; "$$found" -m venv .venv; \
 	fi
-	$(BIN)/python -m pip install --quiet --progress-bar off --no-compile -r requirements.txt  # most of it is never imported
+	$(INSTALL) -r requirements.txt  # most of it is never imported: not compiled
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --use-pep517 -e .
+	$(BIN)/python -m pip check
+	@touch $@
+
+$(DEV_STAMP): $(STAMP) requirements-dev.txt book/quarto
+	@echo "golfnb: what tests and the book need beside it: about 0.2 GB to download"
+	$(INSTALL) -r requirements-dev.txt
 	$(BIN)/python -m pip check
 	@install -m 755 book/quarto $(BIN)/quarto  # what nbdev_readme asks for
 	@touch $@

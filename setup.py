@@ -1,37 +1,66 @@
-"""Build golfnb from settings.ini: the library needs torch, numpy, sentencepiece and tqdm; notebooks and pictures are extras."""
+"""Build golfnb from settings.ini: the library needs torch, numpy, sentencepiece and tqdm; all else is an extra."""
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import setup
 
+HERE = Path(__file__).parent
 ini = ConfigParser(delimiters=["="])
-ini.read(Path(__file__).parent / "settings.ini")
+ini.read(HERE / "settings.ini")
 cfg = ini["DEFAULT"]
-notebook = ["matplotlib", "jupyterlab", "nbdev==2.4.14", "fastcore==1.14.5", "execnb==0.1.18", "ghapi==1.1.1", "fastgit==0.0.6", "jupytext"]
+
+
+def long_description() -> str:
+    "README.md, where a link into the repository is its text alone: there is no address it could be relative to."
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^]\n]+)\]\((?!https?://)[^)\s]+\)", r"\1", text)
+
+
+def pins(name: str) -> list[str]:
+    "The requirements that a file lists."
+    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],
     author=cfg["author"],
-    author_email=cfg["author_email"],
     license="Apache-2.0",
-    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    keywords=cfg["keywords"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Natural Language :: English",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     packages=["golfnb"],
-    package_data={"golfnb": ["*.html"]},  # the page of `golfnb play`
+    package_data={"golfnb": ["*.html", "py.typed"]},  # the page of `golfnb play`; annotations count
     data_files=[  # what `golfnb lab` copies
         ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
         ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json")))),
     ],
     python_requires=f">={cfg['min_python']}",
-    install_requires=["torch>=2.9", "numpy", "sentencepiece", "tqdm", "triton; platform_system=='Linux'"],
+    install_requires=cfg["requirements"].split(),
     extras_require={
         "plots": ["matplotlib"],
         "data": ["huggingface_hub", "pyarrow"],
         "track": ["tensorboard", "wandb"],
         "pack": ["python-minifier"],
         "weights": ["safetensors"],
-        "notebooks": notebook,
+        "notebooks": ["matplotlib", "jupyterlab"],
+        "dev": ["golfnb[plots,data,pack,weights,notebooks]", *pins("requirements-dev.txt")],
     },
     entry_points={"console_scripts": ["golfnb = golfnb.cli:main_cli"]},
 )

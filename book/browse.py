@@ -1,6 +1,6 @@
 """Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark, from the files alone:
-nothing fails, nothing is asked of another host, formulas and pictures are there, each with its caption, no code, picture or table is cut off, 110 characters
-fit a line, the chapter is in sight in the sidebar, and a search shows what it found.
+nothing fails, nothing is asked of another host, formulas and pictures are there, each with its caption, no code, picture or table is cut off, code has
+letters of 14 pixels and a button that copies it, 110 characters fit a line, the chapter is in sight in the sidebar, and a search shows what it found.
 
     python book/browse.py [--site _book/html] [--shots FOLDER] [PAGE ...]
 """
@@ -38,6 +38,10 @@ LOOK = r"""() => {
     const f = frame(e) || {left: 0, right: innerWidth}, b = box(e), over = Math.max(b.right - Math.min(f.right, innerWidth), Math.max(f.left, 0) - b.left, e.scrollWidth - e.clientWidth);
     if (b.width && over > 1.5) said.push(`${e.tagName.toLowerCase()} is cut off by ${Math.round(over)} px: ${(e.innerText || e.alt || '').replace(/\s+/g, ' ').trim().slice(0, 60)}`);
   }
+  const codes = [...document.querySelectorAll('article div.highlight pre')].filter(e => !e.closest('.cell_output, [class*=golf-w]') && box(e).width);  // a drawing in letters keeps its columns and shrinks
+  const letters = e => parseFloat(getComputedStyle(e).fontSize), small = codes.filter(e => letters(e) < 14), bald = codes.filter(e => !e.parentElement.querySelector('button.copybtn'));
+  if (small.length) said.push(`code has letters of ${letters(small[0])} px, at least 14 are wanted: ${small[0].textContent.trim().slice(0, 40)}`);
+  if (bald.length) said.push(`code has no button that copies it: ${bald[0].textContent.trim().slice(0, 40)}`);
   for (const l of innerWidth < 1280 ? [] : document.querySelectorAll('div.cell_input .golf-line'))
     if (l.textContent.length <= 111 && box(l).height > 1.5 * parseFloat(getComputedStyle(l).lineHeight)) said.push(`a line of ${l.textContent.length - 1} characters folds`);
   const walk = document.createTreeWalker(document.querySelector('article') || document.body, NodeFilter.SHOW_TEXT), range = document.createRange();

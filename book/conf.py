@@ -5,7 +5,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 project, author, copyright = "golfnb", "the golfnb founders", "2026, the golfnb founders"
-extensions = ["myst_nb", "sphinx.ext.mathjax", "links"]
+extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx_copybutton", "links"]
+copybutton_selector = "article pre:not(.cell_output pre)"  # code, and not what it prints
 root_doc, language, smartquotes, highlight_language = "index", "en", False, "none"
 nb_execution_mode, nb_merge_streams, nb_render_markdown_format = "off", True, "gfm"
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"

@@ -25,7 +25,7 @@ from .parallel_muon import Ranks, Recorded
 from .quantize import deal_jobs
 from .shards import BOS_ID
 from .train import RunLog, compiled
-from .ttt import Ledger, RunningScore, Trial, audit_scorer, finding
+from .ttt import Case, Ledger, RunningScore, Trial, audit_scorer, finding
 
 # %% ../nbs/18b_adapters.ipynb #641c3942
 @dataclass
@@ -298,30 +298,58 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, 
     return *found, ledger
 
 # %% ../nbs/18b_adapters.ipynb #fd91b5b6
-def document_trial(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings) -> Trial:
-    "One pass of `score_documents` from a fresh state."
+def step_targets(plan: dict, size: int) -> list[Tensor]:
+    "Targets [lanes, size] that each step of a `lane_plan` scores, -1 for none."
+    places = plan["first"][..., None] + np.arange(size)
+    counted = np.arange(size) < plan["count"][..., None]
+    return [*torch.from_numpy(np.where(counted, places, -1))]
+
+
+def document_trial(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings,
+                   probing: bool = False, seed: int = 0) -> Trial:
+    "One pass of `score_documents` from a fresh state; the trial's logits are those of `adapted_walk`."
     def scorer(trial: Trial) -> tuple:
         step = adapted_step(model, cfg)
 
         def watched(ids, fill, flats, keys, values, goes_on):
-            trial.forwards += 1
+            def logits_of(ids):
+                x = adapted_walk(model, ids, fill, flats, keys, values, cfg.eval_seq_len, adapted_block)[0]
+                return F.linear(rms_norm(x), model.tok_emb.to(x.dtype))
+
+            if trial.probing and trial.forwards < len(trial.calls):
+                trial.examine(logits_of, ids[:, :-1], trial.calls[trial.forwards])
+            else:
+                trial.forwards += 1
             trial.rows.append(ids[goes_on > 0, 2:])
             return step(ids, fill, flats, keys, values, goes_on)
         return score_documents(model, state, tokens, table, cfg, Ranks(), None, watched, trial.nats)
-    return Trial(model, tokens.numel() - 1, scorer)
+
+    calls = step_targets(lane_plan(document_spans(tokens), cfg, Ranks()), cfg.ttt_chunk_size)
+    return Trial(model, model.cap, tokens, calls, scorer, probing, seed)
 
 # %% ../nbs/18b_adapters.ipynb #633ddab9
-def audit_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings) -> list:
-    "`audit_score` of the adapters' scorer: findings. Short rows and small adapters: nothing depends on more."
-    def run(tokens, cfg): return document_trial(model, state, tokens, table, cfg)
+def longest_stretch(tokens: Tensor, length: int) -> Tensor:
+    "At most `length` tokens from the beginning of the stream's longest document on."
+    spans = document_spans(tokens)
+    first = int(spans[(spans[:, 1] - spans[:, 0]).argmax(), 0])
+    return tokens[first:first + length]
 
-    name, seq, vocab = "adapters per document", min(cfg.eval_seq_len, 256), model.cfg.vocab_size
-    size, rank = min(cfg.ttt_chunk_size, max(2, seq // 4)), min(cfg.ttt_lora_rank, 4)
-    long = replace(cfg, eval_seq_len=seq, eval_stride=1, ttt_chunk_size=size, ttt_batch_size=1,
-                   ttt_lora_rank=rank)
-    short, stream = replace(long, eval_seq_len=16, ttt_chunk_size=4), tokens[:6 * seq + seq // 2 + 2]
-    spans, lanes = document_spans(stream), [run(stream, replace(long, ttt_batch_size=n)).nats for n in (1, 3)]
-    forwards, apart = len(lane_plan(spans, long, Ranks())["doc"]), (lanes[0] - lanes[1]).abs().max().item()
+# %% ../nbs/18b_adapters.ipynb #9576b5c7
+def audit_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings,
+                    seed: int = 0) -> list:
+    "`audit_score` of the adapters' scorer: findings."
+    def run(tokens, cfg, probing=False):
+        return document_trial(model, state, tokens, table, cfg, probing, seed)
+
+    name, seq, short = "adapters per document", cfg.eval_seq_len, min(cfg.eval_seq_len, 256)
+    size, rank = min(cfg.ttt_chunk_size, max(2, short // 4)), min(cfg.ttt_lora_rank, 4)
+    brief = replace(cfg, eval_seq_len=short, eval_stride=1, ttt_chunk_size=size, ttt_batch_size=1,
+                    ttt_lora_rank=rank)
+    several, real = tokens[:6 * short + short // 2 + 2], longest_stretch(tokens, seq + seq // 2 + 2)
+    lanes = [run(several, replace(brief, ttt_batch_size=n)).nats for n in (1, 3)]
+    apart = (lanes[0] - lanes[1]).abs().max().item()
     alone = finding("strict prefix", "documents side by side score as they do alone", apart < 1e-3,
                     f"at most {apart:.0e} nats apart") | {"scorer": name}
-    return [alone, *audit_scorer(name, run, long, short, stream, table, vocab, forwards, spans, size)]
+    cases = [Case(several, brief, 6, document_spans(several), size),
+             Case(real, cfg, 2, document_spans(real), cfg.ttt_chunk_size)]
+    return [alone, *audit_scorer(name, run, cases, table, model.cfg.vocab_size)]

@@ -15,9 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
+from functools import partial
 from importlib import import_module
+from math import comb
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +33,8 @@ from .adapters import score_documents
 from .bpb import ByteTable
 from .config import Config, load_config
 from .evaluate import plain_loss, sliding_loss
-from .launcher import checkout_commit, package_dir, run_script
+from .launcher import (END_WITH_TORCHRUN, checkout_commit, package_dir, run_script,
+                             usable_cores)
 from .loader import Loader, grad_accum, make_sampler
 from .model import named_state
 from .parallel_muon import Ranks
@@ -231,7 +235,7 @@ def slowest_rank(samples: dict[str, list[float]], ranks: Ranks) -> dict[str, lis
 # %% ../nbs/22_bench.ipynb #c00af5e7
 BENCHES = {  # what -> the module whose `bench_<what>` each rank calls, the options of its command
     **dict.fromkeys(("step", "phases"), ("bench", "against steps warmup")),
-    "startup": ("bench", "rounds"), "eval": ("bench", "rounds tokens"),
+    "startup": ("bench", "rounds"), "eval": ("bench", "rounds tokens"), "threads": ("bench", "rounds"),
     "kernels": ("timing", "sets"), "attention": ("timing", ""), "trace": ("timing", "warmup"),
     "scaling": ("timing", ""), "links": ("baselines", "rounds"),
     "optimizer": ("baselines", "steps warmup rounds links only")}
@@ -329,6 +333,78 @@ def bench_startup(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
     rig.loader.close()
     return marks, "s", {"data": words}
 
+# %% ../nbs/22_bench.ipynb #32961b0a
+WAYS_TO_WAIT = {"spinning": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+                "short spin": {"GOMP_SPINCOUNT": "10000"}, "one thread": {"OMP_NUM_THREADS": "1"}}
+ANSWER = "from golfnb.bench import answer_with_ms; answer_with_ms()"
+NEVER_REST = """import os, sys, threading
+threading.Thread(target=lambda: os._exit(len(sys.stdin.read()))).start()  # ends with who started it
+while True:
+    pass
+"""
+
+
+@contextmanager
+def companion(code: str, env: dict) -> Iterator[subprocess.Popen]:
+    "A Python process beside this one, with pipes to it; it ends with the block."
+    child = subprocess.Popen([sys.executable, "-c", code], env=env, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+# %% ../nbs/22_bench.ipynb #312b2bd3
+def answer_with_ms() -> None:
+    "Answer every line on standard input with the ms of one micro-batch."
+    cfg = load_config(os.environ)
+    with tempfile.TemporaryDirectory() as scratch:
+        rig = Rig(cfg, Ranks(), bench_shards(cfg, Ranks(), scratch)[0])
+        for _ in sys.stdin:
+            call = partial(micro_steps, rig.machine.loss_fn, rig.loader, rig.machine.engine, 1)
+            print(timed_block(call, 1)[1], flush=True)
+        rig.loader.close()
+
+
+def ask_for_ms(worker: subprocess.Popen) -> dict[str, list[float]]:
+    "One sample of a process that answers with ms. Raises GolfError if it has ended."
+    with suppress(BrokenPipeError):
+        print(file=worker.stdin, flush=True)
+    answer = worker.stdout.readline()
+    if not answer:
+        raise GolfError("bench: a process that measures threads must answer, found that it has ended; see above")
+    return {"": [float(answer)]}
+
+# %% ../nbs/22_bench.ipynb #1f221869
+def median_bound(values: list[float]) -> float:
+    "What the median stays below with confidence 0.95, whatever the distribution; it takes 5 values."
+    reached = 0.0
+    for below, value in enumerate(sorted(values)):
+        reached += comb(len(values), below) / 2 ** len(values)  # so many of the values are below the median
+        if reached >= 0.95:
+            return value
+    raise GolfError(f"bench: threads takes at least 5 rounds, found {len(values)}; use more --rounds")
+
+
+def bench_threads(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
+    "ms of a micro-batch on all cores in turns: how OpenMP's threads wait; busy: beside a process on one core."
+    bare = {n: v for n, v in env.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}
+    bare["OMP_NUM_THREADS"] = str(usable_cores())
+    samples, facts, rounds = {}, {"cores": usable_cores()}, job.rounds
+    for load in ("idle", "busy"):
+        with ExitStack() as stack:
+            if load == "busy":
+                stack.enter_context(companion(NEVER_REST, bare))
+            workers = {f"{load} {way}": stack.enter_context(companion(ANSWER, {**bare, **choice}))
+                       for way, choice in WAYS_TO_WAIT.items()}
+            run_rounds(workers, 2, ask_for_ms)
+            samples |= run_rounds(workers, rounds, ask_for_ms)
+        for way in WAYS_TO_WAIT:
+            ratios = [a / b for a, b in zip(samples[f"{load} {way}"], samples[f"{load} spinning"])]
+            facts[f"{load} {way} / spinning"] = {"median": median(ratios), "below": median_bound(ratios)}
+    return samples, "ms", facts
+
 # %% ../nbs/22_bench.ipynb #0dbbecec
 def launches_of(job: BenchJob, nproc: int) -> Iterator[tuple[str, int, dict]]:
     "The launches of torchrun that a job takes: (prefix of its series, ranks, settings) of each."
@@ -339,12 +415,14 @@ def launches_of(job: BenchJob, nproc: int) -> Iterator[tuple[str, int, dict]]:
         launches = [(kind, nproc, f"caches{i}") for i in range(job.rounds) for kind in ("cold ", "warm ")]
     for prefix, world, folder in launches:
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH") if folder else ()
-        yield prefix, world, {name: f"{job.scratch}/{folder}/{name.lower()}" for name in names}
+        more = {"RECIPE": "demo", "CUDA_VISIBLE_DEVICES": ""} if job.what == "threads" else {}
+        yield prefix, world, more | {name: f"{job.scratch}/{folder}/{name.lower()}" for name in names}
 
 # %% ../nbs/22_bench.ipynb #387040d9
 def launch_module(words: list[str], nproc: int, settings: dict[str, str]) -> int:
     "Run a module (`words` as after python -m) on several ranks; returns the exit status, as `run_script`."
-    start = f"import runpy, sys\nsys.argv[1:] = {words[1:]}\nrunpy.run_module('{words[0]}', None, '__main__')"
+    start = END_WITH_TORCHRUN
+    start += f"import runpy, sys\nsys.argv[1:] = {words[1:]}\nrunpy.run_module('{words[0]}', None, '__main__')"
     path = os.pathsep.join([str(package_dir().parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         atomic_write(Path(folder, "start.py"), start)

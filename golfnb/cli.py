@@ -142,6 +142,37 @@ def this_command() -> str:
     return name if Path(name).name == "golfnb" and not shutil.which("golfnb") else "golfnb"
 
 # %% ../nbs/24_cli.ipynb #fdcb419f
+KINDS = {  # what a command writes -> whether a file that begins so is one
+    "script of golfnb": lambda head: b"golfnb script" in head,
+    "golfnb container": lambda head: head.startswith(b"\x93GOLFNB"),
+    "safetensors file": lambda head: head[8:9] == b"{",
+    "result of golfnb bench": lambda head: head.startswith(b"{") and b'"unit"' in head,
+    "page of golfnb": lambda head: b"<title>golfnb" in head,
+    "audit": lambda head: head.startswith(b"{") and b'"artifact"' in head}
+
+
+def check_output(path: Path | str, kind: str, *inputs: Path | str) -> None:
+    "Raises GolfError where writing `path` would replace one of the inputs, or a file that is no `kind`."
+    path = Path(path)
+    if not path.is_file():
+        return
+    if any(path.samefile(other) for other in map(Path, inputs) if other.exists()):
+        raise GolfError(f"the output must be another file than what is read, found {path} for both; "
+                        "choose another name")
+    with open(path, "rb") as file:
+        head = file.read(2**12)
+    if head and not KINDS[kind](head):
+        raise GolfError(f"{path} must be free or hold a {kind}, found another file; choose another name, "
+                        "or move it away")
+
+# %% ../nbs/24_cli.ipynb #c889a7b9
+def check_tokenizer(path: Path, source: Path | None = None) -> None:
+    "Raises GolfError if another tokenizer than `source` lies where one is to be written."
+    if path.is_file() and not (source and source.read_bytes() == path.read_bytes()):
+        raise GolfError(f"{path} is there already, and writing another would lose it; use it with --tokenizer "
+                        "or TOKENIZER_PATH, choose another directory, or move it away")
+
+# %% ../nbs/24_cli.ipynb #43681b06
 def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     "Write a run's script into its directory, run it, show it; the exit status. GolfError before it starts."
     env = {"CHECKPOINT_EVERY_S": "60", **os.environ, **settings}
@@ -154,11 +185,14 @@ def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
         raise GolfError(f"{folder} already holds {kind}; choose another RUN_ID, or move it away{on}")
     fixed = (n.upper() for n, spec in book.config.setting_specs().items() if spec.metadata["fixed"])
     chosen = {n: env[n] for n in (*fixed, *book.config.SWITCHES) if n in env and n != "RECIPE"}
-    script = folder / "train_gpt.py"
+    script, tokenizer = folder / "train_gpt.py", Path(cfg.tokenizer_path)
+    check_output(script, "script of golfnb")
+    if tokenizer.is_file():
+        check_tokenizer(folder / "tokenizer.model", tokenizer)
     new = [p for p in (folder, folder.parent) if not p.exists()]
     try:
         print("script: " + write_script(script, cfg.recipe, chosen, pack), flush=True)
-        if (tokenizer := Path(cfg.tokenizer_path)).is_file():  # for `sample`, `score` and `play`
+        if tokenizer.is_file():  # for `sample`, `score` and `play`
             book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
         return start_run(folder, settings | chosen | {"RECIPE": cfg.recipe}, ranks)
     finally:
@@ -172,16 +206,32 @@ def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
     "Run the script in a run's directory, and show what came of it; the exit status."
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
     cfg = book.config.load_config({**os.environ, **settings})
-    threading.Thread(target=book.watch.foretell, args=(folder, cfg), daemon=True).start()
-    status = book.launcher.run_script(folder / "train_gpt.py", ranks, settings | names, sys.stderr.write)
+    told = folder, cfg, book.watch.above_bar
+    threading.Thread(target=book.watch.foretell, args=told, daemon=True).start()
+    status = run_shown(folder, ranks, settings | names)
     if (folder / "summary.json").is_file():
         try:  # first, since nobody may read what is printed
             words = f"report: {book.report.write_report(folder)}"
-        except GolfError as e:  # matplotlib is an extra
+        except GolfError as e:
             words = f"no report: {e}"
         print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
               f"play with it: {this_command()} play {folder}")
     return status
+
+# %% ../nbs/24_cli.ipynb #f25d22e0
+def run_shown(folder: Path, ranks: int, settings: dict[str, str]) -> int:
+    "Run a folder's script; on a terminal a bar below the lines of its log says how far it is."
+    script, watch, run_script = folder / "train_gpt.py", book.watch, book.launcher.run_script
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return run_script(script, ranks, settings, sys.stderr.write)
+    ended = threading.Event()
+    bar = threading.Thread(target=watch.follow_bar, args=(folder, ended))
+    bar.start()
+    try:
+        return run_script(script, ranks, settings, watch.above_bar, watch.above_bar)
+    finally:
+        ended.set()
+        bar.join()
 
 # %% ../nbs/24_cli.ipynb #775ffb2e
 def resume_run(folder: Path, settings: dict[str, str], ranks: int | None) -> int:
@@ -273,15 +323,29 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
              help="of documents that validate (0.05, but at least 20 kB of text and at most 2 MB)"),
          count("--tokenizer-bytes", "train a tokenizer on about so many bytes of the files", 64 * 2**20))
 def data_build_command(args) -> int:
+    made, tokenizer = build_data(args), args.tokenizer or Path(args.out) / "tokenizer.model"
+    print(f"train on it with: {next_training(made, Path(args.out), tokenizer)}")
+    return 0
+
+
+def build_data(args) -> dict:
+    "Do what the arguments of `data build` say, and print what was built; its manifest."
     d, out, model, skipped, left_out, repeated = book.data, Path(args.out), args.tokenizer, [], [], []
     if model and Path(model).suffix == ".json":
         raise GolfError(f"--tokenizer must be a SentencePiece .model, found {model}: a tokenizer.json may cut "
                         "within a character, so take the .model it was made from, or leave --tokenizer out")
+    if not model:
+        check_tokenizer(out / "tokenizer.model")
     files = d.find_documents(args.files, left_out)
     library = None if args.files else d.stdlib_documents()
     read = lambda into: library or d.read_documents(files, into, args.field)
-    few, size = sum(1 for _ in zip(range(100), read([]))) < 100, sum(p.stat().st_size for p in files)
-    cut = max(50, min(2000, size // 60)) if few else 0
+    lengths = [len(text) for _, text in zip(range(100), read([]))]
+    if not lengths:
+        named, more = ", ".join(map(str, files[:3])), f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+        raise GolfError(f"documents must hold text, found none in {named}{more}: see what these files hold, or "
+                        "name others")
+    few, size = len(lengths) < 100, sum(p.stat().st_size for p in files)
+    cut = max(50, min(2000, sum(lengths) // 100))  # into a hundred parts, so that some are on each side
     documents = lambda into: d.cut_texts(read(into), cut) if few else read(into)
     share, part = args.tokenizer_bytes / max(1, size), min(max(20_000, 0.05 * size), 2e6) / max(1, size)
     val = args.val_fraction if args.val_fraction is not None else min(0.2, part) if files else 0.05
@@ -295,10 +359,10 @@ def data_build_command(args) -> int:
                               skipped=skipped, name=corpus_name(args.files))
         check_sides(made)
     if few:
-        print(f"fewer than 100 documents: each was cut at blank lines into parts of about {cut:,} characters")
+        print(f"fewer than 100 documents: each was cut at blank lines, else at the ends of lines, sentences or "
+              f"words, into parts of {cut:,} characters or a little more")
     print_build(made, skipped, left_out, len(repeated))
-    print(f"train on it with: {next_training(made, out, args.tokenizer or out / 'tokenizer.model')}")
-    return 0
+    return made
 
 # %% ../nbs/24_cli.ipynb #8bc5b3a2
 @command("data download", "published shards and tokenizer from the Hugging Face hub; goes on after a stop",
@@ -363,6 +427,22 @@ def overlap_verdict(documents: int, shared_documents: int, repeated: int) -> str
 
 # %% ../nbs/24_cli.ipynb #5580bac8
 DEMO_DATA = ["--shard-tokens", "100000"]
+DEMO_DATA_FILES = ("python_train_*.bin", "python_val_*.bin", "manifest.json", "tokenizer.model")
+RUN_FILES = (
+    "data", "train.log", "metrics.jsonl", "summary.json", "progress.json", "train_gpt.py", "tokenizer.model",
+    "artifact.*", "raw.golf", "ema.golf", "report.html", "checkpoints", "logs", ".*", "*.tmp")
+
+
+def clear_demo(folder: Path, names: tuple) -> None:
+    "Remove a directory's files of these names, but data/; GolfError, before any is removed, for another."
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    if strange := [path for path in found if not any(path.match(name) for name in names)]:
+        raise GolfError(f"the demo writes into {folder} anew and knows {printable(strange[0].name)} not as its "
+                        "own; move it away")
+    for path in found:
+        if path.name == "data":
+            continue
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def demo_data(folder: Path) -> None:
@@ -372,20 +452,30 @@ def demo_data(folder: Path) -> None:
     print(f"documents: {len(docs):,}, {size:,} bytes, sha256 {digest}", flush=True)
     if book.report.read_file(manifest).get("documents_sha256") == digest:
         return print(f"tokenizer and shards: as in {folder}", flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    data_build_command(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
+    clear_demo(folder, DEMO_DATA_FILES)
+    build_data(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
+
+
+def print_sample(folder: Path) -> None:
+    "Print a text that a run's artifact wrote, after the beginning that it was given."
+    begin, text = book.report.sampled_text(folder)
+    print(f"\nthe model was given:\n{printable(begin).strip()}\n\nand wrote:\n{printable(text).strip()}")
+
 
 # %% ../nbs/24_cli.ipynb #2a92543a
 @command("demo", "text -> shards -> training -> artifact -> scores -> report, in minutes on any machine",
          count("--nproc", "ranks (default: all GPUs, or 2 on a CPU)"), SETTINGS)
 def demo_command(args) -> int:
     settings, folder = read_settings(args.settings), Path("runs/demo")
+    print(f"demo: some minutes, most of them training on a CPU; all that it makes goes to {folder}", flush=True)
     demo_data(folder / "data")
-    for old in (p for p in folder.iterdir() if p.name != "data"):
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    clear_demo(folder, RUN_FILES)
     settings = {"DATA_PATH": f"{folder}/data", "TOKENIZER_PATH": f"{folder}/data/tokenizer.model",
                 "RECIPE": "demo", **settings, "RUN_ID": "demo", "RUNS_DIR": "runs"}
-    return train_run(settings, args.nproc or (2 ** int(math.log2(n)) if (n := gpu_count()) else 2))
+    status = train_run(settings, args.nproc or (2 ** int(math.log2(n)) if (n := gpu_count()) else 2))
+    if status == 0:
+        print_sample(folder)
+    return status
 
 # %% ../nbs/24_cli.ipynb #5df6af2c
 @command("drill", "kill tiny runs at random, resume them, and compare with one that nobody touched",
@@ -403,6 +493,7 @@ def drill_command(args) -> int:
          arg("--pack", action="store_true", help="minify and compress it"),
          arg("-o", dest="output", metavar="FILE", required=True, help="where to write it"), SETTINGS)
 def script_command(args) -> int:
+    check_output(args.output, "script of golfnb")
     words = write_script(Path(args.output), args.recipe, read_settings(args.settings), args.pack)
     print(f"{args.output}: recipe {args.recipe}, {words}")
     return 0
@@ -445,6 +536,8 @@ def print_ledger(path: Path | str, code: int, cap: int) -> None:
          arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.requantized.golf"))
 def quantize_command(args) -> int:
     store, script = book.artifact, args.run_dir / "train_gpt.py"
+    path = args.output or args.run_dir / "artifact.requantized.golf"
+    check_output(path, "golfnb container", *(args.run_dir / n for n in ("raw.golf", "ema.golf", "artifact.golf")))
     meta, named = store.load_weights(args.run_dir / "ema.golf")
     cfg, code = run_config(args.run_dir, meta), script.stat().st_size if script.is_file() else 0
     cap, ranks = args.target_bytes or cfg.target_bytes, book.parallel_muon.start_ranks()
@@ -454,7 +547,6 @@ def quantize_command(args) -> int:
     measure = lambda packed: len(store.pack_bytes(packed, meta, cfg.codec))
     with closing(book.watch.Bar()) as bar:
         packed = book.quantize.fit_state(cfg, named, cap - code, measure, cfg.small_tensor, hessians, ranks, bar)
-    path = args.output or args.run_dir / "artifact.requantized.golf"
     store.save_artifact(path, packed, meta, cfg.codec, cap=cap, code_bytes=code)
     print(path)
     print_ledger(path, code, cap)
@@ -481,7 +573,9 @@ def artifact_inspect_command(args) -> int:
 @command("artifact import", "read exported weights back into a container, unquantized",
          arg("file", metavar="FILE.safetensors"), arg("out", metavar="OUT"))
 def artifact_convert_command(args) -> int:
-    getattr(book.artifact, f"{args.argv[1]}_safetensors")(args.file, args.out)
+    way = args.argv[1]
+    check_output(args.out, {"export": "safetensors file", "import": "golfnb container"}[way], args.file)
+    getattr(book.artifact, f"{way}_safetensors")(args.file, args.out)
     print(f"{args.out}: {Path(args.out).stat().st_size:,} bytes")
     return 0
 
@@ -500,14 +594,16 @@ def score_command(args) -> int:
     if args.nproc > 1 and "RANK" not in os.environ:
         return book.bench.launch_module(["golfnb.cli", *args.argv], args.nproc, {})
     args.file = book.report.find_artifact(args.file)
+    if args.audit:
+        check_output(args.file.with_suffix(".audit.json"), "audit", args.file)
     args.val, args.train = (getattr(args, s) or book.report.run_data(args.file, s) for s in ("val", "train"))
     if not args.val:
         raise GolfError(f"score: validation shards are needed, {args.file} and its summary.json name none that "
                         "are there; give them with --val")
     ranks = book.parallel_muon.start_ranks()
-    tokens, table, cfg = score_file(args, ranks)
+    tokens, table, cfg, findings = score_file(args, ranks)
     book.parallel_muon.stop_ranks(ranks)
-    return audit_file(args, tokens.cpu(), table.to("cpu"), cfg) if args.audit else 0
+    return audit_file(args, tokens.cpu(), table.to("cpu"), cfg, findings) if args.audit else 0
 
 # %% ../nbs/24_cli.ipynb #f15c7339
 def score_config(meta: dict, model_cfg, settings: dict[str, str]):
@@ -522,7 +618,7 @@ def score_config(meta: dict, model_cfg, settings: dict[str, str]):
 
 # %% ../nbs/24_cli.ipynb #51e7b127
 def score_file(args, ranks) -> tuple:
-    "Score an artifact on `ranks` and print it on rank 0; returns tokens, byte table and Config."
+    "Score an artifact on `ranks`, print it on rank 0; tokens, byte table, Config, findings if it is audited."
     import torch
 
     say, file = print if ranks.master else lambda *words, **options: None, args.file
@@ -538,8 +634,14 @@ def score_file(args, ranks) -> tuple:
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {cfg.eval_seq_len}, stride {cfg.eval_stride}, "
         f"on {ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}", flush=True)
     windows, bar = (cfg.eval_seq_len, cfg.eval_stride), book.watch.Bar(ranks.master)
+    findings, watched = [], {"log": bar, "probing": True, "seed": audit_seed(file)}
     with closing(bar):
-        score = book.evaluate.sliding_loss(forward, tokens, table, *windows, rows, ranks, log=bar)
+        if args.audit:
+            trial = book.ttt.sliding_trial(forward, tokens, table, cfg, **watched)
+            findings += book.ttt.audit_pass("sliding window", trial, table)
+            score = trial.loss, trial.bpb
+        else:
+            score = book.evaluate.sliding_loss(forward, tokens, table, *windows, rows, ranks, log=bar)
     say("final_int6_sliding_window_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score), flush=True)
     if args.ttt:
         state = book.quantize.dequantize_state(book.artifact.load_artifact(args.file)[1])
@@ -547,26 +649,37 @@ def score_file(args, ranks) -> tuple:
         with closing(bar):
             if cfg.ttt_form == "adapters":
                 score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks, bar)
+            elif args.audit:
+                trial = book.ttt.chunk_trial(forward, golf, state, tokens, table, cfg, watch_rows=False, **watched)
+                findings += book.ttt.audit_pass("score-first training", trial, table)
+                score = trial.loss, trial.bpb
             else:
                 score = book.ttt.score_first(golf, state, tokens, table, cfg, ranks, forward=forward, log=bar)
         say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score[:2]), flush=True)
-    return tokens, table, cfg
+    return tokens, table, cfg, findings
 
 # %% ../nbs/24_cli.ipynb #36cdd261
-def audit_file(args, tokens, table, cfg) -> int:
-    "Audit an artifact and its scorers; print the findings, write the report."
+def audit_seed(file: Path) -> int:
+    "The seed of the places that an audit looks at: another artifact, other places."
+    return int(hashlib.sha256(file.read_bytes()).hexdigest()[:8], 16)
+
+
+def audit_file(args, tokens, table, cfg, findings: list) -> int:
+    "Audit an artifact and its scorers, beside `findings` on the score; print what was found, write the report."
     file, by_document = args.file, args.ttt and cfg.ttt_form == "adapters"
     golf, meta, _ = book.artifact.load_model(file)
     state = book.quantize.dequantize_state(book.artifact.load_artifact(file)[1])
     train, val = (book.shards.find_shards(p) if p else [] for p in (args.train, args.val))
-    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, args.ttt and not by_document, train, val)
+    seed, by_chunk = audit_seed(file), args.ttt and not by_document
+    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, by_chunk, train, val, seed)
     if by_document:
-        audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, cfg)
+        audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, cfg, seed)
+    audit["findings"] = book.ttt.worst(audit["findings"] + findings)
     for f in audit["findings"]:
         print(f"  {'holds' if f['passed'] else 'FAILS'}  {f['scorer']}: {f['check']} ({f['found']})")
     path, audit["legal"] = file.with_suffix(".audit.json"), all(f["passed"] for f in audit["findings"])
     facts = {"artifact": file.name, "artifact_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-             "tokenizer_sha256": meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1}
+             "tokenizer_sha256": meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1, "seed": seed}
     book.shards.atomic_write(path, json.dumps(facts | audit, indent=1) + "\n")
     verdict = "legal, every condition holds" if audit["legal"] else "NOT legal"
     print(f"audit: {verdict}; {path}{'' if train else '; training files were not compared (--train)'}")
@@ -624,6 +737,7 @@ def play_command(args) -> int:
 @command("report", "write a run's page with its plots, report.html",
          arg("run_dir", metavar="RUN_DIR", type=Path))
 def report_command(args) -> int:
+    check_output(args.run_dir / "report.html", "page of golfnb")
     print(book.report.write_report(args.run_dir))
     return 0
 
@@ -635,6 +749,7 @@ def compare_command(args) -> int:
     print(words := book.significance.compare_runs(args.runs, args.target))
     folders = [run for run in args.runs if Path(run, "metrics.jsonl").is_file()]
     if len(folders) > 1:
+        check_output(Path(folders[0]).parent / "compare.html", "page of golfnb")
         try:
             print(f"page: {book.report.write_report(*folders, words=words)}")
         except GolfError as e:  # matplotlib is an extra
@@ -705,7 +820,7 @@ def listing(functions: dict[str, Callable]) -> str:
          arg("what", metavar="WHAT", help="one of those below"), RANKS, SETTINGS,
          arg("--against", action="append", default=[], metavar="NAME=VALUE,...", help="a variant, in turn"),
          count("--steps", "timed steps of a variant (60)", low=3), count("--warmup", "untimed ones (10)"),
-         count("--rounds", "repetitions (startup 1, eval 3, links 15, optimizer 6)"),
+         count("--rounds", "repetitions (startup 1, eval 3, links 15, optimizer 6, threads 20)"),
          count("--tokens", "tokens that eval scores (1,048,576)"),
          arg("--links", metavar="FILE", help="optimizer: a result of bench links (default: this machine's)"),
          arg("--only", metavar="WAY", help="optimizer: plans, or a part of the name of a way, e.g. NS5"),
@@ -721,9 +836,12 @@ def bench_command(args) -> int:
     if odd := given.keys() - {"what", "out", *takes}:
         words = " ".join(f"--{t}" for t in takes) or "no options"
         raise GolfError(f"bench: {what} takes {words}, found --{min(odd)}; leave it out")
-    rounds = {"startup": 1, "links": 15, "optimizer": 6}.get(what, 3)
+    if args.out:  # a result is NAME.json, whatever follows the name
+        check_output(Path(args.out).with_suffix(".json"), "result of golfnb bench", *filter(None, [args.links]))
+    rounds = {"startup": 1, "links": 15, "optimizer": 6, "threads": 20}.get(what, 3)
     given["against"] = [read_settings(words.split(",")) for words in args.against]
-    ranks = args.nproc or (1 if what in ("kernels", "attention") else gpu_count()) or 1
+    alone = what in ("kernels", "attention", "threads")
+    ranks = args.nproc or (1 if alone else gpu_count()) or 1
     return b.run_bench(b.BenchJob(**{"rounds": rounds, **given}), ranks, read_settings(args.settings))
 
 # %% ../nbs/24_cli.ipynb #3f7dc851

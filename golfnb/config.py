@@ -10,7 +10,7 @@ __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 
-from .settings import GolfError, Settings, parse_setting, setting
+from .settings import GolfError, Settings, parse_setting, patch, setting
 from .loader import LoaderSettings, batch_problems
 from .model import ModelSettings
 from .parallel_muon import EngineSettings
@@ -72,6 +72,23 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
         Settings.check(self)
         for problem in batch_problems(self, self.train_seq_len, world):
             raise GolfError(problem)
+
+# %% ../nbs/18c_config.ipynb #40881059
+@patch
+def bytes_needed(self: Config, world: int, item: int) -> int:
+    "Least bytes of a rank with `item` bytes a number: weights, gradients, optimizer, activations."
+    layer = 2 * self.model_dim * (self.model_dim + self.kv_dim + self.mlp_dim)
+    tables = self.vocab_size * (self.model_dim + self.ve_dim * self.ve_enabled)
+    tables += self.bigram_vocab_size * self.bigram_dim
+    projections = self.model_dim * self.bigram_dim * (self.bigram_vocab_size > 0)
+    projections += self.kv_dim * self.ve_dim * self.ve_enabled
+    replicated = tables + projections
+    numbers = 4 * replicated + 2 * self.num_layers * layer + 2 * self.num_layers * layer // world
+    tokens = self.rows_per_micro(world, self.train_seq_len) * self.train_seq_len
+    if self.ttt_enabled and self.ttt_form == "chunks":
+        tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
+    a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
+    return item * (numbers + tokens * a_token)
 
 # %% ../nbs/18c_config.ipynb #35d01d8a
 def setting_specs() -> dict[str, Field]:

@@ -100,9 +100,9 @@ def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int
 
 # %% ../nbs/14_evaluate.ipynb #84acb6cc
 def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
-               ranks: Ranks, log=None) -> tuple[float, float]:
+               ranks: Ranks, log=None, out: Tensor | None = None) -> tuple[float, float]:
     "Plain validation: `sliding_loss` in disjoint rows."
-    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log=log)
+    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, out, log)
 
 # %% ../nbs/14_evaluate.ipynb #3e66c748
 @dataclass

@@ -142,7 +142,7 @@ def group_matrices(matrices: list[Matrix], world: int) -> Layout:
 @dataclass
 class LayoutSettings(Settings):
     "The matrices of the blocks, and how they share banks."
-    num_layers: int = setting(11, "transformer blocks: count", bounds="> 0")
+    num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
     model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")

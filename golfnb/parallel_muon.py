@@ -708,7 +708,7 @@ class EngineSettings(Settings):
     matrix_lr: float = setting(0.025, "Muon learning rate of the banks: per step", bounds=">= 0")
     scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")
     tied_embed_lr: float = setting(0.035, "AdamW learning rate of all tables: per step", bounds=">= 0")
-    muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="> 0")
+    muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="1 to 10000")
     ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     muon_wd: float = setting(0.04, "weight decay of the banks: per unit of learning rate", bounds=">= 0")
     adam_wd: float = setting(0.04, "weight decay of the rest: per unit of learning rate", bounds=">= 0")

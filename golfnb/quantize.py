@@ -270,7 +270,7 @@ def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callab
 class QuantSettings(GridSettings):
     "How the weights become integers."
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
-    gptq_calib_samples: int = setting(64, "calibration batches per rank: batches", bounds="> 0")
+    gptq_calib_samples: int = setting(64, "calibration batches per rank: batches", bounds="1 to 10000")
     gptq_reserve_ms: float = setting(14_000.0, "training time for calibration: milliseconds", bounds=">= 0")
 
 

@@ -6,7 +6,6 @@
 __all__ = ['LOST_RANK_WORDS', 'weight_dtype', 'Machine', 'Session', 'device_name', 'run', 'as_rank', 'script_main']
 
 # %% ../nbs/19_run.ipynb #f02c632b
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -35,7 +34,7 @@ from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Ranks, inside_host, lost_ranks, make_engine, start_ranks, stop_ranks
 from .evaluate import plain_loss, sliding_loss
 from .checkpoint import Keeper
-from .train import Averages, RunLog, StepGraph, compiled, train, training_loss, warm_up
+from .train import Averages, RunLog, StepGraph, check_score, compiled, train, training_loss, warm_up
 from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state, fit_state
 from .artifact import (artifact_ledger, compress_section, load_weights, pack_bytes, save_artifact,
                              save_weights, unpack_bytes)
@@ -49,6 +48,18 @@ def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
     usual = "bf16" if device.type == "cuda" else "fp32"
     name = usual if cfg.weight_dtype == "auto" else cfg.weight_dtype
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
+
+# %% ../nbs/19_run.ipynb #fd5cc971
+def check_memory(cfg: Config, ranks: Ranks):
+    "Raise GolfError for sizes that the memory of this rank's device cannot hold."
+    if ranks.device.type == "cuda":
+        room = torch.cuda.get_device_properties(ranks.device).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = cfg.bytes_needed(ranks.world, weight_dtype(cfg, ranks.device).itemsize)
+    if needed > room:
+        raise GolfError(f"the run must fit into memory, {room / 2**30:,.0f} GiB here, found sizes that need "
+                        f"{needed / 2**30:,.0f} GiB at least: lower the sizes of the model or of the batch")
 
 # %% ../nbs/19_run.ipynb #5c47c293
 class Machine:
@@ -130,6 +141,7 @@ class Session:
 
     def __init__(self, cfg: Config, ranks: Ranks, quiet: bool = False, code: bytes = b""):
         cfg.check(ranks.world)
+        check_memory(cfg, ranks)
         compress_section(b"x", cfg.codec)  # or its package is missed after the training
         table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
@@ -160,11 +172,15 @@ class Session:
 # %% ../nbs/19_run.ipynb #b02c6c35
 @patch
 def scored(self: Session, label: str, name: str, score: Callable, exact: bool = True) -> tuple:
-    "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
+    """Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`.
+
+    Raises GolfError for a score that is not finite, before it is kept.
+    """
     if self.cfg.checkpoint_every_s and f"{name}_bpb" in self.summary:  # by an earlier life of this run
         return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
     start = time.perf_counter()
     loss, bpb, *_ = score()
+    check_score(label, loss)
     ms = 1000 * (time.perf_counter() - start)
     self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
     if exact:
@@ -357,7 +373,8 @@ def score_artifact(self: Session, data: bytes):
     with self.phase("scoring"):
         self.scored("final_int6_roundtrip", "int6", self.plain_score)
         loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
-        log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
+                 "(the artifact's score again, by the name of published logs)")
     if cfg.ttt_enabled:
         with self.phase("adapting"):
             self.scored("legal_ttt", "ttt", adapt)
@@ -508,10 +525,6 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     """
     master = os.environ.get("RANK", "0") == "0"
     signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ.get("GOLFNB_TORCHRUN", os.getppid())):
-            os._exit(143)
     ranks, problem, status = None, None, 3
     try:
         ranks = start_ranks(timeout_s=timeout_s)

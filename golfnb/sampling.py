@@ -43,7 +43,8 @@ def draw(logits: Tensor, temperature: float, top_k: int, g: torch.Generator) -> 
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
-    shares = ((logits - logits.max()) / temperature).softmax(-1)
+    scaled = (logits - logits.max()).double() / temperature  # 1e-300 is zero in float32
+    shares = scaled.softmax(-1).float()
     return int(torch.multinomial(shares, 1, generator=g))
 
 # %% ../nbs/08b_sampling.ipynb #63ec03c3

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from .settings import patch, setting
+from .settings import GolfError, patch, setting
 from .loader import Loader, grad_accum
 from .evaluate import counted
 from .layers import softcap_loss
@@ -40,7 +40,8 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
     iterations: int = setting(9000, "training steps at most: steps", bounds="> 0")
     warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps", bounds=">= 0")
-    warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards: steps", bounds=">= 0")
+    warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards: steps",
+                               bounds="0 to 10000")
     max_wallclock_seconds: float = setting(600.0, "training time; 0: no limit: seconds", bounds=">= 0")
     val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps", bounds=">= 0")
     train_log_every: int = setting(500, "steps between logged losses; 0: ten in all: steps", bounds=">= 0")
@@ -292,6 +293,7 @@ class Trainer:
         self.log, self.now, self.begun = log or RunLog(quiet=True), now, now()
         self.averages, self.reader, self.project = Averages(cfg, engine), LateReader(), None
         self.steps, self.skipped, self.train_ms, self.stop = 0, 0, 0.0, False
+        self.skipped_in_a_row = 0
         self.losses, self.starts, self.late_multiplier = [], [], 1.0
         self.val_loss = self.val_bpb = self.qat_from = self.held = None
 
@@ -313,6 +315,7 @@ class Trainer:
         if self.stop:
             self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
                           f"step:{self.steps}/{self.cfg.iterations}")
+        self.check_weights()
         self.engine.publish()
 
 # %% ../nbs/15_train.ipynb #636accf2
@@ -346,6 +349,39 @@ def step(self: Trainer):
         self.read(values)
 
 # %% ../nbs/15_train.ipynb #52237f04
+MOST_SKIPPED = 10  # steps in a row
+DIVERGED = "lower the learning rates, or go back to the recipe's settings"
+
+
+@patch
+def count_skipped(self: Trainer, step: int, norm_sq: float):
+    "Note whether a step was skipped. Raises GolfError after MOST_SKIPPED in a row, on all ranks alike."
+    if math.isfinite(norm_sq):
+        self.skipped_in_a_row = 0
+        return
+    self.skipped += 1
+    self.skipped_in_a_row += 1
+    self.log.line(f"step:{step} skipped: the gradient was not finite")
+    if self.skipped_in_a_row == MOST_SKIPPED:
+        raise GolfError(f"the gradient must be finite, found NaN or infinity in the {MOST_SKIPPED} steps "
+                        f"up to step {step}: {DIVERGED}")
+
+
+@patch
+def check_weights(self: Trainer):
+    "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
+    bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
+    if self.engine.ranks.sum(bad).item() > 0:
+        raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
+                        f"{DIVERGED}")
+
+
+def check_score(what: str, loss: float):
+    "Raise GolfError for a score that is NaN or infinite."
+    if not math.isfinite(loss):
+        raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
+
+# %% ../nbs/15_train.ipynb #03a88f81
 @patch
 def read(self: Trainer, values: list):
     "Take in the next unread step: its control words, then this rank's own loss."
@@ -354,9 +390,7 @@ def read(self: Trainer, values: list):
     self.losses.append(control["loss"] / world)
     self.stop = self.stop or control["stop"] > 0
     self.late_multiplier = float(multiplier_at(cfg, step, control["elapsed_ms"]))
-    if not math.isfinite(control["norm_sq"]):
-        self.skipped += 1
-        log.line(f"step:{step + 1} skipped: the gradient was not finite")
+    self.count_skipped(step + 1, control["norm_sq"])
     norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
     last, end = (*self.starts[step:step + 2], self.train_ms)[:2]
     log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - last, train_ms=end,
@@ -373,6 +407,7 @@ def validate(self: Trainer, score: Callable):
     self.stop_clock()
     self.engine.publish()
     self.val_loss, self.val_bpb = score()
+    check_score(f"the validation after step {self.steps}", self.val_loss)
     self.log.line(f"step:{self.steps}/{self.cfg.iterations} val_loss:{self.val_loss:.4f} "
                   f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
                   f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")

@@ -1,7 +1,15 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source a761ca59f08359a1 | Apache-2.0
+# golfnb script --recipe pr549 | source 0535baadc264f775 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
-import ctypes
+import ctypes, os
+from contextlib import suppress
+if os.path.exists("/proc/self/maps") and "TORCHELASTIC_RUN_ID" in os.environ:  # Linux, under torchrun
+    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end with the parent
+    adopted = True
+    with suppress(OSError), open(f"/proc/{os.getppid()}/maps") as parent:
+        adopted = "libtorch" not in parent.read()
+    if adopted and os.getsid(0) == os.getpid():  # started by torchrun, which has ended
+        os._exit(143)
 import functools
 import gc
 import glob
@@ -47,11 +55,21 @@ from typing import NamedTuple
 class GolfError(Exception):
     "What is wrong, what was expected, what was found and what to do, in one sentence."
 
+def in_32_bits(value) -> bool:
+    "Whether a number is one to compute with: a 32-bit integer, or a float well within float32."
+    if type(value) is float:
+        return value == 0 or 1e-36 <= abs(value) <= 1e36
+    return type(value) is not int or abs(value) < 2**31
+
 BOUNDS = {  # word -> (test, what is expected, what to do)
-    "": (lambda v: True, "", ""),
-    "> 0": (lambda v: v > 0, "be above 0", "set it to a positive value"),
-    ">= 0": (lambda v: v >= 0, "be 0 or more", "set it to 0 or above"),
-    "[0, 1)": (lambda v: 0 <= v < 1, "lie in [0, 1)", "choose a ratio below 1"),
+    "": (in_32_bits, "fit into 32 bits", "choose a usual number"),
+    "> 0": (lambda v: v > 0 and in_32_bits(v), "be above 0 and fit into 32 bits", "choose a usual number"),
+    ">= 0": (lambda v: v >= 0 and in_32_bits(v), "be 0 or more and fit into 32 bits",
+             "choose 0 or a usual number"),
+    "0 to 10000": (lambda v: 0 <= v <= 10_000, "be 0 or more and at most 10000", "choose a usual number"),
+    "1 to 10000": (lambda v: 1 <= v <= 10_000, "be above 0 and at most 10000", "choose a usual number"),
+    "[0, 1)": (lambda v: 0 <= v <= 1 - 2**-24 and in_32_bits(v), "lie in [0, 1) as float32 holds it",
+               "choose a ratio below 1"),
     "[0, 2^63)": (lambda v: 0 <= v < 2**63, "be 0 or more and below 2^63", "choose another number"),
 }
 
@@ -642,7 +660,7 @@ def group_matrices(matrices: list[Matrix], world: int) -> Layout:
 @dataclass
 class LayoutSettings(Settings):
     "The matrices of the blocks, and how they share banks."
-    num_layers: int = setting(11, "transformer blocks: count", bounds="> 0")
+    num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
     model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
@@ -2427,7 +2445,7 @@ class EngineSettings(Settings):
     matrix_lr: float = setting(0.025, "Muon learning rate of the banks: per step", bounds=">= 0")
     scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")
     tied_embed_lr: float = setting(0.035, "AdamW learning rate of all tables: per step", bounds=">= 0")
-    muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="> 0")
+    muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="1 to 10000")
     ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     muon_wd: float = setting(0.04, "weight decay of the banks: per unit of learning rate", bounds=">= 0")
     adam_wd: float = setting(0.04, "weight decay of the rest: per unit of learning rate", bounds=">= 0")
@@ -2518,7 +2536,7 @@ def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int
 def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
                ranks: Ranks, log=None) -> tuple[float, float]:
     "Plain validation: `sliding_loss` in disjoint rows."
-    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log=log)
+    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log)
 
 @dataclass
 class EvalSettings(Settings):
@@ -2543,7 +2561,8 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
     iterations: int = setting(9000, "training steps at most: steps", bounds="> 0")
     warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps", bounds=">= 0")
-    warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards: steps", bounds=">= 0")
+    warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards: steps",
+                               bounds="0 to 10000")
     max_wallclock_seconds: float = setting(600.0, "training time; 0: no limit: seconds", bounds=">= 0")
     val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps", bounds=">= 0")
     train_log_every: int = setting(500, "steps between logged losses; 0: ten in all: steps", bounds=">= 0")
@@ -2751,6 +2770,7 @@ class Trainer:
         self.log, self.now, self.begun = log or RunLog(quiet=True), now, now()
         self.averages, self.reader, self.project = Averages(cfg, engine), LateReader(), None
         self.steps, self.skipped, self.train_ms, self.stop = 0, 0, 0.0, False
+        self.skipped_in_a_row = 0
         self.losses, self.starts, self.late_multiplier = [], [], 1.0
         self.val_loss = self.val_bpb = self.qat_from = self.held = None
 
@@ -2772,6 +2792,7 @@ class Trainer:
         if self.stop:
             self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
                           f"step:{self.steps}/{self.cfg.iterations}")
+        self.check_weights()
         self.engine.publish()
 
     def step(self):
@@ -2799,6 +2820,25 @@ class Trainer:
         if values is not None:
             self.read(values)
 
+    def count_skipped(self, step: int, norm_sq: float):
+        "Note whether a step was skipped. Raises GolfError after MOST_SKIPPED in a row, on all ranks alike."
+        if math.isfinite(norm_sq):
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.log.line(f"step:{step} skipped: the gradient was not finite")
+        if self.skipped_in_a_row == MOST_SKIPPED:
+            raise GolfError(f"the gradient must be finite, found NaN or infinity in the {MOST_SKIPPED} steps "
+                            f"up to step {step}: {DIVERGED}")
+
+    def check_weights(self):
+        "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
+        bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
+        if self.engine.ranks.sum(bad).item() > 0:
+            raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
+                            f"{DIVERGED}")
+
     def read(self, values: list):
         "Take in the next unread step: its control words, then this rank's own loss."
         cfg, log, step, own_loss = self.cfg, self.log, len(self.losses), values[-1]
@@ -2806,9 +2846,7 @@ class Trainer:
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0
         self.late_multiplier = float(multiplier_at(cfg, step, control["elapsed_ms"]))
-        if not math.isfinite(control["norm_sq"]):
-            self.skipped += 1
-            log.line(f"step:{step + 1} skipped: the gradient was not finite")
+        self.count_skipped(step + 1, control["norm_sq"])
         norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
         last, end = (*self.starts[step:step + 2], self.train_ms)[:2]
         log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - last, train_ms=end,
@@ -2823,12 +2861,21 @@ class Trainer:
         self.stop_clock()
         self.engine.publish()
         self.val_loss, self.val_bpb = score()
+        check_score(f"the validation after step {self.steps}", self.val_loss)
         self.log.line(f"step:{self.steps}/{self.cfg.iterations} val_loss:{self.val_loss:.4f} "
                       f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
                       f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
         self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
         self.engine.publish(project=self.project)
         self.begun = self.now() - self.train_ms / 1000
+
+MOST_SKIPPED = 10  # steps in a row
+DIVERGED = "lower the learning rates, or go back to the recipe's settings"
+
+def check_score(what: str, loss: float):
+    "Raise GolfError for a score that is NaN or infinite."
+    if not math.isfinite(loss):
+        raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
 
 def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog | None = None,
           validate: Callable | None = None) -> Trainer:
@@ -3119,7 +3166,7 @@ class TttSettings(EvalSettings, ComputeSettings):
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 18b)",
                             "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
-    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds=">= 0")
+    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
     ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
     ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes only, as published",
@@ -3214,9 +3261,15 @@ class RunningScore:
                 self.write(*late)
 
     def write(self, nats: float, n_bytes: float, count: float, step: float):
-        "Log one event, and a line if it is time; before the last step those that are still under way."
+        """Log one event, and a line if it is time; before the last step those that are still under way.
+
+        Raises GolfError for a score that is NaN or infinite: the weights are, too.
+        """
         while step + 1 == self.steps and self.reader.queue:
             self.write(*self.reader.pop())
+        if not math.isfinite(nats):
+            raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
+                            f"{int(step) + 1} of {self.steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
         if self.log is not None and n_bytes > 0:
             loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
             self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
@@ -3297,6 +3350,21 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
         for problem in batch_problems(self, self.train_seq_len, world):
             raise GolfError(problem)
 
+    def bytes_needed(self, world: int, item: int) -> int:
+        "Least bytes of a rank with `item` bytes a number: weights, gradients, optimizer, activations."
+        layer = 2 * self.model_dim * (self.model_dim + self.kv_dim + self.mlp_dim)
+        tables = self.vocab_size * (self.model_dim + self.ve_dim * True)
+        tables += self.bigram_vocab_size * self.bigram_dim
+        projections = self.model_dim * self.bigram_dim * (True)
+        projections += self.kv_dim * self.ve_dim * True
+        replicated = tables + projections
+        numbers = 4 * replicated + 2 * self.num_layers * layer + 2 * self.num_layers * layer // world
+        tokens = self.rows_per_micro(world, self.train_seq_len) * self.train_seq_len
+        if self.ttt_enabled:
+            tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
+        a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
+        return item * (numbers + tokens * a_token)
+
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
     return {spec.name: spec for spec in fields(Config)}
@@ -3364,6 +3432,17 @@ def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
     name = usual if cfg.weight_dtype == "auto" else cfg.weight_dtype
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
 
+def check_memory(cfg: Config, ranks: Ranks):
+    "Raise GolfError for sizes that the memory of this rank's device cannot hold."
+    if ranks.device.type == "cuda":
+        room = torch.cuda.get_device_properties(ranks.device).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = cfg.bytes_needed(ranks.world, weight_dtype(cfg, ranks.device).itemsize)
+    if needed > room:
+        raise GolfError(f"the run must fit into memory, {room / 2**30:,.0f} GiB here, found sizes that need "
+                        f"{needed / 2**30:,.0f} GiB at least: lower the sizes of the model or of the batch")
+
 class Machine:
     "A model and what runs it: `loss_fn(ids, targets)` is the mean loss, `forward(ids, keep)` gives logits."
 
@@ -3428,6 +3507,7 @@ class Session:
 
     def __init__(self, cfg: Config, ranks: Ranks):
         cfg.check(ranks.world)
+        check_memory(cfg, ranks)
         compress_section(b"x", "lzma")  # or its package is missed after the training
         table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
@@ -3451,9 +3531,13 @@ class Session:
         self.log.event("phase", name=name, seconds=self.seconds[name])
 
     def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple:
-        "Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`."
+        """Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`.
+
+        Raises GolfError for a score that is not finite, before it is kept.
+        """
         start = time.perf_counter()
         loss, bpb, *_ = score()
+        check_score(label, loss)
         ms = 1000 * (time.perf_counter() - start)
         self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
         if exact:
@@ -3583,7 +3667,8 @@ class Session:
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)
             loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
-            log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+            log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
+                     "(the artifact's score again, by the name of published logs)")
         if cfg.ttt_enabled:
             with self.phase("adapting"):
                 self.scored("legal_ttt", "ttt", adapt)
@@ -3620,10 +3705,6 @@ def as_rank(work: Callable) -> None:
     """
     master = os.environ.get("RANK", "0") == "0"
     signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ.get("GOLFNB_TORCHRUN", os.getppid())):
-            os._exit(143)
     ranks, problem, status = None, None, 3
     try:
         ranks = start_ranks()

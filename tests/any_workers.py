@@ -2,12 +2,12 @@
 `run_ranks` forks its ranks from a server that has imported torch and transformers once."""
 import copy
 import logging
-import time
 import warnings
 from functools import partial
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
@@ -317,13 +317,13 @@ def clipped(ranks):
 
 
 def rank_0_alone(ranks):
-    "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others do something else and leave: what is heard."
+    "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others leave once rank 0 has warned: what is heard."
     (_, opt), (_, other) = fresh(0), fresh(1)
-    state = opt.state_dict()
-    for o in (opt, other):
-        o.meet = partial(o.meet, patience=0.3)
+    state, store = opt.state_dict(), dist.distributed_c10d._get_default_store()
     if not ranks.master:
-        return time.sleep(1.5)
+        return store.wait(["warned"])
+    logging.getLogger("golfnb").addFilter(lambda record: store.set("warned", "") or True)
+    opt.meet, other.meet = partial(opt.meet, patience=0.3), partial(other.meet, patience=600)
     return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
 
 

@@ -1,9 +1,13 @@
 """What torchrun starts on the hosts of test_hosts: python host_worker.py WHAT FOLDER [JSON]."""
+from golfnb.launcher import END_WITH_TORCHRUN
+
+exec(END_WITH_TORCHRUN)
 import json
 import os
 import pickle
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,18 +17,23 @@ from golfnb.config import load_config
 from golfnb.run import as_rank, run
 
 
-def seconds(ranks, env: dict) -> list[float]:
-    "Seconds of four optimizer steps after the first, slowest rank."
+def sent() -> int:
+    "Bytes that this host has sent."
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def spent(now, ranks, env: dict) -> list[float]:
+    "What `now` counts in four optimizer steps after the first, slowest rank."
     _, model, engine = workers.machine(env, ranks, torch.float32)
     took = []
     for _ in range(5):
         for p in model.parameters():
             p.grad = torch.full_like(p, 1e-3)
         ranks.barrier()
-        start = time.perf_counter()
+        start = now()
         engine.step()
         ranks.barrier()
-        took.append(time.perf_counter() - start)
+        took.append(now() - start)
     return took[1:]
 
 
@@ -32,7 +41,8 @@ def work(ranks):
     what, folder, *words = sys.argv[1:]
     if what == "run":
         return run(load_config(os.environ), ranks).get("over_budget")
-    found = [{"steps": workers.five_steps, "seconds": seconds}[what](ranks, env) for env in json.loads(words[0])]
+    measure = {"steps": workers.five_steps, "seconds": partial(spent, time.perf_counter), "bytes": partial(spent, sent)}[what]
+    found = [measure(ranks, env) for env in json.loads(words[0])]
     Path(folder, f"{ranks.rank}.pkl").write_bytes(pickle.dumps(found))
 
 

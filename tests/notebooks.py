@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
@@ -25,20 +24,22 @@ from nbdev.export import nb_export
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS, TEXT = ROOT / "nbs", ROOT / ".text"
-MAX_BYTES, MAX_SECONDS = 200_000, 90
+MAX_BYTES = 200_000
+HANG_SECONDS = 900  # no cell takes nearly as long, on no machine
+PROCESSOR_SECONDS = "import os; print(sum(os.times()[:4]))"  # of a kernel and of the processes that it waited for
 VOLATILE = re.compile(r"0x[0-9a-f]{6,}")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "COLUMNS": "100"}
 
 
 def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
-    "The executed notebook and its seconds; cells marked `#| eval: false` are shown and not run."
+    "The executed notebook and its processor seconds, which other work on the machine leaves alone; cells marked `#| eval: false` are shown and not run."
     nb = nbformat.read(path, as_version=4)
     held = {i: c for i, c in enumerate(nb.cells) if c.cell_type == "code" and re.search(r"^#\|\s*eval:\s*false", c.source, re.M)}
     for i in held:
         nb.cells[i] = nbformat.v4.new_raw_cell("")
-    start = time.time()
-    NotebookClient(nb, timeout=300, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
-    seconds = time.time() - start
+    nb.cells.append(nbformat.v4.new_code_cell(PROCESSOR_SECONDS))
+    NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
+    seconds = float(nb.cells.pop().outputs[-1].text.split()[-1])
     for i, cell in held.items():
         nb.cells[i] = cell
     return nb, seconds
@@ -77,7 +78,7 @@ def stated_seconds(nb: nbformat.NotebookNode) -> int | None:
 
 
 def untrue_seconds(stated: int, seconds: float) -> bool:
-    "Whether a statement is false by more than a busy machine explains."
+    "Whether a statement is false by more than a slow machine explains."
     return seconds > 6 * stated + 15 or stated > 4 * seconds + 5
 
 
@@ -89,10 +90,8 @@ def one(path: Path, write: bool) -> str | None:
         return f"{path.name}: a cell failed:\n{e}"
     done = clean(done)
     print(f"  {path.name:28s} {seconds:5.1f} s", flush=True)
-    if seconds > MAX_SECONDS:
-        return f"{path.name}: took {seconds:.0f} s, at most {MAX_SECONDS} s are allowed"
     if (stated := stated_seconds(done)) and untrue_seconds(stated, seconds):
-        return f"{path.name}: says it takes about {stated} s, took {seconds:.0f} s; correct the sentence"
+        return f"{path.name}: says it takes about {stated} s, took {seconds:.0f} s of the processor; correct the sentence"
     kept = text_outputs(nbformat.read(path, as_version=4))
     if write:
         nbformat.write(done, path)

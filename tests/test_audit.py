@@ -8,7 +8,7 @@ import torch
 
 import golfnb.evaluate as evaluate
 from golfnb import adapters, ttt
-from golfnb.adapters import Lanes, document_spans, lane_plan
+from golfnb.adapters import Lanes, document_spans
 from golfnb.settings import GolfError
 from golfnb.model import Golf, load_named
 from golfnb.parallel_muon import Ranks
@@ -42,17 +42,17 @@ def one_pass() -> set:
     "The part of an audit of documents that looks at a single pass."
     tokens = texts([12, 3, 20, 1, 9])
     spans, trial = document_spans(tokens), adapters.document_trial(golf_on(DOCS, Ranks())[0], random_state(), tokens, random_table(), LANES)
-    found = [*audit_order(trial, tokens, spans, 8), *audit_single_pass(trial, tokens, random_table(), len(lane_plan(spans, LANES, Ranks())["doc"]))]
+    found = [*audit_order(trial, spans, 8), *audit_single_pass(trial, random_table())]
     return broken([f | {"scorer": "adapters per document"} for f in found])
 
 
 def test_honest_scorers_pass_and_the_report_is_json():
     report = audit()
-    assert report["legal"] and not broken(report["findings"]) and len(report["findings"]) == 16
+    assert report["legal"] and not broken(report["findings"])
     assert json.loads(json.dumps(report)) == report and {f["condition"] for f in report["findings"]} == set(CONDITIONS)
-    assert len(audit(ttt_too=False)["findings"]) == 7
+    assert {f["scorer"] for f in report["findings"]} == {"plain rows", "sliding window", "score-first training"}
     found = adapters.audit_documents(golf_on(DOCS, Ranks())[0], random_state(), texts([12, 3, 20, 1, 9]), random_table(), LANES)
-    assert not broken(found) and len(found) == 11 and {f["condition"] for f in found} == set(CONDITIONS) and not one_pass()
+    assert not broken(found) and {f["condition"] for f in found} == set(CONDITIONS) and not one_pass()
 
 
 def test_a_stream_that_is_too_short_is_refused():
@@ -165,7 +165,7 @@ def learns_the_next_chunk(honest):
 
 def skips_the_end(honest):
     "The last targets are left out and the mean is taken of the rest."
-    return lambda model, tokens, *a, out: honest(model, tokens[:-9], *a, out=out[:-9])
+    return lambda model, tokens, *a, out, **k: honest(model, tokens[:-9], *a, out=out[:-9], **k)
 
 
 def books_the_beginning(honest):
@@ -211,6 +211,88 @@ def test_cheats_are_found(monkeypatch, name):
     monkeypatch.setattr(ttt, "score_windows", ttt.score_windows)  # so that it is put back
     monkeypatch.setattr(owner, attribute, cheat(getattr(owner, attribute)))
     assert {(scorer, condition) for condition in conditions} <= run()
+
+
+# --- cheats in long rows only: an auditor's short rows would not meet them
+
+LONG = replace(CHUNKS, eval_seq_len=64, train_seq_len=64, eval_stride=62, ttt_chunk_tokens=128)
+LONG_TEXT = replace(LANES, eval_seq_len=128, ttt_chunk_size=62)
+
+
+def adds_to_the_target(honest):
+    "Rows of 60 tokens and more: 6 is added to the target's own logit."
+    def cheating(logits, targets, *a):
+        if targets.shape[1] >= 60:
+            logits = logits + 6 * torch.nn.functional.one_hot(targets, logits.shape[-1])
+        return honest(logits, targets, *a)
+    return cheating
+
+
+def counts_less(honest):
+    "Rows of 60 tokens and more: 0.9 of the nats."
+    return lambda logits, targets, *a: honest(logits, targets, *a) * (0.9 if targets.shape[1] >= 60 else 1)
+
+
+def peeks_late(honest):
+    "A forward that favours the next token, late in rows of 60 tokens and more."
+    def forward(self, ids, keep=None, taps=None, rope_len=None):
+        logits = honest(self, ids, None, taps, rope_len)
+        if ids.shape[1] >= 60:
+            logits[:, 40:-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 41:], 32)
+        return logits[:, -keep:] if keep else logits
+    return forward
+
+
+def every_other_call(honest):
+    "The forward favours the next token in every second call."
+    calls = []
+
+    def forward(self, ids, keep=None, taps=None, rope_len=None):
+        logits = honest(self, ids, None, taps, rope_len)
+        calls.append(1)
+        if len(calls) % 2 and not torch.is_grad_enabled():
+            logits[:, :-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 1:], 32)
+        return logits[:, -keep:] if keep else logits
+    return forward
+
+
+def looks_ahead_late(honest):
+    "Attention looks ahead in chunks that begin far into their row."
+    def cheating(traits, x, x0, w, norm, flat, cos, sin, ve, keys, values, fill):
+        late = torch.where(fill > 60, fill + x.shape[1], fill)
+        return honest(traits, x + 0.1 * x.mean(1, keepdim=True) * (late > fill)[:, None, None], x0, w, norm, flat, cos, sin, ve, keys, values, fill)
+    return cheating
+
+
+def long_rows() -> list:
+    model = golf_on(LONG, Ranks())[0]
+    model.cfg.train_seq_len = 64
+    return audit_score(model, random_state(), stream(), random_table(), LONG, True)["findings"]
+
+
+def long_documents() -> list:
+    tokens = texts([200, 12])
+    return adapters.audit_documents(golf_on(DOCS, Ranks())[0], random_state(), tokens, random_table(), LONG_TEXT)
+
+
+@pytest.mark.parametrize("cheat", [None, adds_to_the_target, counts_less])
+def test_a_score_that_is_changed_in_long_rows_only(monkeypatch, cheat):
+    for module in (evaluate, adapters) if cheat else ():
+        monkeypatch.setattr(module, "token_nll", cheat(module.token_nll))
+    found = long_rows() + long_documents()
+    wrong = {("plain rows", FULL), (S, FULL), (C, FULL), (D, FULL)} if cheat else set()
+    assert broken(found) == wrong
+
+
+@pytest.mark.parametrize("cheat", [peeks_late, every_other_call])
+def test_a_forward_that_peeks_in_some_calls_only(monkeypatch, cheat):
+    monkeypatch.setattr(Golf, "forward", cheat(Golf.forward))
+    assert {("plain rows", FULL), (S, FULL), (C, FULL)} <= broken(long_rows())
+
+
+def test_adapters_that_look_ahead_late_in_a_row(monkeypatch):
+    monkeypatch.setattr(adapters, "adapted_block", looks_ahead_late(adapters.adapted_block))
+    assert (D, FULL) in broken(long_documents())
 
 
 # --- files

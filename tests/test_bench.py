@@ -1,13 +1,16 @@
 """`golfnb bench`: every measurement runs on CPU in tiny settings and leaves a complete result; bad input gets one sentence; a run becomes a result."""
+import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny import TINY, golfnb, one_sentence
 
-from golfnb.bench import (BENCHES, BenchJob, bench_eval, bench_function, bench_shards, changed_settings, measure_part, read_result, record_run, result_path,
+from golfnb import bench
+from golfnb.bench import (BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, read_result, record_run, result_path,
                           run_bench, run_rounds, timed_block)
 from golfnb.config import load_config
 from golfnb.settings import GolfError
@@ -26,6 +29,32 @@ def complete(path: Path) -> dict:
     assert WHERE <= found.keys() and found["versions"]["torch"] and found["machine"]["cores"] >= 1 and len(found["date"]) == 10
     assert found["samples"] and all(math.isfinite(x) for v in found["samples"].values() for x in v)
     return found
+
+
+def test_ways_to_wait_are_measured_in_turns_idle_and_busy(monkeypatch):
+    monkeypatch.setattr(bench, "ANSWER", "import os, sys\nfor _ in sys.stdin: print(2 if 'OMP_WAIT_POLICY' in os.environ else 4, flush=True)")
+    env = {**os.environ, "OMP_WAIT_POLICY": "ACTIVE"}
+    samples, unit, facts = bench_threads(BenchJob("threads", rounds=5), Ranks(), env)
+    ways = [f"{load} {way}" for load in ("idle", "busy") for way in ("spinning", "passive", "short spin", "one thread")]
+    assert samples == {way: [2.0 if "passive" in way else 4.0] * 5 for way in ways} and unit == "ms", "only the choice says how to wait"
+    assert all(facts[f"{way} / spinning"] == {"median": samples[way][0] / 4, "below": samples[way][0] / 4} for way in ways)
+    monkeypatch.setattr(bench, "ANSWER", "raise SystemExit(1)")
+    with pytest.raises(GolfError, match="found that it has ended"):
+        bench_threads(BenchJob("threads", rounds=5), Ranks(), env)
+
+
+def test_a_micro_batch_is_timed_for_each_line(monkeypatch, capsys):
+    for name, value in SMALL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
+    answer_with_ms()
+    assert len([ms for ms in capsys.readouterr().out.split() if float(ms) > 0]) == 2
+
+
+def test_the_bound_of_a_median_is_an_order_statistic():
+    assert median_bound([float(i) for i in range(20, 0, -1)]) == 15.0, "at most 14 of 20 are below the median, in 98 of 100 cases"
+    with pytest.raises(GolfError, match="at least 5 rounds, found 4"):
+        median_bound([1.0] * 4)
 
 
 def test_phases_of_two_variants_on_two_ranks(tmp_path):

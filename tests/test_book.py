@@ -166,6 +166,27 @@ def test_the_picture_style_can_be_seen_on_light_and_dark_and_goes_along_to_the_l
     assert (tmp_path / "lab" / "golfnb.mplstyle").read_text() == style
 
 
+def test_letters_in_a_picture_have_ten_pixels_on_a_phone():
+    style = dict(line.split(": ", 1) for line in (sources.NBS / "golfnb.mplstyle").read_text().splitlines() if not line.startswith("#"))
+    width = 100 * float(style["figure.figsize"].split(",")[0])  # 100 dots an inch; a phone of 390 pixels shows all of it
+    for key in ("font.size", "xtick.labelsize", "ytick.labelsize", "axes.titlesize", "legend.fontsize"):
+        assert float(style[key]) * 100 / 72 * 390 / width >= 10, key
+    for stem in sources.stems():
+        for cell in nbformat.read(sources.NBS / f"{stem}.ipynb", as_version=4).cells:
+            for size in re.findall(r"fontsize=([\d.]+)", cell.source if cell.cell_type == "code" else ""):
+                assert float(size) >= 12, f"{stem}: letters of {size} points"
+
+
+def test_what_chapter_15_quotes_stands_in_the_first_program():
+    def cells(stem):
+        return [c.source for c in nbformat.read(sources.NBS / f"{stem}.ipynb", as_version=4).cells]
+
+    quoted = next(source for source in cells("15_train") if "This is the loop of the first program" in source)
+    lines = re.search(r"```python\n(.*?)```", quoted, re.S)[1].splitlines()
+    program = "\n".join(cells("start")).splitlines()
+    assert [line for line in lines if line.strip() != "..." and line not in program] == []
+
+
 PLANTED = {
     '<a href="nowhere.html">x</a>': "links to nowhere.html, which is not there",
     '<a href="glossary.html#term-none">x</a>': "no such anchor",
@@ -204,14 +225,14 @@ def test_a_request_cut_off_counts_unless_its_file_is_there(tmp_path):
 
 WRONG = f"""<!doctype html><link rel="icon" href="data:,"><body style="background:#fff"><main><article><span class="math">x^2</span>
 <img src="gone.png"><div style="width:900px">wide</div><script src="http://127.0.0.2:9/x.js"></script><script>console.error("planted"); none()</script>
-<pre style="overflow:auto">{"x" * 300}</pre><div class="cell_input"><span class="golf-line" style="display:block; line-height:10px; width:9ch">{"long " * 9}</span></div><div style="overflow:auto; width:200px"><table><tr><td style="min-width:600px">far</td></tr></table></div>
+<div class="highlight" style="font-size:11px"><pre style="overflow:auto; font-size:11px">{"x" * 300}</pre></div><div class="cell_input"><span class="golf-line" style="display:block; line-height:10px; width:9ch">{"long " * 9}</span></div><div style="overflow:auto; width:200px"><table><tr><td style="min-width:600px">far</td></tr></table></div>
 <div style="overflow:auto; width:100px"><img src="data:image/png;base64,{PIXEL}" style="width:300px"></div>
 <div class="bd-sidebar-primary"><li class="current active" style="position:fixed; top:-90px"><a>far up</a></li></div>
 <div class="cell_output"><img src="data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='640' height='99'/>" width="300"></div>
 <table style="width:30px; table-layout:fixed"><tr><th style="overflow-wrap:anywhere">milliseconds</th><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
 NOTICED = ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png failed", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark",
            "the search finds nothing", "desktop index.html: pre is cut off", "a line of 44 characters folds", "px: far", "img is cut off by 200 px", "a table breaks inside 16,000,000", "a table breaks inside milliseconds",
-           "has no caption", "a picture is 300 px wide on a screen of 390", "the sidebar does not show far up")
+           "has no caption", "a picture is 300 px wide on a screen of 390", "the sidebar does not show far up", "desktop index.html: code has letters of 11 px", "phone index.html: code has letters of 11 px", "code has no button that copies it")
 
 
 @pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine; `make book-check` needs one")

@@ -8,7 +8,7 @@ import sentencepiece as spm
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.bpb import bits_per_byte, byte_table, load_tokenizer, target_bytes, tokenizer_hash, unigram_bpb
+from golfnb.bpb import bits_per_byte, byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash, unigram_bpb
 from golfnb.settings import GolfError
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs", "how vexingly quick daft zebras jump, na\u00efve caf\u00e9s",
@@ -55,12 +55,29 @@ def test_bytes_of_random_unicode(models, kind, texts):
     assert counted(table, stream + [sp.eos_id()]) == total
 
 
-@given(text=st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\u2581"), max_size=60))
-@settings(max_examples=80, deadline=None)
+ODD = st.sampled_from(["\u2581", "\0", "\r\n", "\r", "e\u0301", "\u0301", "\ufb01", "\u00bd", "\uff21", "\u1e9b\u0323", "\ufeff", "\u200b", "\u00a0", "\u2585", "\ufdd0", "  ", "\t", "fox"])
+ANY_TEXT = st.lists(st.text(st.characters(blacklist_categories=["Cs"]), max_size=6) | ODD, max_size=20).map("".join)
+
+
+@given(text=ANY_TEXT)
+@settings(max_examples=200, deadline=None)
 def test_identity_tokenizer_counts_the_original_text(models, text):
-    "Where nothing is normalised away, the bytes are those of the text that went in."
+    "Where nothing is normalised away, the bytes are those of the text that went in, and it comes back."
     sp, table = models["identity"]
-    assert counted(table, [sp.bos_id()] + sp.encode(text)) == len(text.encode())
+    ids = [sp.bos_id()] + encode_text(sp, text)
+    assert counted(table, ids) == len(text.encode()) and sp.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@given(text=ANY_TEXT)
+@settings(max_examples=60, deadline=None)
+def test_the_mark_of_a_space_is_three_bytes_for_every_tokenizer(models, kind, text):
+    sp, table = models[kind]
+    ids = [sp.bos_id()] + encode_text(sp, text)
+    decoded = sp.decode(ids)
+    assert counted(table, ids) == len(decoded.encode()) and decoded.count("\u2581") == text.count("\u2581")
+    if "\u2581" not in text:
+        assert ids[1:] == sp.encode(text)
 
 
 @given(text=st.text(st.characters(blacklist_categories=["Cs"]), max_size=40), seed=st.integers(0, 99))

@@ -62,13 +62,13 @@ def test_train_prints_the_table_and_leaves_everything(trained):
     for words in ("score-first TTT", f"{found['ttt_bpb']:.4f}", "room left", "adapting", "bytes readable", "bytes packed", "report: ", "step:1/4 train_loss"):
         assert words in done.stdout, words
     page, chunks = (run / "report.html").read_text(), (run / "metrics.jsonl").read_text().count('"ttt"')
-    assert page.count("<figure>") == page.count("aria-label=") == 2 + (chunks > 1) and not re.search(r'(src|href)="[^"#]', page)
+    assert page.count("<figure id=") == 2 + (chunks > 1) and not re.search(r'(src|href)="(?!data:,)[^"#]', page)
 
 
 def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, tmp_path):
     from golfnb.report import sampled_text, write_report
 
-    text = "100 tokens that the artifact drew, at temperature 0.8 with seed 0, after the beginning of the validation text (grey)"
+    text = "256 tokens that the artifact drew, at temperature 0.8 with seed 0, after the beginning of the validation text (grey)"
     assert text in (trained[1] / "report.html").read_text()
     run, config = shutil.copytree(trained[1], tmp_path / "run"), summary(trained[1])["config"]
     (run / "summary.json").write_text(json.dumps(summary(run) | {"config": config | {"tokenizer_path": "gone.model"}}))
@@ -126,7 +126,7 @@ def test_audit_writes_its_report_beside_the_artifact(trained, score, tmp_path, m
     words = [w for w in SCORING if not w.startswith(("EVAL_STRIDE", "TTT"))] + ["EVAL_STRIDE=64", "--audit", "--train", tmp_path / "other.bin"]
     done = score(*words, artifact=copy)
     found = json.loads(report.read_text())
-    assert done.returncode == 0 and found["legal"] and len(found["findings"]) == 9 and found["artifact"] == "copy.golf" and "every condition holds" in done.stdout
+    assert done.returncode == 0 and found["legal"] and {f["scorer"] for f in found["findings"]} == {"files", "plain rows", "sliding window"} and found["artifact"] == "copy.golf" and "every condition holds" in done.stdout
     monkeypatch.setattr("golfnb.ttt.audit_score", lambda *a: {"legal": False, "findings": [finding("single pass", "files", False, "planted") | {"scorer": "files"}]})
     done = score(*words, artifact=copy)
     assert done.returncode == 1 and not json.loads(report.read_text())["legal"] and "NOT legal" in done.stdout, "what fails is no success"
@@ -189,7 +189,7 @@ def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_pa
     done = golfnb("report", run, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.strip().endswith("report.html")
     page = (run / "report.html").read_text()
-    assert "over &lt;the&gt; cap" in page and page.count("<figure>") == (trained[1] / "report.html").read_text().count("<figure>")
+    assert "over &lt;the&gt; cap" in page and page.count("<figure id=") == (trained[1] / "report.html").read_text().count("<figure id=")
     room = summary(run)["total_bytes"] - 5000
     done = golfnb("quantize", "runs/big", "--target-bytes", room, cwd=tmp_path)
     assert done.returncode == 0 and (run / "artifact.requantized.golf").stat().st_size + (run / "train_gpt.py").stat().st_size <= room

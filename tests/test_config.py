@@ -5,11 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from golfnb.config import IGNORED, NOT_BUILT, RECIPES, SWITCHES, Config, load_config, setting_specs
+from golfnb.layout import model_layout
 from golfnb.loader import grad_accum
-from golfnb.model import ModelSettings
+from golfnb.model import Golf, ModelSettings
+from golfnb.parallel_muon import Ranks
+from golfnb.run import Session, check_memory
 from golfnb.settings import GolfError, printable, read_json, settings_from
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
@@ -198,3 +202,36 @@ def test_damaged_model_settings_are_refused(change):
         settings_from(ModelSettings, [good])
 
 
+
+
+ODD = ["0", "-1", "1", "2", str(2**31 - 1), str(2**31), str(2**63 - 1), "1e308", "1e36", "nan", "inf", "1e-300", "", "word", "0.5"]
+SMALL = {"RECIPE": "pr549", "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "8", "VE_DIM": "8", "TRAIN_SEQ_LEN": "64",
+         "TRAIN_BATCH_TOKENS": "1024", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32"}
+
+
+@pytest.mark.parametrize("name", [n.upper() for n in setting_specs()])
+def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
+    "Built without memory, if it is accepted as it is read, checked, and held against the machine's memory."
+    for text in ODD:
+        try:
+            cfg = load_config({**SMALL, name: text})
+            cfg.check()
+            check_memory(cfg, Ranks())
+        except GolfError as error:
+            assert ": " in str(error) and "\n" not in str(error)
+            continue
+        if name.lower() in {f.name for f in dataclasses.fields(ModelSettings)}:
+            Golf(cfg, model_layout(cfg, 1), torch.float32, "meta", "math")
+        numbers = [v for v in dataclasses.astuple(cfg) if type(v) is float]
+        assert all(torch.tensor(v).isfinite() and bool(torch.tensor(v)) == bool(v) for v in numbers), (name, text)
+
+
+@pytest.mark.parametrize("pairs, words", [
+    ("WARMUP_STEPS=9223372036854775807", "at most 10000"), ("TTT_EPOCHS=2147483647", "at most 10000"), ("GPTQ_CALIB_SAMPLES=9223372036854775807", "at most 10000"), ("MUON_BACKEND_STEPS=2147483647", "at most 10000"), ("MUON_WD=1e308", "32 bits"),
+    ("QK_GAIN_INIT=1e308", "32 bits"), ("ADAM_EPS=1e-300", "32 bits"), ("BETA2=0.99999999999", "float32"), ("NUM_LAYERS=2147483647", "at most 10000"), ("BIGRAM_VOCAB_SIZE=9223372036854775807", "32 bits"), ("BIGRAM_DIM=2147483647", "fit into memory"),
+    ("BIGRAM_VOCAB_SIZE=2147483647", "fit into memory"), ("VE_DIM=2147483647", "fit into memory"), ("MLP_MULT=1e36", "fit into memory"), ("TRAIN_BATCH_TOKENS=2097152000", "fit into memory")])
+def test_a_run_refuses_what_no_machine_can_hold_before_it_builds_anything(pairs, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(GolfError, match=words):
+        Session(load_config({**SMALL, **env(pairs)}), Ranks(), quiet=True)
+    assert not [*tmp_path.iterdir()]

@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import golfnb.data as data
 from golfnb.settings import GolfError
 from golfnb.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
-from golfnb.bpb import tokenizer_hash
+from golfnb.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
 from golfnb.cli import main_cli
 from golfnb.shards import check_manifest, read_tokens, write_shard
 from tiny import golfnb, one_sentence
@@ -106,8 +108,22 @@ def test_text_of_every_alphabet_survives(model):
     sp, rng = data.load_tokenizer(model), random.Random(0)
     for _ in range(200):
         text = "".join(chr(rng.choice([rng.randrange(32, 127), rng.randrange(0xA0, 0x2500), rng.randrange(0x3000, 0xD000), rng.randrange(0x1F300, 0x1F600), 10, 32])) for _ in range(30))
-        text = text.replace("\u2581", "").strip()
-        assert sp.decode(sp.encode(text)) == text
+        assert sp.decode(encode_text(sp, text.strip())) == text.strip()
+
+
+def test_the_mark_of_a_space_is_not_a_space_in_shards(tmp_path, docs):
+    "`a b` and `a\u2581b` are other tokens, documents come back, and the bytes scored are those of the text."
+    texts = [f"Note {i} says a{sign}b and {sign} of {sign * 2} {i * i}.\r\n{d[:300]}".strip() for i, d in enumerate(docs[:120]) for sign in "\u2581 \0"]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    done = golfnb("data", "build", "t.jsonl", "--out", "s", "--vocab-size", 400, "--val-fraction", 0.3, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sp, made = data.load_tokenizer(tmp_path / "s" / "tokenizer.model"), json.loads((tmp_path / "s" / "manifest.json").read_text())
+    found = []
+    for side in ("train", "val"):
+        tokens = torch.from_numpy(read_tokens(tmp_path / "s" / f"t_{side}_*.bin").astype(np.int64))
+        assert int(target_bytes(byte_table(sp), tokens[:-1], tokens[1:]).sum()) == made[side]["text_bytes"]
+        found += [sp.decode(run.tolist()) for run in torch.tensor_split(tokens, (tokens == 1).nonzero().flatten())[1:]]
+    assert sorted(found) == sorted(texts)
 
 
 def test_occupied_directories_are_refused_and_left_alone(tmp_path, docs, model):
@@ -181,7 +197,7 @@ def test_encoding_in_parts_and_threads_is_encoding_one_by_one(model, texts, part
         assert all(" ".join(cut_document(t)) == t for t in texts)
     finally:
         data.PART_CHARACTERS = whole
-    assert [ids.tolist() for _, _, ids in found] == [[1, *sp.encode(t)] for t in texts]
+    assert [ids.tolist() for _, _, ids in found] == [[1, *encode_text(sp, t)] for t in texts]
     assert [(d, n) for d, n, _ in found] == [(hashlib.sha256(t.encode()).digest(), len(t.encode())) for t in texts]
 
 
@@ -311,7 +327,7 @@ def test_a_build_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, doc
     capfd.readouterr()
     again = found[0][1]
     assert main_cli([*words, str(again)]) == 0 and {p.name for p in again.glob("[!.]*")} - {"notes.txt"} == wanted
-    assert "is left of a build that was killed" in capfd.readouterr().err
+    assert "left of a build that was killed" in capfd.readouterr().err and not [*again.parent.glob(f".{again.name}-*"), *again.glob(".*")]
 
 
 def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
@@ -402,7 +418,7 @@ def test_a_data_set_of_the_hub_is_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **how: asked.append((repo, how["allow_patterns"])) or str(tmp_path))
     assert list(read_documents(["hf://datasets/me/books/en"])) == ["hub"] and asked == [("me/books", ["en/*"])]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **how: 1 / 0)
-    with pytest.raises(GolfError, match="hf://datasets/me/none .ZeroDivisionError.: expected a public data set"):
+    with pytest.raises(GolfError, match="hf://datasets/me/none .ZeroDivisionError.: check its name"):
         list(read_documents(["hf://datasets/me/none"]))
 
 
@@ -414,6 +430,83 @@ def test_one_book_is_enough(tmp_path, docs, size):
     assert done.returncode == 0 and "cut at blank lines" in done.stdout and "note: " in done.stdout, done.stderr
     assert (tmp_path / "a b" / "My-book_train_000000.bin").exists()
     assert done.stdout.splitlines()[-1].endswith("train --recipe demo DATA_PATH='a b' TOKENIZER_PATH='a b/tokenizer.model' ITERATIONS=100")
+
+
+MANY = "".join(map(chr, range(0x4E00, 0x5A00)))
+
+
+def chinese(rng: random.Random, characters: int) -> str:
+    "Sentences of 3,072 characters, some of them common, with no space."
+    return "".join(rng.choices([*MANY, "。"], [*(1 / (10 + i) for i in range(len(MANY))), 0.2], k=characters))
+
+
+def emoji(rng: random.Random, characters: int) -> str:
+    return "".join(rng.choices([chr(c) for c in range(0x1F300, 0x1F650)], k=characters))
+
+
+def english(rng: random.Random, characters: int) -> str:
+    "One line of words, with sentences."
+    return "".join(rng.choices("etaoinshrdlu ", k=characters)).replace(" e", ". E")
+
+
+@pytest.mark.parametrize("write, count", [(chinese, 400), (emoji, 400), (chinese, 1), (emoji, 1), (english, 1)])
+def test_text_of_many_characters_or_in_one_line_is_built_and_comes_back(tmp_path, write, count):
+    "More characters than pieces, documents with neither line ends nor spaces: the rare characters are bytes, and one text is cut."
+    rng = random.Random(7)
+    texts = [write(rng, 60_000 // count).strip() for _ in range(count)]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    done = golfnb("data", "build", "t.jsonl", "--out", "s", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sp, made = data.load_tokenizer(tmp_path / "s" / "tokenizer.model"), json.loads((tmp_path / "s" / "manifest.json").read_text())
+    sides = [read_tokens(tmp_path / "s" / f"t_{side}_*.bin") for side in ("train", "val")]
+    found = [sp.decode(run.tolist()) for tokens in sides for run in np.split(tokens, np.flatnonzero(tokens == 1))[1:]]
+    assert made["val"]["documents"] >= 2
+    if count > 1:
+        assert sorted(found) == sorted(texts)
+    else:
+        assert Counter("".join("".join(found).split())) == Counter("".join(texts[0].split()))
+
+
+def test_documents_with_the_sign_for_an_unknown_character_train_the_tokenizer(tmp_path):
+    "SentencePiece leaves out what holds U+2585, which bars and sparklines are made of."
+    sp = train_tokenizer([f"Load of host {i} is \u2585\u2583 again and again" for i in range(100)], tmp_path / "t.model", 300)
+    assert len(sp.encode("again and again")) < 8 and sp.decode(sp.encode("\u2585 host")) == "\u2585 host"
+
+
+def test_files_without_text_are_named(tmp_path):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "b.md").write_text(" \n")
+    (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
+    done = golfnb("data", "build", "a.txt", "b.md", "c.jsonl", "--out", "o", cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr), done.stderr
+    assert "must hold text, found none in a.txt, b.md, c.jsonl: see what" in done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "b.md", "c.jsonl"}
+
+
+@pytest.mark.parametrize("command", ["build", "recut"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_second_build_into_a_folder_is_refused(tmp_path, docs, model, command, kept):
+    "While the first is on its way, and nothing is mixed: the folder holds what the first made."
+    (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": d[:300]}) for d in docs[:60]))
+    build_shards(docs[:60], model, tmp_path / "whole", 4000, 0.3)
+    words = {"build": ["docs.jsonl", "--tokenizer", model], "recut": ["whole/fineweb_train_*.bin", "--shards", 2]}[command]
+    if kept:
+        (tmp_path / "o").mkdir()
+        (tmp_path / "o" / "notes.txt").touch()
+
+    def texts():
+        yield from docs[:30]
+        second = golfnb("data", command, *words, "--out", "o", cwd=tmp_path)
+        assert second.returncode == 2 and one_sentence(second.stderr), second.stderr
+        if command == "build" or not kept:  # a folder to recut into must be empty
+            assert "o must be filled by one process, found another at it: wait" in second.stderr
+        yield from docs[30:60]
+
+    build_shards(texts(), model, tmp_path / "o", 4000, 0.3)
+    names = {p.name for p in (tmp_path / "whole").iterdir()}
+    assert {p.name for p in (tmp_path / "o").iterdir()} - {"notes.txt"} == names
+    assert all((tmp_path / "o" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_what_is_too_small_is_refused_by_the_build_with_the_number(tmp_path, model):

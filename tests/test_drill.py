@@ -40,11 +40,10 @@ def launched(words: list, folder: Path, until: str) -> subprocess.Popen:
     "A process in a session of its own, once its run's log says `until`."
     with open(folder / "said", "w") as said:
         child = subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, stdout=said, stderr=said, start_new_session=True, env=clean_env())
-    for _ in range(3000):
+    while child.poll() is None:
         log = next(folder.glob("runs/*/train.log"), None)
         if log and re.search(until, log.read_text()) and any(folder.glob("runs/*/checkpoints/step-*")):
             return child
-        assert child.poll() is None, (folder / "said").read_text()
         time.sleep(0.1)
     raise AssertionError((folder / "said").read_text())
 
@@ -61,7 +60,7 @@ def test_sigterm_leaves_a_run_that_goes_on(data, tmp_path):
     child = launched(["-m", "golfnb.cli", "train", "--nproc", "2", *words(data, RUN_ID="x", **relative)], tmp_path, "step:5/")
     child.send_signal(signal.SIGTERM)
     said = (tmp_path / "said")
-    assert child.wait(300) == 5, said.read_text()
+    assert child.wait(600) == 5, said.read_text()
     assert re.fullmatch(r"golfnb: stopped by SIGTERM after step \d+; go on with golfnb train --resume runs/x", said.read_text().splitlines()[-1]), said.read_text()
     again = golfnb("train", *words(data, RUN_ID="x"), cwd=tmp_path)
     assert again.returncode == 2 and "a run that did not end" in again.stderr and "--resume runs/x" in again.stderr
@@ -119,5 +118,5 @@ def test_torchrun_goes_on_by_itself(data, tmp_path):
                       "'--standalone', '--nproc_per_node=2', '--max-restarts=1', 'x.py'])"], tmp_path, "step:5/")
     ranks = [p for p in Path("/proc").glob("[0-9]*") if f") S {child.pid} " in (p / "stat").read_text() or f") R {child.pid} " in (p / "stat").read_text()]
     os.kill(int(max(ranks, key=lambda p: int(p.name)).name), signal.SIGKILL)
-    assert child.wait(300) == 0, (tmp_path / "said").read_text()
+    assert child.wait(600) == 0, (tmp_path / "said").read_text()
     assert len(list(tmp_path.glob("runs/*"))) == 1 and "resumed:runs/demo-1337-" in (tmp_path / "said").read_text()

@@ -28,5 +28,5 @@ def test_a_chapter_states_its_run_time(path):
 
 
 def test_a_wrong_run_time_is_refused():
-    "notebooks.py compares what is stated with what a run takes; a busy machine is forgiven, a false figure is not."
+    "notebooks.py compares what is stated with what a run takes; a slow machine is forgiven, a false figure is not."
     assert not untrue_seconds(5, 2) and not untrue_seconds(5, 35) and untrue_seconds(2, 60) and untrue_seconds(60, 4)

@@ -1,5 +1,7 @@
 """`import golfnb` offers what a user needs, and loads nothing heavy before it is asked."""
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,11 +25,25 @@ def test_the_front_door_is_light_and_hides_no_module():
         golfnb.Muon
 
 
+ROOT = Path(__file__).resolve().parent.parent
 INSTALLED = """
 import golfnb
 from golfnb.lab import notebook_dir
 print(golfnb.__file__, golfnb.ParallelMuon.__module__, notebook_dir(), len(list(notebook_dir().glob("*.ipynb"))), len(list(notebook_dir().glob("results/*.json"))))
 """
+
+
+def check_metadata(found: email.message.Message) -> None:
+    "What a package index would show."
+    addresses = [f"{n}: {v}" for n, v in found.items() if n != "Requires-Dist" and re.search("@|https?:", v)]
+    assert not addresses, "no address is known that these could be"
+    assert "Programming Language :: Python :: 3.11" in found.get_all("Classifier") and "muon" in found["Keywords"]
+    relative = re.findall(r"\]\((?!https?://)[^)]*\)", found.get_payload())
+    assert len(found.get_payload()) > 5000 and not relative, "a page elsewhere cannot follow them"
+    needs = found.get_all("Requires-Dist")
+    assert "torch>=2.11" in needs
+    assert not [n for n in needs if 'extra == "notebooks"' in n and ("nbdev" in n or "==" in n.split(";")[0])]
+    assert [n for n in needs if n.startswith("nbdev==2") and 'extra == "dev"' in n]
 
 
 def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
@@ -36,7 +52,7 @@ def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
     for name in ("golfnb", "nbs"):
         shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for path in root.iterdir():
-        if path.is_file() and path.suffix in (".py", ".ini", ".in", ".md", ""):
+        if path.is_file() and path.suffix in (".py", ".ini", ".in", ".md", ".txt", ".cff", ""):
             shutil.copy(path, source)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
@@ -52,6 +68,38 @@ def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
     (sdist,) = tmp_path.glob("*.tar.gz")
     call(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--force-reinstall", sdist)
     assert call(venv / "bin" / "golfnb", "--version") == f"golfnb {golfnb.__version__}\n"
-    assert (site / "golfnb" / "play.html").is_file()
+    assert (site / "golfnb" / "play.html").is_file() and (site / "golfnb" / "py.typed").is_file()
+    (metadata,) = site.glob("golfnb-*.dist-info/METADATA")
+    check_metadata(email.message_from_string(metadata.read_text(encoding="utf-8")))
     notebooks, results = (len(list((root / "nbs").glob(kind))) for kind in ("*.ipynb", "results/*.json"))
     assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.any_model", str(venv / "share" / "golfnb" / "nbs"), str(notebooks), str(results)]
+
+
+def pinned(name: str) -> dict[str, str]:
+    "Package -> version of a requirements file; every line is an exact pin."
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return dict(re.fullmatch(r"([\w-]+)==([\w.]+)(?:;.*)?", line).groups() for line in lines)
+
+
+def test_setup_installs_no_tool_of_tests_or_book():
+    run, dev = pinned("requirements.txt"), pinned("requirements-dev.txt")
+    assert not run.keys() & {"pytest", "Sphinx", "transformers", "playwright", "scipy", "nbdev", "hypothesis"}
+    assert {"pytest", "Sphinx", "transformers", "playwright", "scipy", "nbdev"} <= dev.keys() and not run.keys() & dev.keys()
+
+
+@pytest.mark.parametrize("target, installs", [("setup", ["requirements.txt"]), ("demo", ["requirements.txt"]), ("test", ["requirements.txt", "requirements-dev.txt"]), ("book", ["requirements.txt", "requirements-dev.txt"])])
+def test_a_fresh_clone_installs_what_the_target_needs(tmp_path, target, installs):
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "setup.py", "settings.ini", "book/quarto"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    plan = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"-r (\S+)", plan) == installs
+    assert re.search(r"minutes.* GB to download", plan.splitlines()[0]), "first of all, how long and how much"
+
+
+def test_the_files_at_the_root_agree_with_the_package():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {golfnb.__version__}\n" in citation and f"## {golfnb.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert (ROOT / re.search(r"\]\(([^)]+)\)", (ROOT / "CONTRIBUTING.md").read_text())[1]).is_file()
+    assert "run: make test" in (ROOT / ".github/workflows/test.yml").read_text() and "eol=lf" in (ROOT / ".gitattributes").read_text()
+    assert "example.org" not in (ROOT / "settings.ini").read_text() and "github.com" not in (ROOT / "settings.ini").read_text()

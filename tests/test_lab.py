@@ -58,19 +58,18 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
 
     def fetch(path: str, data: bytes | None = None) -> bytes:
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Authorization": "token secret", "Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.read()
 
     try:
-        end = time.time() + 60
         while True:
             try:
                 page = fetch("/lab/tree/00_settings.ipynb")
                 break
             except OSError:
-                assert job.poll() is None and time.time() < end, (tmp_path / "log").read_text()[-2000:]
+                assert job.poll() is None, (tmp_path / "log").read_text()[-2000:]
                 time.sleep(0.2)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/?token=secret", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/?token=secret", timeout=600) as answer:
             assert "/lab/tree/start.ipynb" in answer.url, "the lab opens at the start page"
         assert re.search(rb'"disabledExtensions": ?\[[^]]*apputils-extension:announcements', page), "JupyterLab's news are switched off"
         assert b"JupyterLab" in page and b'"00_settings.ipynb"' in fetch("/api/contents")
@@ -78,8 +77,8 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
         members = family(job.pid)
         assert len(members) >= 2, "the server and a kernel"
         job.send_signal(signal.SIGINT)
-        assert job.wait(timeout=30) == 0, (tmp_path / "log").read_text()[-2000:]
-        end = time.time() + 10
+        assert job.wait(timeout=600) == 0, (tmp_path / "log").read_text()[-2000:]
+        end = time.time() + 300
         while alive(members) and time.time() < end:
             time.sleep(0.1)
         assert not alive(members), "a process was left behind"

@@ -1,5 +1,6 @@
 """The script generator: every rule refused with a sentence, scoping as Python's, packed and readable alike; and the real script."""
 import ast
+import json
 import os
 import re
 import signal
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from golfnb.settings import GolfError
-from golfnb.launcher import (SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
-                             run_script, specialise)
+from golfnb.launcher import (END_WITH_TORCHRUN, SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script,
+                             package_dir, relay_errors, run_script, specialise, usable_cores)
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {
@@ -34,7 +35,7 @@ def fold(sources: dict, settings: dict | None = None) -> str:
 
 
 def run(path: Path, *flags: str, env=None):
-    return subprocess.run([sys.executable, *flags, str(path)], capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run([sys.executable, *flags, str(path)], capture_output=True, text=True, env=env)
 
 
 def test_good_package_folds_runs_and_packs(tmp_path):
@@ -171,10 +172,61 @@ def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
     path.write_text("import os, sys, time\nprint('golfnb: bad', file=sys.stderr, flush=True)\ntime.sleep(1)\nos._exit(3)\n")
     assert run_script(path, 2, {}, said.append) == 3
     assert said == ["golfnb: bad\n"]
-    path.write_text("import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n")
+    path.write_text("import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(900)\n")
     said.clear()
     assert run_script(path, 2, {}, said.append) == 1
     assert said == ["golfnb: rank 1 was ended by signal 9; the others were stopped\n"]
+
+
+ENVIRONMENT = """import json, os
+print(json.dumps({n: os.environ.get(n) for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}), flush=True)
+"""
+
+
+ONE_CORE = """import os
+import golfnb.launcher as launcher
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+"""
+
+
+def told_environment(code: str, **own: str) -> dict:
+    "What ENVIRONMENT prints when a process on one core, with `own` variables alone for OpenMP, runs `code`."
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}
+    done = subprocess.run([sys.executable, "-c", ONE_CORE + code], env=env | own, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_ranks_share_the_usable_cores_and_sleep_when_they_wait(tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text(ENVIRONMENT)
+    found = told_environment(f"raise SystemExit(launcher.run_script({str(path)!r}, 1, {{}}))")
+    threads = "1" if hasattr(os, "sched_setaffinity") else found["OMP_NUM_THREADS"]
+    assert found == {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def test_what_the_user_says_of_threads_stays():
+    code = f"launcher.TORCHRUN = {ENVIRONMENT.replace('{', '{{').replace('}', '}}')!r}\nraise SystemExit(launcher.run_script('none', 1, {{'OMP_NUM_THREADS': '5'}}))"
+    assert told_environment(code, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="ACTIVE") == {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.parametrize("line, files, cores", [
+    ("0::/box/inner", {"box/cpu.max": "300000 100000", "box/inner/cpu.max": "max 100000"}, 3),
+    ("0::/box", {"cpu.max": "150000 100000"}, 1),
+    ("0::/box", {"cpu.max": "50000 100000"}, 1),
+    ("4:cpuacct,cpu:/box", {"cpu/box/cpu.cfs_quota_us": "200000", "cpu/box/cpu.cfs_period_us": "100000"}, 2),
+    ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ("4:memory:/box", {"cpu/box/cpu.cfs_quota_us": "200000", "cpu/box/cpu.cfs_period_us": "100000"}, 8),
+    ("0::/gone", {}, 8)])
+def test_a_quota_of_a_control_group_counts(tmp_path, monkeypatch, line, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    groups = tmp_path / "groups"
+    groups.write_text(f"1:name=systemd:/\n{line}\n")
+    assert usable_cores(groups, tmp_path) == cores
 
 
 E = "E1121 01:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {}) local_rank: {} (pid: 2) of binary: p\n"
@@ -202,9 +254,10 @@ def test_who_ended_a_run_is_said_once(lines, status, words):
     assert relay_errors(lines, out.append) == status and out == [f"golfnb: {words}\n"]
 
 
-WAITING = """import os, sys, time; from golfnb.run import as_rank
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+WAITING = END_WITH_TORCHRUN + """import os, sys, time; from golfnb.run import as_rank
 def work(ranks):
-    os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(60)
+    os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(900)
 as_rank(work)
 """
 
@@ -223,7 +276,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+@linux
 @pytest.mark.parametrize("to, number, status, words", [
     ("golfnb", signal.SIGKILL, -9, ""), ("torchrun", signal.SIGKILL, 137, "golfnb: the run was ended by signal 9\n"), ("golfnb", signal.SIGTERM, 143, "golfnb: the run was ended by signal 15\n"),
     ("golfnb", signal.SIGINT, 130, "golfnb: interrupted\n")])
@@ -233,13 +286,12 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
     code = f"import sys; from golfnb.launcher import run_script; sys.exit(run_script({str(path)!r}, 1, {{}}))"
     job = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
     try:
-        end = time.time() + 60
-        while not Path(f"{path}0").exists() and time.time() < end:
+        while not Path(f"{path}0").exists() and job.poll() is None:
             time.sleep(0.1)
         torchrun = next(p for p in running(str(tmp_path)) if parent(p) == job.pid)
         os.kill(job.pid if to == "golfnb" else torchrun, number)
-        assert job.wait(40) == status
-        end = time.time() + 10
+        assert job.wait(600) == status
+        end = time.time() + 300
         while running(str(tmp_path)) and time.time() < end:
             time.sleep(0.1)
         assert running(str(tmp_path)) == [] and job.stderr.read() == words
@@ -248,10 +300,42 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
             os.kill(p, signal.SIGKILL)
 
 
-def test_a_process_whose_parent_has_ended_does_not_begin(tmp_path):
-    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=60)
-    rank = subprocess.run([sys.executable, "-c", "from golfnb.run import as_rank; as_rank(print)"], capture_output=True, timeout=60, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "GOLFNB_TORCHRUN": "-1"})
-    assert done.returncode == rank.returncode == 143 and not rank.stdout
+def test_torchrun_does_not_begin_where_its_parent_has_ended():
+    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=300)
+    assert done.returncode == 143
+
+
+START = "import subprocess, sys; {}; sys.exit(subprocess.run([sys.executable, sys.argv[1]], start_new_session={}).returncode)"
+
+
+@linux
+@pytest.mark.parametrize("holds, own_session, status", [("pass", True, 143), ("import torch", True, 0), ("pass", False, 0)])
+def test_a_rank_whose_torchrun_has_ended_does_not_begin(tmp_path, holds, own_session, status):
+    "Its parent then holds no torch; a wrapper between torchrun and rank holds none either, but shares its session."
+    (tmp_path / "rank.py").write_text(END_WITH_TORCHRUN + "print('begun')\n")
+    done = subprocess.run([sys.executable, "-c", START.format(holds, own_session), str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=300, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})
+    assert done.returncode == status and done.stdout == "begun\n" * (status == 0), done.stderr
+
+
+@linux
+def test_ranks_end_with_a_torchrun_that_is_killed_as_it_starts_them(tmp_path):
+    "A plain torchrun, as a judge calls it; its ranks have not imported torch yet."
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", package_dir() / "train_gpt.py"]
+    job = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    try:
+        end = time.time() + 300
+        while len(running(str(tmp_path))) < 3 and time.time() < end:
+            time.sleep(0.01)
+        assert len(running(str(tmp_path))) == 3
+        job.kill()
+        end = time.time() + 90
+        while len(running(str(tmp_path))) > 0 and time.time() < end:
+            time.sleep(0.1)
+        assert running(str(tmp_path)) == []
+    finally:
+        for p in running(str(tmp_path)):
+            os.kill(p, signal.SIGKILL)
+        job.wait()
 
 
 # ---- the real package ----

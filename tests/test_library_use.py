@@ -25,7 +25,7 @@ def test_uses_on_one_rank(tmp_path):
     for name in words:
         (tmp_path / name).write_text(BLOCKS[name])
     code = "import runpy, sys\nfor name in sys.argv[1:]: runpy.run_path(name, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
     assert done.returncode == 0 and all(w in done.stdout for w in words.values()), done.stderr[-2000:]
 
 
@@ -46,11 +46,11 @@ def test_the_installed_package_has_everything(tmp_path):
     for name in ("setup.py", "settings.ini", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517", "--target", str(site), str(source)],
-                          capture_output=True, text=True, timeout=200)
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {p.name for p in (site / "share/golfnb/nbs").glob("*.*")} == {p.name for p in (ROOT / "nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle")}
     code = ("import sys; sys.path.insert(0, sys.argv[1])\nimport golfnb, golfnb.launcher as l\nassert golfnb.__file__.startswith(sys.argv[1]), golfnb.__file__\n"
             "assert (l.package_dir() / 'train_gpt.py').read_text() == l.fold_script('pr549')\nprint('folded')\n")
     env = {k: v for k, v in clean_env().items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code, str(site)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, str(site)], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "folded" in done.stdout, done.stderr[-2000:]

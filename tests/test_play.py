@@ -3,8 +3,11 @@ import io
 import json
 import re
 import shutil
+import socket
+import struct
 import sys
 import threading
+import time
 import urllib.request
 from dataclasses import asdict
 from http.server import ThreadingHTTPServer
@@ -166,7 +169,7 @@ def ask(server, path, words, raw=None, method="POST", **headers):
     data = None if method == "GET" else json.dumps(words).encode() if raw is None else raw
     request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{path}", data, {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.status, answer.read()
     except HTTPError as e:
         return e.code, e.read()
@@ -188,22 +191,81 @@ def test_the_server_reads_writes_and_adapts(server, player):
     assert status == 200 and not re.search(rb"""(src|href)=["'](?!data:)|@import|url\(|https?://""", page)
 
 
-@pytest.mark.parametrize("path, words, headers, said", [
-    ("read", {"model": 0, "text": "x" * (LIMIT + 1)}, {}, "at most 20,000 characters"), ("read", {"model": 0, "text": "a\0"}, {}, "leave it out"), ("read", {"model": 0, "text": "\ud800"}, {}, "UTF-8"),
-    ("read", {"model": 2, "text": ""}, {}, "model must be"), ("read", {"model": True, "text": ""}, {}, "model must be"), ("read", {"model": 0, "text": 3}, {}, "text must be"),
-    ("write", {**WRITE, "temperature": -1}, {}, "temperature must be"), ("write", {**WRITE, "tokens": 10**9}, {}, "tokens must be"), ("write", {**WRITE, "top_k": None}, {}, "top_k must be"),
-    ("adapt", {"model": 0, "text": "", "rate": 0.1}, {}, "write one first"), ("adapt", {"model": 0, "text": "a", "rate": 9}, {}, "rate must be"),
-    ("nothing", {"model": 0, "text": ""}, {}, "reload"), ("read", b"{", {}, "JSON"), ("read", b"[1]", {}, "object"), ("read", {}, {"Content_Type": "text/plain"}, "application/json"),
-    ("facts", {}, {"Host": "golf.example:80"}, "127.0.0.1 and localhost"), ("facts", b" " * (13 * LIMIT), {}, "length"),
+@pytest.mark.parametrize("path, words, headers, status, said", [
+    ("read", {"model": 0, "text": "x" * (LIMIT + 1)}, {}, 400, "at most 20,000 characters"), ("read", {"model": 0, "text": "a\0"}, {}, 400, "leave it out"), ("read", {"model": 0, "text": "\ud800"}, {}, 400, "UTF-8"),
+    ("read", {"model": 2, "text": ""}, {}, 400, "model must be"), ("read", {"model": True, "text": ""}, {}, 400, "model must be"), ("read", {"model": 0, "text": 3}, {}, 400, "text must be"),
+    ("write", {**WRITE, "temperature": -1}, {}, 400, "temperature must be"), ("write", {**WRITE, "tokens": 10**9}, {}, 400, "tokens must be"), ("write", {**WRITE, "top_k": None}, {}, 400, "top_k must be"),
+    ("adapt", {"model": 0, "text": "", "rate": 0.1}, {}, 400, "write one first"), ("adapt", {"model": 0, "text": "a", "rate": 9}, {}, 400, "rate must be"),
+    ("nothing", {"model": 0, "text": ""}, {}, 404, "reload"), ("read", b"{", {}, 400, "JSON"), ("read", b"[" * 100_000, {}, 400, "JSON"), ("read", b"[1]", {}, 400, "object"),
+    ("read", {}, {"Content_Type": "text/plain"}, 415, "application/json"), ("facts", {}, {"Host": "golf.example:80"}, 403, "127.0.0.1 and localhost"),
+    ("facts", {}, {"Origin": "https://golf.example"}, 403, "Origin"), ("facts", {}, {"Origin": "null"}, 403, "Origin"),
+    ("facts", b" " * (13 * LIMIT), {}, 413, "length"), ("facts", {}, {"Content_Length": "9" * 5000}, 413, "length"), ("facts", {}, {"Content_Length": "-1"}, 411, "length"),
 ])
-def test_bad_input_gets_a_sentence(server, path, words, headers, said):
-    status, found = ask(server, path, words, words if isinstance(words, bytes) else None, **headers)
-    error = json.loads(found)["error"]
-    assert status == 400 and said in error and error.endswith(".") and "\n" not in error
+def test_bad_input_gets_a_sentence(server, capsys, path, words, headers, status, said):
+    found, text = ask(server, path, words, words if isinstance(words, bytes) else None, **headers)
+    error = json.loads(text)["error"]
+    assert found == status and said in error and error.endswith(".") and "\n" not in error
+    assert capsys.readouterr().err == "", "the terminal is for one line"
+
+
+def test_the_page_itself_may_ask(server):
+    assert ask(server, "facts", {}, Origin=f"http://127.0.0.1:{server.server_port}")[0] == 200
+
+
+def sent_and_gone(server, request: bytes):
+    "Send part of a request, and go with a reset."
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as line:
+        line.sendall(request)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_who_goes_away_leaves_nothing_behind(server, capsys):
+    "Before the request, within it, before its answer, and within that; the model is free for the next."
+    body = json.dumps({**WRITE, "tokens": 2000, "top_k": 0}).encode()
+    head = f"POST /write HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for request in (b"", b"POST /write HTTP/1.1\r\nHost:", head, head + body[:5], head + body, head.replace(b"localhost", b"golf.example") + body, b"GET / HTTP/1.1\r\nHost: a.b\r\n\r\n"):
+        sent_and_gone(server, request)
+    deadline = time.monotonic() + 120
+    while [t for t in threading.enumerate() if "process_request_thread" in t.name] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ask(server, "write", WRITE)[0] == 200
+    assert capsys.readouterr().err == ""
+
+
+def test_a_request_that_does_not_come_is_given_up(server, monkeypatch, capsys):
+    from golfnb.play import PlayHandler
+    monkeypatch.setattr(PlayHandler, "timeout", 0.3)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as line:
+        line.sendall(b"POST /read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        answer = b"".join(iter(lambda: line.recv(4096), b""))
+    assert b" 408 " in answer.splitlines()[0] and b"did not come" in answer and capsys.readouterr().err == ""
+
+
+def test_the_smallest_temperature_takes_the_likeliest(server, capsys):
+    texts = [b"".join(ask(server, "write", {**WRITE, "temperature": t})[1].splitlines()) for t in (0, 1e-300, 5e-324)]
+    assert texts[0] == texts[1] == texts[2] and b"error" not in texts[0] and capsys.readouterr().err == ""
+
+
+def test_a_fault_of_ours_is_called_one(server, monkeypatch, capsys):
+    monkeypatch.setattr(Player, "read", lambda *a: 1 / 0)
+    status, text = ask(server, "read", {"model": 0, "text": "a"})
+    assert status == 500 and "fault of its own" in json.loads(text)["error"] and capsys.readouterr().err == ""
+
+
+def test_a_text_has_the_bytes_that_were_typed(player, server, run, tmp_path, monkeypatch):
+    "The tokenizer writes a space as U+2581, which typed has three bytes."
+    for text in ("a\u2581b", "\u2581", "\u2581\u2581 日\u2581\n", " \u2581x"):
+        found = json.loads(ask(server, "read", {"model": 0, "text": text})[1])
+        assert "".join(t[0] for t in found["tokens"]) == text and sum(t[2] for t in found["tokens"]) == len(text.encode())
+    monkeypatch.setattr("sys.stdin", io.StringIO("\u2581\u2581\n"))
+    done = golfnb("sample", run, "-i", "--tokens", 1, cwd=tmp_path)
+    bits = sum(t[1] for t in player.read("\u2581\u2581")["tokens"])
+    assert float(re.search(r"tokens?, ([\d.]+) bits per byte", done.stdout)[1]) == pytest.approx(bits / 6, abs=0.01)
 
 
 def test_other_doors_are_shut(server, player):
-    assert ask(server, "other", None, method="GET")[0] == 400 and ask(server, "", None, method="GET", Host="golf.example")[0] == 400
+    assert ask(server, "other", None, method="GET")[0] == 404 and ask(server, "", None, method="GET", Host="golf.example")[0] == 403
+    assert ask(server, "read", None, method="GET")[0] == 404 and ask(server, "", {}, method="POST")[0] == 400
     assert server.server_address[0] == "127.0.0.1"
     with pytest.raises(GolfError, match="--port"):
         play_server([player], server.server_port)
@@ -219,7 +281,7 @@ def test_a_character_without_a_token_is_named(player, tmp_path, monkeypatch):
 def test_the_command_prints_its_address_and_ends_in_one_line(run, tmp_path, monkeypatch):
     def interrupted(server):
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert b"golfnb play" in urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=20).read()
+        assert b"golfnb play" in urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=600).read()
         raise KeyboardInterrupt  # as Ctrl-C does
 
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", interrupted)

@@ -1,22 +1,27 @@
 """The report page: the number leads; every picture has a title, units, a legend and a description, in both themes; nothing is fetched; runs stand beside each other; a run that died has one too."""
 import hashlib
+import html
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import style
+from tiny import golfnb
 
 from golfnb.settings import GolfError
 from golfnb.bench import settings_diff
-from golfnb.report import PAGE_STYLE, embed, loss_chart, paired, run_rows, ttt_chart, weight_chart, write_report
+from golfnb.report import PAGE_STYLE, loss_chart, paired, read_run, run_rows, ttt_chart, weight_chart, write_report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "book"))
 import browse
 
-SVG = re.compile(r"<svg.*?</svg>", re.S)
+
+def charts(page: str) -> dict:
+    "The charts of a page, as it hands them to its script."
+    return json.loads(re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.S)[1])
 
 
 def invented(folder, seed: int, steps: int = 60):
@@ -31,33 +36,26 @@ def invented(folder, seed: int, steps: int = 60):
     return folder
 
 
-def test_every_picture_says_what_it_shows(tmp_path):
-    with style.context("dark_background"):  # a session's own style does not reach the page
-        page = write_report(invented(tmp_path / "a", 1)).read_text()
-    pictures = SVG.findall(page)
-    assert len(pictures) == 2 and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
-    for svg in pictures:
-        assert re.search(r'aria-label="[^"]{20,}"', svg) and len(re.findall(r"<text", svg)) > 5
-        assert not re.search(r"#[0-9a-f]{6}", svg), "a colour that does not follow the reader's screen"
-    assert not re.search(r'(src|href)="(?!#)', page) and "<odd>" not in page and "&lt;odd&gt;" in page
-    assert "MATRIX_LR" in page and "not audited" in page
+def test_every_chart_says_what_it_shows(tmp_path):
+    page = write_report(invented(tmp_path / "a", 1)).read_text()
+    assert [*charts(page)] == ["scores-chart", "loss-chart"] and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
+    for name, chart in charts(page).items():
+        assert f'<figure id="{name}">' in page and len(chart["what"]) > 20 and chart["xlabel"] and chart["ylabel"]
+        assert all(c["label"] and f'{c["colour"]}: #' in PAGE_STYLE for c in chart["curves"]), "a colour that follows the reader's screen"
+    assert not re.search(r'(src|href)="(?!#|data:,)', page) and "<odd>" not in page and "&lt;odd&gt;" in page
+    assert "MATRIX_LR" in page and "not audited" in page and "Training is measured on each batch" in page
 
 
-def test_figures_have_title_axes_and_legend():
-    events = [{"event": "step", "step": i + 1, "loss": 3.0, "ms": 20.0 + i, "multiplier": 1.0, "momentum": 0.9, "grad_norm": 1.0} for i in range(9)] + [{"event": "ttt", "chunk": 0, "bpb": 1.5}]
-    counts = {"int6": np.arange(1, 64), "int8": np.arange(1, 256)}
-    events += [{"event": "ttt", "chunk": 1, "bpb": 1.4}]
-    run = {"name": "a", "events": events}
-    drawn = [loss_chart([run]), loss_chart([run, run]), ttt_chart([run]), weight_chart(counts)]
-    for fig in drawn:
-        ax = fig.axes[0]
-        assert ax.get_title(loc="left") and ax.get_xlabel() and ax.get_ylabel() and len(fig.legends) == 1 and fig.legends[0].get_texts()
-    assert embed(loss_chart([run]), "a") == embed(loss_chart([run]), "a"), "the same picture has the same bytes"
+def test_a_chart_has_few_points_and_its_last():
+    events = [{"event": "step", "step": i + 1, "loss": 3.0 + (i == 19_999), "ms": 20.0} for i in range(20_000)] + [{"event": "step", "step": 20_001, "loss": float("inf")}]
+    each, mean = loss_chart([{"name": "a", "events": events}]).curves
+    assert max(map(len, (each["points"], mean["points"]))) <= 601 and each["points"][-1] == [20_000, 4] and 3 < mean["points"][-1][1] < 3.01
+    assert len(json.dumps(weight_chart({"int6": np.arange(63), "int8": np.arange(255)}).curves)) < 20_000
 
 
 def words(page: str) -> str:
     "What a reader sees, without pictures."
-    return re.sub(r"<[^>]*>", "|", re.sub(r"<(svg|style)[^>]*>.*?</\1>", "", page, flags=re.S))
+    return re.sub(r"<[^>]*>", "|", re.sub(r"<(script|style)[^>]*>.*?</\1>", "", page, flags=re.S))
 
 
 def test_the_number_leads_then_what_it_means_then_a_text_and_the_contents(tmp_path):
@@ -83,12 +81,10 @@ def test_time_training_is_a_curve_of_all_chunks(tmp_path, count):
     chunks = [json.dumps({"event": "ttt", "chunk": c, "chunks": count, "bpb": b}) for c, b in enumerate(bpb)]
     (run / "metrics.jsonl").write_text("\n".join([*(line for line in text.splitlines() if '"ttt"' not in line), *chunks]))
     page = write_report(run).read_text()
-    assert len(SVG.findall(page)) == 1 + (count > 1) and ("only one chunk is on record" in page) == (count == 1)
+    assert len(charts(page)) == 1 + (count > 1) and ("only one chunk is on record" in page) == (count == 1)
     if count > 1:
-        axes = ttt_chart([{"name": "a", "events": [json.loads(line) for line in chunks]}]).axes[0]
-        (line,), (low, high) = axes.lines, axes.get_ylim()
-        assert [*line.get_xdata()][::count - 1] == [1, count] and (line.get_marker() == "o") == (count == 5)
-        assert low < bpb[-1] < high and high - low < 4 * np.ptp(bpb[count // 20:]), "the first chunks do not flatten the rest"
+        (line,) = charts(page)["scores-chart"]["curves"]
+        assert [point[0] for point in line["points"]][::len(line["points"]) - 1] == [1, count] and line["points"][-1][1] == pytest.approx(bpb[-1], rel=1e-5)
 
 
 def test_every_colour_can_be_seen_in_both_themes():
@@ -125,7 +121,7 @@ def test_a_text_never_costs_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "sampled_text", lambda *a: 1 / 0)
     assert "no sampled text: division by zero" in write_report(run).read_text()
     monkeypatch.setattr(report, "sampled_text", lambda *a: ("<b>", "a\x1b\nb"))
-    assert '<span class="note">&lt;b&gt;</span>a\\x1b\nb</blockquote>' in write_report(run).read_text()
+    assert '<span class="note">&lt;b&gt;</span>a\\x1b\nb…</blockquote>' in write_report(run).read_text()
 
 
 def test_a_page_says_that_its_artifact_is_not_what_was_scored(tmp_path):
@@ -156,10 +152,101 @@ def test_a_run_that_died_and_files_that_are_damaged(tmp_path):
     (run / "summary.json").unlink()
     (run / "metrics.jsonl").write_text('{"event": "phase", "name": "building", "seconds": 1}\n{"event": "st')
     page = write_report(run).read_text()
-    assert "has not ended" in page and "nothing yet" in page and "<svg" not in page
+    assert "has not ended" in page and "nothing yet" in page and charts(page) == {}
     (run / "summary.json").write_text('{"ttt_bpb": 1.')
     with pytest.raises(GolfError, match="damaged"):
         write_report(run)
     (run / "summary.json").unlink()
     with pytest.raises(GolfError, match="found none"):
         write_report(run, tmp_path / "nothing")
+
+
+def test_lines_that_are_no_events_cost_nothing(tmp_path):
+    run = invented(tmp_path / "a", 1)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"[" * 200_000 + b"}\n\xff}\n{1}\n[1]\n")
+    done = golfnb("report", run, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr and "1.7100" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ("cost$_{$", "a$^b", "</script><b>&", "\\frac"))
+def test_a_run_may_have_any_name(tmp_path, name):
+    name = name.replace("/", "")
+    first, second = invented(tmp_path / name, 1), invented(tmp_path / "b", 2)
+    for words in (["report", first], ["compare", first, second]):
+        done = golfnb(*words, cwd=tmp_path)
+        assert done.returncode == 0 and not done.stderr and "damaged" not in done.stdout, done.stderr + done.stdout
+    page = (tmp_path / "compare.html").read_text()
+    assert charts(page)["loss-chart"]["curves"][0]["label"] == f"{name}, running mean" and page.count("<script") == page.count("</script>") == 2
+
+
+def test_a_fault_of_the_drawing_is_no_damaged_file(tmp_path, monkeypatch):
+    from golfnb import report
+
+    def broken(*table):
+        raise ValueError("a fault of ours")
+    monkeypatch.setattr(report, "html_table", broken)
+    with pytest.raises(ValueError, match="a fault of ours") as found:
+        write_report(invented(tmp_path / "a", 1))
+    assert not isinstance(found.value, GolfError) and not (tmp_path / "a" / "report.html").exists()
+
+
+def test_the_audit_can_be_typed_as_it_stands(tmp_path):
+    from golfnb.artifact import save_artifact
+
+    run, data = invented(tmp_path / "it's a run", 1), tmp_path / "my data"
+    data.mkdir()
+    for split in ("val", "train"):
+        (data / f"x_{split}_0.bin").write_bytes(b"")
+    (data / "tokenizer.model").write_bytes(b"")
+    save_artifact(run / "artifact.golf", {}, {})
+    summary = json.loads((run / "summary.json").read_text())
+    summary["config"] |= {"data_path": str(data), "tokenizer_path": str(data / "tokenizer.model")}
+    (run / "summary.json").write_text(json.dumps(summary))
+    words = html.unescape(re.search(r"<pre><code>(golfnb score .*)</code></pre>", write_report(run).read_text())[1])
+    assert shlex.split(words) == ["golfnb", "score", str(run / "artifact.golf"), "--audit", "--ttt", "--val", f"{data}/*_val_*.bin", "--train", f"{data}/*_train_*.bin", "--tokenizer", str(data / "tokenizer.model")]
+    assert "not at hand" in write_report(invented(tmp_path / "b", 2)).read_text()
+
+
+def test_a_text_begins_with_a_line(tmp_path):
+    from golfnb.data import stdlib_documents, train_tokenizer
+    from golfnb.report import prompt_of
+
+    sp = train_tokenizer(stdlib_documents(["json", "csv"]), tmp_path / "t.model", 400)
+    text = "def f(x):\n    return  x\n\nclass A:\n    pass\n" * 9
+    end = [1, *sp.encode("another document")]
+    for tokens in ([1, *sp.encode(text), *end], [*sp.encode("nd of one"), 1, *sp.encode(text), *end]):
+        prompt = sp.decode(prompt_of(sp, tokens)[1:])
+        assert prompt.endswith("\n") and text.startswith(prompt) and len(prompt) > 20, "its spaces are kept"
+    words = sp.decode(prompt_of(sp, [1, *sp.encode("one long line of many words " * 40)])[1:])
+    assert words and words.split()[-1] in "one long line of many words".split(), "a whole word where no line ends"
+
+
+@pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", (1280, 390))
+def test_the_charts_in_a_browser(tmp_path, width):
+    "Each takes the width of the column, is read with the pointer, and shows foreign names as they are."
+    from playwright.sync_api import sync_playwright
+
+    name, wrong = "a$_{$ <i>b", []
+    run = invented(tmp_path / name, 1)
+    bpb = np.cumsum(np.random.default_rng(0).normal(1.2, 0.3, 2000)) / np.arange(1, 2001)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"event": "ttt", "chunk": c, "chunks": 2000, "bpb": b}) + "\n" for c, b in enumerate(bpb))
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browse.find_chromium(), args=browse.FLAGS)
+        tab = browser.new_page(viewport={"width": width, "height": 900})
+        tab.on("console", lambda m: wrong.append(m.text))
+        tab.on("pageerror", lambda e: wrong.append(str(e)))
+        tab.goto(write_report(run).as_uri())
+        column = tab.evaluate("document.querySelector('article').clientWidth")
+        assert tab.evaluate("[...document.querySelectorAll('figure > svg')].map(s => s.clientWidth)") == [column, column]
+        assert name in tab.inner_text("#scores-chart figcaption") and not tab.query_selector("figcaption i")
+        tab.locator("#loss-chart").scroll_into_view_if_needed()
+        box = tab.locator("#loss-chart").bounding_box()
+        tab.mouse.move(box["x"] + column / 2, box["y"] + 100)
+        assert re.search(r"step \d+ .*training, each step 3\.\d+ .*running mean 3\.\d", tab.inner_text("#loss-chart figcaption").replace("\n", " "))
+        found = tab.evaluate("frame(charts['scores-chart'])")
+        assert found["y0"] < bpb[-1] < found["y1"] and found["y1"] - found["y0"] < 4 * np.ptp(bpb[100:]), "the first chunks do not flatten the rest"
+        browser.close()
+    assert not wrong

@@ -10,11 +10,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tiny import TINY, clean_env, one_sentence, tiny_data
-from workers import spawn
+from workers import Batches, machine, settings, spawn
 
 from golfnb.bpb import tokenizer_hash
 from golfnb.cli import main_cli
@@ -24,7 +26,7 @@ from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.run import Machine, Session, keep_traces, run
 from golfnb.shards import check_manifest, write_shard
-from golfnb.train import RunLog
+from golfnb.train import RunLog, Trainer, train, training_loss
 
 
 
@@ -54,19 +56,18 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks in /proc")
 def test_a_rank_that_dies_mid_step_ends_the_run(script, data, tmp_path):
-    "The others end within a minute, non-zero, and no summary is written."
+    "The others end, non-zero, and no summary is written."
     env = clean_env(**{**TINY, **data, "ITERATIONS": "100000", "TRAIN_LOG_EVERY": "1000000", "RUN_ID": "dead"})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT)
-        end = time.time() + 60
-        while "step:5/" not in (tmp_path / "log").read_text() and time.time() < end:
+        while "step:5/" not in (tmp_path / "log").read_text() and job.poll() is None:
             time.sleep(0.2)
         ranks = children(job.pid)
         try:
             assert len(ranks) == 2 and "step:5/" in (tmp_path / "log").read_text()
             os.kill(max(ranks), signal.SIGKILL)
-            assert job.wait(timeout=60) != 0
+            assert job.wait(timeout=600) != 0
         finally:
             for p in [*ranks, job.pid]:
                 try:
@@ -78,8 +79,8 @@ def test_a_rank_that_dies_mid_step_ends_the_run(script, data, tmp_path):
 
 def test_a_late_rank_is_waited_for_and_a_silent_one_is_not():
     "Late by twice the group's timeout, where ranks may finish minutes apart; silent in a collective of a step."
-    (late, waited), _ = spawn(2, "all_checks", [("late_partner", (4.0,)), ("silent_partner", (2.0,))], timeout_s=2.0)
-    assert late == 2.0 and 1.5 < waited < 20
+    (before, late, waited), _ = spawn(2, "all_checks", [("limit_waiting", (2.0,)), ("late_partner", (4.0,)), ("silent_partner", ())], timeout_s=100.0)
+    assert before == 100.0 and late == 2.0 and 1.5 < waited < 100
 
 
 def test_disk_full_while_writing_weights(script, data, tmp_path):
@@ -87,7 +88,7 @@ def test_disk_full_while_writing_weights(script, data, tmp_path):
     command = [sys.executable, str(script)]
     (tmp_path / "runs" / "full").mkdir(parents=True)
     shutil.copy(script, tmp_path / "runs" / "full" / "train_gpt.py")  # larger than that, and there already
-    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full", "TMPDIR": str(tmp_path)}), capture_output=True, text=True, timeout=120,
+    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full", "TMPDIR": str(tmp_path)}), capture_output=True, text=True,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.search(r"^golfnb: .*raw\.golf.*", done.stderr, re.M), done.stderr
@@ -121,7 +122,7 @@ def test_nobody_reads_the_terminal(script, data, tmp_path):
     job.stdout.readline()
     job.stdout.close()
     said = job.stderr.read()
-    assert job.wait(120) == 0 and one_sentence(said) and "Broken pipe" in said
+    assert job.wait(600) == 0 and one_sentence(said) and "Broken pipe" in said
     assert "final_int6_sliding_window_exact" in (tmp_path / "runs" / "unread" / "train.log").read_text() and (tmp_path / "runs" / "unread" / "summary.json").is_file()
 
 
@@ -143,10 +144,12 @@ def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_pat
     out = ""
     while "step:5/" not in out:
         out += job.stdout.readline()
+    job.send_signal(signal.SIGSTOP)  # it may not end before the disk is full
     with open(small_disk / "other", "wb", buffering=0) as other, suppress(OSError):
         while other.write(bytes(4096)):
             pass
-    rest, said = job.communicate(timeout=120)
+    job.send_signal(signal.SIGCONT)
+    rest, said = job.communicate(timeout=600)
     assert job.returncode == 0 and "step:40/40" in rest, said
     log, moved = said.splitlines()
     assert "cannot write" in log and "the run goes on" in log and (found := re.search(r"raw\.golf .*this run's files go to (\S+)$", moved)), said
@@ -156,12 +159,13 @@ def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_pat
 
 def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "over", "TARGET_BYTES": str(script.stat().st_size + 20_000)}),
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True)
     run = tmp_path / "runs" / "over"
     assert done.returncode == 3 and "Traceback" not in done.stderr and "--target-bytes" in done.stderr and "too many" in done.stderr
     assert (run / "train_gpt.py").read_bytes() == script.read_bytes()
     assert (run / "artifact.golf.over").is_file() and (run / "ema.golf").is_file() and not (run / "artifact.golf").exists()
     assert "final_int6_sliding_window_exact" in done.stdout
+    assert re.search(r"^final_int8_zlib_roundtrip_exact val_loss:\S+ val_bpb:\S+ \(.*by the name of published logs\)$", done.stdout, re.M)
 
 
 def run_here(data, tmp_path, code=b"", **more) -> tuple[dict, str]:
@@ -357,3 +361,44 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
             torch.compile(machine.loss_fn, backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))
         check_cacheable(graphs[-1])
     assert len(graphs) == 2 and "golfnb" not in str(graphs[0].graph) and "autograd_function_apply" in str(graphs[1].graph)
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"QK_GAIN_INIT": "1e30", "WARMUP_STEPS": "0", "ITERATIONS": "30"}, "the gradient must be finite, found NaN or infinity in the 10 steps up to step 10: lower"),
+    ({"TTT_LR": "1e30"}, "test-time training must keep the score finite, found nan nats after step")])
+def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, words):
+    "Not as a success whose scores are null."
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, **more, "RUN_ID": "nan"}), capture_output=True, text=True, timeout=240)
+    said = [line for line in done.stderr.splitlines() if line.startswith("golfnb: ")]
+    assert done.returncode == 2 and len(said) == 1 and words in said[0] and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert not (tmp_path / "runs" / "nan" / "summary.json").exists()
+
+
+def test_a_score_that_is_not_finite_is_not_kept():
+    cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
+    with pytest.raises(GolfError, match="the validation after step 5 must be a finite score, found nan"):
+        train(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, RunLog(quiet=True), lambda: (float("nan"), float("nan")))
+    kept = SimpleNamespace(cfg=load_config(TINY), summary={})
+    with pytest.raises(GolfError, match="legal_ttt must be a finite score, found inf"):
+        Session.scored(kept, "legal_ttt", "ttt", lambda: (float("inf"), float("inf")))
+    assert kept.summary == {}
+
+
+def test_weights_that_are_not_finite_end_a_training():
+    cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
+
+    def score():
+        engine.parts[0].master.view(-1)[3] = float("inf")
+        return 3.0, 1.0
+
+    with pytest.raises(GolfError, match="the weights must be finite, found NaN or infinity after step 5"):
+        train(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, RunLog(quiet=True), score)
+
+
+def test_skipped_steps_count_in_a_row():
+    trainer = SimpleNamespace(skipped=0, skipped_in_a_row=0, log=RunLog(quiet=True))
+    for step in range(1, 40):
+        Trainer.count_skipped(trainer, step, 1.0 if step % 10 == 0 else float("nan"))
+    assert trainer.skipped == 36
+    with pytest.raises(GolfError, match="10 steps up to step 40"):
+        Trainer.count_skipped(trainer, 40, float("inf"))

@@ -10,8 +10,8 @@ from test_model import VARIANTS, filled
 from golfnb.bench import record_result
 from golfnb.config import load_config
 from golfnb.layout import model_layout
-from golfnb.model import Golf, init_model
-from golfnb.sampling import CachedReader, draw, generate, next_logits, row_start, stream_tokens
+from golfnb.model import Block, Golf, init_model
+from golfnb.sampling import CachedBlock, CachedReader, draw, generate, next_logits, row_start, stream_tokens
 from golfnb.settings import GolfError
 
 
@@ -72,8 +72,16 @@ def rates(cfg, cached: bool, before: int, count: int, rounds: int = 5) -> list[f
     return found
 
 
-def test_the_demos_model_writes_quickly():
-    assert max(rates(load_config({"RECIPE": "demo"}), True, 200, 50)) > 100
+def test_a_token_more_is_read_alone(monkeypatch):
+    "Also with 200 before it: all that makes writing slow with the length of a text is the attention to what is kept."
+    cfg = load_config({"RECIPE": "demo"})
+    model = Golf(cfg, model_layout(cfg, 1))
+    init_model(model, cfg, seed=1)
+    text, read, seen = torch.randint(cfg.vocab_size, (210,)).tolist(), CachedReader(model), []
+    monkeypatch.setattr(CachedBlock, "run", lambda block, x, *more: seen.append(x.shape[1]) or Block.run(block, x, *more))
+    for n in range(200, 211):
+        read(text[:n])
+    assert seen == [200] * cfg.num_layers + [1] * (10 * cfg.num_layers)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def clean_env(**more) -> dict[str, str]:
 def torchrun(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.CompletedProcess:
     "Start a script as a judge does."
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", str(script)]
-    return subprocess.run(command, cwd=cwd, env=clean_env(**settings), capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=cwd, env=clean_env(**settings), capture_output=True, text=True)
 
 
 @contextlib.contextmanager

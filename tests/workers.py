@@ -7,10 +7,12 @@ import tempfile
 import time
 import traceback
 from dataclasses import replace
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from forked import fork_processes
 
 from golfnb.banks import unbank
@@ -48,7 +50,7 @@ def entry(rank: int, world: int, port: int, module: str, name: str, args: tuple,
         pickle.dump(out, f)
 
 
-def spawn(world: int, name: str, *args, module: str = "workers", timeout_s: float = 60.0) -> list:
+def spawn(world: int, name: str, *args, module: str = "workers", timeout_s: float = 600.0) -> list:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -224,17 +226,27 @@ def bad_gradient(ranks, env: dict, who: int):
     return result.skipped, finite, b"".join(g.rounded.numpy().tobytes() for g in engine.groups)
 
 
-def silent_partner(ranks, seconds: float) -> float:
-    "Rank 1 does not come to a collective; how long rank 0 waited for it."
-    start = time.time()
+def limit_waiting(ranks, seconds: float) -> float:
+    "Let collectives wait `seconds` from now on, for starting took its time; how long they could before."
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before = backend.options._timeout.total_seconds()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    return before
+
+
+def silent_partner(ranks) -> float:
+    "Rank 1 does not come to a collective, and is not gone; how long rank 0 waited for it."
+    start, store = time.monotonic(), dist.distributed_c10d._get_default_store()
     if ranks.rank == 1:
-        time.sleep(2 * seconds)
+        store.wait(["waited"])
         return 0.0
     try:
         ranks.sum(torch.ones(1))
     except RuntimeError as e:
         assert any(w in str(e) for w in LOST_RANK_WORDS), e
-        return time.time() - start
+        return time.monotonic() - start
+    finally:
+        store.set("waited", "")
     raise AssertionError("a collective without a partner came back")
 
 
