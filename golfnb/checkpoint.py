@@ -224,7 +224,7 @@ def newest(self: Keeper) -> tuple[dict, dict] | None:
             return facts, self.read_tensors(path)
     return None
 
-
+# %% ../nbs/15b_checkpoint.ipynb #95397d4f
 @patch
 def set_aside(self: Keeper, path: Path, error: Exception):
     "Give a damaged checkpoint a name that is not counted among the good ones."
@@ -234,7 +234,7 @@ def set_aside(self: Keeper, path: Path, error: Exception):
     self.log.line(f"{path} cannot be read ({reason(error)}): "
                   f"set aside as {aside.name}, trying an older one")
 
-
+# %% ../nbs/15b_checkpoint.ipynb #3177d0bb
 @patch
 def read_tensors(self: Keeper, path: Path) -> dict[str, Tensor]:
     "The tensors of a checkpoint. Raises GolfError if PyTorch cannot load them."

@@ -395,7 +395,7 @@ def shard_identity(path: Path) -> str:
         digest.update(read_span(path, begin, min(SPAN, tokens - begin)))
     return f"{tokens:,} tokens with hash {digest.hexdigest()[:16]}"
 
-
+# %% ../nbs/19_run.ipynb #ec5c86df
 def identity(tokenizer_sha256: str, code: bytes, val: np.ndarray, train_paths: list[Path]) -> dict[str, str]:
     "What must be the same in every life of a run, beside its settings: name -> size and hash."
     return {"tokenizer": f"a file with hash {tokenizer_sha256[:16]}",
@@ -437,7 +437,7 @@ def recall(self: Session):
             torch.set_num_threads(notes["threads"])
     self.remember()
 
-
+# %% ../nbs/19_run.ipynb #51bc1d27
 @patch
 def check_same(self: Session, notes: dict):
     "Raises GolfError unless the settings and the identity in an earlier life's notes are ours."
