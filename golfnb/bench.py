@@ -34,7 +34,7 @@ from .bpb import ByteTable
 from .config import Config, load_config
 from .evaluate import plain_loss, sliding_loss
 from .launcher import (END_WITH_TORCHRUN, checkout_commit, package_dir, run_script,
-                             usable_cores)
+                             usable_cores, free_cores)
 from .loader import Loader, grad_accum, make_sampler
 from .model import named_state
 from .parallel_muon import Ranks
@@ -335,7 +335,7 @@ def bench_startup(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
 
 # %% ../nbs/22_bench.ipynb #32961b0a
 WAYS_TO_WAIT = {"spinning": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
-                "short spin": {"GOMP_SPINCOUNT": "10000"}, "one thread": {"OMP_NUM_THREADS": "1"}}
+                "one thread": {"OMP_NUM_THREADS": "1"}, "chosen": {}}  # as a run chooses when it starts
 ANSWER = "from golfnb.bench import answer_with_ms; answer_with_ms()"
 NEVER_REST = """import os, sys, threading
 threading.Thread(target=lambda: os._exit(len(sys.stdin.read()))).start()  # ends with who started it
@@ -396,8 +396,9 @@ def bench_threads(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
         with ExitStack() as stack:
             if load == "busy":
                 stack.enter_context(companion(NEVER_REST, bare))
+            ways = WAYS_TO_WAIT | {"chosen": {"OMP_NUM_THREADS": str(free_cores())}}
             workers = {f"{load} {way}": stack.enter_context(companion(ANSWER, {**bare, **choice}))
-                       for way, choice in WAYS_TO_WAIT.items()}
+                       for way, choice in ways.items()}
             run_rounds(workers, 2, ask_for_ms)
             samples |= run_rounds(workers, rounds, ask_for_ms)
         for way in WAYS_TO_WAIT:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
@@ -810,12 +811,41 @@ def usable_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
                 cores = min(cores, group_quota(folder))
     return max(1, int(cores))
 
-
-def thread_settings(nproc: int) -> dict[str, str]:
-    "The variables that OpenMP reads, for each of `nproc` ranks: its share of the cores, and to sleep when it waits."
-    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc)), "OMP_WAIT_POLICY": "PASSIVE"}
-
 # %% ../nbs/20_launcher.ipynb #1a413533
+def core_ticks(stat: Path = Path("/proc/stat")) -> dict[int, tuple[int, int]]:
+    "Core -> ticks of the clock since the machine started, all and idle; empty where the system does not say."
+    found = {}
+    lines = stat.read_text().splitlines() if stat.is_file() else []
+    for line in lines:
+        name, *numbers = line.split()
+        if re.fullmatch(r"cpu\d+", name):
+            ticks = [int(n) for n in numbers[:8]]  # user, nice, system, idle, iowait, irq, softirq, steal
+            found[int(name.removeprefix("cpu"))] = (sum(ticks), ticks[3] + ticks[4])
+    return found
+
+
+def busy_cores(seconds: float = 0.5, stat: Path = Path("/proc/stat")) -> float:
+    "How many of the cores that this process may run on others keep busy, in the next `seconds`."
+    before = core_ticks(stat)
+    started = time.process_time()
+    time.sleep(seconds)
+    own = time.process_time() - started  # of other threads of this process
+    after = core_ticks(stat)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(before)
+    busy = 0.0
+    for core in allowed & before.keys() & after.keys():
+        ticks = after[core][0] - before[core][0]
+        idle = after[core][1] - before[core][1]
+        busy += 1 - idle / max(ticks, 1)
+    return max(0.0, busy - own / seconds)
+
+
+def free_cores() -> int:
+    "The cores for a run: those this process may use, without what others keep busy; at least 1."
+    usable = usable_cores()
+    return min(usable, max(1, usable - round(busy_cores())))
+
+# %% ../nbs/20_launcher.ipynb #4f935776
 def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write, show=None) -> int:
     """Run a script under torchrun on `nproc` ranks and wait; its log goes to our standard output as it comes.
 
@@ -824,7 +854,9 @@ def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.std
     signal); if a signal ended the run, 128 more than its number, or 5 if the ranks say that they stopped in
     order. Only the main thread passes signals on.
     """
-    env = {**thread_settings(nproc), **os.environ, **settings}
+    env = {**os.environ, **settings}
+    if "OMP_NUM_THREADS" not in env:  # a run on a GPU does not mind
+        env["OMP_NUM_THREADS"] = str(max(1, free_cores() // nproc))
     torchrun = [sys.executable, "-c", TORCHRUN.format(parent=os.getpid()), "--standalone",
                 f"--nproc_per_node={nproc}", script]
     out = subprocess.PIPE if show else None

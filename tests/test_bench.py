@@ -35,7 +35,7 @@ def test_ways_to_wait_are_measured_in_turns_idle_and_busy(monkeypatch):
     monkeypatch.setattr(bench, "ANSWER", "import os, sys\nfor _ in sys.stdin: print(2 if 'OMP_WAIT_POLICY' in os.environ else 4, flush=True)")
     env = {**os.environ, "OMP_WAIT_POLICY": "ACTIVE"}
     samples, unit, facts = bench_threads(BenchJob("threads", rounds=5), Ranks(), env)
-    ways = [f"{load} {way}" for load in ("idle", "busy") for way in ("spinning", "passive", "short spin", "one thread")]
+    ways = [f"{load} {way}" for load in ("idle", "busy") for way in ("spinning", "passive", "one thread", "chosen")]
     assert samples == {way: [2.0 if "passive" in way else 4.0] * 5 for way in ways} and unit == "ms", "only the choice says how to wait"
     assert all(facts[f"{way} / spinning"] == {"median": samples[way][0] / 4, "below": samples[way][0] / 4} for way in ways)
     monkeypatch.setattr(bench, "ANSWER", "raise SystemExit(1)")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import golfnb.launcher as launcher
 from golfnb.settings import GolfError
 from golfnb.launcher import (END_WITH_TORCHRUN, SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script,
                              package_dir, relay_errors, run_script, specialise, usable_cores)
@@ -183,32 +184,45 @@ print(json.dumps({n: os.environ.get(n) for n in ("OMP_NUM_THREADS", "OMP_WAIT_PO
 """
 
 
-ONE_CORE = """import os
-import golfnb.launcher as launcher
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-"""
-
-
 def told_environment(code: str, **own: str) -> dict:
-    "What ENVIRONMENT prints when a process on one core, with `own` variables alone for OpenMP, runs `code`."
+    "What ENVIRONMENT prints when a process with `own` variables alone for OpenMP runs `code`."
     env = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}
-    done = subprocess.run([sys.executable, "-c", ONE_CORE + code], env=env | own, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", "import golfnb.launcher as launcher\n" + code], env=env | own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_ranks_share_the_usable_cores_and_sleep_when_they_wait(tmp_path):
+AS_TORCHRUN = f"launcher.TORCHRUN = {ENVIRONMENT.replace('{', '{{').replace('}', '}}')!r}\n"  # prints what ranks would get
+
+
+@pytest.mark.parametrize("cores, busy, ranks, threads", [(4, 0.2, 1, 4), (4, 0.9, 1, 3), (2, 1.1, 1, 1), (2, 2.0, 1, 1), (4, 0.0, 2, 2), (4, 1.0, 2, 1), (1, 0.0, 2, 1)])
+def test_ranks_share_the_cores_that_nothing_keeps_busy(cores, busy, ranks, threads):
+    code = f"launcher.usable_cores, launcher.busy_cores = lambda: {cores}, lambda: {busy}\nraise SystemExit(launcher.run_script('none', {ranks}, {{}}))"
+    assert told_environment(AS_TORCHRUN + code) == {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": None}
+
+
+def test_a_rank_gets_the_threads(tmp_path):
     path = tmp_path / "s.py"
     path.write_text(ENVIRONMENT)
-    found = told_environment(f"raise SystemExit(launcher.run_script({str(path)!r}, 1, {{}}))")
-    threads = "1" if hasattr(os, "sched_setaffinity") else found["OMP_NUM_THREADS"]
-    assert found == {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    code = f"launcher.free_cores = lambda: 3\nraise SystemExit(launcher.run_script({str(path)!r}, 1, {{}}))"
+    assert told_environment(code) == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": None}
 
 
 def test_what_the_user_says_of_threads_stays():
-    code = f"launcher.TORCHRUN = {ENVIRONMENT.replace('{', '{{').replace('}', '}}')!r}\nraise SystemExit(launcher.run_script('none', 1, {{'OMP_NUM_THREADS': '5'}}))"
+    code = AS_TORCHRUN + "raise SystemExit(launcher.run_script('none', 1, {'OMP_NUM_THREADS': '5'}))"
     assert told_environment(code, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="ACTIVE") == {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
+def test_cores_that_others_keep_busy_are_counted(tmp_path, monkeypatch):
+    "Core 1 works all the time, core 2 half of it, core 3 is not ours."
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  9 9 9 9 9 9 9 9\ncpu0 0 0 0 50 0 0 0 0\ncpu1 5 0 0 50 0 0 0 0\ncpu2 0 0 0 50 0 0 0 0\ncpu3 0 0 0 50 0 0 0 0\nintr 5\n")
+    later = "cpu0 0 0 0 90 10 0 0 0\ncpu1 45 0 5 50 0 0 0 5\ncpu2 25 0 0 75 0 0 0 0\ncpu3 50 0 0 50 0 0 0 0\n"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(launcher.time, "sleep", lambda seconds: stat.write_text(later))
+    assert abs(launcher.busy_cores(5.0, stat) - 1.5) < 0.1
+    assert launcher.busy_cores(5.0, tmp_path / "none") == 0
 
 
 @pytest.mark.parametrize("line, files, cores", [
