@@ -752,7 +752,7 @@ def compare_command(args) -> int:
         check_output(Path(folders[0]).parent / "compare.html", "page of golfnb")
         try:
             print(f"page: {book.report.write_report(*folders, words=words)}")
-        except GolfError as e:  # matplotlib is an extra
+        except GolfError as e:
             print(f"no page: {e}")
     return 0
 
@@ -857,7 +857,7 @@ def study_command(args) -> int:
 # %% ../nbs/24_cli.ipynb #4da84a17
 PACKAGES = {  # name -> what is lost without it; empty where nothing runs
     "torch": "", "numpy": "", "sentencepiece": "", "tqdm": "", "triton": "the plain functions are used",
-    "matplotlib": "reports need it; pip install golfnb[plots]",
+    "matplotlib": "notebooks draw with it; pip install golfnb[plots]",
     "python-minifier": "packed scripts need it; pip install golfnb[pack]"}
 
 
