@@ -304,7 +304,7 @@ def step_targets(plan: dict, size: int) -> list[Tensor]:
     counted = np.arange(size) < plan["count"][..., None]
     return [*torch.from_numpy(np.where(counted, places, -1))]
 
-
+# %% ../nbs/18b_adapters.ipynb #34bfd9a0
 def document_trial(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings,
                    probing: bool = False, seed: int = 0) -> Trial:
     "One pass of `score_documents` from a fresh state; the trial's logits are those of `adapted_walk`."

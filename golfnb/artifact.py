@@ -74,7 +74,7 @@ def optional(package: str, source: str):
         raise GolfError(f"this needs the package {package.split('.')[0]}, which is not installed: "
                         f"pip install {source}") from None
 
-
+# %% ../nbs/17_artifact.ipynb #94c5d82c
 def compress_section(raw: bytes, codec: str, shapes: list = ()) -> tuple[str, bytes]:
     "The codec to record and the stored bytes; `shapes` as in `section_plan`. Raises GolfError if unknown."
     if codec not in CODECS:
@@ -111,7 +111,7 @@ def decoded(stored: bytes, codec: str, size: int, shapes: list, written: str) ->
         raise EOFError
     return found
 
-
+# %% ../nbs/17_artifact.ipynb #6abb576f
 def decompress_section(stored: bytes, codec: str, shapes: list, written: str = "") -> bytes:
     """The bytes of tensors of these [rows, cols], in bounded memory; raises GolfError for damage.
 
@@ -210,7 +210,7 @@ def open_container(data: bytes, written: str = "") -> tuple[dict, memoryview]:
     text, payload = rest[:length], rest[length:]
     return json.loads(zlib.decompress(text)) if written else foreign_header(text, len(payload)), payload
 
-
+# %% ../nbs/17_artifact.ipynb #8ba30e9f
 def foreign_header(text: bytes, payload_bytes: int) -> dict:
     "The header of a file that anybody may have made; raises GolfError if it does not fit the payload."
     coder = zlib.decompressobj()
@@ -279,7 +279,7 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     kept.unlink(missing_ok=True)
     return len(data)
 
-
+# %% ../nbs/17_artifact.ipynb #4b56f645
 def load_artifact(path: str | Path, written: str = "", check: Callable | None = None) -> tuple[dict, dict]:
     "`unpack_bytes` of a file; raises GolfError, naming it, if it is missing or damaged."
     try:

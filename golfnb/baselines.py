@@ -97,7 +97,7 @@ def collective_samples(ranks: Ranks, rounds: int, sizes: list[int]) -> dict[str,
         samples |= {f"{kind} {size}": device_us(call, ranks, rounds, loops) for kind, call in calls.items()}
     return samples
 
-
+# %% ../nbs/29_baselines.ipynb #968fa12b
 def update_samples(cfg: Config, ranks: Ranks, rounds: int, layouts: list[Layout]) -> dict[str, list[float]]:
     'Microseconds of a recorded update, as "update 512x1536 3": every shape at the batches the layouts use.'
     used = {batch for layout in layouts for bank in layout.banks for some in bank.batches() for batch in some}
@@ -147,7 +147,7 @@ class LooseBank(torch.nn.Module):
         for p in self.slots:
             p.grad = None
 
-
+# %% ../nbs/29_baselines.ipynb #d8d6c7cf
 def separate(model: BucketGolf) -> BucketGolf:
     "Make every slot of a model's banks a parameter of its own; the weights stay as they are."
     for spec in model.layout.banks:
@@ -166,7 +166,7 @@ def plan_model(cfg: Config, ranks: Ranks, world: int, wide: bool = False) -> tup
         model.banks.to(torch.promote_types(dtype, torch.float32))
     return separate(model) if apart else model, plan
 
-
+# %% ../nbs/29_baselines.ipynb #28d4926d
 class TailRig:
     "An engine with random gradients, under the plan of `cfg`."
 
@@ -218,7 +218,7 @@ def links_of(samples: dict[str, list[float]], world: int, bank_bytes: int) -> Li
     prepare = max(0.0, mid["local"] - mid["none"] - 5 * bank_bytes / (memory * 1e3))
     return Links(*sent.get("scatter", [0.0, 1e6]), rate, mid["launch"], sent, update, memory, prepare)
 
-
+# %% ../nbs/29_baselines.ipynb #0a195b26
 def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "microseconds of collectives by bytes, updates by shape and batch, a kernel, a pass over memory, tails."
     cfg, cuda, world = load_config(env), ranks.device.type == "cuda", ranks.world
@@ -264,7 +264,7 @@ class BatchedMuon:
                 torch._foreach_copy_(list(bank.slots), list(w.unbind(0)))
             bank.grad = None
 
-
+# %% ../nbs/29_baselines.ipynb #9267c919
 class LossModule(torch.nn.Module):
     "The training loss of (ids, targets) as a module, for DDP."
 
@@ -369,7 +369,7 @@ def plan_facts(rig: TailRig, links: Links | None) -> dict:
         facts["predicted_device_ms"] = finish_us(events) / 1e3
     return facts
 
-
+# %% ../nbs/29_baselines.ipynb #71507299
 def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of ways of running Muon, and of plans on random gradients: tail (host's clock), device (events)."
     cfg, file = load_config(env), job.links or result_path("links", device_name(ranks), ranks.world)

@@ -386,7 +386,7 @@ def median_bound(values: list[float]) -> float:
             return value
     raise GolfError(f"bench: threads takes at least 5 rounds, found {len(values)}; use more --rounds")
 
-
+# %% ../nbs/22_bench.ipynb #d816f60d
 def bench_threads(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of a micro-batch on all cores in turns: how OpenMP's threads wait; busy: beside a process on one core."
     bare = {n: v for n, v in env.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}

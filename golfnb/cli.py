@@ -201,7 +201,7 @@ def train_run(settings: dict[str, str], ranks: int, pack: bool = False) -> int:
             with suppress(OSError):  # other runs may lie there by now
                 new[-1].rmdir()
 
-
+# %% ../nbs/24_cli.ipynb #b9ffb0ab
 def start_run(folder: Path, settings: dict[str, str], ranks: int) -> int:
     "Run the script in a run's directory, and show what came of it; the exit status."
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
@@ -327,7 +327,7 @@ def data_build_command(args) -> int:
     print(f"train on it with: {next_training(made, Path(args.out), tokenizer)}")
     return 0
 
-
+# %% ../nbs/24_cli.ipynb #d59a0a7c
 def build_data(args) -> dict:
     "Do what the arguments of `data build` say, and print what was built; its manifest."
     d, out, model, skipped, left_out, repeated = book.data, Path(args.out), args.tokenizer, [], [], []
@@ -414,7 +414,7 @@ def data_inspect_command(args) -> int:
         print(overlap_verdict(**book.data.count_overlap(*splits)))
     return 0
 
-
+# %% ../nbs/24_cli.ipynb #0493c8f0
 def overlap_verdict(documents: int, shared_documents: int, repeated: int) -> str:
     "Lines on repetitions in training, and on whether validation text in it spoils a score."
     bad = 400 * shared_documents > documents
@@ -444,7 +444,7 @@ def clear_demo(folder: Path, names: tuple) -> None:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-
+# %% ../nbs/24_cli.ipynb #949045a9
 def demo_data(folder: Path) -> None:
     "Make the demo's documents into a tokenizer and shards in `folder`, unless they are there."
     docs, manifest = book.data.stdlib_documents(), folder / "manifest.json"
@@ -460,6 +460,7 @@ def print_sample(folder: Path) -> None:
     "Print a text that a run's artifact wrote, after the beginning that it was given."
     begin, text = book.report.sampled_text(folder)
     print(f"\nthe model was given:\n{printable(begin).strip()}\n\nand wrote:\n{printable(text).strip()}")
+
 
 
 # %% ../nbs/24_cli.ipynb #2a92543a
@@ -528,7 +529,7 @@ def print_ledger(path: Path | str, code: int, cap: int) -> None:
     facts = {"artifact_bytes": Path(path).stat().st_size, "code_bytes": code, "config": {"target_bytes": cap}}
     print(book.report.run_table(facts | {"ledger": book.artifact.artifact_ledger(path, code)}))
 
-
+# %% ../nbs/24_cli.ipynb #c0eddae5
 @command("quantize", "pack a run's averaged weights again, to a byte target if one is given",
          arg("run_dir", metavar="RUN_DIR", type=Path),
          count("--target-bytes", "at most so many, the script included"),
@@ -703,7 +704,7 @@ def write_on(player, text: str, args) -> None:
         pass
     print()
 
-
+# %% ../nbs/24_cli.ipynb #16b3408d
 @command("sample", "continue a prompt; with -i, one prompt after another", RUN,
          arg("prompt", nargs="?", metavar="PROMPT"), TOKENIZER,
          arg("-i", "--interactive", action="store_true", help="ask for prompts, and say what each cost"),
@@ -741,7 +742,7 @@ def report_command(args) -> int:
     print(book.report.write_report(args.run_dir))
     return 0
 
-
+# %% ../nbs/24_cli.ipynb #38cb5b5d
 @command("compare", "means, spreads, t-tests of finished runs, groups by seed; and a page with their curves",
          arg("runs", nargs="+", metavar="RUN", help="run directories, or results of record_run"),
          arg("--target", type=float, metavar="X", help="test each group's mean against it: is it below?"))
@@ -815,7 +816,7 @@ def listing(functions: dict[str, Callable]) -> str:
     "Name and docstring of each function, for a command's --help."
     return "\n".join(f"  {name:13s}{f.__doc__ or 'variants side by side'}" for name, f in functions.items())
 
-
+# %% ../nbs/24_cli.ipynb #b57329e7
 @command("bench", "measure step, phases, startup, eval, links, optimizer, kernels, ... on this machine",
          arg("what", metavar="WHAT", help="one of those below"), RANKS, SETTINGS,
          arg("--against", action="append", default=[], metavar="NAME=VALUE,...", help="a variant, in turn"),
@@ -896,7 +897,7 @@ def make_parser(name: str = "") -> SentenceParser:
         parser.add_argument(*names, **how)
     return parser
 
-
+# %% ../nbs/24_cli.ipynb #aa1aca92
 def read_command(argv: list[str] | None = None) -> argparse.Namespace:
     "Parse the command line; one line and SystemExit(2) for what does not parse."
     words = list(sys.argv[1:] if argv is None else argv)

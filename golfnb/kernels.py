@@ -246,7 +246,7 @@ def xsa_grad_op(launch, dout, y, v):
             ROWS=XSA_ROWS)
     return outs
 
-
+# %% ../nbs/07_kernels.ipynb #954e974e
 @kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", lambda ctx, dout: xsa_grad_op(dout, *ctx.saved_tensors))
 def xsa_op(launch, y, v):
     (B, T, H, D), KV, out = y.shape, v.shape[2], y.new_empty(y.shape)

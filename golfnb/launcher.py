@@ -794,7 +794,7 @@ def group_quota(folder: Path) -> float:
         return inf
     return cores if cores > 0 else inf
 
-
+# %% ../nbs/20_launcher.ipynb #eaa56bf2
 def usable_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     "The cores this process may run on: its affinity mask, and the quotas of its control groups."
     cores = os.cpu_count() or 1
@@ -823,7 +823,7 @@ def core_ticks(stat: Path = Path("/proc/stat")) -> dict[int, tuple[int, int]]:
             found[int(name.removeprefix("cpu"))] = (sum(ticks), ticks[3] + ticks[4])
     return found
 
-
+# %% ../nbs/20_launcher.ipynb #eadebd69
 def busy_cores(seconds: float = 0.5, stat: Path = Path("/proc/stat")) -> float:
     "How many of the cores that this process may run on others keep busy, in the next `seconds`."
     before = core_ticks(stat)

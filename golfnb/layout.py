@@ -15,7 +15,7 @@ from .settings import GolfError, Settings, setting
 # %% ../nbs/04_layout.ipynb #13609ebc
 SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
 
-
+# %% ../nbs/04_layout.ipynb #8172350b
 @dataclass(frozen=True)
 class Matrix:
     """One logical matrix, [rows, cols] of F.linear, and how it is stored.

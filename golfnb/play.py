@@ -257,7 +257,7 @@ def sent_text(self: PlayHandler) -> bytes:
         raise Refusal(400, f"{length} bytes were announced, found {len(sent)}: reload the page")
     return sent
 
-
+# %% ../nbs/24d_play.ipynb #e24ef357
 @patch
 def body(self: PlayHandler) -> dict:
     "The JSON object that was sent; GolfError if it is none."

@@ -108,7 +108,7 @@ def read_tables(stored: bytes, shapes: list) -> tuple[np.ndarray, np.ndarray, in
         levels = levels[r + c:]
     return np.concatenate(contexts), frequencies, start
 
-
+# %% ../nbs/16b_rans.ipynb #36bf3b30
 def rans_decode(stored: bytes, shapes: list) -> bytes:
     "The section that `rans_encode` coded, by numpy alone; ValueError, struct.error or zlib.error for damage."
     contexts, f, start = read_tables(stored, shapes)

@@ -381,7 +381,7 @@ def html_table(table: Table) -> str:
         lines += f"<tr>{''.join(cells)}</tr>"
     return f'<div class="frame"><table>{lines}</table></div>'
 
-
+# %% ../nbs/23_report.ipynb #3f10a31b
 def note(text: str, kind: str = "note") -> str:
     "A paragraph of text that is escaped; `kind` is note, good or bad, or said, which keeps its lines."
     return f'<p class="{kind}">{html.escape(text)}</p>'
@@ -533,7 +533,7 @@ drawAll();
 addEventListener("resize", drawAll);
 """
 
-
+# %% ../nbs/23_report.ipynb #510dcc8e
 def page_html(page: Page) -> str:
     "A page as one HTML file, its charts drawn by CHART_SCRIPT."
     names, links, body, charts = html.escape(page.names), "", "", {}

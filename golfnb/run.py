@@ -543,7 +543,7 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
         os._exit(status)
     stop_ranks(ranks)
 
-
+# %% ../nbs/19_run.ipynb #bfe8ce23
 def script_main(path: str) -> None:
     "One run of the script at `path`, its settings from the environment."
     as_rank(lambda ranks: run(load_config(os.environ), ranks, Path(path).read_bytes()).get("over_budget"))

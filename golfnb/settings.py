@@ -29,9 +29,10 @@ def in_32_bits(value) -> bool:
 
 
 BOUNDS = {  # word -> (test, what is expected, what to do)
-    "": (in_32_bits, "fit into 32 bits", "choose a usual number"),
-    "> 0": (lambda v: v > 0 and in_32_bits(v), "be above 0 and fit into 32 bits", "choose a usual number"),
-    ">= 0": (lambda v: v >= 0 and in_32_bits(v), "be 0 or more and fit into 32 bits",
+    "": (in_32_bits, "fit into int32 or float32", "choose a usual number"),
+    "> 0": (lambda v: v > 0 and in_32_bits(v), "be above 0 and fit into int32 or float32",
+            "choose a usual number"),
+    ">= 0": (lambda v: v >= 0 and in_32_bits(v), "be 0 or more and fit into int32 or float32",
              "choose 0 or a usual number"),
     "0 to 10000": (lambda v: 0 <= v <= 10_000, "be 0 or more and at most 10000", "choose a usual number"),
     "1 to 10000": (lambda v: 1 <= v <= 10_000, "be above 0 and at most 10000", "choose a usual number"),
@@ -40,7 +41,7 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
     "[0, 2^63)": (lambda v: 0 <= v < 2**63, "be 0 or more and below 2^63", "choose another number"),
 }
 
-
+# %% ../nbs/00_settings.ipynb #63fe3277
 def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str = "") -> Field:
     """A dataclass field with its meaning, its bounds and how far it is fixed.
 

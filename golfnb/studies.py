@@ -92,7 +92,7 @@ class Lab:
 
 STUDIES = {}
 
-
+# %% ../nbs/29b_studies.ipynb #c147a957
 def study(work: Callable) -> Callable:
     "Make a function of the lab a command: words to exit status; the word NPROC=N starts it on N ranks."
     @wraps(work)
@@ -278,7 +278,7 @@ def average_scores(lab: Lab, m: Machine, cfg: Config, done) -> dict[str, list[fl
         found[f"{mode}_ttt"], found[f"{mode}_ttt_bpb"] = [loss], [bpb]
     return found
 
-
+# %% ../nbs/29b_studies.ipynb #49c110a6
 @study
 def averaging(lab: Lab):
     "What a faster step buys each average (PR #399's table)."
@@ -398,7 +398,7 @@ def clip_as_eight(m: Machine, cfg: Config, world: int) -> Machine:
         m.engine.accumulate = accumulate
     return m
 
-
+# %% ../nbs/29b_studies.ipynb #e8b92317
 @study
 def parity(lab: Lab):
     "A whole run that computes what 8 ranks compute, with the losses of rank 0's first micro-batches."
@@ -440,7 +440,7 @@ def synthetic_state(seed: int = 0) -> dict:
             state[name] = 1 + 0.1 * torch.randn(w.shape, generator=g)
     return state
 
-
+# %% ../nbs/29b_studies.ipynb #a4587793
 def ideal_bits(w: Tensor, p) -> float:
     "Cost of a matrix's integers under the Gaussian of each row: no coder of independent values takes less."
     top = INT_MAX[p.kind]

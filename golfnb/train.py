@@ -366,7 +366,7 @@ def count_skipped(self: Trainer, step: int, norm_sq: float):
         raise GolfError(f"the gradient must be finite, found NaN or infinity in the {MOST_SKIPPED} steps "
                         f"up to step {step}: {DIVERGED}")
 
-
+# %% ../nbs/15_train.ipynb #bebd4e31
 @patch
 def check_weights(self: Trainer):
     "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."

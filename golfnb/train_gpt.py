@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 97a064fc28cc7de8 | Apache-2.0
+# golfnb script --recipe pr549 | source 5aee18308b6da246 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -62,9 +62,10 @@ def in_32_bits(value) -> bool:
     return type(value) is not int or abs(value) < 2**31
 
 BOUNDS = {  # word -> (test, what is expected, what to do)
-    "": (in_32_bits, "fit into 32 bits", "choose a usual number"),
-    "> 0": (lambda v: v > 0 and in_32_bits(v), "be above 0 and fit into 32 bits", "choose a usual number"),
-    ">= 0": (lambda v: v >= 0 and in_32_bits(v), "be 0 or more and fit into 32 bits",
+    "": (in_32_bits, "fit into int32 or float32", "choose a usual number"),
+    "> 0": (lambda v: v > 0 and in_32_bits(v), "be above 0 and fit into int32 or float32",
+            "choose a usual number"),
+    ">= 0": (lambda v: v >= 0 and in_32_bits(v), "be 0 or more and fit into int32 or float32",
              "choose 0 or a usual number"),
     "0 to 10000": (lambda v: 0 <= v <= 10_000, "be 0 or more and at most 10000", "choose a usual number"),
     "1 to 10000": (lambda v: 1 <= v <= 10_000, "be above 0 and at most 10000", "choose a usual number"),

@@ -231,7 +231,7 @@ def other_future(ids: Tensor, cut: Tensor, shift: int, vocab: int) -> Tensor:
 # %% ../nbs/18_ttt.ipynb #c0ce61d7
 PROBES = 4  # calls with another future beside a real one, one for each quarter of what it scores
 
-
+# %% ../nbs/18_ttt.ipynb #8a178979
 class Trial:
     """One pass of a scorer over tokens [N + 1], `scorer(trial)`, with the trial as its model.
 
@@ -292,7 +292,7 @@ def examine(self: Trial, forward: Callable, ids: Tensor, places: Tensor) -> Tens
         self.probe(forward, ids, places)
     return logits
 
-
+# %% ../nbs/18_ttt.ipynb #fbc1f78b
 @patch
 def note(self: Trial, into: Tensor, logits: Tensor, places: Tensor) -> None:
     "Write the nats of the targets `places` (-1: none), by their logits."
@@ -428,7 +428,7 @@ def worst(findings: list[dict]) -> list[dict]:
     failed = [f for f in findings if not f["passed"]]
     return [*{(f["scorer"], f["check"]): f for f in passed + failed}.values()]  # a later one replaces it
 
-
+# %% ../nbs/18_ttt.ipynb #713d5ec0
 def audit_scorer(name: str, run: Callable, cases: list[Case], table: ByteTable, vocab: int) -> list[dict]:
     "Findings on a scorer in some cases; `run(tokens, cfg, probing)` is a Trial."
     found = []
@@ -463,7 +463,7 @@ def plain_trial(forward: Callable, tokens: Tensor, table: ByteTable, cfg: EvalSe
     return Trial(forward, forward.cap, tokens, calls, lambda trial: plain_loss(
         trial, tokens, table, row, rows, Ranks(), out=trial.nats), **how)
 
-
+# %% ../nbs/18_ttt.ipynb #0589d21c
 def chunk_trial(forward: Callable, model: Golf, state: dict, tokens: Tensor, table: ByteTable,
                 cfg: TttSettings, log=None, watch_rows: bool = True, **how) -> Trial:
     "`score_first` on one rank in a Trial; `watch_rows`: notes what it learns from."

@@ -158,7 +158,7 @@ def check_asker(self: PageHandler):
         raise Refusal(403, f"golfnb answers to its own page only, found Origin {origin!r:.80}; use the address "
                            "that it printed")
 
-
+# %% ../nbs/23b_watch.ipynb #f8dde524
 @patch
 def answer(self: PageHandler, work: Callable[[], None]):
     "Do the work; what it raises becomes a status and a sentence, and a bug of ours is called one."
@@ -242,7 +242,7 @@ def news(folder: Path, start: int = 0) -> dict:
             "ended": bool(summary), "score": scores[-1] if scores else None,
             "report": (folder / "report.html").is_file(), "resumable": (folder / "progress.json").is_file()}
 
-
+# %% ../nbs/23b_watch.ipynb #bc58b914
 def tail(path: Path, most: int = 1 << 20) -> str:
     "The last bytes of a text file, '' where there is none."
     try:
@@ -382,7 +382,7 @@ def follow_events(folder: Path, follow: bool = False, wait_s: float = 1.0) -> It
         if not events:
             time.sleep(wait_s)
 
-
+# %% ../nbs/23b_watch.ipynb #3a9fe0a6
 def log_run(folder: Path, write: Callable, follow: bool = False) -> int:
     "Call `write(kind, x name, x, numbers)` for each event with numbers; how many there were. GolfError if none."
     count = 0
