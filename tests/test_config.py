@@ -227,7 +227,7 @@ def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
 
 
 @pytest.mark.parametrize("pairs, words", [
-    ("WARMUP_STEPS=9223372036854775807", "at most 10000"), ("TTT_EPOCHS=2147483647", "at most 10000"), ("GPTQ_CALIB_SAMPLES=9223372036854775807", "at most 10000"), ("MUON_BACKEND_STEPS=2147483647", "at most 10000"), ("MUON_WD=1e308", "32 bits"),
+    ("WARMUP_STEPS=9223372036854775807", "at most 10000"), ("TTT_EPOCHS=2147483647", "at most 10000"), ("GPTQ_CALIB_SAMPLES=9223372036854775807", "at most 10000"), ("MUON_BACKEND_STEPS=2147483647", "at most 10000"), ("MUON_WD=1e308", "int32 or float32"),
     ("QK_GAIN_INIT=1e308", "int32 or float32"), ("ADAM_EPS=1e-300", "int32 or float32"), ("BETA2=0.99999999999", "float32"), ("NUM_LAYERS=2147483647", "at most 10000"), ("BIGRAM_VOCAB_SIZE=9223372036854775807", "int32 or float32"), ("BIGRAM_DIM=2147483647", "fit into memory"),
     ("BIGRAM_VOCAB_SIZE=2147483647", "fit into memory"), ("VE_DIM=2147483647", "fit into memory"), ("MLP_MULT=1e36", "fit into memory"), ("TRAIN_BATCH_TOKENS=2097152000", "fit into memory")])
 def test_a_run_refuses_what_no_machine_can_hold_before_it_builds_anything(pairs, words, tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def test_the_installed_package_has_everything(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"  # a build leaves folders behind
     for name in ("golfnb", "nbs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    for name in ("setup.py", "settings.ini", "README.md", "LICENSE"):
+    for name in ("setup.py", "settings.ini", "requirements-dev.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517", "--target", str(site), str(source)],
                           capture_output=True, text=True)

@@ -194,7 +194,8 @@ def test_a_flipped_future_token_leaves_earlier_logits_bit_equal(dtype, variant):
             other[:, at] = (other[:, at] + 1) % cfg.vocab_size
             changed = model(other)
             assert torch.equal(changed[:, :at], full[:, :at]) and not torch.equal(changed[:, at], full[:, at])
-        assert torch.equal(model(ids[:1])[0], model(torch.cat([ids[:1], ids[:1]]))[1]) or dtype != torch.float64
+        alone, beside = model(ids[:1])[0], model(torch.cat([ids[:1], ids[:1]]))[1]  # products of other sizes: another order of sums
+        assert dtype != torch.float64 or torch.allclose(alone, beside, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("keep", [0, -1, 25])

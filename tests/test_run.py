@@ -364,19 +364,19 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
 
 
 @pytest.mark.parametrize("more, words", [
-    ({"QK_GAIN_INIT": "1e30", "WARMUP_STEPS": "0", "ITERATIONS": "30"}, "the gradient must be finite, found NaN or infinity in the 10 steps up to step 10: lower"),
+    ({"QK_GAIN_INIT": "1e30", "WARMUP_STEPS": "0", "ITERATIONS": "30"}, "the gradient must be finite, found NaN or infinity in the 10 steps up to step 1\\d: lower"),
     ({"TTT_LR": "1e30"}, "test-time training must keep the score finite, found nan nats after step")])
 def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, words):
     "Not as a success whose scores are null."
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, **more, "RUN_ID": "nan"}), capture_output=True, text=True, timeout=240)
     said = [line for line in done.stderr.splitlines() if line.startswith("golfnb: ")]
-    assert done.returncode == 2 and len(said) == 1 and words in said[0] and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 2 and len(said) == 1 and re.search(words, said[0]) and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert not (tmp_path / "runs" / "nan" / "summary.json").exists()
 
 
 def test_a_score_that_is_not_finite_is_not_kept():
     cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
-    with pytest.raises(GolfError, match="the validation after step 5 must be a finite score, found nan"):
+    with pytest.raises(GolfError, match="the validation after step 0 must be a finite score, found nan"):
         train(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, RunLog(quiet=True), lambda: (float("nan"), float("nan")))
     kept = SimpleNamespace(cfg=load_config(TINY), summary={})
     with pytest.raises(GolfError, match="legal_ttt must be a finite score, found inf"):
