@@ -223,11 +223,12 @@ def test_who_goes_away_leaves_nothing_behind(server, capsys):
     "Before the request, within it, before its answer, and within that; the model is free for the next."
     body = json.dumps({**WRITE, "tokens": 2000, "top_k": 0}).encode()
     head = f"POST /write HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    others = set(threading.enumerate())
     for request in (b"", b"POST /write HTTP/1.1\r\nHost:", head, head + body[:5], head + body, head.replace(b"localhost", b"golf.example") + body, b"GET / HTTP/1.1\r\nHost: a.b\r\n\r\n"):
         sent_and_gone(server, request)
-    deadline = time.monotonic() + 120
-    while [t for t in threading.enumerate() if "process_request_thread" in t.name] and time.monotonic() < deadline:
-        time.sleep(0.05)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(300)
+        assert not thread.is_alive(), "it serves a reader who has gone"
     assert ask(server, "write", WRITE)[0] == 200
     assert capsys.readouterr().err == ""
 

@@ -57,7 +57,7 @@ def slow_run(data, tmp_path_factory):
     real = train.RunLog.line
     patch.setattr(train, "time", clock)
     patch.setattr(train.RunLog, "line", lambda log, text: (log.files and spoken.append((clock.t, text)), real(log, text)))
-    for module, name, seconds in ((train, "micro_steps", 6), (evaluate, "token_nll", 9), (quantize, "best_clip", 1.5), (ttt, "adapt_steps", 3)):
+    for module, name, seconds in ((train, "micro_steps", 12), (evaluate, "token_nll", 9), (quantize, "best_clip", 1.5), (ttt, "adapt_steps", 3)):
         patch.setattr(module, name, clock.slowly(getattr(module, name), seconds))
     cfg = load_config({**TINY, **data, "EMA_DECAY": "0.997", "ITERATIONS": "6", "WARMUP_STEPS": "4", "VAL_BATCH_SIZE": "16384", "RUNS_DIR": str(folder), "RUN_ID": "slow"})
     run(cfg, quiet=True)
