@@ -417,6 +417,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                             'golfnb.lab.start_lab': ('lab.html#start_lab', 'golfnb/lab.py')},
             'golfnb.launcher': { 'golfnb.launcher.Program': ('launcher.html#program', 'golfnb/launcher.py'),
                                  'golfnb.launcher.Program.__init__': ('launcher.html#program.__init__', 'golfnb/launcher.py'),
+                                 'golfnb.launcher.allowed_cores': ('launcher.html#allowed_cores', 'golfnb/launcher.py'),
                                  'golfnb.launcher.as_source': ('launcher.html#as_source', 'golfnb/launcher.py'),
                                  'golfnb.launcher.begin': ('launcher.html#begin', 'golfnb/launcher.py'),
                                  'golfnb.launcher.blame': ('launcher.html#blame', 'golfnb/launcher.py'),

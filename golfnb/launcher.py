@@ -840,10 +840,17 @@ def busy_cores(seconds: float = 0.5, stat: Path = Path("/proc/stat")) -> float:
     return max(0.0, busy - own / seconds)
 
 
+def allowed_cores() -> int:
+    "The cores of the affinity mask; a quota of a control group may allow the time of fewer."
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def free_cores() -> int:
-    "The cores for a run: those this process may use, without what others keep busy; at least 1."
-    usable = usable_cores()
-    return min(usable, max(1, usable - round(busy_cores())))
+    "The cores for a run: those that others leave free, at most the usable ones, at least 1."
+    idle = allowed_cores() - round(busy_cores())
+    return max(1, min(usable_cores(), idle))
 
 # %% ../nbs/20_launcher.ipynb #4f935776
 def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write, show=None) -> int:

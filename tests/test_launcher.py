@@ -195,9 +195,10 @@ def told_environment(code: str, **own: str) -> dict:
 AS_TORCHRUN = f"launcher.TORCHRUN = {ENVIRONMENT.replace('{', '{{').replace('}', '}}')!r}\n"  # prints what ranks would get
 
 
-@pytest.mark.parametrize("cores, busy, ranks, threads", [(4, 0.2, 1, 4), (4, 0.9, 1, 3), (2, 1.1, 1, 1), (2, 2.0, 1, 1), (4, 0.0, 2, 2), (4, 1.0, 2, 1), (1, 0.0, 2, 1)])
-def test_ranks_share_the_cores_that_nothing_keeps_busy(cores, busy, ranks, threads):
-    code = f"launcher.usable_cores, launcher.busy_cores = lambda: {cores}, lambda: {busy}\nraise SystemExit(launcher.run_script('none', {ranks}, {{}}))"
+@pytest.mark.parametrize("allowed, usable, busy, ranks, threads", [
+    (4, 4, 0.2, 1, 4), (4, 4, 0.9, 1, 3), (2, 2, 1.1, 1, 1), (2, 2, 2.0, 1, 1), (4, 4, 0.0, 2, 2), (4, 4, 1.0, 2, 1), (1, 1, 0.0, 2, 1), (64, 2, 10.0, 1, 2)])
+def test_ranks_share_the_cores_that_nothing_keeps_busy(allowed, usable, busy, ranks, threads):
+    code = f"launcher.allowed_cores = lambda: {allowed}\nlauncher.usable_cores = lambda: {usable}\nlauncher.busy_cores = lambda: {busy}\nraise SystemExit(launcher.run_script('none', {ranks}, {{}}))"
     assert told_environment(AS_TORCHRUN + code) == {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": None}
 
 

@@ -78,9 +78,9 @@ def test_lr_zero_is_plain_scoring(dtype):
     loss, bpb, _, nats, _ = adapt(ALONE, dtype, ttt_lr=0.0)
     plain, (model, _) = torch.zeros(700, dtype=torch.float64), golf_on(CFG, ALONE, dtype)
     expected = sliding_loss(model, stream(), random_table(), 16, 6, 4, ALONE, out=plain)
-    near = 16 * torch.finfo(dtype).eps  # rows are scored in other batches, so products add up in another order
+    near = 1e-12 if dtype == torch.float64 else 0.0  # rows are scored in other batches: sums in another order show in float64
     torch.testing.assert_close(nats, plain, rtol=near, atol=near)
-    assert (loss, bpb) == pytest.approx(expected, rel=near)
+    assert (loss, bpb) == pytest.approx(expected, abs=max(near, 1e-13))
 
 
 def oracle_weights(cfg, dtype) -> dict:
