@@ -1,6 +1,7 @@
 """Every test, and every process a test starts, sees the checkout's golfnb and the workers in tests/."""
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ for p in (str(ROOT), str(ROOT / "tests")):
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what a test starts may be interrupted
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000)  # torch holds many objects, and to search them for garbage takes long
 LONG = ("test_hosts", "test_script", "test_drill", "test_cli", "test_kernels", "test_any_model", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters")
 

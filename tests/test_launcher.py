@@ -202,6 +202,16 @@ def test_ranks_share_the_cores_that_nothing_keeps_busy(allowed, usable, busy, ra
     assert told_environment(AS_TORCHRUN + code) == {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": None}
 
 
+@pytest.mark.parametrize("usable, free, ranks, words", [
+    (4, 4, 1, ""), (4, 2, 1, "OMP_NUM_THREADS=2 for each rank, because other processes keep 2 of 4 cores busy"), (2, 1, 2, ""), (1, 1, 4, "")])
+def test_that_others_take_threads_is_said(monkeypatch, usable, free, ranks, words):
+    said = []
+    monkeypatch.setattr(launcher, "usable_cores", lambda: usable)
+    monkeypatch.setattr(launcher, "free_cores", lambda: free)
+    assert launcher.rank_threads(ranks, said.append) == max(1, free // ranks)
+    assert words in "".join(said) and bool(words) == bool(said)
+
+
 def test_a_rank_gets_the_threads(tmp_path):
     path = tmp_path / "s.py"
     path.write_text(ENVIRONMENT)

@@ -3,6 +3,7 @@ import pytest
 from tiny import golfnb, one_sentence
 
 from golfnb.artifact import save_weights
+from golfnb.data import stdlib_documents
 from score_workers import random_state
 
 MINE = b"my own text, which no command of golfnb has written"
@@ -28,7 +29,9 @@ def folder(tmp_path):
     (tmp_path / "runs" / "mine").mkdir()
     (tmp_path / "runs" / "mine" / "train_gpt.py").write_bytes(MINE)
     (tmp_path / "runs" / "drilled" / "data").mkdir(parents=True)
-    (tmp_path / "text.txt").write_text("a word and another one\n\n" * 3000)
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(stdlib_documents(["json", "csv", "email"])[:40]):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
     (tmp_path / "result.json").write_bytes(MINE)
     (tmp_path / "w.audit.json").write_bytes(MINE)
     return tmp_path
@@ -47,7 +50,7 @@ COMMANDS = {
     "a script over a text": ("script", "-o", "mine"),
     "quantize over the weights": ("quantize", "run", "-o", "run/ema.golf"),
     "quantize over a text": ("quantize", "run", "-o", "mine"),
-    "data build over a tokenizer": ("data", "build", "text.txt", "--out", "built", "--vocab-size", "270"),
+    "data build over a tokenizer": ("data", "build", "texts", "--out", "built", "--vocab-size", "400", "--val-fraction", "0.3"),
     "an audit over a text": ("score", "w.golf", "--audit", "--val", "x_*.bin", "--tokenizer", "t.model"),
     "a report over a text": ("report", "run"),
     "a comparison over a text": ("compare", "run", "run2"),

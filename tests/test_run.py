@@ -374,6 +374,15 @@ def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, wo
     assert not (tmp_path / "runs" / "nan" / "summary.json").exists()
 
 
+@pytest.mark.parametrize("more, words", [
+    ({"WARMUP_STEPS": str(2**63 - 1)}, "at most 10000"), ({"BIGRAM_DIM": str(2**31 - 1)}, "fit into memory"), ({"MUON_WD": "1e308"}, "int32 or float32")])
+def test_what_no_machine_can_hold_ends_in_a_sentence(script, data, tmp_path, more, words):
+    "Before anything is built, not as a traceback, and not after training."
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, **more, "RUN_ID": "vast"}), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and one_sentence(done.stderr) and re.search(words, done.stderr), done.stderr[-2000:]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_score_that_is_not_finite_is_not_kept():
     cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
     with pytest.raises(GolfError, match="the validation after step 0 must be a finite score, found nan"):
