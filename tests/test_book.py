@@ -17,7 +17,7 @@ import links
 import names
 import sources
 
-from golfnb.lab import copy_notebooks
+from golfnb.tools.lab import copy_notebooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Check CHANGES for Sphinx")
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -14,7 +14,7 @@ from script_checks import unreached
 from tiny import TINY, tiny_data, torchrun
 
 from golfnb import config, run
-from golfnb.launcher import fold_script, minify, pack_script
+from golfnb.tools.launcher import fold_script, minify, pack_script
 from golfnb.settings import GolfError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
         assert made[0].get(key) == made[1].get(key), key
     assert max(map(len, text.splitlines())) <= 110 and unreached(text) == []
     small = minify(text)
-    monkeypatch.setattr("golfnb.launcher.minify", {text: small}.__getitem__)
+    monkeypatch.setattr("golfnb.tools.launcher.minify", {text: small}.__getitem__)
     data = re.search(r'b85decode\("(.*)"\)', pack_script(text))[1]
     assert ast.dump(ast.parse(bz2.decompress(base64.b85decode(data)))) == ast.dump(ast.parse(small))
 
