@@ -1080,6 +1080,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                        'golfnb.tools.launcher.passed_on': ('tools/launcher.html#passed_on', 'golfnb/tools/launcher.py'),
                                        'golfnb.tools.launcher.possible': ('tools/launcher.html#possible', 'golfnb/tools/launcher.py'),
                                        'golfnb.tools.launcher.pure': ('tools/launcher.html#pure', 'golfnb/tools/launcher.py'),
+                                       'golfnb.tools.launcher.rank_threads': ( 'tools/launcher.html#rank_threads',
+                                                                               'golfnb/tools/launcher.py'),
                                        'golfnb.tools.launcher.relay_errors': ( 'tools/launcher.html#relay_errors',
                                                                                'golfnb/tools/launcher.py'),
                                        'golfnb.tools.launcher.run_script': ('tools/launcher.html#run_script', 'golfnb/tools/launcher.py'),

@@ -119,7 +119,8 @@ def settings_help() -> str:
             choices = f" ({', '.join(spec.metadata['choices'])})" if spec.metadata["choices"] else ""
             lines.append(f"  {f'{spec.name.upper()}={spec.default}':42s} {spec.metadata['meaning']}{choices}")
     also = ", ".join((*c.IGNORED, *c.SWITCHES, *c.NOT_BUILT))
-    return "\n".join([*lines, f"\nalso accepted, from published command lines: {also}"])
+    threads = "OMP_NUM_THREADS: threads of each CPU rank (default: its share of the cores idle at the start)"
+    return "\n".join([*lines, "\n" + threads, f"also accepted, from published command lines: {also}"])
 
 # %% ../../nbs/tools/23_cli.ipynb #9b0d0e3c
 def gpu_count() -> int:

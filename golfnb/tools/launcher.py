@@ -853,6 +853,17 @@ def free_cores() -> int:
     idle = allowed_cores() - round(busy_cores())
     return max(1, min(usable_cores(), idle))
 
+
+def rank_threads(nproc: int, write) -> int:
+    "Threads for each of `nproc` ranks; `write` is told where they are fewer because others compute here."
+    free = free_cores()
+    usable = usable_cores()
+    threads = max(1, free // nproc)
+    if threads < usable // nproc:
+        write(f"golfnb: OMP_NUM_THREADS={threads} for each rank, because other processes keep {usable - free} of "
+              f"{usable} cores busy; load that comes later is not seen: give OMP_NUM_THREADS to choose\n")
+    return threads
+
 # %% ../../nbs/tools/21_launcher.ipynb #4f935776
 def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write, show=None) -> int:
     """Run a script under torchrun on `nproc` ranks and wait; its log goes to our standard output as it comes.
@@ -864,7 +875,7 @@ def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.std
     """
     env = {**os.environ, **settings}
     if "OMP_NUM_THREADS" not in env:  # a run on a GPU does not mind
-        env["OMP_NUM_THREADS"] = str(max(1, free_cores() // nproc))
+        env["OMP_NUM_THREADS"] = str(rank_threads(nproc, write))
     torchrun = [sys.executable, "-c", TORCHRUN.format(parent=os.getpid()), "--standalone",
                 f"--nproc_per_node={nproc}", script]
     out = subprocess.PIPE if show else None
