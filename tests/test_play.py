@@ -226,9 +226,10 @@ def test_who_goes_away_leaves_nothing_behind(server, capsys):
     others = set(threading.enumerate())
     for request in (b"", b"POST /write HTTP/1.1\r\nHost:", head, head + body[:5], head + body, head.replace(b"localhost", b"golf.example") + body, b"GET / HTTP/1.1\r\nHost: a.b\r\n\r\n"):
         sent_and_gone(server, request)
-    for thread in set(threading.enumerate()) - others:
-        thread.join(300)
-        assert not thread.is_alive(), "it serves a reader who has gone"
+    end = time.time() + 300
+    while set(threading.enumerate()) - others and time.time() < end:
+        time.sleep(0.02)
+    assert not set(threading.enumerate()) - others, "it serves a reader who has gone"
     assert ask(server, "write", WRITE)[0] == 200
     assert capsys.readouterr().err == ""
 
