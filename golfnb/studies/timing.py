@@ -158,7 +158,7 @@ def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device) ->
 
 # %% ../../nbs/studies/32_timing.ipynb #0b5aab9b
 EVENT_KINDS = {"communication": "nccl", "attention": "cudnn|flash|fmha|sdpa",
-               "chapter 09": "^(heads_|xsa_|mlp_product)",
+               "hand-written": "^(heads_|xsa_|mlp_product)",
                "products": "ns_product|nvjet|gemm|cutlass|xmma|cublas|splitk|aten::(mm|addmm|bmm|linear)",
                "generated": "^triton_", "copies and fills": "memcpy|memset|copy|fill"}
 
