@@ -92,7 +92,7 @@ def read_module(path: Path) -> Module:
     lines, tree = source.splitlines(), ast.parse(source)
     remark = lambda node: lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().partition("# ")[2]
     chapter = re.search(r"File to edit: (?:\.\./)+nbs/(?:\w+/)*(\w+)\.ipynb", source)[1]
-    package = path.relative_to(ROOT / "golfnb").parent.parts
+    package = path.parent.relative_to(ROOT / "golfnb").parts if path.is_relative_to(ROOT / "golfnb") else ()
     imports = {imported_module(n, package) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and (n.level or n.module.startswith("golfnb."))}
     public, names = set(), {}
 
