@@ -38,7 +38,7 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
     for i in held:
         nb.cells[i] = nbformat.v4.new_raw_cell("")
     nb.cells.append(nbformat.v4.new_code_cell(PROCESSOR_SECONDS))
-    NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
+    NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, iopub_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
     seconds = float(nb.cells.pop().outputs[-1].text.split()[-1])
     for i, cell in held.items():
         nb.cells[i] = cell
