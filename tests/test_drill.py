@@ -13,8 +13,7 @@ import pytest
 from golfnb.tools import drill as chapter
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.tools.drill import differences, drill, half_files, processes
-from test_script import loaded
-from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
+from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data
 
 
 @pytest.fixture(scope="module")

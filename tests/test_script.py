@@ -1,32 +1,10 @@
-"""One source: for every recipe package and script train bit for bit alike; the packed script is the readable one; published commands run."""
-import ast
-import base64
-import bz2
-import json
+"""The scripts: what cannot be reached is found, published commands run as they are, and bad settings end in a sentence."""
 import re
-import sys
-import types
-from functools import cache
-from pathlib import Path
 
 import pytest
+from oracle.compare import script_of
 from script_checks import unreached
 from tiny import TINY, tiny_data, torchrun
-
-from golfnb import config, run
-from golfnb.tools.launcher import fold_script, minify, pack_script
-from golfnb.settings import GolfError
-
-ROOT = Path(__file__).resolve().parent.parent
-SCORES = ("losses", "unigram_bpb", "raw_bpb", "ema_bpb", "int6_bpb", "sliding_bpb", "ttt_bpb", "artifact_bytes", "world", "ledger")
-CASES = {recipe: {} for recipe in ("pr399", "pr549", "pr726", "pr1060", "golf", "demo")} | {"golf+": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}
-
-
-@cache
-def script_of(case: str) -> str:
-    if case == "pr549":  # test_launcher holds that it is the folded one
-        return (ROOT / "golfnb" / "train_gpt.py").read_text(encoding="utf-8")
-    return fold_script(case.rstrip("+"), CASES[case])
 
 
 @pytest.fixture(scope="module")
@@ -37,58 +15,6 @@ def place(tmp_path_factory):
     settings = tiny_data(root / "data")
     (root / "readable.py").write_text(script_of("pr549"))
     return root, settings
-
-
-def loaded(text: str, name: str) -> types.ModuleType:
-    "A script as a module, with a name space of its own for its ops: the package's must live on in this process."
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(text.replace('f"golfnb::{', f'f"{name}::{{'), name, "exec"), module.__dict__)
-    return module
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_package_and_script_agree_bit_for_bit(case, place, monkeypatch):
-    (root, data), recipe = place, case.rstrip("+")
-    monkeypatch.chdir(root)
-    text = script_of(case)
-    script = loaded(text, "script_" + case.replace("+", "_more"))
-    env = {**TINY, **data, **CASES[case], "RECIPE": recipe, "TTT_CHUNK_SIZE": "16", "GPTQ_CALIB_SAMPLES": "2"}
-    made = [m.run(m.load_config(env | {"RUN_ID": f"{case}-{i}"})) for i, m in enumerate((types.SimpleNamespace(run=run.run, load_config=config.load_config), script))]
-    assert len(made[0]["losses"]) == 4
-    for key in SCORES:
-        assert made[0].get(key) == made[1].get(key), key
-    assert max(map(len, text.splitlines())) <= 110 and unreached(text) == []
-    small = minify(text)
-    monkeypatch.setattr("golfnb.tools.launcher.minify", {text: small}.__getitem__)
-    data = re.search(r'b85decode\("(.*)"\)', pack_script(text))[1]
-    assert ast.dump(ast.parse(bz2.decompress(base64.b85decode(data)))) == ast.dump(ast.parse(small))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_fixed_setting_is_accepted_with_its_own_value_and_refused_with_another(case):
-    recipe = case.rstrip("+")
-    script, cfg = loaded(script_of(case), "fixed_" + case.replace("+", "_more")), config.load_config({"RECIPE": recipe, **CASES[case]})
-    assert script.load_config({"RECIPE": recipe, "LOADER": cfg.loader, "CLIP": cfg.clip}).loader == cfg.loader
-    other = next(word for word in ("coprime", "sequential") if word != cfg.loader)
-    with pytest.raises(script.GolfError, match=f"LOADER is fixed to {cfg.loader} .* found {other}: make that script with golfnb script --recipe {recipe}.* LOADER={other}") as e:
-        script.load_config({"LOADER": other})
-    assert "\n" not in str(e.value)
-    with pytest.raises(script.GolfError, match="RECIPE is fixed"):
-        script.load_config({"RECIPE": "other"})
-
-
-def test_package_and_packed_script_agree_on_two_ranks(place):
-    "With all that ranks share out: GPTQ's matrices, documents and their adapters."
-    (root, data), found = place, {}
-    (root / "packed.py").write_text(pack_script(script_of("golf+")))
-    (root / "package.py").write_text("from golfnb.run import script_main\nif __name__ == '__main__':\n    script_main(__file__)\n")
-    for form in ("package", "packed"):
-        done = torchrun(root / f"{form}.py", 2, {**TINY, **data, **CASES["golf+"], "RECIPE": "golf", "TTT_CHUNK_SIZE": "16", "GPTQ_CALIB_SAMPLES": "2", "RUN_ID": form}, root)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found[form] = json.loads((root / "runs" / form / "summary.json").read_text())
-        assert found[form]["code_bytes"] == (root / f"{form}.py").stat().st_size and found[form]["world"] == 2
-    for key in SCORES[:-1]:
-        assert found["package"].get(key) == found["packed"].get(key), key
 
 
 PLANTED = {

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 TINY = {
@@ -38,6 +38,13 @@ def torchrun(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.
     "Start a script as a judge does."
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", str(script)]
     return subprocess.run(command, cwd=cwd, env=clean_env(**settings), capture_output=True, text=True)
+
+
+def loaded(text: str, name: str) -> ModuleType:
+    "A script as a module, with a name space of its own for its ops: the package's must live on in this process."
+    module = sys.modules[name] = ModuleType(name)
+    exec(compile(text.replace('f"golfnb::{', f'f"{name}::{{'), name, "exec"), module.__dict__)
+    return module
 
 
 @contextlib.contextmanager

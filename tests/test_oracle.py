@@ -1,0 +1,90 @@
+"""Every recipe goes on giving the numbers of the oracle's scripts: each step loss and each score equal as floats, from package and script."""
+import ast
+import base64
+import bz2
+import re
+import types
+from functools import cache
+
+import pytest
+from oracle.compare import CASES, ROOM, STEPS, WORDS, differences, recipe_of, script_of, settings_of, summary_of, write_script
+from oracle.pack import oracle_scripts
+from script_checks import unreached
+from tiny import loaded, tiny_data
+
+from golfnb import config, run
+from golfnb.tools.launcher import minify, pack_script
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    "A folder, and the settings that point at the data in it."
+    root = tmp_path_factory.mktemp("oracle")
+    return root, tiny_data(root)
+
+
+@cache
+def script_module(case: str) -> types.ModuleType:
+    return loaded(script_of(case), f"script_{case}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_package_and_script_give_the_oracles_numbers(case, place, monkeypatch):
+    "In one process; no code is counted, so all have the same room for the weights."
+    root, data = place
+    monkeypatch.chdir(root)
+    oracle = loaded(oracle_scripts()[case], f"oracle_{case}")
+    package = types.SimpleNamespace(run=run.run, load_config=config.load_config)
+    found = {}
+    for form, program in {"oracle": oracle, "package": package, "script": script_module(case)}.items():
+        settings = settings_of(case) | data | {"RUN_ID": f"{case}-{form}"}
+        found[form] = program.run(program.load_config(settings))
+    wanted = found["oracle"]
+    assert len(wanted["losses"]) == STEPS and len(set(wanted["losses"])) == STEPS
+    assert ("ttt_bpb" in wanted) == (case not in ("pr399", "pr1060"))
+    if case in ROOM:
+        assert 0.9 * ROOM[case] < wanted["artifact_bytes"] <= ROOM[case], "the budget binds"
+    assert differences(wanted, found["package"]) == []
+    assert differences(wanted, found["script"]) == []
+
+
+@pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed")])
+def test_a_script_gives_the_oracles_numbers_on_two_ranks(case, form, place):
+    root, data = place
+    wanted = summary_of(write_script("oracle", case, root), case, 2, data)
+    script = write_script(form, case, root)
+    found = summary_of(script, case, 2, data)
+    assert wanted["world"] == 2 and found["code_bytes"] == script.stat().st_size
+    assert differences(wanted, found) == []
+
+
+def test_a_difference_in_the_last_bit_is_found():
+    wanted = {"losses": [6.0, 5.5], "raw_bpb": 2.5, "ttt_bpb": 2.25}
+    assert differences(wanted, dict(wanted)) == []
+    assert differences(wanted, wanted | {"losses": [6.0, 5.500000000000001]}) == ["the loss of step 2 is 5.500000000000001, the oracle's 5.5"]
+    assert differences(wanted, wanted | {"losses": [6.0]}) == ["the loss of step 2 is None, the oracle's 5.5"]
+    without = {"losses": [6.0, 5.5], "raw_bpb": 2.5000000000000004}
+    assert differences(wanted, without) == ["raw_bpb is 2.5000000000000004, the oracle's 2.5", "ttt_bpb is None, the oracle's 2.25"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_script_holds_what_its_run_reaches_and_its_packed_form_is_the_same_program(case, monkeypatch):
+    text = script_of(case)
+    assert max(map(len, text.splitlines())) <= 110 and unreached(text) == []
+    small = minify(text)
+    monkeypatch.setattr("golfnb.tools.launcher.minify", {text: small}.__getitem__)
+    packed = re.search(r'b85decode\("(.*)"\)', pack_script(text))[1]
+    assert ast.dump(ast.parse(bz2.decompress(base64.b85decode(packed)))) == ast.dump(ast.parse(small))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fixed_setting_is_accepted_with_its_own_value_and_refused_with_another(case):
+    recipe, script = recipe_of(case), script_module(case)
+    cfg = config.load_config({"RECIPE": recipe, **WORDS.get(case, {})})
+    assert script.load_config({"RECIPE": recipe, "LOADER": cfg.loader, "CLIP": cfg.clip}).loader == cfg.loader
+    other = next(word for word in ("coprime", "sequential") if word != cfg.loader)
+    with pytest.raises(script.GolfError, match=f"LOADER is fixed to {cfg.loader} .* found {other}: make that script with golfnb script --recipe {recipe}.* LOADER={other}") as e:
+        script.load_config({"LOADER": other})
+    assert "\n" not in str(e.value)
+    with pytest.raises(script.GolfError, match="RECIPE is fixed"):
+        script.load_config({"RECIPE": "other"})
