@@ -34,7 +34,8 @@ from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Ranks, inside_host, lost_ranks, make_engine, start_ranks, stop_ranks
 from .evaluate import plain_loss, sliding_loss
 from .tools.checkpoint import Keeper
-from .train import Averages, RunLog, StepGraph, check_score, compiled, train, training_loss, warm_up
+from .averaging import NoAverage
+from .train import EmaAdvice, RunLog, StepGraph, check_score, compiled, train, training_loss, warm_up
 from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state, fit_state
 from .artifact import (artifact_ledger, compress_section, load_weights, pack_bytes, save_artifact,
                              save_weights, unpack_bytes)
@@ -223,7 +224,7 @@ def plain_score(self: Session) -> tuple[float, float]:
 
 # %% ../nbs/reference/16_run.ipynb #5e1713e6
 @patch
-def train_weights(self: Session) -> Averages:
+def train_weights(self: Session) -> NoAverage:
     "Warm up, train, and score the raw weights."
     cfg, m, ranks = self.cfg, self.machine, self.ranks
     sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
@@ -232,7 +233,7 @@ def train_weights(self: Session) -> Averages:
             warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
         with self.phase("training"):
             done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score,
-                         keeper=self.keeper if cfg.checkpoint_every_s else None)
+                         keeper=self.keeper if cfg.checkpoint_every_s else None, extras=[EmaAdvice()])
     self.summary.update(raw_loss=done.val_loss, raw_bpb=done.val_bpb, losses=done.losses,
                         steps=done.steps, skipped=done.skipped, train_ms=done.train_ms,
                         step_ms=done.train_ms / max(done.steps, 1))
@@ -240,7 +241,7 @@ def train_weights(self: Session) -> Averages:
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         self.summary["peak_bytes"] = peak
         self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
-    return done.averages
+    return done.average
 
 # %% ../nbs/reference/16_run.ipynb #2ceed6cd
 @patch
@@ -265,14 +266,14 @@ def save(self: Session, write: Callable[[Path], object]):
 
 # %% ../nbs/reference/16_run.ipynb #7ac827be
 @patch
-def average_weights(self: Session, averages: Averages) -> dict:
+def average_weights(self: Session, average: NoAverage) -> dict:
     "Write raw and averaged weights; load the averaged ones, score them, return them by published names."
     m = self.machine
     with self.phase("packing"):
-        if "swa" in self.cfg.averaging and (mode := averages.exported()) != self.cfg.averaging:
-            self.log.line("averaging: no snapshot fell into the end of the warmdown, so AVERAGING="
-                          f"{self.cfg.averaging} became {mode}; lower SWA_EVERY or raise WARMDOWN_ITERS")
-        for name, tensors in (("raw.golf", None), ("ema.golf", averages.tensors())):
+        remark = average.remark()
+        if remark:
+            self.log.line(remark)
+        for name, tensors in (("raw.golf", None), ("ema.golf", average.weights())):
             state = named_state(m.model, *m.engine.gather(tensors))
             if self.ranks.master:
                 self.save(lambda folder: save_weights(folder / name, state, self.meta()))

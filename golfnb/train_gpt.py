@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 91090ec27b453358 | Apache-2.0
+# golfnb script --recipe pr549 | source 2d25d15aa4cb2d1a | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1801,60 +1801,70 @@ def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
     "Copies in at least fp32: in bf16 an average would swallow its small steps."
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
-class Ema:
+class NoAverage:
+    "Exports the last weights. `tensors`: the weights before the first step, in the order of all later calls."
+
+    def __init__(self, tensors: list[Tensor]):
+        self.newest = tensors
+
+    def update(self, tensors: list[Tensor], step: int = 0, multiplier: Tensor | float = 1.0):
+        "Take in the weights after `step`, made at `multiplier` of the peak learning rate; never waits."
+        self.newest = tensors
+
+    def weights(self) -> list[Tensor]:
+        "Copies, in at least fp32, of the weights to export."
+        return wide_copy(self.newest)
+
+    def share_of_initial_weights(self, steps: float) -> float:
+        "How much of the exported weights will be initial weights after `steps`: ratio."
+        return 0.0
+
+    def state(self) -> dict[str, list[Tensor]]:
+        "Name -> live tensors that a checkpoint must keep."
+        return {}
+
+    def remark(self) -> str:
+        "What the log should say of the exported weights, or nothing; waits for the GPU."
+        return ""
+
+class Ema(NoAverage):
     "E = decay*E + (1-decay)*W after every step (PR #549), from a copy of `tensors`, the initial weights."
 
     def __init__(self, tensors: list[Tensor], decay: float = 0.997):
         if not 0 <= decay < 1:
             raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
-        self.tensors, self.decay = wide_copy(tensors), decay
+        self.tensors = wide_copy(tensors)
+        self.decay = decay
 
     @torch.no_grad()
-    def update(self, tensors: list[Tensor]):
+    def update(self, tensors: list[Tensor], step: int = 0, multiplier: Tensor | float = 1.0):
         "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
         now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
 
-class Swa:
-    "Running mean of snapshots (Izmailov et al., 2018), with the shapes and dtypes of `tensors`."
+    def weights(self) -> list[Tensor]:
+        "Copies of the average."
+        return wide_copy(self.tensors)
 
-    def __init__(self, tensors: list[Tensor]):
-        self.tensors = [torch.zeros_like(t) for t in wide_copy(tensors)]
-        self.count = torch.zeros((), dtype=self.tensors[0].dtype, device=self.tensors[0].device)
+    def share_of_initial_weights(self, steps: float) -> float:
+        "What the decay leaves of them."
+        return self.decay ** steps
 
-    @torch.no_grad()
-    def add(self, tensors: list[Tensor], weight: Tensor):
-        "Take a snapshot if the 0-dim `weight` is 1, none if it is 0; the CPU does not wait for it."
-        weight = weight.to(self.count)
-        self.count += weight
-        share = torch.where(self.count > 0, weight / self.count, 0.0)
-        now = [t.detach().to(m.dtype) for t, m in zip(tensors, self.tensors, strict=True)]
-        change = torch._foreach_sub(now, self.tensors)
-        torch._foreach_mul_(change, share)
-        torch._foreach_add_(self.tensors, change)
-
-    def mean(self) -> list[Tensor]:
-        "The average of the snapshots; waits for the GPU. Raises GolfError if no snapshot was taken."
-        if self.count.item() == 0:
-            raise GolfError("SWA has no snapshot to average: none fell into the end of the warmdown; "
-                            "lower SWA_EVERY, raise WARMDOWN_ITERS or use AVERAGING=ema")
-        return self.tensors
-
-SWA_BELOW = 0.2  # share of the peak learning rate under which tight SWA takes snapshots
+    def state(self) -> dict[str, list[Tensor]]:
+        "The average itself."
+        return {"ema": self.tensors}
 
 @dataclass
 class AveragingSettings(Settings):
     "Which average of the weights a run exports."
     averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
-    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps", bounds="> 0")
 
-def average_of(mode: str, ema: Ema | None, swa: Swa | None, current: list[Tensor]) -> list[Tensor]:
-    "Copies, in at least fp32, of the weights that AVERAGING=`mode` exports; none: the `current` weights."
-    lists = [ema.tensors if part == "ema" else swa.mean() for part in mode.split("+") if part != "none"]
-    if len(lists) == 2:
-        return [torch.lerp(a, b, 0.5) for a, b in zip(*lists)]
-    return wide_copy(lists[0] if lists else current)
+def make_average(cfg: AveragingSettings, tensors: list[Tensor]) -> NoAverage:
+    "The average that AVERAGING names, of `tensors`, the initial weights."
+    if cfg.averaging == "ema":
+        return Ema(tensors, cfg.ema_decay)
+    return NoAverage(tensors)
 
 # ---- parallel_muon ----
 class Ranks:
@@ -2731,49 +2741,25 @@ class RunLog:
                 if now - self.spoke > 8:
                     self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
 
-class Averages:
-    "The averages that AVERAGING asks for, of what this rank owns."
-
-    def __init__(self, cfg: AveragingSettings, engine: Engine):
-        self.cfg, self.engine = cfg, engine
-        self.ema = Ema(engine.tensors(), cfg.ema_decay) if "ema" in cfg.averaging else None
-        self.swa = None
-
-    def update(self, step: int, multiplier: torch.Tensor | float):
-        "Take in the weights after `step`."
-        if self.ema is not None:
-            self.ema.update(self.engine.tensors())
-        if self.swa is not None and (step + 1) % self.cfg.swa_every == 0:
-            m = torch.as_tensor(multiplier, dtype=self.engine.full, device=self.engine.device)
-            self.swa.add(self.engine.tensors(), (m < SWA_BELOW).to(self.engine.full))
-
-    def exported(self) -> str:
-        "AVERAGING, or what is left of it where no snapshot was taken. Waits for the device."
-        if self.swa is None or self.swa.count.item():
-            return self.cfg.averaging
-        return "ema" if self.ema else "none"
-
-    def tensors(self) -> list:
-        "The tensors to export, in the engine's order."
-        return average_of(self.exported(), self.ema, self.swa, self.engine.tensors())
-
 class Trainer:
     """A run's training: its steps and validations, and what came of them.
 
     `losses`: mean loss of each step, nats a token. `train_ms`: training time. `skipped`: steps left out for
-    a gradient that was not finite. `val_loss`, `val_bpb`: of the last validation. `averages`: the weights to
-    export. `qat_from`: the first step, counted from 0, that published rounded weights.
+    a gradient that was not finite. `val_loss`, `val_bpb`: of the last validation. `average`: of the weights,
+    to be exported. `qat_from`: the first step, counted from 0, that published rounded weights.
     """
 
     def __init__(self, cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
-                 log: RunLog | None = None, now: Callable = time.perf_counter):
+                 log: RunLog | None = None, now: Callable = time.perf_counter, extras: Sequence = ()):
         self.cfg, self.loss_fn, self.batches, self.engine = cfg, loss_fn, loader, engine
         self.log, self.now, self.begun = log or RunLog(quiet=True), now, now()
-        self.averages, self.reader, self.project = Averages(cfg, engine), LateReader(), None
+        self.average = make_average(cfg, engine.tensors())
+        self.extras = extras
+        self.reader, self.project = LateReader(), None
         self.steps, self.skipped, self.train_ms, self.stop = 0, 0, 0.0, False
         self.skipped_in_a_row = 0
         self.losses, self.starts, self.late_multiplier = [], [], 1.0
-        self.val_loss = self.val_bpb = self.qat_from = self.held = None
+        self.val_loss = self.val_bpb = self.qat_from = None
 
     def elapsed_ms(self) -> float:
         "Milliseconds of training so far, by this rank's clock."
@@ -2802,11 +2788,8 @@ class Trainer:
         self.starts.append(elapsed)
         total = min(cfg.iterations, (cfg.train_cap_ms or math.inf) * max(step, 1) / max(elapsed, 1e-9))
         self.log.at = "training", step, total, total * getattr(cfg, "train_batch_tokens", 0)
-        if self.held is None and elapsed >= cfg.train_cap_ms / 20:
-            self.held = ("ema" in cfg.averaging) * cfg.ema_decay ** total / (1)
-            if self.held > 0.1:
-                self.log.line(f"note: after {total:.0f} steps {self.held:.0%} of the average is initial "
-                              f"weights; set EMA_DECAY={max(0.0, 1 - 5 / total):.3g}, or train longer")
+        for extra in self.extras:
+            extra.before_step(self, elapsed, total)
         loss = micro_steps(self.loss_fn, self.batches, engine, grad_accum(engine.ranks.world))
         if step == 0:
             engine.ranks.barrier()
@@ -2815,7 +2798,7 @@ class Trainer:
         control = engine.launch(loss, elapsed, stop)
         multiplier = multiplier_at(cfg, step, control[0])
         engine.finish(multiplier, momentum_at(cfg, step), project=self.project)
-        self.averages.update(step, multiplier)
+        self.average.update(engine.tensors(), step, multiplier)
         self.steps += 1
         values = self.reader.push(torch.cat([control, loss.to(control.dtype).view(1)]))
         if values is not None:
@@ -2879,13 +2862,15 @@ def check_score(what: str, loss: float):
         raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
 
 def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog | None = None,
-          validate: Callable | None = None) -> Trainer:
+          validate: Callable | None = None,
+          extras: Sequence = ()) -> Trainer:
     """Train until ITERATIONS or the wall-clock cap.
 
     `loss_fn(ids, targets)` gives the mean loss, `validate()` nats a token and bits per byte, `now()` seconds.
+    Of each of the `extras`, `before_step(trainer, elapsed_ms, expected_steps)` is called.
     """
     now = time.perf_counter
-    run = Trainer(cfg, loss_fn, loader, engine, log, now)
+    run = Trainer(cfg, loss_fn, loader, engine, log, now, extras)
     while run.steps < cfg.iterations and not run.stop:
         if validate and cfg.val_loss_every > 0 and run.steps % cfg.val_loss_every == 0:
             run.validate(validate)
@@ -2894,6 +2879,23 @@ def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
         run.validate(validate)
     run.finish()
     return run
+
+class EmaAdvice:
+    "An extra: says once, as soon as the number of steps is known, if the average will keep much of its start."
+
+    def __init__(self):
+        self.done = False
+
+    def before_step(self, trainer: Trainer, elapsed_ms: float, expected_steps: float):
+        "Look at the average once; a line of the log if over a tenth of it will be initial weights."
+        if self.done or elapsed_ms < trainer.cfg.train_cap_ms / 20:
+            return
+        self.done = True
+        share = trainer.average.share_of_initial_weights(expected_steps)
+        if share > 0.1:
+            better = max(0.0, 1 - 5 / expected_steps)
+            trainer.log.line(f"note: after {expected_steps:.0f} steps {share:.0%} of the average is initial "
+                             f"weights; set EMA_DECAY={better:.3g}, or train longer")
 
 def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog):
     "Run `warmup_steps` steps, then put everything back as it was."
@@ -3567,7 +3569,7 @@ class Session:
         row, rows = self.cfg.train_seq_len, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
         return plain_loss(self.machine.forward, self.val, self.table, row, rows, self.ranks, self.log)
 
-    def train_weights(self) -> Averages:
+    def train_weights(self) -> NoAverage:
         "Warm up, train, and score the raw weights."
         cfg, m, ranks = self.cfg, self.machine, self.ranks
         sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
@@ -3575,7 +3577,7 @@ class Session:
             with self.phase("compiling"):
                 warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
             with self.phase("training"):
-                done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score)
+                done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score, extras=[EmaAdvice()])
         self.summary.update(raw_loss=done.val_loss, raw_bpb=done.val_bpb, losses=done.losses,
                             steps=done.steps, skipped=done.skipped, train_ms=done.train_ms,
                             step_ms=done.train_ms / max(done.steps, 1))
@@ -3583,7 +3585,7 @@ class Session:
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             self.summary["peak_bytes"] = peak
             self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
-        return done.averages
+        return done.average
 
     def meta(self) -> dict:
         "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
@@ -3602,11 +3604,14 @@ class Session:
             self.log.put(f"golfnb: {e}; from here on this run's files go to {self.folder}", sys.stderr)
             write(self.folder)
 
-    def average_weights(self, averages: Averages) -> dict:
+    def average_weights(self, average: NoAverage) -> dict:
         "Write raw and averaged weights; load the averaged ones, score them, return them by published names."
         m = self.machine
         with self.phase("packing"):
-            for name, tensors in (("raw.golf", None), ("ema.golf", averages.tensors())):
+            remark = average.remark()
+            if remark:
+                self.log.line(remark)
+            for name, tensors in (("raw.golf", None), ("ema.golf", average.weights())):
                 state = named_state(m.model, *m.engine.gather(tensors))
                 if self.ranks.master:
                     self.save(lambda folder: save_weights(folder / name, state, self.meta()))

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from golfnb.averaging import Ema, Swa, average_of
+from golfnb.averaging import AveragingSettings, Ema, EmaAndSwa, NoAverage, Swa, make_average
 from golfnb.settings import GolfError
 
 
@@ -28,9 +28,9 @@ def test_averages_keep_their_own_memory():
     ema, swa, first = Ema(steps[0], 0.5), Swa(steps[0]), steps[0][0].clone()
     swa.add(steps[0], torch.tensor(1.0))
     steps[0][0].zero_()
-    out = average_of("ema", ema, None, steps[0])
-    out[0].zero_()
-    assert torch.equal(ema.tensors[0], first) and torch.equal(swa.mean()[0], first)
+    for out in (ema.weights(), swa.weights(), NoAverage(steps[1]).weights()):
+        out[0].zero_()
+    assert torch.equal(ema.tensors[0], first) and torch.equal(swa.weights()[0], first) and steps[1][0].any()
 
 
 def test_swa_is_the_mean_of_what_it_took():
@@ -40,7 +40,7 @@ def test_swa_is_the_mean_of_what_it_took():
         take = s in (0, 4, 5, 11)
         swa.add(tensors, torch.tensor(float(take)))
         taken += [tensors] if take else []
-    for i, m in enumerate(swa.mean()):
+    for i, m in enumerate(swa.weights()):
         assert torch.allclose(m, torch.stack([t[i] for t in taken]).mean(0), atol=1e-14)
 
 
@@ -57,31 +57,51 @@ def test_shards_of_the_average_are_the_average_of_the_shards():
 def test_no_host_synchronisation():
     "On the meta device any look at a value raises."
     tensors = [torch.empty(4, 3, device="meta"), torch.empty(5, device="meta", dtype=torch.bfloat16)]
-    ema, swa = Ema(tensors, 0.9), Swa(tensors)
-    ema.update(tensors)
-    swa.add(tensors, torch.empty((), device="meta"))
+    for average in (Ema(tensors, 0.9), Swa(tensors, 2), EmaAndSwa(tensors, 0.9, 2), NoAverage(tensors)):
+        for step in range(4):
+            average.update(tensors, step, torch.empty((), device="meta"))
     with pytest.raises(Exception):
-        swa.mean()
+        Swa(tensors).weights()
 
 
-def test_modes():
+KINDS = {"ema": Ema, "swa": Swa, "ema+swa": EmaAndSwa, "none": NoAverage}
+
+
+def test_the_four_averages_of_one_path():
     steps = path()
-    ema, swa = Ema(steps[0], 0.9), Swa(steps[0])
+    made = {mode: make_average(AveragingSettings(averaging=mode, ema_decay=0.9, swa_every=3), steps[0]) for mode in KINDS}
+    assert {mode: type(average) for mode, average in made.items()} == KINDS
+    for step, tensors in enumerate(steps[1:]):
+        for average in made.values():
+            average.update(tensors, step, 1.0 if step < 4 else 0.1)
+    found = {mode: average.weights() for mode, average in made.items()}
+    ema, snapshots = Ema(steps[0], 0.9), [steps[6], steps[9]]
     for tensors in steps[1:]:
         ema.update(tensors)
-        swa.add(tensors, torch.tensor(1.0))
-    by_mode = {m: average_of(m, ema, swa, steps[-1]) for m in ("ema", "swa", "ema+swa", "none")}
-    assert torch.equal(by_mode["none"][1], steps[-1][1]) and torch.equal(by_mode["ema"][1], ema.tensors[1])
-    assert torch.allclose(by_mode["ema+swa"][0], (by_mode["ema"][0] + by_mode["swa"][0]) / 2)
+    for i, last in enumerate(steps[-1]):
+        swa = sum(taken[i] for taken in snapshots) / 2
+        for mode, wanted in {"none": last, "ema": ema.tensors[i], "swa": swa, "ema+swa": (ema.tensors[i] + swa) / 2}.items():
+            assert torch.allclose(found[mode][i], wanted, atol=1e-14), mode
+    assert [average.remark() for average in made.values()] == [""] * 4
+    shares = {mode: average.share_of_initial_weights(10) for mode, average in made.items()}
+    assert shares == {"ema": 0.9 ** 10, "swa": 0.0, "ema+swa": 0.9 ** 10 / 2, "none": 0.0}
+    assert {mode: [*average.state()] for mode, average in made.items()} == {"ema": ["ema"], "swa": ["swa", "snapshots"], "ema+swa": ["ema", "swa", "snapshots"], "none": []}
 
 
-def test_refusals():
-    "An SWA without snapshots, and a decay that forgets nothing."
-    t = path(1)[0]
-    with pytest.raises(GolfError, match="no snapshot"):
-        average_of("swa", Ema(t, 0.9), Swa(t), t)
+@pytest.mark.parametrize("mode, instead", [("swa", "none"), ("ema+swa", "ema")])
+def test_without_a_snapshot_the_rest_is_exported_and_said(mode, instead):
+    steps, settings = path(), AveragingSettings(averaging=mode, ema_decay=0.9, swa_every=3)
+    average, other = make_average(settings, steps[0]), make_average(AveragingSettings(averaging=instead, ema_decay=0.9), steps[0])
+    for step, tensors in enumerate(steps[1:]):
+        average.update(tensors, step, 1.0)
+        other.update(tensors, step, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(average.weights(), other.weights()))
+    assert f"AVERAGING={mode} became {instead}" in average.remark()
+
+
+def test_a_decay_that_forgets_nothing_is_refused():
     with pytest.raises(GolfError, match="EMA_DECAY"):
-        Ema(t, 1.0)
+        Ema(path(1)[0], 1.0)
 
 
 def test_another_number_of_tensors_is_a_bug():

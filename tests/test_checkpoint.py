@@ -57,7 +57,7 @@ def one_run(ranks, keeper=None):
     run = train(cfg, training_loss(model, model.cap), Steps(cfg, ranks), engine, keeper=keeper)
     if keeper:
         keeper.wait()
-    averaged, last = named_state(model, *engine.gather(run.averages.tensors())), named_state(model, *engine.gather())
+    averaged, last = named_state(model, *engine.gather(run.average.weights())), named_state(model, *engine.gather())
     return [{n: t.numpy() for n, t in state.items()} for state in (averaged, last)], run.losses, run.qat_from
 
 
@@ -184,7 +184,7 @@ def test_every_tensor_that_a_step_changes_is_kept():
     cfg, model, engine = machine(ENV, Ranks())
     run = train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine)
     kept = {t.data_ptr() for t in named_tensors(run).values()}
-    whole = [*engine.state(), *run.averages.ema.tensors, *run.averages.swa.tensors, run.averages.swa.count]
+    whole = [*engine.state(), *[t for tensors in run.average.state().values() for t in tensors]]
     assert all(t.data_ptr() in kept for t in whole) and run.project is not None
     assert sum(name.endswith(" clip") for name in named_tensors(run)) == sum(m.quant == "int6" for _, _, m in engine.layout)
 

@@ -8,7 +8,7 @@ import torch
 
 from golfnb.adapters import AdapterSettings, score_documents
 from golfnb.artifact import ArtifactSettings, load_artifact, save_artifact
-from golfnb.averaging import AveragingSettings
+from golfnb.averaging import AveragingSettings, make_average
 from golfnb.bpb import ByteTable
 from golfnb.evaluate import EvalSettings, sliding_loss
 from golfnb.grid import GridSettings
@@ -18,7 +18,7 @@ from golfnb.model import Golf, ModelSettings, init_model, load_named, named_stat
 from golfnb.parallel_muon import EngineSettings, Ranks, make_engine
 from golfnb.quantize import QuantSettings, dequantize_state, fit_state
 from golfnb.shards import write_shard
-from golfnb.train import Averages, GridProjector, TrainSettings, train, training_loss
+from golfnb.train import GridProjector, TrainSettings, train, training_loss
 from golfnb.ttt import TttSettings, score_first
 
 SHAPE = ModelSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, ve_enabled=False,
@@ -78,15 +78,15 @@ def test_training(batches):
     engine = make_engine(model, model.layout, EngineSettings(), Ranks())
     cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, averaging="ema", qat_banks=True, late_qat_threshold=0.9)
     done = train(cfg, training_loss(model, model.cap), batches, engine)
-    assert done.losses[-1] < done.losses[0] and 5 < done.qat_from < 10 and len(done.averages.tensors()) == len(engine.tensors())
+    assert done.losses[-1] < done.losses[0] and 5 < done.qat_from < 10 and len(done.average.weights()) == len(engine.tensors())
 
 
 def test_averages_and_grid():
     model = a_model()
     engine, floor = make_engine(model, model.layout, EngineSettings(), Ranks()), GridSettings(scale_floor=False).scale_floor
-    averages, project = Averages(AveragingSettings(averaging="ema", ema_decay=0.5), engine), GridProjector(engine, floor)
-    averages.update(0, 1.0)
-    assert averages.exported() == "ema" and all(torch.equal(a, b) for a, b in zip(averages.tensors(), engine.tensors()))
+    average, project = make_average(AveragingSettings(averaging="ema", ema_decay=0.5), engine.tensors()), GridProjector(engine, floor)
+    average.update(engine.tensors(), 0, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(average.weights(), engine.tensors()))
     moved = [(project(name, bank.master) - bank.master).abs().max() for name, bank in engine.banks.items()]
     assert 0 < max(moved) < 0.05
 
@@ -120,5 +120,5 @@ def test_adapters(byte_each):
 
 
 def test_no_part_looks_ahead_to_the_whole():
-    for part in (Golf, Loader, make_engine, Averages, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
+    for part in (Golf, Loader, make_engine, make_average, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
         assert not hasattr(sys.modules[part.__module__], "Config")

@@ -105,7 +105,7 @@ def test_what_the_average_will_hold_is_said_before(slow_run):
         (cfg, model, engine), said = machine(env, Ranks()), []
         log = train.RunLog(quiet=True)
         log.line = said.append
-        done = train.train(cfg, train.training_loss(model, model.cap), Batches(cfg, Ranks(), 8), engine, log, now=Clock(0.001))
+        done = train.train(cfg, train.training_loss(model, model.cap), Batches(cfg, Ranks(), 8), engine, log, now=Clock(0.001), extras=[train.EmaAdvice()])
         told = [int(n) for n in re.findall(r"note: after (\d+) steps", "\n".join(said))]
         assert len(told) == times and told == [pytest.approx(done.steps, rel=0.5)] * times, (told, done.steps)
 

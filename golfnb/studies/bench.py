@@ -218,7 +218,7 @@ def phase_step(rig: Rig) -> dict[str, list[float]]:
     multiplier = multiplier_at(rig.cfg, trainer.steps, control[0])
     engine.finish(multiplier, momentum_at(rig.cfg, trainer.steps))
     marks.mark()
-    trainer.averages.update(trainer.steps, multiplier)
+    trainer.average.update(engine.tensors(), trainer.steps, multiplier)
     marks.mark()
     trainer.steps += 1
     return {name: [ms] for name, ms in zip(("forward_backward", "post_backward", "ema"), marks.ms())}

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import golfnb.run
 from ..artifact import load_model, load_weights, open_container, pack_bytes, unpack_bytes
-from ..averaging import average_of
+from ..averaging import NoAverage
 from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
                           result_path, run_rounds, timed_block, where_measured)
 from ..bpb import byte_table, load_tokenizer
@@ -208,7 +208,7 @@ def run_kind(lab: Lab, cfg: Config, kind: Kind, after: Callable | None = None) -
     found["final"], found["final_bpb"] = ([x] for x in score(lab, cfg, m.forward))
     found |= after(lab, m, cfg, done) if after else {}
     if cfg.averaging != "none":
-        load_named(m.model, named_state(m.model, *m.engine.gather(done.averages.tensors())))
+        load_named(m.model, named_state(m.model, *m.engine.gather(done.average.weights())))
         found["final_ema"] = [score(lab, cfg, m.forward)[0]]
     return found
 
@@ -267,11 +267,11 @@ def steps_in(lab: Lab, seconds: float, side: str) -> int:
 
 def average_scores(lab: Lab, m: Machine, cfg: Config, done) -> dict[str, list[float]]:
     "Every average of one run: plain validation, and score-first TTT on it."
-    kept, found, tensors, (val, table) = done.averages, {}, m.engine.tensors(), lab.val
+    both, found, (val, table) = done.average, {}, lab.val
+    averages = {"ema": both.ema, "swa": both.swa, "ema+swa": both, "none": NoAverage(m.engine.tensors())}
     part = val[:lab.tokens // cfg.train_seq_len * cfg.train_seq_len + 1]
-    for mode in ("ema", "swa", "ema+swa", "none"):
-        average = average_of(mode, kept.ema, kept.swa, tensors)
-        state = named_state(m.model, *m.engine.gather(average))
+    for mode, average in averages.items():
+        state = named_state(m.model, *m.engine.gather(average.weights()))
         load_named(m.model, state)
         found[mode], found[f"{mode}_bpb"] = ([x] for x in score(lab, cfg, m.forward, lab.tokens))
         loss, bpb, *_ = score_first(m.model, state, part, table, cfg, lab.ranks, forward=m.forward)

@@ -29,13 +29,15 @@ from ..train import LATE_STEPS, GridProjector, RunLog, Trainer
 # %% ../../nbs/tools/22_checkpoint.ipynb #f13feda3
 def named_tensors(run: Trainer) -> dict[str, Tensor]:
     "Name -> live view of each tensor of this rank that a step changes; of a bank, matrix by matrix."
-    engine, averages, named = run.engine, run.averages, {"steps taken": run.engine.knobs.count}
+    engine = run.engine
+    named = {"steps taken": engine.knobs.count}
     parts = [{"master": part.master, **part.state} for part in engine.parts]
-    for what, average in (("ema", averages.ema), ("swa", averages.swa)):
-        for tensors, t in zip(parts, average.tensors if average else ()):
-            tensors[what] = t
-    if averages.swa:
-        named["snapshots"] = averages.swa.count
+    for what, averaged in run.average.state().items():
+        if what == "snapshots":
+            named[what] = averaged[0]
+        else:
+            for tensors, t in zip(parts, averaged):
+                tensors[what] = t
     for part, tensors in zip(engine.parts, parts):
         bank = isinstance(part, ShardedBank)
         slots = part.spec.slots(part.ranks.rank) if bank else ()
