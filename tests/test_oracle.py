@@ -7,7 +7,8 @@ import types
 from functools import cache
 
 import pytest
-from oracle.compare import CASES, ROOM, STEPS, WORDS, differences, recipe_of, script_of, settings_of, summary_of, write_script
+from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, recipe_of, script_of, settings_of, summary_of, verdicts,
+                            write_script)
 from oracle.pack import oracle_scripts
 from script_checks import unreached
 from tiny import loaded, tiny_data
@@ -65,6 +66,15 @@ def test_a_difference_in_the_last_bit_is_found():
     assert differences(wanted, wanted | {"losses": [6.0]}) == ["the loss of step 2 is None, the oracle's 5.5"]
     without = {"losses": [6.0, 5.5], "raw_bpb": 2.5000000000000004}
     assert differences(wanted, without) == ["raw_bpb is 2.5000000000000004, the oracle's 2.5", "ttt_bpb is None, the oracle's 2.25"]
+
+
+def test_the_table_of_all_forms_has_the_first_difference_and_what_failed():
+    jobs = [("golf", 1, form) for form in FORMS] + [("demo", 2, form) for form in FORMS[:2]]
+    wanted = {"losses": [6.0, 5.5], "raw_bpb": 2.5}
+    summaries = [wanted, dict(wanted), wanted | {"losses": [6.0, 5.25], "raw_bpb": 2.0}, RuntimeError("no disk"), RuntimeError("no oracle"), wanted]
+    assert [row[2:] for row in verdicts(jobs, iter(summaries))] == [
+        ("package", 2, "equal"), ("script", 2, "the loss of step 2 is 5.25, the oracle's 5.5"), ("packed", 0, "failed: no disk"),
+        ("package", 0, "the oracle's run failed: no oracle")]
 
 
 @pytest.mark.parametrize("case", CASES)
