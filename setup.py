@@ -45,10 +45,11 @@ setup(
     ],
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    packages=["golfnb"],
-    package_data={"golfnb": ["*.html", "py.typed"]},  # the page of `golfnb play`; annotations count
+    packages=["golfnb", "golfnb.studies", "golfnb.tools"],
+    package_data={"golfnb": ["py.typed"], "golfnb.tools": ["*.html"]},  # the page of `golfnb play`; annotations count
     data_files=[  # what `golfnb lab` copies
         ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
+        *((f"share/golfnb/nbs/{part}", sorted(map(str, Path("nbs", part).glob("*.ipynb")))) for part in ("story", "reference", "tools", "studies")),
         ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json")))),
     ],
     python_requires=f">={cfg['min_python']}",
@@ -62,5 +63,5 @@ setup(
         "notebooks": ["matplotlib", "jupyterlab"],
         "dev": ["golfnb[plots,data,pack,weights,notebooks]", *pins("requirements-dev.txt")],
     },
-    entry_points={"console_scripts": ["golfnb = golfnb.cli:main_cli"]},
+    entry_points={"console_scripts": ["golfnb = golfnb.tools.cli:main_cli"]},
 )

@@ -79,12 +79,21 @@ def read_class(node: ast.ClassDef, remark) -> Name:
     return found
 
 
+def imported_module(n: ast.ImportFrom, package: tuple[str, ...]) -> str:
+    "The module of ours that an import in `package` takes from, without golfnb in front."
+    if not n.level:
+        return n.module.removeprefix("golfnb.")
+    kept = package[:len(package) - n.level + 1]
+    return ".".join((*kept, n.module))
+
+
 def read_module(path: Path) -> Module:
     source = path.read_text(encoding="utf-8")
     lines, tree = source.splitlines(), ast.parse(source)
     remark = lambda node: lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().partition("# ")[2]
-    chapter = re.search(r"File to edit: \.\./nbs/(\w+)\.ipynb", source)[1]
-    imports = {n.module.removeprefix("golfnb.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and (n.level or n.module.startswith("golfnb."))}
+    chapter = re.search(r"File to edit: (?:\.\./)+nbs/(?:\w+/)*(\w+)\.ipynb", source)[1]
+    package = path.parent.relative_to(ROOT / "golfnb").parts if path.is_relative_to(ROOT / "golfnb") else ()
+    imports = {imported_module(n, package) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and (n.level or n.module.startswith("golfnb."))}
     public, names = set(), {}
 
     def visit(body):
@@ -110,13 +119,13 @@ def read_module(path: Path) -> Module:
         n.public = n.name in public
     if public - names.keys():
         raise SystemExit(f"book: {path.name} lists {sorted(public - names.keys())} in __all__ and defines them nowhere at the top level")
-    return Module(path.stem, chapter, " ".join((ast.get_docstring(tree) or "").split()), names, imports)
+    return Module(".".join((*package, path.stem)), chapter, " ".join((ast.get_docstring(tree) or "").split()), names, imports)
 
 
 @cache
 def modules() -> dict[str, Module]:
     "All modules that a notebook makes, in the order of the chapters."
-    found = [read_module(p) for p in sorted((ROOT / "golfnb").glob("*.py")) if p.name not in ("__init__.py", "_modidx.py", "train_gpt.py")]
+    found = [read_module(p) for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py", "train_gpt.py")]
     return {m.name: m for m in sorted(found, key=lambda m: m.chapter)}
 
 

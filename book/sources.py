@@ -8,14 +8,23 @@ import nbformat
 from names import ROOT, Module, Name, chapter_page, front_door, modules
 
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
-PARTS = ((0, "The data"), (4, "The model"), (9, "The optimizer"), (14, "The run"), (20, "Around the run"), (30, "Studies"))
+PARTS = {"story": "The story", "reference": "Reference", "tools": "Tools", "studies": "Studies"}  # folder -> caption
 FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has another name
 LOOK_UP = ("settings", "published", "rely", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
 
 
+def paths() -> dict[str, Path]:
+    "Stem -> notebook: each stem is there once."
+    return {p.stem: p for p in sorted(NBS.rglob("*.ipynb"), key=lambda p: p.stem) if ".ipynb_checkpoints" not in p.parts}
+
+
 def stems() -> list[str]:
-    return sorted(p.stem for p in NBS.glob("*.ipynb"))
+    return list(paths())
+
+
+def notebook(stem: str) -> nbformat.NotebookNode:
+    return nbformat.read(paths()[stem], as_version=4)
 
 
 def number(stem: str) -> int | None:
@@ -24,9 +33,7 @@ def number(stem: str) -> int | None:
 
 def parts() -> list[tuple[str, list[str]]]:
     "The chapters, part by part."
-    numbered = [s for s in stems() if number(s) is not None]
-    ends = [first for first, _ in PARTS[1:]] + [100]
-    return [(title, [s for s in numbered if first <= number(s) < end]) for (first, title), end in zip(PARTS, ends)]
+    return [(title, [stem for stem, path in paths().items() if path.parent.name == folder]) for folder, title in PARTS.items()]
 
 
 def title_of(nb: nbformat.NotebookNode) -> str:
@@ -38,7 +45,7 @@ def summary_of(nb: nbformat.NotebookNode) -> str:
 
 
 def numbered_title(stem: str) -> str:
-    title = title_of(nbformat.read(NBS / f"{stem}.ipynb", as_version=4))
+    title = title_of(notebook(stem))
     return f"{stem.split('_')[0]} {title}" if number(stem) is not None else title
 
 
@@ -54,13 +61,19 @@ def page_of(stem: str) -> str:
     return FRONT.get(stem, stem)
 
 
+def site_links(text: str) -> str:
+    "Links to notebooks and pages as the site has them: all in one folder."
+    text = re.sub(r"\]\((?:\.\./)*(?:\w+/)?(\w+)\.ipynb", lambda m: f"]({page_of(m[1])}.ipynb", text)
+    return re.sub(r"\]\((?:\.\./)+book/pages/", "](", text)
+
+
 def as_page(stem: str) -> nbformat.NotebookNode:
     "A notebook as the site shows it: no hidden cells, no directives; cells marked for folding and definition, pictures with caption and alt text."
-    nb, cells = nbformat.read(NBS / f"{stem}.ipynb", as_version=4), []
+    nb, cells = notebook(stem), []
     unnamed = f"A picture of chapter {numbered_title(stem)}"
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\]\((\w+)\.ipynb", lambda m: f"]({page_of(m[1])}.ipynb", cell.source).replace("](../book/pages/", "](")
+            cell.source = site_links(cell.source)
         elif cell.cell_type == "code":
             marks, source = directives(cell.source)
             if "hide" in marks or "default_exp" in marks or not source.strip():
@@ -143,7 +156,7 @@ def map_rooms() -> str:
     for title, group in parts():
         lines += [f"## {title}", "", "| room | what it gives | builds on | used by |", "|---|---|---|---|"]
         for stem in group:
-            nb = nbformat.read(NBS / f"{stem}.ipynb", as_version=4)
+            nb = notebook(stem)
             m = by_chapter.get(stem)
             down = " ".join(link(modules()[i].chapter) for i in sorted(m.imports, key=lambda i: modules()[i].chapter)) if m else ""
             up = " ".join(link(o.chapter) for o in modules().values() if m and m.name in o.imports)
@@ -160,13 +173,13 @@ def negative_results() -> str:
     "What did not work, gathered from the chapters; what they say of bad input stays there."
     lines = []
     for stem in stems():
-        nb, inside, found = nbformat.read(NBS / f"{stem}.ipynb", as_version=4), False, []
+        nb, inside, found = notebook(stem), False, []
         if number(stem) is None:
             continue
         for cell in nb.cells:
             if cell.cell_type != "markdown":
                 continue
-            for block in re.split(r"\n(?=[*-] )|\n\s*\n", cell.source):
+            for block in re.split(r"\n(?=[*-] )|\n\s*\n", site_links(cell.source)):
                 block = block.strip()
                 if block.startswith("#"):
                     inside = bool(FAILED.match(block))

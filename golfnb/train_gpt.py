@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 5aee18308b6da246 | Apache-2.0
+# golfnb script --recipe pr549 | source 91090ec27b453358 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -906,11 +906,11 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no Triton on this machine: the plain functions of chapter 06 do everything
+except ImportError:  # no Triton on this machine: the plain functions of chapter 03 do everything
     triton = TensorDescriptor = None
     tl = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
 
-KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 08; ns: chapters 09 and 13
+KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b
 HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype, wanted=KERNELS) -> frozenset[str]:
@@ -1257,7 +1257,7 @@ class ComputeSettings(Settings):
     "How a model is computed on this machine."
     weight_dtype: str = setting("auto", "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
                                 "auto", "bf16", "fp32", "fp64", fixed="")
-    attention: str = setting("auto", "attention backend; auto: the fastest that works here (chapter 06)",
+    attention: str = setting("auto", "attention backend; auto: the fastest that works here (chapter 03)",
                              "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
 
@@ -1371,7 +1371,7 @@ class Golf(torch.nn.Module):
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto"):
-        "`dtype` is the compute dtype; `kernels`, those of chapter 07 that may be used where they can run."
+        "`dtype` is the compute dtype; `kernels`, those of chapter 09 that may be used where they can run."
         kernels = KERNELS
         super().__init__()
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
@@ -1598,7 +1598,7 @@ def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> 
 
 @dataclass
 class FusedBlock(Block):
-    "A block that computes with `kernels` of chapter 07."
+    "A block that computes with `kernels` of chapter 09."
     kernels: frozenset = KERNELS
     tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
 
@@ -2905,6 +2905,7 @@ def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engin
             log.line(f"warmup_step:{step}/{cfg.warmup_steps}")
     engine.restore(saved)
     loader.rewind(place)
+"---- tools.checkpoint ----"
 
 # ---- quantize ----
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
@@ -3164,7 +3165,7 @@ class Ledger:
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
-    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 18b)",
+    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")

@@ -21,7 +21,7 @@ def fork_processes(entry, args: tuple, nprocs: int):
         mp.start_processes(entry, args=args, nprocs=nprocs, start_method="forkserver")
 
 
-def kernel(argv: list[str], folder: Path) -> None:
+def kernel(argv: list[str], folder: str) -> None:
     "What `python -m ipykernel_launcher` does."
     import numpy
     from ipykernel.kernelapp import IPKernelApp
@@ -34,11 +34,11 @@ def kernel(argv: list[str], folder: Path) -> None:
     atexit._run_exitfuncs()
 
 
-def fork_kernel(command: list[str], **_) -> SimpleNamespace:
+def fork_kernel(command: list[str], cwd: str, **_) -> SimpleNamespace:
     "In place of jupyter_client's launch_kernel; what it returns is used as a Popen."
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["ipykernel.kernelapp", "matplotlib.pyplot", "sentencepiece", "torch"])
-    child = forks.Process(target=kernel, args=(command[command.index("-f"):], HERE.parent / "nbs"))
+    child = forks.Process(target=kernel, args=(command[command.index("-f"):], cwd))
     child.start()
     while os.getpgid(child.pid) == os.getpgrp():  # signals go to its group
         time.sleep(0.01)

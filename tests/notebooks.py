@@ -38,7 +38,7 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
     for i in held:
         nb.cells[i] = nbformat.v4.new_raw_cell("")
     nb.cells.append(nbformat.v4.new_code_cell(PROCESSOR_SECONDS))
-    NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, iopub_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(NBS)}}).execute()
+    NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, iopub_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(path.parent)}}).execute()
     seconds = float(nb.cells.pop().outputs[-1].text.split()[-1])
     for i, cell in held.items():
         nb.cells[i] = cell
@@ -71,6 +71,12 @@ def text_outputs(nb: nbformat.NotebookNode) -> list[str]:
     return rows
 
 
+def every_notebook() -> list[Path]:
+    "All notebooks of the book; `start`, which takes longest, first."
+    found = [p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
+    return sorted(found, key=lambda p: p.stem, reverse=True)
+
+
 def stated_seconds(nb: nbformat.NotebookNode) -> int | None:
     "What a chapter says it takes on one idle core."
     found = re.search(r"CPU run time of this chapter: about (\d+) s\.", "\n".join(c.source for c in nb.cells if c.cell_type == "markdown"))
@@ -98,7 +104,7 @@ def one(path: Path, write: bool) -> str | None:
     if path.stat().st_size > MAX_BYTES:
         return f"{path.name}: {path.stat().st_size:,} bytes, at most {MAX_BYTES:,} are allowed: fewer or smaller pictures"
     stale = [(i, a, b) for i, (a, b) in enumerate(zip(kept, text_outputs(done))) if a != b and not write]
-    return next((f"{path.name}: kept output of cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}\n  run: python tests/notebooks.py run nbs/{path.name}" for i, a, b in stale), None)
+    return next((f"{path.name}: kept output of cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}\n  run: python tests/notebooks.py run {path.relative_to(ROOT)}" for i, a, b in stale), None)
 
 
 def jupytext(*argv: str | Path) -> None:
@@ -117,7 +123,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in ("run", "check", "text", "sync"):
         print(__doc__)
         return 2
-    paths = [Path(a).resolve() for a in argv[1:]] or sorted(NBS.glob("*.ipynb"), reverse=True)  # `start` takes longest
+    paths = [Path(a).resolve() for a in argv[1:]] or every_notebook()
     for path in paths if argv[0] in ("text", "sync") else ():
         jupytext("--to", "py:percent", "-o", TEXT / f"{path.stem}.py", path) if argv[0] == "text" else from_text(path)
     if argv[0] == "text":

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny import TINY, golfnb, one_sentence
 
-from golfnb import bench
-from golfnb.bench import (BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, read_result, record_run, result_path,
+from golfnb.studies import bench
+from golfnb.studies.bench import (BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, read_result, record_run, result_path,
                           run_bench, run_rounds, timed_block)
 from golfnb.config import load_config
 from golfnb.settings import GolfError
@@ -94,7 +94,7 @@ def test_startup_cold_and_warm(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("golfnb.bench.launch_module", here)
+    monkeypatch.setattr("golfnb.studies.bench.launch_module", here)
     assert run_bench(BenchJob("startup", rounds=2), 1, SMALL) == 0
     samples = complete(tmp_path / "nbs" / "results" / "startup_cpu_1.json")["samples"]
     for kind in ("cold", "warm"):

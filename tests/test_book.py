@@ -17,7 +17,7 @@ import links
 import names
 import sources
 
-from golfnb.lab import copy_notebooks
+from golfnb.tools.lab import copy_notebooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Check CHANGES for Sphinx")
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -37,7 +37,7 @@ def text(site: Path, page: str) -> str:
 def test_every_notebook_and_every_module_has_a_page(site):
     pages = {p.relative_to(site).with_suffix("").as_posix() for p in site.rglob("*.html")}
     assert {sources.page_of(s) for s in sources.stems()} | {f"api/{m}" for m in names.modules()} | {p.stem for p in sources.PAGES.glob("*.md")} | {"search", "genindex"} <= pages
-    assert 'class="math' in text(site, "09_newton_schulz") and "_static/mathjax/tex-chtml.js" in text(site, "09_newton_schulz")
+    assert 'class="math' in text(site, "04_newton_schulz") and "_static/mathjax/tex-chtml.js" in text(site, "04_newton_schulz")
 
 
 def test_no_name_of_ours_stands_in_code_type_without_a_link(site):
@@ -49,9 +49,9 @@ def test_no_name_of_ours_stands_in_code_type_without_a_link(site):
 
 
 def test_a_definition_is_an_anchor_and_leads_to_the_api(site):
-    page = text(site, "06_layers")
+    page = text(site, "03_layers")
     assert re.search(r'<a class="golf-def" id="rms_norm" href="api/layers.html#golfnb.layers.rms_norm">rms_norm</a>', page)
-    assert 'class="golf-use" href="#rms_norm"' in page and 'href="06_layers.html#' in text(site, "08_model")
+    assert 'class="golf-use" href="#rms_norm"' in page and 'href="03_layers.html#' in text(site, "05c_model")
 
 
 def used(source: str, exported: bool = False) -> set[str]:
@@ -79,16 +79,16 @@ def test_links_fall_on_their_names_and_long_lines_under_their_own_beginning():
     uses = links.Uses({"softcap": names.place_of("softcap")}, None, False).visit(ast.parse(source.replace("\n    ", "\n")))
     uses.found = {(line, column + 4 * (line == 2)): value for (line, column), value in uses.found.items()}
     markup = "<span class=\"n\">naïve</span> <span>=</span> <span>'é'</span>; <span class=\"n\">softcap</span>(1 &lt; 2)\n    z = [<span>softcap</span>]\n"
-    made = links.linked_code(markup, source, "08_model", uses, set())
-    assert made.count('<a class="golf-use" href="06_layers.html#softcap">softcap</a>') == 2 and re.findall(r"--in:(\d+)ch", made) == ["0", "4"]
+    made = links.linked_code(markup, source, "05c_model", uses, set())
+    assert made.count('<a class="golf-use" href="03_layers.html#softcap">softcap</a>') == 2 and re.findall(r"--in:(\d+)ch", made) == ["0", "4"]
 
 
 def test_prose_names_resolve():
-    assert names.place_of("rms_norm") == names.place_of("rms_norm(x, y)") == names.place_of("golfnb.layers.rms_norm") == "06_layers.html#rms_norm"
+    assert names.place_of("rms_norm") == names.place_of("rms_norm(x, y)") == names.place_of("golfnb.layers.rms_norm") == "03_layers.html#rms_norm"
     assert names.place_of("MATRIX_LR=0.1") == names.place_of("cfg.matrix_lr") == "settings.html#envvar-MATRIX_LR"
-    assert names.place_of("Loader.rewind") == names.place_of("rewind()", "03_loader") == "api/loader.html#golfnb.loader.Loader.rewind"
+    assert names.place_of("Loader.rewind") == names.place_of("rewind()", "02b_loader") == "api/loader.html#golfnb.loader.Loader.rewind"
     assert names.place_of("golfnb.layers") == "api/layers.html"
-    assert names.place_of("print") is names.place_of("rms_norm = 3") is names.place_of("x.rms_norm") is names.place_of("rewind()", "08_model") is None
+    assert names.place_of("print") is names.place_of("rms_norm = 3") is names.place_of("x.rms_norm") is names.place_of("rewind()", "05c_model") is None
 
 
 MODULE = '''"""What it is."""
@@ -139,7 +139,7 @@ def test_each_term_is_defined_once_and_linked_once_a_chapter(site):
 
 def test_negative_results_are_gathered_and_bad_input_stays_in_the_chapters():
     page = sources.negative_results()
-    assert "(13_parallel_muon.ipynb)" in page and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
+    assert "(07b_parallel_muon.ipynb)" in page and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
 
 
 def test_a_picture_has_its_caption_under_it_and_its_code_folded(tmp_path, monkeypatch):
@@ -172,16 +172,16 @@ def test_letters_in_a_picture_have_ten_pixels_on_a_phone():
     for key in ("font.size", "xtick.labelsize", "ytick.labelsize", "axes.titlesize", "legend.fontsize"):
         assert float(style[key]) * 100 / 72 * 390 / width >= 10, key
     for stem in sources.stems():
-        for cell in nbformat.read(sources.NBS / f"{stem}.ipynb", as_version=4).cells:
+        for cell in sources.notebook(stem).cells:
             for size in re.findall(r"fontsize=([\d.]+)", cell.source if cell.cell_type == "code" else ""):
                 assert float(size) >= 12, f"{stem}: letters of {size} points"
 
 
 def test_what_chapter_15_quotes_stands_in_the_first_program():
     def cells(stem):
-        return [c.source for c in nbformat.read(sources.NBS / f"{stem}.ipynb", as_version=4).cells]
+        return [c.source for c in sources.notebook(stem).cells]
 
-    quoted = next(source for source in cells("15_train") if "This is the loop of the first program" in source)
+    quoted = next(source for source in cells("08b_train") if "This is the loop of the first program" in source)
     lines = re.search(r"```python\n(.*?)```", quoted, re.S)[1].splitlines()
     program = "\n".join(cells("start")).splitlines()
     assert [line for line in lines if line.strip() != "..." and line not in program] == []
@@ -202,7 +202,7 @@ def test_the_checker_finds_what_is_planted(site, tmp_path):
     page = copy / "map.html"
     page.write_text(page.read_text().replace("</article>", "".join(PLANTED) + "</article>"))
     (copy / "_static" / "planted.css").write_text("@font-face { src: url('https://fonts.example.org/x.woff2') }")
-    layers = copy / "06_layers.html"
+    layers = copy / "03_layers.html"
     layers.write_text(layers.read_text().replace('id="rms_norm"', ""))
     found = check.problems(copy)
     for sentence in (*PLANTED.values(), "planted.css loads https://fonts.example.org", "golfnb.layers.rms_norm has no place"):
@@ -241,5 +241,5 @@ def test_the_browser_finds_what_is_planted_and_nothing_on_our_pages(site, tmp_pa
     found = "\n".join(browse.look(tmp_path, ["index.html"], None, browse.find_chromium()))
     for sentence in NOTICED:
         assert sentence in found, sentence
-    pages = ["index.html", "08_model.html", "09_newton_schulz.html", "29_baselines.html", "published.html", "settings.html", "api/bench.html"]
+    pages = ["index.html", "05c_model.html", "04_newton_schulz.html", "34_baselines.html", "published.html", "settings.html", "api/studies.bench.html"]
     assert browse.look(site, pages, None, browse.find_chromium()) == []

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.checkpoint import Keeper, Stopped, named_tensors
+from golfnb.tools.checkpoint import Keeper, Stopped, named_tensors
 from golfnb.config import load_config
-from golfnb.data import build_shards, stdlib_documents
+from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.loader import grad_accum
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
-from golfnb.report import read_run
+from golfnb.tools.report import read_run
 from golfnb.run import SPAN, SPANS, Session, finite, shard_identity
 from golfnb.settings import GolfError
 from golfnb.shards import HEADER_BYTES, write_shard

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
-from golfnb.cli import main_cli, read_command, read_settings, settings_help
+from golfnb.tools.cli import main_cli, read_command, read_settings, settings_help
 from golfnb.config import setting_specs
-from golfnb.report import find_tokenizer
+from golfnb.tools.report import find_tokenizer
 from golfnb.settings import GolfError
 from golfnb.shards import write_shard
 from golfnb.ttt import finding
@@ -66,7 +66,7 @@ def test_train_prints_the_table_and_leaves_everything(trained):
 
 
 def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, tmp_path):
-    from golfnb.report import sampled_text, write_report
+    from golfnb.tools.report import sampled_text, write_report
 
     text = "256 tokens that the artifact drew, at temperature 0.8 with seed 0, after the beginning of the validation text (grey)"
     assert text in (trained[1] / "report.html").read_text()
@@ -250,7 +250,7 @@ def test_a_failing_preflight_under_torchrun_is_one_line_too(tmp_path):
 
 
 def test_help_imports_nothing_heavy(tmp_path):
-    code = "import sys\nfrom golfnb.cli import main_cli\ntry:\n    main_cli(sys.argv[1:])\nexcept SystemExit as e:\n    assert e.code == 0\nprint(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    code = "import sys\nfrom golfnb.tools.cli import main_cli\ntry:\n    main_cli(sys.argv[1:])\nexcept SystemExit as e:\n    assert e.code == 0\nprint(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     for argv in (["--help"], ["score", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path, env=clean_env())
         assert done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
@@ -278,19 +278,19 @@ def test_settings_may_stand_around_options():
 
 
 def test_a_study_gets_its_words(monkeypatch, capsys):
-    from golfnb import studies
+    from golfnb.studies import harness as studies
 
     monkeypatch.setitem(studies.STUDIES, "gates", lambda words: print(*words) or 5)
     assert main_cli(["study", "gates", "run", "A=1"]) == 5 and capsys.readouterr().out == "run A=1\n"
 
 
 def test_demo_data_is_made_once_and_again_when_documents_change(tmp_path, monkeypatch, capsys):
-    import golfnb.data
-    from golfnb.cli import demo_data
+    import golfnb.tools.data
+    from golfnb.tools.cli import demo_data
 
-    docs = golfnb.data.stdlib_documents(["json", "csv", "email"])
-    monkeypatch.setattr(golfnb.data, "stdlib_documents", lambda: docs)
-    monkeypatch.setattr("golfnb.cli.DEMO_DATA", ["--vocab-size", "400", "--val-fraction", "0.1", "--shard-tokens", "100000"])
+    docs = golfnb.tools.data.stdlib_documents(["json", "csv", "email"])
+    monkeypatch.setattr(golfnb.tools.data, "stdlib_documents", lambda: docs)
+    monkeypatch.setattr("golfnb.tools.cli.DEMO_DATA", ["--vocab-size", "400", "--val-fraction", "0.1", "--shard-tokens", "100000"])
 
     def made():
         demo_data(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Documents, tokenizer and shards: what the notebook of chapter 21 cannot show well."""
+"""Documents, tokenizer and shards: what the notebook of chapter 20 cannot show well."""
 import hashlib
 import json
 import os
@@ -15,12 +15,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-import golfnb.data as data
+import golfnb.tools.data as data
 from golfnb.settings import GolfError
-from golfnb.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
+from golfnb.tools.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
 from golfnb.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
-from golfnb.cli import main_cli
+from golfnb.tools.cli import main_cli
 from golfnb.shards import check_manifest, read_tokens, write_shard
 from tiny import golfnb, one_sentence
 
@@ -237,7 +237,7 @@ def test_a_part_of_the_documents_does_not_depend_on_their_order(docs):
 
 BUILD_IN_BOUNDS = """
 import sys
-from golfnb.data import build_shards
+from golfnb.tools.data import build_shards
 def most(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) # KiB; ru_maxrss would count the parent's
 def texts(n):
     for i in range(n): yield f"document {i} " + "the quick brown fox jumps over the lazy dog " * 200
@@ -268,7 +268,7 @@ def test_a_document_of_100_megabytes(model):
 
 FULL_DISK_BUILD = """
 import resource, signal, sys
-from golfnb.cli import main_cli
+from golfnb.tools.cli import main_cli
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 sys.exit(main_cli(["data", "build", "docs.jsonl", "--tokenizer", sys.argv[1], "--out", "s", "--shard-tokens", "200000"]))
@@ -518,7 +518,7 @@ def test_what_is_too_small_is_refused_by_the_build_with_the_number(tmp_path, mod
 
 
 def test_the_next_command_gives_the_vocabulary_and_leaves_long_scoring_out(docs):
-    from golfnb.cli import next_training
+    from golfnb.tools.cli import next_training
 
     made = {"train": {"tokens": 400_000}, "val": {"tokens": 900_000}, "vocab_size": 512}
     assert next_training(made, "d", "m").endswith("VOCAB_SIZE=512 ITERATIONS=195 TTT_ENABLED=0")

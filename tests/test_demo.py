@@ -7,10 +7,10 @@ import sys
 import termios
 from types import SimpleNamespace
 
-from golfnb import cli, data, launcher
+from golfnb.tools import cli, data, launcher
 
 FOLLOWED = """import sys, threading, time
-from golfnb.watch import above_bar, follow_bar
+from golfnb.tools.watch import above_bar, follow_bar
 ended = threading.Event()
 bar = threading.Thread(target=follow_bar, args=(sys.argv[1], ended, 0.05))
 bar.start()

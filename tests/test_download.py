@@ -10,9 +10,9 @@ pytest.importorskip("huggingface_hub")
 
 from small_hub import SmallHub
 
-from golfnb.cli import main_cli
+from golfnb.tools.cli import main_cli
 from golfnb.settings import GolfError
-from golfnb.data import download_shards, stdlib_documents, train_tokenizer
+from golfnb.tools.data import download_shards, stdlib_documents, train_tokenizer
 from golfnb.shards import read_header, shard_header
 
 REPO = "someone/golf-data"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from golfnb import drill as chapter
-from golfnb.data import build_shards, stdlib_documents
-from golfnb.drill import differences, drill, half_files, processes
+from golfnb.tools import drill as chapter
+from golfnb.tools.data import build_shards, stdlib_documents
+from golfnb.tools.drill import differences, drill, half_files, processes
 from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data
 
 

@@ -9,7 +9,7 @@ import torch
 from golfnb.banks import make_banks, unbank
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.buckets import CutMuon, bucket_layout
+from golfnb.studies.buckets import CutMuon, bucket_layout
 from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record_graph

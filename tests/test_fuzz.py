@@ -33,17 +33,17 @@ import pytest
 import torch
 
 from golfnb.artifact import PREFIX_BYTES, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
-from golfnb.bench import record_result
+from golfnb.studies.bench import record_result
 from golfnb.bpb import tokenizer_hash
-from golfnb.cli import main_cli
+from golfnb.tools.cli import main_cli
 from golfnb.config import load_config
-from golfnb.data import stdlib_documents, train_tokenizer
+from golfnb.tools.data import stdlib_documents, train_tokenizer
 from golfnb.model import ModelSettings, init_model, model_from_settings, named_state
 from golfnb.quantize import quantize_state
 from golfnb.rans import RANS_PREFIX, rans_lanes
 from golfnb.settings import CONTROLS, GolfError
 from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
-from golfnb.submission import claim_numbers, read_log
+from golfnb.tools.submission import claim_numbers, read_log
 from test_artifact import META, same, toy
 
 CODECS = ("lzma", "zlib", "rans", "best", "none")

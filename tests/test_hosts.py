@@ -16,7 +16,7 @@ import pytest
 from tiny import TINY, clean_env, tiny_data
 from workers import on_hosts, settings, spawn
 
-from golfnb.bench import record_result
+from golfnb.studies.bench import record_result
 from golfnb.parallel_muon import Ranks
 
 HERE, TWO = Path(__file__).resolve().parent, {"LINKS": "two_level"}

@@ -200,7 +200,7 @@ def test_interpreted_kernels_equal_their_oracle(code):
 
 @needs_triton
 def test_packed_kernels_build_for_hopper_without_a_gpu(tmp_path):
-    from golfnb.launcher import minify
+    from golfnb.tools.launcher import minify
     (tmp_path / "packed.py").write_text(minify((Path(__file__).parent.parent / "golfnb" / "train_gpt.py").read_text()))
     assert "built" in child(f"FOLDER = {str(tmp_path)!r}\n" + BUILT, TRITON_CACHE_DIR=str(tmp_path / "cache"))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from importlib import import_module
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,8 +16,8 @@ import pytest
 import torch
 from tiny import clean_env
 
-from golfnb import bench
-from golfnb.lab import copy_notebooks
+from golfnb.studies import bench
+from golfnb.tools.lab import copy_notebooks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,9 +51,9 @@ def alive(pids: list[int]) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
-    port, before = free_port(), {p.name: p.stat().st_mtime_ns for p in (ROOT / "nbs").glob("*.ipynb")}
+    port, before = free_port(), {p.name: p.stat().st_mtime_ns for p in (ROOT / "nbs").rglob("*.ipynb")}
     env = clean_env(JUPYTER_TOKEN="secret", JUPYTER_CONFIG_DIR=str(tmp_path / "config"), JUPYTER_DATA_DIR=str(tmp_path / "data"), JUPYTER_RUNTIME_DIR=str(tmp_path / "run"))
-    command = [sys.executable, "-c", "from golfnb.cli import main_cli; raise SystemExit(main_cli())", "lab", "--no-browser", "--port", str(port), "--dir", str(tmp_path / "lab")]
+    command = [sys.executable, "-c", "from golfnb.tools.cli import main_cli; raise SystemExit(main_cli())", "lab", "--no-browser", "--port", str(port), "--dir", str(tmp_path / "lab")]
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell may start us with it ignored
 
@@ -64,7 +65,7 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
     try:
         while True:
             try:
-                page = fetch("/lab/tree/00_settings.ipynb")
+                page = fetch("/lab/tree/reference/00_settings.ipynb")
                 break
             except OSError:
                 assert job.poll() is None, (tmp_path / "log").read_text()[-2000:]
@@ -72,7 +73,7 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/?token=secret", timeout=600) as answer:
             assert "/lab/tree/start.ipynb" in answer.url, "the lab opens at the start page"
         assert re.search(rb'"disabledExtensions": ?\[[^]]*apputils-extension:announcements', page), "JupyterLab's news are switched off"
-        assert b"JupyterLab" in page and b'"00_settings.ipynb"' in fetch("/api/contents")
+        assert b"JupyterLab" in page and b'"00_settings.ipynb"' in fetch("/api/contents/reference")
         fetch("/api/kernels", b"{}")
         members = family(job.pid)
         assert len(members) >= 2, "the server and a kernel"
@@ -86,13 +87,13 @@ def test_lab_serves_the_copy_and_stops_with_its_kernels(tmp_path):
         for pid in alive(family(job.pid)):
             os.kill(pid, signal.SIGKILL)
         job.wait()
-    assert before == {p.name: p.stat().st_mtime_ns for p in (ROOT / "nbs").glob("*.ipynb")}, "the book was touched"
+    assert before == {p.name: p.stat().st_mtime_ns for p in (ROOT / "nbs").rglob("*.ipynb")}, "the book was touched"
     assert "notebooks copied" in (tmp_path / "log").read_text() and (tmp_path / "lab" / "results").is_dir()
 
 
 def test_what_the_site_folds_opens_folded_in_the_lab(tmp_path):
     copy_notebooks(tmp_path)
-    for path in tmp_path.glob("*.ipynb"):
+    for path in tmp_path.rglob("*.ipynb"):
         for cell in json.loads(path.read_text())["cells"]:
             assert ("#| code-fold" in "".join(cell["source"])) == cell["metadata"].get("jupyter", {}).get("source_hidden", False)
 
@@ -100,25 +101,25 @@ def test_what_the_site_folds_opens_folded_in_the_lab(tmp_path):
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     copy_notebooks(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path / "studies")
 
 
-DRAWN = {"06_layers": ["attention"], "07_kernels": ["kernels"], "22_bench": ["step", "phases"], "28_timing": ["kernels", "attention", "scaling"], "29_baselines": ["optimizer"], "33_study_plans": ["optimizer"]}
+DRAWN = {"story/03_layers": ["attention"], "story/09_kernels": ["kernels"], "studies/30_bench": ["step", "phases"], "studies/32_timing": ["kernels", "attention", "scaling"], "studies/34_baselines": ["optimizer"], "studies/39_study_plans": ["optimizer"]}
 
 
 @pytest.mark.parametrize("stem", DRAWN)
 def test_a_chapter_shows_this_machine_beside_the_kept_one(stem, lab, capsys, monkeypatch):
     for what in DRAWN[stem]:
-        kept = json.loads(next(p for p in Path("results").glob(f"{what}_h200_*[12].json")).read_text())
+        kept = json.loads(next(p for p in Path("../results").glob(f"{what}_h200_*[12].json")).read_text())
         if what == "optimizer":
-            plans = json.loads(Path("results/plans_h200_2.json").read_text())
+            plans = json.loads(Path("../results/plans_h200_2.json").read_text())
             kept["samples"] |= plans["samples"]
             kept["facts"]["plans"] = plans["facts"]["plans"]
         kept["machine"]["gpus"], kept["facts"]["device"] = ["Abacus"], "Abacus"
-        Path(f"results/here/{what}_abacus_1.json").write_text(json.dumps(kept))
+        Path(f"../results/here/{what}_abacus_1.json").write_text(json.dumps(kept))
     monkeypatch.setattr("IPython.display.display", lambda table: None)
-    names = {**vars(__import__(f"golfnb.{stem.split('_', 1)[1]}", fromlist=["*"]) if "study" not in stem else bench), "LADDER": ["per matrix", "banked"]}
-    for cell in json.loads(Path(f"{stem}.ipynb").read_text())["cells"]:
+    names = {**vars(import_module("golfnb." + "studies." * stem.startswith("studies/") + stem.split("_", 1)[1]) if "study" not in stem else bench), "LADDER": ["per matrix", "banked"]}
+    for cell in json.loads(Path(f"../{stem}.ipynb").read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code" and "#| export" not in source and re.search(r"#\| hide\n(?:import|from)|\bHERE\b|\bhere\(|results/here|def shown", source):
             exec(source, names)
@@ -128,7 +129,7 @@ def test_a_chapter_shows_this_machine_beside_the_kept_one(stem, lab, capsys, mon
 
 def test_only_a_gpu_machine_in_the_lab_measures_and_only_once(lab, monkeypatch, capfd):
     asked, result = [], bench.result_path("links", "NVIDIA H100 80GB", 2)
-    assert result == Path("results/here/links_h100_80gb_2.json")
+    assert result == Path("../results/here/links_h100_80gb_2.json")
     monkeypatch.setattr(bench.subprocess, "run", lambda command: asked.append(command[-2:]))
     bench.measure_here("links")
     assert asked == [] and capfd.readouterr() == ("", ""), "a CPU says nothing"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import golfnb.launcher as launcher
+import golfnb.tools.launcher as launcher
 from golfnb.settings import GolfError
-from golfnb.launcher import (END_WITH_TORCHRUN, SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script,
+from golfnb.tools.launcher import (END_WITH_TORCHRUN, SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script,
                              package_dir, relay_errors, run_script, specialise, usable_cores)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,7 +187,7 @@ print(json.dumps({n: os.environ.get(n) for n in ("OMP_NUM_THREADS", "OMP_WAIT_PO
 def told_environment(code: str, **own: str) -> dict:
     "What ENVIRONMENT prints when a process with `own` variables alone for OpenMP runs `code`."
     env = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}
-    done = subprocess.run([sys.executable, "-c", "import golfnb.launcher as launcher\n" + code], env=env | own, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", "import golfnb.tools.launcher as launcher\n" + code], env=env | own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -308,7 +308,7 @@ def parent(pid: int) -> int:
 def test_nobody_is_left_behind(tmp_path, to, number, status, words):
     path = tmp_path / "s.py"
     path.write_text(WAITING)
-    code = f"import sys; from golfnb.launcher import run_script; sys.exit(run_script({str(path)!r}, 1, {{}}))"
+    code = f"import sys; from golfnb.tools.launcher import run_script; sys.exit(run_script({str(path)!r}, 1, {{}}))"
     job = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MARK": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
     try:
         while not Path(f"{path}0").exists() and job.poll() is None:

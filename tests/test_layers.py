@@ -1,4 +1,4 @@
-"""Layers: the functions of chapter 06 against formulas written out, in float64."""
+"""Layers: the functions of chapter 03 against formulas written out, in float64."""
 import importlib.util
 import math
 

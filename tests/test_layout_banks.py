@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from golfnb.banks import make_banks, unbank
-from golfnb.baselines import separate
+from golfnb.studies.baselines import separate
 from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text, read_plan, shard_cuts, slot_kinds
+from golfnb.studies.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text, read_plan, shard_cuts, slot_kinds
 from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, group_matrices, model_layout
 from golfnb.model import Golf, init_model, named_state
 from workers import settings, speedrun_kinds

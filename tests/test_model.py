@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn import init
 
 import golfnb.model
-from golfnb.buckets import BucketGolf, read_plan
+from golfnb.studies.buckets import BucketGolf, read_plan
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.layers import rms_norm, softcap_loss, token_nll
@@ -137,7 +137,8 @@ def test_banked_equals_plain_linears_forward_and_backward(variant):
 @pytest.mark.parametrize("world", [1, 3])
 def test_weights_made_for_all_blocks_at_once_change_nothing(plan, world, monkeypatch):
     "What kernels want made of the weights, with plain functions for kernels: same logits, same gradients, padding included."
-    from golfnb import buckets, model as module
+    from golfnb import model as module
+    from golfnb.studies import buckets
     from golfnb.layers import qk_norm_rope_gain
     seen, bucketed = [], "," in plan
 

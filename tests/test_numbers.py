@@ -28,11 +28,11 @@ PUBLISHED = {  # figures of the published table: number -> where it was publishe
     **dict.fromkeys(("83.4", "1.1218", "1.1194"), "PR #549"), **dict.fromkeys(("1.1147", "0.0005"), "PR #726"), **dict.fromkeys(("87.4", "1.1122"), "PR #1060"),
 }
 ALLOWED = [  # chapter, words as they stand, source; a source that begins with "=" is computed and must give the figure
-    ("21_data", "its first 8 kB", "the rule of the cell: as much as is looked at"),
-    ("23b", "as a reader of a clock says them: 45 s", "example of a form"),
-    ("23b", "at 125 ms a step", "an invented run, from the cell"),
-    ("24_cli", "(20,000 bytes are enough)", "the rule of the cell below, held by test_data"),
-    ("24_cli", "at least 20 kB of text and at most 2 MB", "the rule of the same cell"),
+    ("20_data", "its first 8 kB", "the rule of the cell: as much as is looked at"),
+    ("24b", "as a reader of a clock says them: 45 s", "example of a form"),
+    ("24b", "at 125 ms a step", "an invented run, from the cell"),
+    ("23_cli", "(20,000 bytes are enough)", "the rule of the cell below, held by test_data"),
+    ("23_cli", "at least 20 kB of text and at most 2 MB", "the rule of the same cell"),
     ("01", "costs 8 bits a byte", "definition of a byte"),
     ("01", "are the 256 bytes", "= 2 ** 8"),
     ("01", "were worth 4 % of a score", "published: mistakes in submissions to the challenge"),
@@ -42,45 +42,45 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("02", "needs 10 bits a token", "= 1024 .bit_length() - 1"),
     ("02", "just over 4 GiB", "name of a planted fault: the size of the file is set in the cell"),
     ("02", "| bytes |", "format: offsets in a shard's header"),
-    ("03", "1/e of them, 37 %", "= round(100 * math.exp(-1))"),
-    ("06", "bfloat16: 8 bits of mantissa", "definition of bfloat16, the leading one counted"),
-    ("06", "the capped logits to 16 bits", "definition of bfloat16"),
-    ("07", "every load stays 16 bytes wide", "definition: eight bfloat16 a load"),
-    ("07", "start on 16 bytes each", "definition: what the card's bulk copies ask for"),
+    ("02b", "1/e of them, 37 %", "= round(100 * math.exp(-1))"),
+    ("03", "bfloat16: 8 bits of mantissa", "definition of bfloat16, the leading one counted"),
+    ("03", "the capped logits to 16 bits", "definition of bfloat16"),
+    ("09", "every load stays 16 bytes wide", "definition: eight bfloat16 a load"),
+    ("09", "start on 16 bytes each", "definition: what the card's bulk copies ask for"),
     ("10", "its weights take 32 bits each", "definition of float32"),
-    ("11", "a whole optimizer step of 1.3 milliseconds (PR #399)", "published: PR #399"),
-    ("12", "keep at most 1 % of its initial weights", "given in an exercise"),
-    ("13", "scalars are 4 % of the weights", "= small_share()"),
-    ("13", "each starts on 16 bytes", "definition: a vector load"),
-    ("13", "the published table: 4 ms slower", "published: PR #399"),
-    ("13", "or 40 s with several hosts, raises", "choice: beside the 14 s it takes at most to ask who is gone, under a minute"),
-    ("13", "takes up to 14 seconds", "choice: the limit is in the code below"),
-    ("19", "a minute (40 seconds between hosts)", "choice: chapter 13 has it"),
-    ("15", "a cap of 50 seconds at 100 ms a step", "settings of the example in the next cell"),
-    ("15", "a counter that gains 10 ms at every look", "settings of the example in the next cell"),
-    ("16", "in memory, 32 bits each", "definition of float32"),
-    ("16", "under about 0.25 bits", "= 0.25"),
-    ("16b", "stays under 32 bits", "definition of the coder's state"),
-    ("16b", "its low 16 bits go out", "definition of the coder's word"),
-    ("16", "and 0.03 bits a weight for the scales", "= round(16 / 512, 2)"),
-    ("17", "checksum 32 bytes of the header", "format: two comments of constants, one after the other"),
-    ("17", "or to 32 MiB if that is more", "= 2 ** 25 // 2 ** 20"),
-    ("21", "The first 8 bytes of a SHA-256", "definition of the split"),
-    ("21", "a vocabulary that 16 bits do not hold", "definition: a shard's tokens are uint16"),
-    ("24b", "smaller than a model of 16 MB", "rule: the challenge's size, rounded"),
-    ("27", "int6+lzma: 39 bytes", "planted fault in a log"),
-    ("27", "int6+lzma: 15990000 bytes", "planted fault in a log"),
-    ("21", "then the 256 bytes", "= 2 ** 8"),
-    ("22", "or below 2 %, is noise", "rule of the comparison: NOISE in the cell"),
-    ("30", "bytes within 3 %", "rule of parity: the bound in the cell"),
-    ("27", "NVIDIA H100 80GB HBM3", "name of a device"),
-    ("30", "is it under 2 %?", "given in an exercise"),
-    ("31", "98,304 tokens every 80 milliseconds or so", "published: the reference's step, nbs/results/reference_pr549.json, rounded"),
-    ("31", "95 % bound", "definition of the interval"),
-    ("31", "half width of the 95 % interval", "definition of the interval"),
-    ("31", "95 % within", "definition of the interval"),
-    ("31", "differ by 0.004 nats on average", "given in an exercise"),
-    ("31", "until the 95 % interval leaves zero out", "given in an exercise"),
+    ("07", "a whole optimizer step of 1.3 milliseconds (PR #399)", "published: PR #399"),
+    ("08", "keep at most 1 % of its initial weights", "given in an exercise"),
+    ("07b", "scalars are 4 % of the weights", "= small_share()"),
+    ("07b", "each starts on 16 bytes", "definition: a vector load"),
+    ("07b", "the published table: 4 ms slower", "published: PR #399"),
+    ("07b", "or 40 s with several hosts, raises", "choice: beside the 14 s it takes at most to ask who is gone, under a minute"),
+    ("07b", "takes up to 14 seconds", "choice: the limit is in the code below"),
+    ("16", "a minute (40 seconds between hosts)", "choice: chapter 07b has it"),
+    ("08b", "a cap of 50 seconds at 100 ms a step", "settings of the example in the next cell"),
+    ("08b", "a counter that gains 10 ms at every look", "settings of the example in the next cell"),
+    ("10b", "in memory, 32 bits each", "definition of float32"),
+    ("10b", "under about 0.25 bits", "= 0.25"),
+    ("11", "stays under 32 bits", "definition of the coder's state"),
+    ("11", "its low 16 bits go out", "definition of the coder's word"),
+    ("10b", "and 0.03 bits a weight for the scales", "= round(16 / 512, 2)"),
+    ("11b", "checksum 32 bytes of the header", "format: two comments of constants, one after the other"),
+    ("11b", "or to 32 MiB if that is more", "= 2 ** 25 // 2 ** 20"),
+    ("20", "The first 8 bytes of a SHA-256", "definition of the split"),
+    ("20", "a vocabulary that 16 bits do not hold", "definition: a shard's tokens are uint16"),
+    ("26", "smaller than a model of 16 MB", "rule: the challenge's size, rounded"),
+    ("28", "int6+lzma: 39 bytes", "planted fault in a log"),
+    ("28", "int6+lzma: 15990000 bytes", "planted fault in a log"),
+    ("20", "then the 256 bytes", "= 2 ** 8"),
+    ("30", "or below 2 %, is noise", "rule of the comparison: NOISE in the cell"),
+    ("36", "bytes within 3 %", "rule of parity: the bound in the cell"),
+    ("28", "NVIDIA H100 80GB HBM3", "name of a device"),
+    ("36", "is it under 2 %?", "given in an exercise"),
+    ("37", "98,304 tokens every 80 milliseconds or so", "published: the reference's step, nbs/results/reference_pr549.json, rounded"),
+    ("37", "95 % bound", "definition of the interval"),
+    ("37", "half width of the 95 % interval", "definition of the interval"),
+    ("37", "95 % within", "definition of the interval"),
+    ("37", "differ by 0.004 nats on average", "given in an exercise"),
+    ("37", "until the 95 % interval leaves zero out", "given in an exercise"),
     ("index", "[01 bpb]", "name of a chapter"),
 ]
 
@@ -131,14 +131,14 @@ def figures(name: str, cells) -> list[str]:
     return lost
 
 
-@pytest.mark.parametrize("path", sorted(NBS.glob("*.ipynb")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(NBS.rglob("*.ipynb")), ids=lambda p: p.stem)
 def test_every_figure_has_a_source(path):
     lost = figures(path.stem, nbformat.read(path, as_version=4).cells)
     assert not lost, "\n".join([*lost, "print it from nbs/results, or name its source in ALLOWED"])
 
 
 def test_no_entry_is_stale_and_what_is_computed_is_right():
-    text = {p.stem: " ".join(" ".join(prose(c).replace("# ", " ") if c.cell_type == "code" else prose(c) for c in nbformat.read(p, as_version=4).cells if c.cell_type != "raw").split()) for p in NBS.glob("*.ipynb")}
+    text = {p.stem: " ".join(" ".join(prose(c).replace("# ", " ") if c.cell_type == "code" else prose(c) for c in nbformat.read(p, as_version=4).cells if c.cell_type != "raw").split()) for p in NBS.rglob("*.ipynb")}
     for chapter, words, source in ALLOWED:
         assert any(words in t for n, t in text.items() if n.startswith(chapter)), f"{chapter}: {words!r} is said no more; take it out of ALLOWED"
         if source.startswith("="):
@@ -153,5 +153,5 @@ def test_a_typed_figure_is_found():
     planted = [("m", "A step takes 83.5 ms."), ("m", "It gains 12 to 15 % here."), ("c", "x = 1  # costs 3 GB/s"), ("c", "print('we reach 1.09 bpb')"), ("c", "print(f'{x} of 7,000 bytes')"), ("m", "| a | ms |\n|---|---|\n| b | 12.5 |")]
     for kind, source in planted:
         assert len(figures("99_x", [cell(kind, source)])) == 1, source
-    for kind, source in [("m", "Chapter 12 shows 3 banks."), ("c", "print(f'{ms:.1f} ms')"), ("m", "```\n12 ms\n```"), ("m", "At most 16,000,000 bytes.")]:
+    for kind, source in [("m", "Chapter 08 shows 3 banks."), ("c", "print(f'{ms:.1f} ms')"), ("m", "```\n12 ms\n```"), ("m", "At most 16,000,000 bytes.")]:
         assert not figures("99_x", [cell(kind, source)]), source

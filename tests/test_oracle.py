@@ -14,7 +14,7 @@ from script_checks import unreached
 from tiny import loaded, tiny_data
 
 from golfnb import config, run
-from golfnb.launcher import minify, pack_script
+from golfnb.tools.launcher import minify, pack_script
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_script_holds_what_its_run_reaches_and_its_packed_form_is_the_same_pro
     text = script_of(case)
     assert max(map(len, text.splitlines())) <= 110 and unreached(text) == []
     small = minify(text)
-    monkeypatch.setattr("golfnb.launcher.minify", {text: small}.__getitem__)
+    monkeypatch.setattr("golfnb.tools.launcher.minify", {text: small}.__getitem__)
     packed = re.search(r'b85decode\("(.*)"\)', pack_script(text))[1]
     assert ast.dump(ast.parse(bz2.decompress(base64.b85decode(packed)))) == ast.dump(ast.parse(small))
 

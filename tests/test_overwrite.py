@@ -3,7 +3,7 @@ import pytest
 from tiny import golfnb, one_sentence
 
 from golfnb.artifact import save_weights
-from golfnb.data import stdlib_documents
+from golfnb.tools.data import stdlib_documents
 from score_workers import random_state
 
 MINE = b"my own text, which no command of golfnb has written"
@@ -64,7 +64,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_lies_there_stays(folder, monkeypatch, name):
     for starts in ("start_run", "demo_data"):  # nothing trains here: what is lost is lost before
-        monkeypatch.setattr(f"golfnb.cli.{starts}", lambda *a: 0)
+        monkeypatch.setattr(f"golfnb.tools.cli.{starts}", lambda *a: 0)
     before = files(folder)
     done = golfnb(*COMMANDS[name], cwd=folder)
     assert done.returncode == 2 and one_sentence(done.stderr), done.stdout + done.stderr
@@ -79,7 +79,7 @@ def test_what_a_command_wrote_itself_it_may_write_again(folder):
 
 
 def test_demo_data_of_ones_own_stays(folder, monkeypatch):
-    monkeypatch.setattr("golfnb.data.stdlib_documents", lambda *a: ["a text"])
+    monkeypatch.setattr("golfnb.tools.data.stdlib_documents", lambda *a: ["a text"])
     data = folder / "runs" / "demo" / "data"
     data.mkdir()
     (data / "essays_train_000000.bin").write_bytes(MINE)

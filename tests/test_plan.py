@@ -3,11 +3,11 @@ import random
 
 import pytest
 
-from golfnb.baselines import candidate_buckets, search_buckets
+from golfnb.studies.baselines import candidate_buckets, search_buckets
 from golfnb.config import Config
 from golfnb.settings import GolfError
 from golfnb.layout import Matrix, group_matrices, model_layout
-from golfnb.buckets import read_plan
+from golfnb.studies.buckets import read_plan
 from golfnb.plan import Links, Plan, check_plan, finish_us, make_plan, predict, transfer_us, work_us
 
 

@@ -22,12 +22,12 @@ from tiny import golfnb, one_sentence, tiny_data
 
 from golfnb.artifact import save_artifact
 from golfnb.bpb import load_tokenizer, tokenizer_hash
-from golfnb.report import find_artifact, find_tokenizer, run_data
+from golfnb.tools.report import find_artifact, find_tokenizer, run_data
 from golfnb.evaluate import plain_loss
 from golfnb.layout import model_layout
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
 from golfnb.parallel_muon import Ranks
-from golfnb.play import LIMIT, Player, TextPieces, play_server
+from golfnb.tools.play import LIMIT, Player, TextPieces, play_server
 from golfnb.quantize import quantize_state
 from golfnb.settings import GolfError
 
@@ -129,7 +129,7 @@ def test_places_of_a_long_text_show_what_a_continuation_is_drawn_from(player):
     found = player.read(TEXT * 4)
     for n in (5, 47, 48, 49, 80):
         so_far = player.encode(TEXT * 4)[:n]
-        from golfnb.sampling import next_logits
+        from golfnb.tools.sampling import next_logits
         shares, best = next_logits(player.golf, so_far).softmax(-1).topk(1)
         text, share = found["tokens"][n - 1][4][0]
         assert share == pytest.approx(float(shares), abs=2e-4) and text == player.shown(int(best))
@@ -226,15 +226,16 @@ def test_who_goes_away_leaves_nothing_behind(server, capsys):
     others = set(threading.enumerate())
     for request in (b"", b"POST /write HTTP/1.1\r\nHost:", head, head + body[:5], head + body, head.replace(b"localhost", b"golf.example") + body, b"GET / HTTP/1.1\r\nHost: a.b\r\n\r\n"):
         sent_and_gone(server, request)
-    for thread in set(threading.enumerate()) - others:
-        thread.join(300)
-        assert not thread.is_alive(), "it serves a reader who has gone"
+    end = time.time() + 300
+    while set(threading.enumerate()) - others and time.time() < end:
+        time.sleep(0.02)
+    assert not set(threading.enumerate()) - others, "it serves a reader who has gone"
     assert ask(server, "write", WRITE)[0] == 200
     assert capsys.readouterr().err == ""
 
 
 def test_a_request_that_does_not_come_is_given_up(server, monkeypatch, capsys):
-    from golfnb.play import PlayHandler
+    from golfnb.tools.play import PlayHandler
     monkeypatch.setattr(PlayHandler, "timeout", 0.3)
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as line:
         line.sendall(b"POST /read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")

@@ -12,8 +12,8 @@ import pytest
 from tiny import golfnb
 
 from golfnb.settings import GolfError
-from golfnb.bench import settings_diff
-from golfnb.report import PAGE_STYLE, loss_chart, paired, read_run, run_rows, ttt_chart, weight_chart, write_report
+from golfnb.studies.bench import settings_diff
+from golfnb.tools.report import PAGE_STYLE, loss_chart, paired, read_run, run_rows, ttt_chart, weight_chart, write_report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "book"))
 import browse
@@ -112,7 +112,7 @@ def test_pages_fit_a_desktop_and_a_phone(tmp_path):
 
 
 def test_a_text_never_costs_the_page(tmp_path, monkeypatch):
-    from golfnb import report
+    from golfnb.tools import report
     from golfnb.artifact import save_artifact
 
     run = invented(tmp_path / "a", 1)
@@ -181,7 +181,7 @@ def test_a_run_may_have_any_name(tmp_path, name):
 
 
 def test_a_fault_of_the_drawing_is_no_damaged_file(tmp_path, monkeypatch):
-    from golfnb import report
+    from golfnb.tools import report
 
     def broken(*table):
         raise ValueError("a fault of ours")
@@ -209,8 +209,8 @@ def test_the_audit_can_be_typed_as_it_stands(tmp_path):
 
 
 def test_a_text_begins_with_a_line(tmp_path):
-    from golfnb.data import stdlib_documents, train_tokenizer
-    from golfnb.report import prompt_of
+    from golfnb.tools.data import stdlib_documents, train_tokenizer
+    from golfnb.tools.report import prompt_of
 
     sp = train_tokenizer(stdlib_documents(["json", "csv"]), tmp_path / "t.model", 400)
     text = "def f(x):\n    return  x\n\nclass A:\n    pass\n" * 9

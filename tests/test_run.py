@@ -19,9 +19,9 @@ from tiny import TINY, clean_env, one_sentence, tiny_data
 from workers import Batches, machine, settings, spawn
 
 from golfnb.bpb import tokenizer_hash
-from golfnb.cli import main_cli
+from golfnb.tools.cli import main_cli
 from golfnb.config import load_config
-from golfnb.launcher import fold_script
+from golfnb.tools.launcher import fold_script
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.run import Machine, Session, keep_traces, run

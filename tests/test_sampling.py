@@ -7,11 +7,11 @@ import pytest
 import torch
 from test_model import VARIANTS, filled
 
-from golfnb.bench import record_result
+from golfnb.studies.bench import record_result
 from golfnb.config import load_config
 from golfnb.layout import model_layout
 from golfnb.model import Block, Golf, init_model
-from golfnb.sampling import CachedBlock, CachedReader, draw, generate, next_logits, row_start, stream_tokens
+from golfnb.tools.sampling import CachedBlock, CachedReader, draw, generate, next_logits, row_start, stream_tokens
 from golfnb.settings import GolfError
 
 

@@ -6,7 +6,7 @@ import pytest
 from tiny import golfnb, one_sentence
 
 from golfnb.settings import GolfError
-from golfnb.significance import below_target, compare_runs, run_summary, runs_needed, student_tail, welch
+from golfnb.studies.significance import below_target, compare_runs, run_summary, runs_needed, student_tail, welch
 
 
 def runs(folder, scores: dict) -> list:

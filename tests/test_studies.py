@@ -3,8 +3,8 @@ import pytest
 import torch
 from tiny import TINY, tiny_data
 
-from golfnb import studies
-from golfnb.bench import read_result
+from golfnb.studies import harness as studies
+from golfnb.studies.bench import read_result
 from golfnb.config import load_config
 from golfnb.loader import grad_accum
 from golfnb.parallel_muon import Ranks, clip_factor, squared_norm

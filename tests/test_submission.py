@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from tiny import TINY, tiny_data
 
-from golfnb.cli import main_cli
+from golfnb.tools.cli import main_cli
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.run import run
 from golfnb.shards import write_shard
-from golfnb.submission import beats_target, check_submission, make_submission, read_log, run_command
+from golfnb.tools.submission import beats_target, check_submission, make_submission, read_log, run_command
 
-SCRIPT = b"LATE_STEPS = 2\n" + b"# and so on\n" * 2000  # the script itself is checked in chapter 27
+SCRIPT = b"LATE_STEPS = 2\n" + b"# and so on\n" * 2000  # the script itself is checked in chapter 28
 WORDS = dict.fromkeys(("author", "github_id", "name", "blurb"), "a")
 WHO = ["--author", "A. Reader", "--github-id", "areader", "--name", "A tiny run"]
 

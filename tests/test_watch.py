@@ -15,7 +15,8 @@ from score_workers import DOCS, golf_on, random_state, random_table, texts
 from tiny import TINY, golfnb, one_sentence, tiny_data
 from workers import Batches, Clock, machine, settings
 
-from golfnb import evaluate, quantize, train, ttt, watch
+from golfnb import evaluate, quantize, train, ttt
+from golfnb.tools import watch
 from golfnb.adapters import score_documents
 from golfnb.config import load_config
 from golfnb.parallel_muon import Ranks

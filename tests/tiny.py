@@ -18,7 +18,7 @@ TINY = {
 
 def tiny_data(folder: Path) -> dict[str, str]:
     "Shards and tokenizer of a few documents; the settings that point at them."
-    from golfnb.data import build_shards, stdlib_documents, train_tokenizer
+    from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
 
     docs = stdlib_documents(["json", "csv", "email"])[:60]
     train_tokenizer(docs, folder / "tokenizer.model", 400)
@@ -61,7 +61,7 @@ def into(file, fd: int):
 
 def golfnb(*argv, cwd: Path, **env) -> SimpleNamespace:
     "The command, in this process: importing torch once is enough."
-    from golfnb.cli import main_cli
+    from golfnb.tools.cli import main_cli
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, contextlib.chdir(cwd), patch.dict(os.environ, clean_env(**env), clear=True):
         with into(out, 1), into(err, 2), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

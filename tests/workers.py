@@ -16,8 +16,8 @@ import torch.distributed as dist
 from forked import fork_processes
 
 from golfnb.banks import unbank
-from golfnb.baselines import separate
-from golfnb.buckets import BucketGolf, bucket_engine, read_plan
+from golfnb.studies.baselines import separate
+from golfnb.studies.buckets import BucketGolf, bucket_engine, read_plan
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.layout import Matrix, model_layout
@@ -103,7 +103,7 @@ def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
 
 
 def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> dict[str, list[tuple]]:
-    "The slots of modded-nanogpt #132's model by kind, as chapter 29 writes them."
+    "The slots of modded-nanogpt #132's model by kind, as chapter 34 writes them."
     def each(name, n, rows, cols, transposed=False):
         return [(Matrix(f"blocks.{i}.{name}", rows, cols, "", transposed),) for i in range(n)]
 
@@ -178,8 +178,8 @@ def wrong_world(ranks, env: dict) -> str:
 
 def ways(ranks, env: dict) -> float:
     "Largest difference, after 3 steps in fp64, between the engine and the same rule batched under DDP, with separate weights and with banks."
-    from golfnb.baselines import DdpRig
-    from golfnb.bench import Rig, bench_shards
+    from golfnb.studies.baselines import DdpRig
+    from golfnb.studies.bench import Rig, bench_shards
 
     cfg = load_config({**env, "MUON_MOMENTUM_WARMUP_STEPS": "0", "WEIGHT_DTYPE": "fp64", "AVERAGING": "none", "WARMDOWN_ITERS": "0", "LOADER": "sequential", "DATA_PATH": "absent"})
     with tempfile.TemporaryDirectory() as folder:

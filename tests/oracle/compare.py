@@ -21,7 +21,7 @@ import conftest  # noqa: F401  this checkout's golfnb, here and in the processes
 from oracle.pack import oracle_scripts
 from tiny import TINY, tiny_data, torchrun
 
-from golfnb.launcher import fold_script, pack_script
+from golfnb.tools.launcher import fold_script, pack_script
 
 CASES = ("pr399", "pr549", "pr726", "pr1060", "golf", "demo", "golf_more")  # names of the oracle's scripts
 WORDS = {"golf_more": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}  # what a script is made with, beside its recipe
