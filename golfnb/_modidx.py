@@ -1140,6 +1140,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                      'golfnb.tools.report.event_of': ('tools/report.html#event_of', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.find_artifact': ('tools/report.html#find_artifact', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.find_tokenizer': ('tools/report.html#find_tokenizer', 'golfnb/tools/report.py'),
+                                     'golfnb.tools.report.golfnb_command': ('tools/report.html#golfnb_command', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.html_table': ('tools/report.html#html_table', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.lead': ('tools/report.html#lead', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.loss_chart': ('tools/report.html#loss_chart', 'golfnb/tools/report.py'),

@@ -191,8 +191,17 @@ def test_a_fault_of_the_drawing_is_no_damaged_file(tmp_path, monkeypatch):
     assert not isinstance(found.value, GolfError) and not (tmp_path / "a" / "report.html").exists()
 
 
-def test_the_audit_can_be_typed_as_it_stands(tmp_path):
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_audit_can_be_typed_as_it_stands(tmp_path, monkeypatch, installed):
+    "Also where the shell does not find golfnb: then by the path of the command beside this Python."
     from golfnb.artifact import save_artifact
+
+    command = tmp_path / "bin" / "golfnb"
+    command.parent.mkdir()
+    command.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(command.with_name("python")))
+    monkeypatch.setenv("PATH", str(command.parent) if installed else "/nowhere")
+    typed = "golfnb" if installed else str(command)
 
     run, data = invented(tmp_path / "it's a run", 1), tmp_path / "my data"
     data.mkdir()
@@ -203,8 +212,8 @@ def test_the_audit_can_be_typed_as_it_stands(tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     summary["config"] |= {"data_path": str(data), "tokenizer_path": str(data / "tokenizer.model")}
     (run / "summary.json").write_text(json.dumps(summary))
-    words = html.unescape(re.search(r"<pre><code>(golfnb score .*)</code></pre>", write_report(run).read_text())[1])
-    assert shlex.split(words) == ["golfnb", "score", str(run / "artifact.golf"), "--audit", "--ttt", "--val", f"{data}/*_val_*.bin", "--train", f"{data}/*_train_*.bin", "--tokenizer", str(data / "tokenizer.model")]
+    words = html.unescape(re.search(r"<pre><code>(\S*golfnb score .*)</code></pre>", write_report(run).read_text())[1])
+    assert shlex.split(words) == [typed, "score", str(run / "artifact.golf"), "--audit", "--ttt", "--val", f"{data}/*_val_*.bin", "--train", f"{data}/*_train_*.bin", "--tokenizer", str(data / "tokenizer.model")]
     assert "not at hand" in write_report(invented(tmp_path / "b", 2)).read_text()
 
 

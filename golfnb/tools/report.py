@@ -8,7 +8,8 @@ __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOS
            'quantized_counts', 'counts_entropy', 'event_of', 'read_run', 'find_artifact', 'run_place', 'run_data',
            'find_tokenizer', 'open_model', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve', 'series',
            'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows', 'run_table', 'Table', 'html_table',
-           'note', 'command', 'script_json', 'paired', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
+           'note', 'command', 'script_json', 'paired', 'golfnb_command', 'audit_command', 'Page', 'page_of',
+           'page_html', 'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
 import hashlib
@@ -16,6 +17,8 @@ import html
 import json
 import re
 import shlex
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -452,12 +455,18 @@ def lead(runs: list[dict]) -> str:
     return body
 
 # %% ../../nbs/tools/24_report.ipynb #998d0752
+def golfnb_command() -> str:
+    "`golfnb` where a shell finds it, else the path of the one beside this Python."
+    beside = Path(sys.executable).with_name("golfnb")
+    return str(beside) if beside.is_file() and not shutil.which("golfnb") else "golfnb"
+
+
 def audit_command(folder: Path) -> str:
     "The command that audits a run's artifact, to be typed anywhere on this machine; '' without its shards."
     file, folder = artifact_file(folder), folder.resolve()
     if not (file and run_data(file, "val")):
         return ""
-    words = ["golfnb", "score", str(folder / file.name), "--audit", "--ttt"]
+    words = [golfnb_command(), "score", str(folder / file.name), "--audit", "--ttt"]
     for split in ("val", "train"):
         if shards := run_data(file, split):
             words += [f"--{split}", str(Path(shards).absolute())]
