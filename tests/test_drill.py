@@ -54,19 +54,19 @@ def test_sigterm_leaves_a_run_that_goes_on(data, tmp_path):
     "Also from another working directory, with relative paths, and with a damaged checkpoint."
     shutil.copytree(data, tmp_path / "data")
     relative = {"DATA_PATH": "data", "TOKENIZER_PATH": "data/tokenizer.model"}
-    child = launched(["-m", "golfnb.cli", "train", "--nproc", "2", *words(data, RUN_ID="x", **relative)], tmp_path, "step:5/")
+    child = launched(["-m", "golfnb.tools.cli", "train", "--nproc", "2", *words(data, RUN_ID="x", **relative)], tmp_path, "step:5/")
     child.send_signal(signal.SIGTERM)
     said = (tmp_path / "said")
     assert child.wait(600) == 5, said.read_text()
     assert re.fullmatch(r"golfnb: stopped by SIGTERM after step \d+; go on with golfnb train --resume runs/x", said.read_text().splitlines()[-1]), said.read_text()
     again = golfnb("train", *words(data, RUN_ID="x"), cwd=tmp_path)
     assert again.returncode == 2 and "a run that did not end" in again.stderr and "--resume runs/x" in again.stderr
-    other = subprocess.run([sys.executable, "-m", "golfnb.cli", "train", "--resume", "runs/x", "MATRIX_LR=0.5"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
+    other = subprocess.run([sys.executable, "-m", "golfnb.tools.cli", "train", "--resume", "runs/x", "MATRIX_LR=0.5"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
     assert other.returncode == 2 and one_sentence(other.stderr) and "a run of MATRIX_LR=0.025, found 0.5" in other.stderr
     damaged = tmp_path / "runs" / "x" / "checkpoints" / "step-00000990"
     damaged.mkdir()
     (tmp_path / "elsewhere").mkdir()
-    done = subprocess.run([sys.executable, "-m", "golfnb.cli", "train", "--resume", "../runs/x", "--nproc", "1"], cwd=tmp_path / "elsewhere", env=clean_env(), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "golfnb.tools.cli", "train", "--resume", "../runs/x", "--nproc", "1"], cwd=tmp_path / "elsewhere", env=clean_env(), capture_output=True, text=True)
     assert done.returncode == 0 and "resumed:../runs/x step:" in done.stdout and "step:80/80" in done.stdout, done.stderr
     assert "set aside as damaged-step-00000990" in done.stdout
     left = {p.name for p in (tmp_path / "runs" / "x").iterdir()}
