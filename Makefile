@@ -1,5 +1,6 @@
 # make setup   .venv with what golfnb runs with; says what to type next
 # make demo    documents -> tokenizer -> shards -> torchrun -> artifact -> scores -> report, in runs/demo
+# make quick   in the middle of a change: a small run, and the checks of what differs from main
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
 # make book-check  every page of it in a headless Chromium, on desktop and phone, light and dark
@@ -13,12 +14,15 @@ INSTALL := $(BIN)/python -m pip install --no-compile $(if $(shell test -t 2 && e
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test book book-check export
+.PHONY: setup demo quick test book book-check export
 setup: $(STAMP)
 	@echo "next: $(BIN)/golfnb data build FOLDER_OR_FILES   (your texts), or: make demo"
 
 demo: $(STAMP)
 	$(BIN)/golfnb demo
+
+quick: $(DEV_STAMP)
+	$(BIN)/python tests/quick.py
 
 test: $(DEV_STAMP)
 	$(BIN)/python tests/step.py check & $(BIN)/python tests/notebooks.py check && wait $$!

@@ -87,7 +87,7 @@ def test_setup_installs_no_tool_of_tests_or_book():
     assert {"pytest", "Sphinx", "transformers", "playwright", "scipy", "nbdev"} <= dev.keys() and not run.keys() & dev.keys()
 
 
-@pytest.mark.parametrize("target, installs", [("setup", ["requirements.txt"]), ("demo", ["requirements.txt"]), ("test", ["requirements.txt", "requirements-dev.txt"]), ("book", ["requirements.txt", "requirements-dev.txt"])])
+@pytest.mark.parametrize("target, installs", [("setup", ["requirements.txt"]), ("demo", ["requirements.txt"]), ("quick", ["requirements.txt", "requirements-dev.txt"]), ("test", ["requirements.txt", "requirements-dev.txt"]), ("book", ["requirements.txt", "requirements-dev.txt"])])
 def test_a_fresh_clone_installs_what_the_target_needs(tmp_path, target, installs):
     for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "setup.py", "settings.ini", "book/quarto"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,7 @@
-"""Every recipe goes on giving the numbers of the oracle's scripts: each step loss and each score equal as floats, from package and script."""
+"""Every recipe, from package and script, goes on giving the numbers of the oracle's script.
+
+Each step loss and each score is equal as a float.
+"""
 import ast
 import base64
 import bz2
@@ -7,7 +10,8 @@ import types
 from functools import cache
 
 import pytest
-from oracle.compare import CASES, ROOM, STEPS, WORDS, differences, recipe_of, script_of, settings_of, summary_of, write_script
+from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, recipe_of, script_of,
+                            settings_of, summary_of, verdicts, write_script)
 from oracle.pack import oracle_scripts
 from script_checks import unreached
 from tiny import loaded, tiny_data
@@ -33,10 +37,12 @@ def test_package_and_script_give_the_oracles_numbers(case, place, monkeypatch):
     "In one process; no code is counted, so all have the same room for the weights."
     root, data = place
     monkeypatch.chdir(root)
-    oracle = loaded(oracle_scripts()[case], f"oracle_{case}")
-    package = types.SimpleNamespace(run=run.run, load_config=config.load_config)
+    programs = {
+        "oracle": loaded(oracle_scripts()[case], f"oracle_{case}"),
+        "package": types.SimpleNamespace(run=run.run, load_config=config.load_config),
+        "script": script_module(case)}
     found = {}
-    for form, program in {"oracle": oracle, "package": package, "script": script_module(case)}.items():
+    for form, program in programs.items():
         settings = settings_of(case) | data | {"RUN_ID": f"{case}-{form}"}
         found[form] = program.run(program.load_config(settings))
     wanted = found["oracle"]
@@ -60,30 +66,51 @@ def test_a_script_gives_the_oracles_numbers_on_two_ranks(case, form, place):
 
 def test_a_difference_in_the_last_bit_is_found():
     wanted = {"losses": [6.0, 5.5], "raw_bpb": 2.5, "ttt_bpb": 2.25}
+    next_float = wanted | {"losses": [6.0, 5.500000000000001]}
+    one_step_less = wanted | {"losses": [6.0]}
+    no_ttt = {"losses": [6.0, 5.5], "raw_bpb": 2.5000000000000004}
     assert differences(wanted, dict(wanted)) == []
-    assert differences(wanted, wanted | {"losses": [6.0, 5.500000000000001]}) == ["the loss of step 2 is 5.500000000000001, the oracle's 5.5"]
-    assert differences(wanted, wanted | {"losses": [6.0]}) == ["the loss of step 2 is None, the oracle's 5.5"]
-    without = {"losses": [6.0, 5.5], "raw_bpb": 2.5000000000000004}
-    assert differences(wanted, without) == ["raw_bpb is 2.5000000000000004, the oracle's 2.5", "ttt_bpb is None, the oracle's 2.25"]
+    assert differences(wanted, next_float) == [
+        "the loss of step 2 is 5.500000000000001, the oracle's 5.5"]
+    assert differences(wanted, one_step_less) == ["the loss of step 2 is None, the oracle's 5.5"]
+    assert differences(wanted, no_ttt) == [
+        "raw_bpb is 2.5000000000000004, the oracle's 2.5", "ttt_bpb is None, the oracle's 2.25"]
+
+
+def test_the_table_of_all_forms_has_the_first_difference_and_what_failed():
+    jobs = [("golf", 1, form) for form in FORMS] + [("demo", 2, form) for form in FORMS[:2]]
+    wanted = {"losses": [6.0, 5.5], "raw_bpb": 2.5}
+    other = wanted | {"losses": [6.0, 5.25], "raw_bpb": 2.0}
+    golf = [wanted, dict(wanted), other, RuntimeError("no disk")]
+    demo = [RuntimeError("no oracle"), wanted]
+    assert [row[2:] for row in verdicts(jobs, iter(golf + demo))] == [
+        ("package", 2, "equal"),
+        ("script", 2, "the loss of step 2 is 5.25, the oracle's 5.5"),
+        ("packed", 0, "failed: no disk"),
+        ("package", 0, "the oracle's run failed: no oracle")]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_script_holds_what_its_run_reaches_and_its_packed_form_is_the_same_program(case, monkeypatch):
+def test_a_script_holds_what_its_run_reaches_and_packs_into_the_same_program(case, monkeypatch):
     text = script_of(case)
     assert max(map(len, text.splitlines())) <= 110 and unreached(text) == []
     small = minify(text)
     monkeypatch.setattr("golfnb.tools.launcher.minify", {text: small}.__getitem__)
     packed = re.search(r'b85decode\("(.*)"\)', pack_script(text))[1]
-    assert ast.dump(ast.parse(bz2.decompress(base64.b85decode(packed)))) == ast.dump(ast.parse(small))
+    unpacked = bz2.decompress(base64.b85decode(packed))
+    assert ast.dump(ast.parse(unpacked)) == ast.dump(ast.parse(small))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_fixed_setting_is_accepted_with_its_own_value_and_refused_with_another(case):
     recipe, script = recipe_of(case), script_module(case)
     cfg = config.load_config({"RECIPE": recipe, **WORDS.get(case, {})})
-    assert script.load_config({"RECIPE": recipe, "LOADER": cfg.loader, "CLIP": cfg.clip}).loader == cfg.loader
+    own = {"RECIPE": recipe, "LOADER": cfg.loader, "CLIP": cfg.clip}
+    assert script.load_config(own).loader == cfg.loader
     other = next(word for word in ("coprime", "sequential") if word != cfg.loader)
-    with pytest.raises(script.GolfError, match=f"LOADER is fixed to {cfg.loader} .* found {other}: make that script with golfnb script --recipe {recipe}.* LOADER={other}") as e:
+    sentence = (f"LOADER is fixed to {cfg.loader} .* found {other}: "
+                f"make that script with golfnb script --recipe {recipe}.* LOADER={other}")
+    with pytest.raises(script.GolfError, match=sentence) as e:
         script.load_config({"LOADER": other})
     assert "\n" not in str(e.value)
     with pytest.raises(script.GolfError, match="RECIPE is fixed"):

@@ -1,8 +1,9 @@
-"""Every recipe's numbers, from package, script and packed script on 1 and 2 ranks, beside those of the oracle's script.
+"""Every recipe's numbers, in every form on 1 and 2 ranks, beside those of the oracle's script.
 
     python tests/oracle/compare.py [CASE ...]    without a name all cases: some minutes
 
-Each run is a torchrun of its own in a clean environment. Prints a table; exits with 1 if a number differs or a run fails.
+Forms are package, script and packed script. Each run is a torchrun of its own in a clean
+environment. Prints a table; exits with 1 if a number differs or a run fails.
 """
 import json
 import os
@@ -17,24 +18,32 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT / "tests") not in sys.path:
     sys.path.insert(0, str(ROOT / "tests"))
-import conftest  # noqa: F401  this checkout's golfnb, here and in the processes started from here; one thread
+import conftest  # noqa: F401  this checkout's golfnb and one thread, in started processes too
 from oracle.pack import oracle_scripts
 from tiny import TINY, tiny_data, torchrun
 
 from golfnb.tools.launcher import fold_script, pack_script
 
-CASES = ("pr399", "pr549", "pr726", "pr1060", "golf", "demo", "golf_more")  # names of the oracle's scripts
-WORDS = {"golf_more": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}  # what a script is made with, beside its recipe
+CASES = ("pr399", "pr549", "pr726", "pr1060", "golf", "demo", "golf_more")  # the oracle's scripts
+WORDS = {"golf_more": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}  # what its script is made with
 STEPS = 6
 NUMBERS = TINY | {
-    "ITERATIONS": str(STEPS), "WARMDOWN_ITERS": "4", "VAL_LOSS_EVERY": "3", "MAX_WALLCLOCK_SECONDS": "0",
-    "EMA_DECAY": "0.8", "GPTQ_CALIB_SAMPLES": "2", "TTT_CHUNK_SIZE": "32", "EVAL_STRIDE": "48"}
-CAPPED = {"pr726": {"MAX_WALLCLOCK_SECONDS": "600"}}  # the schedule of a run with a limit of time; far away, it changes no rate
-ROOM = {"demo": 300_000, "golf_more": 530_000}  # bytes for the weights: less than the finest grid takes
-SCORES = ("world", "steps", "skipped", "unigram_bpb", "raw_loss", "raw_bpb", "ema_loss", "ema_bpb", "int6_loss", "int6_bpb",
-          "sliding_loss", "sliding_bpb", "ttt_loss", "ttt_bpb", "artifact_bytes", "artifact_sha256")
-PACKAGE = "from golfnb.run import script_main\nif __name__ == '__main__':\n    script_main(__file__)\n"
+    "ITERATIONS": str(STEPS), "WARMDOWN_ITERS": "4", "VAL_LOSS_EVERY": "3",
+    "MAX_WALLCLOCK_SECONDS": "0", "EMA_DECAY": "0.8", "EVAL_STRIDE": "48",
+    "GPTQ_CALIB_SAMPLES": "2", "TTT_CHUNK_SIZE": "32"}
+CAPPED = {"pr726": {"MAX_WALLCLOCK_SECONDS": "600"}}  # a schedule by the clock; never near its end
+USUAL_ROOM = 16_000_000  # bytes for the weights
+ROOM = {"demo": 300_000, "golf_more": 530_000}  # less than the finest grid takes
+SCORES = (
+    "world", "steps", "skipped", "unigram_bpb", "raw_loss", "raw_bpb", "ema_loss", "ema_bpb",
+    "int6_loss", "int6_bpb", "sliding_loss", "sliding_bpb", "ttt_loss", "ttt_bpb",
+    "artifact_bytes", "artifact_sha256")
+PACKAGE = """from golfnb.run import script_main
+if __name__ == "__main__":
+    script_main(__file__)
+"""
 FORMS = ("oracle", "package", "script", "packed")
+Job = tuple[str, int, str]  # case, ranks, form
 
 
 def recipe_of(case: str) -> str:
@@ -43,8 +52,8 @@ def recipe_of(case: str) -> str:
 
 
 def settings_of(case: str, code_bytes: int = 0) -> dict[str, str]:
-    "The settings of a case; TARGET_BYTES leaves the same room for the weights, whatever the code takes."
-    target = ROOM.get(case, 16_000_000) + code_bytes
+    "The settings of a case: the same room for the weights, whatever the code takes."
+    target = ROOM.get(case, USUAL_ROOM) + code_bytes
     own = {"RECIPE": recipe_of(case), "TARGET_BYTES": str(target)}
     return NUMBERS | CAPPED.get(case, {}) | WORDS.get(case, {}) | own
 
@@ -77,9 +86,10 @@ def write_script(form: str, case: str, folder: Path) -> Path:
 
 
 def summary_of(script: Path, case: str, ranks: int, data: dict[str, str]) -> dict:
-    "The summary of a case's run under torchrun, on CPU. Raises RuntimeError, with what it said, if it fails."
+    "What a case comes to under torchrun, on CPU. Raises RuntimeError with its words if it fails."
     name = f"{case}-on-{ranks}"
-    settings = settings_of(case, script.stat().st_size) | data | {"RUN_ID": name, "CUDA_VISIBLE_DEVICES": ""}
+    settings = settings_of(case, script.stat().st_size) | data
+    settings |= {"RUN_ID": name, "CUDA_VISIBLE_DEVICES": ""}
     done = torchrun(script, ranks, settings, script.parent)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -99,8 +109,8 @@ def differences(wanted: dict, found: dict) -> list[str]:
     return lines
 
 
-def verdicts(jobs: list[tuple[str, int, str]], summaries: Iterator[dict | RuntimeError]) -> Iterator[tuple]:
-    "(case, ranks, form, steps, what was found) of each job but the oracle's, which comes first in its case."
+def verdicts(jobs: list[Job], summaries: Iterator[dict | RuntimeError]) -> Iterator[tuple]:
+    "(case, ranks, form, steps, finding) of each job but the oracle's, which comes first."
     for (case, ranks, form), found in zip(jobs, summaries):
         if form == "oracle":
             wanted = found
@@ -116,15 +126,20 @@ def verdicts(jobs: list[tuple[str, int, str]], summaries: Iterator[dict | Runtim
 def main(argv: list[str]) -> int:
     unknown = [case for case in argv if case not in CASES]
     if unknown:
-        print(f"compare: a case must be one of {', '.join(CASES)}, found {unknown[0]}", file=sys.stderr)
+        known = ", ".join(CASES)
+        print(f"compare: a case must be one of {known}, found {unknown[0]}", file=sys.stderr)
         return 2
-    jobs = [(case, ranks, form) for case in argv or CASES for ranks in (1, 2) for form in FORMS]
+    cases = argv or CASES
+    jobs = [(case, ranks, form) for case in cases for ranks in (1, 2) for form in FORMS]
     with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = Path(tmp)
         data = tiny_data(folder)
-        scripts = {(case, form): write_script(form, case, folder) for case, ranks, form in jobs if ranks == 1}
+        scripts = {}
+        for case in cases:
+            for form in FORMS:
+                scripts[case, form] = write_script(form, case, folder)
 
-        def summary(job: tuple[str, int, str]) -> dict | RuntimeError:
+        def summary(job: Job) -> dict | RuntimeError:
             case, ranks, form = job
             try:
                 return summary_of(scripts[case, form], case, ranks, data)

@@ -1,0 +1,101 @@
+"""The quick check reads from git and from imports what a change touches."""
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from quick import changed_paths, select
+
+FILES = {
+    "golfnb/__init__.py": "",
+    "golfnb/settings.py": "import json\n",
+    "golfnb/averaging.py": "from .settings import setting\n",
+    "golfnb/train.py": "from .averaging import Ema\n",
+    "golfnb/tools/cli.py": "def train():\n    from ..train import train\n",
+    "golfnb/tools/play.py": "from golfnb import train\n",
+    "tests/tiny.py": "import golfnb.settings\n",
+    "tests/test_averaging.py": "from golfnb.averaging import Ema\n",
+    "tests/test_train.py": "from tiny import TINY\nfrom golfnb import train\n",
+    "tests/test_cli.py": "import golfnb.tools.cli as cli\n",
+    "tests/test_play.py": "def test():\n    from golfnb.tools.play import play\n",
+    "tests/test_book.py": "import re\n",
+    "tests/test_docs.py": "import nbformat\n",
+}
+
+
+def notebook(root: Path, name: str, first_line: str) -> Path:
+    path = root / "nbs" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": [first_line]}]}))
+    return path.relative_to(root)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def chosen(tree: Path, *changed: str | Path, slow=()) -> tuple[list[str], list[str]]:
+    "Stems of the tests to run, and of those left out."
+    found = select(tree, [Path(path) for path in changed], slow)
+    return [path.stem for path in found.tests], [path.stem for path in found.left_out]
+
+
+@pytest.mark.parametrize("changed, tests", [
+    ("golfnb/averaging.py", ["test_averaging", "test_train"]),
+    ("golfnb/train.py", ["test_cli", "test_play", "test_train"]),
+    ("golfnb/tools/cli.py", ["test_cli"]),
+    ("golfnb/settings.py", ["test_averaging"]),
+    ("golfnb/removed.py", []),
+    ("tests/tiny.py", ["test_train"]),
+    ("tests/test_book.py", ["test_book"]),
+    ("README.md", []),
+])
+def test_tests_are_those_of_the_module_and_of_what_imports_it(tree, changed, tests):
+    assert chosen(tree, changed) == (tests, [])
+
+
+def test_a_notebook_in_any_folder_stands_for_its_module(tree):
+    path = notebook(tree, "tools/23_cli.ipynb", "#| default_exp tools.cli\n")
+    page = notebook(tree, "index.ipynb", "# a page\n")
+    assert chosen(tree, path, page) == (["test_cli", "test_docs"], [])
+    assert select(tree, [path, page, Path("nbs/deleted.ipynb")], ()).notebooks == [path, page]
+
+
+def test_slow_files_are_left_out_unless_they_changed(tree):
+    slow = ("test_cli", "test_book")
+    assert chosen(tree, "golfnb/train.py", slow=slow) == (["test_play", "test_train"], ["test_cli"])
+    tests, left_out = chosen(tree, "golfnb/train.py", "tests/test_cli.py", slow=slow)
+    assert (tests, left_out) == (["test_cli", "test_play", "test_train"], [])
+
+
+def test_what_differs_is_what_was_committed_changed_deleted_or_added_since_main(tree):
+    def git(*words):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *author, *words], cwd=tree, check=True, capture_output=True)
+
+    git("init", "-b", "main")
+    (tree / ".gitignore").write_text("*.log\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert changed_paths(tree) == []
+    git("checkout", "-b", "work")
+    (tree / "golfnb/train.py").write_text("x = 1\n")
+    git("commit", "-am", "committed")
+    git("checkout", "main")
+    (tree / "golfnb/averaging.py").write_text("x = 1\n")
+    git("commit", "-am", "main goes on")
+    git("checkout", "work")
+    (tree / "tests/tiny.py").write_text("x = 1\n")
+    (tree / "tests/test_book.py").unlink()
+    (tree / "two words.py").write_text("")
+    (tree / "run.log").write_text("")
+    found = [str(path) for path in changed_paths(tree)]
+    assert found == ["golfnb/train.py", "tests/test_book.py", "tests/tiny.py", "two words.py"]
+    git("branch", "-m", "main", "trunk")
+    with pytest.raises(SystemExit, match="a branch `main` is needed"):
+        changed_paths(tree)
