@@ -227,13 +227,14 @@ def plain_score(self: Session) -> tuple[float, float]:
 def train_weights(self: Session) -> NoAverage:
     "Warm up, train, and score the raw weights."
     cfg, m, ranks = self.cfg, self.machine, self.ranks
+    advice = [EmaAdvice()]
     sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
     with Loader(sampler, ranks.device, cfg.vocab_size) as loader:
         with self.phase("compiling"):
             warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
         with self.phase("training"):
             done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score,
-                         keeper=self.keeper if cfg.checkpoint_every_s else None, extras=[EmaAdvice()])
+                         keeper=self.keeper if cfg.checkpoint_every_s else None, extras=advice)
     self.summary.update(raw_loss=done.val_loss, raw_bpb=done.val_bpb, losses=done.losses,
                         steps=done.steps, skipped=done.skipped, train_ms=done.train_ms,
                         step_ms=done.train_ms / max(done.steps, 1))

@@ -414,7 +414,7 @@ def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
 
 # %% ../nbs/story/08b_train.ipynb #86870aad
 class EmaAdvice:
-    "An extra: says once, as soon as the number of steps is known, if the average will keep much of its start."
+    "An extra: says once, when the number of steps is known, if the average will keep much of its start."
 
     def __init__(self):
         self.done = False

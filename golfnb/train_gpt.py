@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 2d25d15aa4cb2d1a | Apache-2.0
+# golfnb script --recipe pr549 | source af9f7387f136bcc4 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2881,7 +2881,7 @@ def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
     return run
 
 class EmaAdvice:
-    "An extra: says once, as soon as the number of steps is known, if the average will keep much of its start."
+    "An extra: says once, when the number of steps is known, if the average will keep much of its start."
 
     def __init__(self):
         self.done = False
@@ -3572,12 +3572,13 @@ class Session:
     def train_weights(self) -> NoAverage:
         "Warm up, train, and score the raw weights."
         cfg, m, ranks = self.cfg, self.machine, self.ranks
+        advice = [EmaAdvice()]
         sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
         with Loader(sampler, ranks.device, cfg.vocab_size) as loader:
             with self.phase("compiling"):
                 warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
             with self.phase("training"):
-                done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score, extras=[EmaAdvice()])
+                done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score, extras=advice)
         self.summary.update(raw_loss=done.val_loss, raw_bpb=done.val_bpb, losses=done.losses,
                             steps=done.steps, skipped=done.skipped, train_ms=done.train_ms,
                             step_ms=done.train_ms / max(done.steps, 1))
