@@ -31,6 +31,10 @@ VOLATILE = re.compile(r"0x[0-9a-f]{6,}")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "COLUMNS": "100"}
 
 
+class LostMessage(Exception):
+    "A kernel printed, and nothing came: seen rarely, on a busy machine."
+
+
 def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
     "The executed notebook and its processor seconds, which other work on the machine leaves alone; cells marked `#| eval: false` are shown and not run."
     nb = nbformat.read(path, as_version=4)
@@ -39,7 +43,10 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
         nb.cells[i] = nbformat.v4.new_raw_cell("")
     nb.cells.append(nbformat.v4.new_code_cell(PROCESSOR_SECONDS))
     NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, iopub_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(path.parent)}}).execute()
-    seconds = float(nb.cells.pop().outputs[-1].text.split()[-1])
+    last = nb.cells.pop().outputs
+    if not last:
+        raise LostMessage
+    seconds = float(last[-1].text.split()[-1])
     for i, cell in held.items():
         nb.cells[i] = cell
     return nb, seconds
@@ -89,11 +96,18 @@ def untrue_seconds(stated: int, seconds: float) -> bool:
 
 
 def one(path: Path, write: bool) -> str | None:
+    "Run one notebook, and once more if it is not in order: what a kernel prints may be lost once."
+    return attempt(path, write) and attempt(path, write)
+
+
+def attempt(path: Path, write: bool) -> str | None:
     "Run one notebook; None when it is in order, else the sentence that says why not."
     try:
         done, seconds = execute(path)
     except CellExecutionError as e:
         return f"{path.name}: a cell failed:\n{e}"
+    except LostMessage:
+        return f"{path.name}: what its last cell printed did not come"
     done = clean(done)
     print(f"  {path.name:28s} {seconds:5.1f} s", flush=True)
     if (stated := stated_seconds(done)) and untrue_seconds(stated, seconds):
