@@ -16,7 +16,7 @@ from oracle.pack import oracle_scripts
 from script_checks import unreached
 from tiny import loaded, tiny_data
 
-from golfnb import config, run
+from golfnb import config, program
 from golfnb.tools.launcher import minify, pack_script
 
 
@@ -39,12 +39,12 @@ def test_package_and_script_give_the_oracles_numbers(case, place, monkeypatch):
     monkeypatch.chdir(root)
     programs = {
         "oracle": loaded(oracle_scripts()[case], f"oracle_{case}"),
-        "package": types.SimpleNamespace(run=run.run, load_config=config.load_config),
+        "package": types.SimpleNamespace(run=program.run, load_config=config.load_config),
         "script": script_module(case)}
     found = {}
-    for form, program in programs.items():
+    for form, made in programs.items():
         settings = settings_of(case) | data | {"RUN_ID": f"{case}-{form}"}
-        found[form] = program.run(program.load_config(settings))
+        found[form] = made.run(made.load_config(settings))
     wanted = found["oracle"]
     assert len(wanted["losses"]) == STEPS and len(set(wanted["losses"])) == STEPS
     assert ("ttt_bpb" in wanted) == (case not in ("pr399", "pr1060"))

@@ -40,8 +40,8 @@ from golfnb.shards import atomic_write
 # %% ../../nbs/tools/21_launcher.ipynb #4625df66
 SCRIPT_MODULES = (
     "settings", "bpb", "shards", "loader", "layout", "banks", "layers", "kernels", "model", "newton_schulz",
-    "grid", "plan", "averaging", "parallel_muon", "evaluate", "train", "tools.checkpoint", "quantize", "rans", "artifact", "ttt",
-    "adapters", "config", "run")
+    "grid", "plan", "averaging", "parallel_muon", "evaluate", "train", "quantize", "rans", "artifact", "ttt",
+    "adapters", "run", "config", "program")
 
 
 def package_dir() -> Path:
@@ -160,7 +160,8 @@ def join_patch(where: str, n: ast.FunctionDef, code: list[str], classes: dict[st
     text += ["", textwrap.indent(method, "    ")]
 
 # %% ../../nbs/tools/21_launcher.ipynb #127d9443
-ROOTS = {"script_main", "DEFAULT_RECIPE"}
+ROOTS = {"script_main", "open_run", "DEFAULT_RECIPE"}
+HANGS_ON = ("before_training", "after_step", "after_training", "note", "result", "close")  # methods of extras
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (ast.FunctionDef, ast.Lambda, ast.ClassDef, *COMPREHENSIONS)
 PLACELESS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)  # such as Load, Add, And
@@ -282,6 +283,8 @@ def calls_of(p: Program, fn: ast.FunctionDef) -> list[ast.Call]:
         by_class = any(isinstance(p.tops.get(getattr(a.value, "id", "")), ast.ClassDef) for a in refs)
         odd = by_class or p.stores[fn.name] or fn.name in CALLED_BY_TORCH
         refs = p.uses[None, fn.scope.name] if fn.name == "__init__" else refs
+    made = fn.name == "__init__" and getattr(fn.scope, "name", "") == "Run"  # by golfnb.tools.checkpoint
+    odd = odd or made or fn.name in HANGS_ON
     odd = odd or not set(decorators(fn)) <= {"torch.no_grad", "torch.inference_mode"}
     return [n.up for n in refs] if not odd and all(map(is_plain_call, refs)) else []
 

@@ -38,7 +38,7 @@ SCORES = (
     "world", "steps", "skipped", "unigram_bpb", "raw_loss", "raw_bpb", "ema_loss", "ema_bpb",
     "int6_loss", "int6_bpb", "sliding_loss", "sliding_bpb", "ttt_loss", "ttt_bpb",
     "artifact_bytes", "artifact_sha256")
-PACKAGE = """from golfnb.run import script_main
+PACKAGE = """from golfnb.program import script_main
 if __name__ == "__main__":
     script_main(__file__)
 """
