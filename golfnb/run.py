@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .settings import GolfError, Settings, patch, setting
+from .settings import GolfError, Settings, finite, patch, setting
 from .bpb import byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .shards import atomic_write, find_shards, read_header, read_span, val_tokens
 from .loader import Loader, grad_accum
@@ -69,26 +69,13 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 # %% ../nbs/reference/16_run.ipynb #631acc7f
-IN_FOLDER = {"summary.json": "a finished run", "progress.json": "a run that can go on",
-             "train.log": "a run that did not end"}  # file -> what its folder holds
-
-
-def held_by(folder: Path) -> str:
-    "What a run directory holds already; empty for nothing."
-    for name, what in IN_FOLDER.items():
-        if (folder / name).exists():
-            return what
-    return ""
-
-
 def run_folder(s: RunSettings, ranks: Ranks) -> Path:
-    "Make the run directory; raises GolfError if another run lies there."
+    "The directory for a run; raises GolfError if another run lies there."
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
-    found = ranks.broadcast_object(held_by(folder))  # on rank 0's host
-    if found:
-        raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
-    make_folder(folder)
+    taken = ranks.broadcast_object((folder / "train.log").exists())  # on rank 0's node
+    if taken:
+        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
     return folder
 
 
@@ -135,6 +122,7 @@ class Run:
         val = val_tokens(data / "*_val_*.bin", max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
+        make_folder(self.folder)
         self.settings, self.ranks, self.code = s, ranks, code
         self.seconds, self.summary, self.extras = {}, {}, []
         ranks.barrier()
@@ -346,11 +334,6 @@ def write_artifact(self: Run, packed: dict, codec: str) -> bytes:
     self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,
                         ledger=parts, artifact_sha256=sha256)
     return data
-
-# %% ../nbs/reference/16_run.ipynb #5725c882
-def finite(summary: dict) -> dict:
-    "A summary with None for every number that is not finite."
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
 
 # %% ../nbs/reference/16_run.ipynb #37226dd2
 @patch

@@ -138,6 +138,11 @@ def read_json(text: str | bytes, what) -> dict:
             raise ValueError(f"an object was expected, not a {type(found).__name__}")
         return found
 
+# %% ../nbs/reference/00_settings.ipynb #a0de0002
+def finite(summary: dict) -> dict:
+    "A summary with None for every number that is not finite."
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+
 # %% ../nbs/reference/00_settings.ipynb #45ebf322
 def settings_from(group: type, values: Mapping):
     "A `group` from JSON values. Raises GolfError if one is missing, unknown, of a wrong type or impossible."

@@ -265,6 +265,7 @@ class Trainer:
     time. `skipped`: steps left out for a gradient that was not finite. `val_loss`, `val_bpb`: of the last
     validation. `rounded_from`: the first step, counted from 0, that published rounded weights.
     """
+    control_words = CONTROL_WORDS
 
     def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: NoAverage,
                  log: RunLog | None = None, now: Callable = time.perf_counter,
@@ -390,7 +391,7 @@ def read(self: Trainer, values: list):
     s = self.settings
     step = len(self.losses)
     own_loss = values[-1]
-    control = dict(zip(CONTROL_WORDS, values))
+    control = dict(zip(self.control_words, values))
     world = self.engine.ranks.world
     self.losses.append(control["loss"] / world)
     self.stop = self.stop or control["stop"] > 0

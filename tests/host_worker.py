@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import workers
 
-from golfnb.config import load_config
-from golfnb.run import as_rank, run
+from golfnb import program
+from golfnb.run import as_rank
+from golfnb.tools.checkpoint import open_kept
 
 
 def sent() -> int:
@@ -40,7 +41,8 @@ def spent(now, ranks, env: dict) -> list[float]:
 def work(ranks):
     what, folder, *words = sys.argv[1:]
     if what == "run":
-        return run(load_config(os.environ), ranks).get("over_budget")
+        env = {"CHECKPOINT_EVERY_S": "0", **os.environ}
+        return program.main(open_kept(program, env, ranks)).get("over_budget")
     measure = {"steps": workers.five_steps, "seconds": partial(spent, time.perf_counter), "bytes": partial(spent, sent)}[what]
     found = [measure(ranks, env) for env in json.loads(words[0])]
     Path(folder, f"{ranks.rank}.pkl").write_bytes(pickle.dumps(found))

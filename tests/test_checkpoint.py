@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.tools.checkpoint import Keeper, Stopped, named_tensors
-from golfnb.config import load_config
+from golfnb import program
+from golfnb.tools.checkpoint import LATE_VOTES, SPAN, SPANS, Keeper, Progress, Stopped, named_tensors, open_kept, shard_identity
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.loader import grad_accum
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.tools.report import read_run
-from golfnb.run import SPAN, SPANS, Session, finite, shard_identity
-from golfnb.settings import GolfError
+from golfnb.settings import GolfError, finite
 from golfnb.shards import HEADER_BYTES, write_shard
-from golfnb.train import LATE_STEPS, RunLog, train, training_loss
+from golfnb.train import RunLog, training_loss
 from tiny import TINY, tiny_data
-from workers import Batches, machine, settings, spawn
+from workers import Batches, machine, settings, spawn, trained
 
 ENV = settings(3, ITERATIONS="12", WARMDOWN_ITERS="8", QAT_BANKS="1", LATE_QAT_THRESHOLD="0.7", SCALE_FLOOR="0", SMALL_TENSOR="64", AVERAGING="ema+swa", SWA_EVERY="1")
 STOPS = 3, 9  # before and after weights begin to be rounded
@@ -30,10 +29,10 @@ STOPS = 3, 9  # before and after weights begin to be rounded
 
 class StopAt(Keeper):
     "SIGTERM comes in time to stop after step `last`, on the last rank alone."
-    def after_step(self, run):
-        if run.steps == self.last - LATE_STEPS and self.ranks.rank == self.ranks.world - 1:
+    def after_step(self, t):
+        if t.steps == self.last - LATE_VOTES and self.ranks.rank == self.ranks.world - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        super().after_step(run)
+        super().after_step(t)
 
 
 class Steps(Batches):
@@ -54,11 +53,11 @@ def handler():
 def one_run(ranks, keeper=None):
     "Averages and masters by published name, losses, when rounding began."
     cfg, model, engine = machine(ENV, ranks)
-    run = train(cfg, training_loss(model, model.cap), Steps(cfg, ranks), engine, keeper=keeper)
+    t = trained(cfg, training_loss(model, model.cap), Steps(cfg, ranks), engine, extras=[keeper] if keeper else [])
     if keeper:
         keeper.wait()
-    averaged, last = named_state(model, *engine.gather(run.average.weights())), named_state(model, *engine.gather())
-    return [{n: t.numpy() for n, t in state.items()} for state in (averaged, last)], run.losses, run.qat_from
+    averaged, last = named_state(model, *engine.gather(t.average.weights())), named_state(model, *engine.gather())
+    return [{n: t.numpy() for n, t in state.items()} for state in (averaged, last)], t.losses, t.rounded_from
 
 
 def lives(ranks, folder: str):
@@ -118,7 +117,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_another_models_refused(tmp_path
         keeper.wait()  # it writes the newest again
     cfg, model, engine = machine(ENV | {"NUM_LAYERS": "4", "VE_LAYERS": "3"}, Ranks())
     with pytest.raises(GolfError, match="must hold blocks.3.*another model"):
-        train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, keeper=Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True)))
+        trained(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, extras=[Keeper(tmp_path / "checkpoints", 1e9, Ranks(), Log(quiet=True))])
 
 
 def test_damaged_checkpoints_of_high_numbers_devour_no_later_ones(tmp_path):
@@ -182,11 +181,11 @@ def test_torchs_own_writer_without_room_costs_the_checkpoint_too(tmp_path, monke
 
 def test_every_tensor_that_a_step_changes_is_kept():
     cfg, model, engine = machine(ENV, Ranks())
-    run = train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine)
-    kept = {t.data_ptr() for t in named_tensors(run).values()}
-    whole = [*engine.state(), *[t for tensors in run.average.state().values() for t in tensors]]
-    assert all(t.data_ptr() in kept for t in whole) and run.project is not None
-    assert sum(name.endswith(" clip") for name in named_tensors(run)) == sum(m.quant == "int6" for _, _, m in engine.layout)
+    t = trained(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine)
+    kept = {tensor.data_ptr() for tensor in named_tensors(t).values()}
+    whole = [*engine.state(), *[tensor for tensors in t.average.state().values() for tensor in tensors]]
+    assert all(tensor.data_ptr() in kept for tensor in whole) and t.project is not None
+    assert sum(name.endswith(" clip") for name in named_tensors(t)) == sum(m.quant == "int6" for _, _, m in engine.layout)
 
 
 def test_a_cap_counts_the_time_of_what_was_trained(tmp_path):
@@ -197,12 +196,12 @@ def test_a_cap_counts_the_time_of_what_was_trained(tmp_path):
             clock += 0.010
             return clock
         cfg, model, engine = machine(ENV | {"ITERATIONS": "1000", "MAX_WALLCLOCK_SECONDS": "0.4"}, Ranks())
-        return train(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, now=now, keeper=keeper)
+        return trained(cfg, training_loss(model, model.cap), Steps(cfg, Ranks()), engine, now=now, extras=[keeper] if keeper else [])
     class Idle(Keeper):
         "Looks at the clock only when it saves."
-        def after_step(self, run):
-            if self.last and run.steps >= self.last:
-                self.save(run)
+        def after_step(self, t):
+            if self.last and t.steps >= self.last:
+                self.save(t)
                 self.wait()
                 raise Stopped("enough")
     whole, keeper = capped(), Idle(tmp_path, 1e9, Ranks(), RunLog(quiet=True))
@@ -218,13 +217,11 @@ def test_two_lives_at_once_are_refused_and_what_is_half_written_goes(tmp_path):
     for left in (".ema.golf.7-7.tmp", "checkpoints/.step-00000007/x"):
         (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / left).write_text("half")
-    one, two = (SimpleNamespace(folder=tmp_path) for _ in range(2))
-    assert Session.take_notes(one) == {} and Session.take_notes(two) is None
+    one, two = (SimpleNamespace(path=tmp_path / "progress.json") for _ in range(2))
+    assert Progress.take_notes(one) == {} and Progress.take_notes(two) is None
     assert sorted(p.name for p in tmp_path.rglob("*")) == [".lock", "checkpoints"]
-    two.ranks, two.cfg = Ranks(), None
-    two.take_notes = lambda: Session.take_notes(two)
     with pytest.raises(GolfError, match="still goes on"):
-        Session.recall(two)
+        Progress(SimpleNamespace(folder=tmp_path, ranks=Ranks(), val=torch.zeros(3), tokenizer_sha256="", code=b"", train_paths=[]))
 
 
 def test_the_events_of_two_lives_are_one_run(tmp_path):
@@ -248,10 +245,12 @@ def life(tmp_path):
     env = {**TINY, **tiny_data(data), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x", "CHECKPOINT_EVERY_S": "60"}
     (data / "manifest.json").unlink()
     def begin(code=b"script", **more):
-        session = Session(load_config(env | more), Ranks(), quiet=True, code=code)
-        session.lock.close()
-        session.log.close()
-        return session
+        run = open_kept(program, env | more, Ranks(), code, quiet=True)
+        keeper, progress = run.extras
+        keeper.close()
+        progress.lock.close()
+        run.log.close()
+        return run
     return data, begin
 
 
@@ -295,7 +294,7 @@ def test_a_run_goes_on_with_what_it_was_started_with_in_every_phase(change, word
     change(data)
     for summary in ({}, {"ema_bpb": 2.0, "ema_loss": 1.0}, {"ema_bpb": 2.0, "artifact_bytes": 9, "int6_bpb": 2.0, "int6_loss": 1.0}):
         first.summary = summary
-        first.remember()
+        first.note("scored int6")
         notes = (tmp_path / "runs" / "x" / "progress.json").read_text()
         with pytest.raises(GolfError, match=words) as refused:
             begin(RESUME="1")

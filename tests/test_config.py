@@ -13,7 +13,7 @@ from golfnb.layout import model_layout
 from golfnb.loader import grad_accum
 from golfnb.model import Golf, ModelSettings
 from golfnb.parallel_muon import Ranks
-from golfnb.run import Session, check_memory
+from golfnb.program import check_memory, open_run
 from golfnb.settings import GolfError, printable, read_json, settings_from
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
@@ -233,5 +233,5 @@ def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
 def test_a_run_refuses_what_no_machine_can_hold_before_it_builds_anything(pairs, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(GolfError, match=words):
-        Session(load_config({**SMALL, **env(pairs)}), Ranks(), quiet=True)
+        open_run(load_config({**SMALL, **env(pairs)}), Ranks(), quiet=True)
     assert not [*tmp_path.iterdir()]

@@ -12,6 +12,7 @@ import pytest
 
 from golfnb.tools import drill as chapter
 from golfnb.tools.data import build_shards, stdlib_documents
+from golfnb.tools.checkpoint import open_kept
 from golfnb.tools.drill import differences, drill, half_files, processes
 from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data
 
@@ -80,15 +81,16 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
     whole, folder, script, mine = tmp_path / "runs" / "whole", tmp_path / "runs" / "x", tmp_path / "x.py", tmp_path / "data"
     shutil.copytree(data, mine)
     env = dict(word.split("=", 1) for word in words(mine, RUNS_DIR=tmp_path / "runs", RUN_ID="whole", ITERATIONS=4, MODEL_DIM=64))
-    assert golfnb("script", "--recipe", "demo", *[f"{n}={v}" for n, v in env.items() if n != "RECIPE"], "-o", script, cwd=tmp_path).returncode == 0
+    numbers = [f"{n}={v}" for n, v in env.items() if n not in ("RECIPE", "CHECKPOINT_EVERY_S")]
+    assert golfnb("script", "--recipe", "demo", *numbers, "-o", script, cwd=tmp_path).returncode == 0
     chapter = loaded(script.read_text(), "script_scored")
-    scored = chapter.Session.scored
-    def copied(session, label, name, *rest, **how):
+    scored = chapter.Run.scored
+    def copied(run, label, name, *rest, **how):
         if name == "sliding":
             shutil.copytree(whole, folder)
-        return scored(session, label, name, *rest, **how)
-    monkeypatch.setattr(chapter.Session, "scored", copied)
-    chapter.run(chapter.load_config(env), code=script.read_bytes())
+        return scored(run, label, name, *rest, **how)
+    monkeypatch.setattr(chapter.Run, "scored", copied)
+    chapter.main(open_kept(chapter, env, chapter.Ranks(), script.read_bytes()))
     for path in (*mine.glob("*.bin"), mine / "manifest.json"):
         path.unlink()
     build_shards(stdlib_documents(["json", "csv", "email"])[60:120], mine / "tokenizer.model", mine, 4_000, 0.05)
@@ -103,10 +105,10 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
 
 
 def test_torchrun_goes_on_by_itself(data, tmp_path):
-    assert golfnb("script", "--recipe", "demo", "CHECKPOINT_EVERY_S=0.2", "-o", "x.py", cwd=tmp_path).returncode == 0
+    assert golfnb("script", "--recipe", "demo", "-o", "x.py", cwd=tmp_path).returncode == 0
     env = [word for word in words(data) if not word.startswith("RECIPE")]
     child = launched(["-c", f"import os, sys; os.environ.update(w.split('=', 1) for w in {env}); os.execv(sys.executable, [sys.executable, '-m', 'torch.distributed.run', "
-                      "'--standalone', '--nproc_per_node=2', '--max-restarts=1', 'x.py'])"], tmp_path, "step:5/")
+                      "'--standalone', '--nproc_per_node=2', '--max-restarts=1', '-m', 'golfnb.tools.checkpoint', 'x.py'])"], tmp_path, "step:5/")
     ranks = [p for p in Path("/proc").glob("[0-9]*") if f") S {child.pid} " in (p / "stat").read_text() or f") R {child.pid} " in (p / "stat").read_text()]
     os.kill(int(max(ranks, key=lambda p: int(p.name)).name), signal.SIGKILL)
     assert child.wait(600) == 0, (tmp_path / "said").read_text()

@@ -1,6 +1,7 @@
 """The engine against oracles in one process: torch.optim.Muon at constant momentum, and the per-matrix rule under warm-up."""
 import gc
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record_graph
 from golfnb.newton_schulz import orthogonalize
 from golfnb.plan import make_plan
-from golfnb.train import StepGraph, micro_steps, training_loss
+from golfnb.train import StepGraph, backward_pass, micro_batches, training_loss
 from workers import Batches, plan_model, settings, speedrun_kinds
 
 
@@ -170,21 +171,30 @@ class Replayed:
 MADE = []
 
 
+def recorded(loss_fn, params):
+    graph = StepGraph(loss_fn, params)
+    return graph.backward, graph
+
+
+def plain_backward(loss_fn, params):
+    return partial(backward_pass, loss_fn), None
+
+
 def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=1):
     "Losses of some steps, and the masters after them; with more `runs` each after the first starts from the same weights, with an engine of its own."
     cfg = load_config(settings(3))
     model = Golf(cfg, model_layout(cfg, 1), dtype=dtype, device=device)
-    loss_fn = wrap(training_loss(model, model.cap), list(model.parameters()))
+    backward, graph = wrap(training_loss(model, model.cap), list(model.parameters()))
     for _ in range(runs):
         init_model(model, cfg, 3)
         engine = Engine(model.role_params(), model.layout, Ranks(device=device), clip=clip, max_norm=0.01)
         loader, losses = Batches(cfg, Ranks(device=device), accum), []
         loader.next = lambda rows=loader.next: tuple(t.to(device) for t in rows())
         for _ in range(steps):
-            losses.append(micro_steps(loss_fn, loader, engine, accum))
+            losses.append(micro_batches(backward, loader, engine, accum))
             engine.launch(loss=losses[-1])
             engine.finish(momentum=0.9)
-    return torch.stack(losses), [b.master for b in engine.banks.values()], loss_fn
+    return torch.stack(losses), [b.master for b in engine.banks.values()], graph
 
 
 @pytest.mark.parametrize("clip, accum, runs", [("local", 1, 1), ("global", 1, 1), ("local", 2, 1), ("global", 2, 1), ("local", 2, 2)])
@@ -192,8 +202,8 @@ def test_a_recorded_backward_trains_as_the_plain_one(clip, accum, runs, monkeypa
     "Gradients stand at fixed places and the engine takes them away after each: nothing may be lost, kept or counted twice; an engine that moves the parameters asks for a new recording."
     monkeypatch.setattr("golfnb.train.Recorded", Replayed)
     MADE.clear()
-    losses, masters, _ = stepped(StepGraph, clip, accum, runs=runs)
-    plain, others, _ = stepped(lambda f, params: f, clip, accum)
+    losses, masters, _ = stepped(recorded, clip, accum, runs=runs)
+    plain, others, _ = stepped(plain_backward, clip, accum)
     assert torch.equal(losses, plain) and len(set(losses.tolist())) == 6 and all(torch.equal(a, b) for a, b in zip(masters, others))
     assert [m.calls for m in MADE] == [6 * accum] * runs
 
@@ -202,8 +212,8 @@ def test_a_recorded_backward_trains_as_the_plain_one(clip, accum, runs, monkeypa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("accum, runs", [(1, 1), (2, 1), (2, 2)])
 def test_a_recorded_backward_on_the_gpu(accum, runs):
-    losses, masters, graph = stepped(StepGraph, "local", accum, "cuda", torch.float32, runs=runs)
-    plain, others, _ = stepped(lambda f, params: f, "local", accum, "cuda", torch.float32)
+    losses, masters, graph = stepped(recorded, "local", accum, "cuda", torch.float32, runs=runs)
+    plain, others, _ = stepped(plain_backward, "local", accum, "cuda", torch.float32)
     assert graph.recorded.graph is not None
     torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
     for a, b in zip(masters, others):

@@ -18,8 +18,9 @@ from golfnb.model import Golf, ModelSettings, init_model, load_named, named_stat
 from golfnb.parallel_muon import EngineSettings, Ranks, make_engine
 from golfnb.quantize import QuantSettings, dequantize_state, fit_state
 from golfnb.shards import write_shard
-from golfnb.train import GridProjector, TrainSettings, train, training_loss
+from golfnb.train import GridProjector, TrainSettings, training_loss
 from golfnb.ttt import TttSettings, score_first
+from workers import trained
 
 SHAPE = ModelSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, ve_enabled=False,
                       bigram_vocab_size=0, xsa_last_n=1, train_seq_len=16, small_tensor=256)
@@ -77,8 +78,8 @@ def test_training(batches):
     model = a_model()
     engine = make_engine(model, model.layout, EngineSettings(), Ranks())
     cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, averaging="ema", qat_banks=True, late_qat_threshold=0.9)
-    done = train(cfg, training_loss(model, model.cap), batches, engine)
-    assert done.losses[-1] < done.losses[0] and 5 < done.qat_from < 10 and len(done.average.weights()) == len(engine.tensors())
+    done = trained(cfg, training_loss(model, model.cap), batches, engine)
+    assert done.losses[-1] < done.losses[0] and 5 < done.rounded_from < 10 and len(done.average.weights()) == len(engine.tensors())
 
 
 def test_averages_and_grid():

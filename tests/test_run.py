@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import TINY, clean_env, one_sentence, tiny_data
-from workers import Batches, machine, settings, spawn
+from workers import Batches, machine, settings, spawn, trained
 
 from golfnb.bpb import tokenizer_hash
 from golfnb.tools.cli import main_cli
@@ -24,9 +24,10 @@ from golfnb.config import load_config
 from golfnb.tools.launcher import fold_script
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
-from golfnb.run import Machine, Session, keep_traces, run
+from golfnb.program import build, open_run, run
+from golfnb.run import Run, keep_traces
 from golfnb.shards import check_manifest, write_shard
-from golfnb.train import RunLog, Trainer, train, training_loss
+from golfnb.train import RunLog, Trainer, training_loss
 
 
 
@@ -270,7 +271,7 @@ def broken(tmp_path: Path, data: dict, kind: str) -> dict:
     ("does not parse", "MATRIX_LR"), ("not built", "MTP_NUM_HEADS")])
 def test_bad_input_is_one_clear_sentence(kind, words, data, tmp_path):
     with pytest.raises(GolfError) as e:
-        Session(load_config(broken(tmp_path, data, kind)), Ranks(), quiet=True)
+        open_run(load_config(broken(tmp_path, data, kind)), Ranks(), quiet=True)
     said = str(e.value)
     assert re.search(words, said) and "\n" not in said and 30 < len(said) < 500, said
     assert not (tmp_path / "runs").exists()
@@ -281,7 +282,7 @@ def named(data, tmp_path):
     "A copy of the shards with their manifest: its folder, and a function that prepares a run on them."
     folder = Path(shutil.copytree(data["DATA_PATH"], tmp_path / "named"))
     env = {**TINY, **data, "DATA_PATH": str(folder), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x"}
-    return folder, lambda **more: Session(load_config(env | more), Ranks(), quiet=True)
+    return folder, lambda **more: open_run(load_config(env | more), Ranks(), quiet=True)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -335,7 +336,7 @@ def test_no_manifest_makes_a_traceback(named):
 
 def test_a_world_that_cannot_share_the_batch(data, tmp_path):
     with pytest.raises(GolfError, match="multiple of 3 ranks"):
-        Session(load_config({**TINY, **data, "RUNS_DIR": str(tmp_path / "runs")}), Ranks(0, 3), quiet=True)
+        open_run(load_config({**TINY, **data, "RUNS_DIR": str(tmp_path / "runs")}), Ranks(0, 3), quiet=True)
 
 
 def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
@@ -352,13 +353,13 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
         graphs.append(gm)
         raise Seen
 
-    machine, graphs = Machine(load_config({**TINY, "DATA_PATH": "none"}), Ranks()), []
+    p, graphs = build(load_config({**TINY, "DATA_PATH": "none"}), Ranks()), []
     keep_traces()
     for kernels in ((), KERNELS):
-        machine.model.fuse(kernels)
+        p.model.fuse(kernels)
         torch._dynamo.reset()
         with pytest.raises(Exception):
-            torch.compile(machine.loss_fn, backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))
+            torch.compile(p.loss_fn, backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))
         check_cacheable(graphs[-1])
     assert len(graphs) == 2 and "golfnb" not in str(graphs[0].graph) and "autograd_function_apply" in str(graphs[1].graph)
 
@@ -386,10 +387,10 @@ def test_what_no_machine_can_hold_ends_in_a_sentence(script, data, tmp_path, mor
 def test_a_score_that_is_not_finite_is_not_kept():
     cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
     with pytest.raises(GolfError, match="the validation after step 0 must be a finite score, found nan"):
-        train(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, RunLog(quiet=True), lambda: (float("nan"), float("nan")))
-    kept = SimpleNamespace(cfg=load_config(TINY), summary={})
+        trained(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, lambda: (float("nan"), float("nan")))
+    kept = SimpleNamespace(summary={})
     with pytest.raises(GolfError, match="legal_ttt must be a finite score, found inf"):
-        Session.scored(kept, "legal_ttt", "ttt", lambda: (float("inf"), float("inf")))
+        Run.scored(kept, "legal_ttt", "ttt", lambda: (float("inf"), float("inf")))
     assert kept.summary == {}
 
 
@@ -401,7 +402,7 @@ def test_weights_that_are_not_finite_end_a_training():
         return 3.0, 1.0
 
     with pytest.raises(GolfError, match="the weights must be finite, found NaN or infinity after step 5"):
-        train(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, RunLog(quiet=True), score)
+        trained(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, score)
 
 
 def test_skipped_steps_count_in_a_row():

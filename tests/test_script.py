@@ -20,7 +20,7 @@ def place(tmp_path_factory):
 PLANTED = {
     "function planted": ("def script_main", "def planted(): pass\n\n\ndef script_main"),
     "class Planted": ("def script_main", "class Planted:\n    pass\n\n\ndef script_main"),
-    "method Session.planted": ("class Session:\n", "class Session:\n    def planted(self): pass\n\n"),
+    "method Run.planted": ("class Run:\n", "class Run:\n    def planted(self): pass\n\n"),
     "parameter planted of code_size": ("def script_main", "def code_size(planted): return 1\n\n\nSIZE = code_size(2)\n\n\ndef script_main"),
     "setting planted": ("class RunSettings(Settings):\n", "class RunSettings(Settings):\n    planted: int = setting(1, 'no')\n"),
 }

@@ -8,7 +8,7 @@ from golfnb.studies.bench import read_result
 from golfnb.config import load_config
 from golfnb.loader import grad_accum
 from golfnb.parallel_muon import Ranks, clip_factor, squared_norm
-from golfnb.run import Machine
+from golfnb.program import build
 from golfnb.settings import GolfError
 from golfnb.train import backward_pass
 
@@ -131,7 +131,7 @@ CLIP = 0.05  # of a norm above 0.1: it bites
 
 def machine():
     cfg = load_config(TINY | {"GRAD_CLIP_NORM": str(CLIP), "CLIP": "local", "STEP_GRAPH": "0"})
-    return Machine(cfg, Ranks()), cfg
+    return build(cfg, Ranks()), cfg
 
 
 def batches(cfg):

@@ -13,7 +13,7 @@ from golfnb.tools.cli import main_cli
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
-from golfnb.run import run
+from golfnb.program import run
 from golfnb.shards import write_shard
 from golfnb.tools.submission import beats_target, check_submission, make_submission, read_log, run_command
 

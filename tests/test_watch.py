@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from score_workers import DOCS, golf_on, random_state, random_table, texts
 from tiny import TINY, golfnb, one_sentence, tiny_data
-from workers import Batches, Clock, machine, settings
+from workers import Batches, Clock, machine, settings, trained
 
-from golfnb import evaluate, quantize, train, ttt
+from golfnb import evaluate, program, quantize, train, ttt
 from golfnb.tools import watch
 from golfnb.adapters import score_documents
 from golfnb.config import load_config
 from golfnb.parallel_muon import Ranks
-from golfnb.run import run
+from golfnb.program import run
 from golfnb.settings import GolfError
 
 class LogClock:
@@ -58,7 +58,7 @@ def slow_run(data, tmp_path_factory):
     real = train.RunLog.line
     patch.setattr(train, "time", clock)
     patch.setattr(train.RunLog, "line", lambda log, text: (log.files and spoken.append((clock.t, text)), real(log, text)))
-    for module, name, seconds in ((train, "micro_steps", 12), (evaluate, "token_nll", 9), (quantize, "best_clip", 1.5), (ttt, "adapt_steps", 3)):
+    for module, name, seconds in ((program, "micro_batches", 12), (evaluate, "token_nll", 9), (quantize, "best_clip", 1.5), (ttt, "adapt_steps", 3)):
         patch.setattr(module, name, clock.slowly(getattr(module, name), seconds))
     cfg = load_config({**TINY, **data, "EMA_DECAY": "0.997", "ITERATIONS": "6", "WARMUP_STEPS": "4", "VAL_BATCH_SIZE": "16384", "RUNS_DIR": str(folder), "RUN_ID": "slow"})
     run(cfg, quiet=True)
@@ -105,7 +105,7 @@ def test_what_the_average_will_hold_is_said_before(slow_run):
         (cfg, model, engine), said = machine(env, Ranks()), []
         log = train.RunLog(quiet=True)
         log.line = said.append
-        done = train.train(cfg, train.training_loss(model, model.cap), Batches(cfg, Ranks(), 8), engine, log, now=Clock(0.001), extras=[train.EmaAdvice()])
+        done = trained(cfg, train.training_loss(model, model.cap), Batches(cfg, Ranks(), 8), engine, log=log, now=Clock(0.001), extras=[train.EmaAdvice()])
         told = [int(n) for n in re.findall(r"note: after (\d+) steps", "\n".join(said))]
         assert len(told) == times and told == [pytest.approx(done.steps, rel=0.5)] * times, (told, done.steps)
 

@@ -8,8 +8,10 @@ import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,9 @@ from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import Ranks, inside_host, make_engine, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
-from golfnb.train import GridProjector, RunLog, train, training_loss
+from golfnb.averaging import make_average
+from golfnb.program import step
+from golfnb.train import GridProjector, RunLog, Trainer, backward_pass, train, training_loss
 
 ROWS, SEQ = 24, 16
 TINY = dict(MODEL_DIM="16", NUM_HEADS="2", NUM_KV_HEADS="1", VOCAB_SIZE="32", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="24", BIGRAM_DIM="6", VE_DIM="6",
@@ -188,8 +192,17 @@ def ways(ranks, env: dict) -> float:
         for rig in rigs:
             rig.warm(3)
             rig.loader.close()
-    ours, *others = (named_state(rig.model if isinstance(rig, DdpRig) else rig.machine.model) for rig in rigs)
+    ours, *others = (named_state(rig.model if isinstance(rig, DdpRig) else rig.parts.model) for rig in rigs)
     return max(float((ours[n].double() - other[n].double()).abs().max()) for other in others for n in ours)
+
+
+def trained(cfg, loss_fn, batches, engine, validate=None, extras=(), **more) -> Trainer:
+    "Train on batches with a loss function, as a run of `cfg` does; the trainer."
+    rounding = partial(GridProjector, floor=cfg.scale_floor) if cfg.qat_banks else None
+    average = make_average(cfg, engine.tensors())
+    t = Trainer(cfg, engine, batches, average, make_projector=rounding, **more)
+    p = SimpleNamespace(backward=partial(backward_pass, loss_fn))
+    return train(t, partial(step, p), validate, extras)
 
 
 class Clock:
@@ -206,7 +219,7 @@ class Clock:
 def skewed_clocks(ranks, env: dict):
     "Train under a wall-clock cap where this rank's clock runs at its own speed: (steps, replicated bytes, multiplier-dependent bank bytes)."
     cfg, model, engine = machine(env, ranks, torch.float32)
-    result = train(cfg, training_loss(model, model.cap), Batches(cfg, ranks), engine, RunLog(quiet=True), now=Clock(0.001 * (1 + 7 * ranks.rank)))
+    result = trained(cfg, training_loss(model, model.cap), Batches(cfg, ranks), engine, now=Clock(0.001 * (1 + 7 * ranks.rank)))
     flat = b"".join(g.rounded.numpy().tobytes() for g in engine.groups)
     banks = b"".join(b.replica.detach().numpy().tobytes() for b in engine.banks.values())
     return result.steps, flat, banks
@@ -221,7 +234,7 @@ def bad_gradient(ranks, env: dict, who: int):
         calls[0] += 1
         return plain(ids, targets) * (float("nan") if calls[0] == 2 and ranks.rank == who else 1.0)
 
-    result = train(cfg, poisoned, Batches(cfg, ranks), engine, RunLog(quiet=True))
+    result = trained(cfg, poisoned, Batches(cfg, ranks), engine)
     finite = all(torch.isfinite(p).all().item() for p in model.parameters())
     return result.skipped, finite, b"".join(g.rounded.numpy().tobytes() for g in engine.groups)
 

@@ -39,10 +39,11 @@ from ..loader import Loader, grad_accum, make_sampler
 from ..model import named_state
 from ..parallel_muon import Ranks
 from ..plan import read_links
-from ..run import PLACES, Machine, as_rank, device_name
+from ..program import build, step
+from ..run import as_rank, device_name
 from ..settings import GolfError
 from ..shards import atomic_write, find_shards, write_shard
-from ..train import RunLog, Trainer, micro_steps, momentum_at, multiplier_at, warm_up
+from ..train import Trainer, RunLog, lr_schedule, micro_batches, momentum_schedule, rehearse, undone
 from ..ttt import score_first
 
 # %% ../../nbs/studies/30_bench.ipynb #afd7d2be
@@ -155,8 +156,11 @@ def read_result(name: str, folder: Path | str = "nbs/results") -> dict:
     return found
 
 # %% ../../nbs/studies/30_bench.ipynb #379d04ab
+PLACES = {"run_id", "runs_dir", "data_path", "tokenizer_path", "resume", "checkpoint_every_s"}  # change no result
+
+
 def settings_diff(config: dict, base: dict | None = None) -> dict[str, tuple]:
-    "Name -> (value, the base's) where settings differ, but for PLACES (chapter 16); by default from the recipe."
+    "Name -> (value, the base's) where settings differ, but for PLACES; by default from the recipe."
     if base is None:
         base = asdict(load_config({"RECIPE": config.get("recipe", "pr549")}))
     return {k: (v, base.get(k)) for k, v in config.items() if k not in PLACES and v != base.get(k)}
@@ -183,15 +187,21 @@ class Rig:
     "Everything a training step needs, ready to be timed."
 
     def __init__(self, cfg: Config, ranks: Ranks, paths: list[Path]):
-        self.cfg, self.ranks, self.machine = cfg, ranks, Machine(cfg, ranks)
+        self.cfg, self.ranks, self.parts = cfg, ranks, build(cfg, ranks)
         sampler = make_sampler(cfg, paths, ranks.rank, ranks.world, cfg.train_seq_len)
         self.loader = Loader(sampler, ranks.device, cfg.vocab_size)
         self.begin()
 
     def begin(self) -> None:
         "Start the loop's clock and bookkeeping (again)."
-        self.trainer = Trainer(self.cfg, self.machine.loss_fn, self.loader, self.machine.engine)
-        self.step = self.trainer.step
+        self.trainer = self.new_trainer()
+        self.step = partial(step, self.parts, self.trainer)
+
+    def new_trainer(self) -> Trainer:
+        "A trainer at step 0 of the model as it is."
+        p = self.parts
+        average = p.average(p.engine.tensors())
+        return Trainer(self.cfg, p.engine, self.loader, average, make_projector=p.make_projector)
 
     def warm(self, steps: int) -> "Rig":
         "Untimed steps (they compile), then a fresh start."
@@ -210,15 +220,15 @@ def step_block(rig: Rig, count: int) -> dict[str, list[float]]:
 # %% ../../nbs/studies/30_bench.ipynb #47d405f0
 def phase_step(rig: Rig) -> dict[str, list[float]]:
     "One training step with a wait around each phase, in ms."
-    engine, trainer, marks = rig.machine.engine, rig.trainer, Marks(rig.ranks.device, wait=True)
+    engine, trainer, marks = rig.parts.engine, rig.trainer, Marks(rig.ranks.device, wait=True)
     marks.mark()
-    loss = micro_steps(rig.machine.loss_fn, rig.loader, engine, grad_accum(rig.ranks.world))
+    loss = micro_batches(rig.parts.backward, rig.loader, engine, trainer.accum)
     marks.mark()
     control = engine.launch(loss=loss, elapsed_ms=trainer.elapsed_ms())
-    multiplier = multiplier_at(rig.cfg, trainer.steps, control[0])
-    engine.finish(multiplier, momentum_at(rig.cfg, trainer.steps))
+    rate = lr_schedule(rig.cfg, trainer.steps, control[0])
+    engine.finish(rate, momentum_schedule(rig.cfg, trainer.steps))
     marks.mark()
-    trainer.average.update(engine.tensors(), trainer.steps, multiplier)
+    trainer.average.update(engine.tensors(), trainer.steps, rate)
     marks.mark()
     trainer.steps += 1
     return {name: [ms] for name, ms in zip(("forward_backward", "post_backward", "ema"), marks.ms())}
@@ -297,7 +307,7 @@ def bench_eval(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]
     n = job.tokens // cfg.eval_seq_len * cfg.eval_seq_len
     val = torch.randint(cfg.vocab_size, (n + 1,), generator=torch.Generator().manual_seed(1)).to(device)
     none = torch.zeros(cfg.vocab_size, dtype=torch.bool, device=device)  # every token counts as a byte
-    m, table = Machine(cfg, ranks), ByteTable((~none).short(), none, none)
+    m, table = build(cfg, ranks), ByteTable((~none).short(), none, none)
     state = {k: v.detach().float() for k, v in named_state(m.model).items()}
     rest = m.model, state, val, table, cfg, ranks
     scorers = {
@@ -325,7 +335,8 @@ def bench_startup(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
     mark("data_open")
     rig = Rig(cfg, ranks, paths)
     mark("built")
-    warm_up(cfg, rig.machine.loss_fn, rig.loader, rig.machine.engine, RunLog(quiet=True))
+    with undone(rig.parts.engine, rig.loader):
+        rehearse(rig.new_trainer(), partial(step, rig.parts), RunLog(quiet=True))
     mark("warmed_up")
     rig.begin()
     rig.step()
@@ -362,7 +373,7 @@ def answer_with_ms() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rig = Rig(cfg, Ranks(), bench_shards(cfg, Ranks(), scratch)[0])
         for _ in sys.stdin:
-            call = partial(micro_steps, rig.machine.loss_fn, rig.loader, rig.machine.engine, 1)
+            call = partial(micro_batches, rig.parts.backward, rig.loader, rig.parts.engine, 1)
             print(timed_block(call, 1)[1], flush=True)
         rig.loader.close()
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import golfnb.run
+import golfnb.program
 from ..artifact import load_model, load_weights, open_container, pack_bytes, unpack_bytes
 from ..averaging import NoAverage
 from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
@@ -45,11 +45,12 @@ from ..model import Golf, load_named, named_state, quant_kind
 from ..parallel_muon import Ranks, clip_factor, make_engine, squared_norm, start_ranks
 from ..quantize import (INT_MAX, calibrate, calibration_batches, dequantize_state, gptq_matrices,
                              quantize_state)
-from ..run import Machine, as_rank, device_name
+from ..program import Parts, build, data, step
+from ..run import as_rank, device_name
 from ..settings import GolfError
 from ..shards import find_shards, read_header, val_tokens
 from .significance import errors_below, student_tail
-from ..train import RunLog, train, warm_up
+from ..train import RunLog, Trainer, rehearse, train, undone
 from ..ttt import score_first
 
 # %% ../../nbs/studies/35_harness.ipynb #377b1fee
@@ -176,11 +177,11 @@ def score(lab: Lab, cfg: Config, forward: Callable, limit: int = 0) -> tuple[flo
     return plain_loss(forward, val, table, length, cfg.rows_per_score(lab.ranks.world, length), lab.ranks)
 
 
-def machine_of(lab: Lab, cfg: Config, kind: Kind) -> Machine:
-    "A fresh machine of a kind."
+def parts_of(lab: Lab, cfg: Config, kind: Kind) -> Parts:
+    "A fresh model of a kind, and what trains and runs it."
     torch._dynamo.reset()
     gc.collect()  # an engine and its recordings hold each other, and would fill the memory
-    m = Machine(cfg, lab.ranks)
+    m = build(cfg, lab.ranks)
     if kind.prepare:
         kind.prepare(m.model, cfg, lab.ranks.world)
         m.engine = make_engine(m.model, m.layout, cfg, lab.ranks)
@@ -193,14 +194,20 @@ def run_kind(lab: Lab, cfg: Config, kind: Kind, after: Callable | None = None) -
     "Train once; the run's series. Losses are the raw weights'; `after(lab, m, cfg, trainer)` adds series."
     cfg, events = replace(cfg, **kind.changes), []
     cfg.check(lab.ranks.world)
-    m = machine_of(lab, cfg, kind)
+    m = parts_of(lab, cfg, kind)
     log = SimpleNamespace(line=lambda text: None, event=lambda what, **values: events.append((what, values)))
     validate = partial(score, lab, cfg, m.forward, lab.tokens)
-    sampler = make_sampler(cfg, lab.paths, lab.ranks.rank, lab.ranks.world, cfg.train_seq_len)
-    with Loader(sampler, lab.ranks.device, cfg.vocab_size) as loader:
-        warm_up(cfg, m.loss_fn, loader, m.engine, log)
+
+    def trainer(**clock) -> Trainer:
+        average = m.average(m.engine.tensors())
+        return Trainer(cfg, m.engine, loader, average, log, make_projector=m.make_projector, **clock)
+
+    with data(cfg, lab.paths, lab.ranks) as loader:
+        with undone(m.engine, loader):
+            rehearse(trainer(now=lambda: 0.0), partial(step, m), log)
         validate()  # compiles the scoring forward
-        done = train(cfg, m.loss_fn, loader, m.engine, log, validate if cfg.val_loss_every else None)
+        events.clear()
+        done = train(trainer(), partial(step, m), validate if cfg.val_loss_every else None)
     vals = [values for what, values in events if what == "val"]
     found = {"train": done.losses, "steps": [done.steps], "step_ms": [done.train_ms / done.steps],
              "step_ms_median": [median(values["ms"] for what, values in events if what == "step")]}
@@ -265,7 +272,7 @@ def steps_in(lab: Lab, seconds: float, side: str) -> int:
     return int(1e3 * seconds / ms)
 
 
-def average_scores(lab: Lab, m: Machine, cfg: Config, done) -> dict[str, list[float]]:
+def average_scores(lab: Lab, m: Parts, cfg: Config, done) -> dict[str, list[float]]:
     "Every average of one run: plain validation, and score-first TTT on it."
     both, found, (val, table) = done.average, {}, lab.val
     averages = {"ema": both.ema, "swa": both.swa, "ema+swa": both, "none": NoAverage(m.engine.tensors())}
@@ -378,7 +385,7 @@ def loader(lab: Lab):
     lab.keep("loader_cpu", rates, "M tokens/s", "Loader, one rank, one core", {"batches": count})
 
 # %% ../../nbs/studies/35_harness.ipynb #2b02eca4
-def clip_as_eight(m: Machine, cfg: Config, world: int) -> Machine:
+def clip_as_eight(m: Parts, cfg: Config, world: int) -> Parts:
     "With fewer ranks than 8 and CLIP=local, clip each micro-batch's gradient as a rank of 8 clips its own."
     accum, add_up, params, sums = grad_accum(world), m.engine.accumulate, list(m.model.parameters()), []
 
@@ -407,14 +414,14 @@ def parity(lab: Lab):
     world, losses = lab.ranks.world, []
     cfg, accum = load_config(given | lab.env), grad_accum(world)
 
-    def machine(cfg, ranks):
-        m = clip_as_eight(Machine(cfg, ranks), cfg, world)
-        backward = m.loss_fn.backward
-        m.loss_fn.backward = lambda *batch: losses.append(backward(*batch)) or losses[-1]
+    def watched(cfg, ranks):
+        m = clip_as_eight(build(cfg, ranks), cfg, world)
+        backward = m.backward
+        m.backward = lambda *batch: losses.append(backward(*batch)) or losses[-1]
         return m
 
-    with patch.object(golfnb.run, "Machine", machine):
-        golfnb.run.run(cfg, lab.ranks, (package_dir() / "train_gpt.py").read_bytes())
+    with patch.object(golfnb.program, "build", watched):
+        golfnb.program.run(cfg, lab.ranks, (package_dir() / "train_gpt.py").read_bytes())
     if lab.ranks.master:
         newest = max(Path(cfg.runs_dir).glob("*/summary.json"), key=os.path.getmtime)
         path = record_run(newest.parent, lab.folder)

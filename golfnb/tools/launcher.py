@@ -868,10 +868,12 @@ def rank_threads(nproc: int, write) -> int:
     return threads
 
 # %% ../../nbs/tools/21_launcher.ipynb #4f935776
-def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write, show=None) -> int:
+def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.stderr.write, show=None,
+               module: str = "") -> int:
     """Run a script under torchrun on `nproc` ranks and wait; its log goes to our standard output as it comes.
 
-    `settings` are environment variables, `write` gets what the ranks say on standard error, and `show`, if
+    With `module` torchrun starts that module, and the script is its argument. `settings` are environment
+    variables, `write` gets what the ranks say on standard error, and `show`, if
     it is given, the lines of the log. Returns 0, or the exit status of the rank that failed first (1 for a
     signal); if a signal ended the run, 128 more than its number, or 5 if the ranks say that they stopped in
     order. Only the main thread passes signals on.
@@ -880,7 +882,7 @@ def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.std
     if "OMP_NUM_THREADS" not in env:  # a run on a GPU does not mind
         env["OMP_NUM_THREADS"] = str(rank_threads(nproc, write))
     torchrun = [sys.executable, "-c", TORCHRUN.format(parent=os.getpid()), "--standalone",
-                f"--nproc_per_node={nproc}", script]
+                f"--nproc_per_node={nproc}", *(["-m", module] if module else []), script]
     out = subprocess.PIPE if show else None
     child = subprocess.Popen(torchrun, env=env, stdout=out, stderr=subprocess.PIPE, text=True,
                              errors="replace", start_new_session=True)
