@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source af9f7387f136bcc4 | Apache-2.0
+# golfnb script --recipe pr549 | source 75628e00faf2e0dc | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -120,6 +120,10 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
     if choices and value not in choices:
         raise GolfError(f"{name} must be one of {', '.join(choices)}, found {text!r}: choose one of these")
     return value
+
+def finite(summary: dict) -> dict:
+    "A summary with None for every number that is not finite."
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
 
 # ---- bpb ----
 def bits_per_byte(nll_sum: float, byte_count: float) -> float:
@@ -2581,6 +2585,7 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
     muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio", bounds="[0, 1)")
     muon_momentum_warmup_steps: int = setting(1500, "linear momentum warm-up: steps", bounds=">= 0")
     qat_banks: bool = setting(False, "late in the run, publish weights on the int6 grid: 0 or 1", fixed="yes")
+    late_qat_threshold: float = setting(0.15, "learning-rate multiplier below which that begins: ratio")
     step_graph: bool = setting(True, "on CUDA, record forward and backward as one CUDA graph: 0 or 1")
 
     @property
@@ -2588,18 +2593,21 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
         "Milliseconds of training after which the run stops; 0: no cap."
         return 1000 * self.max_wallclock_seconds
 
-def momentum_at(cfg: TrainSettings, step: int) -> float:
+def momentum_schedule(s: TrainSettings, step: int) -> float:
     "Muon's momentum for the step about to run."
-    ramp, start = cfg.muon_momentum_warmup_steps, cfg.muon_momentum_warmup_start
-    return start + (cfg.muon_momentum - start) * (min(step / ramp, 1.0) if ramp > 0 else 1.0)
+    start = s.muon_momentum_warmup_start
+    warm_up = s.muon_momentum_warmup_steps
+    done = 1.0 if step >= warm_up else step / warm_up
+    return start + (s.muon_momentum - start) * done
 
-def multiplier_at(cfg: TrainSettings, step: int, elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
-    "Learning-rate multiplier for the step about to run; under a cap a tensor, from rank 0's clock."
-    cap, down = cfg.train_cap_ms, cfg.warmdown_iters
+def lr_schedule(s: TrainSettings, step: int, elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
+    "Share of the peak learning rate for the step about to run; under a cap a tensor, from rank 0's clock."
+    cap = s.train_cap_ms
+    down = s.warmdown_iters
     if down <= 0:
         return 1.0
     if cap <= 0:
-        return min(1.0, (cfg.iterations - step) / down)
+        return min(1.0, (s.iterations - step) / down)
     elapsed = torch.as_tensor(elapsed_ms, dtype=getattr(elapsed_ms, "dtype", torch.float64))
     per_step = (elapsed / max(step, 1)).clamp(min=1e-9)
     return ((cap - elapsed).clamp(min=0) / (down * per_step)).clamp(max=1.0)
@@ -2644,12 +2652,15 @@ def backward_pass(loss_fn: Callable, ids: torch.Tensor, targets: torch.Tensor, a
     loss.backward()
     return loss.detach()
 
-def micro_steps(loss_fn: Callable, loader: Loader, engine: Engine, accum: int) -> torch.Tensor:
-    "Forward and backward over `accum` micro-batches; returns this rank's mean loss, on the device."
-    backward = loss_fn.backward if isinstance(loss_fn, StepGraph) else partial(backward_pass, loss_fn)
+def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: int) -> torch.Tensor:
+    """Forward and backward over the `accum` micro-batches of a step; returns this rank's mean loss.
+
+    `backward(ids, targets, accum)` is `backward_pass` of a loss function, or a `StepGraph`'s.
+    """
     total = None
     for _ in range(accum):
-        loss = backward(*next(loader), accum)
+        ids, targets = next(batches)
+        loss = backward(ids, targets, accum)
         total = loss if total is None else total + loss
         if accum > 1:
             engine.accumulate()
@@ -2742,28 +2753,71 @@ class RunLog:
                     self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
 
 class Trainer:
-    """A run's training: its steps and validations, and what came of them.
+    """What a run knows of its steps: clock, losses, log. Only `stop_clock` and `finish` wait for the device.
 
-    `losses`: mean loss of each step, nats a token. `train_ms`: training time. `skipped`: steps left out for
-    a gradient that was not finite. `val_loss`, `val_bpb`: of the last validation. `average`: of the weights,
-    to be exported. `qat_from`: the first step, counted from 0, that published rounded weights.
+    `average` takes in the weights after each step; `make_projector(engine)`, if given, makes what rounds the
+    weights that late steps publish. `losses`: mean loss of each step, nats a token. `train_ms`: training
+    time. `skipped`: steps left out for a gradient that was not finite. `val_loss`, `val_bpb`: of the last
+    validation. `rounded_from`: the first step, counted from 0, that published rounded weights.
     """
+    control_words = CONTROL_WORDS
 
-    def __init__(self, cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine,
-                 log: RunLog | None = None, now: Callable = time.perf_counter, extras: Sequence = ()):
-        self.cfg, self.loss_fn, self.batches, self.engine = cfg, loss_fn, loader, engine
-        self.log, self.now, self.begun = log or RunLog(quiet=True), now, now()
-        self.average = make_average(cfg, engine.tensors())
-        self.extras = extras
-        self.reader, self.project = LateReader(), None
-        self.steps, self.skipped, self.train_ms, self.stop = 0, 0, 0.0, False
-        self.skipped_in_a_row = 0
-        self.losses, self.starts, self.late_multiplier = [], [], 1.0
-        self.val_loss = self.val_bpb = self.qat_from = None
+    def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: NoAverage,
+                 log: RunLog | None = None, now: Callable = time.perf_counter,
+                 make_projector: Callable | None = None):
+        self.settings = settings
+        self.engine = engine
+        self.batches = batches
+        self.average = average
+        self.log = log or RunLog(quiet=True)
+        self.now = now
+        self.begun = now()
+        self.make_projector = make_projector
+        self.project = self.rounded_from = None
+        self.accum = grad_accum(engine.ranks.world)
+        self.reader = LateReader()
+        self.steps = self.skipped = self.skipped_in_a_row = 0
+        self.train_ms, self.stop = 0.0, False
+        self.losses, self.starts = [], []
+        self.late_rate = 1.0  # share of the peak learning rate, of the last step that was read
+        self.val_loss = self.val_bpb = None
 
     def elapsed_ms(self) -> float:
         "Milliseconds of training so far, by this rank's clock."
         return 1000 * (self.now() - self.begun)
+
+    def expected_steps(self) -> float:
+        "How many steps there will be, by the pace until the step that began last."
+        cap = self.settings.train_cap_ms or math.inf
+        in_time = cap * max(self.steps, 1) / max(self.starts[-1], 1e-9)
+        return min(self.settings.iterations, in_time)
+
+    def clock(self) -> tuple[float, bool]:
+        "Called as a step begins: its time in milliseconds, and whether to stop; what rank 0 says counts."
+        elapsed = self.elapsed_ms()
+        self.starts.append(elapsed)
+        expected = self.expected_steps()
+        tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
+        self.log.at = "training", self.steps, expected, tokens
+        under_way = LATE_STEPS * elapsed / max(self.steps, 1)
+        stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
+        return elapsed, stop
+
+    def push(self, control: torch.Tensor, loss: torch.Tensor):
+        "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
+        self.steps += 1
+        values = self.reader.push(torch.cat([control, loss.to(control.dtype).view(1)]))
+        if values is not None:
+            self.read(values)
+
+    def projector(self) -> Callable | None:
+        "What rounds the weights that this step publishes; None while the learning rate is high."
+        late = self.late_rate < self.settings.late_qat_threshold
+        if late and self.project is None and self.make_projector is not None:
+            self.project = self.make_projector(self.engine)
+            self.rounded_from = self.steps
+            self.log.line(f"late_qat:enabled step:{self.steps + 1} owner-side int6 grid")
+        return self.project
 
     def stop_clock(self):
         "Wait for the device, and note the milliseconds of training so far."
@@ -2778,31 +2832,9 @@ class Trainer:
             self.read(self.reader.pop())
         if self.stop:
             self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
-                          f"step:{self.steps}/{self.cfg.iterations}")
+                          f"step:{self.steps}/{self.settings.iterations}")
         self.check_weights()
         self.engine.publish()
-
-    def step(self):
-        "One step of training, and what the host has just learnt of the step before last."
-        cfg, engine, step, elapsed = self.cfg, self.engine, self.steps, self.elapsed_ms()
-        self.starts.append(elapsed)
-        total = min(cfg.iterations, (cfg.train_cap_ms or math.inf) * max(step, 1) / max(elapsed, 1e-9))
-        self.log.at = "training", step, total, total * getattr(cfg, "train_batch_tokens", 0)
-        for extra in self.extras:
-            extra.before_step(self, elapsed, total)
-        loss = micro_steps(self.loss_fn, self.batches, engine, grad_accum(engine.ranks.world))
-        if step == 0:
-            engine.ranks.barrier()
-        under_way = LATE_STEPS * elapsed / max(step, 1)
-        stop = 0 < cfg.train_cap_ms <= elapsed + under_way and step > 0
-        control = engine.launch(loss, elapsed, stop)
-        multiplier = multiplier_at(cfg, step, control[0])
-        engine.finish(multiplier, momentum_at(cfg, step), project=self.project)
-        self.average.update(engine.tensors(), step, multiplier)
-        self.steps += 1
-        values = self.reader.push(torch.cat([control, loss.to(control.dtype).view(1)]))
-        if values is not None:
-            self.read(values)
 
     def count_skipped(self, step: int, norm_sq: float):
         "Note whether a step was skipped. Raises GolfError after MOST_SKIPPED in a row, on all ranks alike."
@@ -2825,20 +2857,26 @@ class Trainer:
 
     def read(self, values: list):
         "Take in the next unread step: its control words, then this rank's own loss."
-        cfg, log, step, own_loss = self.cfg, self.log, len(self.losses), values[-1]
-        control, world = dict(zip(CONTROL_WORDS, values)), self.engine.ranks.world
+        s = self.settings
+        step = len(self.losses)
+        own_loss = values[-1]
+        control = dict(zip(self.control_words, values))
+        world = self.engine.ranks.world
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0
-        self.late_multiplier = float(multiplier_at(cfg, step, control["elapsed_ms"]))
+        self.late_rate = float(lr_schedule(s, step, control["elapsed_ms"]))
         self.count_skipped(step + 1, control["norm_sq"])
         norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
-        last, end = (*self.starts[step:step + 2], self.train_ms)[:2]
-        log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - last, train_ms=end,
-                  multiplier=self.late_multiplier, momentum=momentum_at(cfg, step), grad_norm=norm)
+        begin = self.starts[step]
+        end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
+        self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
+                       train_ms=end, multiplier=self.late_rate, momentum=momentum_schedule(s, step),
+                       grad_norm=norm)
         step += 1
-        if step < 11 or cfg.train_log_every > 0 and step % cfg.train_log_every == 0 or step == cfg.iterations:
-            log.line(f"step:{step}/{cfg.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
-                     f"step_avg:{end / step:.2f}ms")
+        logged = s.train_log_every > 0 and step % s.train_log_every == 0
+        if step < 11 or logged or step == s.iterations:
+            self.log.line(f"step:{step}/{s.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
+                          f"step_avg:{end / step:.2f}ms")
 
     def validate(self, score: Callable):
         "Score the weights with the clock stopped; `score()` gives nats a token and bits per byte."
@@ -2846,7 +2884,7 @@ class Trainer:
         self.engine.publish()
         self.val_loss, self.val_bpb = score()
         check_score(f"the validation after step {self.steps}", self.val_loss)
-        self.log.line(f"step:{self.steps}/{self.cfg.iterations} val_loss:{self.val_loss:.4f} "
+        self.log.line(f"step:{self.steps}/{self.settings.iterations} val_loss:{self.val_loss:.4f} "
                       f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
                       f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
         self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
@@ -2861,53 +2899,84 @@ def check_score(what: str, loss: float):
     if not math.isfinite(loss):
         raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
 
-def train(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog | None = None,
-          validate: Callable | None = None,
-          extras: Sequence = ()) -> Trainer:
-    """Train until ITERATIONS or the wall-clock cap.
+class Extra:
+    "What hangs on a run and watches it. Derive from it, and override what you need."
 
-    `loss_fn(ids, targets)` gives the mean loss, `validate()` nats a token and bits per byte, `now()` seconds.
-    Of each of the `extras`, `before_step(trainer, elapsed_ms, expected_steps)` is called.
+    def before_training(self, t: Trainer):
+        "The trainer stands at step 0."
+
+    def after_step(self, t: Trainer):
+        "A step has been launched; its loss is not known yet."
+
+    def after_training(self, t: Trainer):
+        "The last step has been launched."
+
+    def note(self, stage: str):
+        "A stage of the run has come to its end."
+
+    def result(self, stage: str):
+        "What a stage gave in an earlier life of the run, on every rank; None if it did not come to its end."
+        return None
+
+    def close(self):
+        "The run has come to its end."
+
+def train(t: Trainer, step: Callable, validate: Callable | None = None,
+          extras: Sequence[Extra] = ()) -> Trainer:
+    """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
+
+    `validate()` gives nats a token and bits per byte; `extras` are called around the steps.
     """
-    now = time.perf_counter
-    run = Trainer(cfg, loss_fn, loader, engine, log, now, extras)
-    while run.steps < cfg.iterations and not run.stop:
-        if validate and cfg.val_loss_every > 0 and run.steps % cfg.val_loss_every == 0:
-            run.validate(validate)
-        run.step()
+    for extra in extras:
+        extra.before_training(t)
+    every = t.settings.val_loss_every
+    while t.steps < t.settings.iterations and not t.stop:
+        if validate and every > 0 and t.steps % every == 0:
+            t.validate(validate)
+        step(t)
+        for extra in extras:
+            extra.after_step(t)
+    for extra in extras:
+        extra.after_training(t)
     if validate:
-        run.validate(validate)
-    run.finish()
-    return run
+        t.validate(validate)
+    t.finish()
+    return t
 
-class EmaAdvice:
-    "An extra: says once, when the number of steps is known, if the average will keep much of its start."
+class EmaAdvice(Extra):
+    "Says once, when the number of steps is known, if the average will keep much of its start."
 
     def __init__(self):
         self.done = False
 
-    def before_step(self, trainer: Trainer, elapsed_ms: float, expected_steps: float):
+    def after_step(self, t: Trainer):
         "Look at the average once; a line of the log if over a tenth of it will be initial weights."
-        if self.done or elapsed_ms < trainer.cfg.train_cap_ms / 20:
+        if self.done or t.starts[-1] < t.settings.train_cap_ms / 20:
             return
         self.done = True
-        share = trainer.average.share_of_initial_weights(expected_steps)
+        expected = t.expected_steps()
+        share = t.average.share_of_initial_weights(expected)
         if share > 0.1:
-            better = max(0.0, 1 - 5 / expected_steps)
-            trainer.log.line(f"note: after {expected_steps:.0f} steps {share:.0%} of the average is initial "
-                             f"weights; set EMA_DECAY={better:.3g}, or train longer")
+            better = max(0.0, 1 - 5 / expected)
+            t.log.line(f"note: after {expected:.0f} steps {share:.0%} of the average is initial "
+                       f"weights; set EMA_DECAY={better:.3g}, or train longer")
 
-def warm_up(cfg: TrainSettings, loss_fn: Callable, loader: Loader, engine: Engine, log: RunLog):
-    "Run `warmup_steps` steps, then put everything back as it was."
-    saved, place = [t.clone() for t in engine.state()], loader.state()
-    trial = Trainer(cfg, loss_fn, loader, engine, now=lambda: 0.0)
-    for step in counted(range(1, cfg.warmup_steps + 1), "compiling", log):
-        trial.step()
-        if step <= 3 or step % 10 == 0 or step == cfg.warmup_steps:
-            log.line(f"warmup_step:{step}/{cfg.warmup_steps}")
+@contextmanager
+def undone(engine: Engine, batches: Loader) -> Iterator[None]:
+    "What is trained in this block is put back as it was: weights, momenta, and the loader's place."
+    saved = [t.clone() for t in engine.state()]
+    place = batches.state()
+    yield
     engine.restore(saved)
-    loader.rewind(place)
-"---- tools.checkpoint ----"
+    batches.rewind(place)
+
+def rehearse(t: Trainer, step: Callable, log: RunLog):
+    "Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time."
+    count = t.settings.warmup_steps
+    for n in counted(range(1, count + 1), "compiling", log):
+        step(t)
+        if n <= 3 or n % 10 == 0 or n == count:
+            log.line(f"warmup_step:{n}/{count}")
 
 # ---- quantize ----
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
@@ -3311,15 +3380,13 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 class AdapterSettings(EvalSettings, ComputeSettings):
     "Adapters for each document."
 
-# ---- config ----
+# ---- run ----
 @dataclass
 class RunSettings(Settings):
     "The name of a run, and where it reads and writes."
     recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
-    checkpoint_every_s: float = setting(0.0, "time between checkpoints; 0: none: seconds", bounds=">= 0",
-                                        fixed="rows")
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")
 
     def problems(self) -> Iterator[str]:
@@ -3328,6 +3395,279 @@ class RunSettings(Settings):
             yield ("RUN_ID must be the name of a directory in RUNS_DIR, without slashes, "
                    f"found {self.run_id!r}: choose a plain name")
 
+def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
+    "What WEIGHT_DTYPE stands for on a device."
+    usual = "bf16" if device.type == "cuda" else "fp32"
+    name = usual if s.weight_dtype == "auto" else s.weight_dtype
+    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
+
+def keep_traces():
+    "Let torch keep the traced training and scoring graphs on disk, where its version knows how."
+    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    if (hasattr(inductor, "unsafe_marked_cacheable_functions")
+            and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions")):
+        functions = ("_backend_from_string", "_sdpa_kernel")
+        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{f}": "golfnb" for f in functions}
+        functorch.autograd_cache_allow_custom_autograd_functions = True
+
+def run_folder(s: RunSettings, ranks: Ranks) -> Path:
+    "The directory for a run; raises GolfError if another run lies there."
+    made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
+    taken = ranks.broadcast_object((folder / "train.log").exists())  # on rank 0's node
+    if taken:
+        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
+    return folder
+
+def make_folder(folder: Path):
+    "Make a run directory; raises GolfError where it cannot be made, or there is no room."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise GolfError(f"cannot make the run directory {folder}: {e.strerror}; "
+                        "set RUNS_DIR to a place that can be written")
+    free = shutil.disk_usage(folder).free >> 20
+    if free < 64:
+        raise GolfError(f"{folder} has {free} MiB free, a run needs at least 64: make room or set RUNS_DIR")
+
+def count_tokens(paths: list[Path], vocab_size: int) -> np.ndarray:
+    "How often each token occurs among the first `limit`, int64 [V]; raises GolfError for one too large."
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for path in paths:
+        tokens = read_span(path, 0, min(10000000 - int(counts.sum()), read_header(path)))
+        if (largest := int(tokens.max(initial=0))) >= vocab_size:
+            raise GolfError(f"{path} holds token {largest}, but VOCAB_SIZE is {vocab_size}: "
+                            "use the tokenizer the shards were made with")
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+class Run:
+    """What the stages of a program share: data, folder, log, scores.
+
+    `code`: the bytes of the script that runs; they count against the budget. `val [N + 1]`: validation
+    tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the training tokens.
+    `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang on the run.
+    Raises GolfError for whatever is wrong with the data.
+    """
+
+    def __init__(self, settings: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+                 quiet: bool = False):
+        s = settings
+        data = Path(s.data_path)
+        table = byte_table(load_tokenizer(s.tokenizer_path, s.vocab_size))
+        self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
+        self.train_paths = find_shards(data / "*_train_*.bin")
+        val = val_tokens(data / "*_val_*.bin", max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
+        self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
+        self.folder = folder or run_folder(s, ranks)
+        make_folder(self.folder)
+        self.settings, self.ranks, self.code = s, ranks, code
+        self.seconds, self.summary, self.extras = {}, {}, []
+        ranks.barrier()
+        self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
+        self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
+        self.table = table.to(ranks.device)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        "Add the seconds of the block to those of phase `name`."
+        start = time.perf_counter()
+        self.log.at = (name, 0, 0, 0)
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.log.event("phase", name=name, seconds=self.seconds[name])
+        self.note(f"phase {name}")
+
+    def note(self, stage: str):
+        "Tell the extras that a stage has come to its end."
+        for extra in self.extras:
+            extra.note(stage)
+
+    def once(self, work: Callable):
+        "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
+        for extra in self.extras:
+            found = extra.result("packed")
+            if found is not None:
+                return found
+        made = work()
+        self.note("packed")
+        return made
+
+    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
+        """Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`.
+
+        Raises GolfError for a score that is not finite, before it is kept.
+        """
+        if f"{name}_bpb" in self.summary:  # by an earlier life of this run
+            return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
+        start = time.perf_counter()
+        loss, bpb, *_ = score()
+        check_score(label, loss)
+        ms = 1000 * (time.perf_counter() - start)
+        self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
+        if exact:
+            self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
+        self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
+        self.note(f"scored {name}")
+        return loss, bpb
+
+    def begin(self):
+        "Write the log's first lines, and keep the script in the run's folder."
+        s, code, world = self.settings, self.code, self.ranks.world
+        self.log.line(f"golfnb recipe:{s.recipe} seed:{s.seed} world_size:{world} grad_accum_steps:"
+                      f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
+        self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
+                      f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        if not code:
+            return
+        self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
+        kept = self.folder / "train_gpt.py"
+        if self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
+            atomic_write(kept, code)
+
+    def plain_score(self, forward: Callable) -> tuple[float, float]:
+        "Nats a token and bits per byte of `forward(ids, keep)` in disjoint rows of training length."
+        s = self.settings
+        rows = s.rows_per_score(self.ranks.world, s.train_seq_len)
+        return plain_loss(forward, self.val, self.table, s.train_seq_len, rows, self.ranks, self.log)
+
+    def trained(self, t: Trainer):
+        "Take what training came to into the summary."
+        self.summary.update(raw_loss=t.val_loss, raw_bpb=t.val_bpb, losses=t.losses, steps=t.steps,
+                            skipped=t.skipped, train_ms=t.train_ms, step_ms=t.train_ms / max(t.steps, 1))
+        if self.ranks.device.type == "cuda":
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self.summary["peak_bytes"] = peak
+            self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
+
+    def meta(self) -> dict:
+        "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
+        s = self.settings
+        return {"settings": s.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
+                "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
+
+    def save(self, write: Callable[[Path], object]):
+        "Call `write(folder)`; if its disk is full, go on with a temporary folder, for all later files too."
+        try:
+            write(self.folder)
+        except GolfError as e:
+            if not isinstance(e.__cause__, OSError):
+                raise
+            self.folder = Path(os.environ.get("TMPDIR", "/tmp"), f"{self.folder.name}-{os.getpid()}")
+            self.log.put(f"golfnb: {e}; from here on this run's files go to {self.folder}", sys.stderr)
+            write(self.folder)
+
+    def save_state(self, name: str, model: Golf, engine: Engine, tensors: list | None = None) -> dict:
+        "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
+        state = named_state(model, *engine.gather(tensors))
+        if self.ranks.master:
+            self.save(lambda folder: save_weights(folder / name, state, self.meta()))
+        self.ranks.barrier()
+        return state
+
+    def write_artifact(self, packed: dict, codec: str) -> bytes:
+        "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
+        s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
+        self.log.at = "compressing", 0, 0, 0
+        try:
+            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), "lzma",
+                                                   s.target_bytes, code_bytes))
+        except GolfError as e:
+            self.summary["over_budget"] = str(e)
+            name += ".over"
+            if not (self.folder / name).exists():
+                raise
+        path = self.folder / name
+        data = path.read_bytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        total = len(data) + code_bytes
+        self.log.line(f"Serialized model int6+{codec}: {len(data)} bytes")
+        self.log.line(f"Total submission size int6+{codec}: {total} bytes")
+        self.log.line(f"artifact_sha256:{sha256}")
+        parts = artifact_ledger(path, code_bytes)
+        for part, n in [*parts, ("room left", s.target_bytes - total)]:
+            self.log.line(f"  {part:<24s}{n:>12,} bytes")
+        self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,
+                            ledger=parts, artifact_sha256=sha256)
+        return data
+
+    def finish(self) -> dict:
+        "Write the summary and close what hangs on the run; returns the summary."
+        s = self.settings
+        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed, world=self.ranks.world,
+                            device=device_name(self.ranks), seconds=self.seconds, config=asdict(s))
+        if self.ranks.master:
+            text = json.dumps(finite(self.summary), indent=1) + "\n"
+            self.save(lambda folder: atomic_write(folder / "summary.json", text))
+        for extra in self.extras:
+            extra.close()
+        self.log.close()
+        return self.summary
+
+def device_name(ranks: Ranks) -> str:
+    "What this rank computes on."
+    return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+
+def train_and_average(run: Run, p, batches: Loader, step: Callable) -> dict:
+    """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
+
+    `p` has a `model`, an `engine`, a `forward`, `average(tensors)` and `make_projector` as `Trainer` takes
+    them; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    """
+    s = run.settings
+
+    def trainer(**clock) -> Trainer:
+        average = p.average(p.engine.tensors())
+        return Trainer(s, p.engine, batches, average, make_projector=p.make_projector, **clock)
+
+    def validate() -> tuple[float, float]:
+        return run.plain_score(p.forward)
+
+    with batches:
+        with run.phase("compiling"), undone(p.engine, batches):
+            rehearse(trainer(now=lambda: 0.0), partial(step, p), run.log)
+        with run.phase("training"):
+            t = train(trainer(log=run.log), partial(step, p), validate, [EmaAdvice(), *run.extras])
+    run.trained(t)
+    with run.phase("packing"):
+        remark = t.average.remark()
+        if remark:
+            run.log.line(remark)
+        run.save_state("raw.golf", p.model, p.engine)
+        averaged = run.save_state("ema.golf", p.model, p.engine, t.average.weights())
+    load_named(p.model, averaged)
+    run.scored("DIAGNOSTIC post_ema", "ema", validate, exact=False)
+    return averaged
+
+LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")
+
+def as_rank(work: Callable) -> None:
+    """Start the ranks, call `work(ranks)`, stop them. What it returns or raises is said in one sentence.
+
+    The process then ends at once, since the other ranks may be waiting in a collective.
+    """
+    master = os.environ.get("RANK", "0") == "0"
+    signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
+    ranks, problem, status = None, None, 3
+    try:
+        ranks = start_ranks()
+        problem = work(ranks)
+    except GolfError as e:
+        problem, status = e, getattr(e, "status", 2)
+    except RuntimeError as e:
+        if not any(w in str(e) for w in LOST_RANK_WORDS):
+            raise
+        lost = lost_ranks(ranks) if ranks else "the others"
+        problem, status = (f"rank {ranks.rank if ranks else '?'} lost {lost} in a collective "
+                           f"({str(e).splitlines()[0][:200]}): see which rank ended first, and why"), 4
+    if problem:
+        print(f"golfnb: {problem}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(status)
+    stop_ranks(ranks)
+
+# ---- config ----
 @dataclass
 class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, QuantSettings,
              ArtifactSettings, TttSettings, AdapterSettings):
@@ -3411,12 +3751,23 @@ def refuse_changes(cfg: Config) -> None:
             raise GolfError(f"{name.upper()} is fixed to {held} in this script, found {value}: "
                             f"make that script with {SCRIPT} {name.upper()}={value}")
 
+KEEPING = ("CHECKPOINT_EVERY_S", "RESUME")  # what `golfnb train` reads
+
+def refuse_keeping(env: Mapping[str, str]) -> None:
+    "Raise GolfError where a script that keeps no checkpoints is asked for some."
+    for name in KEEPING:
+        if env.get(name, "0").strip().lower() not in ("", "0", "0.0", "false"):
+            raise GolfError(f"{name} must stay 0 where torchrun starts a script alone, found {env[name]!r}: "
+                            "leave it out, or start golfnb.tools.checkpoint with the script: "
+                            "torchrun ... -m golfnb.tools.checkpoint SCRIPT")
+
 def load_config(env: Mapping[str, str]) -> Config:
     """The configuration that environment variables ask for; names that are no settings are ignored.
 
     Raises GolfError for an unknown recipe, a value that does not parse, or what is not built. What does
     not fit together is found by `Config.check`.
     """
+    refuse_keeping(env)
     recipe = env.get("RECIPE", DEFAULT_RECIPE)
     if recipe not in [*RECIPES]:  # from a file it may be of any type
         raise GolfError(f"RECIPE is fixed to {DEFAULT_RECIPE} in this script, found {recipe}: "
@@ -3429,12 +3780,101 @@ def load_config(env: Mapping[str, str]) -> Config:
     refuse_changes(cfg)
     return cfg
 
-# ---- run ----
-def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
-    "What WEIGHT_DTYPE stands for on a device."
-    usual = "bf16" if device.type == "cuda" else "fp32"
-    name = usual if cfg.weight_dtype == "auto" else cfg.weight_dtype
-    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
+# ---- program ----
+@dataclass
+class Parts:
+    "What a run, a score or a study needs of a configuration."
+    model: Golf
+    layout: Layout
+    engine: Engine
+    loss_fn: Callable
+    backward: Callable
+    forward: Callable
+    average: Callable
+    make_projector: Callable | None
+
+def build(cfg: Config, ranks: Ranks) -> Parts:
+    "The model, what trains it, and what runs it."
+    ranks.inside = ranks
+    layout = model_layout(cfg, ranks.inside.world)
+    model = Golf(cfg, layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
+    init_model(model, cfg, cfg.seed)
+    engine = make_engine(model, layout, cfg, ranks)
+    loss_fn = compiled(training_loss(model, model.cap), cfg, ranks.device)
+    backward = partial(backward_pass, loss_fn)
+    if cfg.step_graph:
+        backward = StepGraph(loss_fn, list(model.parameters())).backward
+    forward = compiled(model, cfg, ranks.device)
+    if forward is not model:
+        keep_traces()
+    make_projector = None
+    return Parts(model, layout, engine, loss_fn, backward, forward, partial(make_average, cfg), None)
+
+def data(cfg: Config, paths: list[Path], ranks: Ranks) -> Loader:
+    "Batches of this rank from training shards."
+    sampler = make_sampler(cfg, paths, ranks.rank, ranks.world, cfg.train_seq_len)
+    return Loader(sampler, ranks.device, cfg.vocab_size)
+
+def step(p: Parts, t: Trainer):
+    "One step of training."
+    elapsed, stop = t.clock()
+    loss = micro_batches(p.backward, t.batches, t.engine, t.accum)
+    if t.steps == 0:
+        t.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
+    control = t.engine.launch(loss, elapsed, stop)  # time and stop travel with the gradients
+    rate = lr_schedule(t.settings, t.steps, control[0])
+    t.engine.finish(rate, momentum_schedule(t.settings, t.steps), t.projector())
+    t.average.update(t.engine.tensors(), t.steps, rate)
+    t.push(control, loss)  # read two steps later, without waiting for the device
+
+def pack(run: Run, averaged: dict) -> bytes:
+    "Quantize the averaged weights and write the artifact; returns the file's bytes on every rank."
+    cfg, ranks = run.settings, run.ranks
+    with run.phase("packing"):
+        hessians = None
+        try:
+            packed = fit_state(averaged,
+                               cfg.small_tensor, run.log)
+        except NothingFits as e:
+            run.log.line(str(e))
+            packed = e.packed
+        written = run.write_artifact(packed, "lzma") if ranks.master else b""
+        return ranks.broadcast_object(written)
+
+def score(run: Run, p: Parts, artifact: bytes):
+    "Score the bytes of a file: round trip, sliding window, test-time training."
+    cfg, ranks, log = run.settings, run.ranks, run.log
+    state = dequantize_state(unpack_bytes(artifact)[1])
+    load_named(p.model, state)
+
+    def sliding():
+        rows = cfg.rows_per_score(ranks.world)
+        row, stride = cfg.eval_seq_len, cfg.eval_stride
+        return sliding_loss(p.forward, run.val, run.table, row, stride, rows, ranks, log=log)
+
+    def adapting():
+        return score_first(p.model, state, run.val, run.table, cfg, ranks, forward=p.forward, log=log)
+
+    with run.phase("scoring"):
+        run.scored("final_int6_roundtrip", "int6", lambda: run.plain_score(p.forward))
+        loss, bpb = run.scored("final_int6_sliding_window", "sliding", sliding)
+        log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
+                 "(the artifact's score again, by the name of published logs)")
+    if cfg.ttt_enabled:
+        with run.phase("adapting"):
+            run.scored("legal_ttt", "ttt", adapting)
+
+def main(run: Run) -> dict:
+    "The run, stage by stage; returns its summary."
+    run.begin()
+    with run.phase("building"):
+        p = build(run.settings, run.ranks)
+
+    batches = data(run.settings, run.train_paths, run.ranks)
+    averaged = train_and_average(run, p, batches, step)
+    artifact = run.once(lambda: pack(run, averaged))
+    score(run, p, artifact)
+    return run.finish()
 
 def check_memory(cfg: Config, ranks: Ranks):
     "Raise GolfError for sizes that the memory of this rank's device cannot hold."
@@ -3447,293 +3887,29 @@ def check_memory(cfg: Config, ranks: Ranks):
         raise GolfError(f"the run must fit into memory, {room / 2**30:,.0f} GiB here, found sizes that need "
                         f"{needed / 2**30:,.0f} GiB at least: lower the sizes of the model or of the batch")
 
-class Machine:
-    "A model and what runs it: `loss_fn(ids, targets)` is the mean loss, `forward(ids, keep)` gives logits."
-
-    def __init__(self, cfg: Config, ranks: Ranks):
-        ranks.inside = ranks
-        self.layout = model_layout(cfg, ranks.inside.world)
-        self.model = Golf(cfg, self.layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
-        init_model(self.model, cfg, cfg.seed)
-        self.engine = make_engine(self.model, self.layout, cfg, ranks)
-        self.loss_fn = compiled(training_loss(self.model, self.model.cap), cfg, ranks.device)
-        self.forward = compiled(self.model, cfg, ranks.device)
-        if self.forward is not self.model:
-            keep_traces()
-        if cfg.step_graph:
-            self.loss_fn = StepGraph(self.loss_fn, list(self.model.parameters()))
-
-def keep_traces():
-    "Let torch keep the traced training and scoring graphs on disk, where its version knows how."
-    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
-    if (hasattr(inductor, "unsafe_marked_cacheable_functions")
-            and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions")):
-        functions = ("_backend_from_string", "_sdpa_kernel")
-        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{f}": "golfnb" for f in functions}
-        functorch.autograd_cache_allow_custom_autograd_functions = True
-
-def run_folder(cfg: Config, ranks: Ranks) -> Path:
-    "Make the run directory; raises GolfError if another run lies there, or there is no room."
-    made_up = f"{cfg.recipe}-{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(cfg.runs_dir) / (cfg.run_id or ranks.broadcast_object(made_up))
-    held = {"summary.json": "a finished run", "progress.json": "a run that can go on",
-            "train.log": "a run that did not end"}
-    holds = next((held[name] for name in held if (folder / name).exists()), "")
-    holds = ranks.broadcast_object(holds)  # on rank 0's host
-    if holds:
-        raise GolfError(f"{folder} already holds {holds}: set another RUN_ID, or move it away")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise GolfError(f"cannot make the run directory {folder}: {e.strerror}; "
-                        "set RUNS_DIR to a place that can be written")
-    if (free := shutil.disk_usage(folder).free >> 20) < 64:
-        raise GolfError(f"{folder} has {free} MiB free, a run needs at least 64: make room or set RUNS_DIR")
-    return folder
-
-def count_tokens(paths: list[Path], vocab_size: int) -> np.ndarray:
-    "How often each token occurs among the first `limit`, int64 [V]; raises GolfError for one too large."
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for path in paths:
-        tokens = read_span(path, 0, min(10000000 - int(counts.sum()), read_header(path)))
-        if (largest := int(tokens.max(initial=0))) >= vocab_size:
-            raise GolfError(f"{path} holds token {largest}, but VOCAB_SIZE is {vocab_size}: "
-                            "use the tokenizer the shards were made with")
-        counts += np.bincount(tokens, minlength=vocab_size)
-    return counts
-
-class Session:
-    """A run: what its phases share, checked before the clock starts.
-
-    `val [N + 1]`: validation tokens. `unigram`: bits per byte of a unigram of the training tokens.
-    `seconds`: of each phase. `summary`: for summary.json. Raises GolfError for whatever is wrong.
-    """
-
-    def __init__(self, cfg: Config, ranks: Ranks):
-        cfg.check(ranks.world)
-        check_memory(cfg, ranks)
-        compress_section(b"x", "lzma")  # or its package is missed after the training
-        table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
-        self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
-        self.train_paths, val_paths = find_shards(data / "*_train_*.bin"), data / "*_val_*.bin"
-        check_disjoint(self.train_paths, find_shards(val_paths))
-        check_manifest(data, self.tokenizer_sha256)
-        val = val_tokens(val_paths, max(cfg.train_seq_len, cfg.eval_seq_len), cfg.vocab_size)
-        self.unigram = unigram_bpb(count_tokens(self.train_paths, cfg.vocab_size), val, table)
-        self.folder = run_folder(cfg, ranks)
-        self.cfg, self.ranks, self.machine, self.seconds, self.summary = cfg, ranks, None, {}, {}
-        ranks.barrier()
-        self.log = RunLog(self.folder, ranks.local == 0, False, ranks.host)
-        self.val, self.table = torch.from_numpy(val.astype(np.int64)).to(ranks.device), table.to(ranks.device)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        "Add the seconds of the block to those of phase `name`."
-        start, self.log.at = time.perf_counter(), (name, 0, 0, 0)
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        self.log.event("phase", name=name, seconds=self.seconds[name])
-
-    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple:
-        """Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`.
-
-        Raises GolfError for a score that is not finite, before it is kept.
-        """
-        start = time.perf_counter()
-        loss, bpb, *_ = score()
-        check_score(label, loss)
-        ms = 1000 * (time.perf_counter() - start)
-        self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
-        if exact:
-            self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-        self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
-        self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
-        return loss, bpb
-
-    def begin(self, code: bytes):
-        "Write the log's first lines, keep the script in the run's folder, and build the machine."
-        cfg, line, world, kept = self.cfg, self.log.line, self.ranks.world, self.folder / "train_gpt.py"
-        line(f"golfnb recipe:{cfg.recipe} seed:{cfg.seed} world_size:{world} grad_accum_steps:"
-             f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
-        line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
-             f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
-        if code:
-            line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-        if code and self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
-            atomic_write(kept, code)
-        with self.phase("building"):
-            self.machine = Machine(cfg, self.ranks)
-
-    def plain_score(self) -> tuple[float, float]:
-        "Nats a token and bits per byte in disjoint rows."
-        row, rows = self.cfg.train_seq_len, self.cfg.rows_per_score(self.ranks.world, self.cfg.train_seq_len)
-        return plain_loss(self.machine.forward, self.val, self.table, row, rows, self.ranks, self.log)
-
-    def train_weights(self) -> NoAverage:
-        "Warm up, train, and score the raw weights."
-        cfg, m, ranks = self.cfg, self.machine, self.ranks
-        advice = [EmaAdvice()]
-        sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
-        with Loader(sampler, ranks.device, cfg.vocab_size) as loader:
-            with self.phase("compiling"):
-                warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
-            with self.phase("training"):
-                done = train(cfg, m.loss_fn, loader, m.engine, self.log, self.plain_score, extras=advice)
-        self.summary.update(raw_loss=done.val_loss, raw_bpb=done.val_bpb, losses=done.losses,
-                            steps=done.steps, skipped=done.skipped, train_ms=done.train_ms,
-                            step_ms=done.train_ms / max(done.steps, 1))
-        if ranks.device.type == "cuda":
-            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            self.summary["peak_bytes"] = peak
-            self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
-        return done.average
-
-    def meta(self) -> dict:
-        "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
-        cfg = self.cfg
-        return {"settings": cfg.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": cfg.seed,
-                "vocab_size": cfg.vocab_size, "recipe": "pr549", "steps": self.summary["steps"]}
-
-    def save(self, write: Callable[[Path], object]):
-        "Call `write(folder)`; if its disk is full, go on with a temporary folder, for all later files too."
-        try:
-            write(self.folder)
-        except GolfError as e:
-            if not isinstance(e.__cause__, OSError):
-                raise
-            self.folder = Path(os.environ.get("TMPDIR", "/tmp"), f"{self.folder.name}-{os.getpid()}")
-            self.log.put(f"golfnb: {e}; from here on this run's files go to {self.folder}", sys.stderr)
-            write(self.folder)
-
-    def average_weights(self, average: NoAverage) -> dict:
-        "Write raw and averaged weights; load the averaged ones, score them, return them by published names."
-        m = self.machine
-        with self.phase("packing"):
-            remark = average.remark()
-            if remark:
-                self.log.line(remark)
-            for name, tensors in (("raw.golf", None), ("ema.golf", average.weights())):
-                state = named_state(m.model, *m.engine.gather(tensors))
-                if self.ranks.master:
-                    self.save(lambda folder: save_weights(folder / name, state, self.meta()))
-        self.ranks.barrier()
-        load_named(m.model, state)
-        self.scored("DIAGNOSTIC post_ema", "ema", self.plain_score, exact=False)
-        return state
-
-    def write_artifact(self, packed: dict, code_bytes: int) -> Path:
-        "Write the artifact and log its bytes; over the cap it is kept as artifact.golf.over."
-        cfg, line, name = self.cfg, self.log.line, "artifact.golf"
-        self.log.at = "compressing", 0, 0, 0
-        try:
-            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), "lzma",
-                                                   cfg.target_bytes, code_bytes))
-        except GolfError as e:
-            self.summary["over_budget"], name = str(e), name + ".over"
-            if not (self.folder / name).exists():
-                raise
-        path = self.folder / name
-        size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-        line(f"Serialized model int6+{cfg.codec}: {size} bytes")
-        line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
-        line(f"artifact_sha256:{sha256}")
-        parts = artifact_ledger(path, code_bytes)
-        for part, n in [*parts, ("room left", cfg.target_bytes - size - code_bytes)]:
-            line(f"  {part:<24s}{n:>12,} bytes")
-        self.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes,
-                            ledger=parts, artifact_sha256=sha256)
-        return path
-
-    def pack_artifact(self, averaged: dict, code_bytes: int) -> bytes:
-        "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
-        cfg, data = self.cfg, b""
-        with self.phase("packing"):
-            hessians = None
-            try:
-                packed = fit_state(averaged,
-                                   cfg.small_tensor, self.log)
-            except NothingFits as e:
-                self.log.line(str(e))
-                packed = e.packed
-            if self.ranks.master:
-                data = self.write_artifact(packed, code_bytes).read_bytes()
-            return self.ranks.broadcast_object(data)
-
-    def score_artifact(self, data: bytes):
-        "Score the bytes of a file: round trip, sliding window, TTT (weights learn from what was scored)."
-        cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
-        state = dequantize_state(unpack_bytes(data)[1])
-        load_named(m.model, state)
-
-        def sliding():
-            rows, row, stride = cfg.rows_per_score(ranks.world), cfg.eval_seq_len, cfg.eval_stride
-            return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
-
-        def adapt():
-            return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
-
-        with self.phase("scoring"):
-            self.scored("final_int6_roundtrip", "int6", self.plain_score)
-            loss, bpb = self.scored("final_int6_sliding_window", "sliding", sliding)
-            log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
-                     "(the artifact's score again, by the name of published logs)")
-        if cfg.ttt_enabled:
-            with self.phase("adapting"):
-                self.scored("legal_ttt", "ttt", adapt)
-
-def device_name(ranks: Ranks) -> str:
-    "What this rank computes on."
-    return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-
-def finite(summary: dict) -> dict:
-    "A summary with None for every number that is not finite."
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+def open_run(cfg: Config, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+             quiet: bool = False) -> Run:
+    "Check settings and data, and make the `Run`. Raises GolfError for whatever is wrong."
+    cfg.check(ranks.world)
+    check_memory(cfg, ranks)
+    compress_section(b"x", "lzma")  # or its package is missed after the training
+    shards = Path(cfg.data_path)
+    load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)
+    check_disjoint(find_shards(shards / "*_train_*.bin"), find_shards(shards / "*_val_*.bin"))
+    check_manifest(shards, tokenizer_hash(cfg.tokenizer_path))
+    return Run(cfg, ranks, code, folder, quiet)
 
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
-    s = Session(cfg, ranks or Ranks())
-    s.begin(code)
-    averaged = (s.average_weights(s.train_weights()))
-    data = (s.pack_artifact(averaged, len(code)))
-    s.score_artifact(data)
-    s.summary.update(unigram_bpb=s.unigram, recipe="pr549", seed=cfg.seed, world=s.ranks.world,
-                     device=device_name(s.ranks), seconds=s.seconds, config=asdict(cfg))
-    if s.ranks.master:
-        text = json.dumps(finite(s.summary), indent=1) + "\n"
-        s.save(lambda folder: atomic_write(folder / "summary.json", text))
-    s.log.close()
-    return s.summary
-
-LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")
-
-def as_rank(work: Callable) -> None:
-    """Start the ranks, call `work(ranks)`, stop them. What it returns or raises is said in one sentence.
-
-    The process then ends at once, since the other ranks may be waiting in a collective.
-    """
-    master = os.environ.get("RANK", "0") == "0"
-    signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
-    ranks, problem, status = None, None, 3
-    try:
-        ranks = start_ranks()
-        problem = work(ranks)
-    except GolfError as e:
-        problem, status = e, getattr(e, "status", 2)
-    except RuntimeError as e:
-        if not any(w in str(e) for w in LOST_RANK_WORDS):
-            raise
-        lost = lost_ranks(ranks) if ranks else "the others"
-        problem, status = (f"rank {ranks.rank if ranks else '?'} lost {lost} in a collective "
-                           f"({str(e).splitlines()[0][:200]}): see which rank ended first, and why"), 4
-    if problem:
-        print(f"golfnb: {problem}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(status)
-    stop_ranks(ranks)
+    return main(open_run(cfg, ranks or Ranks(), code, quiet=False))
 
 def script_main(path: str) -> None:
     "One run of the script at `path`, its settings from the environment."
-    as_rank(lambda ranks: run(load_config(os.environ), ranks, Path(path).read_bytes()).get("over_budget"))
+    def work(ranks: Ranks) -> str | None:
+        summary = run(load_config(os.environ), ranks, Path(path).read_bytes())
+        return summary.get("over_budget")
+
+    as_rank(work)
     sys.stdout.flush()
     os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 

@@ -14,7 +14,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from ..tools.report import artifact_file, other_file, read_file
-from ..run import PLACES
+from .bench import PLACES
 from ..settings import GolfError, reading
 
 # %% ../../nbs/studies/31_significance.ipynb #8f26d757
