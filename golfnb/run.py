@@ -37,11 +37,11 @@ from .tools.checkpoint import Keeper
 from .averaging import NoAverage
 from .train import EmaAdvice, RunLog, StepGraph, check_score, compiled, train, training_loss, warm_up
 from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state, fit_state
-from .artifact import (artifact_ledger, compress_section, load_weights, pack_bytes, save_artifact,
-                             save_weights, unpack_bytes)
+from .artifact import (ledger_rows, load_weights, open_own, pack_bytes, save_artifact, save_weights,
+                             unpack_bytes)
 from .ttt import score_first
 from .adapters import score_documents
-from .config import Config, load_config
+from .config import Config, load_config, make_codec
 
 # %% ../nbs/reference/16_run.ipynb #86088a64
 def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -143,7 +143,8 @@ class Session:
     def __init__(self, cfg: Config, ranks: Ranks, quiet: bool = False, code: bytes = b""):
         cfg.check(ranks.world)
         check_memory(cfg, ranks)
-        compress_section(b"x", cfg.codec)  # or its package is missed after the training
+        self.codec = make_codec(cfg)
+        self.codec.check()  # or its package is missed after the training
         table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
         self.train_paths, val_paths = find_shards(data / "*_train_*.bin"), data / "*_val_*.bin"
@@ -319,18 +320,19 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
     cfg, line, name = self.cfg, self.log.line, "artifact.golf"
     self.log.at = "compressing", 0, 0, 0
     try:
-        self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), cfg.codec,
+        self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), self.codec,
                                                cfg.target_bytes, code_bytes))
     except GolfError as e:
         self.summary["over_budget"], name = str(e), name + ".over"
         if not (self.folder / name).exists():
             raise
     path = self.folder / name
-    size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    line(f"Serialized model int6+{cfg.codec}: {size} bytes")
-    line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
+    data = path.read_bytes()
+    size, sha256 = len(data), hashlib.sha256(data).hexdigest()
+    line(f"Serialized model int6+{self.codec.name}: {size} bytes")
+    line(f"Total submission size int6+{self.codec.name}: {size + code_bytes} bytes")
     line(f"artifact_sha256:{sha256}")
-    parts = artifact_ledger(path, code_bytes, cfg.codec)
+    parts = ledger_rows(open_own(data)[0], size, code_bytes)
     for part, n in [*parts, ("room left", cfg.target_bytes - size - code_bytes)]:
         line(f"  {part:<24s}{n:>12,} bytes")
     self.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes,
@@ -346,7 +348,7 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
         hessians = self.hessians() if cfg.use_gptq else None
         try:
             packed = fit_state(cfg, averaged, cfg.target_bytes - code_bytes,
-                               lambda packed: len(pack_bytes(packed, self.meta(), cfg.codec)),
+                               lambda packed: len(pack_bytes(packed, self.meta(), self.codec)),
                                cfg.small_tensor, hessians, self.ranks, self.log)
         except NothingFits as e:
             self.log.line(str(e))
@@ -360,7 +362,7 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
 def score_artifact(self: Session, data: bytes):
     "Score the bytes of a file: round trip, sliding window, TTT (weights learn from what was scored)."
     cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
-    state = dequantize_state(unpack_bytes(data, cfg.codec)[1])
+    state = dequantize_state(unpack_bytes(data, self.codec)[1])
     load_named(m.model, state)
 
     def sliding():
