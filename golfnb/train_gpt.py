@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source af9f7387f136bcc4 | Apache-2.0
+# golfnb script --recipe pr549 | source fd73d0aca6807fb3 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2992,45 +2992,72 @@ ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabyte
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
 SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
-CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
 @dataclass
 class ArtifactSettings(Settings):
     "The file that is judged."
-    codec: str = setting("lzma", "how its sections are compressed", *CODECS, fixed="yes")
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
-def compress_section(raw: bytes, codec: str) -> tuple[str, bytes]:
-    "The codec to record and the stored bytes; `shapes` as in `section_plan`. Raises GolfError if unknown."
-    if codec == "none" or not raw:
-        return "none", raw
-    return codec, lzma.compress(raw, preset=6)
+class Plain:
+    """No compression. Other codecs derive from it, each with a `name`, `compress` and `decompress` of its own.
 
-def decoded(stored: bytes, codec: str, size: int) -> bytes:
-    "A decoded section that should have `size` bytes; a few more if there are more."
-    if codec == "none":
+    `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
+    """
+    name = "none"
+
+    def check(self) -> None:
+        "Raise GolfError if a package that it needs is missing; a run asks before it trains."
+
+    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
+        "The name to record for a section, and the bytes to store."
+        return self.name, raw
+
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+        "The `size` bytes of a section; at most one more, so that too many are seen. Any error means damage."
         return stored
-    coder = {"lzma": lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), "zlib": zlib.decompressobj()}[codec]
+
+    def known(self) -> dict[str, "Plain"]:
+        "Name -> codec, for every name that `compress` may record."
+        return {self.name: self}
+
+class Lzma(Plain):
+    "xz, as the published scripts have it."
+    name = "lzma"
+
+    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
+        "Preset 6, with a checksum of its own."
+        return self.name, lzma.compress(raw, preset=6)
+
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+        "In at most 64 MiB beside the result."
+        return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
+
+def whole_stream(coder, stored: bytes, size: int) -> bytes:
+    "At most `size` + 1 bytes from a decompressor; EOFError if its stream is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError
     return found
 
-def decompress_section(stored: bytes, codec: str, shapes: list) -> bytes:
-    """The bytes of tensors of these [rows, cols], in bounded memory; raises GolfError for damage.
+def decompress_section(stored: bytes, name: str, shapes: list, codecs: Mapping[str, Plain]) -> bytes:
+    """The bytes of tensors of these [rows, cols], in bounded memory.
 
-    `written`: the CODEC of the run that wrote the file, if it is known; a script reads no others.
+    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for another
+    name and for damage.
     """
+    if not isinstance(name, str) or name not in codecs:
+        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found {name!r:.60}: the "
+                        "file is damaged or of a later version, copy or make it again")
     size = sum(map(math.prod, shapes))
     try:
-        raw = decoded(stored, codec, size)
+        raw = codecs[name].decompress(stored, size, shapes)
         found = f"{len(raw):,}" if len(raw) <= size else "more"
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
         found = type(error).__name__
     if found != f"{size:,}":
-        raise GolfError(f"a section must decode with {codec!r} to {size:,} bytes, found {found}: the file is "
+        raise GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
                         "damaged or of a later version, copy or make it again")
     return raw
 
@@ -3047,28 +3074,36 @@ def seal(header: bytes, payload: bytes) -> bytes:
     front = struct.pack("<8sII", ARTIFACT_MAGIC, ARTIFACT_VERSION, len(header))
     return front + hashlib.sha256(front + header + payload).digest() + header + payload
 
-def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: str = "lzma") -> bytes:
-    """The container of a packed state.
+def refuse_word(codec) -> None:
+    "Raise GolfError for the name of a codec where the codec itself is wanted."
+    if isinstance(codec, str):
+        raise GolfError(f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give Plain() "
+                        "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
+
+def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
+    """The container of a packed state, its sections stored by `codec`.
 
     `meta` holds facts that JSON can hold: settings, tokenizer_sha256, vocab_size, recipe, seed, steps.
-    Raises GolfError for an unknown codec.
     """
+    refuse_word(codec)
     tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
-    parts, sections, payload = {section: [] for section in SECTIONS}, [], b""
+    parts = {section: [] for section in SECTIONS}
     for p in (packed[name] for name, _, _ in tensors):
         parts[p.kind].append(p.data.astype(KIND_DTYPES[p.kind], copy=False).tobytes())
         if p.kind in INT_MAX:
             parts["scale"].append(p.scale.astype("<f2").tobytes())
+    sections = []
+    payload = b""
     for section, shapes in section_plan(tensors).items():
-        used, stored = compress_section(b"".join(parts[section]), codec)
-        sections.append([section, used, len(stored)])
+        name, stored = codec.compress(b"".join(parts[section]), shapes)
+        sections.append([section, name, len(stored)])
         payload += stored
     header = {"meta": meta, "tensors": tensors, "sections": sections}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return seal(zlib.compress(text.encode(), 9), payload)
 
-def open_container(data: bytes) -> tuple[dict, memoryview]:
-    "(header, payload) of a container, checked as far as that goes without decoding; raises GolfError."
+def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
+    "(deflated header, payload) of a container whose checksum is right; raises GolfError."
     if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
         raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
                         f"or more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
@@ -3076,23 +3111,25 @@ def open_container(data: bytes) -> tuple[dict, memoryview]:
     if version != ARTIFACT_VERSION:
         raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
                         "the golfnb that wrote it")
-    (found := hashlib.sha256(data[:16])).update(rest := memoryview(data)[PREFIX_BYTES:])
+    rest = memoryview(data)[PREFIX_BYTES:]
+    found = hashlib.sha256(data[:16])
+    found.update(rest)
     if found.digest() != checksum:
         raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
                         f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
-    text, payload = rest[:length], rest[length:]
+    return rest[:length], rest[length:]
+
+def open_own(data: bytes) -> tuple[dict, memoryview]:
+    "(header, payload) of a container that this program wrote; raises GolfError for damage."
+    text, payload = open_sealed(data)
     return json.loads(zlib.decompress(text)), payload
 
-def unpack_bytes(data: bytes) -> tuple[dict, dict]:
-    """(meta, `Packed` tensors by name) of a container; `check(header)` is called before anything is decoded.
-
-    `written` as in `decompress_section`. Raises GolfError for damage, and for sections that would decode to
-    more than `decoded_limit`. Takes at most 6 times the bytes that they decode to.
-    """
-    header, payload = open_container(data)
+def decode_sections(header: dict, payload: memoryview, codecs: Mapping[str, Plain]) -> dict[str, Packed]:
+    "The tensors of a container by name; raises GolfError as `decompress_section` does."
     tensors, streams, packed = header["tensors"], {}, {}
     for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
-        raw, payload = decompress_section(payload[:length], codec, shapes), payload[length:]
+        raw = decompress_section(payload[:length], codec, shapes, codecs)
+        payload = payload[length:]
         streams[section] = np.frombuffer(raw, SECTIONS[section])
 
     def take(section: str, shape: list) -> np.ndarray:
@@ -3102,9 +3139,15 @@ def unpack_bytes(data: bytes) -> tuple[dict, dict]:
     for name, kind, shape in tensors:
         scale = take("scale", shape[:1]) if kind in INT_MAX else None
         packed[name] = Packed(kind, tuple(shape), take(kind, shape), scale)
-    return header["meta"], packed
+    return packed
 
-def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: str = "lzma",
+def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
+    "(meta, `Packed` tensors by name) of a container that this program packed with `codec`; GolfError for damage."
+    refuse_word(codec)
+    header, payload = open_own(data)
+    return header["meta"], decode_sections(header, payload, codec.known())
+
+def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
                   cap: float = math.inf, code_bytes: int = 0) -> int:
     """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
 
@@ -3127,15 +3170,15 @@ def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict
         if w.dtype not in kinds:
             raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64, found {w.dtype}: convert it")
     plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
-    return save_artifact(path, plain, meta, "none")
+    return save_artifact(path, plain, meta, Plain())
 
 LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls", scale="row scales")
 
-def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, int]]:
-    "(part, bytes) of a submission: the script, every section of the file, overhead. Raises GolfError."
-    header, payload = open_container(data := Path(path).read_bytes())
-    rows = [(LEDGER_NAMES.get(section, f"{section} weights"), n) for section, _, n in header["sections"]]
-    return [("code", code_bytes), *rows, ("overhead", len(data) - len(payload))]
+def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
+    "(part, bytes) of a submission: the script, every section of its file, overhead."
+    sections = [(LEDGER_NAMES.get(section, f"{section} weights"), n) for section, _, n in header["sections"]]
+    overhead = file_bytes - sum(n for _, n in sections)
+    return [("code", code_bytes), *sections, ("overhead", overhead)]
 
 # ---- ttt ----
 class Ledger:
@@ -3329,8 +3372,14 @@ class RunSettings(Settings):
                    f"found {self.run_id!r}: choose a plain name")
 
 @dataclass
-class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, QuantSettings,
-             ArtifactSettings, TttSettings, AdapterSettings):
+class PartSettings(Settings):
+    "Words that choose the parts of a run; here `make_` functions build the parts they name."
+    codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
+                         "none", "brotli", "zstd", fixed="yes")
+
+@dataclass
+class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
+             QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
 
     @property
@@ -3368,6 +3417,10 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
             tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
         a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
         return item * (numbers + tokens * a_token)
+
+def make_codec() -> Plain:
+    "The codec that CODEC names."
+    return Lzma()
 
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
@@ -3512,7 +3565,8 @@ class Session:
     def __init__(self, cfg: Config, ranks: Ranks):
         cfg.check(ranks.world)
         check_memory(cfg, ranks)
-        compress_section(b"x", "lzma")  # or its package is missed after the training
+        self.codec = make_codec()
+        self.codec.check()  # or its package is missed after the training
         table, data = byte_table(load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)), Path(cfg.data_path)
         self.tokenizer_sha256 = tokenizer_hash(cfg.tokenizer_path)
         self.train_paths, val_paths = find_shards(data / "*_train_*.bin"), data / "*_val_*.bin"
@@ -3626,18 +3680,19 @@ class Session:
         cfg, line, name = self.cfg, self.log.line, "artifact.golf"
         self.log.at = "compressing", 0, 0, 0
         try:
-            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), "lzma",
+            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), self.codec,
                                                    cfg.target_bytes, code_bytes))
         except GolfError as e:
             self.summary["over_budget"], name = str(e), name + ".over"
             if not (self.folder / name).exists():
                 raise
         path = self.folder / name
-        size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-        line(f"Serialized model int6+{cfg.codec}: {size} bytes")
-        line(f"Total submission size int6+{cfg.codec}: {size + code_bytes} bytes")
+        data = path.read_bytes()
+        size, sha256 = len(data), hashlib.sha256(data).hexdigest()
+        line(f"Serialized model int6+{self.codec.name}: {size} bytes")
+        line(f"Total submission size int6+{self.codec.name}: {size + code_bytes} bytes")
         line(f"artifact_sha256:{sha256}")
-        parts = artifact_ledger(path, code_bytes)
+        parts = ledger_rows(open_own(data)[0], size, code_bytes)
         for part, n in [*parts, ("room left", cfg.target_bytes - size - code_bytes)]:
             line(f"  {part:<24s}{n:>12,} bytes")
         self.summary.update(artifact_bytes=size, code_bytes=code_bytes, total_bytes=size + code_bytes,
@@ -3662,7 +3717,7 @@ class Session:
     def score_artifact(self, data: bytes):
         "Score the bytes of a file: round trip, sliding window, TTT (weights learn from what was scored)."
         cfg, m, val, table, ranks, log = self.cfg, self.machine, self.val, self.table, self.ranks, self.log
-        state = dequantize_state(unpack_bytes(data)[1])
+        state = dequantize_state(unpack_bytes(data, self.codec)[1])
         load_named(m.model, state)
 
         def sliding():
