@@ -27,11 +27,11 @@ from .evaluate import sliding_loss
 from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule, micro_batches,
                           momentum_schedule, training_loss)
 from .quantize import NothingFits, dequantize_state, fit_state
-from .artifact import compress_section, pack_bytes, unpack_bytes
+from .artifact import pack_bytes, unpack_bytes
 from .ttt import score_first
 from .adapters import score_documents
 from .run import Run, as_rank, hessians_in_time, keep_traces, train_and_average, weight_dtype
-from .config import Config, load_config
+from .config import Config, load_config, make_codec
 
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass
@@ -89,6 +89,7 @@ def step(p: Parts, t: Trainer):
 def pack(run: Run, p: Parts, averaged: dict) -> bytes:
     "Quantize the averaged weights and write the artifact; returns the file's bytes on every rank."
     cfg, ranks = run.settings, run.ranks
+    codec = make_codec(cfg)
     with run.phase("packing"):
         hessians = None
         if cfg.use_gptq:
@@ -96,19 +97,19 @@ def pack(run: Run, p: Parts, averaged: dict) -> bytes:
             hessians = hessians_in_time(run, p.model, sampler)
         try:
             packed = fit_state(cfg, averaged, cfg.target_bytes - len(run.code),
-                               lambda packed: len(pack_bytes(packed, run.meta(), cfg.codec)),
+                               lambda packed: len(pack_bytes(packed, run.meta(), codec)),
                                cfg.small_tensor, hessians, ranks, run.log)
         except NothingFits as e:
             run.log.line(str(e))
             packed = e.packed
-        written = run.write_artifact(packed, cfg.codec) if ranks.master else b""
+        written = run.write_artifact(packed, codec) if ranks.master else b""
         return ranks.broadcast_object(written)
 
 # %% ../nbs/reference/18_program.ipynb #f0de1812
 def score(run: Run, p: Parts, artifact: bytes):
     "Score the bytes of a file: round trip, sliding window, test-time training."
     cfg, ranks, log = run.settings, run.ranks, run.log
-    state = dequantize_state(unpack_bytes(artifact, cfg.codec)[1])
+    state = dequantize_state(unpack_bytes(artifact, make_codec(cfg))[1])
     load_named(p.model, state)
 
     def sliding():
@@ -161,7 +162,7 @@ def open_run(cfg: Config, ranks: Ranks, code: bytes = b"", folder: Path | None =
     "Check settings and data, and make the `Run`. Raises GolfError for whatever is wrong."
     cfg.check(ranks.world)
     check_memory(cfg, ranks)
-    compress_section(b"x", cfg.codec)  # or its package is missed after the training
+    make_codec(cfg).check()  # or its package is missed after the training
     shards = Path(cfg.data_path)
     load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)
     check_disjoint(find_shards(shards / "*_train_*.bin"), find_shards(shards / "*_val_*.bin"))

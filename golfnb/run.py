@@ -34,7 +34,8 @@ from .parallel_muon import Engine, Ranks, lost_ranks, start_ranks, stop_ranks
 from .evaluate import plain_loss
 from .train import EmaAdvice, RunLog, Trainer, check_score, rehearse, train, undone
 from .quantize import calibrate, calibration_batches
-from .artifact import artifact_ledger, save_artifact, save_weights
+from .artifact import Plain, ledger_rows, open_own, save_artifact, save_weights
+
 
 # %% ../nbs/reference/16_run.ipynb #d0de1601
 @dataclass
@@ -309,7 +310,7 @@ def hessians_in_time(run: Run, model: Golf, sampler) -> dict:
 
 # %% ../nbs/reference/16_run.ipynb #98a267e3
 @patch
-def write_artifact(self: Run, packed: dict, codec: str) -> bytes:
+def write_artifact(self: Run, packed: dict, codec: Plain) -> bytes:
     "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
     s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
     self.log.at = "compressing", 0, 0, 0
@@ -325,10 +326,10 @@ def write_artifact(self: Run, packed: dict, codec: str) -> bytes:
     data = path.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
     total = len(data) + code_bytes
-    self.log.line(f"Serialized model int6+{codec}: {len(data)} bytes")
-    self.log.line(f"Total submission size int6+{codec}: {total} bytes")
+    self.log.line(f"Serialized model int6+{codec.name}: {len(data)} bytes")
+    self.log.line(f"Total submission size int6+{codec.name}: {total} bytes")
     self.log.line(f"artifact_sha256:{sha256}")
-    parts = artifact_ledger(path, code_bytes, codec)
+    parts = ledger_rows(open_own(data)[0], len(data), code_bytes)
     for part, n in [*parts, ("room left", s.target_bytes - total)]:
         self.log.line(f"  {part:<24s}{n:>12,} bytes")
     self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,

@@ -15,15 +15,16 @@ import pytest
 import torch
 
 import golfnb.artifact as artifact
-from golfnb.artifact import (ARTIFACT_CAP, PREFIX_BYTES, artifact_ledger, compress_section, decompress_section, export_safetensors, import_safetensors, load_artifact, load_model,
-                             load_weights, pack_bytes, save_artifact, save_weights, seal, unpack_bytes)
+from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd, artifact_ledger, decompress_section, export_safetensors, import_safetensors,
+                             ledger_rows, load_artifact, load_model, load_weights, open_own, pack_bytes, save_artifact, save_weights, seal, unpack_bytes, unpack_foreign)
 from golfnb.bpb import tokenizer_hash
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.model import init_model, model_from_settings, named_state
 from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, quantize_state
 
-STDLIB_CODECS = ["lzma", "zlib", "rans", "best", "none"]
+STDLIB_CODECS = [Lzma(), Zlib(), Rans(), Best(), Plain()]
+each_codec = pytest.mark.parametrize("codec", STDLIB_CODECS, ids=lambda codec: codec.name)
 
 
 def toy(seed=0):
@@ -53,24 +54,25 @@ def sealed(header, payload=b"") -> bytes:
 
 # --- round trips
 
-@pytest.mark.parametrize("codec", STDLIB_CODECS)
+@each_codec
 def test_round_trip_and_same_bytes(codec):
     data = pack_bytes(toy(), META, codec)
-    meta, back = unpack_bytes(data)
-    assert meta == META and same(back, toy())
+    meta, back = unpack_foreign(data)
+    own = unpack_bytes(data, codec)
+    assert meta == own[0] == META and same(back, toy()) and same(own[1], toy())
     assert data == pack_bytes(toy(), META, codec) == pack_bytes(dict(reversed(toy().items())), dict(reversed(META.items())), codec) == pack_bytes(back, meta, codec)
     assert {s[1] for s in parts_of(data)[0]["sections"]} <= {"lzma", "zlib", "rans", "none"}
 
 
 def test_same_bytes_in_another_process():
-    code = "import hashlib, test_artifact as t; print(hashlib.sha256(t.pack_bytes(t.toy(), t.META, 'best')).hexdigest())"
+    code = "import hashlib, test_artifact as t; print(hashlib.sha256(t.pack_bytes(t.toy(), t.META, t.Best())).hexdigest())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=__import__("os").environ | {"PYTHONHASHSEED": "77"})
-    assert out.stdout.strip() == hashlib.sha256(pack_bytes(toy(), META, "best")).hexdigest(), out.stderr
+    assert out.stdout.strip() == hashlib.sha256(pack_bytes(toy(), META, Best())).hexdigest(), out.stderr
 
 
 def test_empty_state_and_single_codec_best_is_smallest():
-    assert unpack_bytes(pack_bytes({}, {})) == ({}, {})
-    sizes = {c: len(pack_bytes(toy(), {}, c)) for c in STDLIB_CODECS}
+    assert unpack_foreign(pack_bytes({}, {}, Lzma())) == ({}, {}) == unpack_bytes(pack_bytes({}, {}, Lzma()), Lzma())
+    sizes = {c.name: len(pack_bytes(toy(), {}, c)) for c in STDLIB_CODECS}
     assert sizes["best"] <= min(sizes.values()) + 16
 
 
@@ -97,7 +99,7 @@ def slow_rans(stored: bytes, shapes: list) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("codec", ["rans", "best"])
+@pytest.mark.parametrize("codec", [Rans(), Best()], ids=["rans", "best"])
 def test_decodes_with_the_standard_library_and_numpy_alone(tmp_path, codec):
     "The format, read back by fifty lines that know nothing of golfnb."
     path = tmp_path / "a.golf"
@@ -125,7 +127,7 @@ def test_decodes_with_the_standard_library_and_numpy_alone(tmp_path, codec):
 
 # --- damage
 
-@pytest.mark.parametrize("codec", STDLIB_CODECS)
+@each_codec
 def test_fuzz_every_mutation_is_a_golf_error(codec):
     data, rng = pack_bytes(toy(), META, codec), random.Random(7)
     for _ in range(200):
@@ -143,11 +145,11 @@ def test_fuzz_every_mutation_is_a_golf_error(codec):
                 del bad[at:at + rng.randrange(1, 9)]
         if bytes(bad) != data:
             with pytest.raises(GolfError) as caught:
-                unpack_bytes(bytes(bad))
+                unpack_foreign(bytes(bad))
             assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("codec", STDLIB_CODECS)
+@each_codec
 def test_fuzz_behind_the_checksum(codec):
     "With a checksum that fits, a mutation is a GolfError or other weights of the same shapes; nothing else, and no memory."
     header, payload = parts_of(pack_bytes(toy(), META, codec))
@@ -159,7 +161,7 @@ def test_fuzz_behind_the_checksum(codec):
         for _ in range(rng.choice([1, 2, 5])):
             target[rng.randrange(len(target))] = rng.choice(b'0123456789-[]{}",:.aeE \xff') if i % 2 else rng.randrange(256)
         try:
-            _, back = unpack_bytes(seal(zlib.compress(bytes(h)), bytes(p)))
+            _, back = unpack_foreign(seal(zlib.compress(bytes(h)), bytes(p)))
             assert all(x.data.size == np.prod(x.shape) for x in back.values())
         except GolfError as error:
             refused += 1
@@ -177,7 +179,7 @@ BAD_TENSORS = [["up"], ["up", "int6"], "up", None, 3, ["up", "int7", [2, 2]], ["
 @pytest.mark.parametrize("tensor", BAD_TENSORS, ids=str)
 def test_hostile_tensors(tensor):
     with pytest.raises(GolfError):
-        unpack_bytes(sealed({"meta": {}, "tensors": [tensor], "sections": [["int6", "none", 4], ["scale", "none", 4]]}, bytes(8)))
+        unpack_foreign(sealed({"meta": {}, "tensors": [tensor], "sections": [["int6", "none", 4], ["scale", "none", 4]]}, bytes(8)))
 
 
 GOOD = {"meta": {}, "tensors": [["up", "int6", [2, 2]]], "sections": [["int6", "none", 4], ["scale", "none", 4]]}
@@ -190,35 +192,36 @@ GOOD = {"meta": {}, "tensors": [["up", "int6", [2, 2]]], "sections": [["int6", "
     {"tensors": [["up\n", "int6", [2, 2]]]}, {"tensors": [["u" * 999, "int6", [2, 2]]]}, {"meta": {"a": float("nan")}}, {"meta": {"a": "\x1b[2J"}}, {"meta": {"a": 10**30}}, {"meta": {"a": [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]}},
     {"tensors": [["up", "int6", [2, 2]]] * 2}, {"tensors": {}}, {"meta": []}, {"more": 1}], ids=str)
 def test_hostile_headers(change):
-    assert unpack_bytes(sealed(GOOD, bytes(8)))[1]["up"].shape == (2, 2)
+    assert unpack_foreign(sealed(GOOD, bytes(8)))[1]["up"].shape == (2, 2)
     with pytest.raises(GolfError):
-        unpack_bytes(sealed(GOOD | change, bytes(8)))
+        unpack_foreign(sealed(GOOD | change, bytes(8)))
 
 
 @pytest.mark.parametrize("header", [b"", b"not deflated", zlib.compress(b"{"), zlib.compress(b"[]"), zlib.compress(b"\xff\xfe"), zlib.compress(b"[" * 100_000), zlib.compress(bytes(2**23)),
                                     zlib.compress(json.dumps(GOOD).encode()) + b"tail", zlib.compress(json.dumps(GOOD).encode())[:-3]])
 def test_hostile_header_bytes(header):
     with pytest.raises(GolfError):
-        unpack_bytes(seal(header, bytes(8)))
+        unpack_foreign(seal(header, bytes(8)))
 
 
 def test_hostile_values():
     with pytest.raises(GolfError, match="integers of at most 31"):
-        unpack_bytes(sealed(GOOD, bytes([0, 0, 0, 32]) + bytes(4)))
+        unpack_foreign(sealed(GOOD, bytes([0, 0, 0, 32]) + bytes(4)))
     for value in (np.nan, np.inf):
         with pytest.raises(GolfError, match="finite numbers"):
-            unpack_bytes(sealed({"meta": {}, "tensors": [["a", "fp32", [1]]], "sections": [["fp32", "none", 4]]}, np.float32(value).tobytes()))
+            unpack_foreign(sealed({"meta": {}, "tensors": [["a", "fp32", [1]]], "sections": [["fp32", "none", 4]]}, np.float32(value).tobytes()))
     with pytest.raises(GolfError, match="finite scales"):
-        unpack_bytes(sealed(GOOD, bytes(4) + np.array([np.nan, 1], np.float16).tobytes()))
+        unpack_foreign(sealed(GOOD, bytes(4) + np.array([np.nan, 1], np.float16).tobytes()))
 
 
-@pytest.mark.parametrize("codec", ["lzma", "zlib"])
+@pytest.mark.parametrize("codec", [Lzma(), Zlib()], ids=["lzma", "zlib"])
 def test_bombs_unfold_no_further_than_declared(codec):
-    used, stored = compress_section(bytes(64 * 2**20), codec)
+    used, stored = codec.compress(bytes(64 * 2**20), [(64 * 2**20, 1)])
     bomb = sealed(GOOD | {"sections": [["int6", used, len(stored)], ["scale", "none", 4]]}, stored + bytes(4))
     tracemalloc.start()
-    with pytest.raises(GolfError, match="found more"):
-        unpack_bytes(bomb)
+    for read in (unpack_foreign, lambda data: unpack_bytes(data, codec)):
+        with pytest.raises(GolfError, match="found more"):
+            read(bomb)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 * 2**20  # lzma keeps a dictionary of 8 MiB
@@ -229,47 +232,82 @@ def test_declared_gigabytes_are_refused_before_they_are_allocated():
     for some, size in ((tensors, 0), ([["t", "int8", [2**13, 2**12]]], 2**14), ([["t", "int8", [2**13, 2**13]]], 2**20)):  # 4 GiB; 32 MiB and its scales; 64 MiB in 1
         header = {"meta": {}, "tensors": some, "sections": [["int8", "rans", size], ["scale", "none", 0]]}
         with pytest.raises(GolfError, match="decode to at most 33,554,432 bytes"):
-            unpack_bytes(sealed(header, bytes(size)))
+            unpack_foreign(sealed(header, bytes(size)))
 
 
 def test_versions_magic_and_short_files():
-    data = pack_bytes(toy(), {})
+    data = pack_bytes(toy(), {}, Lzma())
     for bad, word in ((data[:8] + struct.pack("<I", 2) + data[12:], "version 1, found 2"), (b"\x80\x04" + data[2:], "another kind"), (b"", "another kind"), (data[:20], "cut off"),
                       (data[:12] + struct.pack("<I", 2**31) + data[16:], "checksum"), (data + b"x", "checksum"), (data[:-1], "checksum")):
-        with pytest.raises(GolfError, match=word):
-            unpack_bytes(bad)
+        for read in (unpack_foreign, lambda data: unpack_bytes(data, Lzma())):
+            with pytest.raises(GolfError, match=word):
+                read(bad)
 
 
 def test_section_sizes_are_exact():
     for codec in STDLIB_CODECS:
-        used, stored = compress_section(b"abc" * 50, codec)
+        used, stored = codec.compress(b"abc" * 50, [(150, 1)])
         for size in (149, 151, 0):
             with pytest.raises(GolfError):
-                decompress_section(stored, used, [(size, 1)])
+                decompress_section(stored, used, [(size, 1)], codec.known())
         if used != "none":
             with pytest.raises(GolfError):
-                decompress_section(stored + b"tail", used, [(150, 1)])
+                decompress_section(stored + b"tail", used, [(150, 1)], codec.known())
 
 
-@pytest.mark.parametrize("codec, package", [("brotli", "brotli"), ("zstd", "zstandard")])
+@pytest.mark.parametrize("codec, package", [(Brotli(), "brotli"), (Zstd(), "zstandard")], ids=["brotli", "zstd"])
 def test_optional_codecs_work_or_say_what_is_missing(codec, package):
     try:
         __import__(package)
     except ImportError:
-        with pytest.raises(GolfError, match=f"needs the package {package}"):
-            pack_bytes(toy(), {}, codec)
+        foreign = sealed(GOOD | {"sections": [["int6", codec.name, 4], ["scale", "none", 4]]}, bytes(8))
+        for call in (codec.check, lambda: pack_bytes(toy(), {}, codec), lambda: unpack_foreign(foreign)):
+            with pytest.raises(GolfError, match=f"needs the package {package}"):
+                call()
         return
+    codec.check()
     data = pack_bytes(toy(), META, codec)
-    assert same(unpack_bytes(data)[1], toy()) and {s[1] for s in parts_of(data)[0]["sections"]} == {codec}
-    _, bomb = compress_section(bytes(2**20), codec)
+    assert same(unpack_foreign(data)[1], toy()) and same(unpack_bytes(data, codec)[1], toy()) and {s[1] for s in parts_of(data)[0]["sections"]} == {codec.name}
+    _, bomb = codec.compress(bytes(2**20), [(2**20, 1)])
     with pytest.raises(GolfError):
-        decompress_section(bomb, codec, [(100, 1)])
+        decompress_section(bomb, codec.name, [(100, 1)], CODECS)
 
 
-def test_unknown_codec():
-    for codec in ("brotly", "", "LZMA"):
-        with pytest.raises(GolfError, match="CODEC must be one of"):
-            pack_bytes(toy(), {}, codec)
+def test_a_word_in_place_of_a_codec_is_told_the_class(tmp_path):
+    for word, wanted in (("lzma", "Lzma"), ("none", "Plain"), ("best", "Best"), ("zstd", "Zstd")):
+        for call in (lambda: pack_bytes(toy(), {}, word), lambda: save_artifact(tmp_path / "a.golf", toy(), {}, codec=word), lambda: unpack_bytes(b"", word)):
+            with pytest.raises(GolfError, match=rf"{word}.*{wanted}\(\)"):
+                call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_accepts_only_the_codecs_it_brings():
+    "What a file says never chooses beyond the reader's table; `best` is a choice of the writer, not a way to store."
+    assert set(CODECS) == {"none", "lzma", "zlib", "rans", "brotli", "zstd"} and all(codec.name == name for name, codec in CODECS.items())
+    data = pack_bytes(toy(), META, Zlib())
+    for read in (lambda: unpack_bytes(data, Lzma()), lambda: unpack_foreign(data, Lzma().known()), lambda: unpack_foreign(data, {})):
+        with pytest.raises(GolfError, match="found 'zlib'"):
+            read()
+    for name in ("best", "os", "golfnb.artifact.Lzma", "__class__", ["lzma"], {"lzma": 1}, None, 3, "x" * 10_000):
+        with pytest.raises(GolfError, match="must be stored as one of") as caught:
+            unpack_foreign(sealed(GOOD | {"sections": [["int6", name, 4], ["scale", "none", 4]]}, bytes(8)))
+        assert len(str(caught.value)) < 300
+
+
+def test_a_codec_of_ones_own():
+    class Backwards(Plain):
+        name = "backwards"
+
+        def compress(self, raw, shapes):
+            return self.name, raw[::-1]
+
+        def decompress(self, stored, size, shapes):
+            return bytes(stored)[::-1]
+
+    data = pack_bytes(toy(), META, Backwards())
+    assert same(unpack_bytes(data, Backwards())[1], toy()) and same(unpack_foreign(data, CODECS | Backwards().known())[1], toy())
+    with pytest.raises(GolfError, match="found 'backwards'"):
+        unpack_foreign(data)
 
 
 # --- on disk
@@ -284,20 +322,20 @@ def test_missing_directory_and_other_files(tmp_path):
 
 def test_over_the_cap_is_kept_under_another_name(tmp_path):
     path = tmp_path / "run" / "artifact.golf"
-    size = save_artifact(path, toy(), META, "lzma", cap=ARTIFACT_CAP, code_bytes=100)
+    size = save_artifact(path, toy(), META, Lzma(), cap=ARTIFACT_CAP, code_bytes=100)
     assert size == path.stat().st_size
     path.unlink()
     with pytest.raises(GolfError, match=r"\(1 too many\).*\.over.*golfnb quantize .*run --target-bytes " + str(size + 99)):
-        save_artifact(path, toy(), META, "lzma", cap=size + 99, code_bytes=100)
+        save_artifact(path, toy(), META, Lzma(), cap=size + 99, code_bytes=100)
     assert not path.exists() and same(load_artifact(path.with_name("artifact.golf.over"))[1], toy())
-    save_artifact(path, toy(), META, "lzma", cap=size + 100, code_bytes=100)
+    save_artifact(path, toy(), META, Lzma(), cap=size + 100, code_bytes=100)
     assert [p.name for p in path.parent.iterdir()] == ["artifact.golf"]
 
 
 def test_full_disk_leaves_nothing(tmp_path):
     code = ("import resource, signal, sys, test_artifact as t; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-            "for call in (lambda: t.save_artifact(sys.argv[1], t.toy(), {}), lambda: t.save_weights(sys.argv[1], {'a': t.torch.zeros(999)}, {}),\n"
-            "             lambda: t.save_artifact(sys.argv[1], t.toy(), {}, cap=10)):\n"
+            "for call in (lambda: t.save_artifact(sys.argv[1], t.toy(), {}, t.Lzma()), lambda: t.save_weights(sys.argv[1], {'a': t.torch.zeros(999)}, {}),\n"
+            "             lambda: t.save_artifact(sys.argv[1], t.toy(), {}, t.Lzma(), cap=10)):\n"
             "    try: call()\n"
             "    except t.GolfError as error: print('GolfError', error)")
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.golf")], capture_output=True, text=True)
@@ -324,7 +362,7 @@ def test_weights_refuse_what_they_cannot_hold(tmp_path):
         save_weights(tmp_path / "w", {"a": torch.zeros(3, dtype=torch.int64)}, {})
     with pytest.raises(GolfError, match="finite"):
         save_weights(tmp_path / "w", {"a": torch.tensor([float("nan")])}, {})
-    save_artifact(tmp_path / "a.golf", toy(), {})
+    save_artifact(tmp_path / "a.golf", toy(), {}, Lzma())
     with pytest.raises(GolfError, match="unquantized"):
         load_weights(tmp_path / "a.golf")
     assert [p.name for p in tmp_path.iterdir()] == ["a.golf"]
@@ -333,8 +371,9 @@ def test_weights_refuse_what_they_cannot_hold(tmp_path):
 # --- ledger and models
 
 def test_ledger_adds_up(tmp_path):
-    size = save_artifact(tmp_path / "a.golf", toy(), META)
+    size = save_artifact(tmp_path / "a.golf", toy(), META, Lzma())
     rows = artifact_ledger(tmp_path / "a.golf", 1234)
+    assert rows == ledger_rows(open_own((tmp_path / "a.golf").read_bytes())[0], size, 1234)
     assert rows[0] == ("code", 1234) and rows[-1][0] == "overhead" and sum(n for _, n in rows) == size + 1234 and all(type(n) is int and n >= 0 for _, n in rows)
 
 
@@ -350,7 +389,7 @@ def tiny():
 def test_a_model_from_the_file_alone(tiny, tmp_path):
     model, cfg, meta = tiny
     packed = quantize_state(named_state(model), False)
-    save_artifact(tmp_path / "a.golf", packed, meta)
+    save_artifact(tmp_path / "a.golf", packed, meta, Lzma())
     loaded, found, settings = load_model(tmp_path / "a.golf")
     wanted = dequantize_state(packed)
     assert found == meta and settings == cfg
@@ -372,7 +411,7 @@ def test_the_tokenizer_must_be_the_one_it_was_trained_with(tiny, tmp_path):
     model, _, meta = tiny
     (tmp_path / "t.model").write_bytes(b"tokenizer")
     (tmp_path / "u.model").write_bytes(b"another")
-    save_artifact(tmp_path / "a.golf", quantize_state(named_state(model), False), meta | {"tokenizer_sha256": tokenizer_hash(tmp_path / "t.model")})
+    save_artifact(tmp_path / "a.golf", quantize_state(named_state(model), False), meta | {"tokenizer_sha256": tokenizer_hash(tmp_path / "t.model")}, Lzma())
     load_model(tmp_path / "a.golf", tokenizer_path=tmp_path / "t.model")
     for other in ("u.model", "absent.model"):
         with pytest.raises(GolfError, match=other):
@@ -384,14 +423,14 @@ def test_the_tokenizer_must_be_the_one_it_was_trained_with(tiny, tmp_path):
                                     {"extra": 1}, {"train_seq_len": 10**9}, {"rope_train_len": 2**70}, {"rope_base": 10**400}, {"ve_layers": "9" * 5000}, {"ve_layers": "1," * 9999 + "1"}, {"ve_enabled": False}, {"train_seq_len": -5}, {"plan": "exec"}], ids=str)
 def test_settings_that_do_not_fit_the_tensors(tiny, tmp_path, change):
     model, _, meta = tiny
-    save_artifact(tmp_path / "a.golf", quantize_state(named_state(model), False), meta | {"settings": meta["settings"] | change})
+    save_artifact(tmp_path / "a.golf", quantize_state(named_state(model), False), meta | {"settings": meta["settings"] | change}, Lzma())
     with pytest.raises(GolfError, match="a.golf"):
         load_model(tmp_path / "a.golf")
 
 
 def test_containers_that_hold_no_model(tiny, tmp_path):
     for meta in ({}, {"settings": None}, {"settings": {}}, {"settings": tiny[2]["settings"]}):
-        save_artifact(tmp_path / "a.golf", toy(), meta)
+        save_artifact(tmp_path / "a.golf", toy(), meta, Lzma())
         with pytest.raises(GolfError, match="a.golf"):
             load_model(tmp_path / "a.golf")
 
@@ -400,7 +439,7 @@ def test_safetensors_there_and_back(tiny, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, cfg, meta = tiny
     packed = quantize_state(named_state(model), False)
-    save_artifact(tmp_path / "a.golf", packed, meta)
+    save_artifact(tmp_path / "a.golf", packed, meta, Lzma())
     export_safetensors(tmp_path / "a.golf", tmp_path / "a.safetensors")
     wanted, found = dequantize_state(packed), safetensors.load_file(tmp_path / "a.safetensors")
     assert found.keys() == wanted.keys() and all(torch.equal(found[n], w) for n, w in wanted.items())

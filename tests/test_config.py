@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import IGNORED, NOT_BUILT, RECIPES, SWITCHES, Config, load_config, setting_specs
+from golfnb.config import IGNORED, NOT_BUILT, RECIPES, SWITCHES, Config, load_config, make_codec, setting_specs
 from golfnb.layout import model_layout
 from golfnb.loader import grad_accum
 from golfnb.model import Golf, ModelSettings
@@ -81,10 +81,12 @@ def test_published_commands():
         load_config(env(PR1060) | {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)
 
 
-def test_the_codecs_are_those_of_the_container():
+def test_every_word_for_a_codec_makes_the_codec_of_that_name():
     from golfnb.artifact import CODECS
 
-    assert next(f for f in dataclasses.fields(Config) if f.name == "codec").metadata["choices"] == CODECS
+    words = setting_specs()["codec"].metadata["choices"]
+    assert [make_codec(Config(codec=word)).name for word in words] == [*words]
+    assert set(words) == {*CODECS, "best"}
 
 
 def test_derived_figures():

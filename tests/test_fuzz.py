@@ -32,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.artifact import PREFIX_BYTES, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
+from golfnb.artifact import PREFIX_BYTES, Best, Lzma, Plain, Rans, Zlib, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
 from golfnb.studies.bench import record_result
 from golfnb.bpb import tokenizer_hash
 from golfnb.tools.cli import main_cli
@@ -46,7 +46,7 @@ from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, wr
 from golfnb.tools.submission import claim_numbers, read_log
 from test_artifact import META, same, toy
 
-CODECS = ("lzma", "zlib", "rans", "best", "none")
+CODECS = (Lzma(), Zlib(), Rans(), Best(), Plain())
 MEMORY = 192 << 20  # bytes a process may grow by while it reads damaged files of at most 64 KB
 SECONDS = 300       # a file takes longer only if it hangs
 
@@ -304,7 +304,7 @@ def good_files(folder: Path) -> None:
     init_model(model, small, 0)
     meta = {"settings": asdict(small), "recipe": "pr549", "seed": 1, "steps": 2, "tokenizer_sha256": tokenizer_hash(folder / "tokenizer.model")}
     for codec in CODECS:
-        atomic_write(folder / f"{codec}.golf", pack_bytes(quantize_state(named_state(model), False, small=cfg.small_tensor), meta, codec))
+        atomic_write(folder / f"{codec.name}.golf", pack_bytes(quantize_state(named_state(model), False, small=cfg.small_tensor), meta, codec))
     for i, data in enumerate(bombs((folder / "rans.golf").read_bytes())):
         atomic_write(folder / f"bombs/{i}.golf", data)
     digest = hashlib.sha256(b"1\n").hexdigest()
@@ -331,7 +331,7 @@ def mangled(folder: Path, kind: str, seed: int) -> list[list[str]]:
     "Write a mangled file of a kind; the commands that read it."
     rng, at = random.Random(f"{kind} {seed}"), lambda name: str(folder / name)
     if kind in ("artifacts", "bombs"):
-        data = (folder / (f"bombs/{seed}.golf" if kind == "bombs" else f"{CODECS[seed % len(CODECS)]}.golf")).read_bytes()
+        data = (folder / (f"bombs/{seed}.golf" if kind == "bombs" else f"{CODECS[seed % len(CODECS)].name}.golf")).read_bytes()
         data = data if kind == "bombs" else rng.choice([mutate, forge, edited])(data, rng)
         (folder / "bad.golf").write_bytes(data)
         return [["artifact", "inspect", at("bad.golf")], ["sample", at("bad.golf"), "a", "--tokens", "1", "--tokenizer", at("tokenizer.model")]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import fork_processes
 
-from golfnb.artifact import pack_bytes
+from golfnb.artifact import Rans, pack_bytes
 from golfnb.config import load_config
 from golfnb.settings import GolfError
 from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
@@ -146,7 +146,7 @@ FINE, FLOORED = QuantSettings(scale_floor=False), QuantSettings(scale_floor=True
 def state_of(ranks: Ranks, target=10**9):
     model = a_model(world=ranks.world)
     mine = words() if ranks.world == 1 else (words()[:3], words()[3:])[ranks.rank]  # as when one rank ran out of time
-    measure = lambda packed: len(pack_bytes(packed, {}, "rans"))
+    measure = lambda packed: len(pack_bytes(packed, {}, Rans()))
     return fit_state(FINE, named_state(model), target, measure, CFG.small_tensor, calibrate(model, mine, ranks), ranks), measure
 
 

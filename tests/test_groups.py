@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from golfnb.adapters import AdapterSettings, score_documents
-from golfnb.artifact import ArtifactSettings, load_artifact, save_artifact
+from golfnb.artifact import Zlib, load_artifact, save_artifact
 from golfnb.averaging import AveragingSettings, make_average
 from golfnb.bpb import ByteTable
 from golfnb.evaluate import EvalSettings, sliding_loss
@@ -96,7 +96,7 @@ def test_quantizer_and_container(tmp_path):
     model, cfg = a_model(), QuantSettings(scale_floor=False)
     named = named_state(model)
     packed = fit_state(cfg, named, 1 << 20, lambda packed: sum(p.data.nbytes for p in packed.values()), SHAPE.small_tensor)
-    save_artifact(tmp_path / "a.golf", packed, {"settings": {}}, ArtifactSettings(codec="zlib").codec)
+    save_artifact(tmp_path / "a.golf", packed, {"settings": {}}, Zlib())
     state = dequantize_state(load_artifact(tmp_path / "a.golf")[1])
     load_named(model, state)
     assert any(p.kind == "int6" for p in packed.values()) and all((state[n] - named[n]).abs().max() < 0.2 for n in named)

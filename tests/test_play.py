@@ -20,7 +20,7 @@ import sentencepiece as spm
 import torch
 from tiny import golfnb, one_sentence, tiny_data
 
-from golfnb.artifact import save_artifact
+from golfnb.artifact import Lzma, save_artifact
 from golfnb.bpb import load_tokenizer, tokenizer_hash
 from golfnb.tools.report import find_artifact, find_tokenizer, run_data
 from golfnb.evaluate import plain_loss
@@ -42,7 +42,7 @@ def write_artifact(path: Path, tokenizer: Path, seed: int = 1) -> Path:
     init_model(model, CFG, seed)
     g = torch.Generator().manual_seed(seed)
     load_named(model, {n: t + 0.3 * torch.randn(t.shape, generator=g) * (t.ndim == 2) for n, t in named_state(model).items()})
-    save_artifact(path, quantize_state(named_state(model), False), {"settings": asdict(CFG), "tokenizer_sha256": tokenizer_hash(tokenizer), "recipe": "demo"})
+    save_artifact(path, quantize_state(named_state(model), False), {"settings": asdict(CFG), "tokenizer_sha256": tokenizer_hash(tokenizer), "recipe": "demo"}, Lzma())
     return path
 
 

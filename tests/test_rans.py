@@ -10,7 +10,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from golfnb.artifact import compress_section, decompress_section, pack_bytes, unpack_bytes
+from golfnb.artifact import Best, Lzma, Rans, decompress_section, pack_bytes, unpack_bytes
 from golfnb.rans import RANS_BITS, rans_decode, rans_encode, rans_lanes, rans_frequencies
 from golfnb.settings import GolfError
 from golfnb.quantize import Packed, entropy_bits
@@ -66,7 +66,7 @@ def test_close_to_the_entropy_and_under_it_where_rows_differ():
 def test_three_per_cent_under_lzma_at_equal_integers(spread):
     "Grids from k = 8 on (spread 31 / k), whole container against the same integers in lzma."
     packed = {"blocks.0.mlp.fc.weight": Packed("int6", (1024, 512), gauss(1024, 512, spread), np.random.default_rng(4).normal(0.015, 0.002, 1024).astype(np.float16))}
-    sizes = {codec: len(pack_bytes(packed, {}, codec)) for codec in ("rans", "best", "lzma")}
+    sizes = {codec.name: len(pack_bytes(packed, {}, codec)) for codec in (Rans(), Best(), Lzma())}
     plain = len(lzma.compress(packed["blocks.0.mlp.fc.weight"].data.tobytes() + packed["blocks.0.mlp.fc.weight"].scale.tobytes(), preset=6))
     assert sizes["rans"] < 0.97 * sizes["lzma"] and sizes["rans"] < 0.97 * plain and sizes["best"] <= sizes["rans"]
 
@@ -95,7 +95,7 @@ def test_every_mutation_is_refused_or_other_integers_never_more():
                 del bad[at:at + rng.randrange(1, 99)]
                 bad = bad or bytearray(1)
         try:
-            assert len(decompress_section(bytes(bad), "rans", [q.shape])) == q.size
+            assert len(decompress_section(bytes(bad), "rans", [q.shape], Rans().known())) == q.size
         except GolfError as error:
             refused += 1
             assert "rans" in str(error) and "\n" not in str(error)
@@ -104,15 +104,16 @@ def test_every_mutation_is_refused_or_other_integers_never_more():
 
 def test_memory_is_bounded_by_what_the_shapes_declare():
     q = np.zeros((2048, 2048), np.int8)
-    used, coded = compress_section(q.tobytes(), "rans", [q.shape])
+    used, coded = Rans().compress(q.tobytes(), [q.shape])
+    known = Rans().known()
     assert len(coded) < 3000
     tracemalloc.start()
-    assert decompress_section(coded, used, [q.shape]) == q.tobytes()
+    assert decompress_section(coded, used, [q.shape], known) == q.tobytes()
     honest = tracemalloc.get_traced_memory()[1]
     tracemalloc.reset_peak()
     for shapes in ([(2, 2)], [(4, 1)], [(1, 1)]):
         with pytest.raises(GolfError):
-            decompress_section(coded, used, shapes)
+            decompress_section(coded, used, shapes, known)
     hostile = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert honest < 6 * q.size and hostile < 2**20
@@ -127,6 +128,6 @@ def test_same_bytes_in_another_process():
 
 def test_best_tries_lzma_on_a_large_section_only_where_it_repeats():
     noise, repeats = gauss(1200, 1000), np.tile(gauss(12, 1000), (100, 1))
-    assert compress_section(noise.tobytes(), "best", [noise.shape])[0] == "rans" and compress_section(repeats.tobytes(), "best", [repeats.shape])[0] == "lzma"
+    assert Best().compress(noise.tobytes(), [noise.shape])[0] == "rans" and Best().compress(repeats.tobytes(), [repeats.shape])[0] == "lzma"
     packed = {"blocks.0.mlp.fc.weight": Packed("int6", repeats.shape, repeats, np.ones(1200, np.float16))}
-    assert np.array_equal(unpack_bytes(pack_bytes(packed, {}, "best"))[1]["blocks.0.mlp.fc.weight"].data, repeats)
+    assert np.array_equal(unpack_bytes(pack_bytes(packed, {}, Best()), Best())[1]["blocks.0.mlp.fc.weight"].data, repeats)

@@ -113,10 +113,10 @@ def test_pages_fit_a_desktop_and_a_phone(tmp_path):
 
 def test_a_text_never_costs_the_page(tmp_path, monkeypatch):
     from golfnb.tools import report
-    from golfnb.artifact import save_artifact
+    from golfnb.artifact import Lzma, save_artifact
 
     run = invented(tmp_path / "a", 1)
-    save_artifact(run / "artifact.golf", {}, {})
+    save_artifact(run / "artifact.golf", {}, {}, Lzma())
     assert "no sampled text: " in write_report(run).read_text()
     monkeypatch.setattr(report, "sampled_text", lambda *a: 1 / 0)
     assert "no sampled text: division by zero" in write_report(run).read_text()
@@ -125,10 +125,10 @@ def test_a_text_never_costs_the_page(tmp_path, monkeypatch):
 
 
 def test_a_page_says_that_its_artifact_is_not_what_was_scored(tmp_path):
-    from golfnb.artifact import save_artifact
+    from golfnb.artifact import Lzma, save_artifact
 
     run = invented(tmp_path / "a", 1)
-    save_artifact(run / "artifact.golf", {}, {})
+    save_artifact(run / "artifact.golf", {}, {}, Lzma())
     for name, sha, wrong in (("summary.json", hashlib.sha256((run / "artifact.golf").read_bytes()).hexdigest(), False), ("summary.json", "0" * 64, True), ("artifact.audit.json", "0" * 64, True)):
         (run / name).write_text(json.dumps({"findings": [], "artifact_sha256": sha}))
         assert (f"{name} tells of another file than" in write_report(run).read_text()) == wrong
@@ -194,7 +194,7 @@ def test_a_fault_of_the_drawing_is_no_damaged_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_audit_can_be_typed_as_it_stands(tmp_path, monkeypatch, installed):
     "Also where the shell does not find golfnb: then by the path of the command beside this Python."
-    from golfnb.artifact import save_artifact
+    from golfnb.artifact import Lzma, save_artifact
 
     command = tmp_path / "bin" / "golfnb"
     command.parent.mkdir()
@@ -208,7 +208,7 @@ def test_the_audit_can_be_typed_as_it_stands(tmp_path, monkeypatch, installed):
     for split in ("val", "train"):
         (data / f"x_{split}_0.bin").write_bytes(b"")
     (data / "tokenizer.model").write_bytes(b"")
-    save_artifact(run / "artifact.golf", {}, {})
+    save_artifact(run / "artifact.golf", {}, {}, Lzma())
     summary = json.loads((run / "summary.json").read_text())
     summary["config"] |= {"data_path": str(data), "tokenizer_path": str(data / "tokenizer.model")}
     (run / "summary.json").write_text(json.dumps(summary))

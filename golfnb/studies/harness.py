@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 import golfnb.program
-from ..artifact import load_model, load_weights, open_container, pack_bytes, unpack_bytes
+from ..artifact import (Best, Lzma, Rans, Zlib, load_artifact, load_model, load_weights,
+                             open_container, pack_bytes, unpack_bytes)
 from ..averaging import NoAverage
 from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
                           result_path, run_rounds, timed_block, where_measured)
@@ -465,20 +466,20 @@ def codec(lab: Lab):
     sources, packs, samples = {"synthetic": synthetic_state()}, {}, {}
     for run in map(Path, lab.files):
         sources[run.name] = load_weights(run / "ema.golf")[1]
-        packs[f"{run.name}, shipped"] = unpack_bytes((run / "artifact.golf").read_bytes())[1]
+        packs[f"{run.name}, shipped"] = load_artifact(run / "artifact.golf")[1]
     for source, named in sources.items():
         packs |= {f"{source}, {grid}": quantize_state(named, *how) for grid, how in GRIDS.items()}
     for key, packed in packs.items():
         arrays = [a.tobytes() for _, p in sorted(packed.items()) for a in (p.data, p.scale) if a is not None]
         samples[f"{key}: int8 in lzma"] = [len(lzma.compress(b"".join(arrays), preset=6))]  # as published
-        for way in ("lzma", "zlib", "best", "rans"):
+        for way in (Lzma(), Zlib(), Best(), Rans()):
             start = time.perf_counter()
             data = pack_bytes(packed, {}, way)
             middle = time.perf_counter()
-            unpack_bytes(data)
-            samples[f"{key}: {way}"] = [len(data)]
-            samples[f"seconds {way} encode"] = [middle - start]
-            samples[f"seconds {way} decode"] = [time.perf_counter() - middle]
+            unpack_bytes(data, way)
+            samples[f"{key}: {way.name}"] = [len(data)]
+            samples[f"seconds {way.name} encode"] = [middle - start]
+            samples[f"seconds {way.name} decode"] = [time.perf_counter() - middle]
         if key.startswith("synthetic"):
             coded = sum(n for section, _, n in open_container(data)[0]["sections"] if section in INT_MAX)
             bits = sum(ideal_bits(sources["synthetic"][n], p) for n, p in packed.items() if p.kind in INT_MAX)
@@ -507,7 +508,7 @@ def loss(lab: Lab):
             fine = nearest | gptq_matrices(matrices, hessians, lab.ranks, floor, k)
             for way, packed in (("nearest", nearest), ("GPTQ", fine)):
                 samples[f"{grid}, {way}: loss"] = [plain(dequantize_state(packed)) - base]
-                samples[f"{grid}, {way}: bytes"] = [len(pack_bytes(packed, meta, "best"))]
+                samples[f"{grid}, {way}: bytes"] = [len(pack_bytes(packed, meta, Best()))]
         qat = json.loads((run / "summary.json").read_text())["config"]["qat_banks"]
         facts = {"base_loss": base, "qat": qat, **{k: meta[k] for k in ("steps", "seed", "recipe")}}
         lab.keep(f"quant_{run.name}", samples, "bytes, and nats a token over the unquantized weights",

@@ -558,10 +558,11 @@ def quantize_command(args) -> int:
     cfg.scale_floor = cfg.scale_floor and not args.target_bytes  # a target of its own asks for another grid
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
     hessians = run_hessians(cfg, named, ranks) if args.gptq or cfg.use_gptq else None
-    measure = lambda packed: len(store.pack_bytes(packed, meta, cfg.codec))
+    codec = book.config.make_codec(cfg)
+    measure = lambda packed: len(store.pack_bytes(packed, meta, codec))
     with closing(book.watch.Bar()) as bar:
         packed = book.quantize.fit_state(cfg, named, cap - code, measure, cfg.small_tensor, hessians, ranks, bar)
-    store.save_artifact(path, packed, meta, cfg.codec, cap=cap, code_bytes=code)
+    store.save_artifact(path, packed, meta, codec, cap=cap, code_bytes=code)
     print(path)
     print_ledger(path, code, cap)
     print(f"this file has no score yet: golfnb score {path} --val '{cfg.data_path}/*_val_*.bin' "
