@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source af9f7387f136bcc4 | Apache-2.0
+# golfnb script --recipe pr549 | source 777d421be7d2f985 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -666,7 +666,6 @@ class LayoutSettings(Settings):
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
 
     @property
@@ -694,15 +693,23 @@ class LayoutSettings(Settings):
             if n % d:
                 yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
 
-def model_layout(cfg: LayoutSettings, world: int) -> Layout:
-    "The layout of the model's blocks over `world` ranks that PLAN asks for (PR #399)."
-    d, kv, wide, shared = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim, False
-    up, down = ("mlp_bank", "mlp_bank") if shared else ("mlp_up_bank", "mlp_down_bank")
-    kinds = (("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
-             ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
-             ("mlp.fc", wide, d, up, False), ("mlp.proj", d, wide, down, shared))
-    return group_matrices([Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor)
-                           for kind, *where in kinds for i in range(cfg.num_layers)], world)
+def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
+    "All blocks' matrices; of each kind its name in a block, rows, columns, bank, and whether transposed."
+    d = cfg.model_dim
+    kv = cfg.kv_dim
+    attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
+                 ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False)]
+    matrices = []
+    for kind, *where in attention + mlp:
+        for i in range(cfg.num_layers):
+            matrices.append(Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor))
+    return group_matrices(matrices, world)
+
+def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
+    "The published layout of the model's blocks over `world` ranks: a bank for each shape (PR #399)."
+    up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
+    down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
+    return block_layout(cfg, world, [up, down])
 
 # ---- banks ----
 def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
@@ -1208,7 +1215,7 @@ def mlp_fit(hidden: int, D: int, dtype: torch.dtype) -> bool:
 # ---- model ----
 @dataclass
 class ModelSettings(LayoutSettings):
-    "Shapes and parts of the transformer: with its weights, all that rebuilds a model."
+    "Shapes of the transformer."
     vocab_size: int = setting(1024, "pieces of the tokenizer, rows of the token table: count", bounds="> 0")
     train_seq_len: int = setting(2048, "length of a training row: tokens", bounds="> 0")
     rope_base: float = setting(10_000.0, "base of the rotary frequencies: number", bounds="> 0")
@@ -1218,7 +1225,6 @@ class ModelSettings(LayoutSettings):
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
     ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
     xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
-    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
     negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
     tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
     bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
@@ -1268,13 +1274,25 @@ def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
     shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
     return shapes
 
-def scalar_shapes(cfg: ModelSettings) -> dict[str, tuple[int, ...]]:
+class WeightedSkips:
+    "For `Golf`: a U-Net skip is multiplied by a weight for each channel, as published."
+    start = 1.0  # of the weights
+
+    def weight_shape(self, skips: int, channels: int) -> tuple[int, int]:
+        "The shape of the weights of so many skips."
+        return skips, channels
+
+    def gates(self, weights: Tensor) -> Tensor:
+        "What the skips are multiplied by: [skips, 1 or channels] of the weights."
+        return weights
+
+def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[int, ...]]:
     "Small parameters, stacked over the layers where each has one: name -> shape."
     L, D = cfg.num_layers, cfg.model_dim
     shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D), "q_gain": (L, cfg.num_heads),
               "smear_gate": (D,)}
     if L > 1:
-        shapes["skip_weights"] = (L // 2, D)
+        shapes["skip_weights"] = skips.weight_shape(L // 2, D)
     shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
     blocks = len(cfg.ve_layer_list)
     shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (blocks,)}
@@ -1303,11 +1321,11 @@ class Block:
     "One block of the transformer without its weights: what is fixed about it, and how it computes."
     head_dim: int
     norm_scale: float | Tensor  # factor after its norms: a number, or one for each channel [D]
-    slope: float                # of the activation below zero
+    activation: Callable        # of the MLP: a function or module of a tensor of any shape
     xsa: bool                   # exclusive self-attention
     attention: str = "auto"     # backend, see `attend`
 
-    def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
         return F.linear(x, weight)
 
@@ -1321,14 +1339,14 @@ class Block:
 
     def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, keep=None):
         "Queries [B, keep, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q, k, v = self.linear(last_positions(n, keep), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
+        q, k, v = self.linear(last_positions(n, keep), w.q), self.linear(n, w.k), self.linear(n, w.v)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
     def mlp(self, n: Tensor, w: BlockWeights) -> Tensor:
-        "Up, squared leaky ReLU, down, scale: n [B, T, D] -> [B, T, D]."
-        h = squared_leaky(self.linear(n, w.up, 4), self.slope)
-        return scaled(self.linear(h, w.down, 5), w.mlp_scale)
+        "Up, activation, down, scale: n [B, T, D] -> [B, T, D]."
+        h = self.activation(self.linear(n, w.up))
+        return scaled(self.linear(h, w.down), w.mlp_scale)
 
     def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
         """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
@@ -1339,13 +1357,28 @@ class Block:
         y = self.attend(q, k, v)
         if self.xsa:
             y = self.exclusive(y, last_positions(v, keep))
-        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
+        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out), w.attn_scale)
         return x + self.mlp(scaled_norm(x, self.norm_scale), w)
 
-def make_block(cfg: ModelSettings, i: int, attention: str, kind: type[Block] = Block, **more) -> Block:
+@dataclass
+class LeakyReluSquared:
+    "The activation leaky_relu(z, negative_slope)**2 of the records; 0 is ReLU squared."
+    negative_slope: float = 0.5
+
+    def __call__(self, z: Tensor) -> Tensor:
+        "Of z of any shape."
+        return squared_leaky(z, self.negative_slope)
+
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor, tiles: tuple) -> Tensor:
+        "Linear, activation, linear of x [..., D] by up [hidden, D] and down [D, hidden], on chapter 09's kernel."
+        return fused_mlp(x, up, down, self.negative_slope, tiles)
+
+def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
+               kind: type[Block] = Block, **more) -> Block:
     "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
-    return kind(cfg.head_dim, 1 / math.sqrt(i + 1), cfg.negative_slope,
-                i >= cfg.num_layers - cfg.xsa_last_n, attention, **more)
+    norm_scale = 1 / math.sqrt(i + 1)
+    xsa = i >= cfg.num_layers - cfg.xsa_last_n
+    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
 
 def last_positions(x: Tensor, keep: int | None) -> Tensor:
     "The last `keep` positions of x [B, T, ...]; None: all."
@@ -1355,36 +1388,40 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     "x [..., D] times a scale per channel [D]; x where the scale is in the matrix already."
     return x if scale is None else scale.to(x.dtype) * x
 
-@dataclass
-class TappedBlock(Block):
-    "A block that keeps the input of each of its matrices."
-    taps: dict | None = None  # receives them, by the matrices' published names
-    index: int = 0            # which block it is
-
-    def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
-        "As `Block.linear`; keeps x."
-        self.taps[f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight"] = x
-        return F.linear(x, weight)
-
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu", attention: str = "auto"):
-        "`dtype` is the compute dtype; `kernels`, those of chapter 09 that may be used where they can run."
+                 device: str | torch.device = "cpu", attention: str = "auto",
+                 skips: WeightedSkips = WeightedSkips()):
+        """`dtype` is the compute dtype; `kernels`, those of chapter 09 that may be used where they can run.
+
+        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared with the
+        settings' slope, which alone has a kernel. Raises GolfError for a module with weights.
+        """
+        activation = None
         kernels = KERNELS
         super().__init__()
+        self.skips = skips
+        if activation is None:
+            activation = LeakyReluSquared(cfg.negative_slope)
+        self.activation = activation
+        if [*self.parameters()]:
+            raise GolfError("an activation must have no weights of its own, since no optimizer or file would "
+                            f"hold them, found {type(activation).__name__}: use one without")
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
-        self.frozen = 0, "all"
+        self.freeze: Callable | None = None  # such as FreezeBlocks
         self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
-        self.blocks, self.kernels = [make_block(cfg, i, self.attention) for i in self.order], frozenset()
+        self.kernels = frozenset()
+        self.blocks = [make_block(cfg, i, self.activation, self.attention) for i in self.order]
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
         self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
-        self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
+        tables, scalars = table_shapes(cfg), scalar_shapes(cfg, self.skips)
+        self.tables, self.scalars = tuple(tables), tuple(scalars)
         wide = torch.promote_types(dtype, torch.float32)
-        for shapes, kind in ((table_shapes(cfg), dtype), (scalar_shapes(cfg), wide)):
+        for shapes, kind in ((tables, dtype), (scalars, wide)):
             for name, shape in shapes.items():
                 setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
         self.rope = cfg.rope_dims, cfg.rope_base, cfg.rope_train_len
@@ -1407,7 +1444,7 @@ class Golf(torch.nn.Module):
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
-        mix, freeze = self.resid_mix.to(self.compute), self.frozen[0] > 0 and torch.is_grad_enabled()
+        mix, freeze = self.resid_mix.to(self.compute), torch.is_grad_enabled() and self.freeze is not None
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
@@ -1415,7 +1452,7 @@ class Golf(torch.nn.Module):
         stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
         stack = stack if freeze else joined(stack, kernels)
         blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
-        return [joined(w, kernels) for w in freeze_blocks(blocks, *self.frozen)] if freeze else blocks
+        return [joined(w, kernels) for w in self.freeze(blocks)] if freeze else blocks
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -1436,8 +1473,7 @@ class Golf(torch.nn.Module):
         `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
         half, outputs = self.cfg.num_layers // 2, {}
         if half:
-            gates = self.skip_weights
-            skips = gates.to(self.compute).unbind(0)
+            skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
         for place, i in enumerate(self.order):
             if half <= i < 2 * half:
                 x = x + skips[i - half] * outputs[2 * half - 1 - i]
@@ -1446,36 +1482,32 @@ class Golf(torch.nn.Module):
                 outputs[i] = x
         return x
 
-    def forward(self, ids: Tensor, keep: int | None = None, taps: dict | None = None,
-                rope_len: int | None = None) -> Tensor:
+    def forward(self, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
         """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
 
-        `taps` receives the input of every matrix, by name. `rope_len` is the row length that sets the rotary
-        base; None: T. Raises GolfError if keep is not in 1..T."""
-        T, cfg = ids.shape[1], self.cfg
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError if `keep` is not in
+        1..T."""
+        T = ids.shape[1]
         if keep is not None and not 1 <= keep <= T:
             raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
-        x0, values, blocks, kernels = self.embed(ids), self.value_embeddings(ids), self.blocks, self.kernels
-        if taps is not None:
-            kernels, tapped = frozenset(), range(cfg.num_layers)
-            blocks = [make_block(cfg, i, self.attention, TappedBlock, taps=taps, index=i) for i in tapped]
-        weights = self.weights(kernels)
+        x0, values, weights = self.embed(ids), self.value_embeddings(ids), self.weights(self.kernels)
         cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
 
         def run(x, i, last):
-            return blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
+            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
 
         return F.linear(rms_norm(self.walk(x0, run)), self.tok_emb.to(self.compute))
 
     def fuse(self, kernels):
-        "Compute with these kernels from now on, as far as the shapes suit them."
+        "Compute with these kernels from now on, as far as the shapes and the activation suit them."
         tiles = (MLP_UP_TILES, MLP_DOWN_TILES)
-        cfg = self.cfg
+        cfg, has_kernel = self.cfg, hasattr(self.activation, "mlp")
         fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
-                "mlp": mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
+                "mlp": has_kernel and mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
         self.kernels = frozenset(k for k in kernels if fits.get(k, True))
         more = dict(kernels=self.kernels, tiles=tiles)
-        self.blocks = [make_block(cfg, i, self.attention, FusedBlock, **more) for i in range(cfg.num_layers)]
+        self.blocks = [make_block(cfg, i, self.activation, self.attention, FusedBlock, **more)
+                       for i in range(cfg.num_layers)]
 
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
     "Rows of weight [..., out, in] times scale [..., out], multiplied in float32 and rounded once."
@@ -1491,22 +1523,15 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
 
-def freeze_blocks(blocks: list[BlockWeights], count: int, scope: str) -> list[BlockWeights]:
-    "The lowest `count` blocks detached: all they read, or with scope `controls` all but their matrices."
-    first = 0 if scope == "all" else len(BLOCK_MATRICES)
-    return [BlockWeights(*w[:first], *(t if t is None else t.detach() for t in w[first:]))
-            for w in blocks[:count]] + blocks[count:]
-
-SKIP_START = {"one": 1.0, "sigmoid": -1.5}  # first weights by cfg.skip_gate
-
 WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table", "bigram.scale": "bigram_scale",
          "bigram.proj.weight": "bigram_proj", "smear.gate": "smear_gate", "skip_weights": "skip_weights",
          "ve_shared.embed.weight": "ve_table", "ve_shared.proj.weight": "ve_proj",
          "ve_shared.scale": "ve_scale"}
 
-def published_names(cfg: ModelSettings) -> dict[str, tuple]:
+def published_names(model: Golf) -> dict[str, tuple]:
     "Published name -> (parameter, index into it) for everything that is not in a bank."
-    present = table_shapes(cfg) | scalar_shapes(cfg)
+    cfg = model.cfg
+    present = {*model.tables, *model.scalars}
     names = {name: (param, ...) for name, param in WHOLE.items() if param in present}
     for j in range(len(cfg.ve_layer_list)):
         names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
@@ -1517,7 +1542,7 @@ def published_names(cfg: ModelSettings) -> dict[str, tuple]:
 
 def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, Tensor]:
     "Views of full banks and other parameters (tensors by their names here) under the published names."
-    views = {name: others[param][at] for name, (param, at) in published_names(model.cfg).items()}
+    views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
     return views | unbank(model.layout, banks)
 
 @torch.no_grad()
@@ -1548,7 +1573,8 @@ def load_named(model: Golf, state: Mapping[str, Tensor]):
 
 def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
     "All random tensors of a fresh model by published name, drawn on a CPU in the published order (PR #549)."
-    g, tables, scalars, out = torch.Generator().manual_seed(seed), table_shapes(cfg), scalar_shapes(cfg), {}
+    g, tables, out = torch.Generator().manual_seed(seed), table_shapes(cfg), {}
+    scalars = scalar_shapes(cfg, WeightedSkips())  # for skips nothing is drawn
 
     def normal(shape, std): return torch.empty(shape).normal_(0.0, std, generator=g)
     def orthogonal(shape): return torch.nn.init.orthogonal_(torch.empty(shape), generator=g)
@@ -1562,7 +1588,7 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
         out[f"{kind}.embed.weight"] = rows
         torch.nn.init.kaiming_uniform_(torch.empty(scalars[proj]), a=math.sqrt(5), generator=g)  # thrown away
     out["tok_emb.weight"] = normal(tables["tok_emb"], cfg.tied_embed_init_std)
-    shapes = {m.name: (m.rows, m.cols) for _, _, m in model_layout(cfg, 1)}
+    shapes = {m.name: (m.rows, m.cols) for _, _, m in bank_per_shape(cfg, 1)}
     for i in range(cfg.num_layers):
         for name in (f"blocks.{i}.{part}.weight" for part in ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")):
             out[name] = orthogonal(shapes[name])
@@ -1570,10 +1596,10 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
 
 def init_model(model: Golf, cfg: ModelSettings, seed: int):
     "Fill a fresh model: the published draws for `seed`, constants for the rest, rounded to bfloat16 once."
-    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": SKIP_START["one"],
+    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
                 "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05, "ve_scale": 0.1}
     state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
-    for name, (param, _) in published_names(cfg).items():
+    for name, (param, _) in published_names(model).items():
         state[name].fill_(constant.get(param, 0.0))
         if param == "resid_mix":
             state[name][0] = 1.0
@@ -1584,6 +1610,12 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
     finally:
         torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})
+
+@dataclass
+class SavedModel(ModelSettings):
+    "What a file says of its model: its shapes, and a word for each part that differs between models."
+    plan: str = setting("pr399", "its banks: one per shape, or MLP in one", "pr399", "shared_mlp")
+    skip_gate: str = setting("one", "its U-Net skips: weights, or a gate each", "one", "sigmoid")
 
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales",
                  "ve_shared.scale", "bigram.scale")
@@ -1617,7 +1649,7 @@ class FusedBlock(Block):
         "As `Block.mlp`."
         if "mlp" not in self.kernels:
             return Block.mlp(self, n, w)
-        return scaled(fused_mlp(n, w.up, w.down, self.slope, self.tiles), w.mlp_scale)
+        return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
 
 # ---- newton_schulz ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
@@ -3167,20 +3199,15 @@ class Ledger:
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
-    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
-                            "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
-    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
-    ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes only, as published",
-                                    "all", "controls", fixed="yes")
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
     ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
 
     def problems(self) -> Iterator[str]:
-        "A chunk that holds no row, or a freeze that adapters cannot mean."
+        "A chunk that holds no row."
         yield from EvalSettings.problems(self)
         if self.ttt_chunk_tokens < self.eval_seq_len:
             yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
@@ -3202,10 +3229,10 @@ def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, i
     return steps
 
 def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks) -> Engine:
-    "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the global norm clipped."
+    "An SGD engine on a model: masters as decoded, the global norm clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
-    model.frozen, rule = (0, "all"), Sgd(cfg.ttt_lr)
+    rule = Sgd(cfg.ttt_lr)
     engine = Engine(model.role_params(), model.layout, ranks, rule, rule, max_norm=cfg.ttt_grad_clip)
     banks, others = engine.gather()
     for name, view in published_views(model, banks, others).items():
@@ -3281,18 +3308,21 @@ class RunningScore:
                 self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
 
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
-                forward: Callable | None = None, log: RunLog | None = None) -> tuple[float, float, Ledger]:
+                forward: Callable | None = None, log: RunLog | None = None,
+                freeze: Callable | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. GolfError if any rule would be broken.
+    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says what
+    does not learn. GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts))
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger)
+    model.freeze = freeze
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
@@ -3302,7 +3332,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         score.push(sums, c, ranks)
         if c + 1 < len(parts):
             trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
-    model.frozen, found = (0, "all"), total_score(sums, n, ranks)
+    model.freeze = None
+    found = total_score(sums, n, ranks)
     score.write(*sums.tolist(), len(parts) - 1)
     return *found, ledger
 
@@ -3329,8 +3360,23 @@ class RunSettings(Settings):
                    f"found {self.run_id!r}: choose a plain name")
 
 @dataclass
+class PartSettings(Settings):
+    "Words that name the parts of a run."
+    plan: str = setting("pr399", "banks: one per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
+    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
+    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
+                            "chunks", "adapters", fixed="yes")
+    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
+    ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes, as published",
+                                    "all", "controls", fixed="yes")
+
+    def problems(self) -> Iterator[str]:
+        "A freeze that adapters cannot mean."
+        yield from ()
+
+@dataclass
 class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, QuantSettings,
-             ArtifactSettings, TttSettings, AdapterSettings):
+             ArtifactSettings, TttSettings, AdapterSettings, PartSettings):
     "Every setting of a run. The defaults are recipe pr549."
 
     @property
@@ -3340,12 +3386,12 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
         return cap
 
     def model_settings(self) -> dict:
-        "The values of `ModelSettings`, which rebuild the model; plain data for JSON."
-        return {spec.name: getattr(self, spec.name) for spec in fields(ModelSettings)}
+        "What a file says of the model, the values of `SavedModel`; plain data for JSON."
+        return {spec.name: getattr(self, spec.name) for spec in fields(SavedModel)}
 
     def problems(self) -> Iterator[str]:
         "What does not fit together, group by group and between groups."
-        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings):
+        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings, PartSettings):
             yield from group.problems(self)
 
     def check(self, world: int = 1) -> None:
@@ -3368,6 +3414,18 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
             tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
         a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
         return item * (numbers + tokens * a_token)
+
+def make_layout(cfg: Config, world: int) -> Layout:
+    "The banks that PLAN names, over `world` ranks."
+    return bank_per_shape(cfg, world)
+
+def make_skips() -> WeightedSkips:
+    "The U-Net skips that SKIP_GATE names."
+    return WeightedSkips()
+
+def make_freeze() -> Callable | None:
+    "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
+    return None
 
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
@@ -3452,8 +3510,9 @@ class Machine:
 
     def __init__(self, cfg: Config, ranks: Ranks):
         ranks.inside = ranks
-        self.layout = model_layout(cfg, ranks.inside.world)
-        self.model = Golf(cfg, self.layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
+        self.layout = make_layout(cfg, ranks.inside.world)
+        dtype = weight_dtype(cfg, ranks.device)
+        self.model = Golf(cfg, self.layout, dtype, ranks.device, cfg.attention, make_skips())
         init_model(self.model, cfg, cfg.seed)
         self.engine = make_engine(self.model, self.layout, cfg, ranks)
         self.loss_fn = compiled(training_loss(self.model, self.model.cap), cfg, ranks.device)
@@ -3670,7 +3729,8 @@ class Session:
             return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
 
         def adapt():
-            return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
+            freeze = make_freeze()
+            return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log, freeze=freeze)
 
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)
