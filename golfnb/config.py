@@ -45,7 +45,7 @@ class RunSettings(Settings):
 @dataclass
 class PartSettings(Settings):
     "Words that name the parts of a run."
-    plan: str = setting("pr399", "banks: one per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
@@ -77,7 +77,8 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
 
     def problems(self) -> Iterator[str]:
         "What does not fit together, group by group and between groups."
-        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings, PartSettings):
+        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings,
+                      PartSettings):
             yield from group.problems(self)
         if self.ttt_form == "adapters":
             yield from adapter_problems(self)

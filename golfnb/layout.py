@@ -177,7 +177,7 @@ class LayoutSettings(Settings):
 
 # %% ../nbs/story/05_layout.ipynb #e71003c0
 def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
-    "All blocks' matrices; of each kind its name in a block, rows, columns, bank, and whether transposed."
+    "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
     d = cfg.model_dim
     kv = cfg.kv_dim
     attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),

@@ -199,7 +199,7 @@ class LeakyReluSquared:
         return squared_leaky(z, self.negative_slope)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, tiles: tuple) -> Tensor:
-        "Linear, activation, linear of x [..., D] by up [hidden, D] and down [D, hidden], on chapter 09's kernel."
+        "Linear, activation, linear of x [..., D], on the kernel of chapter 09."
         return fused_mlp(x, up, down, self.negative_slope, tiles)
 
 # %% ../nbs/story/05c_model.ipynb #2b00ea36
@@ -242,10 +242,10 @@ class Golf(torch.nn.Module):
                  device: str | torch.device = "cpu", attention: str = "auto",
                  skips: WeightedSkips = WeightedSkips(), activation: Callable | None = None,
                  kernels=KERNELS):
-        """`dtype` is the compute dtype; `kernels`, those of chapter 09 that may be used where they can run.
+        """`dtype` is the compute dtype; `kernels`, those that may be used where they can run.
 
-        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared with the
-        settings' slope, which alone has a kernel. Raises GolfError for a module with weights.
+        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared
+        with the settings' slope, which alone has a kernel. Raises GolfError for one with weights.
         """
         super().__init__()
         self.skips = skips
@@ -253,7 +253,7 @@ class Golf(torch.nn.Module):
             activation = LeakyReluSquared(cfg.negative_slope)
         self.activation = activation
         if [*self.parameters()]:
-            raise GolfError("an activation must have no weights of its own, since no optimizer or file would "
+            raise GolfError("an activation must have no weights, since no optimizer or file would "
                             f"hold them, found {type(activation).__name__}: use one without")
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
@@ -329,7 +329,8 @@ class FreezeControls(FreezeBlocks):
 @patch
 def weights(self: Golf, kernels: frozenset = frozenset()) -> list[BlockWeights]:
     "What every block reads, as views of the banks, or joined as `kernels` want it."
-    mix, freeze = self.resid_mix.to(self.compute), torch.is_grad_enabled() and self.freeze is not None
+    mix = self.resid_mix.to(self.compute)
+    freeze = torch.is_grad_enabled() and self.freeze is not None
     L, banks = self.cfg.num_layers, self.banks.items()
     runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
     kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
@@ -381,8 +382,8 @@ def walk(self: Golf, x: Tensor, run: Callable) -> Tensor:
 def forward(self: Golf, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
     """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
 
-    `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError if `keep` is not in
-    1..T."""
+    `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `keep`
+    that is not in 1..T."""
     T = ids.shape[1]
     if keep is not None and not 1 <= keep <= T:
         raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
@@ -492,7 +493,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
 # %% ../nbs/story/05c_model.ipynb #4af2da40
 @dataclass
 class SavedModel(ModelSettings):
-    "What a file says of its model: its shapes, and a word for each part that differs between models."
+    "What a file says of its model: its shapes, and words for parts that models do not share."
     plan: str = setting("pr399", "its banks: one per shape, or MLP in one", "pr399", "shared_mlp")
     skip_gate: str = setting("one", "its U-Net skips: weights, or a gate each", "one", "sigmoid")
 

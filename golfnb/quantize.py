@@ -133,7 +133,7 @@ class CapturingBlock(Block):
 
 @contextmanager
 def captured_inputs(model: Golf, capture: Callable[[str, Tensor], None]) -> Iterator[None]:
-    "Within it the model computes without kernels, and hands each matrix's input [B, T, cols] to `capture`."
+    "Within it the model runs without kernels and hands each matrix's input [B, T, cols] to `capture`."
     blocks, kernels = model.blocks, model.kernels
     model.kernels = frozenset()
     model.blocks = [make_block(model.cfg, i, model.activation, model.attention, CapturingBlock,

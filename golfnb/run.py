@@ -370,8 +370,8 @@ def score_artifact(self: Session, data: bytes):
     def adapt():
         if cfg.ttt_form == "adapters":
             return score_documents(m.model, state, val, table, cfg, ranks, log=log)
-        freeze = make_freeze(cfg)
-        return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log, freeze=freeze)
+        return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log,
+                           freeze=make_freeze(cfg))
 
     with self.phase("scoring"):
         self.scored("final_int6_roundtrip", "int6", self.plain_score)

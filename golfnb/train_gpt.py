@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 777d421be7d2f985 | Apache-2.0
+# golfnb script --recipe pr549 | source fbf1fcb0e9d48e4f | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -694,7 +694,7 @@ class LayoutSettings(Settings):
                 yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
 
 def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
-    "All blocks' matrices; of each kind its name in a block, rows, columns, bank, and whether transposed."
+    "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
     d = cfg.model_dim
     kv = cfg.kv_dim
     attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
@@ -1370,7 +1370,7 @@ class LeakyReluSquared:
         return squared_leaky(z, self.negative_slope)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, tiles: tuple) -> Tensor:
-        "Linear, activation, linear of x [..., D] by up [hidden, D] and down [D, hidden], on chapter 09's kernel."
+        "Linear, activation, linear of x [..., D], on the kernel of chapter 09."
         return fused_mlp(x, up, down, self.negative_slope, tiles)
 
 def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
@@ -1394,10 +1394,10 @@ class Golf(torch.nn.Module):
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
                  skips: WeightedSkips = WeightedSkips()):
-        """`dtype` is the compute dtype; `kernels`, those of chapter 09 that may be used where they can run.
+        """`dtype` is the compute dtype; `kernels`, those that may be used where they can run.
 
-        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared with the
-        settings' slope, which alone has a kernel. Raises GolfError for a module with weights.
+        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared
+        with the settings' slope, which alone has a kernel. Raises GolfError for one with weights.
         """
         activation = None
         kernels = KERNELS
@@ -1407,7 +1407,7 @@ class Golf(torch.nn.Module):
             activation = LeakyReluSquared(cfg.negative_slope)
         self.activation = activation
         if [*self.parameters()]:
-            raise GolfError("an activation must have no weights of its own, since no optimizer or file would "
+            raise GolfError("an activation must have no weights, since no optimizer or file would "
                             f"hold them, found {type(activation).__name__}: use one without")
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
@@ -1444,7 +1444,8 @@ class Golf(torch.nn.Module):
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
-        mix, freeze = self.resid_mix.to(self.compute), torch.is_grad_enabled() and self.freeze is not None
+        mix = self.resid_mix.to(self.compute)
+        freeze = torch.is_grad_enabled() and self.freeze is not None
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
@@ -1485,8 +1486,8 @@ class Golf(torch.nn.Module):
     def forward(self, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
         """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
 
-        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError if `keep` is not in
-        1..T."""
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `keep`
+        that is not in 1..T."""
         T = ids.shape[1]
         if keep is not None and not 1 <= keep <= T:
             raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
@@ -1613,7 +1614,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
 
 @dataclass
 class SavedModel(ModelSettings):
-    "What a file says of its model: its shapes, and a word for each part that differs between models."
+    "What a file says of its model: its shapes, and words for parts that models do not share."
     plan: str = setting("pr399", "its banks: one per shape, or MLP in one", "pr399", "shared_mlp")
     skip_gate: str = setting("one", "its U-Net skips: weights, or a gate each", "one", "sigmoid")
 
@@ -3314,8 +3315,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says what
-    does not learn. GolfError if any rule would be broken.
+    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
+    what does not learn. GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
@@ -3362,7 +3363,7 @@ class RunSettings(Settings):
 @dataclass
 class PartSettings(Settings):
     "Words that name the parts of a run."
-    plan: str = setting("pr399", "banks: one per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
@@ -3391,7 +3392,8 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
 
     def problems(self) -> Iterator[str]:
         "What does not fit together, group by group and between groups."
-        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings, PartSettings):
+        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings,
+                      PartSettings):
             yield from group.problems(self)
 
     def check(self, world: int = 1) -> None:
@@ -3729,8 +3731,8 @@ class Session:
             return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
 
         def adapt():
-            freeze = make_freeze()
-            return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log, freeze=freeze)
+            return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log,
+                               freeze=make_freeze())
 
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)

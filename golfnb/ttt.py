@@ -182,8 +182,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says what
-    does not learn. GolfError if any rule would be broken.
+    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
+    what does not learn. GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
