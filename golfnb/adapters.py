@@ -148,7 +148,7 @@ def adapted_block(traits: Block, x: Tensor, x0: Tensor, w: BlockWeights, norm: T
     stored, place = torch.arange(S, device=x.device) < fill[:, None], torch.arange(T, device=x.device)
     new = (place <= place[:, None]).expand(len(fill), -1, -1)
     mask = torch.cat([stored[:, None].expand(-1, T, -1), new], 2)[:, None, None]
-    block = AdaptedBlock(traits.head_dim, norm, traits.slope, traits.xsa, pairs=adapter_pairs(flat, w),
+    block = AdaptedBlock(traits.head_dim, norm, traits.activation, traits.xsa, pairs=adapter_pairs(flat, w),
                          stored=(keys, values), mask=mask)
     return block.run(x, x0, w, cos, sin, ve), *block.made
 

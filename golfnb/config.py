@@ -4,15 +4,18 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT_BUILT', 'SWITCHES', 'PartSettings', 'Config',
-           'make_codec', 'setting_specs', 'setting_groups', 'switched_values', 'refuse_changes', 'load_config']
+           'make_codec', 'make_layout', 'make_skips', 'make_freeze', 'setting_specs', 'setting_groups',
+           'switched_values', 'refuse_changes', 'load_config']
 
 # %% ../nbs/reference/15_config.ipynb #f817172f
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 
 from .settings import GolfError, Settings, parse_setting, patch, setting
 from .loader import LoaderSettings, batch_problems
-from .model import ModelSettings
+from .layout import Layout, bank_per_shape, mlp_in_one_bank
+from .model import (FreezeBlocks, FreezeControls, ModelSettings, SavedModel, SigmoidSkips,
+                          WeightedSkips)
 from .parallel_muon import EngineSettings
 from .train import TrainSettings
 from .quantize import QuantSettings
@@ -24,9 +27,22 @@ from .run import RunSettings
 # %% ../nbs/reference/15_config.ipynb #ee8b8423
 @dataclass
 class PartSettings(Settings):
-    "Words that choose the parts of a run; here `make_` functions build the parts they name."
+    "Words that name the parts of a run; `make_` functions below build them."
     codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
                          "none", "brotli", "zstd", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
+    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
+    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
+                            "chunks", "adapters", fixed="yes")
+    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
+    ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes, as published",
+                                    "all", "controls", fixed="yes")
+
+    def problems(self) -> Iterator[str]:
+        "A freeze that adapters cannot mean."
+        if self.ttt_form == "adapters" and self.ttt_freeze_blocks:
+            yield ("TTT_FREEZE_BLOCKS must be 0 with TTT_FORM=adapters, which leave all blocks as they are, "
+                   f"found {self.ttt_freeze_blocks}: set it to 0")
 
 # %% ../nbs/reference/15_config.ipynb #44d5c53c
 @dataclass
@@ -41,12 +57,13 @@ class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSet
         return cap - self.gptq_reserve_ms if self.use_gptq and cap else cap
 
     def model_settings(self) -> dict:
-        "The values of `ModelSettings`, which rebuild the model; plain data for JSON."
-        return {spec.name: getattr(self, spec.name) for spec in fields(ModelSettings)}
+        "What a file says of the model, the values of `SavedModel`; plain data for JSON."
+        return {spec.name: getattr(self, spec.name) for spec in fields(SavedModel)}
 
     def problems(self) -> Iterator[str]:
         "What does not fit together, group by group and between groups."
-        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings):
+        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings,
+                      PartSettings):
             yield from group.problems(self)
         if self.ttt_form == "adapters":
             yield from adapter_problems(self)
@@ -79,6 +96,29 @@ def make_codec(cfg: PartSettings) -> Plain:
     if cfg.codec == "zstd":
         return Zstd()
     return Plain()
+
+# %% ../nbs/reference/15_config.ipynb #561b0e41
+def make_layout(cfg: Config, world: int) -> Layout:
+    "The banks that PLAN names, over `world` ranks."
+    if cfg.plan == "shared_mlp":
+        return mlp_in_one_bank(cfg, world)
+    return bank_per_shape(cfg, world)
+
+
+def make_skips(cfg: Config) -> WeightedSkips:
+    "The U-Net skips that SKIP_GATE names."
+    if cfg.skip_gate == "sigmoid":
+        return SigmoidSkips()
+    return WeightedSkips()
+
+
+def make_freeze(cfg: Config) -> Callable | None:
+    "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
+    if cfg.ttt_freeze_blocks == 0:
+        return None
+    if cfg.ttt_freeze_scope == "controls":
+        return FreezeControls(cfg.ttt_freeze_blocks)
+    return FreezeBlocks(cfg.ttt_freeze_blocks)
 
 # %% ../nbs/reference/15_config.ipynb #40881059
 @patch

@@ -19,7 +19,7 @@ from .settings import GolfError
 from .shards import check_disjoint, check_manifest, find_shards
 from .bpb import load_tokenizer, tokenizer_hash
 from .loader import Loader, make_sampler
-from .layout import Layout, model_layout
+from .layout import Layout
 from .model import Golf, init_model, load_named
 from .averaging import make_average
 from .parallel_muon import Engine, Ranks, inside_host, make_engine
@@ -31,7 +31,7 @@ from .artifact import pack_bytes, unpack_bytes
 from .ttt import score_first
 from .adapters import score_documents
 from .run import Run, as_rank, hessians_in_time, keep_traces, train_and_average, weight_dtype
-from .config import Config, load_config, make_codec
+from .config import Config, load_config, make_codec, make_freeze, make_layout, make_skips
 
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass
@@ -50,8 +50,9 @@ class Parts:
 def build(cfg: Config, ranks: Ranks) -> Parts:
     "The model, what trains it, and what runs it."
     ranks.inside = inside_host(ranks) if cfg.links == "two_level" else ranks
-    layout = model_layout(cfg, ranks.inside.world)
-    model = Golf(cfg, layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
+    layout = make_layout(cfg, ranks.inside.world)
+    dtype = weight_dtype(cfg, ranks.device)
+    model = Golf(cfg, layout, dtype, ranks.device, cfg.attention, make_skips(cfg))
     init_model(model, cfg, cfg.seed)
     engine = make_engine(model, layout, cfg, ranks)
     loss_fn = compiled(training_loss(model, model.cap), cfg, ranks.device)
@@ -120,7 +121,8 @@ def score(run: Run, p: Parts, artifact: bytes):
     def adapting():
         if cfg.ttt_form == "adapters":
             return score_documents(p.model, state, run.val, run.table, cfg, ranks, log=log)
-        return score_first(p.model, state, run.val, run.table, cfg, ranks, forward=p.forward, log=log)
+        freeze = make_freeze(cfg)
+        return score_first(p.model, state, run.val, run.table, cfg, ranks, p.forward, log=log, freeze=freeze)
 
     with run.phase("scoring"):
         run.scored("final_int6_roundtrip", "int6", lambda: run.plain_score(p.forward))

@@ -59,27 +59,19 @@ class Ledger:
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
-    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
-                            "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
-    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
-    ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes only, as published",
-                                    "all", "controls", fixed="yes")
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
     ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
 
     def problems(self) -> Iterator[str]:
-        "A chunk that holds no row, or a freeze that adapters cannot mean."
+        "A chunk that holds no row."
         yield from EvalSettings.problems(self)
         if self.ttt_chunk_tokens < self.eval_seq_len:
             yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
                    f"found {self.ttt_chunk_tokens}: raise it")
-        if self.ttt_form == "adapters" and self.ttt_freeze_blocks:
-            yield ("TTT_FREEZE_BLOCKS must be 0 with TTT_FORM=adapters, which leave all blocks as they are, "
-                   f"found {self.ttt_freeze_blocks}: set it to 0")
 
 # %% ../nbs/story/13_ttt.ipynb #0bb1487a
 def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[tuple[int, int]]:
@@ -100,10 +92,10 @@ def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, i
 
 # %% ../nbs/story/13_ttt.ipynb #801f11c6
 def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks) -> Engine:
-    "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the global norm clipped."
+    "An SGD engine on a model: masters as decoded, the global norm clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
-    model.frozen, rule = (cfg.ttt_freeze_blocks, cfg.ttt_freeze_scope), Sgd(cfg.ttt_lr)
+    rule = Sgd(cfg.ttt_lr)
     engine = Engine(model.role_params(), model.layout, ranks, None, rule, rule, max_norm=cfg.ttt_grad_clip)
     banks, others = engine.gather()
     for name, view in published_views(model, banks, others).items():
@@ -184,18 +176,21 @@ class RunningScore:
 # %% ../nbs/story/13_ttt.ipynb #9d45d859
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
                 forward: Callable | None = None, loss_fn: Callable | None = None, log: RunLog | None = None,
-                out: Tensor | None = None) -> tuple[float, float, Ledger]:
+                out: Tensor | None = None,
+                freeze: Callable | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. GolfError if any rule would be broken.
+    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
+    what does not learn. GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts), every=10)
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn)
+    model.freeze = freeze
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
@@ -205,7 +200,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         score.push(sums, c, ranks)
         if c + 1 < len(parts):
             trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
-    model.frozen, found = (0, "all"), total_score(sums, n, ranks)
+    model.freeze = None
+    found = total_score(sums, n, ranks)
     score.write(*sums.tolist(), len(parts) - 1)
     return *found, ledger
 
@@ -465,14 +461,15 @@ def plain_trial(forward: Callable, tokens: Tensor, table: ByteTable, cfg: EvalSe
 
 # %% ../nbs/story/13_ttt.ipynb #0589d21c
 def chunk_trial(forward: Callable, model: Golf, state: dict, tokens: Tensor, table: ByteTable,
-                cfg: TttSettings, log=None, watch_rows: bool = True, **how) -> Trial:
+                cfg: TttSettings, log=None, watch_rows: bool = True, freeze: Callable | None = None,
+                **how) -> Trial:
     "`score_first` on one rank in a Trial; `watch_rows`: notes what it learns from."
     n, (starts, keeps) = tokens.numel() - 1, windows(tokens.numel() - 1, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, min(cfg.eval_seq_len, n), cfg.ttt_chunk_tokens)
     calls = planned_calls(starts, keeps, parts, min(cfg.rows_per_score(1), len(starts)))
     return Trial(forward, model.cap, tokens, calls, lambda trial: score_first(
         model, state, tokens, table, cfg, Ranks(), trial, trial.learn if watch_rows else None, log,
-        trial.nats), **how)
+        trial.nats, freeze), **how)
 
 
 def audit_pass(name: str, trial: Trial, table: ByteTable) -> list[dict]:
@@ -481,11 +478,12 @@ def audit_pass(name: str, trial: Trial, table: ByteTable) -> list[dict]:
 
 # %% ../nbs/story/13_ttt.ipynb #7db6c7a5
 def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ttt: bool,
-                train_paths: list[Path] = (), val_paths: list[Path] = (), seed: int = 0) -> dict:
+                train_paths: list[Path] = (), val_paths: list[Path] = (), seed: int = 0,
+                freeze: Callable | None = None) -> dict:
     """A model on the CPU and its scorers held against the conditions: {"legal": bool, "findings": [...]}.
 
-    `ttt`: score-first training too; files are compared if given; `seed` of the places that are looked at.
-    Raises GolfError for a short stream.
+    `ttt`: score-first training too, with `freeze` as there; files are compared if given; `seed` of the
+    places that are looked at. Raises GolfError for a short stream.
     """
     seq, short = cfg.eval_seq_len, min(cfg.eval_seq_len, 256)
     if tokens.numel() < 6 * short + 2:
@@ -507,7 +505,7 @@ def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         return sliding_trial(fresh(), t, table, cfg, probing=probing, seed=seed)
 
     def adapt(t, cfg, probing):
-        return chunk_trial(model, model, state, t, table, cfg, probing=probing, seed=seed)
+        return chunk_trial(model, model, state, t, table, cfg, freeze=freeze, probing=probing, seed=seed)
 
     trained = model.cfg.train_seq_len
     rows, strides = tokens[:3 * trained + 1], tokens[:seq + 4 * cfg.eval_stride + 1]

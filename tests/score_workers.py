@@ -13,9 +13,8 @@ from forked import fork_processes
 
 from golfnb.adapters import score_documents
 from golfnb.bpb import ByteTable
-from golfnb.config import Config
+from golfnb.config import Config, make_freeze, make_layout, make_skips
 from golfnb.evaluate import plain_loss, sliding_loss
-from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, load_named, named_state
 from golfnb.parallel_muon import start_ranks, stop_ranks
 from golfnb.ttt import score_first
@@ -43,14 +42,14 @@ def random_table(vocab: int = 32) -> ByteTable:
 
 
 def random_state(cfg: Config = CFG) -> dict:
-    model, g = Golf(cfg, model_layout(cfg, 1)), torch.Generator().manual_seed(3)
+    model, g = Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg)), torch.Generator().manual_seed(3)
     init_model(model, cfg, 0)
     return {n: t + 0.1 * torch.randn(t.shape, generator=g) for n, t in named_state(model).items()}
 
 
 def golf_on(cfg: Config, ranks, dtype=torch.float32):
-    layout = model_layout(cfg, ranks.world)
-    model = Golf(cfg, layout, dtype)
+    layout = make_layout(cfg, ranks.world)
+    model = Golf(cfg, layout, dtype, skips=make_skips(cfg))
     load_named(model, random_state(cfg))
     return model, layout
 
@@ -60,7 +59,7 @@ def adapt(ranks, dtype=torch.float32, n: int = 700, tokens=None, **more):
     cfg = replace(CFG, **more)
     model, _ = golf_on(cfg, ranks, dtype)
     nats = torch.full((n,), float("nan"), dtype=torch.float64)
-    loss, bpb, ledger = score_first(model, random_state(cfg), stream(n) if tokens is None else tokens, random_table(), cfg, ranks, out=nats)
+    loss, bpb, ledger = score_first(model, random_state(cfg), stream(n) if tokens is None else tokens, random_table(), cfg, ranks, out=nats, freeze=make_freeze(cfg))
     return loss, bpb, {k: t.double().numpy() for k, t in named_state(model).items()}, nats, ledger.history
 
 

@@ -51,7 +51,7 @@ def oracle_row(model, matrices, ids, past):
 
     def run(x, i, last):
         b = model.blocks[i]
-        block = MergedBlock(b.head_dim, b.norm_scale, b.slope, b.xsa, matrices=matrices(i), past=past.get(i))
+        block = MergedBlock(b.head_dim, b.norm_scale, b.activation, b.xsa, matrices=matrices(i), past=past.get(i))
         x = block.run(x, x0, weights[i], cos, sin, ves.get(i))
         past[i] = [t.detach() for t in block.past]
         return x

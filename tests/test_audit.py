@@ -63,13 +63,13 @@ def test_a_stream_that_is_too_short_is_refused():
 # --- models that cheat
 
 class SeesTheWholeRow(Golf):
-    def forward(self, ids, keep=None, taps=None, rope_len=None):
-        return super().forward(ids, keep, taps, rope_len) + 1e-3 * torch.nn.functional.one_hot(ids, 32).float().mean(1)[:, None]
+    def forward(self, ids, keep=None, rope_len=None):
+        return super().forward(ids, keep, rope_len) + 1e-3 * torch.nn.functional.one_hot(ids, 32).float().mean(1)[:, None]
 
 
 class PeeksAtTheNext(Golf):
-    def forward(self, ids, keep=None, taps=None, rope_len=None):
-        logits = super().forward(ids, None, taps, rope_len)
+    def forward(self, ids, keep=None, rope_len=None):
+        logits = super().forward(ids, None, rope_len)
         logits[:, :-1] += 0.3 * torch.nn.functional.one_hot(ids[:, 1:], 32)
         return logits[:, -keep:] if keep else logits
 
@@ -78,8 +78,8 @@ class Remembers(Golf):
     "Keeps every row it has seen and favours what followed then."
     rows = {}
 
-    def forward(self, ids, keep=None, taps=None, rope_len=None):
-        logits = super().forward(ids, None, taps, rope_len)
+    def forward(self, ids, keep=None, rope_len=None):
+        logits = super().forward(ids, None, rope_len)
         for b, row in enumerate(ids.tolist()):
             for t in range(4, len(row)):
                 key = tuple(row[t - 4:t])
@@ -235,8 +235,8 @@ def counts_less(honest):
 
 def peeks_late(honest):
     "A forward that favours the next token, late in rows of 60 tokens and more."
-    def forward(self, ids, keep=None, taps=None, rope_len=None):
-        logits = honest(self, ids, None, taps, rope_len)
+    def forward(self, ids, keep=None, rope_len=None):
+        logits = honest(self, ids, None, rope_len)
         if ids.shape[1] >= 60:
             logits[:, 40:-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 41:], 32)
         return logits[:, -keep:] if keep else logits
@@ -247,8 +247,8 @@ def every_other_call(honest):
     "The forward favours the next token in every second call."
     calls = []
 
-    def forward(self, ids, keep=None, taps=None, rope_len=None):
-        logits = honest(self, ids, None, taps, rope_len)
+    def forward(self, ids, keep=None, rope_len=None):
+        logits = honest(self, ids, None, rope_len)
         calls.append(1)
         if len(calls) % 2 and not torch.is_grad_enabled():
             logits[:, :-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 1:], 32)

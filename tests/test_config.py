@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import IGNORED, NOT_BUILT, RECIPES, SWITCHES, Config, load_config, make_codec, setting_specs
-from golfnb.layout import model_layout
+from golfnb.config import IGNORED, NOT_BUILT, RECIPES, SWITCHES, Config, load_config, make_codec, make_layout, make_skips, setting_specs
 from golfnb.loader import grad_accum
-from golfnb.model import Golf, ModelSettings
+from golfnb.model import Golf, SavedModel
 from golfnb.parallel_muon import Ranks
 from golfnb.program import check_memory, open_run
 from golfnb.settings import GolfError, printable, read_json, settings_from
@@ -188,10 +187,10 @@ def test_no_environment_makes_anything_but_a_golf_error(pairs, world):
 def test_model_settings_survive_json():
     for name in RECIPES:
         cfg = load_config({"RECIPE": name})
-        again = settings_from(ModelSettings, json.loads(json.dumps(cfg.model_settings())))
+        again = settings_from(SavedModel, json.loads(json.dumps(cfg.model_settings())))
         assert dataclasses.asdict(again) == cfg.model_settings()
     whole = dict(Config().model_settings(), mlp_mult=3)
-    assert settings_from(ModelSettings, whole).mlp_mult == 3.0 and type(settings_from(ModelSettings, whole).mlp_mult) is float
+    assert settings_from(SavedModel, whole).mlp_mult == 3.0 and type(settings_from(SavedModel, whole).mlp_mult) is float
 
 
 @pytest.mark.parametrize("change", [{"num_layers": "11"}, {"num_layers": 11.0}, {"num_layers": True}, {"num_layers": 0}, {"ln_scale": 1}, {"extra": 1}, {"plan": None}, {"plan": "x"}, {"num_heads": 7}, {"train_seq_len": 0}, None])
@@ -199,9 +198,9 @@ def test_damaged_model_settings_are_refused(change):
     good = Config().model_settings()
     bad = {**good, **change} if change is not None else {k: v for k, v in good.items() if k != "vocab_size"}
     with pytest.raises(GolfError):
-        settings_from(ModelSettings, bad)
+        settings_from(SavedModel, bad)
     with pytest.raises(GolfError):
-        settings_from(ModelSettings, [good])
+        settings_from(SavedModel, [good])
 
 
 
@@ -222,8 +221,8 @@ def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
         except GolfError as error:
             assert ": " in str(error) and "\n" not in str(error)
             continue
-        if name.lower() in {f.name for f in dataclasses.fields(ModelSettings)}:
-            Golf(cfg, model_layout(cfg, 1), torch.float32, "meta", "math")
+        if name.lower() in {f.name for f in dataclasses.fields(SavedModel)}:
+            Golf(cfg, make_layout(cfg, 1), torch.float32, "meta", "math", make_skips(cfg))
         numbers = [v for v in dataclasses.astuple(cfg) if type(v) is float]
         assert all(torch.tensor(v).isfinite() and bool(torch.tensor(v)) == bool(v) for v in numbers), (name, text)
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from golfnb.banks import make_banks, unbank
-from golfnb.config import load_config
+from golfnb.config import load_config, make_layout
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import CutMuon, bucket_layout
-from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record_graph
 from golfnb.newton_schulz import orthogonalize
@@ -126,7 +125,7 @@ def test_sgd_keeps_fp32_masters_for_bf16_weights():
 def test_layout_for_another_world_is_refused():
     cfg, _, model = model_of(settings(3))
     with pytest.raises(GolfError, match="made for 2 ranks, but 1"):
-        Engine(model.role_params(), model_layout(cfg, 2))
+        Engine(model.role_params(), make_layout(cfg, 2))
 
 
 def test_local_and_global_clipping_agree_on_one_rank():
@@ -183,7 +182,7 @@ def plain_backward(loss_fn, params):
 def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=1):
     "Losses of some steps, and the masters after them; with more `runs` each after the first starts from the same weights, with an engine of its own."
     cfg = load_config(settings(3))
-    model = Golf(cfg, model_layout(cfg, 1), dtype=dtype, device=device)
+    model = Golf(cfg, make_layout(cfg, 1), dtype=dtype, device=device)
     backward, graph = wrap(training_loss(model, model.cap), list(model.parameters()))
     for _ in range(runs):
         init_model(model, cfg, 3)

@@ -10,13 +10,12 @@ import torch
 from forked import fork_processes
 
 from golfnb.artifact import Rans, pack_bytes
-from golfnb.config import load_config
+from golfnb.config import load_config, make_layout
 from golfnb.settings import GolfError
 from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
-from golfnb.layout import model_layout
 from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.quantize import (HessianTaps, QuantSettings, calibrate, calibration_batches, dequantize_state, gptq_columns, deal_jobs, fit_state, gptq_matrices, hessian_factor, pack_gptq, pack_rows,
+from golfnb.quantize import (QuantSettings, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, gptq_matrices, hessian_factor, pack_gptq, pack_rows,
                              quantize_state, spread_scale)
 
 CFG = load_config({"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
@@ -99,7 +98,7 @@ def test_fallback_when_there_is_no_factor():
 
 
 def a_model(dtype=torch.float32, world=1):
-    model = Golf(CFG, model_layout(CFG, world), dtype)
+    model = Golf(CFG, make_layout(CFG, world), dtype)
     init_model(model, CFG, 0)
     g = torch.Generator().manual_seed(2)
     load_named(model, {n: t + 0.1 * torch.randn(t.shape, generator=g) for n, t in named_state(model).items()})
@@ -112,16 +111,16 @@ def words(n=4, seed=0):
 
 
 def test_hessians_are_means_over_tokens_of_the_real_inputs():
-    model, taps = a_model(torch.float64), {}
+    model, inputs = a_model(torch.float64), {}
     hessians = calibrate(model, words(), Ranks())
-    model(torch.cat(words()), taps=taps)
-    assert hessians.keys() == taps.keys() == set(model.layout.names())
-    for name, x in taps.items():
+    with captured_inputs(model, inputs.__setitem__):
+        model(torch.cat(words()))
+    assert hessians.keys() == inputs.keys() == set(model.layout.names())
+    for name, x in inputs.items():
         rows = x.flatten(0, 1)
         assert torch.allclose(hessians[name], rows.T @ rows / len(rows), rtol=1e-10, atol=1e-12)
     shared = {id(h) for h in hessians.values()}
     assert len(shared) == 4 * CFG.num_layers, "Q, K and V share one"
-    assert len(HessianTaps()) == 0
 
 
 def test_calibration_batches_are_inputs_of_the_sampler():
@@ -133,7 +132,7 @@ def test_calibration_batches_are_inputs_of_the_sampler():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 100])
 def test_every_matrix_has_one_owner_and_the_load_is_even(world):
-    costs = [m.rows * m.cols**2 + m.cols**3 for _, _, m in model_layout(load_config({}), 1)]
+    costs = [m.rows * m.cols**2 + m.cols**3 for _, _, m in make_layout(load_config({}), 1)]
     dealt = deal_jobs(costs, world)
     load = [sum(costs[job] for job in jobs) for jobs in dealt]
     assert sorted(sum(dealt, [])) == list(range(len(costs))) and len(dealt) == world
@@ -195,7 +194,7 @@ def test_two_ranks_share_the_work_and_agree(tmp_path):
 def test_shared_plan_matrices_are_found_by_name():
     cfg = load_config({"PLAN": "shared_mlp", "NUM_LAYERS": "1", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "ROPE_DIMS": "4", "VE_ENABLED": "0", "BIGRAM_VOCAB_SIZE": "0",
                        "SMALL_TENSOR": "500", "TRAIN_SEQ_LEN": "16", "EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "8", "XSA_LAST_N": "0"})
-    model = Golf(cfg, model_layout(cfg, 1))
+    model = Golf(cfg, make_layout(cfg, 1))
     init_model(model, cfg, 1)
     named, g = named_state(model), torch.Generator().manual_seed(0)
     hessians = calibrate(model, [torch.randint(0, 64, (4, 16), generator=g)], Ranks())

@@ -12,7 +12,7 @@ from golfnb.averaging import AveragingSettings, make_average
 from golfnb.bpb import ByteTable
 from golfnb.evaluate import EvalSettings, sliding_loss
 from golfnb.grid import GridSettings
-from golfnb.layout import LayoutSettings, model_layout
+from golfnb.layout import LayoutSettings, bank_per_shape
 from golfnb.loader import Loader, LoaderSettings, make_sampler
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
 from golfnb.parallel_muon import EngineSettings, Ranks, make_engine
@@ -29,7 +29,7 @@ TOKENS = WORDS.repeat(40)
 
 
 def a_model() -> Golf:
-    model = Golf(SHAPE, model_layout(SHAPE, 1))
+    model = Golf(SHAPE, bank_per_shape(SHAPE, 1))
     init_model(model, SHAPE, seed=0)
     return model
 
@@ -50,7 +50,7 @@ def byte_each():
 
 
 def test_layout():
-    layout = model_layout(LayoutSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1), 4)
+    layout = bank_per_shape(LayoutSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1), 4)
     assert len(layout.names()) == 12 and all(bank.shape[0] % 4 == 0 for bank in layout.banks)
 
 

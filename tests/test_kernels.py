@@ -110,12 +110,11 @@ print("equal")
 
 MODEL = CASES + """
 import golfnb.model as M
-from golfnb.config import load_config
-from golfnb.layout import model_layout
+from golfnb.config import load_config, make_layout, make_skips
 ids = torch.randint(64, (2, 21), generator=g)
 def run(plan, fused, compiled, keep=None):
     cfg = load_config({"RECIPE": "demo", "MODEL_DIM": "64", "NUM_LAYERS": "3", "VOCAB_SIZE": "64", "VE_LAYERS": "2", "TRAIN_SEQ_LEN": "20", "EVAL_SEQ_LEN": "20", "EVAL_STRIDE": "4", "PLAN": plan})
-    model, noise = M.Golf(cfg, model_layout(cfg, 1)), torch.Generator().manual_seed(1)
+    model, noise = M.Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg)), torch.Generator().manual_seed(1)
     M.init_model(model, cfg, 1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from golfnb.banks import make_banks, unbank
 from golfnb.studies.baselines import separate
-from golfnb.config import load_config
+from golfnb.config import load_config, make_layout
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text, read_plan, shard_cuts, slot_kinds
-from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, group_matrices, model_layout
+from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, group_matrices
 from golfnb.model import Golf, init_model, named_state
 from workers import settings, speedrun_kinds
 
@@ -145,7 +145,7 @@ def test_forward_and_gradient_equal_separate_linears(world):
 
 def test_separate_parameters_are_parameters():
     cfg = load_config(settings(3))
-    model, twin = BucketGolf(cfg, model_layout(cfg, 8)), Golf(cfg, model_layout(cfg, 1))
+    model, twin = BucketGolf(cfg, make_layout(cfg, 8)), Golf(cfg, make_layout(cfg, 1))
     for m in (model, twin):
         init_model(m, cfg, 1)
     separate(model)

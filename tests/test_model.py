@@ -10,11 +10,12 @@ from torch.nn import init
 
 import golfnb.model
 from golfnb.studies.buckets import BucketGolf, read_plan
-from golfnb.config import load_config
+from golfnb.config import load_config, make_layout, make_skips
 from golfnb.settings import GolfError
 from golfnb.layers import rms_norm, softcap_loss, token_nll
-from golfnb.layout import model_layout
+from golfnb.kernels import KERNELS
 from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind
+from golfnb.quantize import captured_inputs
 
 SMALL = dict(VOCAB_SIZE="96", NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="40", BIGRAM_DIM="12",
              VE_DIM="10", VE_LAYERS="1,4", XSA_LAST_N="2", TRAIN_SEQ_LEN="24", EVAL_SEQ_LEN="24", EVAL_STRIDE="8", ROPE_TRAIN_LEN="12")
@@ -25,7 +26,7 @@ VARIANTS = {"odd": {}, "even": dict(NUM_LAYERS="4", VE_LAYERS="3"), "one": dict(
 def filled(variant="odd", dtype=torch.float64, world=1, seed=0, **env):
     "A model with random numbers everywhere, and its configuration."
     cfg = load_config({**SMALL, **VARIANTS[variant], **env})
-    model = Golf(cfg, model_layout(cfg, world), dtype)
+    model = Golf(cfg, make_layout(cfg, world), dtype, skips=make_skips(cfg))
     g = torch.Generator().manual_seed(seed)
     load_named(model, {n: torch.randn(t.shape, generator=g) * (t.shape[-1] ** -0.5 if t.ndim == 2 else 1) for n, t in named_state(model).items()})
     return model, cfg
@@ -208,26 +209,62 @@ def test_impossible_keep(keep):
 
 def test_bf16_stream_stays_bf16_and_near():
     exact, cfg = filled(dtype=torch.float32)
-    low = Golf(cfg, model_layout(cfg, 1), torch.bfloat16)
+    low = Golf(cfg, make_layout(cfg, 1), torch.bfloat16)
     load_named(low, named_state(exact))
     assert {p.dtype for r in ("bank", "table") for p in low.role_params()[r].values()} == {torch.bfloat16}
     assert {p.dtype for p in low.role_params()["scalar"].values()} == {torch.float32}
-    taps, ids = {}, tokens(cfg)
-    logits = low(ids, taps=taps)
-    assert logits.dtype == torch.bfloat16 and {t.dtype for t in taps.values()} == {torch.bfloat16}
+    inputs, ids = {}, tokens(cfg)
+    with captured_inputs(low, inputs.__setitem__):
+        logits = low(ids)
+    assert logits.dtype == torch.bfloat16 and {t.dtype for t in inputs.values()} == {torch.bfloat16}
     assert F.cosine_similarity(logits.float(), exact(ids), dim=-1).min() > 0.99
 
 
-def test_taps_are_the_matrices_inputs():
+def test_captured_inputs_are_those_of_the_matrices_and_the_model_stays_as_it_was():
     model, cfg = filled("shared")
-    taps = {}
+    blocks, kernels, inputs = model.blocks, model.kernels, {}
     with torch.no_grad():
-        model(tokens(cfg), taps=taps)
-    assert taps.keys() == set(model.layout.names())
+        logits = model(tokens(cfg))
+        with captured_inputs(model, inputs.__setitem__):
+            assert torch.equal(model(tokens(cfg)), logits)
+        with pytest.raises(ZeroDivisionError), captured_inputs(model, lambda name, x: 1 / 0):
+            model(tokens(cfg))
+    assert model.blocks is blocks and model.kernels is kernels and inputs.keys() == set(model.layout.names())
     for i in range(cfg.num_layers):
-        assert taps[f"blocks.{i}.attn.c_q.weight"] is taps[f"blocks.{i}.attn.c_k.weight"] is taps[f"blocks.{i}.attn.c_v.weight"]
+        q, k, v = (inputs[f"blocks.{i}.attn.{name}.weight"] for name in ("c_q", "c_k", "c_v"))
+        assert q is k is v
     for _, _, m in model.layout:
-        assert taps[m.name].shape == (2, 24, m.cols)
+        assert inputs[m.name].shape == (2, 24, m.cols)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), torch.tanh, lambda z: F.silu(z).square()])
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_activation_of_ones_own(activation, compile):
+    "Any function or module is computed between the two matrices, with whatever kernels the rest has."
+    filling, cfg = filled("shared")
+    model = Golf(cfg, filling.layout, torch.float64, skips=make_skips(cfg), activation=activation)
+    load_named(model, named_state(filling))
+    model.fuse(KERNELS - {"heads", "xsa"})
+    assert "mlp" not in model.kernels and model.state_dict().keys() == filling.state_dict().keys()
+    inputs = {}
+    with captured_inputs(model, inputs.__setitem__):
+        model(tokens(cfg))
+    up = model.weights()[0].up
+    expected = activation(inputs["blocks.0.mlp.fc.weight"] @ up.T)
+    torch.testing.assert_close(inputs["blocks.0.mlp.proj.weight"], expected)
+    if compile:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        torch.testing.assert_close(compiled(tokens(cfg)), model(tokens(cfg)))
+        compiled(tokens(cfg)).square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        torch._dynamo.reset()
+
+
+def test_an_activation_with_weights_is_refused():
+    cfg = load_config(SMALL)
+    with pytest.raises(GolfError, match="PReLU"):
+        Golf(cfg, make_layout(cfg, 1), activation=nn.PReLU())
 
 
 def test_a_walk_of_blocks_of_ones_own_is_the_forward():
@@ -245,7 +282,7 @@ def test_a_walk_of_blocks_of_ones_own_is_the_forward():
 
     def run(x, i, last):
         b = model.blocks[i]
-        own = Own(b.head_dim, torch.full((cfg.model_dim,), b.norm_scale), b.slope, b.xsa)
+        own = Own(b.head_dim, torch.full((cfg.model_dim,), b.norm_scale), b.activation, b.xsa)
         assert last == (i == cfg.num_layers - 1)
         return own.run(x, x0, weights[i], cos[places], sin[places], values.get(i))
 
@@ -287,7 +324,7 @@ def replay(cfg, seed):
 def test_initial_draws_are_the_published_ones(seed, plan, world):
     cfg = load_config({**SMALL, "MODEL_DIM": "128", "BIGRAM_DIM": "64", "VE_DIM": "64", "NUM_LAYERS": "5", "PLAN": plan})
     before = torch.get_rng_state()
-    model = Golf(cfg, model_layout(cfg, world), torch.bfloat16)
+    model = Golf(cfg, make_layout(cfg, world), torch.bfloat16)
     init_model(model, cfg, seed)
     assert torch.equal(before, torch.get_rng_state()), "the global generator is left alone"
     state, threads = named_state(model), torch.get_num_threads()
@@ -310,7 +347,7 @@ def test_weights_are_drawn_with_one_thread(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        init_model(Golf(cfg, model_layout(cfg, 1)), cfg, 1)
+        init_model(Golf(cfg, make_layout(cfg, 1)), cfg, 1)
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -333,7 +370,7 @@ def test_published_size_and_groups():
 def test_names_round_trip_and_exports_other_tensors(variant):
     model, cfg = filled(variant, torch.float32, world=3)
     state = named_state(model)
-    twin = Golf(cfg, model_layout(cfg, 1))
+    twin = Golf(cfg, make_layout(cfg, 1))
     load_named(twin, state)
     again = named_state(twin)
     assert again.keys() == state.keys() and all(torch.equal(again[n], t) for n, t in state.items())

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.config import load_config
-from golfnb.layout import model_layout
+from golfnb.config import load_config, make_layout
 from golfnb.model import Golf
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
@@ -88,7 +87,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
 def small_share() -> int:  # per cent
     "What part of recipe pr549's weights is in no bank."
     cfg = load_config({"RECIPE": "pr549"})
-    layout = model_layout(cfg, 1)
+    layout = make_layout(cfg, 1)
     whole = sum(p.numel() for p in Golf(cfg, layout, dtype=torch.bfloat16, device="meta").parameters())
     return round(100 * (1 - sum(m.rows * m.cols for _, _, m in layout) / whole))
 

@@ -4,9 +4,9 @@ import random
 import pytest
 
 from golfnb.studies.baselines import candidate_buckets, search_buckets
-from golfnb.config import Config
+from golfnb.config import Config, make_layout
 from golfnb.settings import GolfError
-from golfnb.layout import Matrix, group_matrices, model_layout
+from golfnb.layout import Matrix, group_matrices
 from golfnb.studies.buckets import read_plan
 from golfnb.plan import Links, Plan, check_plan, finish_us, make_plan, predict, transfer_us, work_us
 
@@ -24,7 +24,7 @@ def random_links(seed: int) -> Links:
 
 
 def test_published_order():
-    layout = model_layout(Config(), 8)
+    layout = make_layout(Config(), 8)
     assert make_plan(layout) == Plan(*[("mlp_up_bank", "mlp_down_bank", "qo_bank", "kv_bank")] * 2)
 
 
@@ -75,7 +75,7 @@ def test_search_is_never_worse_than_published(world):
         layout, plan = read_plan(Config(), text, world)
         assert us == finish_us(predict(plan, layout, links))
     for name in ("pr399", "shared_mlp"):
-        layout = model_layout(Config(plan=name), world)
+        layout = make_layout(Config(plan=name), world)
         assert rows[0][0] <= min(finish_us(predict(make_plan(layout, o), layout, links)) for o in ("big_first", "small_first"))
 
 

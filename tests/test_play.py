@@ -24,8 +24,8 @@ from golfnb.artifact import Lzma, save_artifact
 from golfnb.bpb import load_tokenizer, tokenizer_hash
 from golfnb.tools.report import find_artifact, find_tokenizer, run_data
 from golfnb.evaluate import plain_loss
-from golfnb.layout import model_layout
-from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
+from golfnb.layout import bank_per_shape
+from golfnb.model import Golf, SavedModel, init_model, load_named, named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.tools.play import LIMIT, Player, TextPieces, play_server
 from golfnb.quantize import quantize_state
@@ -33,12 +33,12 @@ from golfnb.settings import GolfError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "Return the header.\n\tdéf 日: return the header.\n"
-CFG = ModelSettings(vocab_size=400, num_layers=3, model_dim=64, num_heads=2, num_kv_heads=1, train_seq_len=48, rope_train_len=24, ve_layers="2", ve_dim=16, bigram_vocab_size=64, bigram_dim=16)
+CFG = SavedModel(vocab_size=400, num_layers=3, model_dim=64, num_heads=2, num_kv_heads=1, train_seq_len=48, rope_train_len=24, ve_layers="2", ve_dim=16, bigram_vocab_size=64, bigram_dim=16)
 
 
 def write_artifact(path: Path, tokenizer: Path, seed: int = 1) -> Path:
     "An artifact with weights that say something, not trained."
-    model = Golf(CFG, model_layout(CFG, 1))
+    model = Golf(CFG, bank_per_shape(CFG, 1))
     init_model(model, CFG, seed)
     g = torch.Generator().manual_seed(seed)
     load_named(model, {n: t + 0.3 * torch.randn(t.shape, generator=g) * (t.ndim == 2) for n, t in named_state(model).items()})

@@ -8,8 +8,7 @@ import torch
 from test_model import VARIANTS, filled
 
 from golfnb.studies.bench import record_result
-from golfnb.config import load_config
-from golfnb.layout import model_layout
+from golfnb.config import load_config, make_layout, make_skips
 from golfnb.model import Block, Golf, init_model
 from golfnb.tools.sampling import CachedBlock, CachedReader, draw, generate, next_logits, row_start, stream_tokens
 from golfnb.settings import GolfError
@@ -59,7 +58,7 @@ def test_generate():
 
 def rates(cfg, cached: bool, before: int, count: int, rounds: int = 5) -> list[float]:
     "Tokens a second of `rounds` pieces of `count` tokens, the first after `before` others."
-    model = Golf(cfg, model_layout(cfg, 1))
+    model = Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg))
     init_model(model, cfg, seed=1)
     text, g, found = torch.randint(cfg.vocab_size, (before,)).tolist(), torch.Generator().manual_seed(0), []
     read = CachedReader(model) if cached else lambda ids: next_logits(model, ids)
@@ -75,7 +74,7 @@ def rates(cfg, cached: bool, before: int, count: int, rounds: int = 5) -> list[f
 def test_a_token_more_is_read_alone(monkeypatch):
     "Also with 200 before it: all that makes writing slow with the length of a text is the attention to what is kept."
     cfg = load_config({"RECIPE": "demo"})
-    model = Golf(cfg, model_layout(cfg, 1))
+    model = Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg))
     init_model(model, cfg, seed=1)
     text, read, seen = torch.randint(cfg.vocab_size, (210,)).tolist(), CachedReader(model), []
     monkeypatch.setattr(CachedBlock, "run", lambda block, x, *more: seen.append(x.shape[1]) or Block.run(block, x, *more))

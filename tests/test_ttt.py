@@ -10,7 +10,7 @@ from golfnb import ttt
 from golfnb.settings import GolfError
 from golfnb.evaluate import sliding_loss, windows
 from golfnb.layers import softcap_loss
-from golfnb.model import named_state
+from golfnb.model import FreezeBlocks, FreezeControls, named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.ttt import Ledger, adapt_steps, chunk_windows, score_first
 from score_workers import CFG, adapt, golf_on, random_state, random_table, stream
@@ -177,15 +177,15 @@ def test_frozen_blocks_have_no_gradient_to_compute():
     loss = lambda: softcap_loss(model(x), x.roll(-1, 1), model.cap)
     loss().backward()
     whole = {n: p.grad.clone() for n, p in model.named_parameters()}
-    for scope in ("all", "controls"):
+    for freeze in (FreezeBlocks(2), FreezeControls(2)):
         model.zero_grad()
-        model.frozen = 2, scope
+        model.freeze = freeze
         loss().backward()
         for n, p in model.named_parameters():
             stacked = n in ("attn_scale", "mlp_scale", "resid_mix", "q_gain")
             for i in range(len(p) if stacked or n.startswith("banks.") else 0):
                 matrix = n.startswith("banks.") and [m for b, s, m in model.layout if b.name == n[6:] and s == i]
-                frozen = (i < 2 if stacked else scope == "all" and bool(matrix) and matrix[0].name.startswith(("blocks.0.", "blocks.1.")))
+                frozen = (i < 2 if stacked else type(freeze) is FreezeBlocks and bool(matrix) and matrix[0].name.startswith(("blocks.0.", "blocks.1.")))
                 assert torch.equal(p.grad[i], torch.zeros_like(p.grad[i]) if frozen else whole[n][i]), (n, i)
 
 

@@ -20,9 +20,9 @@ from forked import fork_processes
 from golfnb.banks import unbank
 from golfnb.studies.baselines import separate
 from golfnb.studies.buckets import BucketGolf, bucket_engine, read_plan
-from golfnb.config import load_config
+from golfnb.config import load_config, make_layout, make_skips
 from golfnb.settings import GolfError
-from golfnb.layout import Matrix, model_layout
+from golfnb.layout import Matrix
 from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import Ranks, inside_host, make_engine, start_ranks, stop_ranks
@@ -94,7 +94,8 @@ class Batches:
 def plan_model(cfg, plan: str, world: int, dtype, seed: int):
     "A model and the plan, for any line that `read_plan` knows, or pr125: separate weights."
     layout, orders = read_plan(cfg, "pr399" if plan == "pr125" else plan, world)
-    model = (Golf if plan in ("pr399", "shared_mlp") else BucketGolf)(cfg, layout, dtype=dtype)
+    kind = Golf if plan in ("pr399", "shared_mlp") else BucketGolf
+    model = kind(cfg, layout, dtype=dtype, skips=make_skips(cfg))
     init_model(model, cfg, seed)
     return separate(model) if plan == "pr125" else model, orders
 
@@ -173,7 +174,7 @@ def projected(ranks, env: dict) -> dict:
 def wrong_world(ranks, env: dict) -> str:
     "What an engine says to a plan for another number of ranks."
     cfg = load_config(env)
-    layout = model_layout(cfg, ranks.world + 1)
+    layout = make_layout(cfg, ranks.world + 1)
     try:
         make_engine(Golf(cfg, layout), layout, cfg, ranks)
     except GolfError as e:

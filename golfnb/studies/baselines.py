@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
                           step_block, timed_block, wait_for)
 from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
-from ..config import Config, load_config
+from ..config import Config, load_config, make_skips
 from ..layout import BankSpec, Layout, LayoutSettings, Matrix
 from ..loader import Loader, grad_accum, make_sampler
 from ..model import Golf, init_model
@@ -160,7 +160,8 @@ def plan_model(cfg: Config, ranks: Ranks, world: int, wide: bool = False) -> tup
     apart, dtype = cfg.plan == "pr125", weight_dtype(cfg, ranks.device)
     layout, plan = read_plan(cfg, "pr399" if apart else cfg.plan, world)
     own = cfg.plan in ("pr399", "shared_mlp")
-    model = (Golf if own else BucketGolf)(cfg, layout, dtype, ranks.device, cfg.attention)
+    kind = Golf if own else BucketGolf
+    model = kind(cfg, layout, dtype, ranks.device, cfg.attention, make_skips(cfg))
     init_model(model, cfg, cfg.seed)
     if wide:
         model.banks.to(torch.promote_types(dtype, torch.float32))

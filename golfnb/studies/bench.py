@@ -31,7 +31,7 @@ import torch.distributed as dist
 from .. import __version__
 from ..adapters import score_documents
 from ..bpb import ByteTable
-from ..config import Config, load_config
+from ..config import Config, load_config, make_freeze
 from ..evaluate import plain_loss, sliding_loss
 from ..tools.launcher import (END_WITH_TORCHRUN, checkout_commit, package_dir, run_script,
                              usable_cores, free_cores)
@@ -313,7 +313,7 @@ def bench_eval(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]
     scorers = {
         "plain": lambda: plain_loss(m.forward, val, table, cfg.train_seq_len, batch, ranks),
         "sliding": lambda: sliding_loss(m.forward, val, table, *windows, batch, ranks),
-        "ttt": lambda: score_first(*rest, forward=m.forward), "adapters": lambda: score_documents(*rest)}
+        "ttt": lambda: score_first(*rest, m.forward, freeze=make_freeze(cfg)), "adapters": lambda: score_documents(*rest)}
     for name, call in scorers.items():
         first, *later = (ms / 1e3 for ms in timed_block(call, job.rounds + 1, device)[0])
         samples |= {f"{name} per_million": [1e6 * s / n for s in later], f"{name} first_call": [first],

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..settings import GolfError
-from ..layout import BankSpec, Layout, LayoutSettings, Matrix, model_layout
+from ..layout import BankSpec, Layout, LayoutSettings, Matrix, bank_per_shape, mlp_in_one_bank
 from ..banks import unbank
-from ..model import BLOCK_MATRICES, BlockWeights, Golf, freeze_blocks, joined
+from ..model import BLOCK_MATRICES, BlockWeights, Golf, joined
 from ..parallel_muon import AdamW, Engine, EngineSettings, Muon, Ranks, ShardedBank
 from ..plan import Plan, check_plan, make_plan
 
@@ -100,10 +100,13 @@ class CutMuon(Muon):
         return out
 
 # %% ../../nbs/studies/33_buckets.ipynb #010b9273
+LAYOUTS = {"pr399": bank_per_shape, "shared_mlp": mlp_in_one_bank}  # by the words of PLAN
+
+
 def slot_kinds(cfg: LayoutSettings) -> dict[str, list[tuple[Matrix, ...]]]:
     "The slots of the model's blocks by kind; a slot is a tuple of matrices. Kinds share matrices."
-    banks = {b.name.removesuffix("_bank"): b.matrices for plan in ("pr399", "shared_mlp")
-             for b in model_layout(replace(cfg, plan=plan), 1).banks}
+    banks = {b.name.removesuffix("_bank"): b.matrices for banked in LAYOUTS.values()
+             for b in banked(cfg, 1).banks}
     L, q, k = cfg.num_layers, banks["qo"], banks["kv"]
     attn = [(q[i], q[L + i], k[i], k[L + i]) for i in range(L)]
     alone = {"qo": q, "kv": k, "up": banks["mlp_up"], "down": banks["mlp_down"], "mlp": banks["mlp"]}
@@ -169,9 +172,10 @@ def read_plan(cfg: LayoutSettings, text: str, world: int) -> tuple[Layout, Plan]
     "The layout and plan of a line, of a word for PLAN, or of `pr132`. Raises GolfError if it cannot be read."
     slots = cfg.num_layers, 2 * cfg.num_layers
     buckets, *words = (mixed_text(*slots, world) + "/small_first" if text == "pr132" else text).split("/")
-    named = buckets in ("pr399", "shared_mlp")
-    layout = (model_layout(replace(cfg, plan=buckets), world) if named
-              else bucket_layout(slot_kinds(cfg), buckets, world))
+    if buckets in LAYOUTS:
+        layout = LAYOUTS[buckets](cfg, world)
+    else:
+        layout = bucket_layout(slot_kinds(cfg), buckets, world)
     if len(words) < 2:
         return layout, make_plan(layout, *words)
     try:
@@ -198,8 +202,8 @@ class BucketGolf(Golf):
         scalars = self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain
         blocks = [BlockWeights(*(named[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES), *small)
                   for i, small in enumerate(zip(*(t.unbind(0) for t in scalars)))]
-        if self.frozen[0] and torch.is_grad_enabled():
-            blocks = freeze_blocks(blocks, *self.frozen)
+        if self.freeze is not None and torch.is_grad_enabled():
+            blocks = self.freeze(blocks)
         return [joined(w, kernels) for w in blocks]
 
 

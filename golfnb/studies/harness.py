@@ -36,11 +36,10 @@ from .bench import (Rig, changed_settings, interleave, launch_module, read_resul
                           result_path, run_rounds, timed_block, where_measured)
 from ..bpb import byte_table, load_tokenizer
 from ..tools.checkpoint import Keeper
-from ..config import Config, load_config
+from ..config import Config, load_config, make_freeze, make_layout, make_skips
 from ..evaluate import plain_loss
 from ..tools.launcher import package_dir
 from ..layers import rotary_tables
-from ..layout import model_layout
 from ..loader import Loader, grad_accum, make_sampler
 from ..model import Golf, load_named, named_state, quant_kind
 from ..parallel_muon import Ranks, clip_factor, make_engine, squared_norm, start_ranks
@@ -282,7 +281,7 @@ def average_scores(lab: Lab, m: Parts, cfg: Config, done) -> dict[str, list[floa
         state = named_state(m.model, *m.engine.gather(average.weights()))
         load_named(m.model, state)
         found[mode], found[f"{mode}_bpb"] = ([x] for x in score(lab, cfg, m.forward, lab.tokens))
-        loss, bpb, *_ = score_first(m.model, state, part, table, cfg, lab.ranks, forward=m.forward)
+        loss, bpb, *_ = score_first(m.model, state, part, table, cfg, lab.ranks, m.forward, freeze=make_freeze(cfg))
         found[f"{mode}_ttt"], found[f"{mode}_ttt_bpb"] = [loss], [bpb]
     return found
 
@@ -438,7 +437,7 @@ GRIDS |= {f"k = {k:g}": (False, k) for k in (5.5, 6.0, 9.0, 12.85, 24.0)}
 def synthetic_state(seed: int = 0) -> dict:
     "The full model with Gaussian matrices: spread 0.04 (tables 0.3), rows a quarter apart in the logarithm."
     g, cfg = torch.Generator().manual_seed(seed), load_config({"RECIPE": "golf"})
-    state = named_state(Golf(cfg, model_layout(cfg, 1)))
+    state = named_state(Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg)))
     for name, w in state.items():
         if w.ndim == 2 and w.numel() > 65_536:
             spread = 0.04 if ".attn." in name or ".mlp." in name else 0.3

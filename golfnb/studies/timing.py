@@ -19,11 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
                           timed_block, wait_for)
-from ..config import Config, load_config
+from ..config import Config, load_config, make_layout, make_skips
 from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
                             usable_kernels, xsa_grad_op, xsa_op)
 from ..layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
-from ..layout import model_layout
 from ..model import Golf, init_model
 from ..parallel_muon import Ranks, record_graph
 from ..settings import GolfError
@@ -141,7 +140,8 @@ def sustained(step: Callable, device: torch.device) -> dict[str, float]:
 def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device) -> tuple[dict, dict]:
     "Samples and facts of forward and backward for each set."
     cuda, noise = device.type == "cuda", torch.Generator(device).manual_seed(1)
-    model = Golf(cfg, model_layout(cfg, 1), torch.bfloat16 if cuda else torch.float32, device, cfg.attention)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model = Golf(cfg, make_layout(cfg, 1), dtype, device, cfg.attention, make_skips(cfg))
     init_model(model, cfg, 1337)
     with torch.no_grad():  # no gradient is zero
         for p in model.parameters():

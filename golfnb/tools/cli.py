@@ -660,16 +660,17 @@ def score_file(args, ranks) -> tuple:
     say("final_int6_sliding_window_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score), flush=True)
     if args.ttt:
         state = book.quantize.dequantize_state(book.artifact.load_artifact(args.file)[1])
+        freeze = book.config.make_freeze(cfg)
         say(f"test-time training ({cfg.ttt_form}): each token is scored first", flush=True)
         with closing(bar):
             if cfg.ttt_form == "adapters":
                 score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks, bar)
             elif args.audit:
-                trial = book.ttt.chunk_trial(forward, golf, state, tokens, table, cfg, watch_rows=False, **watched)
+                trial = book.ttt.chunk_trial(forward, golf, state, tokens, table, cfg, watch_rows=False, freeze=freeze, **watched)
                 findings += book.ttt.audit_pass("score-first training", trial, table)
                 score = trial.loss, trial.bpb
             else:
-                score = book.ttt.score_first(golf, state, tokens, table, cfg, ranks, forward=forward, log=bar)
+                score = book.ttt.score_first(golf, state, tokens, table, cfg, ranks, forward, log=bar, freeze=freeze)
         say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score[:2]), flush=True)
     return tokens, table, cfg, findings
 
@@ -686,7 +687,8 @@ def audit_file(args, tokens, table, cfg, findings: list) -> int:
     state = book.quantize.dequantize_state(book.artifact.load_artifact(file)[1])
     train, val = (book.shards.find_shards(p) if p else [] for p in (args.train, args.val))
     seed, by_chunk = audit_seed(file), args.ttt and not by_document
-    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, by_chunk, train, val, seed)
+    freeze = book.config.make_freeze(cfg)
+    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, by_chunk, train, val, seed, freeze)
     if by_document:
         audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, cfg, seed)
     audit["findings"] = book.ttt.worst(audit["findings"] + findings)

@@ -76,7 +76,7 @@ class CachedReader:
         cfg, self.model, self.weights, self.first = model.cfg, model, model.weights(), 0
         room = 2, 1, cfg.num_kv_heads, cfg.train_seq_len, cfg.head_dim
         stores = [torch.zeros(room, dtype=model.compute, device=model.tok_emb.device) for _ in model.order]
-        self.blocks = [make_block(cfg, i, model.attention, CachedBlock, keys=keys, values=values)
+        self.blocks = [make_block(cfg, i, model.activation, model.attention, CachedBlock, keys=keys, values=values)
                        for i, (keys, values) in enumerate(stores)]
 
     @torch.no_grad()
