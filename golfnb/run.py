@@ -31,7 +31,7 @@ from .shards import (atomic_write, check_disjoint, check_manifest, find_shards, 
 from .loader import Loader, grad_accum, make_sampler
 from .layout import model_layout
 from .model import Golf, init_model, load_named, named_state
-from .parallel_muon import Ranks, inside_host, lost_ranks, make_engine, start_ranks, stop_ranks
+from .parallel_muon import Ranks, lost_ranks, start_ranks, stop_ranks
 from .evaluate import plain_loss, sliding_loss
 from .tools.checkpoint import Keeper
 from .averaging import NoAverage
@@ -41,7 +41,7 @@ from .artifact import (artifact_ledger, compress_section, load_weights, pack_byt
                              save_weights, unpack_bytes)
 from .ttt import score_first
 from .adapters import score_documents
-from .config import Config, load_config
+from .config import Config, load_config, make_engine, make_inside
 
 # %% ../nbs/reference/16_run.ipynb #86088a64
 def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -67,11 +67,11 @@ class Machine:
     "A model and what runs it: `loss_fn(ids, targets)` is the mean loss, `forward(ids, keep)` gives logits."
 
     def __init__(self, cfg: Config, ranks: Ranks):
-        ranks.inside = inside_host(ranks) if cfg.links == "two_level" else ranks
-        self.layout = model_layout(cfg, ranks.inside.world)
+        self.inside = make_inside(cfg, ranks)
+        self.layout = model_layout(cfg, self.inside.world)
         self.model = Golf(cfg, self.layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
         init_model(self.model, cfg, cfg.seed)
-        self.engine = make_engine(self.model, self.layout, cfg, ranks)
+        self.engine = make_engine(self.model, self.layout, cfg, ranks, self.inside)
         self.loss_fn = compiled(training_loss(self.model, self.model.cap), cfg, ranks.device)
         self.forward = compiled(self.model, cfg, ranks.device)
         if self.forward is not self.model:
@@ -370,7 +370,7 @@ def score_artifact(self: Session, data: bytes):
     def adapt():
         if cfg.ttt_form == "adapters":
             return score_documents(m.model, state, val, table, cfg, ranks, log=log)
-        return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
+        return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log, inside=m.inside)
 
     with self.phase("scoring"):
         self.scored("final_int6_roundtrip", "int6", self.plain_score)

@@ -363,7 +363,10 @@ def read(self: Trainer, values: list):
     self.stop = self.stop or control["stop"] > 0
     self.late_multiplier = float(multiplier_at(cfg, step, control["elapsed_ms"]))
     self.count_skipped(step + 1, control["norm_sq"])
-    norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
+    norm_sq = control["norm_sq"]
+    if self.engine.clip.norm_is_sum:
+        norm_sq = norm_sq / world
+    norm = norm_sq ** 0.5
     last, end = (*self.starts[step:step + 2], self.train_ms)[:2]
     log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - last, train_ms=end,
               multiplier=self.late_multiplier, momentum=momentum_at(cfg, step), grad_norm=norm)

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source af9f7387f136bcc4 | Apache-2.0
+# golfnb script --recipe pr549 | source 568449f52abbdb83 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1621,26 +1621,26 @@ class FusedBlock(Block):
 
 # ---- newton_schulz ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
-POLAR_EXPRESS_COEFFS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
     "alpha * a @ b + beta * b for a [n, M, M] and b [n, M, N]; `symmetric`: the result equals its transpose."
     return torch.baddbmm(b, a, b, beta=beta, alpha=alpha)
 
-def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
-                  kernels: bool = True) -> Tensor:
-    "Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399)."
+def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
+    """Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399).
+
+    A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`; `dtype` of
+    products and result, None: G's; `kernels`: use Triton where it can run. GolfError if G is no float matrix.
+    """
+    if G.ndim < 2 or not G.is_floating_point():
+        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
+                        f"found {G.dtype} of shape {tuple(G.shape)}")
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
-    fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
+    fused = bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
     fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
-    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if fused else plain_product
+    norm, add = X.norm(dim=(-2, -1), keepdim=True) * 1.0 + 1e-07, kernel_product if fused else plain_product
     X = torch.div(X, norm, out=X.new_empty(X.shape)) if fused else X / norm  # rows lie together
     for a, b, c in coeffs:
         A = torch.bmm(X, X.mT)
@@ -1648,25 +1648,24 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
         X = add(A, X, 1.0, a)
     return (X.mT if tall else X).reshape(G.shape)
 
-def newton_schulz_settings(method: str, steps: int = 5) -> dict:
-    "coeffs, scale and eps of `newton_schulz`. Raises GolfError if the method is unknown or steps < 1."
-    table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
-    if method not in table or steps < 1:
-        raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {method!r}, {steps}")
-    coeffs, scale, eps = table[method]
-    return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)  # the last repeats
+def first_steps(coeffs: tuple, steps: int) -> tuple:
+    "The coefficients of so many steps; after the last of `coeffs`, that one repeats. GolfError if steps < 1."
+    if steps < 1:
+        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: ask for 5, as published")
+    repeated = coeffs[-1:] * (steps - 5)
+    return (coeffs + repeated)[:steps]
 
-def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None) -> Tensor:
-    """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
+def product_dtype(G: Tensor) -> torch.dtype:
+    "What the products run in unless a caller says otherwise."
+    return torch.bfloat16 if G.is_cuda else G.dtype
 
-    `method`: "ns5" (Muon's quintic) or "polar" (arXiv 2505.16932); `dtype` of the result, None: bf16 on CUDA,
-    else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
+def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Make every matrix of G [..., r, c] nearly orthogonal, as published for Muon: the same quintic each step.
+
+    Singular values end about 1, directions stay. `dtype` of products and result, None: bf16 on CUDA, else
+    G's. Raises GolfError if G is no float matrix, or without a step.
     """
-    if G.ndim < 2 or not G.is_floating_point():
-        raise GolfError("orthogonalize needs a float tensor of at least two dimensions: "
-                        f"found {G.dtype} of shape {tuple(G.shape)}")
-    dtype = dtype or (torch.bfloat16 if G.is_cuda else G.dtype)
-    return newton_schulz(G, dtype=dtype, kernels=True, **newton_schulz_settings(method, steps))
+    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
@@ -1871,13 +1870,12 @@ class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
     `group` is their process group (None: that of all ranks), `patient` one whose collectives may wait for
-    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it; `inside`
-    are the ranks that share the banks.
+    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it.
     """
 
     def __init__(self, rank=0, world=1, device="cpu", patient=None, local=None, host=0, hosts=1):
         self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
-        self.group, self.local, self.inside = None, rank if local is None else local, self
+        self.group, self.local = None, rank if local is None else local
         self.host, self.hosts, self.master = host, hosts, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
@@ -2076,12 +2074,18 @@ def master_step(master, update, lr, wd, scale, ok, rounded):
 class Muon:
     """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
 
-    `method` and `steps` are those of `orthogonalize`, `product_dtype` is that of its products (None: the
-    gradient's).
+    `orthogonalize(G, steps, dtype)` is `quintic`, `polar_express` (chapter 04) or a function of
+    yours that makes each matrix of G [n, r, c] orthogonal; `product_dtype` is the dtype that it is
+    given (None: the gradient's).
     """
 
-    def __init__(self, lr: float = 0.025, wd: float = 0.04, steps: int = 5):
-        self.lr, self.wd, self.method, self.steps, self.product_dtype = lr, wd, "ns5", steps, None
+    def __init__(self, lr: float = 0.025, wd: float = 0.04, orthogonalize: Callable = quintic,
+                 steps: int = 5):
+        self.lr = lr
+        self.wd = wd
+        self.orthogonalize = orthogonalize
+        self.steps = steps
+        self.product_dtype = None
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
@@ -2102,7 +2106,7 @@ class Muon:
 
     def direction(self, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
-        return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype)
+        return self.orthogonalize(ahead, self.steps, self.product_dtype or ahead.dtype)
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
@@ -2258,32 +2262,40 @@ class Recorded:
 class Engine:
     """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters, each with its rule.
 
-    `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `plan` defaults to biggest first.
-    `clip`: "global" clips the mean gradient to `max_norm` (0: never), "local" each rank's before averaging,
-    "none" neither; a step that is not finite is skipped in any case. `debug`: replicas are NaN between
-    `launch` and `finish`. Raises GolfError if the layout is for another number of ranks.
+    `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
+    a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
+    `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
+    `debug`: replicas are NaN between `launch` and `finish`. Raises GolfError if the layout is for
+    another number of ranks.
     """
 
-    def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None,
-                 bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3):
-        self.layout, self.ranks, self.plan = layout, ranks or Ranks(), make_plan(layout)
-        if layout.world != (world := self.ranks.inside.world):
+    def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
+                 inside: Ranks | None = None):
+        self.layout = layout
+        self.ranks = ranks
+        self.inside = inside or ranks
+        self.plan = make_plan(layout)
+        self.bank_rule = bank_rule
+        self.small_rule = small_rule
+        self.clip = clip
+        self.debug = False
+        world = self.inside.world
+        if layout.world != world:
             raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
                             f"make it with world={world}")
         check_plan(self.plan, layout)
-        self.clip, self.max_norm, self.debug = clip, max_norm, False
-        self.bank_rule, self.small_rule, banks = bank_rule or Muon(), small_rule or AdamW(), roles["bank"]
-        inside, rule = self.ranks.inside, self.bank_rule
-        self.banks = {s.name: ShardedBank(s, banks[s.name], inside, rule) for s in layout.banks}
-        self.groups = flat_groups(roles, self.small_rule)
+        self.banks = {}
+        for spec in layout.banks:
+            replica = roles["bank"][spec.name]
+            self.banks[spec.name] = ShardedBank(spec, replica, self.inside, bank_rule)
+        self.groups = flat_groups(roles, small_rule)
         self.parts = [*self.banks.values(), *self.groups]
-        first, words = self.parts[0].master, len(CONTROL_WORDS) + self.small_rule.words
+        first, words = self.parts[0].master, len(CONTROL_WORDS) + small_rule.words
         self.full, self.device = first.dtype, first.device
         self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
         self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
         self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
-        self.staged, self.wires = {}, {}
         self.small_step = Recorded(lambda: self.update_small(), self.device)
         self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
         self.publish()
@@ -2314,14 +2326,11 @@ class Engine:
         words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
         self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
         self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
-        if self.clip == "local":
-            self.clip_local(grads)
-        if self.clip == "none":
-            self.norm_sq.copy_(squared_norm([*grads.values(), *(g.grad for g in self.groups)], self.full))
+        grads = self.clip.before_sending(self, grads)
         for wire in [g.wire for g in self.groups] or [self.control]:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
-            self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
+            self.banks[n].reduce(grads.pop(n))  # nobody else needs it
         for b in self.banks.values() if self.debug else ():
             b.replica.data.fill_(float("nan"))
         return self.control
@@ -2333,8 +2342,7 @@ class Engine:
         """
         for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
             knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
-        if self.clip == "global":
-            self.clip_global()
+        self.clip.after_arrival(self)
         self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
         ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
         for n in self.plan.work:
@@ -2353,9 +2361,7 @@ class Engine:
     def update_bank(self, name: str):
         "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
         bank = self.banks[name]
-        grad = bank.grad
-        if self.clip == "global":
-            grad = (grad * self.knobs.factor.view(1, 1, 1)).to(grad.dtype)
+        grad = self.clip.mean_gradient(bank.grad, self.knobs)
         self.bank_rule.update(bank, grad, self.knobs)
 
     def update_small(self):
@@ -2363,33 +2369,6 @@ class Engine:
         self.knobs.count += self.knobs.ok
         for g in self.groups:
             self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
-
-    def clip_global(self):
-        "Wait for all mean gradients, measure them, and set the clip factor of the step."
-        for n in self.plan.scatter:
-            self.banks[n].arrive()
-        norm_sq = self.ranks.inside.sum(squared_norm([b.grad for b in self.banks.values()], self.full))
-        if self.groups:
-            norm_sq = norm_sq + squared_norm([g.grad for g in self.groups], self.full) / self.ranks.world ** 2
-        self.norm_sq.copy_(norm_sq)
-        self.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
-
-    def clip_local(self, grads: dict):
-        "Clip this rank's gradients: whole banks (`grads`, by name), sent from `wires`, and the small ones."
-        if not self.staged:
-            self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
-            self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
-            self.clip_step = Recorded(lambda: self.scale_staged(), self.device)
-        torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
-        self.clip_step()
-
-    def scale_staged(self):
-        "Measure this rank's gradient and scale it, banks from `staged` to `wires`, small ones in place."
-        small = [g.grad for g in self.groups]
-        self.norm_sq.copy_(squared_norm([*self.staged.values(), *small], self.full))
-        factor = clip_factor(self.norm_sq, self.max_norm)
-        for g, out in [*((g, self.wires[n]) for n, g in self.staged.items()), *zip(small, small)]:
-            torch.mul(g, factor.view([1] * g.ndim), out=out)
 
     def tensors(self) -> list:
         "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
@@ -2450,6 +2429,96 @@ def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
     factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
     return factor if max_norm > 0 else torch.ones_like(norm_sq)
 
+class NoClip:
+    """Lets every gradient through. What an engine asks of a clip: derive yours from this.
+
+    `norm_is_sum`: the control vector's `norm_sq` is a sum over the ranks, not the norm of the mean.
+    """
+    norm_is_sum = True
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        """Before anything is averaged: what this rank sends, a dict that the engine may empty.
+
+        `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie in `grad`
+        of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that is
+        not finite if a gradient is not.
+        """
+        small = [group.grad for group in engine.groups]
+        engine.norm_sq.copy_(squared_norm([*grads.values(), *small], engine.full))
+        return grads
+
+    def after_arrival(self, engine: Engine):
+        """Before the first update, while mean gradients arrive in `grad` of `engine.banks`.
+
+        May set `engine.knobs.factor`, by which the small gradients are multiplied. `engine.norm_sq`
+        is now the sum over the ranks; where it is not finite, the step is skipped.
+        """
+
+    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+        "What the rule gets for a shard's mean gradient `grad` [n, r, c]; its launches are recorded."
+        return grad
+
+class ClipMean(NoClip):
+    """Clips the mean gradient to `max_norm` (0: never); the number of ranks does not matter.
+
+    The first update waits for all reduce-scatters and the all-reduce of one number.
+    """
+    norm_is_sum = False
+
+    def __init__(self, max_norm: float):
+        self.max_norm = max_norm
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        "Gradients are sent as they are; the norm is measured when their mean has arrived."
+        return grads
+
+    def after_arrival(self, engine: Engine):
+        "Wait for all mean gradients, measure them, and set the clip factor of the step."
+        for n in engine.plan.scatter:
+            engine.banks[n].arrive()
+        shards = [bank.grad for bank in engine.banks.values()]
+        norm_sq = engine.inside.sum(squared_norm(shards, engine.full))
+        if engine.groups:
+            sums = [group.grad for group in engine.groups]
+            norm_sq = norm_sq + squared_norm(sums, engine.full) / engine.ranks.world ** 2
+        engine.norm_sq.copy_(norm_sq)
+        engine.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
+
+    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+        "The shard's mean gradient, clipped."
+        return (grad * knobs.factor.view(1, 1, 1)).to(grad.dtype)
+
+class ClipEach(NoClip):
+    "Clips each rank's gradient to `max_norm` (0: never) before it is averaged, as published."
+
+    def __init__(self, max_norm: float):
+        self.max_norm = max_norm
+        self.engine = None  # whose gradients are staged
+        self.staged = {}    # bank name -> gradient, where the recording reads it
+        self.wires = {}     # bank name -> what is sent
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        "This rank's gradients, clipped: banks in tensors of their own, the small ones in place."
+        if self.engine is not engine:
+            self.engine = engine
+            self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
+            self.wires = {n: torch.empty_like(engine.banks[n].replica.data) for n in grads}
+            self.recorded = Recorded(lambda: self.scale_staged(), engine.device)
+        torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
+        self.recorded()
+        return dict(self.wires)
+
+    def scale_staged(self):
+        "Measure this rank's gradient and scale it: banks into `wires`, the small ones in place."
+        small = [group.grad for group in self.engine.groups]
+        norm_sq = squared_norm([*self.staged.values(), *small], self.engine.full)
+        self.engine.norm_sq.copy_(norm_sq)
+        factor = clip_factor(self.engine.norm_sq, self.max_norm)
+        for n, g in self.staged.items():
+            torch.mul(g, factor.view(1, 1, 1), out=self.wires[n])
+        for g in small:
+            torch.mul(g, factor.view(1), out=g)
+
 @dataclass
 class EngineSettings(Settings):
     "Learning rates, decays and clipping of the engine."
@@ -2457,21 +2526,12 @@ class EngineSettings(Settings):
     scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")
     tied_embed_lr: float = setting(0.035, "AdamW learning rate of all tables: per step", bounds=">= 0")
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="1 to 10000")
-    ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     muon_wd: float = setting(0.04, "weight decay of the banks: per unit of learning rate", bounds=">= 0")
     adam_wd: float = setting(0.04, "weight decay of the rest: per unit of learning rate", bounds=">= 0")
     beta1: float = setting(0.9, "AdamW decay of the first moment: ratio", bounds="[0, 1)")
     beta2: float = setting(0.95, "AdamW decay of the second moment: ratio", bounds="[0, 1)")
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
-    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
-    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
-
-def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Engine:
-    "The engine a recipe describes, on a model of golfnb."
-    banks = Muon(cfg.matrix_lr, cfg.muon_wd, cfg.muon_backend_steps)
-    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
-    return Engine(model.role_params(), layout, ranks, banks, small, "local", cfg.grad_clip_norm)
 
 # ---- evaluate ----
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -2831,7 +2891,10 @@ class Trainer:
         self.stop = self.stop or control["stop"] > 0
         self.late_multiplier = float(multiplier_at(cfg, step, control["elapsed_ms"]))
         self.count_skipped(step + 1, control["norm_sq"])
-        norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
+        norm_sq = control["norm_sq"]
+        if self.engine.clip.norm_is_sum:
+            norm_sq = norm_sq / world
+        norm = norm_sq ** 0.5
         last, end = (*self.starts[step:step + 2], self.train_ms)[:2]
         log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - last, train_ms=end,
                   multiplier=self.late_multiplier, momentum=momentum_at(cfg, step), grad_norm=norm)
@@ -3201,12 +3264,13 @@ def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, i
         steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
     return steps
 
-def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks) -> Engine:
-    "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the global norm clipped."
+def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks, inside: Ranks | None) -> Engine:
+    "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the mean gradient clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
     model.frozen, rule = (0, "all"), Sgd(cfg.ttt_lr)
-    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, max_norm=cfg.ttt_grad_clip)
+    clip = ClipMean(cfg.ttt_grad_clip)
+    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, clip, inside)
     banks, others = engine.gather()
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])
@@ -3224,9 +3288,10 @@ class ChunkTrainer:
     "SGD on the scored chunks of a stream: an engine, and a step whose rows stand at a fixed place."
 
     def __init__(self, model: Golf, state: dict, tokens: Tensor, cfg: TttSettings, ranks: Ranks,
-                 ledger: Ledger):
+                 ledger: Ledger, inside: Ranks | None = None):
         self.tokens, self.cfg, self.ledger, device = tokens, cfg, ledger, tokens.device
-        self.engine, self.params = ttt_engine(model, state, cfg, ranks), list(model.parameters())
+        self.engine = ttt_engine(model, state, cfg, ranks, inside)
+        self.params = list(model.parameters())
         self.loss_fn = compiled(row_loss(model, model.cap), cfg, device)
         rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
         self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
@@ -3281,18 +3346,21 @@ class RunningScore:
                 self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
 
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
-                forward: Callable | None = None, log: RunLog | None = None) -> tuple[float, float, Ledger]:
+                forward: Callable | None = None,
+                log: RunLog | None = None,
+                inside: Ranks | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. GolfError if any rule would be broken.
+    `out` [N] receives each target's nats where it was scored; `inside` are the ranks that share the banks,
+    those of the model's layout (None: all). GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts))
-    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger)
+    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, inside)
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
@@ -3329,8 +3397,15 @@ class RunSettings(Settings):
                    f"found {self.run_id!r}: choose a plain name")
 
 @dataclass
-class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, QuantSettings,
-             ArtifactSettings, TttSettings, AdapterSettings):
+class PartSettings(Settings):
+    "Published words that choose a part of the run; a `make_` function below reads each and builds it."
+    ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
+    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
+    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
+
+@dataclass
+class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
+             QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
 
     @property
@@ -3368,6 +3443,27 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
             tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
         a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
         return item * (numbers + tokens * a_token)
+
+def make_orthogonalize() -> Callable:
+    "The function that NS names."
+    return quintic
+
+def make_clip(cfg: Config) -> NoClip:
+    "The clip that CLIP names."
+    return ClipEach(cfg.grad_clip_norm)
+
+def make_inside(ranks: Ranks) -> Ranks:
+    "The ranks that share the banks as LINKS says; every rank must call it."
+    return ranks
+
+def make_engine(model, layout: Layout, cfg: Config, ranks: Ranks, inside: Ranks | None = None) -> Engine:
+    "The engine of a configuration, on a model of golfnb; `inside` is what `make_inside` made (None: all)."
+    orthogonalize = make_orthogonalize()
+    banks = Muon(cfg.matrix_lr, cfg.muon_wd, orthogonalize, cfg.muon_backend_steps)
+    betas = (cfg.beta1, cfg.beta2)
+    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, betas, cfg.adam_eps)
+    clip = make_clip(cfg)
+    return Engine(model.role_params(), layout, ranks, banks, small, clip, inside)
 
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
@@ -3451,11 +3547,11 @@ class Machine:
     "A model and what runs it: `loss_fn(ids, targets)` is the mean loss, `forward(ids, keep)` gives logits."
 
     def __init__(self, cfg: Config, ranks: Ranks):
-        ranks.inside = ranks
-        self.layout = model_layout(cfg, ranks.inside.world)
+        self.inside = make_inside(ranks)
+        self.layout = model_layout(cfg, self.inside.world)
         self.model = Golf(cfg, self.layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
         init_model(self.model, cfg, cfg.seed)
-        self.engine = make_engine(self.model, self.layout, cfg, ranks)
+        self.engine = make_engine(self.model, self.layout, cfg, ranks, self.inside)
         self.loss_fn = compiled(training_loss(self.model, self.model.cap), cfg, ranks.device)
         self.forward = compiled(self.model, cfg, ranks.device)
         if self.forward is not self.model:
@@ -3670,7 +3766,7 @@ class Session:
             return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
 
         def adapt():
-            return score_first(m.model, state, val, table, cfg, ranks, forward=m.forward, log=log)
+            return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log, inside=m.inside)
 
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)

@@ -270,8 +270,11 @@ def resume(self: Keeper, run: Trainer):
             raise GolfError(f"the checkpoint in {self.folder} must hold {name} {tuple(t.shape)}, "
                             f"found {shape}: it is of another model")
         t.copy_(saved[name])
+    sums = ["loss"]  # over the ranks, which may be more or fewer now
+    if run.engine.clip.norm_is_sum:
+        sums.append("norm_sq")
     for values in facts["unread"]:
-        for word in ("loss", "norm_sq") if run.engine.clip == "local" else ("loss",):
+        for word in sums:
             values[CONTROL_WORDS.index(word)] *= self.ranks.world / facts["world"]
         run.reader.queue.append((torch.tensor(values, dtype=torch.float64), None))
     run.batches.rewind(facts["loader"])
