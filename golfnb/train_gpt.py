@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 568449f52abbdb83 | Apache-2.0
+# golfnb script --recipe pr549 | source e8b787634e89108e | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1629,8 +1629,9 @@ def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bo
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399).
 
-    A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`; `dtype` of
-    products and result, None: G's; `kernels`: use Triton where it can run. GolfError if G is no float matrix.
+    A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it can run. Raises
+    GolfError if G is no float matrix.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
@@ -1649,9 +1650,9 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
     return (X.mT if tall else X).reshape(G.shape)
 
 def first_steps(coeffs: tuple, steps: int) -> tuple:
-    "The coefficients of so many steps; after the last of `coeffs`, that one repeats. GolfError if steps < 1."
+    "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
     if steps < 1:
-        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: ask for 5, as published")
+        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: ask for 5, as usual")
     repeated = coeffs[-1:] * (steps - 5)
     return (coeffs + repeated)[:steps]
 
@@ -1660,10 +1661,10 @@ def product_dtype(G: Tensor) -> torch.dtype:
     return torch.bfloat16 if G.is_cuda else G.dtype
 
 def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """Make every matrix of G [..., r, c] nearly orthogonal, as published for Muon: the same quintic each step.
+    """Make every matrix of G [..., r, c] nearly orthogonal, as published for Muon.
 
-    Singular values end about 1, directions stay. `dtype` of products and result, None: bf16 on CUDA, else
-    G's. Raises GolfError if G is no float matrix, or without a step.
+    Each step is the same quintic. Singular values end about 1, directions stay. `dtype` of products
+    and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
     """
     return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
 
@@ -2420,15 +2421,6 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
     return made
 
-def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
-    "Sum of squares of all entries of all tensors, 0-dim."
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
-
-def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
-    "min(1, max_norm / (norm + 1e-6)), 0-dim; 1 when `max_norm` is 0."
-    factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
-    return factor if max_norm > 0 else torch.ones_like(norm_sq)
-
 class NoClip:
     """Lets every gradient through. What an engine asks of a clip: derive yours from this.
 
@@ -2457,6 +2449,15 @@ class NoClip:
     def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
         "What the rule gets for a shard's mean gradient `grad` [n, r, c]; its launches are recorded."
         return grad
+
+def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
+    "Sum of squares of all entries of all tensors, 0-dim."
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
+
+def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
+    "min(1, max_norm / (norm + 1e-6)), 0-dim; 1 when `max_norm` is 0."
+    factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
+    return factor if max_norm > 0 else torch.ones_like(norm_sq)
 
 class ClipMean(NoClip):
     """Clips the mean gradient to `max_norm` (0: never); the number of ranks does not matter.
@@ -3264,8 +3265,9 @@ def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, i
         steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
     return steps
 
-def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks, inside: Ranks | None) -> Engine:
-    "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the mean gradient clipped."
+def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
+               inside: Ranks | None) -> Engine:
+    "An SGD engine: masters as decoded, the lowest blocks frozen, the mean gradient clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
     model.frozen, rule = (0, "all"), Sgd(cfg.ttt_lr)
@@ -3353,8 +3355,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored; `inside` are the ranks that share the banks,
-    those of the model's layout (None: all). GolfError if any rule would be broken.
+    `out` [N] receives each target's nats where it was scored; `inside` are the ranks that share the
+    banks, as many as the model's layout is for (None: all). GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
@@ -3453,11 +3455,11 @@ def make_clip(cfg: Config) -> NoClip:
     return ClipEach(cfg.grad_clip_norm)
 
 def make_inside(ranks: Ranks) -> Ranks:
-    "The ranks that share the banks as LINKS says; every rank must call it."
+    "The ranks that share the banks, as LINKS says; every rank must call it."
     return ranks
 
 def make_engine(model, layout: Layout, cfg: Config, ranks: Ranks, inside: Ranks | None = None) -> Engine:
-    "The engine of a configuration, on a model of golfnb; `inside` is what `make_inside` made (None: all)."
+    "The engine of a configuration; `inside` are the ranks that `make_inside` found (None: all)."
     orthogonalize = make_orthogonalize()
     banks = Muon(cfg.matrix_lr, cfg.muon_wd, orthogonalize, cfg.muon_backend_steps)
     betas = (cfg.beta1, cfg.beta2)
