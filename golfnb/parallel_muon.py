@@ -465,10 +465,9 @@ class Engine:
         self.small_rule = small_rule
         self.clip = clip
         self.debug = debug
-        world = self.inside.world
-        if layout.world != world:
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
-                            f"make it with world={world}")
+        if layout.world != self.inside.world:
+            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
+                            f"running: make it with world={self.inside.world}")
         check_plan(self.plan, layout)
         self.banks = {}
         for spec in layout.banks:
@@ -565,7 +564,7 @@ def launch(self: Engine, loss=None, elapsed_ms: float = 0.0, stop: bool = False)
     for wire in [g.wire for g in self.groups] or [self.control]:
         self.ranks.sum(wire)
     for n in self.plan.scatter:
-        self.banks[n].reduce(grads.pop(n))  # nobody else needs it
+        self.banks[n].reduce(grads.pop(n))
     for b in self.banks.values() if self.debug else ():
         b.replica.data.fill_(float("nan"))
     return self.control

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source e8b787634e89108e | Apache-2.0
+# golfnb script --recipe pr549 | source 8e2853b9fb38be73 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2280,10 +2280,9 @@ class Engine:
         self.small_rule = small_rule
         self.clip = clip
         self.debug = False
-        world = self.inside.world
-        if layout.world != world:
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
-                            f"make it with world={world}")
+        if layout.world != self.inside.world:
+            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
+                            f"running: make it with world={self.inside.world}")
         check_plan(self.plan, layout)
         self.banks = {}
         for spec in layout.banks:
@@ -2331,7 +2330,7 @@ class Engine:
         for wire in [g.wire for g in self.groups] or [self.control]:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
-            self.banks[n].reduce(grads.pop(n))  # nobody else needs it
+            self.banks[n].reduce(grads.pop(n))
         for b in self.banks.values() if self.debug else ():
             b.replica.data.fill_(float("nan"))
         return self.control
