@@ -2,7 +2,7 @@
 __version__ = "0.1.0"
 
 _HOME = {
-    "ParallelMuon": "any_model", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "orthogonalize": "newton_schulz",
+    "ParallelMuon": "any_model", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
     "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
     "load_config": "config", "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact", "GolfError": "settings",
 }

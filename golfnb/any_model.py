@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from .banks import make_banks
 from .settings import GolfError, patch
 from .layout import Layout, Matrix, group_matrices
-from .parallel_muon import AdamW, Engine, FlatGroup, Knobs, Muon, Ranks, ShardedBank, adamw_step
+from .parallel_muon import (AdamW, ClipMean, Engine, FlatGroup, Knobs, Muon, NoClip, Ranks,
+                                  ShardedBank, adamw_step)
 
 # %% ../nbs/reference/17_any_model.ipynb #65a9b7ad
 def linear_weights(module: nn.Module) -> dict[str, bool]:
@@ -285,8 +286,9 @@ def fill_banks(self: ParallelMuon, module: nn.Module, replica_dtype, max_norm: f
     for n, p in self.rest.items():
         roles["table" if p.numel() >= Numbered.large else "scalar"][n] = p
     low = torch.bfloat16 if some.is_cuda and some.dtype != torch.float64 else None
-    rule, clip = Numbered(self.index, low), "global" if max_norm else "none"
-    self.engine = Engine(roles, self.layout, self.ranks, None, rule, rule, clip, max_norm)
+    rule = Numbered(self.index, low)
+    clip = ClipMean(max_norm) if max_norm else NoClip()
+    self.engine = Engine(roles, self.layout, self.ranks, rule, rule, clip)
     self.engine.load(start, self.rest)
     self.buffers = {n: torch.zeros_like(r, requires_grad=False) for n, r in replicas.items()}
     self.grad_views, live = self.views(self.buffers), self.views({n: r.data for n, r in replicas.items()})

@@ -45,7 +45,7 @@ class ArtifactSettings(Settings):
 
 # %% ../nbs/story/11b_artifact.ipynb #6221607a
 class Plain:
-    """No compression. Other codecs derive from it, each with a `name`, `compress` and `decompress` of its own.
+    """No compression. Other codecs derive from it, with `name`, `compress` and `decompress` of their own.
 
     `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
     """
@@ -234,8 +234,8 @@ def seal(header: bytes, payload: bytes) -> bytes:
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
     if isinstance(codec, str):
-        raise GolfError(f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give Plain() "
-                        "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
+        raise GolfError(f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give "
+                        "Plain() for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
 
 
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
@@ -352,7 +352,7 @@ def decode_sections(header: dict, payload: memoryview, codecs: Mapping[str, Plai
 
 # %% ../nbs/story/11b_artifact.ipynb #01663987
 def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
-    "(meta, `Packed` tensors by name) of a container that this program packed with `codec`; GolfError for damage."
+    "(meta, `Packed` tensors by name) of a container that this program packed; GolfError for damage."
     refuse_word(codec)
     header, payload = open_own(data)
     return header["meta"], decode_sections(header, payload, codec.known())

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT_BUILT', 'SWITCHES', 'PartSettings', 'Config',
-           'make_codec', 'make_layout', 'make_skips', 'make_freeze', 'setting_specs', 'setting_groups',
-           'switched_values', 'refuse_changes', 'load_config']
+           'make_codec', 'make_layout', 'make_skips', 'make_freeze', 'make_orthogonalize', 'make_clip', 'make_inside',
+           'make_engine', 'setting_specs', 'setting_groups', 'switched_values', 'refuse_changes', 'load_config']
 
 # %% ../nbs/reference/15_config.ipynb #f817172f
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,9 @@ from .loader import LoaderSettings, batch_problems
 from .layout import Layout, bank_per_shape, mlp_in_one_bank
 from .model import (FreezeBlocks, FreezeControls, ModelSettings, SavedModel, SigmoidSkips,
                           WeightedSkips)
-from .parallel_muon import EngineSettings
+from .newton_schulz import polar_express, quintic
+from .parallel_muon import (AdamW, ClipEach, ClipMean, Engine, EngineSettings, Muon, NoClip,
+                                  Ranks, inside_host)
 from .train import TrainSettings
 from .quantize import QuantSettings
 from .artifact import ArtifactSettings, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd
@@ -32,6 +34,9 @@ class PartSettings(Settings):
                          "none", "brotli", "zstd", fixed="yes")
     plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
+    ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
+    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
+    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
     ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
@@ -119,6 +124,38 @@ def make_freeze(cfg: Config) -> Callable | None:
     if cfg.ttt_freeze_scope == "controls":
         return FreezeControls(cfg.ttt_freeze_blocks)
     return FreezeBlocks(cfg.ttt_freeze_blocks)
+
+# %% ../nbs/reference/15_config.ipynb #6547f87e
+def make_orthogonalize(cfg: PartSettings) -> Callable:
+    "The function that NS names."
+    if cfg.ns == "polar":
+        return polar_express
+    return quintic
+
+
+def make_clip(cfg: Config) -> NoClip:
+    "The clip that CLIP names."
+    if cfg.clip == "global":
+        return ClipMean(cfg.grad_clip_norm)
+    return ClipEach(cfg.grad_clip_norm)
+
+
+def make_inside(cfg: PartSettings, ranks: Ranks) -> Ranks:
+    "The ranks that share the banks, as LINKS says; every rank must call it."
+    if cfg.links == "two_level":
+        return inside_host(ranks)
+    return ranks
+
+# %% ../nbs/reference/15_config.ipynb #2f8d9f9e
+def make_engine(model, layout: Layout, cfg: Config, ranks: Ranks, inside: Ranks | None = None,
+                debug: bool = False) -> Engine:
+    "The engine of a configuration; `inside` are the ranks that `make_inside` found (None: all)."
+    orthogonalize = make_orthogonalize(cfg)
+    banks = Muon(cfg.matrix_lr, cfg.muon_wd, orthogonalize, cfg.muon_backend_steps)
+    betas = (cfg.beta1, cfg.beta2)
+    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, betas, cfg.adam_eps)
+    clip = make_clip(cfg)
+    return Engine(model.role_params(), layout, ranks, banks, small, clip, inside, debug=debug)
 
 # %% ../nbs/reference/15_config.ipynb #40881059
 @patch

@@ -6,13 +6,15 @@
 __all__ = ['CONTROL_WORDS', 'Ranks', 'start_ranks', 'stop_ranks', 'lost_ranks', 'gather_into', 'wait_all', 'ShardedBank', 'Knobs',
            'Sgd', 'nesterov_step', 'master_step', 'Muon', 'nesterov_kernel', 'nesterov_kernels', 'master_kernel',
            'master_kernels', 'FlatGroup', 'adamw_step', 'AdamW', 'record_graph', 'Recorded', 'Engine', 'flat_groups',
-           'squared_norm', 'clip_factor', 'Inside', 'Crossing', 'inside_host', 'EngineSettings', 'make_engine']
+           'NoClip', 'squared_norm', 'clip_factor', 'clip_each', 'clip_mean', 'ClipMean', 'ClipEach', 'Inside',
+           'Crossing', 'inside_host', 'EngineSettings']
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #ef592cd3
 import gc
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -23,7 +25,7 @@ from torch import Tensor
 from .settings import GolfError, Settings, patch, setting
 from .kernels import check_runnable, jitted, tl, triton, usable_kernels
 from .layout import BankSpec, Layout
-from .newton_schulz import orthogonalize
+from .newton_schulz import quintic
 from .plan import Plan, check_plan, make_plan
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #ad399378
@@ -31,13 +33,12 @@ class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
     `group` is their process group (None: that of all ranks), `patient` one whose collectives may wait for
-    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it; `inside`
-    are the ranks that share the banks.
+    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it.
     """
 
     def __init__(self, rank=0, world=1, device="cpu", patient=None, group=None, local=None, host=0, hosts=1):
         self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
-        self.group, self.local, self.inside = group, rank if local is None else local, self
+        self.group, self.local = group, rank if local is None else local
         self.host, self.hosts, self.master = host, hosts, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
@@ -249,13 +250,18 @@ def master_step(master, update, lr, wd, scale, ok, rounded):
 class Muon:
     """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
 
-    `method` and `steps` are those of `orthogonalize`, `product_dtype` is that of its products (None: the
-    gradient's).
+    `orthogonalize(G, steps, dtype)` is `quintic`, `polar_express` (chapter 04) or a function of
+    yours that makes each matrix of G [n, r, c] orthogonal; `product_dtype` is the dtype that it is
+    given (None: the gradient's).
     """
 
-    def __init__(self, lr: float = 0.025, wd: float = 0.04, method: str = "ns5", steps: int = 5,
-                 product_dtype: torch.dtype | None = None):
-        self.lr, self.wd, self.method, self.steps, self.product_dtype = lr, wd, method, steps, product_dtype
+    def __init__(self, lr: float = 0.025, wd: float = 0.04, orthogonalize: Callable = quintic,
+                 steps: int = 5, product_dtype: torch.dtype | None = None):
+        self.lr = lr
+        self.wd = wd
+        self.orthogonalize = orthogonalize
+        self.steps = steps
+        self.product_dtype = product_dtype
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
@@ -276,7 +282,7 @@ class Muon:
 
     def direction(self, shard: ShardedBank, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
-        return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype)
+        return self.orthogonalize(ahead, self.steps, self.product_dtype or ahead.dtype)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #7a7b2c6a
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
@@ -442,32 +448,39 @@ class Recorded:
 class Engine:
     """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters, each with its rule.
 
-    `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `plan` defaults to biggest first.
-    `clip`: "global" clips the mean gradient to `max_norm` (0: never), "local" each rank's before averaging,
-    "none" neither; a step that is not finite is skipped in any case. `debug`: replicas are NaN between
-    `launch` and `finish`. Raises GolfError if the layout is for another number of ranks.
+    `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
+    a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
+    `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
+    `debug`: replicas are NaN between `launch` and `finish`. Raises GolfError if the layout is for
+    another number of ranks.
     """
 
-    def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None, plan: Plan | None = None,
-                 bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3, debug: bool = False):
-        self.layout, self.ranks, self.plan = layout, ranks or Ranks(), plan or make_plan(layout)
-        if layout.world != (world := self.ranks.inside.world):
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
-                            f"make it with world={world}")
+    def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
+                 inside: Ranks | None = None, plan: Plan | None = None, debug: bool = False):
+        self.layout = layout
+        self.ranks = ranks
+        self.inside = inside or ranks
+        self.plan = plan or make_plan(layout)
+        self.bank_rule = bank_rule
+        self.small_rule = small_rule
+        self.clip = clip
+        self.debug = debug
+        if layout.world != self.inside.world:
+            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
+                            f"running: make it with world={self.inside.world}")
         check_plan(self.plan, layout)
-        self.clip, self.max_norm, self.debug = clip, max_norm, debug
-        self.bank_rule, self.small_rule, banks = bank_rule or Muon(), small_rule or AdamW(), roles["bank"]
-        inside, rule = self.ranks.inside, self.bank_rule
-        self.banks = {s.name: ShardedBank(s, banks[s.name], inside, rule) for s in layout.banks}
-        self.groups = flat_groups(roles, self.small_rule)
+        self.banks = {}
+        for spec in layout.banks:
+            replica = roles["bank"][spec.name]
+            self.banks[spec.name] = ShardedBank(spec, replica, self.inside, bank_rule)
+        self.groups = flat_groups(roles, small_rule)
         self.parts = [*self.banks.values(), *self.groups]
-        first, words = self.parts[0].master, len(CONTROL_WORDS) + self.small_rule.words
+        first, words = self.parts[0].master, len(CONTROL_WORDS) + small_rule.words
         self.full, self.device = first.dtype, first.device
         self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
         self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
         self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
-        self.staged, self.wires = {}, {}
         self.small_step = Recorded(lambda: self.update_small(), self.device)
         self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
         self.publish()
@@ -506,6 +519,36 @@ def publish(self: Engine, project=None):
     masters = {n: self.banks[n].master for n in self.plan.work}
     wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
 
+# %% ../nbs/story/07b_parallel_muon.ipynb #d112b2d2
+class NoClip:
+    """Lets every gradient through. What an engine asks of a clip: derive yours from this.
+
+    `norm_is_sum`: the control vector's `norm_sq` is a sum over the ranks, not the norm of the mean.
+    """
+    norm_is_sum = True
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        """Before anything is averaged: what this rank sends, a dict that the engine may empty.
+
+        `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie in `grad`
+        of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that is
+        not finite if a gradient is not.
+        """
+        small = [group.grad for group in engine.groups]
+        engine.norm_sq.copy_(squared_norm([*grads.values(), *small], engine.full))
+        return grads
+
+    def after_arrival(self, engine: Engine):
+        """Before the first update, while mean gradients arrive in `grad` of `engine.banks`.
+
+        May set `engine.knobs.factor`, by which the small gradients are multiplied. `engine.norm_sq`
+        is now the sum over the ranks; where it is not finite, the step is skipped.
+        """
+
+    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+        "What the rule gets for a shard's mean gradient `grad` [n, r, c]; its launches are recorded."
+        return grad
+
 # %% ../nbs/story/07b_parallel_muon.ipynb #fdfd6fbe
 @patch
 def launch(self: Engine, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> Tensor:
@@ -517,14 +560,11 @@ def launch(self: Engine, loss=None, elapsed_ms: float = 0.0, stop: bool = False)
     words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
     self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
     self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
-    if self.clip == "local":
-        self.clip_local(grads)
-    if self.clip == "none":
-        self.norm_sq.copy_(squared_norm([*grads.values(), *(g.grad for g in self.groups)], self.full))
+    grads = self.clip.before_sending(self, grads)
     for wire in [g.wire for g in self.groups] or [self.control]:
         self.ranks.sum(wire)
     for n in self.plan.scatter:
-        self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
+        self.banks[n].reduce(grads.pop(n))
     for b in self.banks.values() if self.debug else ():
         b.replica.data.fill_(float("nan"))
     return self.control
@@ -543,8 +583,7 @@ def finish(self: Engine, multiplier=1.0, momentum: float = 0.99, project=None):
     """
     for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
         knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
-    if self.clip == "global":
-        self.clip_global()
+    self.clip.after_arrival(self)
     self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
     ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
     for n in self.plan.work:
@@ -565,9 +604,7 @@ def finish(self: Engine, multiplier=1.0, momentum: float = 0.99, project=None):
 def update_bank(self: Engine, name: str):
     "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
     bank = self.banks[name]
-    grad = bank.grad
-    if self.clip == "global":
-        grad = (grad * self.knobs.factor.view(1, 1, 1)).to(grad.dtype)
+    grad = self.clip.mean_gradient(bank.grad, self.knobs)
     self.bank_rule.update(bank, grad, self.knobs)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #f0e8009d
@@ -584,38 +621,80 @@ def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
     factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
     return factor if max_norm > 0 else torch.ones_like(norm_sq)
 
+
+def clip_each(gradients: list, max_norm: float) -> Tensor:
+    "`ClipEach`, plainly: the mean of the ranks' gradients, each clipped by its own norm."
+    clipped = [g * clip_factor(g.square().sum(), max_norm) for g in gradients]
+    return torch.stack(clipped).mean(0)
+
+
+def clip_mean(gradients: list, max_norm: float) -> Tensor:
+    "`ClipMean`, plainly: the mean of the ranks' gradients, clipped."
+    mean = torch.stack(gradients).mean(0)
+    return mean * clip_factor(mean.square().sum(), max_norm)
+
 # %% ../nbs/story/07b_parallel_muon.ipynb #736ab712
-@patch
-def clip_global(self: Engine):
-    "Wait for all mean gradients, measure them, and set the clip factor of the step."
-    for n in self.plan.scatter:
-        self.banks[n].arrive()
-    norm_sq = self.ranks.inside.sum(squared_norm([b.grad for b in self.banks.values()], self.full))
-    if self.groups:
-        norm_sq = norm_sq + squared_norm([g.grad for g in self.groups], self.full) / self.ranks.world ** 2
-    self.norm_sq.copy_(norm_sq)
-    self.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
+class ClipMean(NoClip):
+    """Clips the mean gradient to `max_norm` (0: never); the number of ranks does not matter.
+
+    The first update waits for all reduce-scatters and the all-reduce of one number.
+    """
+    norm_is_sum = False
+
+    def __init__(self, max_norm: float):
+        self.max_norm = max_norm
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        "Gradients are sent as they are; the norm is measured when their mean has arrived."
+        return grads
+
+    def after_arrival(self, engine: Engine):
+        "Wait for all mean gradients, measure them, and set the clip factor of the step."
+        for n in engine.plan.scatter:
+            engine.banks[n].arrive()
+        shards = [bank.grad for bank in engine.banks.values()]
+        norm_sq = engine.inside.sum(squared_norm(shards, engine.full))
+        if engine.groups:
+            sums = [group.grad for group in engine.groups]
+            norm_sq = norm_sq + squared_norm(sums, engine.full) / engine.ranks.world ** 2
+        engine.norm_sq.copy_(norm_sq)
+        engine.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
+
+    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+        "The shard's mean gradient, clipped."
+        return (grad * knobs.factor.view(1, 1, 1)).to(grad.dtype)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #1e1a59c3
-@patch
-def clip_local(self: Engine, grads: dict):
-    "Clip this rank's gradients: whole banks (`grads`, by name), sent from `wires`, and the small ones."
-    if not self.staged:
-        self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
-        self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
-        self.clip_step = Recorded(lambda: self.scale_staged(), self.device)
-    torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
-    self.clip_step()
+class ClipEach(NoClip):
+    "Clips each rank's gradient to `max_norm` (0: never) before it is averaged, as published."
 
-# %% ../nbs/story/07b_parallel_muon.ipynb #580ca603
-@patch
-def scale_staged(self: Engine):
-    "Measure this rank's gradient and scale it, banks from `staged` to `wires`, small ones in place."
-    small = [g.grad for g in self.groups]
-    self.norm_sq.copy_(squared_norm([*self.staged.values(), *small], self.full))
-    factor = clip_factor(self.norm_sq, self.max_norm)
-    for g, out in [*((g, self.wires[n]) for n, g in self.staged.items()), *zip(small, small)]:
-        torch.mul(g, factor.view([1] * g.ndim), out=out)
+    def __init__(self, max_norm: float):
+        self.max_norm = max_norm
+        self.engine = None  # whose gradients are staged
+        self.staged = {}    # bank name -> gradient, where the recording reads it
+        self.wires = {}     # bank name -> what is sent
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        "This rank's gradients, clipped: banks in tensors of their own, the small ones in place."
+        if self.engine is not engine:
+            self.engine = engine
+            self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
+            self.wires = {n: torch.empty_like(engine.banks[n].replica.data) for n in grads}
+            self.recorded = Recorded(lambda: self.scale_staged(), engine.device)
+        torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
+        self.recorded()
+        return dict(self.wires)
+
+    def scale_staged(self):
+        "Measure this rank's gradient and scale it: banks into `wires`, the small ones in place."
+        small = [group.grad for group in self.engine.groups]
+        norm_sq = squared_norm([*self.staged.values(), *small], self.engine.full)
+        self.engine.norm_sq.copy_(norm_sq)
+        factor = clip_factor(self.engine.norm_sq, self.max_norm)
+        for n, g in self.staged.items():
+            torch.mul(g, factor.view(1, 1, 1), out=self.wires[n])
+        for g in small:
+            torch.mul(g, factor.view(1), out=g)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #d02340db
 class Inside(Ranks):
@@ -709,19 +788,9 @@ class EngineSettings(Settings):
     scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")
     tied_embed_lr: float = setting(0.035, "AdamW learning rate of all tables: per step", bounds=">= 0")
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="1 to 10000")
-    ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     muon_wd: float = setting(0.04, "weight decay of the banks: per unit of learning rate", bounds=">= 0")
     adam_wd: float = setting(0.04, "weight decay of the rest: per unit of learning rate", bounds=">= 0")
     beta1: float = setting(0.9, "AdamW decay of the first moment: ratio", bounds="[0, 1)")
     beta2: float = setting(0.95, "AdamW decay of the second moment: ratio", bounds="[0, 1)")
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
-    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
-    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #5010a1b1
-def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks, debug: bool = False) -> Engine:
-    "The engine a recipe describes, on a model of golfnb."
-    banks = Muon(cfg.matrix_lr, cfg.muon_wd, cfg.ns, cfg.muon_backend_steps)
-    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
-    return Engine(model.role_params(), layout, ranks, None, banks, small, cfg.clip, cfg.grad_clip_norm, debug)

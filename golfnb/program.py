@@ -22,7 +22,7 @@ from .loader import Loader, make_sampler
 from .layout import Layout
 from .model import Golf, init_model, load_named
 from .averaging import make_average
-from .parallel_muon import Engine, Ranks, inside_host, make_engine
+from .parallel_muon import Engine, Ranks
 from .evaluate import sliding_loss
 from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule, micro_batches,
                           momentum_schedule, training_loss)
@@ -31,7 +31,8 @@ from .artifact import pack_bytes, unpack_bytes
 from .ttt import score_first
 from .adapters import score_documents
 from .run import Run, as_rank, hessians_in_time, keep_traces, train_and_average, weight_dtype
-from .config import Config, load_config, make_codec, make_freeze, make_layout, make_skips
+from .config import (Config, load_config, make_codec, make_engine, make_freeze, make_inside, make_layout,
+                           make_skips)
 
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass
@@ -39,6 +40,7 @@ class Parts:
     "What a run, a score or a study needs of a configuration."
     model: Golf
     layout: Layout
+    inside: Ranks
     engine: Engine
     loss_fn: Callable
     backward: Callable
@@ -49,12 +51,12 @@ class Parts:
 
 def build(cfg: Config, ranks: Ranks) -> Parts:
     "The model, what trains it, and what runs it."
-    ranks.inside = inside_host(ranks) if cfg.links == "two_level" else ranks
-    layout = make_layout(cfg, ranks.inside.world)
+    inside = make_inside(cfg, ranks)
+    layout = make_layout(cfg, inside.world)
     dtype = weight_dtype(cfg, ranks.device)
     model = Golf(cfg, layout, dtype, ranks.device, cfg.attention, make_skips(cfg))
     init_model(model, cfg, cfg.seed)
-    engine = make_engine(model, layout, cfg, ranks)
+    engine = make_engine(model, layout, cfg, ranks, inside)
     loss_fn = compiled(training_loss(model, model.cap), cfg, ranks.device)
     backward = partial(backward_pass, loss_fn)
     if cfg.step_graph:
@@ -65,7 +67,8 @@ def build(cfg: Config, ranks: Ranks) -> Parts:
     make_projector = None
     if cfg.qat_banks:
         make_projector = partial(GridProjector, floor=cfg.scale_floor)
-    return Parts(model, layout, engine, loss_fn, backward, forward, partial(make_average, cfg), make_projector)
+    average = partial(make_average, cfg)
+    return Parts(model, layout, inside, engine, loss_fn, backward, forward, average, make_projector)
 
 
 def data(cfg: Config, paths: list[Path], ranks: Ranks) -> Loader:
@@ -122,7 +125,8 @@ def score(run: Run, p: Parts, artifact: bytes):
         if cfg.ttt_form == "adapters":
             return score_documents(p.model, state, run.val, run.table, cfg, ranks, log=log)
         freeze = make_freeze(cfg)
-        return score_first(p.model, state, run.val, run.table, cfg, ranks, p.forward, log=log, freeze=freeze)
+        return score_first(p.model, state, run.val, run.table, cfg, ranks, p.forward, log=log,
+                           freeze=freeze, inside=p.inside)
 
     with run.phase("scoring"):
         run.scored("final_int6_roundtrip", "int6", lambda: run.plain_score(p.forward))

@@ -397,12 +397,14 @@ def read(self: Trainer, values: list):
     self.stop = self.stop or control["stop"] > 0
     self.late_rate = float(lr_schedule(s, step, control["elapsed_ms"]))
     self.count_skipped(step + 1, control["norm_sq"])
-    norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
+    norm_sq = control["norm_sq"]
+    if self.engine.clip.norm_is_sum:
+        norm_sq = norm_sq / world
     begin = self.starts[step]
     end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
     self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
                    train_ms=end, multiplier=self.late_rate, momentum=momentum_schedule(s, step),
-                   grad_norm=norm)
+                   grad_norm=norm_sq ** 0.5)
     step += 1
     logged = s.train_log_every > 0 and step % s.train_log_every == 0
     if step < 11 or logged or step == s.iterations:

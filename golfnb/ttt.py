@@ -24,7 +24,7 @@ from .evaluate import EvalSettings, counted, plain_loss, score_windows, share_of
 from .evaluate import total_score, window_batches, windows
 from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
-from .parallel_muon import Engine, Ranks, Recorded, Sgd
+from .parallel_muon import ClipMean, Engine, Ranks, Recorded, Sgd
 from .shards import BOS_ID, check_disjoint, open_shard
 from .train import LateReader, RunLog, compiled
 
@@ -91,12 +91,14 @@ def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, i
     return steps
 
 # %% ../nbs/story/13_ttt.ipynb #801f11c6
-def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks) -> Engine:
-    "An SGD engine on a model: masters as decoded, the global norm clipped."
+def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
+               inside: Ranks | None) -> Engine:
+    "An SGD engine on a model: masters as decoded, the mean gradient clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
     rule = Sgd(cfg.ttt_lr)
-    engine = Engine(model.role_params(), model.layout, ranks, None, rule, rule, max_norm=cfg.ttt_grad_clip)
+    clip = ClipMean(cfg.ttt_grad_clip)
+    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, clip, inside)
     banks, others = engine.gather()
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])
@@ -116,9 +118,10 @@ class ChunkTrainer:
     "SGD on the scored chunks of a stream: an engine, and a step whose rows stand at a fixed place."
 
     def __init__(self, model: Golf, state: dict, tokens: Tensor, cfg: TttSettings, ranks: Ranks,
-                 ledger: Ledger, loss_fn: Callable | None = None):
+                 ledger: Ledger, loss_fn: Callable | None = None, inside: Ranks | None = None):
         self.tokens, self.cfg, self.ledger, device = tokens, cfg, ledger, tokens.device
-        self.engine, self.params = ttt_engine(model, state, cfg, ranks), list(model.parameters())
+        self.engine = ttt_engine(model, state, cfg, ranks, inside)
+        self.params = list(model.parameters())
         self.loss_fn = loss_fn or compiled(row_loss(model, model.cap), cfg, device)
         rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
         self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
@@ -175,21 +178,22 @@ class RunningScore:
 
 # %% ../nbs/story/13_ttt.ipynb #9d45d859
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
-                forward: Callable | None = None, loss_fn: Callable | None = None, log: RunLog | None = None,
-                out: Tensor | None = None,
-                freeze: Callable | None = None) -> tuple[float, float, Ledger]:
+                forward: Callable | None = None, loss_fn: Callable | None = None,
+                log: RunLog | None = None, out: Tensor | None = None, freeze: Callable | None = None,
+                inside: Ranks | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
     `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
-    what does not learn. GolfError if any rule would be broken.
+    what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
+    (None: all). GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts), every=10)
-    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn)
+    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn, inside)
     model.freeze = freeze
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)

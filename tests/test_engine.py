@@ -12,8 +12,8 @@ from golfnb.config import load_config, make_layout
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import CutMuon, bucket_layout
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import CONTROL_WORDS, Engine, Muon, Ranks, Sgd, record_graph
-from golfnb.newton_schulz import orthogonalize
+from golfnb.parallel_muon import CONTROL_WORDS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
+from golfnb.newton_schulz import quintic
 from golfnb.plan import make_plan
 from golfnb.train import StepGraph, backward_pass, micro_batches, training_loss
 from workers import Batches, plan_model, settings, speedrun_kinds
@@ -28,7 +28,7 @@ def model_of(env, dtype=torch.float64):
 def muon_one(weight, momentum, grad, mu, scale, lr=0.025, wd=0.04):
     "Muon on one matrix, as it is written on paper."
     momentum = mu * momentum + grad
-    return weight * (1 - lr * wd) - lr * scale * orthogonalize(grad + mu * momentum), momentum
+    return weight * (1 - lr * wd) - lr * scale * quintic(grad + mu * momentum), momentum
 
 
 def run_steps(engine, model, cfg, momenta, check=None):
@@ -44,7 +44,7 @@ def run_steps(engine, model, cfg, momenta, check=None):
 @pytest.mark.parametrize("order", ["big_first", "small_first"])
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     cfg, layout, model = model_of(settings(3, PLAN=plan))
-    engine = Engine(model.role_params(), layout, plan=make_plan(layout, order), bank_rule=CutMuon(), max_norm=0)
+    engine = Engine(model.role_params(), layout, Ranks(), CutMuon(), AdamW(), ClipMean(0), plan=make_plan(layout, order))
     weights = {n: w.clone() for n, w in named_state(model).items() if n in set(layout.names())}
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
 
@@ -64,7 +64,7 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
 def test_against_torch_muon_at_constant_momentum():
     "torch keeps momentum as a moving average: proportional to ours while mu is constant, and it runs Newton-Schulz in bf16, so the bound is bf16's."
     cfg, layout, model = model_of(settings(3))
-    engine = Engine(model.role_params(), layout, bank_rule=Muon(lr=0.02, wd=0.1), max_norm=0)
+    engine = Engine(model.role_params(), layout, Ranks(), Muon(lr=0.02, wd=0.1), AdamW(), ClipMean(0))
     names = set(layout.names())
     plain = {n: torch.nn.Parameter(w.float().clone()) for n, w in named_state(model).items() if n in names}
     theirs = torch.optim.Muon(list(plain.values()), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True, adjust_lr_fn="original")
@@ -84,7 +84,7 @@ def test_against_torch_muon_at_constant_momentum():
 
 def test_snapshot_restore_leaves_no_trace():
     cfg, layout, model = model_of(settings(3))
-    engine = Engine(model.role_params(), layout)
+    engine = Engine(model.role_params(), layout, Ranks(), Muon(), AdamW(), ClipMean(0.3))
     saved, before = [t.clone() for t in engine.state()], {n: p.detach().clone() for n, p in model.named_parameters()}
     run_steps(engine, model, cfg, [0.9] * 3)
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -95,7 +95,7 @@ def test_snapshot_restore_leaves_no_trace():
 
 def test_gather_load_round_trip():
     cfg, layout, model = model_of(settings(3))
-    engine = Engine(model.role_params(), layout)
+    engine = Engine(model.role_params(), layout, Ranks(), Muon(), AdamW(), ClipMean(0.3))
     banks, others = engine.gather()
     run_steps(engine, model, cfg, [0.9] * 2)
     engine.load(banks, others)
@@ -106,7 +106,7 @@ def test_gather_load_round_trip():
 def test_sgd_keeps_fp32_masters_for_bf16_weights():
     "lr 0.002 on bf16 weights would lose most of a step; the masters must move as an fp32 oracle does."
     cfg, layout, model = model_of(settings(3), torch.bfloat16)
-    engine = Engine(model.role_params(), layout, bank_rule=Sgd(0.002), small_rule=Sgd(0.002), max_norm=0)
+    engine = Engine(model.role_params(), layout, Ranks(), Sgd(0.002), Sgd(0.002), ClipMean(0))
     banks, others = engine.gather()
     oracle, momentum = {**banks, **others}, {}
 
@@ -125,15 +125,15 @@ def test_sgd_keeps_fp32_masters_for_bf16_weights():
 def test_layout_for_another_world_is_refused():
     cfg, _, model = model_of(settings(3))
     with pytest.raises(GolfError, match="made for 2 ranks, but 1"):
-        Engine(model.role_params(), make_layout(cfg, 2))
+        Engine(model.role_params(), make_layout(cfg, 2), Ranks(), Muon(), AdamW(), NoClip())
 
 
 def test_local_and_global_clipping_agree_on_one_rank():
     "With one rank a rank's own gradient is the averaged one; the clip must act, and skip nothing."
     weights = {}
-    for clip, accum in (("local", 1), ("global", 1), ("local", 2), ("global", 2)):
+    for clip, accum in ((ClipEach, 1), (ClipMean, 1), (ClipEach, 2), (ClipMean, 2)):
         cfg, layout, model = model_of(settings(3))
-        engine = Engine(model.role_params(), layout, clip=clip, max_norm=0.01)
+        engine = Engine(model.role_params(), layout, Ranks(), Muon(), AdamW(), clip(0.01))
         loader, loss_fn = Batches(cfg, Ranks(), accum), training_loss(model, model.cap)
         for _ in range(3):
             for _ in range(accum):
@@ -144,9 +144,22 @@ def test_local_and_global_clipping_agree_on_one_rank():
             engine.finish(momentum=0.9)
             assert control[CONTROL_WORDS.index("norm_sq")] > 0.01 ** 2
         weights[clip, accum] = named_state(model)
-    first = weights["local", 1]
+    first = weights[ClipEach, 1]
     for other in weights.values():
         assert max((first[n] - other[n]).abs().max().item() for n in first) < 1e-10
+
+
+def test_a_clip_serves_one_engine_after_another():
+    "Nothing of the first engine stays in it."
+    cfg, layout, model = model_of(settings(3))
+    shared, moved = ClipEach(0.01), []
+    for clip in (shared, shared, ClipEach(0.01)):
+        init_model(model, cfg, 3)
+        engine = Engine(model.role_params(), layout, Ranks(), Sgd(1.0), Sgd(1.0), clip)
+        run_steps(engine, model, cfg, [0.0])
+        moved.append(named_state(model, *engine.gather()))
+    for name, weight in moved[0].items():
+        assert torch.equal(weight, moved[1][name]) and torch.equal(weight, moved[2][name])
 
 
 class Replayed:
@@ -186,7 +199,7 @@ def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=
     backward, graph = wrap(training_loss(model, model.cap), list(model.parameters()))
     for _ in range(runs):
         init_model(model, cfg, 3)
-        engine = Engine(model.role_params(), model.layout, Ranks(device=device), clip=clip, max_norm=0.01)
+        engine = Engine(model.role_params(), model.layout, Ranks(device=device), Muon(), AdamW(), clip(0.01))
         loader, losses = Batches(cfg, Ranks(device=device), accum), []
         loader.next = lambda rows=loader.next: tuple(t.to(device) for t in rows())
         for _ in range(steps):
@@ -196,7 +209,7 @@ def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=
     return torch.stack(losses), [b.master for b in engine.banks.values()], graph
 
 
-@pytest.mark.parametrize("clip, accum, runs", [("local", 1, 1), ("global", 1, 1), ("local", 2, 1), ("global", 2, 1), ("local", 2, 2)])
+@pytest.mark.parametrize("clip, accum, runs", [(ClipEach, 1, 1), (ClipMean, 1, 1), (ClipEach, 2, 1), (ClipMean, 2, 1), (ClipEach, 2, 2)])
 def test_a_recorded_backward_trains_as_the_plain_one(clip, accum, runs, monkeypatch):
     "Gradients stand at fixed places and the engine takes them away after each: nothing may be lost, kept or counted twice; an engine that moves the parameters asks for a new recording."
     monkeypatch.setattr("golfnb.train.Recorded", Replayed)
@@ -211,8 +224,8 @@ def test_a_recorded_backward_trains_as_the_plain_one(clip, accum, runs, monkeypa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("accum, runs", [(1, 1), (2, 1), (2, 2)])
 def test_a_recorded_backward_on_the_gpu(accum, runs):
-    losses, masters, graph = stepped(recorded, "local", accum, "cuda", torch.float32, runs=runs)
-    plain, others, _ = stepped(plain_backward, "local", accum, "cuda", torch.float32)
+    losses, masters, graph = stepped(recorded, ClipEach, accum, "cuda", torch.float32, runs=runs)
+    plain, others, _ = stepped(plain_backward, ClipEach, accum, "cuda", torch.float32)
     assert graph.recorded.graph is not None
     torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
     for a, b in zip(masters, others):
@@ -228,7 +241,7 @@ def beside(device, steps, eager, dtype=torch.bfloat16, width=768):
         for b in banks.values():
             b.copy_(0.02 * torch.randn(b.shape, generator=draw))
     grads = {n: (1e-3 * torch.randn(b.shape, generator=draw)).to(b) for n, b in banks.items()}
-    engine = Engine({"bank": banks}, layout, Ranks(device=device), plan=make_plan(layout, "big_first"), clip="local")
+    engine = Engine({"bank": banks}, layout, Ranks(device=device), Muon(), AdamW(), ClipEach(0.3), plan=make_plan(layout, "big_first"))
     if eager:
         for step in (engine.small_step, *engine.bank_steps.values()):
             step.left = -1

@@ -15,7 +15,7 @@ from golfnb.grid import GridSettings
 from golfnb.layout import LayoutSettings, bank_per_shape
 from golfnb.loader import Loader, LoaderSettings, make_sampler
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
-from golfnb.parallel_muon import EngineSettings, Ranks, make_engine
+from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
 from golfnb.quantize import QuantSettings, dequantize_state, fit_state
 from golfnb.shards import write_shard
 from golfnb.train import GridProjector, TrainSettings, training_loss
@@ -32,6 +32,10 @@ def a_model() -> Golf:
     model = Golf(SHAPE, bank_per_shape(SHAPE, 1))
     init_model(model, SHAPE, seed=0)
     return model
+
+
+def an_engine(model: Golf, rule=None, clip=None) -> Engine:
+    return Engine(model.role_params(), model.layout, Ranks(), rule or Muon(), AdamW(), clip or ClipEach(0.3))
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def test_loader(batches):
 
 def test_engine(batches):
     model = a_model()
-    engine, losses = make_engine(model, model.layout, EngineSettings(matrix_lr=0.05, clip="global"), Ranks()), []
+    engine, losses = an_engine(model, Muon(0.05), ClipMean(0.3)), []
     for batch, _ in zip(batches, range(12)):
         loss = training_loss(model, model.cap)(batch.ids, batch.targets)
         loss.backward()
@@ -76,7 +80,7 @@ def test_engine(batches):
 
 def test_training(batches):
     model = a_model()
-    engine = make_engine(model, model.layout, EngineSettings(), Ranks())
+    engine = an_engine(model)
     cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, averaging="ema", qat_banks=True, late_qat_threshold=0.9)
     done = trained(cfg, training_loss(model, model.cap), batches, engine)
     assert done.losses[-1] < done.losses[0] and 5 < done.rounded_from < 10 and len(done.average.weights()) == len(engine.tensors())
@@ -84,7 +88,7 @@ def test_training(batches):
 
 def test_averages_and_grid():
     model = a_model()
-    engine, floor = make_engine(model, model.layout, EngineSettings(), Ranks()), GridSettings(scale_floor=False).scale_floor
+    engine, floor = an_engine(model), GridSettings(scale_floor=False).scale_floor
     average, project = make_average(AveragingSettings(averaging="ema", ema_decay=0.5), engine.tensors()), GridProjector(engine, floor)
     average.update(engine.tensors(), 0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(average.weights(), engine.tensors()))
@@ -121,5 +125,5 @@ def test_adapters(byte_each):
 
 
 def test_no_part_looks_ahead_to_the_whole():
-    for part in (Golf, Loader, make_engine, make_average, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
+    for part in (Golf, Loader, Engine, make_average, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
         assert not hasattr(sys.modules[part.__module__], "Config")

@@ -3,12 +3,12 @@ import pytest
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz, newton_schulz_flops, newton_schulz_settings,
-                                  orthogonalize, polar_factor)
+from golfnb.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz, newton_schulz_flops, polar_express,
+                                  polar_factor, quintic)
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 SHAPES = [(5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (24, 8), (1, 1)]
-METHODS = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
+METHODS = {quintic: (NS5_COEFFS, 1.0, 1e-7), polar_express: (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
 
 
 def expected(G, method):
@@ -26,7 +26,7 @@ def expected(G, method):
 @pytest.mark.parametrize("device", DEVICES)
 def test_float64_equals_the_polynomial_of_the_singular_values(shape, method, device):
     G = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).to(device)
-    got = newton_schulz(G, **newton_schulz_settings(method))
+    got = method(G)
     assert got.shape == G.shape and got.dtype == torch.float64
     torch.testing.assert_close(got, expected(G, method), rtol=0, atol=1e-10)
 
@@ -37,13 +37,13 @@ def test_settling_coefficients_reach_the_svd_polar_factor(shape):
     torch.testing.assert_close(newton_schulz(G, ((15 / 8, -10 / 8, 3 / 8),) * 60), polar_factor(G), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("method,low,high", [("ns5", 0.6, 1.25), ("polar", 0.8, 1.2)])
+@pytest.mark.parametrize("method,low,high", [(quintic, 0.6, 1.25), (polar_express, 0.8, 1.2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_real_sizes_come_out_nearly_orthogonal(method, low, high, dtype, device):
     G = torch.randn(2, 96, 288, generator=torch.Generator().manual_seed(4)).to(device)
     for g in (G, G.mT, 1e-6 * G, 1e4 * G):
-        sv = torch.linalg.svdvals(orthogonalize(g, method, dtype=dtype).double())
+        sv = torch.linalg.svdvals(method(g, dtype=dtype).double())
         assert low < sv.min() and sv.max() < high, (sv.min(), sv.max())
 
 
@@ -51,53 +51,60 @@ def test_real_sizes_come_out_nearly_orthogonal(method, low, high, dtype, device)
 def test_padding_slots_stay_zero_and_leave_neighbours_alone(device):
     G = torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(device)
     G[2] = 0
-    out = orthogonalize(G, dtype=torch.float64)
+    out = quintic(G, dtype=torch.float64)
     assert not out[2].any()
-    torch.testing.assert_close(out[[0, 1, 3]], orthogonalize(G[[0, 1, 3]], dtype=torch.float64), rtol=0, atol=1e-12)
-    assert torch.isfinite(orthogonalize(G, dtype=torch.bfloat16)).all()
+    torch.testing.assert_close(out[[0, 1, 3]], quintic(G[[0, 1, 3]], dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.isfinite(quintic(G, dtype=torch.bfloat16)).all()
 
 
 def test_commutes_with_transposing_so_a_shared_bank_is_allowed():
     G = torch.randn(3, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    torch.testing.assert_close(orthogonalize(G.mT.contiguous()).mT, orthogonalize(G), rtol=0, atol=1e-12)
+    torch.testing.assert_close(quintic(G.mT.contiguous()).mT, quintic(G), rtol=0, atol=1e-12)
 
 
 def test_input_is_not_changed_and_any_batch_shape_works():
     G = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(7))
     before = G.clone()
-    out = orthogonalize(G)
+    out = quintic(G)
     assert torch.equal(G, before) and out.shape == G.shape
-    torch.testing.assert_close(out[1, 2], orthogonalize(G[1, 2]), rtol=0, atol=1e-6)
-    assert orthogonalize(G[:0]).shape == (0, 3, 6, 4)
+    torch.testing.assert_close(out[1, 2], quintic(G[1, 2]), rtol=0, atol=1e-6)
+    assert quintic(G[:0]).shape == (0, 3, 6, 4)
 
 
 def test_default_dtype():
     G = torch.randn(2, 4, 4)
-    assert orthogonalize(G).dtype == torch.float32 and orthogonalize(G.bfloat16()).dtype == torch.bfloat16
-    assert orthogonalize(G.double()).dtype == torch.float64
+    assert quintic(G).dtype == torch.float32 and quintic(G.bfloat16()).dtype == torch.bfloat16
+    assert quintic(G.double()).dtype == torch.float64
     if torch.cuda.is_available():
-        assert orthogonalize(G.cuda()).dtype == torch.bfloat16
+        assert quintic(G.cuda()).dtype == torch.bfloat16
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts CUDA kernels")
 def test_launches_do_not_grow_with_the_number_of_matrices():
     def kernels(n):
         G = torch.randn(n, 256, 512, device="cuda", dtype=torch.bfloat16)
-        orthogonalize(G)
+        quintic(G)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-            orthogonalize(G)
+            quintic(G)
             torch.cuda.synchronize()
         return sum(e.count for e in prof.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
     assert kernels(24) < 60 and kernels(24) < kernels(3) + 20  # one by one they would be over 500
 
 
 def test_steps_and_bad_input():
-    assert len(newton_schulz_settings("polar", 3)["coeffs"]) == 3
-    assert newton_schulz_settings("polar", 7)["coeffs"][5:] == POLAR_EXPRESS_COEFFS[-1:] * 2
-    for bad in (lambda: orthogonalize(torch.randn(3)), lambda: orthogonalize(torch.ones(2, 2).long()),
-                lambda: newton_schulz_settings("svd"), lambda: newton_schulz_settings("ns5", 0)):
-        with pytest.raises(GolfError):
-            bad()
+    G = torch.randn(3, 6, 4, dtype=torch.float64)
+    for steps in (3, 7):
+        coeffs = (*POLAR_EXPRESS_COEFFS, *POLAR_EXPRESS_COEFFS[-1:] * 2)[:steps]
+        assert torch.equal(polar_express(G, steps), newton_schulz(G, coeffs, 1.02, 1e-6))
+        assert torch.equal(quintic(G, steps), newton_schulz(G, NS5_COEFFS[:1] * steps))
+    for bad in (torch.randn(3), torch.ones(2, 2).long()):
+        for call in (quintic, polar_express, newton_schulz):
+            with pytest.raises(GolfError, match="two dimensions"):
+                call(bad)
+    for steps in (0, -1):
+        for call in (quintic, polar_express):
+            with pytest.raises(GolfError, match="at least one step"):
+                call(G, steps)
 
 
 def test_flops_formula():
@@ -108,4 +115,4 @@ def test_flops_formula():
 
 def test_gradients_flow_through_a_weight_that_wants_them():
     W = torch.nn.Parameter(torch.randn(2, 6, 4, dtype=torch.float64))
-    assert torch.autograd.gradcheck(lambda w: orthogonalize(w, steps=2), (W,))
+    assert torch.autograd.gradcheck(lambda w: quintic(w, steps=2), (W,))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import workers
-from golfnb.parallel_muon import Ranks
+from golfnb.parallel_muon import Ranks, clip_each, clip_mean
 from workers import settings, spawn
 
 WORLDS = (2, 3, 4, 8)
@@ -18,7 +18,7 @@ PLANS = {"pr399": "pr399", "shared": "shared_mlp", "125": "pr125", "132": "pr132
 LOCAL = {"pr399 local": "pr399", "125 local": "pr125", "132 local": "pr132"}
 PLAN_CASES = [("plan_steps", (settings(3), p)) for p in PLANS.values()]
 PLAN_CASES += [("plan_steps", (settings(3, CLIP="local", GRAD_CLIP_NORM="0.05"), p)) for p in LOCAL.values()]
-PLAN_CASES += [("projected", (settings(3, PLAN=p, SMALL_TENSOR="64"),)) for p in ("pr399", "shared_mlp")] + [("wrong_world", (settings(3),))]
+PLAN_CASES += [("projected", (settings(3, PLAN=p, SMALL_TENSOR="64"),)) for p in ("pr399", "shared_mlp")] + [("clip_steps", ()), ("wrong_world", (settings(3),))]
 AT, CASES = len(CASES), CASES + PLAN_CASES
 
 
@@ -107,6 +107,22 @@ def test_local_clipping_is_the_same_in_every_plan(ranked):
     first = AT + len(PLANS)
     for out in outs:
         assert max(distance(out[first], out[first + i]) for i in range(1, len(LOCAL))) < 1e-9
+
+
+def test_a_clip_does_what_its_plain_form_says(ranked, alone):
+    "Also one of a user's own, by what the engine asks of it."
+    world, outs = ranked
+    for moved, n in [(alone[len(CASES) - 2], 1), *((out[len(CASES) - 2], world) for out in outs)]:
+        gradients = [workers.clip_gradient(rank) for rank in range(n)]
+        limit = workers.CLIPPED_AT
+        assert distance_of(moved["each"], clip_each(gradients, limit)) < 1e-12
+        assert distance_of(moved["mean"], clip_mean(gradients, limit)) < 1e-12
+        assert distance_of(moved["none"], clip_mean(gradients, 0)) < 1e-12
+        assert distance_of(moved["value"], torch.stack(gradients).clamp(-limit, limit).mean(0)) < 1e-12
+
+
+def distance_of(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
 
 
 def test_rounding_knows_the_matrices_of_a_shared_bank(ranked, alone):

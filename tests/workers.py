@@ -20,12 +20,12 @@ from forked import fork_processes
 from golfnb.banks import unbank
 from golfnb.studies.baselines import separate
 from golfnb.studies.buckets import BucketGolf, bucket_engine, read_plan
-from golfnb.config import load_config, make_layout, make_skips
+from golfnb.config import load_config, make_engine, make_inside, make_layout, make_skips
 from golfnb.settings import GolfError
-from golfnb.layout import Matrix
+from golfnb.layout import Matrix, group_matrices
 from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import Ranks, inside_host, make_engine, start_ranks, stop_ranks
+from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
 from golfnb.averaging import make_average
 from golfnb.program import step
@@ -102,9 +102,11 @@ def plan_model(cfg, plan: str, world: int, dtype, seed: int):
 
 def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
     cfg = load_config(env)
-    ranks.inside = inside_host(ranks) if cfg.links == "two_level" else ranks
-    model, orders = plan_model(cfg, plan or cfg.plan, ranks.inside.world, dtype, 5)
-    return cfg, model, bucket_engine(model, orders, cfg, ranks, debug) if plan else make_engine(model, model.layout, cfg, ranks, debug)
+    inside = make_inside(cfg, ranks)
+    model, orders = plan_model(cfg, plan or cfg.plan, inside.world, dtype, 5)
+    if plan:
+        return cfg, model, bucket_engine(model, orders, cfg, ranks, inside, debug)
+    return cfg, model, make_engine(model, model.layout, cfg, ranks, inside, debug)
 
 
 def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> dict[str, list[tuple]]:
@@ -160,6 +162,47 @@ def plan_steps(ranks, env: dict, plan: str) -> dict:
     state = named_state(model, *engine.gather())
     assert all(torch.equal(t.bfloat16(), named_state(model)[n].bfloat16()) for n, t in state.items()), "the replica is what the masters say"
     return {n: t.numpy() for n, t in state.items()}
+
+
+class ClipValue(NoClip):
+    "A clip of somebody who has read `NoClip`: no entry of a rank's gradient above a limit in size."
+
+    def __init__(self, limit: float):
+        self.limit = limit
+
+    def before_sending(self, engine, grads: dict) -> dict:
+        grads = super().before_sending(engine, grads)
+        for group in engine.groups:
+            group.grad.clamp_(-self.limit, self.limit)
+        return {name: g.clamp(-self.limit, self.limit) for name, g in grads.items()}
+
+
+CLIPS = {"each": ClipEach, "mean": ClipMean, "value": ClipValue, "none": lambda limit: NoClip()}
+CLIPPED_AT = 0.5  # of gradients whose entries are about 1
+
+
+def clip_gradient(rank: int) -> torch.Tensor:
+    "A rank's gradient: three matrices, and four numbers of a vector."
+    draw = torch.Generator().manual_seed(rank)
+    return torch.randn(16 * 3 + 4, generator=draw, dtype=torch.float64)
+
+
+def clip_steps(ranks) -> dict:
+    "What each clip makes of the ranks' gradients, as the step of an SGD of rate 1."
+    layout = group_matrices([Matrix(f"w{i}", 4, 4, "bank") for i in range(3)], ranks.world)
+    moved = {}
+    for name, clip in CLIPS.items():
+        bank = torch.nn.Parameter(torch.zeros(layout.banks[0].shape, dtype=torch.float64))
+        small = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        roles = {"bank": {"bank": bank}, "scalar": {"small": small}}
+        engine = Engine(roles, layout, ranks, Sgd(1.0), Sgd(1.0), clip(CLIPPED_AT))
+        matrices, vector = clip_gradient(ranks.rank).split([16 * 3, 4])
+        bank.grad = torch.zeros_like(bank)
+        bank.grad[:3] = matrices.view(3, 4, 4)
+        small.grad = vector.clone()
+        engine.step(momentum=0.0)
+        moved[name] = -torch.cat([bank.detach()[:3].flatten(), small.detach()])
+    return moved
 
 
 def projected(ranks, env: dict) -> dict:

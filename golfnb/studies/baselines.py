@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
                           step_block, timed_block, wait_for)
 from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
-from ..config import Config, load_config, make_skips
+from ..config import Config, load_config, make_orthogonalize, make_skips
 from ..layout import BankSpec, Layout, LayoutSettings, Matrix
 from ..loader import Loader, grad_accum, make_sampler
 from ..model import Golf, init_model
-from ..newton_schulz import newton_schulz_flops, orthogonalize
-from ..parallel_muon import Knobs, Muon, Ranks, Recorded, ShardedBank, gather_into
+from ..newton_schulz import newton_schulz_flops
+from ..parallel_muon import (ClipEach, Knobs, Muon, NoClip, Ranks, Recorded, ShardedBank,
+                                  gather_into)
 from ..plan import Links, Plan, finish_us, predict, read_links
 from ..run import device_name, weight_dtype
 from ..train import compiled, training_loss
@@ -102,7 +103,8 @@ def update_samples(cfg: Config, ranks: Ranks, rounds: int, layouts: list[Layout]
     'Microseconds of a recorded update, as "update 512x1536 3": every shape at the batches the layouts use.'
     used = {batch for layout in layouts for bank in layout.banks for some in bank.batches() for batch in some}
     samples, device = {}, ranks.device
-    rule, loops = Muon(method=cfg.ns, steps=cfg.muon_backend_steps), 10 if device.type == "cuda" else 1
+    rule = Muon(orthogonalize=make_orthogonalize(cfg), steps=cfg.muon_backend_steps)
+    loops = 10 if device.type == "cuda" else 1
     for n, r, c in sorted(used | {(n, r, c) for _, r, c in used for n in (1, 2)}):
         spec = BankSpec("timed", tuple(Matrix(f"{i}", r, c, "") for i in range(n)), 1)
         weights = torch.nn.Parameter(torch.randn(n, r, c, device=device).to(weight_dtype(cfg, device)))
@@ -230,10 +232,11 @@ def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
     small, big, other = (torch.zeros(n, device=ranks.device) for n in (64, 1 << 24, 1 << 24))
     samples["launch"] = device_us(lambda: small.add_(1), ranks, job.rounds, 100)
     samples["pass"] = device_us(lambda: other.copy_(big), ranks, job.rounds)
-    for clip in ("local", "none"):
-        rig = TailRig(replace(cfg, plan="shared_mlp", clip=clip), ranks)
+    for name, clip in (("local", ClipEach(cfg.grad_clip_norm)), ("none", NoClip())):
+        rig = TailRig(replace(cfg, plan="shared_mlp"), ranks)
+        rig.engine.clip = clip
         tail_block(rig, 3)  # recording, allocating
-        samples[clip] = device_us(rig.step, ranks, job.rounds, 1, rig.ready)
+        samples[name] = device_us(rig.step, ranks, job.rounds, 1, rig.ready)
     links = links_of(samples, world, 2 * sum(b.numel for b in rig.layout.banks))
     best = [[us, text] for us, text in search_buckets(cfg, world, links, rig.small_bytes)[:5]]
     if ranks.master:
@@ -247,6 +250,7 @@ class BatchedMuon:
     def __init__(self, banks: list, layout: Layout, cfg: Config):
         "`banks`: Parameters [slots, rows, cols] or LooseBanks."
         self.banks, self.cfg, self.momenta = banks, cfg, [torch.zeros_like(b.detach()) for b in banks]
+        self.orthogonalize = make_orthogonalize(cfg)
         scales = [torch.tensor(spec.row_scales(), device=banks[0].device) for spec in layout.banks]
         self.scales = [s.view(-1, 1, 1) for s in scales]
 
@@ -259,7 +263,7 @@ class BatchedMuon:
             w = torch.stack(list(bank.slots)) if loose else bank.data
             g, m, scale = bank.grad[:len(w)], m[:len(w)], cfg.matrix_lr * scale[:len(w)]
             m.mul_(cfg.muon_momentum).add_(g)
-            update = orthogonalize(g + cfg.muon_momentum * m, cfg.ns, cfg.muon_backend_steps)
+            update = self.orthogonalize(g + cfg.muon_momentum * m, cfg.muon_backend_steps)
             w.mul_(1 - cfg.matrix_lr * cfg.muon_wd).sub_(update.to(w.dtype) * scale)
             if loose:
                 torch._foreach_copy_(list(bank.slots), list(w.unbind(0)))

@@ -19,8 +19,9 @@ from torch import Tensor
 from ..settings import GolfError
 from ..layout import BankSpec, Layout, LayoutSettings, Matrix, bank_per_shape, mlp_in_one_bank
 from ..banks import unbank
+from ..config import Config, make_clip, make_orthogonalize
 from ..model import BLOCK_MATRICES, BlockWeights, Golf, joined
-from ..parallel_muon import AdamW, Engine, EngineSettings, Muon, Ranks, ShardedBank
+from ..parallel_muon import AdamW, Engine, Muon, Ranks, ShardedBank
 from ..plan import Plan, check_plan, make_plan
 
 # %% ../../nbs/studies/33_buckets.ipynb #daa746cb
@@ -207,9 +208,12 @@ class BucketGolf(Golf):
         return [joined(w, kernels) for w in blocks]
 
 
-def bucket_engine(model: Golf, plan: Plan, cfg: EngineSettings, ranks: Ranks, debug: bool = False) -> Engine:
+def bucket_engine(model: Golf, plan: Plan, cfg: Config, ranks: Ranks, inside: Ranks | None = None,
+                  debug: bool = False) -> Engine:
     "As `make_engine`, for any layout and plan."
-    banks = CutMuon(cfg.matrix_lr, cfg.muon_wd, cfg.ns, cfg.muon_backend_steps)
-    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
-    roles, clip = model.role_params(), (cfg.clip, cfg.grad_clip_norm)
-    return Engine(roles, model.layout, ranks, plan, banks, small, *clip, debug)
+    orthogonalize = make_orthogonalize(cfg)
+    banks = CutMuon(cfg.matrix_lr, cfg.muon_wd, orthogonalize, cfg.muon_backend_steps)
+    betas = (cfg.beta1, cfg.beta2)
+    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, betas, cfg.adam_eps)
+    clip = make_clip(cfg)
+    return Engine(model.role_params(), model.layout, ranks, banks, small, clip, inside, plan, debug)

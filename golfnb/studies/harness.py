@@ -36,13 +36,13 @@ from .bench import (Rig, changed_settings, interleave, launch_module, read_resul
                           result_path, run_rounds, timed_block, where_measured)
 from ..bpb import byte_table, load_tokenizer
 from ..tools.checkpoint import Keeper
-from ..config import Config, load_config, make_freeze, make_layout, make_skips
+from ..config import Config, load_config, make_engine, make_freeze, make_layout, make_skips
 from ..evaluate import plain_loss
 from ..tools.launcher import package_dir
 from ..layers import rotary_tables
 from ..loader import Loader, grad_accum, make_sampler
 from ..model import Golf, load_named, named_state, quant_kind
-from ..parallel_muon import Ranks, clip_factor, make_engine, squared_norm, start_ranks
+from ..parallel_muon import ClipEach, Ranks, clip_factor, squared_norm, start_ranks
 from ..quantize import (INT_MAX, calibrate, calibration_batches, dequantize_state, gptq_matrices,
                              quantize_state)
 from ..program import Parts, build, data, step
@@ -184,7 +184,7 @@ def parts_of(lab: Lab, cfg: Config, kind: Kind) -> Parts:
     m = build(cfg, lab.ranks)
     if kind.prepare:
         kind.prepare(m.model, cfg, lab.ranks.world)
-        m.engine = make_engine(m.model, m.layout, cfg, lab.ranks)
+        m.engine = make_engine(m.model, m.layout, cfg, lab.ranks, m.inside)
     for part in (*m.engine.banks.values(), *m.engine.groups) if kind.state else ():
         part.state = {k: t.to(kind.state) for k, t in part.state.items()}
     return m
@@ -281,7 +281,8 @@ def average_scores(lab: Lab, m: Parts, cfg: Config, done) -> dict[str, list[floa
         state = named_state(m.model, *m.engine.gather(average.weights()))
         load_named(m.model, state)
         found[mode], found[f"{mode}_bpb"] = ([x] for x in score(lab, cfg, m.forward, lab.tokens))
-        loss, bpb, *_ = score_first(m.model, state, part, table, cfg, lab.ranks, m.forward, freeze=make_freeze(cfg))
+        loss, bpb, *_ = score_first(m.model, state, part, table, cfg, lab.ranks, m.forward,
+                                    freeze=make_freeze(cfg), inside=m.inside)
         found[f"{mode}_ttt"], found[f"{mode}_ttt_bpb"] = [loss], [bpb]
     return found
 
@@ -401,7 +402,7 @@ def clip_as_eight(m: Parts, cfg: Config, world: int) -> Parts:
         if last:
             sums.clear()
 
-    if accum > 1 and cfg.clip == "local":
+    if accum > 1 and isinstance(m.engine.clip, ClipEach):
         m.engine.accumulate = accumulate
     return m
 

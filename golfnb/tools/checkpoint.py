@@ -315,6 +315,7 @@ def before_training(self: Keeper, t: "Trainer"):
     t.begun = t.now() - self.saved_ms / 1000
     self.log.line(f"resumed:{self.folder.parent} step:{t.steps} train_time:{self.saved_ms:.0f}ms")
 
+
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2201
 @patch
 def fill(self: Keeper, named: dict[str, Tensor], saved: dict[str, Tensor]):
@@ -331,7 +332,7 @@ def fill(self: Keeper, named: dict[str, Tensor], saved: dict[str, Tensor]):
 def rescaled(self: Keeper, t: "Trainer", values: list[float], facts: dict) -> list[float]:
     "An unread control vector of `facts['world']` ranks as it would be on those there are now."
     sums = ["loss"]
-    if t.engine.clip == "local":
+    if t.engine.clip.norm_is_sum:
         sums.append("norm_sq")
     for word in sums:
         values[t.control_words.index(word)] *= self.ranks.world / facts["world"]
