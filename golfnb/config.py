@@ -43,13 +43,13 @@ class RunSettings(Settings):
 @dataclass
 class PartSettings(Settings):
     "Words that choose the parts of a run; here `make_` functions build the parts they name."
-    codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
-                         "none", "brotli", "zstd", fixed="yes")
+    codec: str = setting("lzma", "how the artifact's sections are compressed",
+                         "lzma", "zlib", "rans", "best", "none", "brotli", "zstd", fixed="yes")
 
 # %% ../nbs/reference/15_config.ipynb #44d5c53c
 @dataclass
-class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
-             QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
+class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings,
+             TrainSettings, QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
 
     @property

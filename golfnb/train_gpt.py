@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source fd73d0aca6807fb3 | Apache-2.0
+# golfnb script --recipe pr549 | source 898e34b10e01687b | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2999,7 +2999,7 @@ class ArtifactSettings(Settings):
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
 class Plain:
-    """No compression. Other codecs derive from it, each with a `name`, `compress` and `decompress` of its own.
+    """No compression. Other codecs derive from it and have a `name` and both functions of their own.
 
     `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
     """
@@ -3013,7 +3013,7 @@ class Plain:
         return self.name, raw
 
     def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
-        "The `size` bytes of a section; at most one more, so that too many are seen. Any error means damage."
+        "The `size` bytes of a section, one more if there are more. Any exception means damage."
         return stored
 
     def known(self) -> dict[str, "Plain"]:
@@ -3033,21 +3033,22 @@ class Lzma(Plain):
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
 def whole_stream(coder, stored: bytes, size: int) -> bytes:
-    "At most `size` + 1 bytes from a decompressor; EOFError if its stream is cut off or something follows it."
+    "At most `size` + 1 bytes of a stream; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError
     return found
 
-def decompress_section(stored: bytes, name: str, shapes: list, codecs: Mapping[str, Plain]) -> bytes:
+def decompress_section(stored: bytes, name: str, shapes: list,
+                       codecs: Mapping[str, Plain]) -> bytes:
     """The bytes of tensors of these [rows, cols], in bounded memory.
 
-    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for another
-    name and for damage.
+    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for
+    another name and for damage.
     """
     if not isinstance(name, str) or name not in codecs:
-        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found {name!r:.60}: the "
-                        "file is damaged or of a later version, copy or make it again")
+        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
+                        f"{name!r:.60}: the file is damaged or of a later version, make it again")
     size = sum(map(math.prod, shapes))
     try:
         raw = codecs[name].decompress(stored, size, shapes)
@@ -3077,8 +3078,9 @@ def seal(header: bytes, payload: bytes) -> bytes:
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
     if isinstance(codec, str):
-        raise GolfError(f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give Plain() "
-                        "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
+        raise GolfError("a codec must be an object of golfnb.artifact, found the word "
+                        f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
+                        "Brotli() or Zstd()")
 
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     """The container of a packed state, its sections stored by `codec`.
@@ -3124,9 +3126,12 @@ def open_own(data: bytes) -> tuple[dict, memoryview]:
     text, payload = open_sealed(data)
     return json.loads(zlib.decompress(text)), payload
 
-def decode_sections(header: dict, payload: memoryview, codecs: Mapping[str, Plain]) -> dict[str, Packed]:
+def decode_sections(header: dict, payload: memoryview,
+                    codecs: Mapping[str, Plain]) -> dict[str, Packed]:
     "The tensors of a container by name; raises GolfError as `decompress_section` does."
-    tensors, streams, packed = header["tensors"], {}, {}
+    tensors = header["tensors"]
+    streams = {}
+    packed = {}
     for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
         raw = decompress_section(payload[:length], codec, shapes, codecs)
         payload = payload[length:]
@@ -3142,7 +3147,10 @@ def decode_sections(header: dict, payload: memoryview, codecs: Mapping[str, Plai
     return packed
 
 def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
-    "(meta, `Packed` tensors by name) of a container that this program packed with `codec`; GolfError for damage."
+    """(meta, `Packed` tensors by name) of a container that this program packed with `codec`.
+
+    Raises GolfError for damage.
+    """
     refuse_word(codec)
     header, payload = open_own(data)
     return header["meta"], decode_sections(header, payload, codec.known())
@@ -3176,9 +3184,13 @@ LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 control
 
 def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
     "(part, bytes) of a submission: the script, every section of its file, overhead."
-    sections = [(LEDGER_NAMES.get(section, f"{section} weights"), n) for section, _, n in header["sections"]]
-    overhead = file_bytes - sum(n for _, n in sections)
-    return [("code", code_bytes), *sections, ("overhead", overhead)]
+    rows = [("code", code_bytes)]
+    overhead = file_bytes
+    for section, _, length in header["sections"]:
+        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), length))
+        overhead -= length
+    rows.append(("overhead", overhead))
+    return rows
 
 # ---- ttt ----
 class Ledger:
@@ -3374,12 +3386,12 @@ class RunSettings(Settings):
 @dataclass
 class PartSettings(Settings):
     "Words that choose the parts of a run; here `make_` functions build the parts they name."
-    codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
-                         "none", "brotli", "zstd", fixed="yes")
+    codec: str = setting("lzma", "how the artifact's sections are compressed",
+                         "lzma", "zlib", "rans", "best", "none", "brotli", "zstd", fixed="yes")
 
 @dataclass
-class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
-             QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
+class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings,
+             TrainSettings, QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
 
     @property
