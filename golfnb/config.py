@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT_BUILT', 'SWITCHES', 'RunSettings',
-           'PartSettings', 'Config', 'make_codec', 'setting_specs', 'setting_groups', 'switched_values',
+           'PartSettings', 'Config', 'make_sampler', 'make_codec', 'setting_specs', 'setting_groups', 'switched_values',
            'refuse_changes', 'load_config']
 
 # %% ../nbs/reference/15_config.ipynb #f817172f
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
+from pathlib import Path
 
 from .settings import GolfError, Settings, parse_setting, patch, setting
-from .loader import LoaderSettings, batch_problems
+from .loader import (CoprimeSampler, LoaderSettings, SequentialSampler, WindowSampler, batch_problems,
+                           grad_accum)
 from .model import ModelSettings
 from .parallel_muon import EngineSettings
 from .train import TrainSettings
@@ -43,6 +45,7 @@ class RunSettings(Settings):
 @dataclass
 class PartSettings(Settings):
     "Words that choose the parts of a run; here `make_` functions build the parts they name."
+    loader: str = setting("sequential", "order of windows", "sequential", "coprime", fixed="yes")
     codec: str = setting("lzma", "how the artifact's sections are compressed",
                          "lzma", "zlib", "rans", "best", "none", "brotli", "zstd", fixed="yes")
 
@@ -82,6 +85,15 @@ class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSet
             raise GolfError(problem)
 
 # %% ../nbs/reference/15_config.ipynb #30d1eb6e
+def make_sampler(cfg: Config, paths: Sequence[Path], rank: int, world: int) -> WindowSampler:
+    "The order that LOADER names, of the windows in sorted training shards."
+    rows = cfg.rows_per_micro(world, cfg.train_seq_len)
+    accum = grad_accum(world)
+    if cfg.loader == "coprime":
+        return CoprimeSampler(paths, rank, world, rows, cfg.train_seq_len, cfg.seed, accum)
+    return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len, accum, spans=8)
+
+
 def make_codec(cfg: PartSettings) -> Plain:
     "The codec that CODEC names."
     if cfg.codec == "lzma":

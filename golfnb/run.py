@@ -28,7 +28,7 @@ from .settings import GolfError, patch
 from .bpb import ByteTable, byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .shards import (atomic_write, check_disjoint, check_manifest, find_shards, read_header, read_span,
                            val_tokens)
-from .loader import Loader, grad_accum, make_sampler
+from .loader import Loader, grad_accum
 from .layout import model_layout
 from .model import Golf, init_model, load_named, named_state
 from .parallel_muon import Ranks, inside_host, lost_ranks, make_engine, start_ranks, stop_ranks
@@ -41,7 +41,7 @@ from .artifact import (ledger_rows, load_weights, open_own, pack_bytes, save_art
                              unpack_bytes)
 from .ttt import score_first
 from .adapters import score_documents
-from .config import Config, load_config, make_codec
+from .config import Config, load_config, make_codec, make_sampler
 
 # %% ../nbs/reference/16_run.ipynb #86088a64
 def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -229,7 +229,7 @@ def train_weights(self: Session) -> NoAverage:
     "Warm up, train, and score the raw weights."
     cfg, m, ranks = self.cfg, self.machine, self.ranks
     advice = [EmaAdvice()]
-    sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
+    sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world)
     with Loader(sampler, ranks.device, cfg.vocab_size) as loader:
         with self.phase("compiling"):
             warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
@@ -302,7 +302,7 @@ def in_time(batches: Iterable, limit_ms: float, device: torch.device, ends: list
 def hessians(self: Session) -> dict:
     "The Hessians of the model's matrices on training tokens; every rank must call."
     cfg, ranks, ends = self.cfg, self.ranks, []
-    sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
+    sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world)
     batches = calibration_batches(sampler, cfg.gptq_calib_samples, ranks.device, self.log)
     limit = cfg.gptq_reserve_ms if cfg.max_wallclock_seconds else math.inf
     means = calibrate(self.machine.model, in_time(batches, limit, ranks.device, ends), ranks)
