@@ -13,8 +13,8 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
 
 from .settings import GolfError, Settings, parse_setting, patch, setting
-from .loader import (CoprimeSampler, LoaderSettings, SequentialSampler, WindowSampler, batch_problems,
-                           grad_accum)
+from .loader import (CoprimeSampler, LoaderSettings, SequentialSampler, WindowSampler,
+                           batch_problems, grad_accum)
 from .model import ModelSettings
 from .parallel_muon import EngineSettings
 from .train import TrainSettings

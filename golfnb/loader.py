@@ -26,13 +26,14 @@ from .shards import read_header, read_span
 class WindowSampler:
     """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1].
 
-    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum` micro-steps.
+    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
+    micro-steps.
 
     An order of windows derives from this class and says five things:
 
     - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a form
-      of its own; the same list on every rank, so what is random comes from a seed that all share
+    - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
+      form of its own; the same list on every rank, so what is random comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
     - `place()`: a dict, as JSON can hold it, of where the order stands between two steps
     - `go_to(place)`: go there; the next plan is then what it would have been
@@ -102,7 +103,7 @@ def load_state(self: WindowSampler, state: dict) -> None:
 class SequentialSampler(WindowSampler):
     """The baseline's order: the joined shards, round and round.
 
-    A step is cut into `spans` (0: one for each rank and micro-step), each a token longer than its rows.
+    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-step.
     """
     order = "sequential"
 
@@ -216,8 +217,8 @@ class CoprimeSampler(WindowSampler):
     """
     order = "coprime"
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, seed: int,
-                 accum: int = 1):
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 seed: int, accum: int = 1):
         super().__init__(paths, rank, world, rows, seq_len, accum)
         self.usable = [shard for shard, tokens in enumerate(self.tokens) if tokens > seq_len]
         if not self.usable:
@@ -317,7 +318,8 @@ Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_le
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    It takes over the `sampler`. Tokens must be below `vocab_size`; up to `depth` batches are built ahead.
+    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
+    batches are built ahead.
     """
 
     def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int,

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 898e34b10e01687b | Apache-2.0
+# golfnb script --recipe pr549 | source df3e6b058ef64464 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -364,26 +364,50 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
 
 # ---- loader ----
 class WindowSampler:
-    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1], from shards.
+    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1].
 
-    Each order derives from it and plans the windows of a step. `state` and `load_state` save and restore the
-    place exactly, as JSON; between two steps it fits any `world`.
+    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
+    micro-steps.
+
+    An order of windows derives from this class and says five things:
+
+    - `order`: its name in saved states
+    - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
+      form of its own; the same list on every rank, so what is random comes from a seed that all share
+    - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
+    - `place()`: a dict, as JSON can hold it, of where the order stands between two steps
+    - `go_to(place)`: go there; the next plan is then what it would have been
     """
-    order, vocab_size = "", 65_536
+    order = ""
+    vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, accum: int = 1):
-        self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
-        self.accum, self.turn, self.windows = accum, 0, rows * world * accum  # of a step
-        self.tokens = [read_header(p) for p in self.paths]
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1):
+        self.paths = list(paths)
+        self.rank = rank
+        self.world = world
+        self.rows = rows
+        self.seq_len = seq_len
+        self.accum = accum
+        self.windows = rows * world * accum  # of a step
+        self.turn = 0                        # the micro-step that comes next
+        self.tokens = [read_header(path) for path in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
     def __iter__(self) -> "WindowSampler": return self
 
     def __next__(self) -> np.ndarray:
         if self.turn == 0:
-            self.before, self.planned = self._place(), self.plan()
-        part, self.turn = self.turn * self.world + self.rank, (self.turn + 1) % self.accum
-        return np.stack([self.row(*window) for window in self.planned[part :: self.world * self.accum]])
+            self.plan_step()
+        parts = self.world * self.accum
+        part = self.turn * self.world + self.rank
+        self.turn = (self.turn + 1) % self.accum
+        return np.stack([self.window(place) for place in self.planned[part::parts]])
+
+    def plan_step(self) -> None:
+        "Plan the windows of a step, and keep where the order stood before."
+        self.before = self.place()
+        self.planned = self.plan()
 
     def read(self, shard: int, begin: int, count: int) -> np.ndarray:
         "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
@@ -394,8 +418,8 @@ class WindowSampler:
         return part
 
     def state(self) -> dict:
-        "The place after the last batch."
-        place = self.before if self.turn else self._place()
+        "The place after the last batch, as JSON."
+        place = self.before if self.turn else self.place()
         return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
 
     def load_state(self, state: dict) -> None:
@@ -404,38 +428,61 @@ class WindowSampler:
         if found != (self.order, self.corpus):
             raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
                             f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
-        self._go_to(state)
+        self.go_to(state)
         self.turn = int(state["turn"])
         if self.turn:
-            self.before, self.planned = self._place(), self.plan()
+            self.plan_step()
 
 class SequentialSampler(WindowSampler):
-    "The baseline's order: `spans` of the joined shards a step (0: one for each part), round and round."
-    order, position = "sequential", 0
+    """The baseline's order: the joined shards, round and round.
 
-    def __init__(self, paths: Sequence[Path], rank, world, rows: int, seq_len: int, accum=1):
+    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-step.
+    """
+    order = "sequential"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1):
         super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.spans, self.ends = 8, np.cumsum(self.tokens)
+        self.spans = 8
+        self.position = 0                   # in the stream, where the next step begins
+        self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
+        self.total = int(self.ends[-1])
 
-    def plan(self) -> list[tuple]:
-        "Where the windows of the next step begin in the stream; a part gets neighbours."
-        n, total = np.arange(self.windows), self.ends[-1]
-        starts = (self.position + n * self.seq_len + n * self.spans // self.windows) % total
-        self.position = int((self.position + self.windows * self.seq_len + self.spans) % total)
-        return [(x,) for x in starts.reshape(-1, self.rows).T.ravel().tolist()]
+    def plan(self) -> list[int]:
+        "Where the windows of the next step begin in the stream; a rank gets neighbours."
+        n = np.arange(self.windows)
+        spans_before = n * self.spans // self.windows
+        starts = (self.position + n * self.seq_len + spans_before) % self.total
+        self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
+        parts = starts.reshape(-1, self.rows)
+        return parts.T.ravel().tolist()  # a card for every part, then the next
 
-    def row(self, at: int) -> np.ndarray:
-        "A window, uint16 [seq_len + 1], from token `at` of the stream on."
-        found, left = [], self.seq_len + 1
-        while left:
-            shard = int(np.searchsorted(self.ends, at, side="right"))
-            rest = int(self.ends[shard]) - at
-            found.append(self.read(shard, self.tokens[shard] - rest, min(rest, left)))
-            at, left = (at + found[-1].size) % int(self.ends[-1]), left - found[-1].size
-        return np.concatenate(found)
+    def place(self) -> dict:
+        "The position is all."
+        return {"position": self.position}
 
-    def _place(self) -> dict: return {"position": self.position}
-    def _go_to(self, state: dict) -> None: self.position = int(state["position"])
+    def go_to(self, place: dict) -> None:
+        "Take it up."
+        self.position = int(place["position"])
+
+    def locate(self, position: int) -> tuple[int, int]:
+        "Shard and offset of a token of the stream; after the last shard comes the first."
+        position %= self.total
+        shard = int(np.searchsorted(self.ends, position, side="right"))
+        begin = int(self.ends[shard]) - self.tokens[shard]
+        return shard, position - begin
+
+    def window(self, position: int) -> np.ndarray:
+        "The tokens from a position of the stream on, uint16 [seq_len + 1]."
+        pieces = []
+        missing = self.seq_len + 1
+        while missing > 0:
+            shard, offset = self.locate(position)
+            piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
+            pieces.append(piece)
+            position += len(piece)
+            missing -= len(piece)
+        return np.concatenate(pieces)
 
 def grad_accum(world: int) -> int:
     "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
@@ -446,7 +493,6 @@ class LoaderSettings(Settings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of NAME_train_*.bin and NAME_val_*.bin: path")
-    loader: str = setting("sequential", "order of windows", "sequential", "coprime", "packed", fixed="yes")
     train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
@@ -462,23 +508,21 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
                f"multiple of {world} ranks x {grad_accum(world)} micro-steps, found {tokens} tokens: "
                f"set it to {max(1, tokens // part) * part} or use another number of ranks")
 
-def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: int, seq_len: int):
-    "The `WindowSampler` that LOADER names, over sorted training shards, for rows of `seq_len` tokens."
-    rows, accum = cfg.rows_per_micro(world, seq_len), grad_accum(world)
-    return SequentialSampler(paths, rank, world, rows, seq_len, accum)
-
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    It takes over the `sampler`, which `make_sampler` builds. Tokens must be below `vocab_size`; up to `depth`
+    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
     batches are built ahead.
     """
 
     def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int):
-        self.sampler, self.device, sampler.vocab_size = sampler, torch.device(device), vocab_size
-        cuda, shape = self.device.type == "cuda", (sampler.rows, sampler.seq_len + 1)
+        self.sampler = sampler
+        sampler.vocab_size = vocab_size
+        self.device = torch.device(device)
+        cuda = self.device.type == "cuda"
+        shape = (sampler.rows, sampler.seq_len + 1)
         self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(4)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
@@ -506,10 +550,14 @@ class Loader:
         "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
         self.close()
         self.sampler.load_state(state)
-        self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
+        self.free = queue.SimpleQueue()   # buffers to fill
+        self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
+        self.sent = deque()               # batches on their way to the device
+        self.copied = []                  # buffers that a copy still reads
         for buffer in self.buffers:
             self.free.put(buffer)
-        self.given, self.running = self.sampler.state(), True
+        self.given = self.sampler.state()
+        self.running = True
         self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
         self.thread.start()
 
@@ -3386,6 +3434,7 @@ class RunSettings(Settings):
 @dataclass
 class PartSettings(Settings):
     "Words that choose the parts of a run; here `make_` functions build the parts they name."
+    loader: str = setting("sequential", "order of windows", "sequential", "coprime", fixed="yes")
     codec: str = setting("lzma", "how the artifact's sections are compressed",
                          "lzma", "zlib", "rans", "best", "none", "brotli", "zstd", fixed="yes")
 
@@ -3429,6 +3478,12 @@ class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSet
             tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
         a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
         return item * (numbers + tokens * a_token)
+
+def make_sampler(cfg: Config, paths: Sequence[Path], rank: int, world: int) -> WindowSampler:
+    "The order that LOADER names, of the windows in sorted training shards."
+    rows = cfg.rows_per_micro(world, cfg.train_seq_len)
+    accum = grad_accum(world)
+    return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len, accum)
 
 def make_codec() -> Plain:
     "The codec that CODEC names."
@@ -3639,7 +3694,7 @@ class Session:
         "Warm up, train, and score the raw weights."
         cfg, m, ranks = self.cfg, self.machine, self.ranks
         advice = [EmaAdvice()]
-        sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
+        sampler = make_sampler(cfg, self.train_paths, ranks.rank, ranks.world)
         with Loader(sampler, ranks.device, cfg.vocab_size) as loader:
             with self.phase("compiling"):
                 warm_up(cfg, m.loss_fn, loader, m.engine, self.log)
