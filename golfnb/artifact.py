@@ -45,7 +45,7 @@ class ArtifactSettings(Settings):
 
 # %% ../nbs/story/11b_artifact.ipynb #6221607a
 class Plain:
-    """No compression. Other codecs derive from it, with `name`, `compress` and `decompress` of their own.
+    """No compression. Other codecs derive from it and have a `name` and both functions of their own.
 
     `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
     """
@@ -59,7 +59,7 @@ class Plain:
         return self.name, raw
 
     def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
-        "The `size` bytes of a section; at most one more, so that too many are seen. Any error means damage."
+        "The `size` bytes of a section, one more if there are more. Any exception means damage."
         return stored
 
     def known(self) -> dict[str, "Plain"]:
@@ -96,7 +96,7 @@ class Zlib(Plain):
 
 # %% ../nbs/story/11b_artifact.ipynb #8da54f42
 def whole_stream(coder, stored: bytes, size: int) -> bytes:
-    "At most `size` + 1 bytes from a decompressor; EOFError if its stream is cut off or something follows it."
+    "At most `size` + 1 bytes of a stream; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError
@@ -121,7 +121,7 @@ NO_CONTEXT = {"id": lzma.FILTER_LZMA2, "preset": 6 | lzma.PRESET_EXTREME, "lc": 
 
 
 def has_repetitions(raw: bytes) -> bool:
-    "Whether lzma is worth trying: on a small section always, on a large one if it finds some at the beginning."
+    "Whether lzma is worth trying: on a large section only if it finds some at the beginning."
     if len(raw) <= BEST_SAMPLE:
         return True
     sample = raw[:BEST_SAMPLE]
@@ -130,7 +130,7 @@ def has_repetitions(raw: bytes) -> bool:
 
 # %% ../nbs/story/11b_artifact.ipynb #44ea2ec4
 class Best(Plain):
-    "The smallest of rans, none and, where there are repetitions, lzma and zlib, for each section anew."
+    "For each section the smallest of rans, none and, where there are repetitions, lzma and zlib."
     name = "best"
 
     def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
@@ -193,15 +193,16 @@ class Zstd(Plain):
         return coder.stream_reader(stored).read(size + 1)
 
 # %% ../nbs/story/11b_artifact.ipynb #374f6740
-def decompress_section(stored: bytes, name: str, shapes: list, codecs: Mapping[str, Plain]) -> bytes:
+def decompress_section(stored: bytes, name: str, shapes: list,
+                       codecs: Mapping[str, Plain]) -> bytes:
     """The bytes of tensors of these [rows, cols], in bounded memory.
 
-    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for another
-    name and for damage.
+    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for
+    another name and for damage.
     """
     if not isinstance(name, str) or name not in codecs:
-        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found {name!r:.60}: the "
-                        "file is damaged or of a later version, copy or make it again")
+        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
+                        f"{name!r:.60}: the file is damaged or of a later version, make it again")
     size = sum(map(math.prod, shapes))
     try:
         raw = codecs[name].decompress(stored, size, shapes)
@@ -234,8 +235,9 @@ def seal(header: bytes, payload: bytes) -> bytes:
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
     if isinstance(codec, str):
-        raise GolfError(f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give "
-                        "Plain() for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
+        raise GolfError("a codec must be an object of golfnb.artifact, found the word "
+                        f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
+                        "Brotli() or Zstd()")
 
 
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
@@ -328,14 +330,17 @@ def foreign_header(text: bytes, payload_bytes: int) -> dict:
 
 
 def open_container(data: bytes) -> tuple[dict, memoryview]:
-    "(header, payload) of anybody's container, checked as far as that goes without decoding; raises GolfError."
+    "(header, payload) of anybody's container, checked without decoding; raises GolfError."
     text, payload = open_sealed(data)
     return foreign_header(text, len(payload)), payload
 
 # %% ../nbs/story/11b_artifact.ipynb #f97331a2
-def decode_sections(header: dict, payload: memoryview, codecs: Mapping[str, Plain]) -> dict[str, Packed]:
+def decode_sections(header: dict, payload: memoryview,
+                    codecs: Mapping[str, Plain]) -> dict[str, Packed]:
     "The tensors of a container by name; raises GolfError as `decompress_section` does."
-    tensors, streams, packed = header["tensors"], {}, {}
+    tensors = header["tensors"]
+    streams = {}
+    packed = {}
     for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
         raw = decompress_section(payload[:length], codec, shapes, codecs)
         payload = payload[length:]
@@ -352,7 +357,10 @@ def decode_sections(header: dict, payload: memoryview, codecs: Mapping[str, Plai
 
 # %% ../nbs/story/11b_artifact.ipynb #01663987
 def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
-    "(meta, `Packed` tensors by name) of a container that this program packed; GolfError for damage."
+    """(meta, `Packed` tensors by name) of a container that this program packed with `codec`.
+
+    Raises GolfError for damage.
+    """
     refuse_word(codec)
     header, payload = open_own(data)
     return header["meta"], decode_sections(header, payload, codec.known())
@@ -365,9 +373,9 @@ def unpack_foreign(data: bytes, codecs: Mapping[str, Plain] = CODECS,
                    check: Callable | None = None) -> tuple[dict, dict]:
     """(meta, `Packed` tensors by name) of a container that anybody may have made.
 
-    `codecs`: name in the header -> codec, of those to accept. `check(header)` is called before anything is
-    decoded. Raises GolfError for damage, and for sections that would decode to more than `decoded_limit`.
-    Takes at most 6 times the bytes that they decode to.
+    `codecs`: name in the header -> codec, of those to accept. `check(header)` is called before
+    anything is decoded. Raises GolfError for damage, and for sections that would decode to more
+    than `decoded_limit`. Takes at most 6 times the bytes that they decode to.
     """
     header, payload = open_container(data)
     if check:
@@ -406,7 +414,8 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     return len(data)
 
 # %% ../nbs/story/11b_artifact.ipynb #4b56f645
-def read_container(path: str | Path, codecs: Mapping[str, Plain], check: Callable | None = None) -> tuple:
+def read_container(path: str | Path, codecs: Mapping[str, Plain],
+                   check: Callable | None = None) -> tuple[dict, dict]:
     "`unpack_foreign` of a file; raises GolfError, naming it, if it is missing or damaged."
     try:
         return unpack_foreign(Path(path).read_bytes(), codecs, check)
@@ -418,7 +427,7 @@ def read_container(path: str | Path, codecs: Mapping[str, Plain], check: Callabl
 
 
 def load_artifact(path: str | Path) -> tuple[dict, dict]:
-    "(meta, `Packed` tensors by name) of anybody's container file; raises GolfError if missing or damaged."
+    "(meta, `Packed` tensors by name) of anybody's file; raises GolfError if missing or damaged."
     return read_container(path, CODECS)
 
 # %% ../nbs/story/11b_artifact.ipynb #0f1d1ce7
@@ -435,8 +444,8 @@ def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict
 def check_unquantized(header: dict) -> None:
     "Raise GolfError if a container holds integers."
     if any(kind in INT_MAX for _, kind, _ in header["tensors"]):
-        raise GolfError("it must hold unquantized weights, found an int6 or int8 artifact: give it to "
-                        "load_model, or load raw.golf or ema.golf of the run")
+        raise GolfError("it must hold unquantized weights, found an int6 or int8 artifact: give it "
+                        "to load_model, or load raw.golf or ema.golf of the run")
 
 
 def load_weights(path: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -450,9 +459,13 @@ LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 control
 
 def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
     "(part, bytes) of a submission: the script, every section of its file, overhead."
-    sections = [(LEDGER_NAMES.get(section, f"{section} weights"), n) for section, _, n in header["sections"]]
-    overhead = file_bytes - sum(n for _, n in sections)
-    return [("code", code_bytes), *sections, ("overhead", overhead)]
+    rows = [("code", code_bytes)]
+    overhead = file_bytes
+    for section, _, length in header["sections"]:
+        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), length))
+        overhead -= length
+    rows.append(("overhead", overhead))
+    return rows
 
 
 def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, int]]:

@@ -4,15 +4,18 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT_BUILT', 'SWITCHES', 'PartSettings', 'Config',
-           'make_codec', 'make_layout', 'make_skips', 'make_freeze', 'make_orthogonalize', 'make_clip', 'make_inside',
-           'make_engine', 'setting_specs', 'setting_groups', 'switched_values', 'refuse_changes', 'load_config']
+           'make_sampler', 'make_codec', 'make_layout', 'make_skips', 'make_freeze', 'make_orthogonalize', 'make_clip',
+           'make_inside', 'make_engine', 'setting_specs', 'setting_groups', 'switched_values', 'refuse_changes',
+           'load_config']
 
 # %% ../nbs/reference/15_config.ipynb #f817172f
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
+from pathlib import Path
 
 from .settings import GolfError, Settings, parse_setting, patch, setting
-from .loader import LoaderSettings, batch_problems
+from .loader import (CoprimeSampler, LoaderSettings, SequentialSampler, WindowSampler,
+                           batch_problems, grad_accum)
 from .layout import Layout, bank_per_shape, mlp_in_one_bank
 from .model import (FreezeBlocks, FreezeControls, ModelSettings, SavedModel, SigmoidSkips,
                           WeightedSkips)
@@ -30,6 +33,7 @@ from .run import RunSettings
 @dataclass
 class PartSettings(Settings):
     "Words that name the parts of a run; `make_` functions below build them."
+    loader: str = setting("sequential", "order of windows", "sequential", "coprime", fixed="yes")
     codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
                          "none", "brotli", "zstd", fixed="yes")
     plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
@@ -49,10 +53,11 @@ class PartSettings(Settings):
             yield ("TTT_FREEZE_BLOCKS must be 0 with TTT_FORM=adapters, which leave all blocks as they are, "
                    f"found {self.ttt_freeze_blocks}: set it to 0")
 
+
 # %% ../nbs/reference/15_config.ipynb #44d5c53c
 @dataclass
-class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
-             QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
+class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings,
+             TrainSettings, QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
 
     @property
@@ -86,6 +91,15 @@ class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSet
             raise GolfError(problem)
 
 # %% ../nbs/reference/15_config.ipynb #30d1eb6e
+def make_sampler(cfg: Config, paths: Sequence[Path], rank: int, world: int) -> WindowSampler:
+    "The order that LOADER names, of the windows in sorted training shards."
+    rows = cfg.rows_per_micro(world, cfg.train_seq_len)
+    accum = grad_accum(world)
+    if cfg.loader == "coprime":
+        return CoprimeSampler(paths, rank, world, rows, cfg.train_seq_len, cfg.seed, accum)
+    return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len, accum, spans=8)
+
+
 def make_codec(cfg: PartSettings) -> Plain:
     "The codec that CODEC names."
     if cfg.codec == "lzma":

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['RAMP_STEPS', 'Batch', 'WindowSampler', 'SequentialSampler', 'Cursor', 'draw_cursor', 'mixture', 'deal',
-           'CoprimeSampler', 'index_documents', 'PackedSampler', 'grad_accum', 'LoaderSettings', 'batch_problems',
-           'make_sampler', 'Loader']
+           'CoprimeSampler', 'grad_accum', 'LoaderSettings', 'batch_problems', 'Loader']
 
 # %% ../nbs/story/02b_loader.ipynb #31806d61
 import hashlib
@@ -15,51 +14,76 @@ import threading
 from collections import deque, namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from .settings import GolfError, Settings, patch, setting
-from .shards import BOS_ID, read_header, read_span
+from .shards import read_header, read_span
 
 # %% ../nbs/story/02b_loader.ipynb #9c2f85cb
 class WindowSampler:
-    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1], from shards.
+    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1].
 
-    Each order derives from it and plans the windows of a step. `state` and `load_state` save and restore the
-    place exactly, as JSON; between two steps it fits any `world`.
+    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
+    micro-steps.
+
+    An order of windows derives from this class and says five things:
+
+    - `order`: its name in saved states
+    - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
+      form of its own; the same list on every rank, so what is random comes from a seed that all share
+    - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
+    - `place()`: a dict, as JSON can hold it, of where the order stands between two steps
+    - `go_to(place)`: go there; the next plan is then what it would have been
     """
-    order, vocab_size = "", 65_536
+    order = ""
+    vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, accum: int = 1):
-        self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
-        self.accum, self.turn, self.windows = accum, 0, rows * world * accum  # of a step
-        self.tokens = [read_header(p) for p in self.paths]
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1):
+        self.paths = list(paths)
+        self.rank = rank
+        self.world = world
+        self.rows = rows
+        self.seq_len = seq_len
+        self.accum = accum
+        self.windows = rows * world * accum  # of a step
+        self.turn = 0                        # the micro-step that comes next
+        self.tokens = [read_header(path) for path in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
     def __iter__(self) -> "WindowSampler": return self
 
     def __next__(self) -> np.ndarray:
         if self.turn == 0:
-            self.before, self.planned = self._place(), self.plan()
-        part, self.turn = self.turn * self.world + self.rank, (self.turn + 1) % self.accum
-        return np.stack([self.row(*window) for window in self.planned[part :: self.world * self.accum]])
+            self.plan_step()
+        parts = self.world * self.accum
+        part = self.turn * self.world + self.rank
+        self.turn = (self.turn + 1) % self.accum
+        return np.stack([self.window(place) for place in self.planned[part::parts]])
 
-    def read(self, shard: int, begin: int, count: int) -> np.ndarray:
-        "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
-        part = read_span(self.paths[shard], begin, count, self.tokens[shard])
-        if part.size and part.max() >= self.vocab_size:
-            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
-                            f"{self.paths[shard]}: the shard belongs to another tokenizer")
-        return part
+    def plan_step(self) -> None:
+        "Plan the windows of a step, and keep where the order stood before."
+        self.before = self.place()
+        self.planned = self.plan()
+
+# %% ../nbs/story/02b_loader.ipynb #e93851ec
+@patch
+def read(self: WindowSampler, shard: int, begin: int, count: int) -> np.ndarray:
+    "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
+    part = read_span(self.paths[shard], begin, count, self.tokens[shard])
+    if part.size and part.max() >= self.vocab_size:
+        raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
+                        f"{self.paths[shard]}: the shard belongs to another tokenizer")
+    return part
 
 # %% ../nbs/story/02b_loader.ipynb #2dce7213
 @patch
 def state(self: WindowSampler) -> dict:
-    "The place after the last batch."
-    place = self.before if self.turn else self._place()
+    "The place after the last batch, as JSON."
+    place = self.before if self.turn else self.place()
     return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
 
 # %% ../nbs/story/02b_loader.ipynb #b2c07f45
@@ -70,39 +94,66 @@ def load_state(self: WindowSampler, state: dict) -> None:
     if found != (self.order, self.corpus):
         raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
                         f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
-    self._go_to(state)
+    self.go_to(state)
     self.turn = int(state["turn"])
     if self.turn:
-        self.before, self.planned = self._place(), self.plan()
+        self.plan_step()
 
 # %% ../nbs/story/02b_loader.ipynb #3e2d0ed1
 class SequentialSampler(WindowSampler):
-    "The baseline's order: `spans` of the joined shards a step (0: one for each part), round and round."
-    order, position = "sequential", 0
+    """The baseline's order: the joined shards, round and round.
 
-    def __init__(self, paths: Sequence[Path], rank, world, rows: int, seq_len: int, accum=1, spans: int = 0):
+    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-step.
+    """
+    order = "sequential"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1, spans: int = 0):
         super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.spans, self.ends = spans or world * accum, np.cumsum(self.tokens)
+        self.spans = spans or world * accum
+        self.position = 0                   # in the stream, where the next step begins
+        self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
+        self.total = int(self.ends[-1])
 
-    def plan(self) -> list[tuple]:
-        "Where the windows of the next step begin in the stream; a part gets neighbours."
-        n, total = np.arange(self.windows), self.ends[-1]
-        starts = (self.position + n * self.seq_len + n * self.spans // self.windows) % total
-        self.position = int((self.position + self.windows * self.seq_len + self.spans) % total)
-        return [(x,) for x in starts.reshape(-1, self.rows).T.ravel().tolist()]
+    def plan(self) -> list[int]:
+        "Where the windows of the next step begin in the stream; a rank gets neighbours."
+        n = np.arange(self.windows)
+        spans_before = n * self.spans // self.windows
+        starts = (self.position + n * self.seq_len + spans_before) % self.total
+        self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
+        parts = starts.reshape(-1, self.rows)
+        return parts.T.ravel().tolist()  # a card for every part, then the next
 
-    def row(self, at: int) -> np.ndarray:
-        "A window, uint16 [seq_len + 1], from token `at` of the stream on."
-        found, left = [], self.seq_len + 1
-        while left:
-            shard = int(np.searchsorted(self.ends, at, side="right"))
-            rest = int(self.ends[shard]) - at
-            found.append(self.read(shard, self.tokens[shard] - rest, min(rest, left)))
-            at, left = (at + found[-1].size) % int(self.ends[-1]), left - found[-1].size
-        return np.concatenate(found)
+    def place(self) -> dict:
+        "The position is all."
+        return {"position": self.position}
 
-    def _place(self) -> dict: return {"position": self.position}
-    def _go_to(self, state: dict) -> None: self.position = int(state["position"])
+    def go_to(self, place: dict) -> None:
+        "Take it up."
+        self.position = int(place["position"])
+
+# %% ../nbs/story/02b_loader.ipynb #e5c38ee8
+@patch
+def locate(self: SequentialSampler, position: int) -> tuple[int, int]:
+    "Shard and offset of a token of the stream; after the last shard comes the first."
+    position %= self.total
+    shard = int(np.searchsorted(self.ends, position, side="right"))
+    begin = int(self.ends[shard]) - self.tokens[shard]
+    return shard, position - begin
+
+
+@patch
+def window(self: SequentialSampler, position: int) -> np.ndarray:
+    "The tokens from a position of the stream on, uint16 [seq_len + 1]."
+    pieces = []
+    missing = self.seq_len + 1
+    while missing > 0:
+        shard, offset = self.locate(position)
+        piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
+        pieces.append(piece)
+        position += len(piece)
+        missing -= len(piece)
+    return np.concatenate(pieces)
 
 # %% ../nbs/story/02b_loader.ipynb #d8b89466
 @dataclass
@@ -166,130 +217,72 @@ class CoprimeSampler(WindowSampler):
     """
     order = "coprime"
 
-    def __init__(self, paths: Sequence[Path], rank, world, rows: int, seq_len: int, seed: int, accum=1):
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 seed: int, accum: int = 1):
         super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.usable = [i for i, n in enumerate(self.tokens) if n > seq_len]
+        self.usable = [shard for shard, tokens in enumerate(self.tokens) if tokens > seq_len]
         if not self.usable:
             raise GolfError(f"a training shard must hold more than TRAIN_SEQ_LEN={seq_len} tokens, "
                             f"found at most {max(self.tokens)}: use longer shards or shorter rows")
-        self.rng, self.steps = np.random.Generator(np.random.PCG64(seed)), 0
-        self.cursors: list[Cursor | None] = [None] * len(self.paths)
+        self.rng = np.random.Generator(np.random.PCG64(seed))
+        self.steps = 0  # planned so far
+        self.cursors: list[Cursor | None] = [None] * len(self.paths)  # None: not yet read from
 
     def plan(self) -> list[tuple[int, int]]:
-        "The next step as (shard, position) of every window, of all ranks and micro-steps, as dealt."
-        piles = [[(shard, self.next_block(shard)) for _ in range(n)] for shard, n in self.draw_shards()]
+        "The windows of the next step as (shard, first token)."
+        piles = []
+        for shard, count in self.draw_shards():
+            piles.append([(shard, self.next_block(shard)) for _ in range(count)])
         self.steps += 1
         return deal(self.rng, piles)
 
-    def row(self, shard: int, at: int) -> np.ndarray:
-        "A window, uint16 [seq_len + 1]."
-        return self.read(shard, at, self.seq_len + 1)
+    def window(self, place: tuple[int, int]) -> np.ndarray:
+        "The tokens of one, uint16 [seq_len + 1]."
+        shard, begin = place
+        return self.read(shard, begin, self.seq_len + 1)
 
-    def next_block(self, shard: int) -> int:
-        "The token at which a shard's next block begins; an exhausted shard begins a new pass."
-        cursor = self.cursors[shard]
-        if cursor is None or cursor.used >= cursor.blocks:
-            cursor = self.cursors[shard] = draw_cursor(self.rng, self.tokens[shard], self.seq_len)
-        return cursor.take(self.seq_len)
-
-    def _place(self) -> dict:
-        cursors = [astuple(c) if c else None for c in self.cursors]
+    def place(self) -> dict:
+        "Steps, random generator and the walk over each shard."
+        cursors = [astuple(cursor) if cursor else None for cursor in self.cursors]
         return {"steps": self.steps, "rng": self.rng.bit_generator.state, "cursors": cursors}
 
-    def _go_to(self, state: dict) -> None:
-        self.steps, self.rng.bit_generator.state = int(state["steps"]), state["rng"]
-        self.cursors = [Cursor(*c) if c else None for c in state["cursors"]]
+    def go_to(self, place: dict) -> None:
+        "Take them up."
+        self.steps = int(place["steps"])
+        self.rng.bit_generator.state = place["rng"]
+        self.cursors = [Cursor(*cursor) if cursor else None for cursor in place["cursors"]]
+
+# %% ../nbs/story/02b_loader.ipynb #0c7d932b
+@patch
+def next_block(self: CoprimeSampler, shard: int) -> int:
+    "The token at which a shard's next block begins; an exhausted shard begins a new pass."
+    cursor = self.cursors[shard]
+    if cursor is None or cursor.used >= cursor.blocks:
+        cursor = draw_cursor(self.rng, self.tokens[shard], self.seq_len)
+        self.cursors[shard] = cursor
+    return cursor.take(self.seq_len)
 
 # %% ../nbs/story/02b_loader.ipynb #3959bd40
 @patch
+def blocks_left(self: CoprimeSampler, shard: int) -> int:
+    "Of a shard's pass, 1 after its end; of one that has not begun about as many as it will have."
+    cursor = self.cursors[shard]
+    if cursor is None:
+        return (self.tokens[shard] - 1) // self.seq_len
+    return max(cursor.blocks - cursor.used, 1)
+
+
+@patch
 def draw_shards(self: CoprimeSampler) -> list[tuple[int, int]]:
     "Shards for the next step, and how many windows each gives."
-    full = [(self.tokens[s] - 1) // self.seq_len for s in self.usable]
-    left = [max(c.blocks - c.used, 1) if (c := self.cursors[s]) else n for s, n in zip(self.usable, full)]
     count, alpha = mixture(self.steps, len(self.usable), self.windows)
+    left = [self.blocks_left(shard) for shard in self.usable]
     weight = np.array(left, dtype=np.float64) ** alpha
     weight /= weight.sum()
     drawn = self.rng.choice(len(weight), size=count, replace=False, p=weight)
-    shares = 1 + self.rng.multinomial(self.windows - count, weight[drawn] / weight[drawn].sum())
-    return [(self.usable[i], int(share)) for i, share in zip(drawn, shares)]
-
-# %% ../nbs/story/02b_loader.ipynb #db88c28d
-def index_documents(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "Where a shard's documents begin, after their BOS, and how many tokens of text they have: int64 [D] each."
-    at = np.flatnonzero(tokens == BOS_ID)
-    starts = at + 1 if at.size and at[0] == 0 else np.concatenate([[0], at + 1])
-    return starts, np.append(at[at > 0], tokens.size) - starts
-
-# %% ../nbs/story/02b_loader.ipynb #cef39787
-class PackedSampler(WindowSampler):
-    "Rows that begin with a BOS, filled with documents in an order drawn from `seed`: each token once a pass."
-    order, group_shards = "packed", 4
-
-    def __init__(self, paths: Sequence[Path], rank, world, rows: int, seq_len: int, seed: int, accum=1):
-        super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.seed, self.place = seed, (0, 0, 0)
-        self.group = lru_cache(maxsize=2)(self.draw_group)
-
-    def plan(self) -> list[tuple[int, int, int]]:
-        "The place of every row of the next step."
-        places = []
-        for _ in range(self.windows):
-            lap, number, at = self.place
-            shard, start, begin, end = self.document(lap, number, at)
-            places.append(self.settle(lap, number, at + (at == begin)))
-            lap, number, at = places[-1]
-            self.place = self.settle(lap, number, at + self.seq_len)
-        return places
-
-    def settle(self, lap: int, number: int, at: int) -> tuple[int, int, int]:
-        "Move a place that lies past the end of its group on to the group it belongs to."
-        while at >= (total := int(self.group(lap, number)[3, -1])):
-            last = (number + 1) * self.group_shards >= len(self.paths)
-            lap, number, at = (lap + 1, 0, at - total) if last else (lap, number + 1, at - total)
-        return lap, number, at
-
-    def document(self, lap: int, number: int, at: int) -> list[int]:
-        "Shard, first token, begin and end of the document at a place."
-        group = self.group(lap, number)
-        return group[:, np.searchsorted(group[3], at, side="right")].tolist()
-
-    def _place(self) -> dict: return {"seed": self.seed, "place": self.place}
-
-    def _go_to(self, state: dict) -> None:
-        self.seed, self.place = int(state["seed"]), tuple(state["place"])
-        self.group.cache_clear()
-
-# %% ../nbs/story/02b_loader.ipynb #00e07f3f
-@patch
-def draw_group(self: PackedSampler, lap: int, number: int) -> np.ndarray:
-    """Index the documents of a group of shards, in the order drawn: int64 [4, D].
-
-    For each: its shard, the first token of its text there, where its BOS and its end lie in the stream.
-    """
-    order = np.random.default_rng([self.seed, lap]).permutation(len(self.paths))
-    index = []
-    for shard in order[number * self.group_shards :][: self.group_shards].tolist():
-        starts, lengths = index_documents(self.read(shard, 0, self.tokens[shard]))
-        index.append(np.stack([np.full(starts.size, shard), starts, lengths]))
-    index = np.concatenate(index, axis=1)
-    mix = np.random.default_rng([self.seed, lap, number]).permutation(index.shape[1])
-    shards, starts, lengths = index[:, mix]
-    ends = np.cumsum(lengths + 1)
-    return np.stack([shards, starts, ends - lengths - 1, ends])
-
-# %% ../nbs/story/02b_loader.ipynb #34369462
-@patch
-def row(self: PackedSampler, lap: int, number: int, at: int) -> np.ndarray:
-    "A row, uint16 [seq_len + 1]: a BOS, then the tokens from this place on."
-    row, filled = np.full(self.seq_len + 1, BOS_ID, np.uint16), 1
-    while filled < row.size:
-        lap, number, at = self.settle(lap, number, at)
-        shard, start, begin, end = self.document(lap, number, at)
-        take, bos = min(row.size - filled, end - at), int(at == begin)  # the row has its BOS already
-        if take > bos:
-            row[filled + bos : filled + take] = self.read(shard, start + at - begin - 1 + bos, take - bos)
-        filled, at = filled + take, at + take
-    return row
+    chances = weight[drawn] / weight[drawn].sum()
+    more = self.rng.multinomial(self.windows - count, chances)
+    return [(self.usable[i], 1 + int(extra)) for i, extra in zip(drawn, more)]
 
 # %% ../nbs/story/02b_loader.ipynb #7924bab7
 def grad_accum(world: int) -> int:
@@ -302,7 +295,6 @@ class LoaderSettings(Settings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of NAME_train_*.bin and NAME_val_*.bin: path")
-    loader: str = setting("sequential", "order of windows", "sequential", "coprime", "packed", fixed="yes")
     train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
@@ -319,15 +311,6 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
                f"multiple of {world} ranks x {grad_accum(world)} micro-steps, found {tokens} tokens: "
                f"set it to {max(1, tokens // part) * part} or use another number of ranks")
 
-# %% ../nbs/story/02b_loader.ipynb #61d949b7
-def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: int, seq_len: int):
-    "The `WindowSampler` that LOADER names, over sorted training shards, for rows of `seq_len` tokens."
-    rows, accum = cfg.rows_per_micro(world, seq_len), grad_accum(world)
-    if cfg.loader == "sequential":
-        return SequentialSampler(paths, rank, world, rows, seq_len, accum, spans=8)
-    order = PackedSampler if cfg.loader == "packed" else CoprimeSampler
-    return order(paths, rank, world, rows, seq_len, cfg.seed, accum)
-
 # %% ../nbs/story/02b_loader.ipynb #15b6feea
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
@@ -335,13 +318,17 @@ Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_le
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    It takes over the `sampler`, which `make_sampler` builds. Tokens must be below `vocab_size`; up to `depth`
+    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
     batches are built ahead.
     """
 
-    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int, depth: int = 4):
-        self.sampler, self.device, sampler.vocab_size = sampler, torch.device(device), vocab_size
-        cuda, shape = self.device.type == "cuda", (sampler.rows, sampler.seq_len + 1)
+    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int,
+                 depth: int = 4):
+        self.sampler = sampler
+        sampler.vocab_size = vocab_size
+        self.device = torch.device(device)
+        cuda = self.device.type == "cuda"
+        shape = (sampler.rows, sampler.seq_len + 1)
         self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
@@ -371,10 +358,14 @@ def rewind(self: Loader, state: dict) -> None:
     "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
     self.close()
     self.sampler.load_state(state)
-    self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
+    self.free = queue.SimpleQueue()   # buffers to fill
+    self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
+    self.sent = deque()               # batches on their way to the device
+    self.copied = []                  # buffers that a copy still reads
     for buffer in self.buffers:
         self.free.put(buffer)
-    self.given, self.running = self.sampler.state(), True
+    self.given = self.sampler.state()
+    self.running = True
     self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
     self.thread.start()
 

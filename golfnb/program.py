@@ -18,7 +18,7 @@ import torch
 from .settings import GolfError
 from .shards import check_disjoint, check_manifest, find_shards
 from .bpb import load_tokenizer, tokenizer_hash
-from .loader import Loader, make_sampler
+from .loader import Loader
 from .layout import Layout
 from .model import Golf, init_model, load_named
 from .averaging import make_average
@@ -32,7 +32,7 @@ from .ttt import score_first
 from .adapters import score_documents
 from .run import Run, as_rank, hessians_in_time, keep_traces, train_and_average, weight_dtype
 from .config import (Config, load_config, make_codec, make_engine, make_freeze, make_inside, make_layout,
-                           make_skips)
+                           make_sampler, make_skips)
 
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass
@@ -73,7 +73,7 @@ def build(cfg: Config, ranks: Ranks) -> Parts:
 
 def data(cfg: Config, paths: list[Path], ranks: Ranks) -> Loader:
     "Batches of this rank from training shards."
-    sampler = make_sampler(cfg, paths, ranks.rank, ranks.world, cfg.train_seq_len)
+    sampler = make_sampler(cfg, paths, ranks.rank, ranks.world)
     return Loader(sampler, ranks.device, cfg.vocab_size)
 
 # %% ../nbs/reference/18_program.ipynb #f0de1808
@@ -97,7 +97,7 @@ def pack(run: Run, p: Parts, averaged: dict) -> bytes:
     with run.phase("packing"):
         hessians = None
         if cfg.use_gptq:
-            sampler = make_sampler(cfg, run.train_paths, ranks.rank, ranks.world, cfg.train_seq_len)
+            sampler = make_sampler(cfg, run.train_paths, ranks.rank, ranks.world)
             hessians = hessians_in_time(run, p.model, sampler)
         try:
             packed = fit_state(cfg, averaged, cfg.target_bytes - len(run.code),

@@ -82,7 +82,7 @@ def unreached(text: str) -> list[str]:
         whole |= set(bases.get(name, ()))
     for c in (c for c in ast.walk(tree) if isinstance(c, ast.ClassDef)):
         for m in (m for m in c.body if isinstance(m, FUNCTIONS) and not m.name.startswith("__") and m.name not in CALLED):
-            if read["." + m.name] <= loads(m)["." + m.name]:
+            if read["." + m.name] <= loads(m, imports)["." + m.name]:
                 found.append(f"method {c.name}.{m.name}")
     for name, (cls, s) in settings.items():
         if not read["." + name] and not any(k.arg == "fixed" for k in s.value.keywords) and cls not in whole:

@@ -13,7 +13,7 @@ from golfnb.bpb import ByteTable
 from golfnb.evaluate import EvalSettings, sliding_loss
 from golfnb.grid import GridSettings
 from golfnb.layout import LayoutSettings, bank_per_shape
-from golfnb.loader import Loader, LoaderSettings, make_sampler
+from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
 from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
 from golfnb.quantize import QuantSettings, dequantize_state, fit_state
@@ -42,8 +42,9 @@ def an_engine(model: Golf, rule=None, clip=None) -> Engine:
 def batches(tmp_path):
     path = tmp_path / "fineweb_train_000000.bin"
     write_shard(path, np.tile(WORDS.numpy().astype(np.uint16), 1000))
-    cfg = LoaderSettings(train_batch_tokens=1024, loader="coprime")
-    with Loader(make_sampler(cfg, [path], 0, 1, seq_len=16), "cpu", vocab_size=32) as loader:
+    cfg = LoaderSettings(train_batch_tokens=1024)
+    sampler = CoprimeSampler([path], 0, 1, cfg.rows_per_micro(1, 16), 16, cfg.seed, grad_accum(1))
+    with Loader(sampler, "cpu", vocab_size=32) as loader:
         yield loader
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import load_config
+from golfnb.config import load_config, make_sampler
 from golfnb.settings import GolfError
-from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, PackedSampler, SequentialSampler, draw_cursor, index_documents, make_sampler, mixture
+from golfnb.loader import CoprimeSampler, Loader, SequentialSampler, WindowSampler, draw_cursor, mixture
 from golfnb.shards import write_shard
+from golfnb.studies.packed import PackedSampler, index_documents, packed_sampler
 
 ORDERS = ((SequentialSampler, ()), (CoprimeSampler, (5,)), (PackedSampler, (5,)))
 PLACES = torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])
@@ -151,10 +152,44 @@ def test_sequential_against_the_joined_stream(tmp_path_factory, lengths, world, 
 def test_make_sampler_follows_the_config(tmp_path):
     paths = corpus(tmp_path, [9000, 9000])
     demo = load_config({"RECIPE": "demo", "SEED": "3"})
-    sampler = make_sampler(demo, paths, 1, 2, demo.train_seq_len)
+    sampler = make_sampler(demo, paths, 1, 2)
     assert isinstance(sampler, CoprimeSampler) and sampler.rows == demo.rows_per_micro(2, demo.train_seq_len)
     assert sampler.plan() == CoprimeSampler(paths, 0, 2, sampler.rows, demo.train_seq_len, 3, 4).plan()
-    assert isinstance(make_sampler(load_config({"RECIPE": "demo", "LOADER": "sequential"}), paths, 0, 1, load_config({"RECIPE": "demo", "LOADER": "sequential"}).train_seq_len), SequentialSampler)
+    in_sequence = make_sampler(load_config({"RECIPE": "demo", "LOADER": "sequential"}), paths, 0, 1)
+    assert isinstance(in_sequence, SequentialSampler) and in_sequence.spans == 8
+    assert packed_sampler(demo, paths, 1, 2).plan() == PackedSampler(paths, 0, 2, sampler.rows, demo.train_seq_len, 3, 4).plan()
+
+
+def test_a_token_of_the_stream_is_found(tmp_path):
+    "At both ends of every shard, and round again after the last."
+    lengths = [3, 1, 2, 3]
+    sampler = SequentialSampler(corpus(tmp_path, lengths), 0, 1, 1, 2)
+    want = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+    assert [sampler.locate(position) for position in range(18)] == want + want
+    assert [sampler.window(at).tolist() for at in (0, 2, 7)] == [[0, 1, 2], [2, 3, 4], [7, 8, 0]]
+
+
+def test_an_order_of_ones_own_needs_what_its_docstring_lists(paths):
+    class Backwards(WindowSampler):
+        order = "backwards"
+        at = 0
+
+        def plan(self):
+            self.at += self.windows
+            return range(self.at - self.windows, self.at)
+
+        def window(self, place):
+            return self.read(0, 100 - place, self.seq_len + 1)
+
+        def place(self): return {"at": self.at}
+        def go_to(self, place): self.at = place["at"]
+
+    with Loader(Backwards(paths, 1, 2, 3, 4, accum=2), "cpu", 65_536) as loader:
+        start, first, middle, second = loader.state(), next(loader), loader.state(), next(loader)
+        assert [row[0] for row in first.ids.tolist()] == [99, 95, 91] and [row[0] for row in second.ids.tolist()] == [97, 93, 89]
+        for state, batch in ((start, first), (middle, second)):
+            loader.rewind(json.loads(json.dumps(state)))
+            assert torch.equal(next(loader).ids, batch.ids)
 
 
 @pytest.mark.parametrize("device", PLACES, ids=str)
@@ -266,7 +301,7 @@ def test_packed_rows_hold_every_token_of_text_once_a_pass(tmp_path_factory, data
     seen, row_count = [], 0
     while len(seen) < 2 * (number - 2) and row_count < 4000: # two passes and a bit, in the order of the stream
         batches = [next(s) for s in samplers]
-        assert all(s.place == samplers[0].place for s in samplers)
+        assert all(s.place() == samplers[0].place() for s in samplers)
         for i in range(rows * world): # rows were dealt to ranks in turn
             row = batches[i % world][i // world]
             assert row[0] == 1 and row.size == seq_len + 1
@@ -290,14 +325,16 @@ def test_packed_documents_stay_together(tmp_path):
     assert index_documents(np.array([9, 9], np.uint16))[1].tolist() == [2] and index_documents(np.array([1], np.uint16))[1].tolist() == [0]
 
 
-@pytest.mark.parametrize("order", ["sequential", "coprime", "packed"])
+@pytest.mark.parametrize("order", [order for order, _ in ORDERS])
 def test_the_windows_of_a_step_are_the_same_on_any_number_of_ranks(paths, order):
     "Whatever number of ranks and micro-steps share it; and a place between two steps fits every number of ranks."
-    cfg, place = LoaderSettings(train_batch_tokens=840 * 4, loader=order), None # 840 windows: 1 to 8 ranks
+    place, windows = None, 840 # on 1 to 8 ranks
     for step in range(3):
         steps, places = [], []
         for world in range(1, 9):
-            samplers = [make_sampler(cfg, paths, rank, world, 4) for rank in range(world)]
+            accum = max(1, 8 // world)
+            last = {"spans": 8} if order is SequentialSampler else {"seed": 5}
+            samplers = [order(paths, rank, world, windows // (world * accum), 4, accum=accum, **last) for rank in range(world)]
             if place:
                 [s.load_state(place) for s in samplers]
             rows = np.concatenate([next(s) for _ in range(samplers[0].accum) for s in samplers])
@@ -344,7 +381,7 @@ def test_ranks_are_disjoint_and_cover_the_plan(tmp_path, world):
 
 def test_same_batches_in_another_process_at_another_place(tmp_path):
     "Order, not only plan: the rows' bytes, hashed in a process with another hash seed."
-    code = ("import hashlib, sys; from pathlib import Path; from golfnb.loader import CoprimeSampler, PackedSampler\n"
+    code = ("import hashlib, sys; from pathlib import Path; from golfnb.loader import CoprimeSampler; from golfnb.studies.packed import PackedSampler\n"
             "def found(folder):\n"
             "    samplers = [order(sorted(Path(folder).glob('*.bin')), 1, 3, 4, 16, 7) for order in (CoprimeSampler, PackedSampler)]\n"
             "    return [hashlib.sha256(b''.join(next(s).tobytes() for _ in range(20))).hexdigest() for s in samplers]\n")
@@ -369,7 +406,7 @@ def test_mixture_weights_are_as_specified(tmp_path):
 
 def test_shard_that_changes_while_training_runs(tmp_path):
     "Gone, cut off or replaced: a sentence from the thread that names the shard, never a bus error."
-    code = ("import sys; from pathlib import Path; from golfnb.config import GolfError; from golfnb.loader import *; from golfnb.shards import write_shard\n"
+    code = ("import sys; from pathlib import Path; from golfnb.config import GolfError; from golfnb.loader import *; from golfnb.shards import write_shard; from golfnb.studies.packed import PackedSampler\n"
             "paths = sorted(Path(sys.argv[1]).glob('*.bin'))\n"
             "for harm in ('gone', 'cut', 'other'):\n"
             "  for order, more in ((SequentialSampler, ()), (CoprimeSampler, (1,)), (PackedSampler, (1,))):\n"

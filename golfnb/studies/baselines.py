@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
                           step_block, timed_block, wait_for)
 from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
-from ..config import Config, load_config, make_orthogonalize, make_skips
+from ..config import Config, load_config, make_orthogonalize, make_sampler, make_skips
 from ..layout import BankSpec, Layout, LayoutSettings, Matrix
-from ..loader import Loader, grad_accum, make_sampler
+from ..loader import Loader, grad_accum
 from ..model import Golf, init_model
 from ..newton_schulz import newton_schulz_flops
 from ..parallel_muon import (ClipEach, Knobs, Muon, NoClip, Ranks, Recorded, ShardedBank,
@@ -286,7 +286,7 @@ class DdpRig(Rig):
         self.ranks, self.cfg, device = ranks, cfg, ranks.device
         self.model, _ = plan_model(cfg, ranks, 1, wide=True)
         roles = self.model.role_params()
-        sampler = make_sampler(cfg, paths, ranks.rank, ranks.world, cfg.train_seq_len)
+        sampler = make_sampler(cfg, paths, ranks.rank, ranks.world)
         self.loader = Loader(sampler, device, cfg.vocab_size)
         self.loss = compiled(LossModule(self.model), cfg, device)
         if ranks.world > 1:

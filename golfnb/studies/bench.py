@@ -31,11 +31,11 @@ import torch.distributed as dist
 from .. import __version__
 from ..adapters import score_documents
 from ..bpb import ByteTable
-from ..config import Config, load_config, make_freeze
+from ..config import Config, load_config, make_freeze, make_sampler
 from ..evaluate import plain_loss, sliding_loss
 from ..tools.launcher import (END_WITH_TORCHRUN, checkout_commit, package_dir, run_script,
                              usable_cores, free_cores)
-from ..loader import Loader, grad_accum, make_sampler
+from ..loader import Loader, grad_accum
 from ..model import named_state
 from ..parallel_muon import Ranks
 from ..plan import read_links
@@ -188,7 +188,7 @@ class Rig:
 
     def __init__(self, cfg: Config, ranks: Ranks, paths: list[Path]):
         self.cfg, self.ranks, self.parts = cfg, ranks, build(cfg, ranks)
-        sampler = make_sampler(cfg, paths, ranks.rank, ranks.world, cfg.train_seq_len)
+        sampler = make_sampler(cfg, paths, ranks.rank, ranks.world)
         self.loader = Loader(sampler, ranks.device, cfg.vocab_size)
         self.begin()
 

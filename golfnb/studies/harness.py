@@ -36,19 +36,20 @@ from .bench import (Rig, changed_settings, interleave, launch_module, read_resul
                           result_path, run_rounds, timed_block, where_measured)
 from ..bpb import byte_table, load_tokenizer
 from ..tools.checkpoint import Keeper
-from ..config import Config, load_config, make_engine, make_freeze, make_layout, make_skips
+from ..config import Config, load_config, make_engine, make_freeze, make_layout, make_sampler, make_skips
 from ..evaluate import plain_loss
 from ..tools.launcher import package_dir
 from ..layers import rotary_tables
-from ..loader import Loader, grad_accum, make_sampler
+from ..loader import Loader, grad_accum
 from ..model import Golf, load_named, named_state, quant_kind
 from ..parallel_muon import ClipEach, Ranks, clip_factor, squared_norm, start_ranks
 from ..quantize import (INT_MAX, calibrate, calibration_batches, dequantize_state, gptq_matrices,
                              quantize_state)
-from ..program import Parts, build, data, step
+from ..program import Parts, build, step
 from ..run import as_rank, device_name
 from ..settings import GolfError
 from ..shards import find_shards, read_header, val_tokens
+from .packed import packed_sampler
 from .significance import errors_below, student_tail
 from ..train import RunLog, Trainer, rehearse, train, undone
 from ..ttt import score_first
@@ -127,10 +128,11 @@ def half_width(differences: list[float], level: float = 0.95) -> float:
 # %% ../../nbs/studies/35_harness.ipynb #a15647ab
 @dataclass
 class Kind:
-    "Changed settings, what to do to a fresh model, and the dtype of momenta and moments (None: as usual)."
-    changes: dict = field(default_factory=dict)
-    prepare: Callable | None = None
-    state: torch.dtype | None = None
+    "What a variant changes in a run of a configuration."
+    changes: dict = field(default_factory=dict)  # of settings
+    prepare: Callable | None = None              # what to do to a fresh model
+    state: torch.dtype | None = None             # of momenta and moments; None: as usual
+    sampler: Callable = make_sampler             # builds the order of the data
 
 
 def start_skips(model: Golf, cfg: Config, world: int, value: float, held: int):
@@ -202,7 +204,8 @@ def run_kind(lab: Lab, cfg: Config, kind: Kind, after: Callable | None = None) -
         average = m.average(m.engine.tensors())
         return Trainer(cfg, m.engine, loader, average, log, make_projector=m.make_projector, **clock)
 
-    with data(cfg, lab.paths, lab.ranks) as loader:
+    sampler = kind.sampler(cfg, lab.paths, lab.ranks.rank, lab.ranks.world)
+    with Loader(sampler, lab.ranks.device, cfg.vocab_size) as loader:
         with undone(m.engine, loader):
             rehearse(trainer(now=lambda: 0.0), partial(step, m), log)
         validate()  # compiles the scoring forward
@@ -257,9 +260,11 @@ def trainings(name: str, steps: int, kinds: dict[str, Kind], **changes):
 
 
 PLAIN = {"skip_gate": "one", "plan": "pr399"}
+ORDERS = {"sequential": Kind({"loader": "sequential"}), "coprime": Kind({"loader": "coprime"}),
+          "packed": Kind(sampler=packed_sampler)}
 trainings("gates", 300, GATES, averaging="none")
 trainings("dtypes", 300, DTYPES, averaging="none")
-trainings("orders", 500, {order: Kind({"loader": order}) for order in ("sequential", "coprime", "packed")})
+trainings("orders", 500, ORDERS)
 trainings("golf_parts", 500, {
     "golf": Kind(PLAIN), "skip_gate=sigmoid": Kind(PLAIN | {"skip_gate": "sigmoid"}),
     "plan=shared_mlp": Kind(PLAIN | {"plan": "shared_mlp"})}, muon_momentum_warmup_steps=107)
@@ -374,14 +379,14 @@ def loader(lab: Lab):
     torch.set_num_threads(1)
     cfg, count = lab.config(), lab.option("BATCHES", 60)
 
-    def block(way: tuple[str, int]) -> dict[str, list[float]]:
-        order, world = way
-        sampler = make_sampler(replace(cfg, loader=order), lab.paths, 0, world, cfg.train_seq_len)
+    def block(way: tuple[Kind, int]) -> dict[str, list[float]]:
+        kind, world = way
+        sampler = kind.sampler(replace(cfg, **kind.changes), lab.paths, 0, world)
         with Loader(sampler, "cpu", cfg.vocab_size) as batches:
             tokens = next(batches).ids.numel()
             return {"": [tokens / timed_block(lambda: next(batches), count)[1] / 1e3]}
 
-    ways = {f"{o}, world {w}": (o, w) for o in ("sequential", "coprime", "packed") for w in (1, 8)}
+    ways = {f"{order}, world {w}": (kind, w) for order, kind in ORDERS.items() for w in (1, 8)}
     rates = {name: values[1:] for name, values in run_rounds(ways, 6, block).items()}  # the first warms up
     lab.keep("loader_cpu", rates, "M tokens/s", "Loader, one rank, one core", {"batches": count})
 
@@ -500,7 +505,8 @@ def loss(lab: Lab):
             load_named(model, state)
             return score(lab, cfg, model)[0]
 
-        base, sampler = plain(named), make_sampler(cfg, lab.paths, 0, 1, cfg.train_seq_len)
+        base = plain(named)
+        sampler = make_sampler(cfg, lab.paths, 0, 1)
         hessians = calibrate(model, calibration_batches(sampler, cfg.gptq_calib_samples, device), lab.ranks)
         matrices = {n: w for n, w in named.items() if quant_kind(n, tuple(w.shape)) == "int6"}
         for grid, (floor, k) in (GRIDS | {"k = 18": (False, 18.0), "k = 36": (False, 36.0)}).items():

@@ -531,7 +531,7 @@ def run_hessians(cfg, named: dict, ranks) -> dict:
     paths = book.shards.find_shards(Path(cfg.data_path) / "*_train_*.bin")
     book.run.count_tokens(paths, cfg.vocab_size)
     print(f"calibrating full-Hessian GPTQ: {cfg.gptq_calib_samples} batches on {ranks.device}", flush=True)
-    sampler = book.loader.make_sampler(cfg, paths, 0, 1, cfg.train_seq_len)
+    sampler = book.config.make_sampler(cfg, paths, 0, 1)
     with closing(book.watch.Bar(ranks.master)) as bar:
         batches = q.calibration_batches(sampler, cfg.gptq_calib_samples, ranks.device, bar)
         return q.calibrate(model, batches, ranks)
