@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT_BUILT', 'SWITCHES', 'RunSettings',
-           'PartSettings', 'Config', 'make_layout', 'make_skips', 'make_freeze', 'setting_specs', 'setting_groups',
-           'switched_values', 'refuse_changes', 'load_config']
+           'PartSettings', 'Config', 'make_layout', 'make_skips', 'quantize_as', 'make_freeze', 'setting_specs',
+           'setting_groups', 'switched_values', 'refuse_changes', 'load_config']
 
 # %% ../nbs/reference/15_config.ipynb #f817172f
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +16,10 @@ from .loader import LoaderSettings, batch_problems
 from .layout import Layout, bank_per_shape, mlp_in_one_bank
 from .model import (FreezeBlocks, FreezeControls, ModelSettings, SavedModel, SigmoidSkips,
                           WeightedSkips)
-from .parallel_muon import EngineSettings
+from .parallel_muon import EngineSettings, Ranks
 from .train import TrainSettings
-from .quantize import QuantSettings
+from .quantize import (Gptq, Nearest, QuantSettings, fit_state, int6_matrices, quantize_state,
+                             shared_out)
 from .artifact import ArtifactSettings
 from .ttt import TttSettings
 from .adapters import AdapterSettings, adapter_problems
@@ -47,6 +48,7 @@ class PartSettings(Settings):
     "Words that name the parts of a run."
     plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
+    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
     ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
@@ -108,6 +110,19 @@ def make_skips(cfg: Config) -> WeightedSkips:
     if cfg.skip_gate == "sigmoid":
         return SigmoidSkips()
     return WeightedSkips()
+
+
+def quantize_as(cfg: Config, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
+                hessians: Mapping, ranks: Ranks, log=None) -> dict:
+    "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
+    packed = quantize_state(named, cfg.scale_floor, small=cfg.small_tensor, log=log)
+    int6 = Nearest(cfg.scale_floor)
+    if cfg.use_gptq:
+        int6 = Gptq(hessians, cfg.scale_floor)
+        packed |= shared_out(int6_matrices(packed, named), int6, ranks, log)
+    if cfg.scale_floor:
+        return packed
+    return fit_state(packed, named, target_bytes, measure, int6, ranks, log)
 
 
 def make_freeze(cfg: Config) -> Callable | None:

@@ -35,12 +35,12 @@ from .evaluate import plain_loss, sliding_loss
 from .tools.checkpoint import Keeper
 from .averaging import NoAverage
 from .train import EmaAdvice, RunLog, StepGraph, check_score, compiled, train, training_loss, warm_up
-from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state, fit_state
+from .quantize import NothingFits, calibrate, calibration_batches, dequantize_state
 from .artifact import (artifact_ledger, compress_section, load_weights, pack_bytes, save_artifact,
                              save_weights, unpack_bytes)
 from .ttt import score_first
 from .adapters import score_documents
-from .config import Config, load_config, make_freeze, make_layout, make_skips
+from .config import Config, load_config, make_freeze, make_layout, make_skips, quantize_as
 
 # %% ../nbs/reference/16_run.ipynb #86088a64
 def weight_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -343,11 +343,11 @@ def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
     "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
     cfg, data = self.cfg, b""
     with self.phase("packing"):
-        hessians = self.hessians() if cfg.use_gptq else None
+        hessians = self.hessians() if cfg.use_gptq else {}
         try:
-            packed = fit_state(cfg, averaged, cfg.target_bytes - code_bytes,
-                               lambda packed: len(pack_bytes(packed, self.meta(), cfg.codec)),
-                               cfg.small_tensor, hessians, self.ranks, self.log)
+            packed = quantize_as(cfg, averaged, cfg.target_bytes - code_bytes,
+                                 lambda packed: len(pack_bytes(packed, self.meta(), cfg.codec)),
+                                 hessians, self.ranks, self.log)
         except NothingFits as e:
             self.log.line(str(e))
             packed = e.packed

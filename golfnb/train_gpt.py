@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source fbf1fcb0e9d48e4f | Apache-2.0
+# golfnb script --recipe pr549 | source 5c6e3f22e7fc022e | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1746,6 +1746,7 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
 # ---- grid ----
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
+FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
 FP16_HUGE = 65504.0                                     # and the largest
 
 def row_clip(w: Tensor, quantile: float) -> Tensor:
@@ -1757,9 +1758,9 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
     parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
-def row_scale(clip: Tensor, qmax: int) -> Tensor:
+def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
     "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
-    scale = (clip / qmax).clamp(1.0 / qmax, FP16_HUGE)
+    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
@@ -1777,7 +1778,7 @@ def finite_matrix(w: Tensor) -> Tensor:
                         f"of shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
     return w if w.dtype == torch.float64 else w.float()
 
-def best_clip(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def best_clip(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
@@ -1785,7 +1786,7 @@ def best_clip(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide, tried = finite_matrix(w), []
     for quantile in CLIP_QUANTILES:
-        scale = row_scale(row_clip(wide, quantile), 31)
+        scale = row_scale(row_clip(wide, quantile), 31, floor)
         q = quantize_rows(wide, scale, 31)
         tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
     qs, scales, errors = map(torch.stack, zip(*tried))
@@ -1799,13 +1800,13 @@ class GridSettings(Settings):
     "What both quantization-aware training and the quantizer need to know of the grid."
     scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
 
-def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
-    scale = (clip / 127).clamp(0.007874015748031496, FP16_HUGE)
+    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
-    return quantize_rows(bounded, scale, 127), row_scale(clip, 127)
+    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
 # ---- plan ----
 @dataclass(frozen=True)
@@ -2967,8 +2968,13 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
     "The floats that were stored, bit for bit, in their shape and dtype."
     return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
 
+def spread_scale(w: Tensor, k: float) -> Tensor:
+    "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
+    wide = w if w.dtype == torch.float64 else w.float()
+    return row_scale(k * wide.square().mean(-1).sqrt(), 31)
+
 @torch.no_grad()
-def pack_rows(name: str, w: Tensor, kind: str) -> Packed:
+def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
     `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by spread; 0: GPTQ-lite.
@@ -2978,15 +2984,18 @@ def pack_rows(name: str, w: Tensor, kind: str) -> Packed:
         raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape"
                         f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
     if kind == "int8":
-        q, scale = quantize_int8(w)
+        q, scale = quantize_int8(w, scale_floor)
+    elif not k:
+        q, scale, _ = best_clip(w, scale_floor)
     else:
-        q, scale, _ = best_clip(w)
+        scale = spread_scale(w, k)
+        q = quantize_rows(w.to(scale.dtype), scale, 31)
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
 def quantize_state(named: Mapping, small: int = SMALL_MATRIX, log=None) -> dict:
     "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
-    return {name: pack_rows(name, named[name], kind) if kind in INT_MAX else
+    return {name: pack_rows(name, named[name], kind, True, 0.0) if kind in INT_MAX else
             pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
@@ -3001,24 +3010,22 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
     return state
 
+class Nearest:
+    "A way to int6 for `shared_out` and `fit_state`: each weight is rounded to the nearest."
+
+    def __init__(self):
+        self.scale_floor = True
+
+    def __call__(self, name: str, w: Tensor, k: float = 0.0) -> Packed:
+        "A matrix [rows, cols] packed; errors as `pack_rows`."
+        return pack_rows(name, w, "int6", self.scale_floor, k)
+
 class NothingFits(GolfError):
     "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
 
 @dataclass
 class QuantSettings(GridSettings):
     "How the weights become integers."
-    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
-
-def fit_state(named: Mapping,
-              small: int = SMALL_MATRIX, log=None) -> dict:
-    """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
-
-    Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
-    same; `measure` is called on rank 0. `small` as in `quantize_state`.
-    """
-    packed = quantize_state(named, small=small, log=log)
-    matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
-    return packed
 
 # ---- artifact ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
@@ -3280,33 +3287,24 @@ class ChunkTrainer:
                 p.grad = g
             self.engine.step(multiplier, self.cfg.ttt_momentum)
 
-class RunningScore:
-    "The score of a pass: an event after each step, a line `every` so many. Sums are [nats, bytes, targets]."
+def steps_between_lines(steps: int) -> int:
+    "About a hundred lines a pass: to read a score, the CPU waits for the device."
+    return max(1, steps // 100)
 
-    def __init__(self, log: RunLog | None, steps: int):
-        self.log, self.steps, self.every, self.reader = log, steps, 10, LateReader()
+def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
+    """A line and an event with the score up to `step` of `steps`; `sums` [3]: nats, bytes, targets.
 
-    def push(self, sums: Tensor, step: int, ranks: Ranks):
-        "Log the score after `step`, two steps later; the last is for who has the sums of all ranks."
-        if self.log is not None and step + 1 < self.steps:
-            if late := self.reader.push(torch.cat([ranks.sum(sums.clone()), sums.new_full((1,), step)])):
-                self.write(*late)
-
-    def write(self, nats: float, n_bytes: float, count: float, step: float):
-        """Log one event, and a line if it is time; before the last step those that are still under way.
-
-        Raises GolfError for a score that is NaN or infinite: the weights are, too.
-        """
-        while step + 1 == self.steps and self.reader.queue:
-            self.write(*self.reader.pop())
-        if not math.isfinite(nats):
-            raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
-                            f"{int(step) + 1} of {self.steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
-        if self.log is not None and n_bytes > 0:
-            loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
-            self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
-            if step % self.every == 0 or step + 1 == self.steps:
-                self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
+    Raises GolfError for a score that is NaN or infinite: the weights are, too.
+    """
+    nats, n_bytes, count = sums.tolist()
+    if not math.isfinite(nats):
+        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
+                        f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
+    if log is None or n_bytes == 0:
+        return
+    bpb = bits_per_byte(nats, n_bytes)
+    log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
+    log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
 
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
                 forward: Callable | None = None, log: RunLog | None = None,
@@ -3321,7 +3319,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
-    ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts))
+    ledger = Ledger([[0, n]])
+    every = steps_between_lines(len(parts))
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger)
     model.freeze = freeze
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
@@ -3330,12 +3329,13 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         a, b = (lo + i for i in share_of(hi - lo, ranks))
         sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch)
         ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
-        score.push(sums, c, ranks)
+        if log is not None and c % every == 0 and c + 1 < len(parts):
+            log_score(log, ranks.sum(sums.clone()), c, len(parts))
         if c + 1 < len(parts):
             trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
     model.freeze = None
     found = total_score(sums, n, ranks)
-    score.write(*sums.tolist(), len(parts) - 1)
+    log_score(log, sums, len(parts) - 1, len(parts))
     return *found, ledger
 
 # ---- adapters ----
@@ -3365,6 +3365,7 @@ class PartSettings(Settings):
     "Words that name the parts of a run."
     plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
+    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
     ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
@@ -3424,6 +3425,12 @@ def make_layout(cfg: Config, world: int) -> Layout:
 def make_skips() -> WeightedSkips:
     "The U-Net skips that SKIP_GATE names."
     return WeightedSkips()
+
+def quantize_as(cfg: Config, named: Mapping, log=None) -> dict:
+    "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
+    packed = quantize_state(named, small=cfg.small_tensor, log=log)
+    int6 = Nearest()
+    return packed
 
 def make_freeze() -> Callable | None:
     "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
@@ -3709,10 +3716,9 @@ class Session:
         "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
         cfg, data = self.cfg, b""
         with self.phase("packing"):
-            hessians = None
+            hessians = {}
             try:
-                packed = fit_state(averaged,
-                                   cfg.small_tensor, self.log)
+                packed = quantize_as(cfg, averaged, self.log)
             except NothingFits as e:
                 self.log.line(str(e))
                 packed = e.packed

@@ -42,8 +42,8 @@ from ..layers import rotary_tables
 from ..loader import Loader, grad_accum, make_sampler
 from ..model import Golf, load_named, named_state, quant_kind
 from ..parallel_muon import Ranks, clip_factor, make_engine, squared_norm, start_ranks
-from ..quantize import (INT_MAX, calibrate, calibration_batches, dequantize_state, gptq_matrices,
-                             quantize_state)
+from ..quantize import (INT_MAX, Gptq, calibrate, calibration_batches, dequantize_state,
+                             quantize_state, shared_out)
 from ..run import Machine, as_rank, device_name
 from ..settings import GolfError
 from ..shards import find_shards, read_header, val_tokens
@@ -496,7 +496,8 @@ def loss(lab: Lab):
         matrices = {n: w for n, w in named.items() if quant_kind(n, tuple(w.shape)) == "int6"}
         for grid, (floor, k) in (GRIDS | {"k = 18": (False, 18.0), "k = 36": (False, 36.0)}).items():
             nearest = quantize_state(named, floor, k)
-            fine = nearest | gptq_matrices(matrices, hessians, lab.ranks, floor, k)
+            gptq = partial(Gptq(hessians, floor), k=k)
+            fine = nearest | shared_out(matrices, gptq, lab.ranks)
             for way, packed in (("nearest", nearest), ("GPTQ", fine)):
                 samples[f"{grid}, {way}: loss"] = [plain(dequantize_state(packed)) - base]
                 samples[f"{grid}, {way}: bytes"] = [len(pack_bytes(packed, meta, "best"))]
