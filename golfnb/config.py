@@ -104,14 +104,14 @@ def make_layout(cfg: Config, world: int) -> Layout:
         return mlp_in_one_bank(cfg, world)
     return bank_per_shape(cfg, world)
 
-
+# %% ../nbs/reference/15_config.ipynb #7047f057
 def make_skips(cfg: Config) -> WeightedSkips:
     "The U-Net skips that SKIP_GATE names."
     if cfg.skip_gate == "sigmoid":
         return SigmoidSkips()
     return WeightedSkips()
 
-
+# %% ../nbs/reference/15_config.ipynb #577194a1
 def quantize_as(cfg: Config, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
                 hessians: Mapping, ranks: Ranks, log=None) -> dict:
     "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
@@ -124,7 +124,7 @@ def quantize_as(cfg: Config, named: Mapping, target_bytes: int, measure: Callabl
         return packed
     return fit_state(packed, named, target_bytes, measure, int6, ranks, log)
 
-
+# %% ../nbs/reference/15_config.ipynb #4c4b82b3
 def make_freeze(cfg: Config) -> Callable | None:
     "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
     if cfg.ttt_freeze_blocks == 0:

@@ -131,7 +131,7 @@ class CapturingBlock(Block):
         self.capture(f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight", x)
         return F.linear(x, weight)
 
-
+# %% ../nbs/story/10b_quantize.ipynb #bb17fd5a
 @contextmanager
 def captured_inputs(model: Golf, capture: Callable[[str, Tensor], None]) -> Iterator[None]:
     "Within it the model runs without kernels and hands each matrix's input [B, T, cols] to `capture`."
@@ -239,7 +239,7 @@ def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
         heapq.heapreplace(load, (busy + int(costs[job]), hand))
     return dealt
 
-
+# %% ../nbs/story/10b_quantize.ipynb #af9ff239
 class Nearest:
     "A way to int6 for `shared_out` and `fit_state`: each weight is rounded to the nearest."
 
@@ -262,7 +262,7 @@ class Gptq(Nearest):
         "A matrix [rows, cols] packed; errors as `pack_rows`."
         return pack_gptq(name, w, self.hessians.get(name), self.scale_floor, k)
 
-
+# %% ../nbs/story/10b_quantize.ipynb #d83dd550
 def shared_out(named: dict, int6: Callable[[str, Tensor], Packed], ranks: Ranks, log=None) -> dict:
     "`int6(name, w)` of all matrices in `named`, shared out; every rank must call, all get the same."
     sizes, found = [w.numel() + 2 * len(w) for w in named.values()], {}
@@ -322,7 +322,7 @@ class QuantSettings(GridSettings):
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches", bounds="1 to 10000")
     gptq_reserve_ms: float = setting(14_000.0, "training time for calibration: milliseconds", bounds=">= 0")
 
-
+# %% ../nbs/story/10b_quantize.ipynb #626a4e46
 def int6_matrices(packed: Mapping[str, Packed], named: Mapping) -> dict[str, Tensor]:
     "Those of the `named` weights that are int6 in a packed state."
     return {name: named[name] for name, p in packed.items() if p.kind == "int6"}
