@@ -25,7 +25,7 @@ from .parallel_muon import Ranks, Recorded
 from .quantize import deal_jobs
 from .shards import BOS_ID
 from .train import RunLog, compiled
-from .ttt import Case, Ledger, RunningScore, Trial, audit_scorer, finding
+from .ttt import Case, Ledger, Trial, audit_scorer, finding, log_score, steps_between_lines
 
 # %% ../nbs/story/13b_adapters.ipynb #641c3942
 @dataclass
@@ -281,7 +281,7 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, 
     load_named(model, state)
     model.requires_grad_(False)  # or a compiled backward would compute gradients that nobody wants
     lanes, steps = Lanes(model, tokens, table, cfg, plan, step, room), len(plan["doc"])
-    score = RunningScore(log, steps, every=64)
+    every = steps_between_lines(steps)
     for s in counted(range(steps), "adapting", log, tokens.numel() - 1):
         doc, first, end = plan["doc"][s], plan["first"][s], plan["first"][s] + plan["count"][s]
         for book, on in ((ledger.scored, doc >= 0), (ledger.train, plan["goes_on"][s])):
@@ -289,12 +289,13 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, 
         for _ in range(plan["again"][s].sum()):
             lanes.read_again()
         lanes.recorded()
-        score.push(lanes.total, s, Ranks())
+        if log is not None and s % every == 0 and s + 1 < steps:
+            log_score(log, lanes.total, s, steps)  # of this rank
     model.requires_grad_(True)
     if out is not None:
         out.copy_(room[:-1])
     found = total_score(lanes.total, tokens.numel() - 1, ranks)
-    score.write(*lanes.total.tolist(), steps - 1)
+    log_score(log, lanes.total, steps - 1, steps)
     return *found, ledger
 
 # %% ../nbs/story/13b_adapters.ipynb #fd91b5b6

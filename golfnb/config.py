@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'IGNORED', 'NOT_BUILT', 'SWITCHES', 'PartSettings', 'Config',
-           'make_sampler', 'make_codec', 'make_layout', 'make_skips', 'make_freeze', 'make_orthogonalize', 'make_clip',
-           'make_inside', 'make_engine', 'setting_specs', 'setting_groups', 'switched_values', 'refuse_changes',
-           'load_config']
+           'make_sampler', 'make_codec', 'make_layout', 'make_orthogonalize', 'make_clip', 'make_inside', 'make_engine',
+           'make_skips', 'quantize_as', 'make_freeze', 'setting_specs', 'setting_groups', 'switched_values',
+           'refuse_changes', 'load_config']
 
 # %% ../nbs/reference/15_config.ipynb #f817172f
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,8 @@ from .newton_schulz import polar_express, quintic
 from .parallel_muon import (AdamW, ClipEach, ClipMean, Engine, EngineSettings, Muon, NoClip,
                                   Ranks, inside_host)
 from .train import TrainSettings
-from .quantize import QuantSettings
+from .quantize import (Gptq, Nearest, QuantSettings, fit_state, int6_matrices, quantize_state,
+                             shared_out)
 from .artifact import ArtifactSettings, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd
 from .ttt import TttSettings
 from .adapters import AdapterSettings, adapter_problems
@@ -123,22 +124,6 @@ def make_layout(cfg: Config, world: int) -> Layout:
         return mlp_in_one_bank(cfg, world)
     return bank_per_shape(cfg, world)
 
-
-def make_skips(cfg: Config) -> WeightedSkips:
-    "The U-Net skips that SKIP_GATE names."
-    if cfg.skip_gate == "sigmoid":
-        return SigmoidSkips()
-    return WeightedSkips()
-
-
-def make_freeze(cfg: Config) -> Callable | None:
-    "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
-    if cfg.ttt_freeze_blocks == 0:
-        return None
-    if cfg.ttt_freeze_scope == "controls":
-        return FreezeControls(cfg.ttt_freeze_blocks)
-    return FreezeBlocks(cfg.ttt_freeze_blocks)
-
 # %% ../nbs/reference/15_config.ipynb #6547f87e
 def make_orthogonalize(cfg: PartSettings) -> Callable:
     "The function that NS names."
@@ -170,6 +155,35 @@ def make_engine(model, layout: Layout, cfg: Config, ranks: Ranks, inside: Ranks 
     small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, betas, cfg.adam_eps)
     clip = make_clip(cfg)
     return Engine(model.role_params(), layout, ranks, banks, small, clip, inside, debug=debug)
+
+# %% ../nbs/reference/15_config.ipynb #7047f057
+def make_skips(cfg: Config) -> WeightedSkips:
+    "The U-Net skips that SKIP_GATE names."
+    if cfg.skip_gate == "sigmoid":
+        return SigmoidSkips()
+    return WeightedSkips()
+
+# %% ../nbs/reference/15_config.ipynb #577194a1
+def quantize_as(cfg: Config, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
+                hessians: Mapping, ranks: Ranks, log=None) -> dict:
+    "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
+    packed = quantize_state(named, cfg.scale_floor, small=cfg.small_tensor, log=log)
+    int6 = Nearest(cfg.scale_floor)
+    if cfg.use_gptq:
+        int6 = Gptq(hessians, cfg.scale_floor)
+        packed |= shared_out(int6_matrices(packed, named), int6, ranks, log)
+    if cfg.scale_floor:
+        return packed
+    return fit_state(packed, named, target_bytes, measure, int6, ranks, log)
+
+# %% ../nbs/reference/15_config.ipynb #4c4b82b3
+def make_freeze(cfg: Config) -> Callable | None:
+    "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
+    if cfg.ttt_freeze_blocks == 0:
+        return None
+    if cfg.ttt_freeze_scope == "controls":
+        return FreezeControls(cfg.ttt_freeze_blocks)
+    return FreezeBlocks(cfg.ttt_freeze_blocks)
 
 # %% ../nbs/reference/15_config.ipynb #40881059
 @patch

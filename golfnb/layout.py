@@ -188,7 +188,7 @@ def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
             matrices.append(Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor))
     return group_matrices(matrices, world)
 
-
+# %% ../nbs/story/05_layout.ipynb #31d2f4f6
 def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
     "The published layout of the model's blocks over `world` ranks: a bank for each shape (PR #399)."
     up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)

@@ -107,7 +107,7 @@ class WeightedSkips:
         "What the skips are multiplied by: [skips, 1 or channels] of the weights."
         return weights
 
-
+# %% ../nbs/story/05c_model.ipynb #225c119d
 class SigmoidSkips(WeightedSkips):
     "For `Golf`: a skip is multiplied by one gate behind a sigmoid (modded-nanogpt #125)."
     start = -1.5
@@ -276,17 +276,21 @@ class Golf(torch.nn.Module):
         if usable := usable_kernels(device, dtype, kernels):
             self.fuse(usable)
 
-    def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
-        "Parameters by role: bank (in the layout's order), table, scalar."
-        return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks},
-                "table": {n: getattr(self, n) for n in self.tables},
-                "scalar": {n: getattr(self, n) for n in self.scalars}}
+# %% ../nbs/story/05c_model.ipynb #fd0acb83
+@patch
+def role_params(self: Golf) -> dict[str, dict[str, torch.nn.Parameter]]:
+    "Parameters by role: bank (in the layout's order), table, scalar."
+    return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks},
+            "table": {n: getattr(self, n) for n in self.tables},
+            "scalar": {n: getattr(self, n) for n in self.scalars}}
 
-    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
-        "cos and sin for rows of T tokens, [T, rope_dims/2] each."
-        if T == self.cfg.train_seq_len:
-            return self.rotary_cos, self.rotary_sin
-        return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
+
+@patch
+def rotary(self: Golf, T: int) -> tuple[Tensor, Tensor]:
+    "cos and sin for rows of T tokens, [T, rope_dims/2] each."
+    if T == self.cfg.train_seq_len:
+        return self.rotary_cos, self.rotary_sin
+    return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
 
 # %% ../nbs/story/05c_model.ipynb #f8a5fa7c
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ from .parallel_muon import Engine, Ranks
 from .evaluate import sliding_loss
 from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule, micro_batches,
                           momentum_schedule, training_loss)
-from .quantize import NothingFits, dequantize_state, fit_state
+from .quantize import NothingFits, dequantize_state
 from .artifact import pack_bytes, unpack_bytes
 from .ttt import score_first
 from .adapters import score_documents
 from .run import Run, as_rank, hessians_in_time, keep_traces, train_and_average, weight_dtype
 from .config import (Config, load_config, make_codec, make_engine, make_freeze, make_inside, make_layout,
-                           make_sampler, make_skips)
+                           make_sampler, make_skips, quantize_as)
 
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass
@@ -95,14 +95,14 @@ def pack(run: Run, p: Parts, averaged: dict) -> bytes:
     cfg, ranks = run.settings, run.ranks
     codec = make_codec(cfg)
     with run.phase("packing"):
-        hessians = None
+        hessians = {}
         if cfg.use_gptq:
             sampler = make_sampler(cfg, run.train_paths, ranks.rank, ranks.world)
             hessians = hessians_in_time(run, p.model, sampler)
         try:
-            packed = fit_state(cfg, averaged, cfg.target_bytes - len(run.code),
-                               lambda packed: len(pack_bytes(packed, run.meta(), codec)),
-                               cfg.small_tensor, hessians, ranks, run.log)
+            packed = quantize_as(cfg, averaged, cfg.target_bytes - len(run.code),
+                                 lambda packed: len(pack_bytes(packed, run.meta(), codec)),
+                                 hessians, ranks, run.log)
         except NothingFits as e:
             run.log.line(str(e))
             packed = e.packed

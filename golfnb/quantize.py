@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['spread_scale', 'pack_rows', 'quantize_state', 'dequantize_state', 'CapturingBlock', 'captured_inputs', 'calibrate',
-           'calibration_batches', 'pack_gptq', 'size_to_target', 'QuantSettings', 'fit_state']
+           'calibration_batches', 'pack_gptq', 'size_to_target', 'QuantSettings', 'int6_matrices', 'fit_state']
 
 # %% ../nbs/story/10b_quantize.ipynb #08720052
 import heapq
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -130,7 +131,7 @@ class CapturingBlock(Block):
         self.capture(f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight", x)
         return F.linear(x, weight)
 
-
+# %% ../nbs/story/10b_quantize.ipynb #bb17fd5a
 @contextmanager
 def captured_inputs(model: Golf, capture: Callable[[str, Tensor], None]) -> Iterator[None]:
     "Within it the model runs without kernels and hands each matrix's input [B, T, cols] to `capture`."
@@ -238,16 +239,39 @@ def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
         heapq.heapreplace(load, (busy + int(costs[job]), hand))
     return dealt
 
+# %% ../nbs/story/10b_quantize.ipynb #af9ff239
+class Nearest:
+    "A way to int6 for `shared_out` and `fit_state`: each weight is rounded to the nearest."
 
-def gptq_matrices(named: dict, hessians: dict, ranks: Ranks, scale_floor=False, k=0.0, log=None) -> dict:
-    "`pack_gptq` for all matrices in `named`, shared out; every rank must call, all get the same."
+    def __init__(self, scale_floor: bool = False):
+        self.scale_floor = scale_floor
+
+    def __call__(self, name: str, w: Tensor, k: float = 0.0) -> Packed:
+        "A matrix [rows, cols] packed; errors as `pack_rows`."
+        return pack_rows(name, w, "int6", self.scale_floor, k)
+
+
+class Gptq(Nearest):
+    "A way to int6: GPTQ with `hessians` [cols, cols] by matrix name; without one to the nearest."
+
+    def __init__(self, hessians: Mapping[str, Tensor], scale_floor: bool = False):
+        self.hessians = hessians
+        self.scale_floor = scale_floor
+
+    def __call__(self, name: str, w: Tensor, k: float = 0.0) -> Packed:
+        "A matrix [rows, cols] packed; errors as `pack_rows`."
+        return pack_gptq(name, w, self.hessians.get(name), self.scale_floor, k)
+
+# %% ../nbs/story/10b_quantize.ipynb #d83dd550
+def shared_out(named: dict, int6: Callable[[str, Tensor], Packed], ranks: Ranks, log=None) -> dict:
+    "`int6(name, w)` of all matrices in `named`, shared out; every rank must call, all get the same."
     sizes, found = [w.numel() + 2 * len(w) for w in named.values()], {}
     flat = torch.zeros(sum(sizes), dtype=torch.int8, device=ranks.device)  # of each its integers and scales
     costs = [w.numel() * w.shape[1] + w.shape[1] ** 3 for w in named.values()]
     parts = list(zip(named, flat.split(sizes)))
     jobs = deal_jobs(costs, ranks.world)[ranks.rank]
     for name, part in counted([parts[job] for job in jobs], "quantizing", log):
-        p = pack_gptq(name, named[name], hessians.get(name), scale_floor, k)
+        p = int6(name, named[name])
         part.copy_(torch.from_numpy(np.concatenate([p.data.ravel(), p.scale.view(np.int8)])))
     for (name, w), part in zip(named.items(), ranks.sum_late(flat).cpu().split(sizes)):
         code, scale = part[:w.numel()].view(w.shape).numpy(), part[w.numel():].numpy().view(np.float16)
@@ -295,24 +319,32 @@ def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callab
 @dataclass
 class QuantSettings(GridSettings):
     "How the weights become integers."
-    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches", bounds="1 to 10000")
     gptq_reserve_ms: float = setting(14_000.0, "training time for calibration: milliseconds", bounds=">= 0")
 
+# %% ../nbs/story/10b_quantize.ipynb #626a4e46
+def int6_matrices(packed: Mapping[str, Packed], named: Mapping) -> dict[str, Tensor]:
+    "Those of the `named` weights that are int6 in a packed state."
+    return {name: named[name] for name, p in packed.items() if p.kind == "int6"}
 
-def fit_state(cfg: QuantSettings, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
-              small: int = SMALL_MATRIX, hessians: Mapping | None = None, ranks=Ranks(), log=None) -> dict:
-    """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
 
-    Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
-    same; `measure` is called on rank 0. `small` as in `quantize_state`.
+def fit_state(packed: dict, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
+              int6: Nearest, ranks: Ranks = Ranks(), log=None) -> dict:
+    """The state as fine as `target_bytes` allow; errors as in `size_to_target`.
+
+    `packed`, the `named` weights on the finest grid, is tried first, then coarser ones that `int6` makes
+    of the matrices. All `ranks` call, and get the same; `measure` is called on rank 0.
     """
-    packed = quantize_state(named, cfg.scale_floor, small=small, log=log)
-    matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
-    def int6(k: float = 0.0): return gptq_matrices(matrices, hessians or {}, ranks, cfg.scale_floor, k, log)
-    if hessians:
-        packed |= int6()
-    if cfg.scale_floor:
-        return packed
-    return size_to_target(packed, target_bytes, lambda p: ranks.broadcast_object(
-        measure(*counted([p], "compressing", log)) if ranks.master else 0), int6)
+    matrices = int6_matrices(packed, named)
+
+    def coarser(k: float) -> dict:
+        return shared_out(matrices, partial(int6, k=k), ranks, log)
+
+    def size(state: dict) -> int:
+        found = 0
+        if ranks.master:
+            for one in counted([state], "compressing", log):
+                found = measure(one)
+        return ranks.broadcast_object(found)
+
+    return size_to_target(packed, target_bytes, size, coarser)

@@ -26,7 +26,7 @@ from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
 from .parallel_muon import ClipMean, Engine, Ranks, Recorded, Sgd
 from .shards import BOS_ID, check_disjoint, open_shard
-from .train import LateReader, RunLog, compiled
+from .train import RunLog, compiled
 
 # %% ../nbs/story/13_ttt.ipynb #829a154e
 class Ledger:
@@ -148,33 +148,25 @@ class ChunkTrainer:
             self.engine.step(multiplier, self.cfg.ttt_momentum)
 
 # %% ../nbs/story/13_ttt.ipynb #719a4a1c
-class RunningScore:
-    "The score of a pass: an event after each step, a line `every` so many. Sums are [nats, bytes, targets]."
+def steps_between_lines(steps: int) -> int:
+    "About a hundred lines a pass: to read a score, the CPU waits for the device."
+    return max(1, steps // 100)
 
-    def __init__(self, log: RunLog | None, steps: int, every: int):
-        self.log, self.steps, self.every, self.reader = log, steps, every, LateReader()
 
-    def push(self, sums: Tensor, step: int, ranks: Ranks):
-        "Log the score after `step`, two steps later; the last is for who has the sums of all ranks."
-        if self.log is not None and step + 1 < self.steps:
-            if late := self.reader.push(torch.cat([ranks.sum(sums.clone()), sums.new_full((1,), step)])):
-                self.write(*late)
+def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
+    """A line and an event with the score up to `step` of `steps`; `sums` [3]: nats, bytes, targets.
 
-    def write(self, nats: float, n_bytes: float, count: float, step: float):
-        """Log one event, and a line if it is time; before the last step those that are still under way.
-
-        Raises GolfError for a score that is NaN or infinite: the weights are, too.
-        """
-        while step + 1 == self.steps and self.reader.queue:
-            self.write(*self.reader.pop())
-        if not math.isfinite(nats):
-            raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
-                            f"{int(step) + 1} of {self.steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
-        if self.log is not None and n_bytes > 0:
-            loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
-            self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
-            if step % self.every == 0 or step + 1 == self.steps:
-                self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
+    Raises GolfError for a score that is NaN or infinite: the weights are, too.
+    """
+    nats, n_bytes, count = sums.tolist()
+    if not math.isfinite(nats):
+        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
+                        f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
+    if log is None or n_bytes == 0:
+        return
+    bpb = bits_per_byte(nats, n_bytes)
+    log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
+    log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
 
 # %% ../nbs/story/13_ttt.ipynb #9d45d859
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
@@ -192,7 +184,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
-    ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts), every=10)
+    ledger = Ledger([[0, n]])
+    every = steps_between_lines(len(parts))
     trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn, inside)
     model.freeze = freeze
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
@@ -201,12 +194,13 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
         a, b = (lo + i for i in share_of(hi - lo, ranks))
         sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch, out)
         ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
-        score.push(sums, c, ranks)
+        if log is not None and c % every == 0 and c + 1 < len(parts):
+            log_score(log, ranks.sum(sums.clone()), c, len(parts))
         if c + 1 < len(parts):
             trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
     model.freeze = None
     found = total_score(sums, n, ranks)
-    score.write(*sums.tolist(), len(parts) - 1)
+    log_score(log, sums, len(parts) - 1, len(parts))
     return *found, ledger
 
 # %% ../nbs/story/13_ttt.ipynb #4ac13a3e

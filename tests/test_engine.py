@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from golfnb.banks import make_banks, unbank
-from golfnb.config import load_config, make_layout
+from golfnb.config import load_config, make_freeze, make_layout
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import CutMuon, bucket_layout
 from golfnb.model import Golf, init_model, named_state
@@ -282,7 +282,7 @@ def test_every_plan_adapts_alike():
     for plan in ("pr399", "shared_mlp", "pr125", "pr132"):
         cfg, layout, model = model_of(settings(3, PLAN=plan, EVAL_SEQ_LEN="16", EVAL_STRIDE="8", TTT_CHUNK_TOKENS="16", TTT_EPOCHS="1", TTT_LR="0.1", TTT_FREEZE_BLOCKS="1"))
         state = named_state(model)
-        loss, _, _ = score_first(model, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), cfg, Ranks())
+        loss, _, _ = score_first(model, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), cfg, Ranks(), freeze=make_freeze(cfg))
         found.append((loss, named_state(model)))
     for loss, after in found[1:]:
         assert abs(loss - found[0][0]) < 1e-9 and max((after[n] - found[0][1][n]).abs().max().item() for n in after) < 1e-9

@@ -2,6 +2,7 @@
 import os
 import pickle
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,13 @@ import torch
 from forked import fork_processes
 
 from golfnb.artifact import Rans, pack_bytes
-from golfnb.config import load_config, make_layout
+from golfnb.config import load_config, make_layout, quantize_as
 from golfnb.settings import GolfError
 from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
 from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.quantize import (QuantSettings, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, gptq_matrices, hessian_factor, pack_gptq, pack_rows,
-                             quantize_state, spread_scale)
+from golfnb.quantize import (Gptq, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, hessian_factor, int6_matrices, pack_gptq, pack_rows,
+                             quantize_state, shared_out, spread_scale)
 
 CFG = load_config({"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
                    "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "24", "EVAL_SEQ_LEN": "24", "EVAL_STRIDE": "8", "SMALL_TENSOR": "1000"})
@@ -139,14 +140,14 @@ def test_every_matrix_has_one_owner_and_the_load_is_even(world):
     assert world > 11 or max(load) < 1.6 * sum(load) / world
 
 
-FINE, FLOORED = QuantSettings(scale_floor=False), QuantSettings(scale_floor=True)
-
-
 def state_of(ranks: Ranks, target=10**9):
     model = a_model(world=ranks.world)
     mine = words() if ranks.world == 1 else (words()[:3], words()[3:])[ranks.rank]  # as when one rank ran out of time
     measure = lambda packed: len(pack_bytes(packed, {}, Rans()))
-    return fit_state(FINE, named_state(model), target, measure, CFG.small_tensor, calibrate(model, mine, ranks), ranks), measure
+    named, int6 = named_state(model), Gptq(calibrate(model, mine, ranks))
+    packed = quantize_state(named, False, small=CFG.small_tensor)
+    packed |= shared_out(int6_matrices(packed, named), int6, ranks)
+    return fit_state(packed, named, target, measure, int6, ranks), measure
 
 
 def test_a_whole_state_and_a_target():
@@ -158,8 +159,11 @@ def test_a_whole_state_and_a_target():
     target = int(0.8 * measure(packed))
     fitted, _ = state_of(Ranks(), target)
     assert 0.98 * target < measure(fitted) <= target
-    floored = fit_state(FLOORED, named, 0, measure, CFG.small_tensor, calibrate(a_model(), words(), Ranks()))
+    cfg, hessians = replace(CFG, use_gptq=True), calibrate(a_model(), words(), Ranks())
+    floored = quantize_as(cfg, named, 0, measure, hessians, Ranks())
     assert min(p.scale.min() for p in floored.values() if p.kind == "int6") >= np.float16(1 / 31)
+    name = "blocks.0.mlp.fc.weight"
+    assert np.array_equal(floored[name].data, pack_gptq(name, named[name], hessians[name], True).data)
     ids, exact = torch.cat(words(9, 5)), a_model()
     def error(state):
         other = a_model()
@@ -200,4 +204,4 @@ def test_shared_plan_matrices_are_found_by_name():
     hessians = calibrate(model, [torch.randint(0, 64, (4, 16), generator=g)], Ranks())
     matrices = {n: named[n] for n in model.layout.names() if quant_kind(n, tuple(named[n].shape), 500) == "int6"}
     assert len(matrices) == 6 and all(hessians[n].shape == (w.shape[1],) * 2 for n, w in matrices.items())
-    assert gptq_matrices(matrices, hessians, Ranks()).keys() == matrices.keys()
+    assert shared_out(matrices, Gptq(hessians), Ranks()).keys() == matrices.keys()

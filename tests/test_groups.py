@@ -16,7 +16,7 @@ from golfnb.layout import LayoutSettings, bank_per_shape
 from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
 from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
-from golfnb.quantize import QuantSettings, dequantize_state, fit_state
+from golfnb.quantize import Nearest, dequantize_state, fit_state, quantize_state
 from golfnb.shards import write_shard
 from golfnb.train import GridProjector, TrainSettings, training_loss
 from golfnb.ttt import TttSettings, score_first
@@ -98,9 +98,10 @@ def test_averages_and_grid():
 
 
 def test_quantizer_and_container(tmp_path):
-    model, cfg = a_model(), QuantSettings(scale_floor=False)
+    model = a_model()
     named = named_state(model)
-    packed = fit_state(cfg, named, 1 << 20, lambda packed: sum(p.data.nbytes for p in packed.values()), SHAPE.small_tensor)
+    nearest = quantize_state(named, scale_floor=False, small=SHAPE.small_tensor)
+    packed = fit_state(nearest, named, 1 << 20, lambda packed: sum(p.data.nbytes for p in packed.values()), Nearest())
     save_artifact(tmp_path / "a.golf", packed, {"settings": {}}, Zlib())
     state = dequantize_state(load_artifact(tmp_path / "a.golf")[1])
     load_named(model, state)

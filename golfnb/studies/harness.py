@@ -43,8 +43,8 @@ from ..layers import rotary_tables
 from ..loader import Loader, grad_accum
 from ..model import Golf, load_named, named_state, quant_kind
 from ..parallel_muon import ClipEach, Ranks, clip_factor, squared_norm, start_ranks
-from ..quantize import (INT_MAX, calibrate, calibration_batches, dequantize_state, gptq_matrices,
-                             quantize_state)
+from ..quantize import (INT_MAX, Gptq, calibrate, calibration_batches, dequantize_state,
+                             quantize_state, shared_out)
 from ..program import Parts, build, step
 from ..run import as_rank, device_name
 from ..settings import GolfError
@@ -511,7 +511,8 @@ def loss(lab: Lab):
         matrices = {n: w for n, w in named.items() if quant_kind(n, tuple(w.shape)) == "int6"}
         for grid, (floor, k) in (GRIDS | {"k = 18": (False, 18.0), "k = 36": (False, 36.0)}).items():
             nearest = quantize_state(named, floor, k)
-            fine = nearest | gptq_matrices(matrices, hessians, lab.ranks, floor, k)
+            gptq = partial(Gptq(hessians, floor), k=k)
+            fine = nearest | shared_out(matrices, gptq, lab.ranks)
             for way, packed in (("nearest", nearest), ("GPTQ", fine)):
                 samples[f"{grid}, {way}: loss"] = [plain(dequantize_state(packed)) - base]
                 samples[f"{grid}, {way}: bytes"] = [len(pack_bytes(packed, meta, Best()))]

@@ -557,11 +557,12 @@ def quantize_command(args) -> int:
     cap, ranks = args.target_bytes or cfg.target_bytes, book.parallel_muon.start_ranks()
     cfg.scale_floor = cfg.scale_floor and not args.target_bytes  # a target of its own asks for another grid
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
-    hessians = run_hessians(cfg, named, ranks) if args.gptq or cfg.use_gptq else None
+    cfg.use_gptq = cfg.use_gptq or args.gptq
+    hessians = run_hessians(cfg, named, ranks) if cfg.use_gptq else {}
     codec = book.config.make_codec(cfg)
     measure = lambda packed: len(store.pack_bytes(packed, meta, codec))
     with closing(book.watch.Bar()) as bar:
-        packed = book.quantize.fit_state(cfg, named, cap - code, measure, cfg.small_tensor, hessians, ranks, bar)
+        packed = book.config.quantize_as(cfg, named, cap - code, measure, hessians, ranks, bar)
     store.save_artifact(path, packed, meta, codec, cap=cap, code_bytes=code)
     print(path)
     print_ledger(path, code, cap)
