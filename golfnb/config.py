@@ -45,7 +45,7 @@ class RunSettings(Settings):
 
 @dataclass
 class PartSettings(Settings):
-    "Published words that choose a part of the run; a `make_` function below reads each and builds it."
+    "Published words that choose a part of the run; a `make_` function below reads each."
     ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
     links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")

@@ -370,7 +370,8 @@ def score_artifact(self: Session, data: bytes):
     def adapt():
         if cfg.ttt_form == "adapters":
             return score_documents(m.model, state, val, table, cfg, ranks, log=log)
-        return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log, inside=m.inside)
+        return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log,
+                           inside=m.inside)
 
     with self.phase("scoring"):
         self.scored("final_int6_roundtrip", "int6", self.plain_score)

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 8e2853b9fb38be73 | Apache-2.0
+# golfnb script --recipe pr549 | source 4ef5d9440ea83748 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1652,7 +1652,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
 def first_steps(coeffs: tuple, steps: int) -> tuple:
     "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
     if steps < 1:
-        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: ask for 5, as usual")
+        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
     repeated = coeffs[-1:] * (steps - 5)
     return (coeffs + repeated)[:steps]
 
@@ -2446,7 +2446,7 @@ class NoClip:
         """
 
     def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
-        "What the rule gets for a shard's mean gradient `grad` [n, r, c]; its launches are recorded."
+        "What the rule gets for a shard's mean gradient `grad` [n, r, c]; launches are recorded."
         return grad
 
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
@@ -3399,7 +3399,7 @@ class RunSettings(Settings):
 
 @dataclass
 class PartSettings(Settings):
-    "Published words that choose a part of the run; a `make_` function below reads each and builds it."
+    "Published words that choose a part of the run; a `make_` function below reads each."
     ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
     links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
@@ -3767,7 +3767,8 @@ class Session:
             return sliding_loss(m.forward, val, table, row, stride, rows, ranks, log=log)
 
         def adapt():
-            return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log, inside=m.inside)
+            return score_first(m.model, state, val, table, cfg, ranks, m.forward, log=log,
+                               inside=m.inside)
 
         with self.phase("scoring"):
             self.scored("final_int6_roundtrip", "int6", self.plain_score)

@@ -303,7 +303,8 @@ def bench_eval(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]
     scorers = {
         "plain": lambda: plain_loss(m.forward, val, table, cfg.train_seq_len, batch, ranks),
         "sliding": lambda: sliding_loss(m.forward, val, table, *windows, batch, ranks),
-        "ttt": lambda: score_first(*rest, m.forward, inside=m.inside), "adapters": lambda: score_documents(*rest)}
+        "ttt": lambda: score_first(*rest, m.forward, inside=m.inside),
+        "adapters": lambda: score_documents(*rest)}
     for name, call in scorers.items():
         first, *later = (ms / 1e3 for ms in timed_block(call, job.rounds + 1, device)[0])
         samples |= {f"{name} per_million": [1e6 * s / n for s in later], f"{name} first_call": [first],
