@@ -42,6 +42,7 @@ class PartSettings(Settings):
     ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
     links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
+    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
     ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")

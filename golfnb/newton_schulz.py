@@ -64,7 +64,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
 def first_steps(coeffs: tuple, steps: int) -> tuple:
     "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
     if steps < 1:
-        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: ask for 5, as usual")
+        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
     repeated = coeffs[-1:] * (steps - len(coeffs))
     return (coeffs + repeated)[:steps]
 

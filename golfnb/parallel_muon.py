@@ -546,7 +546,7 @@ class NoClip:
         """
 
     def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
-        "What the rule gets for a shard's mean gradient `grad` [n, r, c]; its launches are recorded."
+        "What the rule gets for a shard's mean gradient `grad` [n, r, c]; launches are recorded."
         return grad
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #fdfd6fbe
