@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 75628e00faf2e0dc | Apache-2.0
+# golfnb script --recipe pr549 | source 8308fe6a2187cd00 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -368,26 +368,50 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
 
 # ---- loader ----
 class WindowSampler:
-    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1], from shards.
+    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1].
 
-    Each order derives from it and plans the windows of a step. `state` and `load_state` save and restore the
-    place exactly, as JSON; between two steps it fits any `world`.
+    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
+    micro-steps.
+
+    An order of windows derives from this class and says five things:
+
+    - `order`: its name in saved states
+    - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
+      form of its own; the same list on every rank, so what is random comes from a seed that all share
+    - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
+    - `place()`: a dict, as JSON can hold it, of where the order stands between two steps
+    - `go_to(place)`: go there; the next plan is then what it would have been
     """
-    order, vocab_size = "", 65_536
+    order = ""
+    vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, accum: int = 1):
-        self.paths, self.rank, self.world, self.rows, self.seq_len = list(paths), rank, world, rows, seq_len
-        self.accum, self.turn, self.windows = accum, 0, rows * world * accum  # of a step
-        self.tokens = [read_header(p) for p in self.paths]
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1):
+        self.paths = list(paths)
+        self.rank = rank
+        self.world = world
+        self.rows = rows
+        self.seq_len = seq_len
+        self.accum = accum
+        self.windows = rows * world * accum  # of a step
+        self.turn = 0                        # the micro-step that comes next
+        self.tokens = [read_header(path) for path in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
     def __iter__(self) -> "WindowSampler": return self
 
     def __next__(self) -> np.ndarray:
         if self.turn == 0:
-            self.before, self.planned = self._place(), self.plan()
-        part, self.turn = self.turn * self.world + self.rank, (self.turn + 1) % self.accum
-        return np.stack([self.row(*window) for window in self.planned[part :: self.world * self.accum]])
+            self.plan_step()
+        parts = self.world * self.accum
+        part = self.turn * self.world + self.rank
+        self.turn = (self.turn + 1) % self.accum
+        return np.stack([self.window(place) for place in self.planned[part::parts]])
+
+    def plan_step(self) -> None:
+        "Plan the windows of a step, and keep where the order stood before."
+        self.before = self.place()
+        self.planned = self.plan()
 
     def read(self, shard: int, begin: int, count: int) -> np.ndarray:
         "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
@@ -398,8 +422,8 @@ class WindowSampler:
         return part
 
     def state(self) -> dict:
-        "The place after the last batch."
-        place = self.before if self.turn else self._place()
+        "The place after the last batch, as JSON."
+        place = self.before if self.turn else self.place()
         return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
 
     def load_state(self, state: dict) -> None:
@@ -408,38 +432,61 @@ class WindowSampler:
         if found != (self.order, self.corpus):
             raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
                             f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
-        self._go_to(state)
+        self.go_to(state)
         self.turn = int(state["turn"])
         if self.turn:
-            self.before, self.planned = self._place(), self.plan()
+            self.plan_step()
 
 class SequentialSampler(WindowSampler):
-    "The baseline's order: `spans` of the joined shards a step (0: one for each part), round and round."
-    order, position = "sequential", 0
+    """The baseline's order: the joined shards, round and round.
 
-    def __init__(self, paths: Sequence[Path], rank, world, rows: int, seq_len: int, accum=1):
+    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-step.
+    """
+    order = "sequential"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1):
         super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.spans, self.ends = 8, np.cumsum(self.tokens)
+        self.spans = 8
+        self.position = 0                   # in the stream, where the next step begins
+        self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
+        self.total = int(self.ends[-1])
 
-    def plan(self) -> list[tuple]:
-        "Where the windows of the next step begin in the stream; a part gets neighbours."
-        n, total = np.arange(self.windows), self.ends[-1]
-        starts = (self.position + n * self.seq_len + n * self.spans // self.windows) % total
-        self.position = int((self.position + self.windows * self.seq_len + self.spans) % total)
-        return [(x,) for x in starts.reshape(-1, self.rows).T.ravel().tolist()]
+    def plan(self) -> list[int]:
+        "Where the windows of the next step begin in the stream; a rank gets neighbours."
+        n = np.arange(self.windows)
+        spans_before = n * self.spans // self.windows
+        starts = (self.position + n * self.seq_len + spans_before) % self.total
+        self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
+        parts = starts.reshape(-1, self.rows)
+        return parts.T.ravel().tolist()  # a card for every part, then the next
 
-    def row(self, at: int) -> np.ndarray:
-        "A window, uint16 [seq_len + 1], from token `at` of the stream on."
-        found, left = [], self.seq_len + 1
-        while left:
-            shard = int(np.searchsorted(self.ends, at, side="right"))
-            rest = int(self.ends[shard]) - at
-            found.append(self.read(shard, self.tokens[shard] - rest, min(rest, left)))
-            at, left = (at + found[-1].size) % int(self.ends[-1]), left - found[-1].size
-        return np.concatenate(found)
+    def place(self) -> dict:
+        "The position is all."
+        return {"position": self.position}
 
-    def _place(self) -> dict: return {"position": self.position}
-    def _go_to(self, state: dict) -> None: self.position = int(state["position"])
+    def go_to(self, place: dict) -> None:
+        "Take it up."
+        self.position = int(place["position"])
+
+    def locate(self, position: int) -> tuple[int, int]:
+        "Shard and offset of a token of the stream; after the last shard comes the first."
+        position %= self.total
+        shard = int(np.searchsorted(self.ends, position, side="right"))
+        begin = int(self.ends[shard]) - self.tokens[shard]
+        return shard, position - begin
+
+    def window(self, position: int) -> np.ndarray:
+        "The tokens from a position of the stream on, uint16 [seq_len + 1]."
+        pieces = []
+        missing = self.seq_len + 1
+        while missing > 0:
+            shard, offset = self.locate(position)
+            piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
+            pieces.append(piece)
+            position += len(piece)
+            missing -= len(piece)
+        return np.concatenate(pieces)
 
 def grad_accum(world: int) -> int:
     "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
@@ -450,7 +497,6 @@ class LoaderSettings(Settings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of NAME_train_*.bin and NAME_val_*.bin: path")
-    loader: str = setting("sequential", "order of windows", "sequential", "coprime", "packed", fixed="yes")
     train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
@@ -466,23 +512,21 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
                f"multiple of {world} ranks x {grad_accum(world)} micro-steps, found {tokens} tokens: "
                f"set it to {max(1, tokens // part) * part} or use another number of ranks")
 
-def make_sampler(cfg: LoaderSettings, paths: Sequence[Path], rank: int, world: int, seq_len: int):
-    "The `WindowSampler` that LOADER names, over sorted training shards, for rows of `seq_len` tokens."
-    rows, accum = cfg.rows_per_micro(world, seq_len), grad_accum(world)
-    return SequentialSampler(paths, rank, world, rows, seq_len, accum)
-
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
 
-    It takes over the `sampler`, which `make_sampler` builds. Tokens must be below `vocab_size`; up to `depth`
+    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
     batches are built ahead.
     """
 
     def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int):
-        self.sampler, self.device, sampler.vocab_size = sampler, torch.device(device), vocab_size
-        cuda, shape = self.device.type == "cuda", (sampler.rows, sampler.seq_len + 1)
+        self.sampler = sampler
+        sampler.vocab_size = vocab_size
+        self.device = torch.device(device)
+        cuda = self.device.type == "cuda"
+        shape = (sampler.rows, sampler.seq_len + 1)
         self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(4)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
@@ -510,10 +554,14 @@ class Loader:
         "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
         self.close()
         self.sampler.load_state(state)
-        self.free, self.ready, self.sent, self.copied = queue.SimpleQueue(), queue.SimpleQueue(), deque(), []
+        self.free = queue.SimpleQueue()   # buffers to fill
+        self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
+        self.sent = deque()               # batches on their way to the device
+        self.copied = []                  # buffers that a copy still reads
         for buffer in self.buffers:
             self.free.put(buffer)
-        self.given, self.running = self.sampler.state(), True
+        self.given = self.sampler.state()
+        self.running = True
         self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
         self.thread.start()
 
@@ -670,7 +718,6 @@ class LayoutSettings(Settings):
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
     num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
     small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
 
     @property
@@ -698,15 +745,23 @@ class LayoutSettings(Settings):
             if n % d:
                 yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
 
-def model_layout(cfg: LayoutSettings, world: int) -> Layout:
-    "The layout of the model's blocks over `world` ranks that PLAN asks for (PR #399)."
-    d, kv, wide, shared = cfg.model_dim, cfg.kv_dim, cfg.mlp_dim, False
-    up, down = ("mlp_bank", "mlp_bank") if shared else ("mlp_up_bank", "mlp_down_bank")
-    kinds = (("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
-             ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False),
-             ("mlp.fc", wide, d, up, False), ("mlp.proj", d, wide, down, shared))
-    return group_matrices([Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor)
-                           for kind, *where in kinds for i in range(cfg.num_layers)], world)
+def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
+    "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
+    d = cfg.model_dim
+    kv = cfg.kv_dim
+    attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
+                 ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False)]
+    matrices = []
+    for kind, *where in attention + mlp:
+        for i in range(cfg.num_layers):
+            matrices.append(Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor))
+    return group_matrices(matrices, world)
+
+def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
+    "The published layout of the model's blocks over `world` ranks: a bank for each shape (PR #399)."
+    up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
+    down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
+    return block_layout(cfg, world, [up, down])
 
 # ---- banks ----
 def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
@@ -1212,7 +1267,7 @@ def mlp_fit(hidden: int, D: int, dtype: torch.dtype) -> bool:
 # ---- model ----
 @dataclass
 class ModelSettings(LayoutSettings):
-    "Shapes and parts of the transformer: with its weights, all that rebuilds a model."
+    "Shapes of the transformer."
     vocab_size: int = setting(1024, "pieces of the tokenizer, rows of the token table: count", bounds="> 0")
     train_seq_len: int = setting(2048, "length of a training row: tokens", bounds="> 0")
     rope_base: float = setting(10_000.0, "base of the rotary frequencies: number", bounds="> 0")
@@ -1222,7 +1277,6 @@ class ModelSettings(LayoutSettings):
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
     ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
     xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
-    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
     negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
     tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
     bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
@@ -1272,13 +1326,25 @@ def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
     shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
     return shapes
 
-def scalar_shapes(cfg: ModelSettings) -> dict[str, tuple[int, ...]]:
+class WeightedSkips:
+    "For `Golf`: a U-Net skip is multiplied by a weight for each channel, as published."
+    start = 1.0  # of the weights
+
+    def weight_shape(self, skips: int, channels: int) -> tuple[int, int]:
+        "The shape of the weights of so many skips."
+        return skips, channels
+
+    def gates(self, weights: Tensor) -> Tensor:
+        "What the skips are multiplied by: [skips, 1 or channels] of the weights."
+        return weights
+
+def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[int, ...]]:
     "Small parameters, stacked over the layers where each has one: name -> shape."
     L, D = cfg.num_layers, cfg.model_dim
     shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D), "q_gain": (L, cfg.num_heads),
               "smear_gate": (D,)}
     if L > 1:
-        shapes["skip_weights"] = (L // 2, D)
+        shapes["skip_weights"] = skips.weight_shape(L // 2, D)
     shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
     blocks = len(cfg.ve_layer_list)
     shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (blocks,)}
@@ -1307,11 +1373,11 @@ class Block:
     "One block of the transformer without its weights: what is fixed about it, and how it computes."
     head_dim: int
     norm_scale: float | Tensor  # factor after its norms: a number, or one for each channel [D]
-    slope: float                # of the activation below zero
+    activation: Callable        # of the MLP: a function or module of a tensor of any shape
     xsa: bool                   # exclusive self-attention
     attention: str = "auto"     # backend, see `attend`
 
-    def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
         return F.linear(x, weight)
 
@@ -1325,14 +1391,14 @@ class Block:
 
     def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, keep=None):
         "Queries [B, keep, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q, k, v = self.linear(last_positions(n, keep), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
+        q, k, v = self.linear(last_positions(n, keep), w.q), self.linear(n, w.k), self.linear(n, w.v)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
     def mlp(self, n: Tensor, w: BlockWeights) -> Tensor:
-        "Up, squared leaky ReLU, down, scale: n [B, T, D] -> [B, T, D]."
-        h = squared_leaky(self.linear(n, w.up, 4), self.slope)
-        return scaled(self.linear(h, w.down, 5), w.mlp_scale)
+        "Up, activation, down, scale: n [B, T, D] -> [B, T, D]."
+        h = self.activation(self.linear(n, w.up))
+        return scaled(self.linear(h, w.down), w.mlp_scale)
 
     def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
         """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
@@ -1343,13 +1409,28 @@ class Block:
         y = self.attend(q, k, v)
         if self.xsa:
             y = self.exclusive(y, last_positions(v, keep))
-        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
+        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out), w.attn_scale)
         return x + self.mlp(scaled_norm(x, self.norm_scale), w)
 
-def make_block(cfg: ModelSettings, i: int, attention: str, kind: type[Block] = Block, **more) -> Block:
+@dataclass
+class LeakyReluSquared:
+    "The activation leaky_relu(z, negative_slope)**2 of the records; 0 is ReLU squared."
+    negative_slope: float = 0.5
+
+    def __call__(self, z: Tensor) -> Tensor:
+        "Of z of any shape."
+        return squared_leaky(z, self.negative_slope)
+
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor, tiles: tuple) -> Tensor:
+        "Linear, activation, linear of x [..., D], on the kernel of chapter 09."
+        return fused_mlp(x, up, down, self.negative_slope, tiles)
+
+def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
+               kind: type[Block] = Block, **more) -> Block:
     "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
-    return kind(cfg.head_dim, 1 / math.sqrt(i + 1), cfg.negative_slope,
-                i >= cfg.num_layers - cfg.xsa_last_n, attention, **more)
+    norm_scale = 1 / math.sqrt(i + 1)
+    xsa = i >= cfg.num_layers - cfg.xsa_last_n
+    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
 
 def last_positions(x: Tensor, keep: int | None) -> Tensor:
     "The last `keep` positions of x [B, T, ...]; None: all."
@@ -1359,36 +1440,40 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     "x [..., D] times a scale per channel [D]; x where the scale is in the matrix already."
     return x if scale is None else scale.to(x.dtype) * x
 
-@dataclass
-class TappedBlock(Block):
-    "A block that keeps the input of each of its matrices."
-    taps: dict | None = None  # receives them, by the matrices' published names
-    index: int = 0            # which block it is
-
-    def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
-        "As `Block.linear`; keeps x."
-        self.taps[f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight"] = x
-        return F.linear(x, weight)
-
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu", attention: str = "auto"):
-        "`dtype` is the compute dtype; `kernels`, those of chapter 09 that may be used where they can run."
+                 device: str | torch.device = "cpu", attention: str = "auto",
+                 skips: WeightedSkips = WeightedSkips()):
+        """`dtype` is the compute dtype; `kernels`, those that may be used where they can run.
+
+        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared
+        with the settings' slope, which alone has a kernel. Raises GolfError for one with weights.
+        """
+        activation = None
         kernels = KERNELS
         super().__init__()
+        self.skips = skips
+        if activation is None:
+            activation = LeakyReluSquared(cfg.negative_slope)
+        self.activation = activation
+        if [*self.parameters()]:
+            raise GolfError("an activation must have no weights, since no optimizer or file would "
+                            f"hold them, found {type(activation).__name__}: use one without")
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
-        self.frozen = 0, "all"
+        self.freeze: Callable | None = None  # such as FreezeBlocks
         self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
-        self.blocks, self.kernels = [make_block(cfg, i, self.attention) for i in self.order], frozenset()
+        self.kernels = frozenset()
+        self.blocks = [make_block(cfg, i, self.activation, self.attention) for i in self.order]
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
         self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
-        self.tables, self.scalars = tuple(table_shapes(cfg)), tuple(scalar_shapes(cfg))
+        tables, scalars = table_shapes(cfg), scalar_shapes(cfg, self.skips)
+        self.tables, self.scalars = tuple(tables), tuple(scalars)
         wide = torch.promote_types(dtype, torch.float32)
-        for shapes, kind in ((table_shapes(cfg), dtype), (scalar_shapes(cfg), wide)):
+        for shapes, kind in ((tables, dtype), (scalars, wide)):
             for name, shape in shapes.items():
                 setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
         self.rope = cfg.rope_dims, cfg.rope_base, cfg.rope_train_len
@@ -1411,7 +1496,8 @@ class Golf(torch.nn.Module):
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
-        mix, freeze = self.resid_mix.to(self.compute), self.frozen[0] > 0 and torch.is_grad_enabled()
+        mix = self.resid_mix.to(self.compute)
+        freeze = torch.is_grad_enabled() and self.freeze is not None
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
@@ -1419,7 +1505,7 @@ class Golf(torch.nn.Module):
         stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
         stack = stack if freeze else joined(stack, kernels)
         blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
-        return [joined(w, kernels) for w in freeze_blocks(blocks, *self.frozen)] if freeze else blocks
+        return [joined(w, kernels) for w in self.freeze(blocks)] if freeze else blocks
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -1440,8 +1526,7 @@ class Golf(torch.nn.Module):
         `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
         half, outputs = self.cfg.num_layers // 2, {}
         if half:
-            gates = self.skip_weights
-            skips = gates.to(self.compute).unbind(0)
+            skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
         for place, i in enumerate(self.order):
             if half <= i < 2 * half:
                 x = x + skips[i - half] * outputs[2 * half - 1 - i]
@@ -1450,36 +1535,32 @@ class Golf(torch.nn.Module):
                 outputs[i] = x
         return x
 
-    def forward(self, ids: Tensor, keep: int | None = None, taps: dict | None = None,
-                rope_len: int | None = None) -> Tensor:
+    def forward(self, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
         """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
 
-        `taps` receives the input of every matrix, by name. `rope_len` is the row length that sets the rotary
-        base; None: T. Raises GolfError if keep is not in 1..T."""
-        T, cfg = ids.shape[1], self.cfg
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `keep`
+        that is not in 1..T."""
+        T = ids.shape[1]
         if keep is not None and not 1 <= keep <= T:
             raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
-        x0, values, blocks, kernels = self.embed(ids), self.value_embeddings(ids), self.blocks, self.kernels
-        if taps is not None:
-            kernels, tapped = frozenset(), range(cfg.num_layers)
-            blocks = [make_block(cfg, i, self.attention, TappedBlock, taps=taps, index=i) for i in tapped]
-        weights = self.weights(kernels)
+        x0, values, weights = self.embed(ids), self.value_embeddings(ids), self.weights(self.kernels)
         cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
 
         def run(x, i, last):
-            return blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
+            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
 
         return F.linear(rms_norm(self.walk(x0, run)), self.tok_emb.to(self.compute))
 
     def fuse(self, kernels):
-        "Compute with these kernels from now on, as far as the shapes suit them."
+        "Compute with these kernels from now on, as far as the shapes and the activation suit them."
         tiles = (MLP_UP_TILES, MLP_DOWN_TILES)
-        cfg = self.cfg
+        cfg, has_kernel = self.cfg, hasattr(self.activation, "mlp")
         fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
-                "mlp": mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
+                "mlp": has_kernel and mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
         self.kernels = frozenset(k for k in kernels if fits.get(k, True))
         more = dict(kernels=self.kernels, tiles=tiles)
-        self.blocks = [make_block(cfg, i, self.attention, FusedBlock, **more) for i in range(cfg.num_layers)]
+        self.blocks = [make_block(cfg, i, self.activation, self.attention, FusedBlock, **more)
+                       for i in range(cfg.num_layers)]
 
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
     "Rows of weight [..., out, in] times scale [..., out], multiplied in float32 and rounded once."
@@ -1495,22 +1576,15 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
 
-def freeze_blocks(blocks: list[BlockWeights], count: int, scope: str) -> list[BlockWeights]:
-    "The lowest `count` blocks detached: all they read, or with scope `controls` all but their matrices."
-    first = 0 if scope == "all" else len(BLOCK_MATRICES)
-    return [BlockWeights(*w[:first], *(t if t is None else t.detach() for t in w[first:]))
-            for w in blocks[:count]] + blocks[count:]
-
-SKIP_START = {"one": 1.0, "sigmoid": -1.5}  # first weights by cfg.skip_gate
-
 WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table", "bigram.scale": "bigram_scale",
          "bigram.proj.weight": "bigram_proj", "smear.gate": "smear_gate", "skip_weights": "skip_weights",
          "ve_shared.embed.weight": "ve_table", "ve_shared.proj.weight": "ve_proj",
          "ve_shared.scale": "ve_scale"}
 
-def published_names(cfg: ModelSettings) -> dict[str, tuple]:
+def published_names(model: Golf) -> dict[str, tuple]:
     "Published name -> (parameter, index into it) for everything that is not in a bank."
-    present = table_shapes(cfg) | scalar_shapes(cfg)
+    cfg = model.cfg
+    present = {*model.tables, *model.scalars}
     names = {name: (param, ...) for name, param in WHOLE.items() if param in present}
     for j in range(len(cfg.ve_layer_list)):
         names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
@@ -1521,7 +1595,7 @@ def published_names(cfg: ModelSettings) -> dict[str, tuple]:
 
 def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, Tensor]:
     "Views of full banks and other parameters (tensors by their names here) under the published names."
-    views = {name: others[param][at] for name, (param, at) in published_names(model.cfg).items()}
+    views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
     return views | unbank(model.layout, banks)
 
 @torch.no_grad()
@@ -1552,7 +1626,8 @@ def load_named(model: Golf, state: Mapping[str, Tensor]):
 
 def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
     "All random tensors of a fresh model by published name, drawn on a CPU in the published order (PR #549)."
-    g, tables, scalars, out = torch.Generator().manual_seed(seed), table_shapes(cfg), scalar_shapes(cfg), {}
+    g, tables, out = torch.Generator().manual_seed(seed), table_shapes(cfg), {}
+    scalars = scalar_shapes(cfg, WeightedSkips())  # for skips nothing is drawn
 
     def normal(shape, std): return torch.empty(shape).normal_(0.0, std, generator=g)
     def orthogonal(shape): return torch.nn.init.orthogonal_(torch.empty(shape), generator=g)
@@ -1566,7 +1641,7 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
         out[f"{kind}.embed.weight"] = rows
         torch.nn.init.kaiming_uniform_(torch.empty(scalars[proj]), a=math.sqrt(5), generator=g)  # thrown away
     out["tok_emb.weight"] = normal(tables["tok_emb"], cfg.tied_embed_init_std)
-    shapes = {m.name: (m.rows, m.cols) for _, _, m in model_layout(cfg, 1)}
+    shapes = {m.name: (m.rows, m.cols) for _, _, m in bank_per_shape(cfg, 1)}
     for i in range(cfg.num_layers):
         for name in (f"blocks.{i}.{part}.weight" for part in ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")):
             out[name] = orthogonal(shapes[name])
@@ -1574,10 +1649,10 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
 
 def init_model(model: Golf, cfg: ModelSettings, seed: int):
     "Fill a fresh model: the published draws for `seed`, constants for the rest, rounded to bfloat16 once."
-    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": SKIP_START["one"],
+    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
                 "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05, "ve_scale": 0.1}
     state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
-    for name, (param, _) in published_names(cfg).items():
+    for name, (param, _) in published_names(model).items():
         state[name].fill_(constant.get(param, 0.0))
         if param == "resid_mix":
             state[name][0] = 1.0
@@ -1588,6 +1663,12 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
     finally:
         torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})
+
+@dataclass
+class SavedModel(ModelSettings):
+    "What a file says of its model: its shapes, and words for parts that models do not share."
+    plan: str = setting("pr399", "its banks: one per shape, or MLP in one", "pr399", "shared_mlp")
+    skip_gate: str = setting("one", "its U-Net skips: weights, or a gate each", "one", "sigmoid")
 
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales",
                  "ve_shared.scale", "bigram.scale")
@@ -1621,30 +1702,31 @@ class FusedBlock(Block):
         "As `Block.mlp`."
         if "mlp" not in self.kernels:
             return Block.mlp(self, n, w)
-        return scaled(fused_mlp(n, w.up, w.down, self.slope, self.tiles), w.mlp_scale)
+        return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
 
 # ---- newton_schulz ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
-POLAR_EXPRESS_COEFFS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
     "alpha * a @ b + beta * b for a [n, M, M] and b [n, M, N]; `symmetric`: the result equals its transpose."
     return torch.baddbmm(b, a, b, beta=beta, alpha=alpha)
 
-def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
-                  kernels: bool = True) -> Tensor:
-    "Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399)."
+def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
+    """Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399).
+
+    A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it can run. Raises
+    GolfError if G is no float matrix.
+    """
+    if G.ndim < 2 or not G.is_floating_point():
+        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
+                        f"found {G.dtype} of shape {tuple(G.shape)}")
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
-    fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
+    fused = bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
     fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
-    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if fused else plain_product
+    norm, add = X.norm(dim=(-2, -1), keepdim=True) * 1.0 + 1e-07, kernel_product if fused else plain_product
     X = torch.div(X, norm, out=X.new_empty(X.shape)) if fused else X / norm  # rows lie together
     for a, b, c in coeffs:
         A = torch.bmm(X, X.mT)
@@ -1652,25 +1734,24 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
         X = add(A, X, 1.0, a)
     return (X.mT if tall else X).reshape(G.shape)
 
-def newton_schulz_settings(method: str, steps: int = 5) -> dict:
-    "coeffs, scale and eps of `newton_schulz`. Raises GolfError if the method is unknown or steps < 1."
-    table = {"ns5": (NS5_COEFFS, 1.0, 1e-7), "polar": (POLAR_EXPRESS_COEFFS, 1.02, 1e-6)}
-    if method not in table or steps < 1:
-        raise GolfError(f"Newton-Schulz needs method ns5 or polar, and a step: found {method!r}, {steps}")
-    coeffs, scale, eps = table[method]
-    return dict(coeffs=(coeffs + coeffs[-1:] * (steps - 5))[:steps], scale=scale, eps=eps)  # the last repeats
+def first_steps(coeffs: tuple, steps: int) -> tuple:
+    "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
+    if steps < 1:
+        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
+    repeated = coeffs[-1:] * (steps - 5)
+    return (coeffs + repeated)[:steps]
 
-def orthogonalize(G: Tensor, method: str = "ns5", steps: int = 5, dtype=None) -> Tensor:
-    """Make every matrix of G [..., r, c] nearly orthogonal: singular values about 1, directions kept.
+def product_dtype(G: Tensor) -> torch.dtype:
+    "What the products run in unless a caller says otherwise."
+    return torch.bfloat16 if G.is_cuda else G.dtype
 
-    `method`: "ns5" (Muon's quintic) or "polar" (arXiv 2505.16932); `dtype` of the result, None: bf16 on CUDA,
-    else G's; `kernels`: use Triton where it can run. Raises GolfError if G is no float matrix.
+def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Make every matrix of G [..., r, c] nearly orthogonal, as published for Muon.
+
+    Each step is the same quintic. Singular values end about 1, directions stay. `dtype` of products
+    and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
     """
-    if G.ndim < 2 or not G.is_floating_point():
-        raise GolfError("orthogonalize needs a float tensor of at least two dimensions: "
-                        f"found {G.dtype} of shape {tuple(G.shape)}")
-    dtype = dtype or (torch.bfloat16 if G.is_cuda else G.dtype)
-    return newton_schulz(G, dtype=dtype, kernels=True, **newton_schulz_settings(method, steps))
+    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
@@ -1717,6 +1798,7 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
 # ---- grid ----
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
+FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
 FP16_HUGE = 65504.0                                     # and the largest
 
 def row_clip(w: Tensor, quantile: float) -> Tensor:
@@ -1728,9 +1810,9 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
     parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
     return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
 
-def row_scale(clip: Tensor, qmax: int) -> Tensor:
+def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
     "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
-    scale = (clip / qmax).clamp(1.0 / qmax, FP16_HUGE)
+    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
@@ -1748,7 +1830,7 @@ def finite_matrix(w: Tensor) -> Tensor:
                         f"of shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
     return w if w.dtype == torch.float64 else w.float()
 
-def best_clip(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def best_clip(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
@@ -1756,7 +1838,7 @@ def best_clip(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide, tried = finite_matrix(w), []
     for quantile in CLIP_QUANTILES:
-        scale = row_scale(row_clip(wide, quantile), 31)
+        scale = row_scale(row_clip(wide, quantile), 31, floor)
         q = quantize_rows(wide, scale, 31)
         tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
     qs, scales, errors = map(torch.stack, zip(*tried))
@@ -1770,13 +1852,13 @@ class GridSettings(Settings):
     "What both quantization-aware training and the quantizer need to know of the grid."
     scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
 
-def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
-    scale = (clip / 127).clamp(0.007874015748031496, FP16_HUGE)
+    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
-    return quantize_rows(bounded, scale, 127), row_scale(clip, 127)
+    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
 # ---- plan ----
 @dataclass(frozen=True)
@@ -1875,13 +1957,12 @@ class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
     `group` is their process group (None: that of all ranks), `patient` one whose collectives may wait for
-    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it; `inside`
-    are the ranks that share the banks.
+    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it.
     """
 
     def __init__(self, rank=0, world=1, device="cpu", patient=None, local=None, host=0, hosts=1):
         self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
-        self.group, self.local, self.inside = None, rank if local is None else local, self
+        self.group, self.local = None, rank if local is None else local
         self.host, self.hosts, self.master = host, hosts, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
@@ -2080,12 +2161,18 @@ def master_step(master, update, lr, wd, scale, ok, rounded):
 class Muon:
     """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
 
-    `method` and `steps` are those of `orthogonalize`, `product_dtype` is that of its products (None: the
-    gradient's).
+    `orthogonalize(G, steps, dtype)` is `quintic`, `polar_express` (chapter 04) or a function of
+    yours that makes each matrix of G [n, r, c] orthogonal; `product_dtype` is the dtype that it is
+    given (None: the gradient's).
     """
 
-    def __init__(self, lr: float = 0.025, wd: float = 0.04, steps: int = 5):
-        self.lr, self.wd, self.method, self.steps, self.product_dtype = lr, wd, "ns5", steps, None
+    def __init__(self, lr: float = 0.025, wd: float = 0.04, orthogonalize: Callable = quintic,
+                 steps: int = 5):
+        self.lr = lr
+        self.wd = wd
+        self.orthogonalize = orthogonalize
+        self.steps = steps
+        self.product_dtype = None
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
@@ -2106,7 +2193,7 @@ class Muon:
 
     def direction(self, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
-        return orthogonalize(ahead, self.method, self.steps, self.product_dtype or ahead.dtype)
+        return self.orthogonalize(ahead, self.steps, self.product_dtype or ahead.dtype)
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
@@ -2262,32 +2349,39 @@ class Recorded:
 class Engine:
     """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters, each with its rule.
 
-    `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `plan` defaults to biggest first.
-    `clip`: "global" clips the mean gradient to `max_norm` (0: never), "local" each rank's before averaging,
-    "none" neither; a step that is not finite is skipped in any case. `debug`: replicas are NaN between
-    `launch` and `finish`. Raises GolfError if the layout is for another number of ranks.
+    `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
+    a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
+    `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
+    `debug`: replicas are NaN between `launch` and `finish`. Raises GolfError if the layout is for
+    another number of ranks.
     """
 
-    def __init__(self, roles: dict, layout: Layout, ranks: Ranks | None = None,
-                 bank_rule=None, small_rule=None, clip: str = "global", max_norm=0.3):
-        self.layout, self.ranks, self.plan = layout, ranks or Ranks(), make_plan(layout)
-        if layout.world != (world := self.ranks.inside.world):
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {world} are running: "
-                            f"make it with world={world}")
+    def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
+                 inside: Ranks | None = None):
+        self.layout = layout
+        self.ranks = ranks
+        self.inside = inside or ranks
+        self.plan = make_plan(layout)
+        self.bank_rule = bank_rule
+        self.small_rule = small_rule
+        self.clip = clip
+        self.debug = False
+        if layout.world != self.inside.world:
+            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
+                            f"running: make it with world={self.inside.world}")
         check_plan(self.plan, layout)
-        self.clip, self.max_norm, self.debug = clip, max_norm, False
-        self.bank_rule, self.small_rule, banks = bank_rule or Muon(), small_rule or AdamW(), roles["bank"]
-        inside, rule = self.ranks.inside, self.bank_rule
-        self.banks = {s.name: ShardedBank(s, banks[s.name], inside, rule) for s in layout.banks}
-        self.groups = flat_groups(roles, self.small_rule)
+        self.banks = {}
+        for spec in layout.banks:
+            replica = roles["bank"][spec.name]
+            self.banks[spec.name] = ShardedBank(spec, replica, self.inside, bank_rule)
+        self.groups = flat_groups(roles, small_rule)
         self.parts = [*self.banks.values(), *self.groups]
-        first, words = self.parts[0].master, len(CONTROL_WORDS) + self.small_rule.words
+        first, words = self.parts[0].master, len(CONTROL_WORDS) + small_rule.words
         self.full, self.device = first.dtype, first.device
         self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
         self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
         self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
-        self.staged, self.wires = {}, {}
         self.small_step = Recorded(lambda: self.update_small(), self.device)
         self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
         self.publish()
@@ -2318,14 +2412,11 @@ class Engine:
         words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
         self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
         self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
-        if self.clip == "local":
-            self.clip_local(grads)
-        if self.clip == "none":
-            self.norm_sq.copy_(squared_norm([*grads.values(), *(g.grad for g in self.groups)], self.full))
+        grads = self.clip.before_sending(self, grads)
         for wire in [g.wire for g in self.groups] or [self.control]:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
-            self.banks[n].reduce(self.wires.get(n, grads.pop(n)))
+            self.banks[n].reduce(grads.pop(n))
         for b in self.banks.values() if self.debug else ():
             b.replica.data.fill_(float("nan"))
         return self.control
@@ -2337,8 +2428,7 @@ class Engine:
         """
         for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
             knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
-        if self.clip == "global":
-            self.clip_global()
+        self.clip.after_arrival(self)
         self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
         ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
         for n in self.plan.work:
@@ -2357,9 +2447,7 @@ class Engine:
     def update_bank(self, name: str):
         "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
         bank = self.banks[name]
-        grad = bank.grad
-        if self.clip == "global":
-            grad = (grad * self.knobs.factor.view(1, 1, 1)).to(grad.dtype)
+        grad = self.clip.mean_gradient(bank.grad, self.knobs)
         self.bank_rule.update(bank, grad, self.knobs)
 
     def update_small(self):
@@ -2367,33 +2455,6 @@ class Engine:
         self.knobs.count += self.knobs.ok
         for g in self.groups:
             self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
-
-    def clip_global(self):
-        "Wait for all mean gradients, measure them, and set the clip factor of the step."
-        for n in self.plan.scatter:
-            self.banks[n].arrive()
-        norm_sq = self.ranks.inside.sum(squared_norm([b.grad for b in self.banks.values()], self.full))
-        if self.groups:
-            norm_sq = norm_sq + squared_norm([g.grad for g in self.groups], self.full) / self.ranks.world ** 2
-        self.norm_sq.copy_(norm_sq)
-        self.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
-
-    def clip_local(self, grads: dict):
-        "Clip this rank's gradients: whole banks (`grads`, by name), sent from `wires`, and the small ones."
-        if not self.staged:
-            self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
-            self.wires = {n: torch.empty_like(self.banks[n].replica.data) for n in grads}
-            self.clip_step = Recorded(lambda: self.scale_staged(), self.device)
-        torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
-        self.clip_step()
-
-    def scale_staged(self):
-        "Measure this rank's gradient and scale it, banks from `staged` to `wires`, small ones in place."
-        small = [g.grad for g in self.groups]
-        self.norm_sq.copy_(squared_norm([*self.staged.values(), *small], self.full))
-        factor = clip_factor(self.norm_sq, self.max_norm)
-        for g, out in [*((g, self.wires[n]) for n, g in self.staged.items()), *zip(small, small)]:
-            torch.mul(g, factor.view([1] * g.ndim), out=out)
 
     def tensors(self) -> list:
         "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
@@ -2445,6 +2506,35 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
     return made
 
+class NoClip:
+    """Lets every gradient through. What an engine asks of a clip: derive yours from this.
+
+    `norm_is_sum`: the control vector's `norm_sq` is a sum over the ranks, not the norm of the mean.
+    """
+    norm_is_sum = True
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        """Before anything is averaged: what this rank sends, a dict that the engine may empty.
+
+        `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie in `grad`
+        of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that is
+        not finite if a gradient is not.
+        """
+        small = [group.grad for group in engine.groups]
+        engine.norm_sq.copy_(squared_norm([*grads.values(), *small], engine.full))
+        return grads
+
+    def after_arrival(self, engine: Engine):
+        """Before the first update, while mean gradients arrive in `grad` of `engine.banks`.
+
+        May set `engine.knobs.factor`, by which the small gradients are multiplied. `engine.norm_sq`
+        is now the sum over the ranks; where it is not finite, the step is skipped.
+        """
+
+    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+        "What the rule gets for a shard's mean gradient `grad` [n, r, c]; launches are recorded."
+        return grad
+
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
     "Sum of squares of all entries of all tensors, 0-dim."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
@@ -2454,6 +2544,67 @@ def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
     factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
     return factor if max_norm > 0 else torch.ones_like(norm_sq)
 
+class ClipMean(NoClip):
+    """Clips the mean gradient to `max_norm` (0: never); the number of ranks does not matter.
+
+    The first update waits for all reduce-scatters and the all-reduce of one number.
+    """
+    norm_is_sum = False
+
+    def __init__(self, max_norm: float):
+        self.max_norm = max_norm
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        "Gradients are sent as they are; the norm is measured when their mean has arrived."
+        return grads
+
+    def after_arrival(self, engine: Engine):
+        "Wait for all mean gradients, measure them, and set the clip factor of the step."
+        for n in engine.plan.scatter:
+            engine.banks[n].arrive()
+        shards = [bank.grad for bank in engine.banks.values()]
+        norm_sq = engine.inside.sum(squared_norm(shards, engine.full))
+        if engine.groups:
+            sums = [group.grad for group in engine.groups]
+            norm_sq = norm_sq + squared_norm(sums, engine.full) / engine.ranks.world ** 2
+        engine.norm_sq.copy_(norm_sq)
+        engine.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
+
+    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+        "The shard's mean gradient, clipped."
+        return (grad * knobs.factor.view(1, 1, 1)).to(grad.dtype)
+
+class ClipEach(NoClip):
+    "Clips each rank's gradient to `max_norm` (0: never) before it is averaged, as published."
+
+    def __init__(self, max_norm: float):
+        self.max_norm = max_norm
+        self.engine = None  # whose gradients are staged
+        self.staged = {}    # bank name -> gradient, where the recording reads it
+        self.wires = {}     # bank name -> what is sent
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        "This rank's gradients, clipped: banks in tensors of their own, the small ones in place."
+        if self.engine is not engine:
+            self.engine = engine
+            self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
+            self.wires = {n: torch.empty_like(engine.banks[n].replica.data) for n in grads}
+            self.recorded = Recorded(lambda: self.scale_staged(), engine.device)
+        torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
+        self.recorded()
+        return dict(self.wires)
+
+    def scale_staged(self):
+        "Measure this rank's gradient and scale it: banks into `wires`, the small ones in place."
+        small = [group.grad for group in self.engine.groups]
+        norm_sq = squared_norm([*self.staged.values(), *small], self.engine.full)
+        self.engine.norm_sq.copy_(norm_sq)
+        factor = clip_factor(self.engine.norm_sq, self.max_norm)
+        for n, g in self.staged.items():
+            torch.mul(g, factor.view(1, 1, 1), out=self.wires[n])
+        for g in small:
+            torch.mul(g, factor.view(1), out=g)
+
 @dataclass
 class EngineSettings(Settings):
     "Learning rates, decays and clipping of the engine."
@@ -2461,21 +2612,12 @@ class EngineSettings(Settings):
     scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")
     tied_embed_lr: float = setting(0.035, "AdamW learning rate of all tables: per step", bounds=">= 0")
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="1 to 10000")
-    ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     muon_wd: float = setting(0.04, "weight decay of the banks: per unit of learning rate", bounds=">= 0")
     adam_wd: float = setting(0.04, "weight decay of the rest: per unit of learning rate", bounds=">= 0")
     beta1: float = setting(0.9, "AdamW decay of the first moment: ratio", bounds="[0, 1)")
     beta2: float = setting(0.95, "AdamW decay of the second moment: ratio", bounds="[0, 1)")
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
-    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
-    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
-
-def make_engine(model, layout: Layout, cfg: EngineSettings, ranks: Ranks) -> Engine:
-    "The engine a recipe describes, on a model of golfnb."
-    banks = Muon(cfg.matrix_lr, cfg.muon_wd, cfg.muon_backend_steps)
-    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, (cfg.beta1, cfg.beta2), cfg.adam_eps)
-    return Engine(model.role_params(), layout, ranks, banks, small, "local", cfg.grad_clip_norm)
 
 # ---- evaluate ----
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -2866,12 +3008,14 @@ class Trainer:
         self.stop = self.stop or control["stop"] > 0
         self.late_rate = float(lr_schedule(s, step, control["elapsed_ms"]))
         self.count_skipped(step + 1, control["norm_sq"])
-        norm = (control["norm_sq"] / (world if self.engine.clip == "local" else 1)) ** 0.5
+        norm_sq = control["norm_sq"]
+        if self.engine.clip.norm_is_sum:
+            norm_sq = norm_sq / world
         begin = self.starts[step]
         end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
         self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
                        train_ms=end, multiplier=self.late_rate, momentum=momentum_schedule(s, step),
-                       grad_norm=norm)
+                       grad_norm=norm_sq ** 0.5)
         step += 1
         logged = s.train_log_every > 0 and step % s.train_log_every == 0
         if step < 11 or logged or step == s.iterations:
@@ -3003,8 +3147,13 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
     "The floats that were stored, bit for bit, in their shape and dtype."
     return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
 
+def spread_scale(w: Tensor, k: float) -> Tensor:
+    "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
+    wide = w if w.dtype == torch.float64 else w.float()
+    return row_scale(k * wide.square().mean(-1).sqrt(), 31)
+
 @torch.no_grad()
-def pack_rows(name: str, w: Tensor, kind: str) -> Packed:
+def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
     `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by spread; 0: GPTQ-lite.
@@ -3014,15 +3163,18 @@ def pack_rows(name: str, w: Tensor, kind: str) -> Packed:
         raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape"
                         f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
     if kind == "int8":
-        q, scale = quantize_int8(w)
+        q, scale = quantize_int8(w, scale_floor)
+    elif not k:
+        q, scale, _ = best_clip(w, scale_floor)
     else:
-        q, scale, _ = best_clip(w)
+        scale = spread_scale(w, k)
+        q = quantize_rows(w.to(scale.dtype), scale, 31)
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
 def quantize_state(named: Mapping, small: int = SMALL_MATRIX, log=None) -> dict:
     "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
-    return {name: pack_rows(name, named[name], kind) if kind in INT_MAX else
+    return {name: pack_rows(name, named[name], kind, True, 0.0) if kind in INT_MAX else
             pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
@@ -3037,69 +3189,95 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
     return state
 
+class Nearest:
+    "A way to int6 for `shared_out` and `fit_state`: each weight is rounded to the nearest."
+
+    def __init__(self):
+        self.scale_floor = True
+
+    def __call__(self, name: str, w: Tensor, k: float = 0.0) -> Packed:
+        "A matrix [rows, cols] packed; errors as `pack_rows`."
+        return pack_rows(name, w, "int6", self.scale_floor, k)
+
 class NothingFits(GolfError):
     "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
 
 @dataclass
 class QuantSettings(GridSettings):
     "How the weights become integers."
-    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
-
-def fit_state(named: Mapping,
-              small: int = SMALL_MATRIX, log=None) -> dict:
-    """Pack `named` on the published floor, or as fine as `target_bytes` allow; errors as in `size_to_target`.
-
-    Matrices are rounded to the nearest, or by GPTQ if there are `hessians`. All `ranks` call, and get the
-    same; `measure` is called on rank 0. `small` as in `quantize_state`.
-    """
-    packed = quantize_state(named, small=small, log=log)
-    matrices = {name: named[name] for name, p in packed.items() if p.kind == "int6"}
-    return packed
 
 # ---- artifact ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
 SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
-CODECS = ("lzma", "zlib", "rans", "best", "none", "brotli", "zstd")
 
 @dataclass
 class ArtifactSettings(Settings):
     "The file that is judged."
-    codec: str = setting("lzma", "how its sections are compressed", *CODECS, fixed="yes")
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
-def compress_section(raw: bytes, codec: str) -> tuple[str, bytes]:
-    "The codec to record and the stored bytes; `shapes` as in `section_plan`. Raises GolfError if unknown."
-    if codec == "none" or not raw:
-        return "none", raw
-    return codec, lzma.compress(raw, preset=6)
+class Plain:
+    """No compression. Other codecs derive from it and have a `name` and both functions of their own.
 
-def decoded(stored: bytes, codec: str, size: int) -> bytes:
-    "A decoded section that should have `size` bytes; a few more if there are more."
-    if codec == "none":
+    `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
+    """
+    name = "none"
+
+    def check(self) -> None:
+        "Raise GolfError if a package that it needs is missing; a run asks before it trains."
+
+    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
+        "The name to record for a section, and the bytes to store."
+        return self.name, raw
+
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+        "The `size` bytes of a section, one more if there are more. Any exception means damage."
         return stored
-    coder = {"lzma": lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), "zlib": zlib.decompressobj()}[codec]
+
+    def known(self) -> dict[str, "Plain"]:
+        "Name -> codec, for every name that `compress` may record."
+        return {self.name: self}
+
+class Lzma(Plain):
+    "xz, as the published scripts have it."
+    name = "lzma"
+
+    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
+        "Preset 6, with a checksum of its own."
+        return self.name, lzma.compress(raw, preset=6)
+
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+        "In at most 64 MiB beside the result."
+        return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
+
+def whole_stream(coder, stored: bytes, size: int) -> bytes:
+    "At most `size` + 1 bytes of a stream; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError
     return found
 
-def decompress_section(stored: bytes, codec: str, shapes: list) -> bytes:
-    """The bytes of tensors of these [rows, cols], in bounded memory; raises GolfError for damage.
+def decompress_section(stored: bytes, name: str, shapes: list,
+                       codecs: Mapping[str, Plain]) -> bytes:
+    """The bytes of tensors of these [rows, cols], in bounded memory.
 
-    `written`: the CODEC of the run that wrote the file, if it is known; a script reads no others.
+    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for
+    another name and for damage.
     """
+    if not isinstance(name, str) or name not in codecs:
+        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
+                        f"{name!r:.60}: the file is damaged or of a later version, make it again")
     size = sum(map(math.prod, shapes))
     try:
-        raw = decoded(stored, codec, size)
+        raw = codecs[name].decompress(stored, size, shapes)
         found = f"{len(raw):,}" if len(raw) <= size else "more"
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
         found = type(error).__name__
     if found != f"{size:,}":
-        raise GolfError(f"a section must decode with {codec!r} to {size:,} bytes, found {found}: the file is "
+        raise GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
                         "damaged or of a later version, copy or make it again")
     return raw
 
@@ -3116,28 +3294,37 @@ def seal(header: bytes, payload: bytes) -> bytes:
     front = struct.pack("<8sII", ARTIFACT_MAGIC, ARTIFACT_VERSION, len(header))
     return front + hashlib.sha256(front + header + payload).digest() + header + payload
 
-def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: str = "lzma") -> bytes:
-    """The container of a packed state.
+def refuse_word(codec) -> None:
+    "Raise GolfError for the name of a codec where the codec itself is wanted."
+    if isinstance(codec, str):
+        raise GolfError("a codec must be an object of golfnb.artifact, found the word "
+                        f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
+                        "Brotli() or Zstd()")
+
+def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
+    """The container of a packed state, its sections stored by `codec`.
 
     `meta` holds facts that JSON can hold: settings, tokenizer_sha256, vocab_size, recipe, seed, steps.
-    Raises GolfError for an unknown codec.
     """
+    refuse_word(codec)
     tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
-    parts, sections, payload = {section: [] for section in SECTIONS}, [], b""
+    parts = {section: [] for section in SECTIONS}
     for p in (packed[name] for name, _, _ in tensors):
         parts[p.kind].append(p.data.astype(KIND_DTYPES[p.kind], copy=False).tobytes())
         if p.kind in INT_MAX:
             parts["scale"].append(p.scale.astype("<f2").tobytes())
+    sections = []
+    payload = b""
     for section, shapes in section_plan(tensors).items():
-        used, stored = compress_section(b"".join(parts[section]), codec)
-        sections.append([section, used, len(stored)])
+        name, stored = codec.compress(b"".join(parts[section]), shapes)
+        sections.append([section, name, len(stored)])
         payload += stored
     header = {"meta": meta, "tensors": tensors, "sections": sections}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return seal(zlib.compress(text.encode(), 9), payload)
 
-def open_container(data: bytes) -> tuple[dict, memoryview]:
-    "(header, payload) of a container, checked as far as that goes without decoding; raises GolfError."
+def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
+    "(deflated header, payload) of a container whose checksum is right; raises GolfError."
     if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
         raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
                         f"or more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
@@ -3145,23 +3332,28 @@ def open_container(data: bytes) -> tuple[dict, memoryview]:
     if version != ARTIFACT_VERSION:
         raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
                         "the golfnb that wrote it")
-    (found := hashlib.sha256(data[:16])).update(rest := memoryview(data)[PREFIX_BYTES:])
+    rest = memoryview(data)[PREFIX_BYTES:]
+    found = hashlib.sha256(data[:16])
+    found.update(rest)
     if found.digest() != checksum:
         raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
                         f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
-    text, payload = rest[:length], rest[length:]
+    return rest[:length], rest[length:]
+
+def open_own(data: bytes) -> tuple[dict, memoryview]:
+    "(header, payload) of a container that this program wrote; raises GolfError for damage."
+    text, payload = open_sealed(data)
     return json.loads(zlib.decompress(text)), payload
 
-def unpack_bytes(data: bytes) -> tuple[dict, dict]:
-    """(meta, `Packed` tensors by name) of a container; `check(header)` is called before anything is decoded.
-
-    `written` as in `decompress_section`. Raises GolfError for damage, and for sections that would decode to
-    more than `decoded_limit`. Takes at most 6 times the bytes that they decode to.
-    """
-    header, payload = open_container(data)
-    tensors, streams, packed = header["tensors"], {}, {}
+def decode_sections(header: dict, payload: memoryview,
+                    codecs: Mapping[str, Plain]) -> dict[str, Packed]:
+    "The tensors of a container by name; raises GolfError as `decompress_section` does."
+    tensors = header["tensors"]
+    streams = {}
+    packed = {}
     for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
-        raw, payload = decompress_section(payload[:length], codec, shapes), payload[length:]
+        raw = decompress_section(payload[:length], codec, shapes, codecs)
+        payload = payload[length:]
         streams[section] = np.frombuffer(raw, SECTIONS[section])
 
     def take(section: str, shape: list) -> np.ndarray:
@@ -3171,9 +3363,18 @@ def unpack_bytes(data: bytes) -> tuple[dict, dict]:
     for name, kind, shape in tensors:
         scale = take("scale", shape[:1]) if kind in INT_MAX else None
         packed[name] = Packed(kind, tuple(shape), take(kind, shape), scale)
-    return header["meta"], packed
+    return packed
 
-def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: str = "lzma",
+def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
+    """(meta, `Packed` tensors by name) of a container that this program packed with `codec`.
+
+    Raises GolfError for damage.
+    """
+    refuse_word(codec)
+    header, payload = open_own(data)
+    return header["meta"], decode_sections(header, payload, codec.known())
+
+def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
                   cap: float = math.inf, code_bytes: int = 0) -> int:
     """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
 
@@ -3196,15 +3397,19 @@ def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict
         if w.dtype not in kinds:
             raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64, found {w.dtype}: convert it")
     plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
-    return save_artifact(path, plain, meta, "none")
+    return save_artifact(path, plain, meta, Plain())
 
 LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls", scale="row scales")
 
-def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, int]]:
-    "(part, bytes) of a submission: the script, every section of the file, overhead. Raises GolfError."
-    header, payload = open_container(data := Path(path).read_bytes())
-    rows = [(LEDGER_NAMES.get(section, f"{section} weights"), n) for section, _, n in header["sections"]]
-    return [("code", code_bytes), *rows, ("overhead", len(data) - len(payload))]
+def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
+    "(part, bytes) of a submission: the script, every section of its file, overhead."
+    rows = [("code", code_bytes)]
+    overhead = file_bytes
+    for section, _, length in header["sections"]:
+        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), length))
+        overhead -= length
+    rows.append(("overhead", overhead))
+    return rows
 
 # ---- ttt ----
 class Ledger:
@@ -3236,20 +3441,15 @@ class Ledger:
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
-    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
-                            "chunks", "adapters", fixed="yes")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
-    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
-    ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes only, as published",
-                                    "all", "controls", fixed="yes")
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
     ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
 
     def problems(self) -> Iterator[str]:
-        "A chunk that holds no row, or a freeze that adapters cannot mean."
+        "A chunk that holds no row."
         yield from EvalSettings.problems(self)
         if self.ttt_chunk_tokens < self.eval_seq_len:
             yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
@@ -3270,12 +3470,14 @@ def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, i
         steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
     return steps
 
-def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks) -> Engine:
-    "An SGD engine on a model: masters as decoded, the lowest blocks frozen, the global norm clipped."
+def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
+               inside: Ranks | None) -> Engine:
+    "An SGD engine on a model: masters as decoded, the mean gradient clipped."
     load_named(model, state)
     model.zero_grad(set_to_none=True)
-    model.frozen, rule = (0, "all"), Sgd(cfg.ttt_lr)
-    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, max_norm=cfg.ttt_grad_clip)
+    rule = Sgd(cfg.ttt_lr)
+    clip = ClipMean(cfg.ttt_grad_clip)
+    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, clip, inside)
     banks, others = engine.gather()
     for name, view in published_views(model, banks, others).items():
         view.copy_(state[name])
@@ -3293,9 +3495,10 @@ class ChunkTrainer:
     "SGD on the scored chunks of a stream: an engine, and a step whose rows stand at a fixed place."
 
     def __init__(self, model: Golf, state: dict, tokens: Tensor, cfg: TttSettings, ranks: Ranks,
-                 ledger: Ledger):
+                 ledger: Ledger, inside: Ranks | None = None):
         self.tokens, self.cfg, self.ledger, device = tokens, cfg, ledger, tokens.device
-        self.engine, self.params = ttt_engine(model, state, cfg, ranks), list(model.parameters())
+        self.engine = ttt_engine(model, state, cfg, ranks, inside)
+        self.params = list(model.parameters())
         self.loss_fn = compiled(row_loss(model, model.cap), cfg, device)
         rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
         self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
@@ -3321,58 +3524,57 @@ class ChunkTrainer:
                 p.grad = g
             self.engine.step(multiplier, self.cfg.ttt_momentum)
 
-class RunningScore:
-    "The score of a pass: an event after each step, a line `every` so many. Sums are [nats, bytes, targets]."
+def steps_between_lines(steps: int) -> int:
+    "About a hundred lines a pass: to read a score, the CPU waits for the device."
+    return max(1, steps // 100)
 
-    def __init__(self, log: RunLog | None, steps: int):
-        self.log, self.steps, self.every, self.reader = log, steps, 10, LateReader()
+def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
+    """A line and an event with the score up to `step` of `steps`; `sums` [3]: nats, bytes, targets.
 
-    def push(self, sums: Tensor, step: int, ranks: Ranks):
-        "Log the score after `step`, two steps later; the last is for who has the sums of all ranks."
-        if self.log is not None and step + 1 < self.steps:
-            if late := self.reader.push(torch.cat([ranks.sum(sums.clone()), sums.new_full((1,), step)])):
-                self.write(*late)
-
-    def write(self, nats: float, n_bytes: float, count: float, step: float):
-        """Log one event, and a line if it is time; before the last step those that are still under way.
-
-        Raises GolfError for a score that is NaN or infinite: the weights are, too.
-        """
-        while step + 1 == self.steps and self.reader.queue:
-            self.write(*self.reader.pop())
-        if not math.isfinite(nats):
-            raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
-                            f"{int(step) + 1} of {self.steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
-        if self.log is not None and n_bytes > 0:
-            loss, bpb = nats / count, bits_per_byte(nats, n_bytes)
-            self.log.event("ttt", chunk=int(step), chunks=self.steps, loss=loss, bpb=bpb)
-            if step % self.every == 0 or step + 1 == self.steps:
-                self.log.line(f"  ttt_chunk [{int(step) + 1}/{self.steps}] bpb={bpb:.6f}")
+    Raises GolfError for a score that is NaN or infinite: the weights are, too.
+    """
+    nats, n_bytes, count = sums.tolist()
+    if not math.isfinite(nats):
+        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
+                        f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
+    if log is None or n_bytes == 0:
+        return
+    bpb = bits_per_byte(nats, n_bytes)
+    log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
+    log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
 
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
-                forward: Callable | None = None, log: RunLog | None = None) -> tuple[float, float, Ledger]:
+                forward: Callable | None = None,
+                log: RunLog | None = None, freeze: Callable | None = None,
+                inside: Ranks | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
     rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. GolfError if any rule would be broken.
+    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
+    what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
+    (None: all). GolfError if any rule would be broken.
     """
     n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
-    ledger, score = Ledger([[0, n]]), RunningScore(log, len(parts))
-    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger)
+    ledger = Ledger([[0, n]])
+    every = steps_between_lines(len(parts))
+    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, inside)
+    model.freeze = freeze
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
         a, b = (lo + i for i in share_of(hi - lo, ranks))
         sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch)
         ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
-        score.push(sums, c, ranks)
+        if log is not None and c % every == 0 and c + 1 < len(parts):
+            log_score(log, ranks.sum(sums.clone()), c, len(parts))
         if c + 1 < len(parts):
             trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
-    model.frozen, found = (0, "all"), total_score(sums, n, ranks)
-    score.write(*sums.tolist(), len(parts) - 1)
+    model.freeze = None
+    found = total_score(sums, n, ranks)
+    log_score(log, sums, len(parts) - 1, len(parts))
     return *found, ledger
 
 # ---- adapters ----
@@ -3566,12 +3768,12 @@ class Run:
         self.ranks.barrier()
         return state
 
-    def write_artifact(self, packed: dict, codec: str) -> bytes:
+    def write_artifact(self, packed: dict, codec: Plain) -> bytes:
         "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
         s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
         self.log.at = "compressing", 0, 0, 0
         try:
-            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), "lzma",
+            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), codec,
                                                    s.target_bytes, code_bytes))
         except GolfError as e:
             self.summary["over_budget"] = str(e)
@@ -3582,10 +3784,10 @@ class Run:
         data = path.read_bytes()
         sha256 = hashlib.sha256(data).hexdigest()
         total = len(data) + code_bytes
-        self.log.line(f"Serialized model int6+{codec}: {len(data)} bytes")
-        self.log.line(f"Total submission size int6+{codec}: {total} bytes")
+        self.log.line(f"Serialized model int6+{codec.name}: {len(data)} bytes")
+        self.log.line(f"Total submission size int6+{codec.name}: {total} bytes")
         self.log.line(f"artifact_sha256:{sha256}")
-        parts = artifact_ledger(path, code_bytes)
+        parts = ledger_rows(open_own(data)[0], len(data), code_bytes)
         for part, n in [*parts, ("room left", s.target_bytes - total)]:
             self.log.line(f"  {part:<24s}{n:>12,} bytes")
         self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,
@@ -3669,8 +3871,30 @@ def as_rank(work: Callable) -> None:
 
 # ---- config ----
 @dataclass
-class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings, QuantSettings,
-             ArtifactSettings, TttSettings, AdapterSettings):
+class PartSettings(Settings):
+    "Words that name the parts of a run; `make_` functions below build them."
+    loader: str = setting("sequential", "order of windows", "sequential", "coprime", fixed="yes")
+    codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
+                         "none", "brotli", "zstd", fixed="yes")
+    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
+    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
+    ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
+    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
+    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
+    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
+    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
+                            "chunks", "adapters", fixed="yes")
+    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
+    ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes, as published",
+                                    "all", "controls", fixed="yes")
+
+    def problems(self) -> Iterator[str]:
+        "A freeze that adapters cannot mean."
+        yield from ()
+
+@dataclass
+class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings,
+             TrainSettings, QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
     "Every setting of a run. The defaults are recipe pr549."
 
     @property
@@ -3680,12 +3904,13 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
         return cap
 
     def model_settings(self) -> dict:
-        "The values of `ModelSettings`, which rebuild the model; plain data for JSON."
-        return {spec.name: getattr(self, spec.name) for spec in fields(ModelSettings)}
+        "What a file says of the model, the values of `SavedModel`; plain data for JSON."
+        return {spec.name: getattr(self, spec.name) for spec in fields(SavedModel)}
 
     def problems(self) -> Iterator[str]:
         "What does not fit together, group by group and between groups."
-        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings):
+        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings,
+                      PartSettings):
             yield from group.problems(self)
 
     def check(self, world: int = 1) -> None:
@@ -3708,6 +3933,55 @@ class Config(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSe
             tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
         a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
         return item * (numbers + tokens * a_token)
+
+def make_sampler(cfg: Config, paths: Sequence[Path], rank: int, world: int) -> WindowSampler:
+    "The order that LOADER names, of the windows in sorted training shards."
+    rows = cfg.rows_per_micro(world, cfg.train_seq_len)
+    accum = grad_accum(world)
+    return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len, accum)
+
+def make_codec() -> Plain:
+    "The codec that CODEC names."
+    return Lzma()
+
+def make_layout(cfg: Config, world: int) -> Layout:
+    "The banks that PLAN names, over `world` ranks."
+    return bank_per_shape(cfg, world)
+
+def make_orthogonalize() -> Callable:
+    "The function that NS names."
+    return quintic
+
+def make_clip(cfg: Config) -> NoClip:
+    "The clip that CLIP names."
+    return ClipEach(cfg.grad_clip_norm)
+
+def make_inside(ranks: Ranks) -> Ranks:
+    "The ranks that share the banks, as LINKS says; every rank must call it."
+    return ranks
+
+def make_engine(model, layout: Layout, cfg: Config, ranks: Ranks, inside: Ranks | None = None) -> Engine:
+    "The engine of a configuration; `inside` are the ranks that `make_inside` found (None: all)."
+    orthogonalize = make_orthogonalize()
+    banks = Muon(cfg.matrix_lr, cfg.muon_wd, orthogonalize, cfg.muon_backend_steps)
+    betas = (cfg.beta1, cfg.beta2)
+    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, betas, cfg.adam_eps)
+    clip = make_clip(cfg)
+    return Engine(model.role_params(), layout, ranks, banks, small, clip, inside)
+
+def make_skips() -> WeightedSkips:
+    "The U-Net skips that SKIP_GATE names."
+    return WeightedSkips()
+
+def quantize_as(cfg: Config, named: Mapping, log=None) -> dict:
+    "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
+    packed = quantize_state(named, small=cfg.small_tensor, log=log)
+    int6 = Nearest()
+    return packed
+
+def make_freeze() -> Callable | None:
+    "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
+    return None
 
 def setting_specs() -> dict[str, Field]:
     "Every setting of `Config` by attribute name."
@@ -3786,6 +4060,7 @@ class Parts:
     "What a run, a score or a study needs of a configuration."
     model: Golf
     layout: Layout
+    inside: Ranks
     engine: Engine
     loss_fn: Callable
     backward: Callable
@@ -3795,11 +4070,12 @@ class Parts:
 
 def build(cfg: Config, ranks: Ranks) -> Parts:
     "The model, what trains it, and what runs it."
-    ranks.inside = ranks
-    layout = model_layout(cfg, ranks.inside.world)
-    model = Golf(cfg, layout, weight_dtype(cfg, ranks.device), ranks.device, cfg.attention)
+    inside = make_inside(ranks)
+    layout = make_layout(cfg, inside.world)
+    dtype = weight_dtype(cfg, ranks.device)
+    model = Golf(cfg, layout, dtype, ranks.device, cfg.attention, make_skips())
     init_model(model, cfg, cfg.seed)
-    engine = make_engine(model, layout, cfg, ranks)
+    engine = make_engine(model, layout, cfg, ranks, inside)
     loss_fn = compiled(training_loss(model, model.cap), cfg, ranks.device)
     backward = partial(backward_pass, loss_fn)
     if cfg.step_graph:
@@ -3808,11 +4084,12 @@ def build(cfg: Config, ranks: Ranks) -> Parts:
     if forward is not model:
         keep_traces()
     make_projector = None
-    return Parts(model, layout, engine, loss_fn, backward, forward, partial(make_average, cfg), None)
+    average = partial(make_average, cfg)
+    return Parts(model, layout, inside, engine, loss_fn, backward, forward, average, None)
 
 def data(cfg: Config, paths: list[Path], ranks: Ranks) -> Loader:
     "Batches of this rank from training shards."
-    sampler = make_sampler(cfg, paths, ranks.rank, ranks.world, cfg.train_seq_len)
+    sampler = make_sampler(cfg, paths, ranks.rank, ranks.world)
     return Loader(sampler, ranks.device, cfg.vocab_size)
 
 def step(p: Parts, t: Trainer):
@@ -3830,21 +4107,21 @@ def step(p: Parts, t: Trainer):
 def pack(run: Run, averaged: dict) -> bytes:
     "Quantize the averaged weights and write the artifact; returns the file's bytes on every rank."
     cfg, ranks = run.settings, run.ranks
+    codec = make_codec()
     with run.phase("packing"):
-        hessians = None
+        hessians = {}
         try:
-            packed = fit_state(averaged,
-                               cfg.small_tensor, run.log)
+            packed = quantize_as(cfg, averaged, run.log)
         except NothingFits as e:
             run.log.line(str(e))
             packed = e.packed
-        written = run.write_artifact(packed, "lzma") if ranks.master else b""
+        written = run.write_artifact(packed, codec) if ranks.master else b""
         return ranks.broadcast_object(written)
 
 def score(run: Run, p: Parts, artifact: bytes):
     "Score the bytes of a file: round trip, sliding window, test-time training."
     cfg, ranks, log = run.settings, run.ranks, run.log
-    state = dequantize_state(unpack_bytes(artifact)[1])
+    state = dequantize_state(unpack_bytes(artifact, make_codec())[1])
     load_named(p.model, state)
 
     def sliding():
@@ -3853,7 +4130,9 @@ def score(run: Run, p: Parts, artifact: bytes):
         return sliding_loss(p.forward, run.val, run.table, row, stride, rows, ranks, log=log)
 
     def adapting():
-        return score_first(p.model, state, run.val, run.table, cfg, ranks, forward=p.forward, log=log)
+        freeze = make_freeze()
+        return score_first(p.model, state, run.val, run.table, cfg, ranks, p.forward, log=log,
+                           freeze=freeze, inside=p.inside)
 
     with run.phase("scoring"):
         run.scored("final_int6_roundtrip", "int6", lambda: run.plain_score(p.forward))
@@ -3892,7 +4171,7 @@ def open_run(cfg: Config, ranks: Ranks, code: bytes = b"", folder: Path | None =
     "Check settings and data, and make the `Run`. Raises GolfError for whatever is wrong."
     cfg.check(ranks.world)
     check_memory(cfg, ranks)
-    compress_section(b"x", "lzma")  # or its package is missed after the training
+    make_codec().check()  # or its package is missed after the training
     shards = Path(cfg.data_path)
     load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)
     check_disjoint(find_shards(shards / "*_train_*.bin"), find_shards(shards / "*_val_*.bin"))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 CALLED = {"forward", "backward", "setup_context"}  # by torch
+FROM_OUTSIDE = {"parameter folder of open_run"}  # golfnb.tools.checkpoint gives it
 
 
 def loads(tree: ast.AST, imports: frozenset = frozenset()) -> Counter:
@@ -87,4 +88,4 @@ def unreached(text: str) -> list[str]:
     for name, (cls, s) in settings.items():
         if not read["." + name] and not any(k.arg == "fixed" for k in s.value.keywords) and cls not in whole:
             found.append(f"setting {name}")
-    return found + unread_parameters(tree, read)
+    return [name for name in found + unread_parameters(tree, read) if name not in FROM_OUTSIDE]
