@@ -342,12 +342,15 @@ def write_artifact(self: Session, packed: dict, code_bytes: int) -> Path:
 def pack_artifact(self: Session, averaged: dict, code_bytes: int) -> bytes:
     "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
     cfg, data = self.cfg, b""
+
+    def measure(packed: dict) -> int:
+        return len(pack_bytes(packed, self.meta(), cfg.codec))
+
     with self.phase("packing"):
         hessians = self.hessians() if cfg.use_gptq else {}
+        room = cfg.target_bytes - code_bytes
         try:
-            packed = quantize_as(cfg, averaged, cfg.target_bytes - code_bytes,
-                                 lambda packed: len(pack_bytes(packed, self.meta(), cfg.codec)),
-                                 hessians, self.ranks, self.log)
+            packed = quantize_as(cfg, averaged, room, measure, hessians, self.ranks, self.log)
         except NothingFits as e:
             self.log.line(str(e))
             packed = e.packed

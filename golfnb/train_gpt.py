@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 8ae6e20be616bcb1 | Apache-2.0
+# golfnb script --recipe pr549 | source f304e106e9036832 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3715,8 +3715,10 @@ class Session:
     def pack_artifact(self, averaged: dict, code_bytes: int) -> bytes:
         "Quantize (to the coarsest grid where nothing fits), pack and write; returns the file's bytes."
         cfg, data = self.cfg, b""
+
         with self.phase("packing"):
             hessians = {}
+            room = cfg.target_bytes - code_bytes
             try:
                 packed = quantize_as(cfg, averaged, self.log)
             except NothingFits as e:
