@@ -1099,6 +1099,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                   'golfnb.tools.cli.clear_demo': ('tools/cli.html#clear_demo', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.command': ('tools/cli.html#command', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.compare_command': ('tools/cli.html#compare_command', 'golfnb/tools/cli.py'),
+                                  'golfnb.tools.cli.config_of': ('tools/cli.html#config_of', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.corpus_name': ('tools/cli.html#corpus_name', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.count': ('tools/cli.html#count', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.data_build_command': ('tools/cli.html#data_build_command', 'golfnb/tools/cli.py'),

@@ -165,8 +165,8 @@ def make_skips(cfg: Config) -> WeightedSkips:
     return WeightedSkips()
 
 # %% ../nbs/reference/15_config.ipynb #577194a1
-def quantize_as(cfg: Config, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
-                hessians: Mapping, ranks: Ranks, log=None) -> dict:
+def quantize_as(cfg: Config, named: Mapping, target_bytes: int,
+                measure: Callable[[dict], int], hessians: Mapping, ranks: Ranks, log=None) -> dict:
     "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
     packed = quantize_state(named, cfg.scale_floor, small=cfg.small_tensor, log=log)
     int6 = Nearest(cfg.scale_floor)
