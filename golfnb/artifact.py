@@ -76,7 +76,7 @@ class Lzma(Plain):
         return self.name, lzma.compress(raw, preset=6)
 
     def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
-        "In at most 64 MiB beside the result."
+        "A section again; the decoder has a limit of memory."
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
 
@@ -96,7 +96,7 @@ class Zlib(Plain):
 
 # %% ../nbs/story/11b_artifact.ipynb #8da54f42
 def whole_stream(coder, stored: bytes, size: int) -> bytes:
-    "At most `size` + 1 bytes of a stream; EOFError if it is cut off or something follows it."
+    "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError
@@ -188,7 +188,7 @@ class Zstd(Plain):
         return self.name, coder.compress(raw)
 
     def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
-        "In at most 128 MiB beside the result."
+        "A section again; the decoder has a limit of memory."
         coder = optional("zstandard", "zstandard").ZstdDecompressor(max_window_size=2**27)
         return coder.stream_reader(stored).read(size + 1)
 

@@ -35,7 +35,8 @@ class WindowSampler:
     - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
       form of its own; the same list on every rank, so what is random comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
-    - `place()`: a dict, as JSON can hold it, of where the order stands between two steps
+    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
+      order, corpus or turn
     - `go_to(place)`: go there; the next plan is then what it would have been
     """
     order = ""

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 8308fe6a2187cd00 | Apache-2.0
+# golfnb script --recipe pr549 | source 2843646b58db5190 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -379,7 +379,8 @@ class WindowSampler:
     - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
       form of its own; the same list on every rank, so what is random comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
-    - `place()`: a dict, as JSON can hold it, of where the order stands between two steps
+    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
+      order, corpus or turn
     - `go_to(place)`: go there; the next plan is then what it would have been
     """
     order = ""
@@ -3248,11 +3249,11 @@ class Lzma(Plain):
         return self.name, lzma.compress(raw, preset=6)
 
     def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
-        "In at most 64 MiB beside the result."
+        "A section again; the decoder has a limit of memory."
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
 def whole_stream(coder, stored: bytes, size: int) -> bytes:
-    "At most `size` + 1 bytes of a stream; EOFError if it is cut off or something follows it."
+    "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError

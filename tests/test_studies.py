@@ -52,8 +52,8 @@ def test_a_study_cut_off_goes_on_where_it_stopped(call, data, capsys):
 
 
 def test_a_frozen_skip_stays_where_it_is_for_its_steps(call, monkeypatch):
-    lab, machines, make = studies.Lab(), [], studies.machine_of
-    monkeypatch.setattr(studies, "machine_of", lambda *a: machines.append(make(*a)) or machines[-1])
+    lab, machines, make = studies.Lab(), [], studies.parts_of
+    monkeypatch.setattr(studies, "parts_of", lambda *a: machines.append(make(*a)) or machines[-1])
     for held, moves in ((2, False), (1, True)):
         kind = studies.Kind({}, studies.partial(studies.start_skips, value=0.0, held=held))
         studies.run_kind(lab, lab.config(iterations=2, averaging="none"), kind)
@@ -64,7 +64,7 @@ def test_dtypes_are_those_that_a_kind_names(call):
     lab = studies.Lab()
     cfg = lab.config(iterations=2, averaging="none")
     for name, narrow in (("all fp32", ()), ("bf16 matrices and state", ("matrix", "state")), ("all bf16", ("matrix", "table", "state", "buffer"))):
-        m = studies.machine_of(lab, cfg, studies.DTYPES[name])
+        m = studies.parts_of(lab, cfg, studies.DTYPES[name])
         want = {p: torch.bfloat16 if p in narrow else torch.float32 for p in ("matrix", "table", "state", "buffer")}
         assert {p.dtype for p in m.model.banks.values()} == {want["matrix"]} and m.model.tok_emb.dtype == want["table"] and m.model.rotary_cos.dtype == want["buffer"]
         assert {t.dtype for part in (*m.engine.banks.values(), *m.engine.groups) for t in part.state.values()} == {want["state"]}

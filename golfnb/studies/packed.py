@@ -33,13 +33,13 @@ def index_documents(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class PackedSampler(WindowSampler):
     """Rows that begin with a BOS, filled with documents: each token once a pass.
 
-    The order is drawn from `seed`. A place is (pass, group of shards, token of the group's stream).
+    The order is drawn from `seed`. The place is (pass, group of shards, token of the group's stream).
     """
     order = "packed"
     group_shards = 4
 
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
-                 seed: int, accum: int = 1):
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, seed: int,
+                 accum: int = 1):
         super().__init__(paths, rank, world, rows, seq_len, accum)
         self.seed = seed
         self.next_row = (0, 0, 0)
@@ -94,7 +94,7 @@ def document(self: PackedSampler, lap: int, number: int, at: int) -> list[int]:
 def draw_group(self: PackedSampler, lap: int, number: int) -> np.ndarray:
     """Index the documents of a group of shards, in the order drawn: int64 [4, D].
 
-    For each: its shard, the first token of its text there, where in the stream its BOS and its end lie.
+    For each: its shard, the first token of its text there, where its BOS and its end lie in the stream.
     """
     order = np.random.default_rng([self.seed, lap]).permutation(len(self.paths))
     index = []
@@ -118,7 +118,7 @@ def window(self: PackedSampler, place: tuple[int, int, int]) -> np.ndarray:
         lap, number, at = place
         shard, start, begin, end = self.document(*place)
         count = min(row.size - filled, end - at)
-        skipped = 1 if at == begin else 0  # the document's BOS, which `row` has already
+        skipped = 1 if at == begin else 0  # the document's BOS: every token of `row` is one until it is read
         if count > skipped:
             text = self.read(shard, start + at - begin - 1 + skipped, count - skipped)
             row[filled + skipped : filled + count] = text
