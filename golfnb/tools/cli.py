@@ -952,7 +952,9 @@ def make_parser(name: str = "") -> SentenceParser:
         for names, how in arguments:
             parser.add_argument(*names, **how)
         return parser
-    lists = [f"{heading}:\n{listed(names)}" for heading, names in GROUPS.items()]
+    others = [n for n in COMMANDS if not any(n in names for names in GROUPS.values())]
+    groups = GROUPS | ({"more": others} if others else {})
+    lists = [f"{heading}:\n{listed(names)}" for heading, names in groups.items()]
     if name:
         lists = [f"commands:\n{listed(n for n in COMMANDS if n.split()[0] == name)}"]
     parser = SentenceParser(f"golfnb {name}".strip(), f"golfnb {name} COMMAND".replace("  ", " "),
