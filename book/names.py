@@ -125,7 +125,7 @@ def read_module(path: Path) -> Module:
 @cache
 def modules() -> dict[str, Module]:
     "All modules that a notebook makes, in the order of the chapters."
-    found = [read_module(p) for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py", "train_gpt.py")]
+    found = [read_module(p) for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.name not in ("__init__.py", "__main__.py", "_modidx.py", "train_gpt.py")]
     return {m.name: m for m in sorted(found, key=lambda m: m.chapter)}
 
 

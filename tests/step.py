@@ -22,7 +22,7 @@ def make(folder: Path, root: Path = ROOT) -> None:
     shutil.copytree(root / "nbs", folder / "nbs", ignore=shutil.ignore_patterns(".ipynb_checkpoints", "results"))
     (folder / "golfnb").mkdir()
     shutil.copy(root / "settings.ini", folder / "settings.ini")
-    for path in (root / "golfnb").rglob("__init__.py"):
+    for path in (root / "golfnb").rglob("__*__.py"):
         copied = folder / path.relative_to(root)
         copied.parent.mkdir(exist_ok=True)
         shutil.copy(path, copied)

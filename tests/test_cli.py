@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
-from golfnb.tools.cli import main_cli, read_command, read_settings, settings_help
+from golfnb.tools.cli import COMMANDS, main_cli, read_command, read_settings, settings_help
 from golfnb.config import setting_specs
 from golfnb.tools.report import find_tokenizer
 from golfnb.settings import GolfError
@@ -255,8 +255,17 @@ def test_help_imports_nothing_heavy(tmp_path):
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path, env=clean_env())
         assert done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
     done = golfnb("--help", cwd=tmp_path)
-    for command in ("demo", "train", "script", "data", "quantize", "artifact", "score", "sample", "play", "watch", "log", "report", "submission", "lab", "bench", "study", "doctor"):
-        assert re.search(rf"^    {command}\s", done.stdout, re.M), command
+    for command in COMMANDS:
+        assert len(re.findall(rf"^    {command}\s", done.stdout, re.M)) == 1, command
+    some = golfnb("data", "--help", cwd=tmp_path)
+    assert some.returncode == 0 and re.findall(r"^    (data \w+)", some.stdout, re.M) == [name for name in COMMANDS if name.startswith("data ")]
+
+
+def test_the_package_is_the_command(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "golfnb", "--version"], capture_output=True, text=True, cwd=tmp_path, env=clean_env())
+    assert done.returncode == 0 and done.stdout.startswith("golfnb "), done.stderr
+    done = subprocess.run([sys.executable, "-m", "golfnb", "tarin"], capture_output=True, text=True, cwd=tmp_path, env=clean_env())
+    assert done.returncode == 2 and one_sentence(done.stderr)
 
 
 def test_train_help_lists_every_setting_once_with_its_chapter(tmp_path):
@@ -270,6 +279,16 @@ def test_doctor_ends_with_a_verdict(tmp_path):
     done = golfnb("doctor", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("verdict: ready")
     assert all(re.match(r"(ok|note|FAIL) +\S", line) for line in done.stdout.splitlines()[:-1])
+
+
+def test_doctor_looks_at_every_extra(monkeypatch):
+    from golfnb.tools import cli
+
+    wanted = {"torch": "", "safetensors": "weights", "wandb": "track", "huggingface_hub": "data", "jupyterlab": "notebooks"}
+    assert wanted.items() <= cli.packages().items() and set(cli.WITHOUT) == set(cli.packages().values()) - {""}
+    def missing(name): raise cli.metadata.PackageNotFoundError
+    monkeypatch.setattr(cli.metadata, "version", missing)
+    assert cli.package_row("torch", "")[0] == "FAIL" and cli.package_row("wandb", "track") == ("note", "not installed: no TensorBoard, no Weights & Biases; pip install golfnb[track]")
 
 
 def test_settings_may_stand_around_options():

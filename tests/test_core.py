@@ -23,7 +23,7 @@ def imports(module: str) -> set[str]:
 
 
 def test_the_core_is_these_files():
-    assert sorted(p.stem for p in (ROOT / "golfnb").glob("*.py")) == sorted([*CORE, "__init__", "_modidx", "train_gpt"])
+    assert sorted(p.stem for p in (ROOT / "golfnb").glob("*.py")) == sorted([*CORE, "__init__", "__main__", "_modidx", "train_gpt"])
     for folder, modules in (("story", STORY), ("reference", REFERENCE)):
         assert {p.stem.split("_", 1)[1] for p in (ROOT / "nbs" / folder).glob("*.ipynb")} == set(modules)
 

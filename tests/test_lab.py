@@ -95,7 +95,8 @@ def test_what_the_site_folds_opens_folded_in_the_lab(tmp_path):
     copy_notebooks(tmp_path)
     for path in tmp_path.rglob("*.ipynb"):
         for cell in json.loads(path.read_text())["cells"]:
-            assert ("#| code-fold" in "".join(cell["source"])) == cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+            text = "".join(cell["source"])
+            assert ("#| code-fold" in text or "#| hide" in text) == cell["metadata"].get("jupyter", {}).get("source_hidden", False)
 
 
 @pytest.fixture

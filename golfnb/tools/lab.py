@@ -28,10 +28,11 @@ def notebook_dir() -> Path:
 
 # %% ../../nbs/tools/26_lab.ipynb #374eb206
 def folded(text: str) -> str:
-    "A notebook whose cells marked `code-fold` open folded in JupyterLab."
+    "A notebook whose cells marked `code-fold` or `hide` open folded in JupyterLab."
     nb = json.loads(text)
     for cell in nb["cells"]:
-        if cell["cell_type"] == "code" and "#| code-fold" in "".join(cell["source"]):
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code" and ("#| code-fold" in text or "#| hide" in text):
             cell["metadata"]["jupyter"] = {"source_hidden": True}
     return json.dumps(nb, indent=1, ensure_ascii=False) + "\n"
 
