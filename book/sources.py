@@ -137,11 +137,12 @@ def api_index() -> str:
 # gathered pages
 
 def all_settings() -> str:
-    "Every setting once, under the group that owns it."
-    lines = []
+    "Every setting once, under the first group that declares it."
+    lines, seen = [], set()
     for m in modules().values():
         for group in m.public:
-            rows = [n for n in group.members if n.kind == "setting"]
+            rows = [n for n in group.members if n.kind == "setting" and n.name not in seen]
+            seen |= {n.name for n in rows}
             lines += [f"## {group.name}", "", f"{escaped(group.doc)} It acts in [chapter {numbered_title(m.chapter)}]({m.chapter}.ipynb).", ""] if rows else []
             for n in rows:
                 lines += directive("envvar", n.name.upper(), "", f"{escaped(n.doc)}. Default: `{n.signature}`.")

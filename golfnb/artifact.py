@@ -369,12 +369,12 @@ def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
 CODECS = {codec.name: codec for codec in (Plain(), Lzma(), Zlib(), Rans(), Brotli(), Zstd())}
 
 
-def unpack_foreign(data: bytes, codecs: Mapping[str, Plain] = CODECS,
+def unpack_foreign(data: bytes, codecs: Mapping[str, Plain],
                    check: Callable | None = None) -> tuple[dict, dict]:
     """(meta, `Packed` tensors by name) of a container that anybody may have made.
 
-    `codecs`: name in the header -> codec, of those to accept. `check(header)` is called before
-    anything is decoded. Raises GolfError for damage, and for sections that would decode to more
+    `codecs`: name in the header -> codec, of those to accept, such as CODECS. `check(header)` is called
+    before anything is decoded. Raises GolfError for damage, and for sections that would decode to more
     than `decoded_limit`. Takes at most 6 times the bytes that they decode to.
     """
     header, payload = open_container(data)

@@ -24,15 +24,15 @@ from .model import Golf, init_model, load_named
 from .averaging import make_average
 from .parallel_muon import Engine, Ranks
 from .evaluate import sliding_loss
-from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule, micro_batches,
-                          momentum_schedule, training_loss)
+from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule,
+                          micro_batches, momentum_schedule, training_loss)
 from .quantize import NothingFits, dequantize_state
 from .artifact import pack_bytes, unpack_bytes
 from .ttt import score_first
 from .adapters import score_documents
 from .run import Run, as_rank, hessians_in_time, keep_traces, train_and_average, weight_dtype
-from .config import (Config, load_config, make_codec, make_engine, make_freeze, make_inside, make_layout,
-                           make_sampler, make_skips, quantize_as)
+from .config import (Config, load_config, make_codec, make_engine, make_freeze, make_inside,
+                           make_layout, make_sampler, make_skips, quantize_as)
 
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass

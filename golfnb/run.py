@@ -131,30 +131,36 @@ class Run:
         self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
         self.table = table.to(ranks.device)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        "Add the seconds of the block to those of phase `name`."
-        start = time.perf_counter()
-        self.log.at = (name, 0, 0, 0)
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        self.log.event("phase", name=name, seconds=self.seconds[name])
-        self.note(f"phase {name}")
+# %% ../nbs/reference/16_run.ipynb #d0de1610
+@patch
+@contextmanager
+def phase(self: Run, name: str) -> Iterator[None]:
+    "Add the seconds of the block to those of phase `name`."
+    start = time.perf_counter()
+    self.log.at = (name, 0, 0, 0)
+    yield
+    self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    self.log.event("phase", name=name, seconds=self.seconds[name])
+    self.note(f"phase {name}")
 
-    def note(self, stage: str):
-        "Tell the extras that a stage has come to its end."
-        for extra in self.extras:
-            extra.note(stage)
+# %% ../nbs/reference/16_run.ipynb #d0de1611
+@patch
+def note(self: Run, stage: str):
+    "Tell the extras that a stage has come to its end."
+    for extra in self.extras:
+        extra.note(stage)
 
-    def once(self, stage: str, work: Callable):
-        "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
-        for extra in self.extras:
-            found = extra.result(stage)
-            if found is not None:
-                return found
-        made = work()
-        self.note(stage)
-        return made
+
+@patch
+def once(self: Run, stage: str, work: Callable):
+    "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
+    for extra in self.extras:
+        found = extra.result(stage)
+        if found is not None:
+            return found
+    made = work()
+    self.note(stage)
+    return made
 
 # %% ../nbs/reference/16_run.ipynb #b02c6c35
 @patch
@@ -252,8 +258,8 @@ def save_state(self: Run, name: str, model: Golf, engine: Engine, tensors: list 
 def train_and_average(run: Run, p, batches: Loader, step: Callable) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward`, `average(tensors)` and `make_projector` as `Trainer` takes
-    them; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward`, `average(tensors)`, and `make_projector` as `Trainer`
+    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 

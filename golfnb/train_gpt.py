@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 2843646b58db5190 | Apache-2.0
+# golfnb script --recipe pr549 | source 4e38e8ab6045fb59 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3815,8 +3815,8 @@ def device_name(ranks: Ranks) -> str:
 def train_and_average(run: Run, p, batches: Loader, step: Callable) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward`, `average(tensors)` and `make_projector` as `Trainer` takes
-    them; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward`, `average(tensors)`, and `make_projector` as `Trainer`
+    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 

@@ -16,7 +16,7 @@ import torch
 
 import golfnb.artifact as artifact
 from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd, artifact_ledger, decompress_section, export_safetensors, import_safetensors,
-                             ledger_rows, load_artifact, load_model, load_weights, open_own, pack_bytes, save_artifact, save_weights, seal, unpack_bytes, unpack_foreign)
+                             ledger_rows, load_artifact, load_model, load_weights, open_own, pack_bytes, save_artifact, save_weights, seal, unpack_bytes)
 from golfnb.bpb import tokenizer_hash
 from golfnb.config import load_config
 from golfnb.settings import GolfError
@@ -25,6 +25,10 @@ from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, qua
 
 STDLIB_CODECS = [Lzma(), Zlib(), Rans(), Best(), Plain()]
 each_codec = pytest.mark.parametrize("codec", STDLIB_CODECS, ids=lambda codec: codec.name)
+
+
+def unpack_foreign(data, codecs=CODECS):
+    return artifact.unpack_foreign(data, codecs)
 
 
 def toy(seed=0):

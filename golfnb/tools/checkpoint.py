@@ -92,7 +92,7 @@ class Stopped(GolfError):
     "SIGTERM ended the run; what it needs to go on is in its folder."
     status = 5  # of the process
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #2f6f9265
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2220
 class Watcher:
     "What hangs on a run and does nothing: `golfnb.train.Extra` once more, since a script has its own."
 
@@ -103,7 +103,7 @@ class Watcher:
     def result(self, stage: str): "As in `Extra`."
     def close(self): "As in `Extra`."
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #2f6f9265
 class Keeper(Watcher):
     """Writes checkpoints of a run into `folder`, every `every_s` seconds of training, and reads them back.
 
