@@ -177,13 +177,11 @@ def documented(tree: ast.AST) -> list[list[ast.stmt]]:
 
 def indented(text: str) -> str:
     "A function's text as that of a method; of its texts only docstrings move."
-    tree = ast.parse(text)
-    docstrings = [body[0].value for body in documented(tree)]
-    fixed = set()
-    for n in ast.walk(tree):
-        is_text = isinstance(n, ast.JoinedStr) or isinstance(n, ast.Constant) and isinstance(n.value, str)
-        if is_text and n not in docstrings:
-            fixed |= set(range(n.lineno, n.end_lineno))  # counted from 0: the lines after its first
+    fixed = set()  # lines, counted from 0, that begin inside a text
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        fixed |= set(range(token.start[0], token.end[0]))
+    for body in documented(ast.parse(text)):
+        fixed -= set(range(body[0].lineno, body[0].end_lineno))
     moved = [line if row in fixed or not line else f"    {line}" for row, line in enumerate(text.split("\n"))]
     return "\n".join(moved)
 
@@ -438,7 +436,7 @@ def without_comments(text: str) -> str:
         row, column = token.start
         if token.type == tokenize.COMMENT:
             lines[row] = lines[row][:column].rstrip()
-        elif token.type not in (tokenize.NL, tokenize.ENDMARKER):
+        elif token.type not in (tokenize.NL, tokenize.DEDENT, tokenize.ENDMARKER):
             kept |= set(range(row, token.end[0] + 1))
     return "\n".join(lines[row] for row in sorted(kept)) + "\n"
 
