@@ -258,7 +258,12 @@ def take_statement(file: SourceFile, n: ast.stmt, lines: list[str]) -> None:
         take_piece(file, n, code_of(lines), where)
 
 # %% ../../nbs/tools/29_joiner.ipynb #789bdb21
-START = "start(__file__, main, Settings, OWN, WORDS)"
+START = """from golfnb.run import start
+
+
+if __name__ == "__main__":
+    start(__file__, main, Settings, OWN, WORDS)
+"""
 
 # %% ../../nbs/tools/29_joiner.ipynb #19333bab
 def read_file(path: Path, package: Path, start: str = "") -> SourceFile:
@@ -269,7 +274,7 @@ def read_file(path: Path, package: Path, start: str = "") -> SourceFile:
     except (OSError, SyntaxError, ValueError) as e:
         raise GolfError(f"{path} must be a file of Python in UTF-8, found: {e}; mend it") from e
     if start and not any(map(is_guard, tree.body)):
-        text = f'{text.rstrip()}\n\n\nif __name__ == "__main__":\n    {start}\n'
+        text = f"{text.rstrip()}\n\n\n{start}"
         tree = ast.parse(text)
     file = SourceFile(path, package, bool(start))
     lines = text.split("\n")
@@ -397,7 +402,7 @@ def merged_imports(statements: set[str]) -> list[str]:
 def join_program(program: Path, start: str = START, package: Path | None = None) -> str:
     """The text of one script: a program and the definitions it reaches, word for word.
 
-    `start`: the call that starts it, if it has no lines for that itself. `package`: the folder of golfnb.
+    `start`: its last lines, if it has none that start it. `package`: the folder of golfnb.
     The same files give the same bytes. Raises GolfError for what cannot be joined.
     """
     program = Path(program).resolve()
