@@ -1,5 +1,5 @@
 """What torchrun starts on the hosts of test_hosts: python host_worker.py WHAT FOLDER [JSON]."""
-from golfnb.tools.launcher import END_WITH_TORCHRUN
+from golfnb.tools.joiner import END_WITH_TORCHRUN
 
 exec(END_WITH_TORCHRUN)
 import json

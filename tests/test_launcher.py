@@ -14,8 +14,9 @@ import pytest
 
 import golfnb.tools.launcher as launcher
 from golfnb.settings import GolfError
-from golfnb.tools.launcher import (END_WITH_TORCHRUN, SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script,
-                             package_dir, relay_errors, run_script, specialise, usable_cores)
+from golfnb.tools.joiner import END_WITH_TORCHRUN
+from golfnb.tools.launcher import (SCRIPT_MODULES, TORCHRUN, Program, fold_script, join_modules, join_script, minify, pack_script, package_dir, relay_errors,
+                             run_script, specialise, usable_cores)
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {

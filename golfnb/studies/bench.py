@@ -33,8 +33,8 @@ from ..adapters import score_documents
 from ..bpb import ByteTable
 from ..config import Config, load_config, make_freeze, make_sampler
 from ..evaluate import plain_loss, sliding_loss
-from ..tools.launcher import (END_WITH_TORCHRUN, checkout_commit, package_dir, run_script,
-                             usable_cores, free_cores)
+from ..tools.joiner import END_WITH_TORCHRUN
+from ..tools.launcher import checkout_commit, free_cores, package_dir, run_script, usable_cores
 from ..loader import Loader, grad_accum
 from ..model import named_state
 from ..parallel_muon import Ranks
