@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .settings import GolfError, Settings, setting
+from .settings import BaseSettings, GolfError, setting
 
 # %% ../nbs/story/08_averaging.ipynb #5a259134
 def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
@@ -157,7 +157,7 @@ class EmaAndSwa(NoAverage):
 
 # %% ../nbs/story/08_averaging.ipynb #48425677
 @dataclass
-class AveragingSettings(Settings):
+class AveragingSettings(BaseSettings):
     "Which average of the weights a run exports."
     averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")

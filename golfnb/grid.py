@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .settings import GolfError, Settings, setting
+from .settings import BaseSettings, GolfError, setting
 
 # %% ../nbs/story/10_grid.ipynb #dc70d43f
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
@@ -75,7 +75,7 @@ def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, T
 
 # %% ../nbs/story/10_grid.ipynb #7de103a9
 @dataclass
-class GridSettings(Settings):
+class GridSettings(BaseSettings):
     "What both quantization-aware training and the quantizer need to know of the grid."
     scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
 

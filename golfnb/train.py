@@ -312,6 +312,14 @@ def clock(self: Trainer) -> tuple[float, bool]:
 
 
 @patch
+def launch(self: Trainer, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
+    "Start the step's communication; time and stop travel with the gradients. Returns the control vector."
+    if self.steps == 0:
+        self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
+    return self.engine.launch(loss, elapsed_ms, stop)
+
+
+@patch
 def push(self: Trainer, control: torch.Tensor, loss: torch.Tensor):
     "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
     self.steps += 1
