@@ -131,7 +131,7 @@ def main(run: Run) -> dict:
         p = build(run.settings, run.ranks)
 
     batches = data(run.settings, run.train_paths, run.ranks)
-    averaged = train_and_average(run, p, batches, step)
+    averaged = train_and_average(run, p, batches, step, p.make_projector)
     artifact = run.once("packed", lambda: pack(run, p, averaged))
     score(run, p, artifact)
     return run.finish()

@@ -337,17 +337,18 @@ def save_state(self: Run, name: str, model: Golf, engine: Engine, tensors: list 
     return state
 
 
-def train_and_average(run: Run, p, batches: Loader, step: Callable) -> dict:
+def train_and_average(run: Run, p, batches: Loader, step: Callable,
+                      make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward`, `average(tensors)` and `make_projector` as `Trainer` takes
-    them; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`, `make_projector` is as `Trainer`
+    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
         average = p.average(p.engine.tensors())
-        return Trainer(s, p.engine, batches, average, make_projector=p.make_projector, **clock)
+        return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:
         return run.plain_score(p.forward)

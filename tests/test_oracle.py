@@ -1,4 +1,4 @@
-"""Every recipe, from package and script, goes on giving the numbers of the oracle's script.
+"""Every recipe, from package, script and program, goes on giving the numbers of the oracle's script.
 
 Each step loss and each score is equal as a float.
 """
@@ -8,6 +8,7 @@ import bz2
 import re
 import types
 from functools import cache
+from importlib import import_module
 
 import pytest
 from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, recipe_of, script_of,
@@ -17,6 +18,9 @@ from script_checks import unreached
 from tiny import loaded, tiny_data
 
 from golfnb import config, program
+from golfnb.parallel_muon import Ranks
+from golfnb.run import open_run
+from golfnb.settings import read_settings
 from golfnb.tools.launcher import minify, pack_script
 
 
@@ -32,8 +36,21 @@ def script_module(case: str) -> types.ModuleType:
     return loaded(script_of(case), f"script_{case}")
 
 
+def program_of(case: str) -> types.SimpleNamespace:
+    "A recipe's program, as the other forms are called."
+    module = import_module(f"golfnb.recipes.{case}")
+
+    def load_config(env: dict[str, str]):
+        return read_settings(module.Settings, module.OWN, module.WORDS, env)
+
+    def run(settings) -> dict:
+        return module.main(open_run(settings, Ranks()))
+
+    return types.SimpleNamespace(run=run, load_config=load_config)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_package_and_script_give_the_oracles_numbers(case, place, monkeypatch):
+def test_package_script_and_program_give_the_oracles_numbers(case, place, monkeypatch):
     "In one process; no code is counted, so all have the same room for the weights."
     root, data = place
     monkeypatch.chdir(root)
@@ -41,17 +58,19 @@ def test_package_and_script_give_the_oracles_numbers(case, place, monkeypatch):
         "oracle": loaded(oracle_scripts()[case], f"oracle_{case}"),
         "package": types.SimpleNamespace(run=program.run, load_config=config.load_config),
         "script": script_module(case)}
+    if case == recipe_of(case):
+        programs["program"] = program_of(case)
     found = {}
     for form, made in programs.items():
         settings = settings_of(case) | data | {"RUN_ID": f"{case}-{form}"}
         found[form] = made.run(made.load_config(settings))
-    wanted = found["oracle"]
+    wanted = found.pop("oracle")
     assert len(wanted["losses"]) == STEPS and len(set(wanted["losses"])) == STEPS
     assert ("ttt_bpb" in wanted) == (case not in ("pr399", "pr1060"))
     if case in ROOM:
         assert 0.9 * ROOM[case] < wanted["artifact_bytes"] <= ROOM[case], "the budget binds"
-    assert differences(wanted, found["package"]) == []
-    assert differences(wanted, found["script"]) == []
+    for form in found:
+        assert differences(wanted, found[form]) == [], form
 
 
 @pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed")])
