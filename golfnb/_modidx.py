@@ -1128,6 +1128,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                                                                   'golfnb/tools/checkpoint.py'),
                                          'golfnb.tools.checkpoint.frozen_clips': ( 'tools/checkpoint.html#frozen_clips',
                                                                                    'golfnb/tools/checkpoint.py'),
+                                         'golfnb.tools.checkpoint.functions_of': ( 'tools/checkpoint.html#functions_of',
+                                                                                   'golfnb/tools/checkpoint.py'),
                                          'golfnb.tools.checkpoint.held_by': ('tools/checkpoint.html#held_by', 'golfnb/tools/checkpoint.py'),
                                          'golfnb.tools.checkpoint.identity': ( 'tools/checkpoint.html#identity',
                                                                                'golfnb/tools/checkpoint.py'),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'LATE_VOTES', 'NOTES_FORMAT', 'MAY_DIFFER', 'named_tensors', 'by_matrix', 'frozen_clips', 'plain_facts',
            'Stopped', 'Watcher', 'Keeper', 'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping',
-           'held_by', 'open_folder', 'open_kept', 'keep_script']
+           'held_by', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7eb9a1b0
 import fcntl
@@ -22,6 +22,7 @@ import warnings
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -511,17 +512,29 @@ def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
     return folder
 
 
-def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":
-    """A run of `program` (a script's module, or `golfnb.program`) that keeps checkpoints, new or to go on with.
+def functions_of(program) -> tuple:
+    "(read, open): settings from an environment, and a run of them, as a program or its recipe's module has it."
+    if hasattr(program, "load_config"):
+        return program.load_config, program.open_run
+    core = program
+    if not hasattr(program, "read_settings"):  # a recipe's module; a script has its own
+        from golfnb import run as core
+    return partial(core.read_settings, program.Settings, program.OWN, program.WORDS), core.open_run
 
-    Raises GolfError as `program.open_run` does, and for a run that cannot go on.
+
+def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":
+    """A run of `program` that keeps checkpoints, new or to go on with.
+
+    It is a script's module, a recipe's or `golfnb.program`. Raises GolfError as `open_run` does, and for a
+    run that cannot go on.
     """
     every_s, resume = read_keeping(env)
     rest = {name: value for name, value in env.items() if name not in ("CHECKPOINT_EVERY_S", "RESUME")}
-    s = program.load_config(rest)
+    read, open_run = functions_of(program)
+    s = read(rest)
     if not every_s:
-        return program.open_run(s, ranks, code, quiet=quiet)
-    run = program.open_run(s, ranks, code, open_folder(s, ranks, resume), quiet)
+        return open_run(s, ranks, code, quiet=quiet)
+    run = open_run(s, ranks, code, open_folder(s, ranks, resume), quiet)
     progress = Progress(run)
     keeper = Keeper(run.folder / "checkpoints", every_s, ranks, run.log)
     run.extras += [keeper, progress]  # in this order they are closed
