@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DEFAULT_RECIPE', 'SCRIPT', 'GOLF_RECIPE', 'RECIPES', 'SWITCHES', 'PartSettings', 'Config', 'make_sampler',
            'make_codec', 'make_layout', 'make_orthogonalize', 'make_clip', 'make_inside', 'make_engine', 'make_skips',
-           'quantize_as', 'make_freeze', 'setting_specs', 'setting_groups', 'switched_values', 'refuse_changes',
-           'load_config']
+           'make_average', 'quantize_as', 'make_freeze', 'setting_specs', 'setting_groups', 'switched_values',
+           'refuse_changes', 'load_config']
 
 # %% ../nbs/reference/15_config.ipynb #f817172f
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from .settings import (IGNORED, KEEPING, NOT_BUILT, BaseSettings, GolfError, par
 from .loader import (CoprimeSampler, LoaderSettings, SequentialSampler, WindowSampler,
                            grad_accum)
 from .layout import Layout, bank_per_shape, mlp_in_one_bank
+from .averaging import Ema, EmaAndSwa, NoAverage, Swa
 from .model import (FreezeBlocks, FreezeControls, ModelSettings, SavedModel, SigmoidSkips,
                           WeightedSkips)
 from .newton_schulz import polar_express, quintic
@@ -43,6 +44,9 @@ class PartSettings(BaseSettings):
     ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
     links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
+    averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
+    qat_banks: bool = setting(False, "late in the run, publish weights on the int6 grid: 0 or 1", fixed="yes")
+    scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
@@ -168,6 +172,17 @@ def make_skips(cfg: Config) -> WeightedSkips:
     if cfg.skip_gate == "sigmoid":
         return SigmoidSkips()
     return WeightedSkips()
+
+# %% ../nbs/reference/15_config.ipynb #a0de1501
+def make_average(cfg: Config, tensors: list) -> NoAverage:
+    "The average that AVERAGING names, of `tensors`, the initial weights."
+    if cfg.averaging == "ema":
+        return Ema(tensors, cfg.ema_decay)
+    if cfg.averaging == "swa":
+        return Swa(tensors, cfg.swa_every)
+    if cfg.averaging == "ema+swa":
+        return EmaAndSwa(tensors, cfg.ema_decay, cfg.swa_every)
+    return NoAverage(tensors)
 
 # %% ../nbs/reference/15_config.ipynb #577194a1
 def quantize_as(cfg: Config, named: Mapping, target_bytes: int,

@@ -18,7 +18,6 @@ import torch
 from .loader import Loader
 from .layout import Layout
 from .model import Golf, init_model, load_named
-from .averaging import make_average
 from .parallel_muon import Engine, Ranks
 from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule, micro_batches,
                           momentum_schedule, training_loss)
@@ -28,8 +27,8 @@ from .ttt import score_first
 from .adapters import score_documents
 from .run import (Run, as_rank, hessians_in_time, keep_traces, open_run, train_and_average,
                         weight_dtype)
-from .config import (Config, load_config, make_codec, make_engine, make_freeze, make_inside, make_layout,
-                           make_sampler, make_skips, quantize_as)
+from .config import (Config, load_config, make_average, make_codec, make_engine, make_freeze,
+                           make_inside, make_layout, make_sampler, make_skips, quantize_as)
 
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass
