@@ -19,8 +19,8 @@ from .loader import Loader
 from .layout import Layout
 from .model import Golf, init_model, load_named
 from .parallel_muon import Engine, Ranks
-from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule, micro_batches,
-                          momentum_schedule, training_loss)
+from .train import (GridProjector, StepGraph, Trainer, backward_pass, compiled, lr_schedule,
+                          micro_batches, momentum_schedule, training_loss)
 from .quantize import NothingFits, dequantize_state
 from .artifact import pack_bytes, unpack_bytes
 from .ttt import score_first

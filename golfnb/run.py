@@ -90,7 +90,7 @@ def make_backward(model: Golf, s: ComputeSettings, device: torch.device) -> Call
         return StepGraph(loss_fn, list(model.parameters())).backward
     return partial(backward_pass, loss_fn)
 
-
+# %% ../nbs/reference/16_run.ipynb #a0de16b0
 def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
     "What scoring calls: `forward(ids, keep)`, the model's, compiled where the settings ask for it."
     forward = compiled(model, s, device)
@@ -170,20 +170,24 @@ class Run:
         self.log.event("phase", name=name, seconds=self.seconds[name])
         self.note(f"phase {name}")
 
-    def note(self, stage: str):
-        "Tell the extras that a stage has come to its end."
-        for extra in self.extras:
-            extra.note(stage)
+# %% ../nbs/reference/16_run.ipynb #7c10b6aa
+@patch
+def note(self: Run, stage: str):
+    "Tell the extras that a stage has come to its end."
+    for extra in self.extras:
+        extra.note(stage)
 
-    def once(self, stage: str, work: Callable):
-        "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
-        for extra in self.extras:
-            found = extra.result(stage)
-            if found is not None:
-                return found
-        made = work()
-        self.note(stage)
-        return made
+
+@patch
+def once(self: Run, stage: str, work: Callable):
+    "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
+    for extra in self.extras:
+        found = extra.result(stage)
+        if found is not None:
+            return found
+    made = work()
+    self.note(stage)
+    return made
 
 # %% ../nbs/reference/16_run.ipynb #b02c6c35
 @patch
@@ -223,7 +227,7 @@ def bytes_needed(s: RunSettings, world: int, item: int) -> int:
     a_token = s.num_layers * (2 * s.model_dim + s.mlp_dim) + s.vocab_size
     return item * (numbers + tokens * a_token)
 
-
+# %% ../nbs/reference/16_run.ipynb #269e0d37
 def check_memory(s: RunSettings, ranks: Ranks) -> None:
     "Raise GolfError for sizes that the memory of this rank's device cannot hold."
     if ranks.device.type == "cuda":
@@ -285,7 +289,7 @@ def sliding_score(self: Run, forward: Callable) -> tuple[float, float]:
     return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride, rows, self.ranks,
                         log=self.log)
 
-
+# %% ../nbs/reference/16_run.ipynb #6513270e
 @patch
 def score_artifact(self: Run, forward: Callable) -> None:
     "Score what was read back from the file: plain rows, then sliding windows."
@@ -395,7 +399,7 @@ def cap_before_gptq(s: RunSettings) -> float:
         return 0.0
     return 1000 * s.max_wallclock_seconds - s.gptq_reserve_ms
 
-
+# %% ../nbs/reference/16_run.ipynb #a6a3a450
 def reserve_problems(s: RunSettings) -> Iterator[str]:
     "A reserve for GPTQ that leaves no time to train."
     if s.max_wallclock_seconds > 0 and cap_before_gptq(s) <= 0:

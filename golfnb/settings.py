@@ -103,7 +103,7 @@ NOT_BUILT = {  # name -> the value that is accepted
     "DTG_ENABLED": 0.0, "GATED_ATTENTION": 0.0, "VALUE_RESIDUAL": 0.0}
 KEEPING = ("CHECKPOINT_EVERY_S", "RESUME")  # what `golfnb train` reads
 
-
+# %% ../nbs/reference/00_settings.ipynb #a0de11b0
 def published_number(name: str, text: str) -> float:
     "The number that a published name is set to; true and false count as 1 and 0. Raises GolfError."
     text = text.strip().lower()
@@ -112,7 +112,7 @@ def published_number(name: str, text: str) -> float:
     except ValueError:
         raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
 
-
+# %% ../nbs/reference/00_settings.ipynb #a0de11b1
 def refuse_not_built(env: Mapping[str, str]) -> None:
     "Raise GolfError where published names ask for what is not built."
     for name in (*IGNORED, *NOT_BUILT):
@@ -124,7 +124,7 @@ def refuse_not_built(env: Mapping[str, str]) -> None:
             raise GolfError(f"{name} is not built in golfnb and must stay {accepted:g}, found {env[name]!r}: "
                             f"leave it out, or set it to {accepted:g}")
 
-
+# %% ../nbs/reference/00_settings.ipynb #a0de11b2
 def refuse_keeping(env: Mapping[str, str]) -> None:
     "Raise GolfError where a script that keeps no checkpoints is asked for some."
     for name in KEEPING:
@@ -147,7 +147,7 @@ DONE_BY = {  # published word -> value -> a recipe whose program does it
     "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
 }
 
-
+# %% ../nbs/reference/00_settings.ipynb #52e6b438
 def one_spelling(text: str) -> str:
     "A word, or a number in one way of writing: 1 for true and for 1.0."
     try:
@@ -155,7 +155,7 @@ def one_spelling(text: str) -> str:
     except GolfError:
         return text.strip()
 
-
+# %% ../nbs/reference/00_settings.ipynb #f2a74de4
 def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) -> None:
     "Raise GolfError where `env` holds a word that is not true of this recipe's program."
     for name, true in words.items():

@@ -310,7 +310,7 @@ def clock(self: Trainer) -> tuple[float, bool]:
     stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
     return elapsed, stop
 
-
+# %% ../nbs/story/08b_train.ipynb #636accb0
 @patch
 def launch(self: Trainer, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
     "Start the step's communication; time and stop travel with the gradients. Returns the control vector."
@@ -318,7 +318,7 @@ def launch(self: Trainer, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> 
         self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
     return self.engine.launch(loss, elapsed_ms, stop)
 
-
+# %% ../nbs/story/08b_train.ipynb #636accb1
 @patch
 def push(self: Trainer, control: torch.Tensor, loss: torch.Tensor):
     "Called as a step ends: its control vector and this rank's loss, to be read two steps later."

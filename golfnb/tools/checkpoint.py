@@ -104,7 +104,7 @@ class Watcher:
     def result(self, stage: str): "As in `Extra`."
     def close(self): "As in `Extra`."
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #4f1a77c2
 class Keeper(Watcher):
     """Writes checkpoints of a run into `folder`, every `every_s` seconds of training, and reads them back.
 
@@ -493,7 +493,7 @@ def held_by(folder: Path) -> str:
         return "a run that did not end"
     return ""
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b0
 def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
     "The folder of a run, new or one to go on with. Raises GolfError for another run's."
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -511,7 +511,7 @@ def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
         raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
     return folder
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b1
 def functions_of(program) -> tuple:
     "(read, open): settings from an environment, and a run of them, as a program or its recipe's module has it."
     if hasattr(program, "load_config"):
@@ -521,7 +521,7 @@ def functions_of(program) -> tuple:
         from golfnb import run as core
     return partial(core.read_settings, program.Settings, program.OWN, program.WORDS), core.open_run
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b2
 def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":
     """A run of `program` that keeps checkpoints, new or to go on with.
 
