@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 
 import pytest
-from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, recipe_of, script_of,
+from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, forms_of, recipe_of, script_of,
                             settings_of, summary_of, verdicts, write_script)
 from oracle.pack import oracle_scripts
 from script_checks import unreached
@@ -58,7 +58,7 @@ def test_package_script_and_program_give_the_oracles_numbers(case, place, monkey
         "oracle": loaded(oracle_scripts()[case], f"oracle_{case}"),
         "package": types.SimpleNamespace(run=program.run, load_config=config.load_config),
         "script": script_module(case)}
-    if case == recipe_of(case):
+    if "program" in forms_of(case):
         programs["program"] = program_of(case)
     found = {}
     for form, made in programs.items():
@@ -73,8 +73,8 @@ def test_package_script_and_program_give_the_oracles_numbers(case, place, monkey
         assert differences(wanted, found[form]) == [], form
 
 
-@pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed")])
-def test_a_script_gives_the_oracles_numbers_on_two_ranks(case, form, place):
+@pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed"), ("pr549", "program")])
+def test_a_script_or_program_gives_the_oracles_numbers_on_two_ranks(case, form, place):
     root, data = place
     wanted = summary_of(write_script("oracle", case, root), case, 2, data)
     script = write_script(form, case, root)
@@ -100,12 +100,13 @@ def test_the_table_of_all_forms_has_the_first_difference_and_what_failed():
     jobs = [("golf", 1, form) for form in FORMS] + [("demo", 2, form) for form in FORMS[:2]]
     wanted = {"losses": [6.0, 5.5], "raw_bpb": 2.5}
     other = wanted | {"losses": [6.0, 5.25], "raw_bpb": 2.0}
-    golf = [wanted, dict(wanted), other, RuntimeError("no disk")]
+    golf = [wanted, dict(wanted), other, RuntimeError("no disk"), dict(wanted)]
     demo = [RuntimeError("no oracle"), wanted]
     assert [row[2:] for row in verdicts(jobs, iter(golf + demo))] == [
         ("package", 2, "equal"),
         ("script", 2, "the loss of step 2 is 5.25, the oracle's 5.5"),
         ("packed", 0, "failed: no disk"),
+        ("program", 2, "equal"),
         ("package", 0, "the oracle's run failed: no oracle")]
 
 
