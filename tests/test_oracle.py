@@ -73,7 +73,7 @@ def test_package_script_and_program_give_the_oracles_numbers(case, place, monkey
         assert differences(wanted, found[form]) == [], form
 
 
-@pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed"), ("pr549", "program")])
+@pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed"), ("demo", "program")])
 def test_a_script_or_program_gives_the_oracles_numbers_on_two_ranks(case, form, place):
     root, data = place
     wanted = summary_of(write_script("oracle", case, root), case, 2, data)
