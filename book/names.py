@@ -149,7 +149,8 @@ def places() -> dict[str, str]:
     for m in modules().values():
         found[f"golfnb.{m.name}"] = api_page(m)
         for n in m.public:
-            for key in (n.name, f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
+            bare = [] if m.name.startswith("recipes.") else [n.name]  # every recipe has a `build`
+            for key in (*bare, f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
                 found.setdefault(key, chapter_page(n.name, m))
             for member in n.members:
                 setting, place = member.kind == "setting", api_page(m, n.name, member.name)

@@ -8,7 +8,7 @@ import nbformat
 from names import ROOT, Module, Name, chapter_page, front_door, modules
 
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
-PARTS = {"story": "The story", "reference": "Reference", "tools": "Tools", "studies": "Studies"}  # folder -> caption
+PARTS = {"story": "The story", "reference": "Reference", "recipes": "Recipes", "tools": "Tools", "studies": "Studies"}  # folder -> caption
 FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has another name
 LOOK_UP = ("settings", "published", "rely", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
@@ -47,6 +47,13 @@ def summary_of(nb: nbformat.NotebookNode) -> str:
 def numbered_title(stem: str) -> str:
     title = title_of(notebook(stem))
     return f"{stem.split('_')[0]} {title}" if number(stem) is not None else title
+
+
+def chapter_words(stem: str, short: bool = False) -> str:
+    "How a sentence names a notebook: a chapter by its number, `short` or with its title, a recipe by its name."
+    if number(stem) is None:
+        return f"recipe {stem}"
+    return f"chapter {stem.split('_')[0] if short else numbered_title(stem)}"
 
 
 # chapters
@@ -115,13 +122,13 @@ def entry(module: Module, n: Name, owner: str = "") -> list[str]:
     if any(m.kind == "setting" for m in n.members):
         lines += [f"Its settings stand under [{n.name}](../settings.md#{n.name.lower()}).", ""]
     if not owner or n.patched:
-        lines += [f'<a class="golf-defined" href="../{chapter_page(owner + n.name, module)}">Defined in chapter {module.chapter.split("_")[0]}</a>']
+        lines += [f'<a class="golf-defined" href="../{chapter_page(owner + n.name, module)}">Defined in {chapter_words(module.chapter, short=True)}</a>']
     head = owner + n.name + (n.signature if n.kind in ("function", "class", "method") else "")
     return directive(f"py:{n.kind}", head, *options, "", escaped(n.doc), "", *lines, ticks=3 if owner else 4)
 
 
 def api_module(module: Module) -> str:
-    lines = [f"# golfnb.{module.name}", "", f"> {escaped(module.summary)}", "", f"Explained, defined and tried in [chapter {numbered_title(module.chapter)}](../{module.chapter}.ipynb).", ""]
+    lines = [f"# golfnb.{module.name}", "", f"> {escaped(module.summary)}", "", f"Explained, defined and tried in [{chapter_words(module.chapter)}](../{module.chapter}.ipynb).", ""]
     for title, kind in (("Functions", "function"), ("Classes", "class"), ("Constants", "data")):
         group = [line for n in module.public if n.kind == kind for line in entry(module, n)]
         lines += [f"## {title}", "", *group] if group else []
@@ -161,7 +168,7 @@ def map_rooms() -> str:
             m = by_chapter.get(stem)
             down = " ".join(link(modules()[i].chapter) for i in sorted(m.imports, key=lambda i: modules()[i].chapter)) if m else ""
             up = " ".join(link(o.chapter) for o in modules().values() if m and m.name in o.imports)
-            lines.append(f"| [{stem.split('_')[0]} {title_of(nb)}]({stem}.ipynb) | {summary_of(nb)} | {down} | {up} |")
+            lines.append(f"| [{numbered_title(stem)}]({stem}.ipynb) | {summary_of(nb)} | {down} | {up} |")
         lines.append("")
     return "\n".join(lines)
 

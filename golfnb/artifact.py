@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .bpb import tokenizer_hash
-from .settings import GolfError, Settings, read_json, reading, setting
+from .settings import BaseSettings, GolfError, read_json, reading, setting
 from .model import Golf, ModelSettings, load_named, model_from_settings
 from .quantize import FLOATS, INT_MAX, KIND_DTYPES, Packed, dequantize_state, entropy_bits
 from .quantize import pack_plain, unpack_plain
@@ -39,7 +39,7 @@ SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
 
 
 @dataclass
-class ArtifactSettings(Settings):
+class ArtifactSettings(BaseSettings):
     "The file that is judged."
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 

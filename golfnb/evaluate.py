@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .bpb import ByteTable, bits_per_byte, target_bytes
-from .settings import GolfError, Settings, setting
+from .settings import BaseSettings, GolfError, setting
 from .layers import token_nll
 from .loader import grad_accum
 from .parallel_muon import Ranks
@@ -106,7 +106,7 @@ def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, 
 
 # %% ../nbs/story/12_evaluate.ipynb #3e66c748
 @dataclass
-class EvalSettings(Settings):
+class EvalSettings(BaseSettings):
     "How validation is cut into windows."
     eval_seq_len: int = setting(2048, "length of a validation window: tokens", bounds="> 0")
     eval_stride: int = setting(64, "targets scored by each window after the first: tokens", bounds="> 0")
@@ -118,6 +118,7 @@ class EvalSettings(Settings):
 
     def problems(self) -> Iterator[str]:
         "A stride that would leave targets out."
+        yield from super().problems()
         if self.eval_stride > self.eval_seq_len:
             yield (f"EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, found "
                    f"{self.eval_stride} and {self.eval_seq_len}: lower EVAL_STRIDE")

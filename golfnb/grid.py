@@ -4,16 +4,13 @@
 
 # %% auto #0
 __all__ = ['CLIP_QUANTILES', 'INT8_QUANTILE', 'FP16_TINY', 'FP16_HUGE', 'row_clip', 'row_scale', 'quantize_rows',
-           'dequantize_rows', 'finite_matrix', 'best_clip', 'GridSettings', 'quantize_int8', 'clip_ratio',
-           'round_to_grid']
+           'dequantize_rows', 'finite_matrix', 'best_clip', 'quantize_int8', 'clip_ratio', 'round_to_grid']
 
 # %% ../nbs/story/10_grid.ipynb #e4193dbc
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from .settings import GolfError, Settings, setting
+from .settings import GolfError
 
 # %% ../nbs/story/10_grid.ipynb #dc70d43f
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
@@ -72,12 +69,6 @@ def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, T
     pick = index.expand(1, *index.shape)[..., None]
     q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
     return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
-
-# %% ../nbs/story/10_grid.ipynb #7de103a9
-@dataclass
-class GridSettings(Settings):
-    "What both quantization-aware training and the quantizer need to know of the grid."
-    scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
 
 # %% ../nbs/story/10_grid.ipynb #3bedc56d
 def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:

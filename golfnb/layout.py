@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 
-from .settings import GolfError, Settings, setting
+from .settings import BaseSettings, GolfError, setting
 
 # %% ../nbs/story/05_layout.ipynb #13609ebc
 SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
@@ -141,7 +141,7 @@ def group_matrices(matrices: list[Matrix], world: int) -> Layout:
 
 # %% ../nbs/story/05_layout.ipynb #58d845c5
 @dataclass
-class LayoutSettings(Settings):
+class LayoutSettings(BaseSettings):
     "The matrices of the blocks, and how they share banks."
     num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
     model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
@@ -167,6 +167,7 @@ class LayoutSettings(Settings):
 
     def problems(self) -> Iterator[str]:
         "A sentence for each shape that is impossible."
+        yield from super().problems()
         if self.mlp_dim < 1:
             yield ("MLP_MULT must give at least one channel, "
                    f"found {self.mlp_mult} of {self.model_dim}: raise it")

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .settings import GolfError, Settings, patch, setting
+from .settings import BaseSettings, GolfError, patch, setting
 from .shards import read_header, read_span
 
 # %% ../nbs/story/02b_loader.ipynb #9c2f85cb
@@ -292,7 +292,7 @@ def grad_accum(world: int) -> int:
 
 # %% ../nbs/story/02b_loader.ipynb #b9af272e
 @dataclass
-class LoaderSettings(Settings):
+class LoaderSettings(BaseSettings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of NAME_train_*.bin and NAME_val_*.bin: path")

@@ -6,12 +6,12 @@
 __all__ = ['BLOCK_MATRICES', 'WHOLE', 'CONTROL_NAMES', 'ModelSettings', 'ComputeSettings', 'table_shapes', 'WeightedSkips',
            'SigmoidSkips', 'scalar_shapes', 'BlockWeights', 'Block', 'LeakyReluSquared', 'make_block', 'Golf',
            'published_names', 'published_views', 'named_state', 'load_named', 'drawn_state', 'init_model', 'SavedModel',
-           'model_from_settings', 'quant_kind', 'FusedBlock']
+           'saved_settings', 'model_from_settings', 'quant_kind', 'FusedBlock']
 
 # %% ../nbs/story/05c_model.ipynb #1a597c27
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from .kernels import (KERNELS, MLP_DOWN_TILES, MLP_UP_TILES, fused_exclusive, fu
 from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, ready_attention,
                            rms_norm, rotary_tables, scaled_norm, smear, squared_leaky)
 from .layout import SMALL_MATRIX, Layout, LayoutSettings, bank_per_shape, mlp_in_one_bank
-from .settings import GolfError, Settings, patch, setting, settings_from
+from .settings import BaseSettings, GolfError, patch, setting, settings_from
 
 # %% ../nbs/story/05c_model.ipynb #714ae904
 @dataclass
@@ -56,7 +56,7 @@ class ModelSettings(LayoutSettings):
 @patch
 def problems(self: ModelSettings) -> Iterator[str]:
     "What makes the model impossible."
-    yield from LayoutSettings.problems(self)
+    yield from super(ModelSettings, self).problems()
     if self.vocab_size > 65_536:
         yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
                f"found {self.vocab_size}: use a smaller tokenizer")
@@ -76,7 +76,7 @@ def problems(self: ModelSettings) -> Iterator[str]:
 
 # %% ../nbs/story/05c_model.ipynb #e2595d18
 @dataclass
-class ComputeSettings(Settings):
+class ComputeSettings(BaseSettings):
     "How a model is computed on this machine."
     weight_dtype: str = setting("auto", "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
                                 "auto", "bf16", "fp32", "fp64", fixed="")
@@ -98,6 +98,7 @@ def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
 class WeightedSkips:
     "For `Golf`: a U-Net skip is multiplied by a weight for each channel, as published."
     start = 1.0  # of the weights
+    word = "one"  # in a file
 
     def weight_shape(self, skips: int, channels: int) -> tuple[int, int]:
         "The shape of the weights of so many skips."
@@ -111,6 +112,7 @@ class WeightedSkips:
 class SigmoidSkips(WeightedSkips):
     "For `Golf`: a skip is multiplied by one gate behind a sigmoid (modded-nanogpt #125)."
     start = -1.5
+    word = "sigmoid"
 
     def weight_shape(self, skips: int, channels: int) -> tuple[int, int]:
         "A number for each skip."
@@ -500,6 +502,15 @@ class SavedModel(ModelSettings):
     "What a file says of its model: its shapes, and words for parts that models do not share."
     plan: str = setting("pr399", "its banks: one per shape, or MLP in one", "pr399", "shared_mlp")
     skip_gate: str = setting("one", "its U-Net skips: weights, or a gate each", "one", "sigmoid")
+
+
+def saved_settings(model: Golf) -> dict:
+    "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
+    values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
+    plan = "pr399"
+    if "mlp_bank" in model.banks:
+        plan = "shared_mlp"
+    return values | {"plan": plan, "skip_gate": model.skips.word}
 
 # %% ../nbs/story/05c_model.ipynb #2f0cf147
 def model_from_settings(settings: Mapping, dtype=torch.float32, device="cpu", world: int = 1) -> tuple:

@@ -22,7 +22,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from .settings import GolfError, Settings, patch, setting
+from .settings import BaseSettings, GolfError, patch, setting
 from .kernels import check_runnable, jitted, tl, triton, usable_kernels
 from .layout import BankSpec, Layout
 from .newton_schulz import quintic
@@ -782,7 +782,7 @@ def restore(self: Engine, saved: list):
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #be641767
 @dataclass
-class EngineSettings(Settings):
+class EngineSettings(BaseSettings):
     "Learning rates, decays and clipping of the engine."
     matrix_lr: float = setting(0.025, "Muon learning rate of the banks: per step", bounds=">= 0")
     scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")

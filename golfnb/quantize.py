@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .settings import GolfError, setting
-from .grid import GridSettings, best_clip, dequantize_rows, quantize_int8, quantize_rows, row_scale
+from .settings import BaseSettings, GolfError, setting
+from .grid import best_clip, dequantize_rows, quantize_int8, quantize_rows, row_scale
 from .evaluate import counted
 from .grid import CLIP_QUANTILES, row_clip
 from .layout import SMALL_MATRIX
@@ -317,8 +317,8 @@ def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callab
 
 # %% ../nbs/story/10b_quantize.ipynb #aff743f5
 @dataclass
-class QuantSettings(GridSettings):
-    "How the weights become integers."
+class QuantSettings(BaseSettings):
+    "How GPTQ calibrates."
     gptq_calib_samples: int = setting(64, "calibration batches per rank: batches", bounds="1 to 10000")
     gptq_reserve_ms: float = setting(14_000.0, "training time for calibration: milliseconds", bounds=">= 0")
 

@@ -29,13 +29,13 @@ from .loader import Loader, grad_accum
 from .evaluate import counted
 from .layers import softcap_loss
 from .model import ComputeSettings
-from .grid import GridSettings, clip_ratio, round_to_grid
+from .grid import clip_ratio, round_to_grid
 from .averaging import AveragingSettings, NoAverage
 from .parallel_muon import CONTROL_WORDS, Engine, Recorded
 
 # %% ../nbs/story/08b_train.ipynb #9c6773e7
 @dataclass
-class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
+class TrainSettings(AveragingSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
     iterations: int = setting(9000, "training steps at most: steps", bounds="> 0")
     warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps", bounds=">= 0")
@@ -47,8 +47,8 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
     muon_momentum: float = setting(0.99, "Muon momentum once warmed up: ratio", bounds="[0, 1)")
     muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio", bounds="[0, 1)")
     muon_momentum_warmup_steps: int = setting(1500, "linear momentum warm-up: steps", bounds=">= 0")
-    qat_banks: bool = setting(False, "late in the run, publish weights on the int6 grid: 0 or 1", fixed="yes")
-    late_qat_threshold: float = setting(0.15, "learning-rate multiplier below which that begins: ratio")
+    late_qat_threshold: float = setting(0.15, "share of the peak learning rate below which weights are "
+                                        "published on the grid, where a recipe does so: ratio")
     step_graph: bool = setting(True, "on CUDA, record forward and backward as one CUDA graph: 0 or 1")
 
     @property
@@ -310,7 +310,15 @@ def clock(self: Trainer) -> tuple[float, bool]:
     stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
     return elapsed, stop
 
+# %% ../nbs/story/08b_train.ipynb #636accb0
+@patch
+def launch(self: Trainer, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
+    "Start the step's communication; time and stop travel with the gradients. Returns the control vector."
+    if self.steps == 0:
+        self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
+    return self.engine.launch(loss, elapsed_ms, stop)
 
+# %% ../nbs/story/08b_train.ipynb #636accb1
 @patch
 def push(self: Trainer, control: torch.Tensor, loss: torch.Tensor):
     "Called as a step ends: its control vector and this rank's loss, to be read two steps later."

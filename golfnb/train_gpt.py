@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source 4e38e8ab6045fb59 | Apache-2.0
+# golfnb script --recipe pr549 | source e7314c2926b21917 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -84,7 +84,7 @@ def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str =
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds, fixed=fixed))
 
 @dataclass
-class Settings:
+class BaseSettings:
     "A group of settings; each chapter derives its own dataclass from it."
 
     def problems(self) -> Iterator[str]:
@@ -96,7 +96,7 @@ class Settings:
         for problem in chain(bound_problems(self), self.problems()):
             raise GolfError(problem)
 
-def bound_problems(cfg: Settings) -> Iterator[str]:
+def bound_problems(cfg: BaseSettings) -> Iterator[str]:
     "A sentence for each setting that is out of its bounds."
     for spec in fields(cfg):
         fits, expected, advice = BOUNDS[spec.metadata.get("bounds", "")]
@@ -120,6 +120,40 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
     if choices and value not in choices:
         raise GolfError(f"{name} must be one of {', '.join(choices)}, found {text!r}: choose one of these")
     return value
+
+IGNORED = ("EMBED_LR", "HEAD_LR", "SWA_ENABLED")  # untied embeddings; an average that is never read
+NOT_BUILT = {  # name -> the value that is accepted
+    "TIE_EMBEDDINGS": 1.0, "QAT_ENABLED": 0.0, "QUANT_CLIP_RANGE": 31.0, "MUON_BETA2": 0.95,
+    "MTP_NUM_HEADS": 0.0, "MTP_LOSS_WEIGHT": 0.2, "LAWA_ENABLED": 0.0, "LAWA_K": 10.0, "LAWA_FREQ": 100.0,
+    "DTG_ENABLED": 0.0, "GATED_ATTENTION": 0.0, "VALUE_RESIDUAL": 0.0}
+KEEPING = ("CHECKPOINT_EVERY_S", "RESUME")  # what `golfnb train` reads
+
+def published_number(name: str, text: str) -> float:
+    "The number that a published name is set to; true and false count as 1 and 0. Raises GolfError."
+    text = text.strip().lower()
+    try:
+        return float({"true": "1", "false": "0"}.get(text, text))
+    except ValueError:
+        raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
+
+def refuse_not_built(env: Mapping[str, str]) -> None:
+    "Raise GolfError where published names ask for what is not built."
+    for name in (*IGNORED, *NOT_BUILT):
+        if name not in env:
+            continue
+        value = published_number(name, env[name])
+        accepted = NOT_BUILT.get(name, value)
+        if value != accepted:
+            raise GolfError(f"{name} is not built in golfnb and must stay {accepted:g}, found {env[name]!r}: "
+                            f"leave it out, or set it to {accepted:g}")
+
+def refuse_keeping(env: Mapping[str, str]) -> None:
+    "Raise GolfError where a script that keeps no checkpoints is asked for some."
+    for name in KEEPING:
+        if env.get(name, "0").strip().lower() not in ("", "0", "0.0", "false"):
+            raise GolfError(f"{name} must stay 0 where torchrun starts a script alone, found {env[name]!r}: "
+                            "leave it out, or start golfnb.tools.checkpoint with the script: "
+                            "torchrun ... -m golfnb.tools.checkpoint SCRIPT")
 
 def finite(summary: dict) -> dict:
     "A summary with None for every number that is not finite."
@@ -494,7 +528,7 @@ def grad_accum(world: int) -> int:
     return max(1, 8 // world)
 
 @dataclass
-class LoaderSettings(Settings):
+class LoaderSettings(BaseSettings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of NAME_train_*.bin and NAME_val_*.bin: path")
@@ -712,7 +746,7 @@ def group_matrices(matrices: list[Matrix], world: int) -> Layout:
     return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
 
 @dataclass
-class LayoutSettings(Settings):
+class LayoutSettings(BaseSettings):
     "The matrices of the blocks, and how they share banks."
     num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
     model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
@@ -738,6 +772,7 @@ class LayoutSettings(Settings):
 
     def problems(self) -> Iterator[str]:
         "A sentence for each shape that is impossible."
+        yield from super().problems()
         if self.mlp_dim < 1:
             yield ("MLP_MULT must give at least one channel, "
                    f"found {self.mlp_mult} of {self.model_dim}: raise it")
@@ -1293,7 +1328,7 @@ class ModelSettings(LayoutSettings):
 
     def problems(self) -> Iterator[str]:
         "What makes the model impossible."
-        yield from LayoutSettings.problems(self)
+        yield from super(ModelSettings, self).problems()
         if self.vocab_size > 65_536:
             yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
                    f"found {self.vocab_size}: use a smaller tokenizer")
@@ -1312,7 +1347,7 @@ class ModelSettings(LayoutSettings):
                    f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
 
 @dataclass
-class ComputeSettings(Settings):
+class ComputeSettings(BaseSettings):
     "How a model is computed on this machine."
     weight_dtype: str = setting("auto", "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
                                 "auto", "bf16", "fp32", "fp64", fixed="")
@@ -1330,6 +1365,7 @@ def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
 class WeightedSkips:
     "For `Golf`: a U-Net skip is multiplied by a weight for each channel, as published."
     start = 1.0  # of the weights
+    word = "one"  # in a file
 
     def weight_shape(self, skips: int, channels: int) -> tuple[int, int]:
         "The shape of the weights of so many skips."
@@ -1665,11 +1701,13 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
         torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})
 
-@dataclass
-class SavedModel(ModelSettings):
-    "What a file says of its model: its shapes, and words for parts that models do not share."
-    plan: str = setting("pr399", "its banks: one per shape, or MLP in one", "pr399", "shared_mlp")
-    skip_gate: str = setting("one", "its U-Net skips: weights, or a gate each", "one", "sigmoid")
+def saved_settings(model: Golf) -> dict:
+    "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
+    values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
+    plan = "pr399"
+    if "mlp_bank" in model.banks:
+        plan = "shared_mlp"
+    return values | {"plan": plan, "skip_gate": model.skips.word}
 
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales",
                  "ve_shared.scale", "bigram.scale")
@@ -1848,11 +1886,6 @@ def best_clip(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
     return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
 
-@dataclass
-class GridSettings(Settings):
-    "What both quantization-aware training and the quantizer need to know of the grid."
-    scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
-
 def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
     wide = finite_matrix(w)
@@ -1942,16 +1975,9 @@ class Ema(NoAverage):
         return {"ema": self.tensors}
 
 @dataclass
-class AveragingSettings(Settings):
-    "Which average of the weights a run exports."
-    averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
+class AveragingSettings(BaseSettings):
+    "How the averages of the weights are taken."
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
-
-def make_average(cfg: AveragingSettings, tensors: list[Tensor]) -> NoAverage:
-    "The average that AVERAGING names, of `tensors`, the initial weights."
-    if cfg.averaging == "ema":
-        return Ema(tensors, cfg.ema_decay)
-    return NoAverage(tensors)
 
 # ---- parallel_muon ----
 class Ranks:
@@ -2607,7 +2633,7 @@ class ClipEach(NoClip):
             torch.mul(g, factor.view(1), out=g)
 
 @dataclass
-class EngineSettings(Settings):
+class EngineSettings(BaseSettings):
     "Learning rates, decays and clipping of the engine."
     matrix_lr: float = setting(0.025, "Muon learning rate of the banks: per step", bounds=">= 0")
     scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")
@@ -2697,7 +2723,7 @@ def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, 
     return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log)
 
 @dataclass
-class EvalSettings(Settings):
+class EvalSettings(BaseSettings):
     "How validation is cut into windows."
     eval_seq_len: int = setting(2048, "length of a validation window: tokens", bounds="> 0")
     eval_stride: int = setting(64, "targets scored by each window after the first: tokens", bounds="> 0")
@@ -2709,13 +2735,14 @@ class EvalSettings(Settings):
 
     def problems(self) -> Iterator[str]:
         "A stride that would leave targets out."
+        yield from super().problems()
         if self.eval_stride > self.eval_seq_len:
             yield (f"EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, found "
                    f"{self.eval_stride} and {self.eval_seq_len}: lower EVAL_STRIDE")
 
 # ---- train ----
 @dataclass
-class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
+class TrainSettings(AveragingSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
     iterations: int = setting(9000, "training steps at most: steps", bounds="> 0")
     warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps", bounds=">= 0")
@@ -2727,8 +2754,8 @@ class TrainSettings(AveragingSettings, GridSettings, ComputeSettings):
     muon_momentum: float = setting(0.99, "Muon momentum once warmed up: ratio", bounds="[0, 1)")
     muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio", bounds="[0, 1)")
     muon_momentum_warmup_steps: int = setting(1500, "linear momentum warm-up: steps", bounds=">= 0")
-    qat_banks: bool = setting(False, "late in the run, publish weights on the int6 grid: 0 or 1", fixed="yes")
-    late_qat_threshold: float = setting(0.15, "learning-rate multiplier below which that begins: ratio")
+    late_qat_threshold: float = setting(0.15, "share of the peak learning rate below which weights are "
+                                        "published on the grid, where a recipe does so: ratio")
     step_graph: bool = setting(True, "on CUDA, record forward and backward as one CUDA graph: 0 or 1")
 
     @property
@@ -2945,6 +2972,12 @@ class Trainer:
         under_way = LATE_STEPS * elapsed / max(self.steps, 1)
         stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
         return elapsed, stop
+
+    def launch(self, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
+        "Start the step's communication; time and stop travel with the gradients. Returns the control vector."
+        if self.steps == 0:
+            self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
+        return self.engine.launch(loss, elapsed_ms, stop)
 
     def push(self, control: torch.Tensor, loss: torch.Tensor):
         "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
@@ -3204,8 +3237,8 @@ class NothingFits(GolfError):
     "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
 
 @dataclass
-class QuantSettings(GridSettings):
-    "How the weights become integers."
+class QuantSettings(BaseSettings):
+    "How GPTQ calibrates."
 
 # ---- artifact ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
@@ -3214,7 +3247,7 @@ PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
 SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
 
 @dataclass
-class ArtifactSettings(Settings):
+class ArtifactSettings(BaseSettings):
     "The file that is judged."
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
 
@@ -3449,9 +3482,13 @@ class TttSettings(EvalSettings, ComputeSettings):
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
     ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
 
+    def tokens_adapted(self, world: int) -> int:
+        "Tokens in one update of each of `world` ranks."
+        return min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len)
+
     def problems(self) -> Iterator[str]:
         "A chunk that holds no row."
-        yield from EvalSettings.problems(self)
+        yield from super().problems()
         if self.ttt_chunk_tokens < self.eval_seq_len:
             yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
                    f"found {self.ttt_chunk_tokens}: raise it")
@@ -3585,7 +3622,7 @@ class AdapterSettings(EvalSettings, ComputeSettings):
 
 # ---- run ----
 @dataclass
-class RunSettings(Settings):
+class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
     recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
@@ -3594,9 +3631,16 @@ class RunSettings(Settings):
 
     def problems(self) -> Iterator[str]:
         "A name that is no name of a directory."
+        yield from super().problems()
         if self.run_id in (".", "..") or "/" in self.run_id:
             yield ("RUN_ID must be the name of a directory in RUNS_DIR, without slashes, "
                    f"found {self.run_id!r}: choose a plain name")
+
+    def check(self, world: int = 1) -> None:
+        "Raise GolfError for the first thing that cannot work on `world` ranks."
+        super().check()
+        for problem in batch_problems(self, self.train_seq_len, world):
+            raise GolfError(problem)
 
 def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
     "What WEIGHT_DTYPE stands for on a device."
@@ -3735,6 +3779,20 @@ class Run:
         rows = s.rows_per_score(self.ranks.world, s.train_seq_len)
         return plain_loss(forward, self.val, self.table, s.train_seq_len, rows, self.ranks, self.log)
 
+    def sliding_score(self, forward: Callable) -> tuple[float, float]:
+        "Nats a token and bits per byte of `forward(ids, keep)` in sliding windows."
+        s = self.settings
+        rows = s.rows_per_score(self.ranks.world)
+        return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride, rows, self.ranks,
+                            log=self.log)
+
+    def score_artifact(self, forward: Callable) -> None:
+        "Score what was read back from the file: plain rows, then sliding windows."
+        self.scored("final_int6_roundtrip", "int6", lambda: self.plain_score(forward))
+        loss, bpb = self.scored("final_int6_sliding_window", "sliding", lambda: self.sliding_score(forward))
+        self.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
+                      "(the artifact's score again, by the name of published logs)")
+
     def trained(self, t: Trainer):
         "Take what training came to into the summary."
         self.summary.update(raw_loss=t.val_loss, raw_bpb=t.val_bpb, losses=t.losses, steps=t.steps,
@@ -3744,10 +3802,10 @@ class Run:
             self.summary["peak_bytes"] = peak
             self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
 
-    def meta(self) -> dict:
+    def meta(self, model: Golf) -> dict:
         "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
         s = self.settings
-        return {"settings": s.model_settings(), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
+        return {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
                 "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
 
     def save(self, write: Callable[[Path], object]):
@@ -3765,16 +3823,16 @@ class Run:
         "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
         state = named_state(model, *engine.gather(tensors))
         if self.ranks.master:
-            self.save(lambda folder: save_weights(folder / name, state, self.meta()))
+            self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
         self.ranks.barrier()
         return state
 
-    def write_artifact(self, packed: dict, codec: Plain) -> bytes:
+    def write_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
         "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
         s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
         self.log.at = "compressing", 0, 0, 0
         try:
-            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(), codec,
+            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(model), codec,
                                                    s.target_bytes, code_bytes))
         except GolfError as e:
             self.summary["over_budget"] = str(e)
@@ -3795,6 +3853,13 @@ class Run:
                             ledger=parts, artifact_sha256=sha256)
         return data
 
+    def share_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
+        "`write_artifact` on rank 0; returns the file's bytes on every rank. All must call."
+        written = b""
+        if self.ranks.master:
+            written = self.write_artifact(packed, model, codec)
+        return self.ranks.broadcast_object(written)
+
     def finish(self) -> dict:
         "Write the summary and close what hangs on the run; returns the summary."
         s = self.settings
@@ -3808,21 +3873,60 @@ class Run:
         self.log.close()
         return self.summary
 
+def bytes_needed(s: RunSettings, world: int, item: int) -> int:
+    "Least bytes of a rank with `item` bytes a number: weights, gradients, optimizer, activations."
+    layer = 2 * s.model_dim * (s.model_dim + s.kv_dim + s.mlp_dim)
+    matrices = s.num_layers * layer
+    replicated = s.vocab_size * s.model_dim  # every rank has the whole of it
+    if s.bigram_vocab_size > 0:
+        replicated += (s.bigram_vocab_size + s.model_dim) * s.bigram_dim
+    if s.ve_enabled:
+        replicated += (s.vocab_size + s.kv_dim) * s.ve_dim
+    numbers = 4 * replicated + 2 * matrices + 2 * matrices // world
+    tokens = s.rows_per_micro(world, s.train_seq_len) * s.train_seq_len
+    if getattr(s, "ttt_enabled", False):
+        tokens = max(tokens, s.tokens_adapted(world))
+    a_token = s.num_layers * (2 * s.model_dim + s.mlp_dim) + s.vocab_size
+    return item * (numbers + tokens * a_token)
+
+def check_memory(s: RunSettings, ranks: Ranks) -> None:
+    "Raise GolfError for sizes that the memory of this rank's device cannot hold."
+    if ranks.device.type == "cuda":
+        room = torch.cuda.get_device_properties(ranks.device).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = bytes_needed(s, ranks.world, weight_dtype(s, ranks.device).itemsize)
+    if needed > room:
+        raise GolfError(f"the run must fit into memory, {room / 2**30:,.0f} GiB here, found sizes that need "
+                        f"{needed / 2**30:,.0f} GiB at least: lower the sizes of the model or of the batch")
+
+def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+             quiet: bool = False) -> Run:
+    "Check settings and data, and make the `Run`. Raises GolfError for whatever is wrong."
+    s.check(ranks.world)
+    check_memory(s, ranks)
+    shards = Path(s.data_path)
+    load_tokenizer(s.tokenizer_path, s.vocab_size)
+    check_disjoint(find_shards(shards / "*_train_*.bin"), find_shards(shards / "*_val_*.bin"))
+    check_manifest(shards, tokenizer_hash(s.tokenizer_path))
+    return Run(s, ranks, code, folder, quiet)
+
 def device_name(ranks: Ranks) -> str:
     "What this rank computes on."
     return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
 
-def train_and_average(run: Run, p, batches: Loader, step: Callable) -> dict:
+def train_and_average(run: Run, p, batches: Loader, step: Callable,
+                      make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward`, `average(tensors)`, and `make_projector` as `Trainer`
+    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`, `make_projector` is as `Trainer`
     takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
         average = p.average(p.engine.tensors())
-        return Trainer(s, p.engine, batches, average, make_projector=p.make_projector, **clock)
+        return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:
         return run.plain_score(p.forward)
@@ -3872,7 +3976,7 @@ def as_rank(work: Callable) -> None:
 
 # ---- config ----
 @dataclass
-class PartSettings(Settings):
+class PartSettings(BaseSettings):
     "Words that name the parts of a run; `make_` functions below build them."
     loader: str = setting("sequential", "order of windows", "sequential", "coprime", fixed="yes")
     codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
@@ -3882,6 +3986,9 @@ class PartSettings(Settings):
     ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
     clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
     links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
+    averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
+    qat_banks: bool = setting(False, "late in the run, publish weights on the int6 grid: 0 or 1", fixed="yes")
+    scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
     use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
     ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
                             "chunks", "adapters", fixed="yes")
@@ -3891,7 +3998,7 @@ class PartSettings(Settings):
 
     def problems(self) -> Iterator[str]:
         "A freeze that adapters cannot mean."
-        yield from ()
+        yield from super().problems()
 
 @dataclass
 class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings,
@@ -3901,39 +4008,20 @@ class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSet
     @property
     def train_cap_ms(self) -> float:
         "Milliseconds of training after which the run stops, less what GPTQ is to have; 0: no cap."
-        cap = 1000 * self.max_wallclock_seconds
-        return cap
-
-    def model_settings(self) -> dict:
-        "What a file says of the model, the values of `SavedModel`; plain data for JSON."
-        return {spec.name: getattr(self, spec.name) for spec in fields(SavedModel)}
+        return super().train_cap_ms
 
     def problems(self) -> Iterator[str]:
         "What does not fit together, group by group and between groups."
-        for group in (RunSettings, LoaderSettings, ModelSettings, EngineSettings, TttSettings,
-                      PartSettings):
-            yield from group.problems(self)
+        yield from super().problems()
 
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
-        Settings.check(self)
-        for problem in batch_problems(self, self.train_seq_len, world):
-            raise GolfError(problem)
+        super().check(world)
+        make_codec().check()  # or its package is missed after the training
 
-    def bytes_needed(self, world: int, item: int) -> int:
-        "Least bytes of a rank with `item` bytes a number: weights, gradients, optimizer, activations."
-        layer = 2 * self.model_dim * (self.model_dim + self.kv_dim + self.mlp_dim)
-        tables = self.vocab_size * (self.model_dim + self.ve_dim * True)
-        tables += self.bigram_vocab_size * self.bigram_dim
-        projections = self.model_dim * self.bigram_dim * (True)
-        projections += self.kv_dim * self.ve_dim * True
-        replicated = tables + projections
-        numbers = 4 * replicated + 2 * self.num_layers * layer + 2 * self.num_layers * layer // world
-        tokens = self.rows_per_micro(world, self.train_seq_len) * self.train_seq_len
-        if self.ttt_enabled:
-            tokens = max(tokens, min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len))
-        a_token = self.num_layers * (2 * self.model_dim + self.mlp_dim) + self.vocab_size
-        return item * (numbers + tokens * a_token)
+    def tokens_adapted(self, world: int) -> int:
+        "Tokens of a rank in one update of test-time training; adapters take few."
+        return super().tokens_adapted(world)
 
 def make_sampler(cfg: Config, paths: Sequence[Path], rank: int, world: int) -> WindowSampler:
     "The order that LOADER names, of the windows in sorted training shards."
@@ -3974,6 +4062,12 @@ def make_skips() -> WeightedSkips:
     "The U-Net skips that SKIP_GATE names."
     return WeightedSkips()
 
+def make_average(cfg: Config, tensors: list) -> NoAverage:
+    "The average that AVERAGING names, of `tensors`, the initial weights."
+    if cfg.averaging == "ema":
+        return Ema(tensors, cfg.ema_decay)
+    return NoAverage(tensors)
+
 def quantize_as(cfg: Config, named: Mapping, log=None) -> dict:
     "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
     packed = quantize_state(named, small=cfg.small_tensor, log=log)
@@ -3993,27 +4087,15 @@ SCRIPT = "golfnb script --recipe pr549"  # in a script: the command that makes i
 
 RECIPES = {"pr549": {}}
 
-IGNORED = ("EMBED_LR", "HEAD_LR", "SWA_ENABLED")  # untied embeddings; an average that is never read
-NOT_BUILT = {  # name -> the value that is accepted
-    "TIE_EMBEDDINGS": 1.0, "QAT_ENABLED": 0.0, "QUANT_CLIP_RANGE": 31.0, "MUON_BETA2": 0.95,
-    "MTP_NUM_HEADS": 0.0, "MTP_LOSS_WEIGHT": 0.2, "LAWA_ENABLED": 0.0, "LAWA_K": 10.0, "LAWA_FREQ": 100.0,
-    "DTG_ENABLED": 0.0, "GATED_ATTENTION": 0.0, "VALUE_RESIDUAL": 0.0}
 SWITCHES = {"EMA_ENABLED": ("averaging", "none"), "LATE_QAT": ("qat_banks", False)}  # name -> what 0 sets
 
 def switched_values(env: Mapping[str, str]) -> dict:
     "Setting -> value from the published words in `env`; raises GolfError for what is not built."
+    refuse_not_built(env)
     found = {}
-    for name in (n for n in (*IGNORED, *NOT_BUILT, *SWITCHES) if n in env):
-        text = env[name].strip().lower()
-        try:
-            value = float({"true": "1", "false": "0"}.get(text, text))
-        except ValueError:
-            raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
-        if value != (off := NOT_BUILT.get(name, value)):
-            raise GolfError(f"{name} is not built in golfnb and must stay {off:g}, found {env[name]!r}: "
-                            f"leave it out, or set it to {off:g}")
-        if name in SWITCHES and value == 0:
-            found |= dict([SWITCHES[name]])
+    for name, (setting_name, off) in SWITCHES.items():
+        if name in env and published_number(name, env[name]) == 0:
+            found[setting_name] = off
     return found
 
 def refuse_changes(cfg: Config) -> None:
@@ -4025,16 +4107,6 @@ def refuse_changes(cfg: Config) -> None:
             value, held = (int(v) if isinstance(v, bool) else v for v in (value, held))
             raise GolfError(f"{name.upper()} is fixed to {held} in this script, found {value}: "
                             f"make that script with {SCRIPT} {name.upper()}={value}")
-
-KEEPING = ("CHECKPOINT_EVERY_S", "RESUME")  # what `golfnb train` reads
-
-def refuse_keeping(env: Mapping[str, str]) -> None:
-    "Raise GolfError where a script that keeps no checkpoints is asked for some."
-    for name in KEEPING:
-        if env.get(name, "0").strip().lower() not in ("", "0", "0.0", "false"):
-            raise GolfError(f"{name} must stay 0 where torchrun starts a script alone, found {env[name]!r}: "
-                            "leave it out, or start golfnb.tools.checkpoint with the script: "
-                            "torchrun ... -m golfnb.tools.checkpoint SCRIPT")
 
 def load_config(env: Mapping[str, str]) -> Config:
     """The configuration that environment variables ask for; names that are no settings are ignored.
@@ -4097,15 +4169,13 @@ def step(p: Parts, t: Trainer):
     "One step of training."
     elapsed, stop = t.clock()
     loss = micro_batches(p.backward, t.batches, t.engine, t.accum)
-    if t.steps == 0:
-        t.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
-    control = t.engine.launch(loss, elapsed, stop)  # time and stop travel with the gradients
+    control = t.launch(loss, elapsed, stop)  # time and stop travel with the gradients
     rate = lr_schedule(t.settings, t.steps, control[0])
     t.engine.finish(rate, momentum_schedule(t.settings, t.steps), t.projector())
     t.average.update(t.engine.tensors(), t.steps, rate)
     t.push(control, loss)  # read two steps later, without waiting for the device
 
-def pack(run: Run, averaged: dict) -> bytes:
+def pack(run: Run, p: Parts, averaged: dict) -> bytes:
     "Quantize the averaged weights and write the artifact; returns the file's bytes on every rank."
     cfg, ranks = run.settings, run.ranks
     codec = make_codec()
@@ -4116,8 +4186,7 @@ def pack(run: Run, averaged: dict) -> bytes:
         except NothingFits as e:
             run.log.line(str(e))
             packed = e.packed
-        written = run.write_artifact(packed, codec) if ranks.master else b""
-        return ranks.broadcast_object(written)
+        return run.share_artifact(packed, p.model, codec)
 
 def score(run: Run, p: Parts, artifact: bytes):
     "Score the bytes of a file: round trip, sliding window, test-time training."
@@ -4125,21 +4194,13 @@ def score(run: Run, p: Parts, artifact: bytes):
     state = dequantize_state(unpack_bytes(artifact, make_codec())[1])
     load_named(p.model, state)
 
-    def sliding():
-        rows = cfg.rows_per_score(ranks.world)
-        row, stride = cfg.eval_seq_len, cfg.eval_stride
-        return sliding_loss(p.forward, run.val, run.table, row, stride, rows, ranks, log=log)
-
     def adapting():
         freeze = make_freeze()
         return score_first(p.model, state, run.val, run.table, cfg, ranks, p.forward, log=log,
                            freeze=freeze, inside=p.inside)
 
     with run.phase("scoring"):
-        run.scored("final_int6_roundtrip", "int6", lambda: run.plain_score(p.forward))
-        loss, bpb = run.scored("final_int6_sliding_window", "sliding", sliding)
-        log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
-                 "(the artifact's score again, by the name of published logs)")
+        run.score_artifact(p.forward)
     if cfg.ttt_enabled:
         with run.phase("adapting"):
             run.scored("legal_ttt", "ttt", adapting)
@@ -4151,33 +4212,10 @@ def main(run: Run) -> dict:
         p = build(run.settings, run.ranks)
 
     batches = data(run.settings, run.train_paths, run.ranks)
-    averaged = train_and_average(run, p, batches, step)
-    artifact = run.once(lambda: pack(run, averaged))
+    averaged = train_and_average(run, p, batches, step, p.make_projector)
+    artifact = run.once(lambda: pack(run, p, averaged))
     score(run, p, artifact)
     return run.finish()
-
-def check_memory(cfg: Config, ranks: Ranks):
-    "Raise GolfError for sizes that the memory of this rank's device cannot hold."
-    if ranks.device.type == "cuda":
-        room = torch.cuda.get_device_properties(ranks.device).total_memory
-    else:
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = cfg.bytes_needed(ranks.world, weight_dtype(cfg, ranks.device).itemsize)
-    if needed > room:
-        raise GolfError(f"the run must fit into memory, {room / 2**30:,.0f} GiB here, found sizes that need "
-                        f"{needed / 2**30:,.0f} GiB at least: lower the sizes of the model or of the batch")
-
-def open_run(cfg: Config, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
-             quiet: bool = False) -> Run:
-    "Check settings and data, and make the `Run`. Raises GolfError for whatever is wrong."
-    cfg.check(ranks.world)
-    check_memory(cfg, ranks)
-    make_codec().check()  # or its package is missed after the training
-    shards = Path(cfg.data_path)
-    load_tokenizer(cfg.tokenizer_path, cfg.vocab_size)
-    check_disjoint(find_shards(shards / "*_train_*.bin"), find_shards(shards / "*_val_*.bin"))
-    check_manifest(shards, tokenizer_hash(cfg.tokenizer_path))
-    return Run(cfg, ranks, code, folder, quiet)
 
 def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
     "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."

@@ -66,9 +66,13 @@ class TttSettings(EvalSettings, ComputeSettings):
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
     ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
 
+    def tokens_adapted(self, world: int) -> int:
+        "Tokens in one update of each of `world` ranks."
+        return min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len)
+
     def problems(self) -> Iterator[str]:
         "A chunk that holds no row."
-        yield from EvalSettings.problems(self)
+        yield from super().problems()
         if self.ttt_chunk_tokens < self.eval_seq_len:
             yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
                    f"found {self.ttt_chunk_tokens}: raise it")

@@ -106,7 +106,7 @@ def grow(self: Small, by: int = 1) -> int:
     x [B, T]: what it eats.
     Raises GolfError below 0."""
 
-class SmallSettings(Settings):
+class SmallSettings(BaseSettings):
     "Of small things."
     small_lr: float = setting(0.1, "learning rate: per step", bounds=">= 0", fixed="yes")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from golfnb import program
+from golfnb.recipes import demo
 from golfnb.tools.checkpoint import LATE_VOTES, SPAN, SPANS, Keeper, Progress, Stopped, named_tensors, open_kept, shard_identity
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.loader import grad_accum
@@ -244,8 +245,8 @@ def life(tmp_path):
     data.mkdir()
     env = {**TINY, **tiny_data(data), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x", "CHECKPOINT_EVERY_S": "60"}
     (data / "manifest.json").unlink()
-    def begin(code=b"script", **more):
-        run = open_kept(program, env | more, Ranks(), code, quiet=True)
+    def begin(code=b"script", made=program, **more):
+        run = open_kept(made, env | more, Ranks(), code, quiet=True)
         keeper, progress = run.extras
         keeper.close()
         progress.lock.close()
@@ -318,6 +319,17 @@ def test_a_run_goes_on_with_its_script_and_its_threads(life):
         assert torch.get_num_threads() == threads + 1
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_recipes_program_goes_on_with_what_it_has_come_to(life):
+    _, begin = life
+    first = begin(made=demo)
+    first.summary = {"ema_bpb": 2.0}
+    first.note("scored ema")
+    again = begin(made=demo, RESUME="1")
+    assert again.summary == first.summary and type(again.settings) is demo.Settings
+    with pytest.raises(GolfError, match="CLIP must be global in recipe demo"):
+        begin(made=demo, RESUME="1", CLIP="local")
 
 
 def test_notes_hold_absolute_paths(life, tmp_path, monkeypatch):

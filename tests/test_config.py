@@ -12,7 +12,7 @@ from golfnb.config import IGNORED, NOT_BUILT, RECIPES, SWITCHES, Config, load_co
 from golfnb.loader import grad_accum
 from golfnb.model import Golf, SavedModel
 from golfnb.parallel_muon import Ranks
-from golfnb.program import check_memory, open_run
+from golfnb.run import check_memory, open_run
 from golfnb.settings import GolfError, printable, read_json, settings_from
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE

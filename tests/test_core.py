@@ -11,6 +11,8 @@ REFERENCE = ("settings", "config", "run", "any_model", "program")
 STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks", "model", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
+RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726")
+RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "WORDS", "CODEC"}  # a program's own names
 AHEAD = {  # imports of a story's chapter from a later one
     ("model", "kernels"), ("newton_schulz", "kernels"), ("parallel_muon", "kernels"), ("quantize", "evaluate"), ("train", "evaluate"), ("train", "grid")}
 
@@ -30,6 +32,71 @@ def test_the_core_is_these_files():
 
 def test_the_core_imports_itself_alone():
     assert not {(m, i) for m in CORE for i in imports(m) if i not in CORE}
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((ROOT / "golfnb" / f"{module}.py").read_text(encoding="utf-8"))
+
+
+def defined(tree: ast.Module) -> set[str]:
+    "Names that a module defines or assigns at its top; what it patches into a class is not among them."
+    found = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if not any(ast.unparse(d) == "patch" for d in node.decorator_list):
+                found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return found
+
+
+def word_branches(tree: ast.Module) -> list[str]:
+    "Comparisons of an attribute with a text, and matches: what would choose code by a word of the settings."
+    found = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Match)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare):
+            continue
+        parts = [node.left, *node.comparators]
+        texts = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        if texts and any(isinstance(part, ast.Attribute) for part in parts):
+            found.append(ast.unparse(node))
+    return found
+
+
+def without_docstrings(tree: ast.Module) -> int:
+    "How many syntax nodes a program has."
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return sum(not isinstance(node, ast.expr_context) for node in ast.walk(tree))
+
+
+def test_the_recipes_are_a_folder_of_their_own():
+    for folder, ext in ((ROOT / "golfnb" / "recipes", "py"), (ROOT / "nbs" / "recipes", "ipynb")):
+        assert sorted(p.stem for p in folder.glob(f"*.{ext}") if p.stem != "__init__") == sorted(RECIPES)
+    assert not {(m, i) for m in RECIPES for i in imports(f"recipes/{m}") if i not in CORE}, "a recipe is made of the core alone"
+    assert not {(m, i) for m in RECIPES for i in imports(f"recipes/{m}") if i in ("config", "program")}, "and of none of the old way"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_a_short_program_without_a_branch_on_a_word(name):
+    tree = tree_of(f"recipes/{name}")
+    assert defined(tree) >= RESERVED
+    assert word_branches(tree) == []
+    lines = (ROOT / "golfnb" / "recipes" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 100 and not line.startswith("__all__")] == []
+    assert without_docstrings(tree) <= 900
+
+
+def test_a_branch_on_a_word_would_be_found():
+    for text in ('if s.clip == "global": pass', 'x = 1 if "ema" in s.averaging else 2', 'if s.loader in ("a", "b"): pass', 'match s.codec:\n    case "lzma": pass'):
+        assert len(word_branches(ast.parse(text))) == 1, text
+    assert word_branches(ast.parse('if s.ttt_enabled and s.steps == 3: print("x")')) == []
+
+
+def test_names_of_a_program_are_left_to_programs():
+    taken = {(m, name) for m in CORE if m != "program" for name in defined(tree_of(m)) & RESERVED}
+    assert taken == set()
 
 
 def test_a_chapter_of_the_story_imports_earlier_ones():

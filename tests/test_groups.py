@@ -1,6 +1,7 @@
 """What a library user writes: every part is built from its own group of settings, without a training configuration."""
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,10 +9,9 @@ import torch
 
 from golfnb.adapters import AdapterSettings, score_documents
 from golfnb.artifact import Zlib, load_artifact, save_artifact
-from golfnb.averaging import AveragingSettings, make_average
+from golfnb.averaging import AveragingSettings, Ema
 from golfnb.bpb import ByteTable
 from golfnb.evaluate import EvalSettings, sliding_loss
-from golfnb.grid import GridSettings
 from golfnb.layout import LayoutSettings, bank_per_shape
 from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
@@ -82,15 +82,16 @@ def test_engine(batches):
 def test_training(batches):
     model = a_model()
     engine = an_engine(model)
-    cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, averaging="ema", qat_banks=True, late_qat_threshold=0.9)
-    done = trained(cfg, training_loss(model, model.cap), batches, engine)
+    cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, late_qat_threshold=0.9)
+    rounding = partial(GridProjector, floor=False)
+    done = trained(cfg, training_loss(model, model.cap), batches, engine, average=Ema(engine.tensors()), make_projector=rounding)
     assert done.losses[-1] < done.losses[0] and 5 < done.rounded_from < 10 and len(done.average.weights()) == len(engine.tensors())
 
 
 def test_averages_and_grid():
     model = a_model()
-    engine, floor = an_engine(model), GridSettings(scale_floor=False).scale_floor
-    average, project = make_average(AveragingSettings(averaging="ema", ema_decay=0.5), engine.tensors()), GridProjector(engine, floor)
+    engine, decay = an_engine(model), AveragingSettings(ema_decay=0.5).ema_decay
+    average, project = Ema(engine.tensors(), decay), GridProjector(engine, floor=False)
     average.update(engine.tensors(), 0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(average.weights(), engine.tensors()))
     moved = [(project(name, bank.master) - bank.master).abs().max() for name, bank in engine.banks.items()]
@@ -127,5 +128,5 @@ def test_adapters(byte_each):
 
 
 def test_no_part_looks_ahead_to_the_whole():
-    for part in (Golf, Loader, Engine, make_average, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
+    for part in (Golf, Loader, Engine, Ema, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
         assert not hasattr(sys.modules[part.__module__], "Config")

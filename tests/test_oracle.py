@@ -1,4 +1,4 @@
-"""Every recipe, from package and script, goes on giving the numbers of the oracle's script.
+"""Every recipe, from package, script and program, goes on giving the numbers of the oracle's script.
 
 Each step loss and each score is equal as a float.
 """
@@ -8,15 +8,19 @@ import bz2
 import re
 import types
 from functools import cache
+from importlib import import_module
 
 import pytest
-from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, recipe_of, script_of,
+from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, forms_of, recipe_of, script_of,
                             settings_of, summary_of, verdicts, write_script)
 from oracle.pack import oracle_scripts
 from script_checks import unreached
 from tiny import loaded, tiny_data
 
 from golfnb import config, program
+from golfnb.parallel_muon import Ranks
+from golfnb.run import open_run
+from golfnb.settings import read_settings
 from golfnb.tools.launcher import minify, pack_script
 
 
@@ -32,8 +36,21 @@ def script_module(case: str) -> types.ModuleType:
     return loaded(script_of(case), f"script_{case}")
 
 
+def program_of(case: str) -> types.SimpleNamespace:
+    "A recipe's program, as the other forms are called."
+    module = import_module(f"golfnb.recipes.{case}")
+
+    def load_config(env: dict[str, str]):
+        return read_settings(module.Settings, module.OWN, module.WORDS, env)
+
+    def run(settings) -> dict:
+        return module.main(open_run(settings, Ranks()))
+
+    return types.SimpleNamespace(run=run, load_config=load_config)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_package_and_script_give_the_oracles_numbers(case, place, monkeypatch):
+def test_package_script_and_program_give_the_oracles_numbers(case, place, monkeypatch):
     "In one process; no code is counted, so all have the same room for the weights."
     root, data = place
     monkeypatch.chdir(root)
@@ -41,21 +58,23 @@ def test_package_and_script_give_the_oracles_numbers(case, place, monkeypatch):
         "oracle": loaded(oracle_scripts()[case], f"oracle_{case}"),
         "package": types.SimpleNamespace(run=program.run, load_config=config.load_config),
         "script": script_module(case)}
+    if "program" in forms_of(case):
+        programs["program"] = program_of(case)
     found = {}
     for form, made in programs.items():
         settings = settings_of(case) | data | {"RUN_ID": f"{case}-{form}"}
         found[form] = made.run(made.load_config(settings))
-    wanted = found["oracle"]
+    wanted = found.pop("oracle")
     assert len(wanted["losses"]) == STEPS and len(set(wanted["losses"])) == STEPS
     assert ("ttt_bpb" in wanted) == (case not in ("pr399", "pr1060"))
     if case in ROOM:
         assert 0.9 * ROOM[case] < wanted["artifact_bytes"] <= ROOM[case], "the budget binds"
-    assert differences(wanted, found["package"]) == []
-    assert differences(wanted, found["script"]) == []
+    for form in found:
+        assert differences(wanted, found[form]) == [], form
 
 
-@pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed")])
-def test_a_script_gives_the_oracles_numbers_on_two_ranks(case, form, place):
+@pytest.mark.parametrize("case, form", [("pr549", "script"), ("golf", "packed"), ("demo", "program")])
+def test_a_script_or_program_gives_the_oracles_numbers_on_two_ranks(case, form, place):
     root, data = place
     wanted = summary_of(write_script("oracle", case, root), case, 2, data)
     script = write_script(form, case, root)
@@ -81,12 +100,13 @@ def test_the_table_of_all_forms_has_the_first_difference_and_what_failed():
     jobs = [("golf", 1, form) for form in FORMS] + [("demo", 2, form) for form in FORMS[:2]]
     wanted = {"losses": [6.0, 5.5], "raw_bpb": 2.5}
     other = wanted | {"losses": [6.0, 5.25], "raw_bpb": 2.0}
-    golf = [wanted, dict(wanted), other, RuntimeError("no disk")]
+    golf = [wanted, dict(wanted), other, RuntimeError("no disk"), dict(wanted)]
     demo = [RuntimeError("no oracle"), wanted]
     assert [row[2:] for row in verdicts(jobs, iter(golf + demo))] == [
         ("package", 2, "equal"),
         ("script", 2, "the loss of step 2 is 5.25, the oracle's 5.5"),
         ("packed", 0, "failed: no disk"),
+        ("program", 2, "equal"),
         ("package", 0, "the oracle's run failed: no oracle")]
 
 

@@ -22,7 +22,7 @@ PLANTED = {
     "class Planted": ("def script_main", "class Planted:\n    pass\n\n\ndef script_main"),
     "method Run.planted": ("class Run:\n", "class Run:\n    def planted(self): pass\n\n"),
     "parameter planted of code_size": ("def script_main", "def code_size(planted): return 1\n\n\nSIZE = code_size(2)\n\n\ndef script_main"),
-    "setting planted": ("class RunSettings(Settings):\n", "class RunSettings(Settings):\n    planted: int = setting(1, 'no')\n"),
+    "setting planted": ("class RunSettings(BaseSettings):\n", "class RunSettings(BaseSettings):\n    planted: int = setting(1, 'no')\n"),
 }
 
 

@@ -20,14 +20,13 @@ from forked import fork_processes
 from golfnb.banks import unbank
 from golfnb.studies.baselines import separate
 from golfnb.studies.buckets import BucketGolf, bucket_engine, read_plan
-from golfnb.config import load_config, make_engine, make_inside, make_layout, make_skips
+from golfnb.config import load_config, make_average, make_engine, make_inside, make_layout, make_skips
 from golfnb.settings import GolfError
 from golfnb.layout import Matrix, group_matrices
 from golfnb.loader import Batch
 from golfnb.model import Golf, init_model, named_state
 from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
-from golfnb.averaging import make_average
 from golfnb.program import step
 from golfnb.train import GridProjector, RunLog, Trainer, backward_pass, train, training_loss
 
@@ -240,11 +239,13 @@ def ways(ranks, env: dict) -> float:
     return max(float((ours[n].double() - other[n].double()).abs().max()) for other in others for n in ours)
 
 
-def trained(cfg, loss_fn, batches, engine, validate=None, extras=(), **more) -> Trainer:
-    "Train on batches with a loss function, as a run of `cfg` does; the trainer."
-    rounding = partial(GridProjector, floor=cfg.scale_floor) if cfg.qat_banks else None
-    average = make_average(cfg, engine.tensors())
-    t = Trainer(cfg, engine, batches, average, make_projector=rounding, **more)
+def trained(cfg, loss_fn, batches, engine, validate=None, extras=(), average=None, **more) -> Trainer:
+    "Train on batches with a loss function, as a run of `cfg` does unless it is given an average; the trainer."
+    if average is None:
+        average = make_average(cfg, engine.tensors())
+        if cfg.qat_banks:
+            more["make_projector"] = partial(GridProjector, floor=cfg.scale_floor)
+    t = Trainer(cfg, engine, batches, average, **more)
     p = SimpleNamespace(backward=partial(backward_pass, loss_fn))
     return train(t, partial(step, p), validate, extras)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'LATE_VOTES', 'NOTES_FORMAT', 'MAY_DIFFER', 'named_tensors', 'by_matrix', 'frozen_clips', 'plain_facts',
            'Stopped', 'Watcher', 'Keeper', 'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping',
-           'held_by', 'open_folder', 'open_kept', 'keep_script']
+           'held_by', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7eb9a1b0
 import fcntl
@@ -22,6 +22,7 @@ import warnings
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,6 +154,7 @@ class Keeper(Watcher):
         event = torch.cuda.current_stream().record_event() if t.engine.device.type == "cuda" else None
         self.thread = threading.Thread(target=self.write, args=(facts, unread, event), daemon=True)
         self.thread.start()
+
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7a9173e1
 @patch
@@ -492,7 +494,7 @@ def held_by(folder: Path) -> str:
         return "a run that did not end"
     return ""
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b0
 def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
     "The folder of a run, new or one to go on with. Raises GolfError for another run's."
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -510,18 +512,30 @@ def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
         raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
     return folder
 
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b1
+def functions_of(program) -> tuple:
+    "(read, open): settings from an environment, and a run of them, as a program or its recipe's module has it."
+    if hasattr(program, "load_config"):
+        return program.load_config, program.open_run
+    core = program
+    if not hasattr(program, "read_settings"):  # a recipe's module; a script has its own
+        from golfnb import run as core
+    return partial(core.read_settings, program.Settings, program.OWN, program.WORDS), core.open_run
 
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b2
 def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":
-    """A run of `program` (a script's module, or `golfnb.program`) that keeps checkpoints, new or to go on with.
+    """A run of `program` that keeps checkpoints, new or to go on with.
 
-    Raises GolfError as `program.open_run` does, and for a run that cannot go on.
+    It is a script's module, a recipe's or `golfnb.program`. Raises GolfError as `open_run` does, and for a
+    run that cannot go on.
     """
     every_s, resume = read_keeping(env)
     rest = {name: value for name, value in env.items() if name not in ("CHECKPOINT_EVERY_S", "RESUME")}
-    s = program.load_config(rest)
+    read, open_run = functions_of(program)
+    s = read(rest)
     if not every_s:
-        return program.open_run(s, ranks, code, quiet=quiet)
-    run = program.open_run(s, ranks, code, open_folder(s, ranks, resume), quiet)
+        return open_run(s, ranks, code, quiet=quiet)
+    run = open_run(s, ranks, code, open_folder(s, ranks, resume), quiet)
     progress = Progress(run)
     keeper = Keeper(run.folder / "checkpoints", every_s, ranks, run.log)
     run.extras += [keeper, progress]  # in this order they are closed

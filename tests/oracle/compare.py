@@ -2,7 +2,7 @@
 
     python tests/oracle/compare.py [CASE ...]    without a name all cases: some minutes
 
-Forms are package, script and packed script. Each run is a torchrun of its own in a clean
+Forms are package, script, packed script and the program of the recipe. Each run is a torchrun of its own in a clean
 environment. Prints a table; exits with 1 if a number differs or a run fails.
 """
 import json
@@ -42,7 +42,12 @@ PACKAGE = """from golfnb.program import script_main
 if __name__ == "__main__":
     script_main(__file__)
 """
-FORMS = ("oracle", "package", "script", "packed")
+PROGRAM = """from golfnb.recipes.{recipe} import OWN, WORDS, Settings, main
+from golfnb.run import start
+if __name__ == "__main__":
+    start(__file__, main, Settings, OWN, WORDS)
+"""
+FORMS = ("oracle", "package", "script", "packed", "program")
 Job = tuple[str, int, str]  # case, ranks, form
 
 
@@ -56,6 +61,11 @@ def settings_of(case: str, code_bytes: int = 0) -> dict[str, str]:
     target = ROOM.get(case, USUAL_ROOM) + code_bytes
     own = {"RECIPE": recipe_of(case), "TARGET_BYTES": str(target)}
     return NUMBERS | CAPPED.get(case, {}) | WORDS.get(case, {}) | own
+
+
+def forms_of(case: str) -> tuple[str, ...]:
+    "All forms of a recipe; a case that changes its parts has no program."
+    return FORMS if case == recipe_of(case) else FORMS[:-1]
 
 
 @cache
@@ -72,6 +82,8 @@ def text_of(form: str, case: str) -> str:
         return oracle_scripts()[case]
     if form == "package":
         return PACKAGE
+    if form == "program":
+        return PROGRAM.format(recipe=recipe_of(case))
     if form == "packed":
         return pack_script(script_of(case))
     return script_of(case)
@@ -130,13 +142,13 @@ def main(argv: list[str]) -> int:
         print(f"compare: a case must be one of {known}, found {unknown[0]}", file=sys.stderr)
         return 2
     cases = argv or CASES
-    jobs = [(case, ranks, form) for case in cases for ranks in (1, 2) for form in FORMS]
+    jobs = [(case, ranks, form) for case in cases for ranks in (1, 2) for form in forms_of(case)]
     with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = Path(tmp)
         data = tiny_data(folder)
         scripts = {}
         for case in cases:
-            for form in FORMS:
+            for form in forms_of(case):
                 scripts[case, form] = write_script(form, case, folder)
 
         def summary(job: Job) -> dict | RuntimeError:

@@ -1,0 +1,109 @@
+"""Recipes as programs: their numbers and words are the recipes', published command lines run, and other words are refused."""
+from dataclasses import fields
+from importlib import import_module
+
+import pytest
+from test_config import PR549, PR1060, env
+
+from golfnb.config import RECIPES, Config, load_config
+from golfnb.parallel_muon import Ranks
+from golfnb.recipes import difference, figures, program_text
+from golfnb.run import bytes_needed, check_memory
+from golfnb.settings import DONE_BY, NOT_BUILT, GolfError, one_spelling, read_settings
+
+PROGRAMS = {name: import_module(f"golfnb.recipes.{name}") for name in RECIPES}
+each = pytest.mark.parametrize("name", RECIPES)
+
+
+def settings_of(name: str, given: dict[str, str] | None = None):
+    program = PROGRAMS[name]
+    return read_settings(program.Settings, program.OWN, program.WORDS, given or {})
+
+
+@each
+def test_numbers_and_words_are_those_of_the_recipe(name):
+    s, cfg = settings_of(name), load_config({"RECIPE": name})
+    for spec in fields(s):
+        assert getattr(s, spec.name) == getattr(cfg, spec.name), spec.name
+    for word, value in PROGRAMS[name].WORDS.items():
+        if word not in ("EMA_ENABLED", "LATE_QAT"):
+            found = getattr(cfg, word.lower())
+            assert one_spelling(str(found)) == value, word
+    assert s.train_cap_ms == cfg.train_cap_ms
+    for world in (1, 2, 4, 8):
+        s.check(world)
+        assert bytes_needed(s, world, 2) == bytes_needed(cfg, world, 2)
+
+
+def test_a_word_is_done_by_the_recipe_that_is_named():
+    for word, values in DONE_BY.items():
+        for value, name in values.items():
+            program = PROGRAMS[name]
+            assert program.WORDS.get(word, value) == value, (word, value)
+            assert word in program.WORDS or word == "TTT_ENABLED"
+    named = {word for program in PROGRAMS.values() for word in program.WORDS}
+    for word in named & DONE_BY.keys():
+        assert {program.WORDS[word] for program in PROGRAMS.values() if word in program.WORDS} <= DONE_BY[word].keys()
+
+
+@each
+def test_a_word_is_accepted_where_it_is_true_and_refused_elsewhere(name):
+    words = PROGRAMS[name].WORDS
+    assert settings_of(name, {"RECIPE": name, **words}) == settings_of(name)
+    for word, true in words.items():
+        for other, doer in DONE_BY.get(word, {"nonsense": None}).items():
+            if other == true:
+                continue
+            advice = f"or run recipe {doer}" if doer else "no recipe has it"
+            with pytest.raises(GolfError, match=f"^{word} must be {true} in recipe {name}, found '{other}': .*{advice}") as e:
+                settings_of(name, {word: other})
+            assert "\n" not in str(e.value)
+
+
+def test_one_number_has_many_spellings_and_other_recipes_are_refused():
+    assert settings_of("golf", {"QAT_BANKS": "true", "SCALE_FLOOR": "0.0", "LOADER": " coprime "}) == settings_of("golf")
+    with pytest.raises(GolfError, match="RECIPE must be pr549 in this program, found 'golf'"):
+        settings_of("pr549", {"RECIPE": "golf"})
+    for given, words in (({"QAT_ENABLED": "1"}, "must stay 0"), ({"HEAD_LR": "x"}, "must be a number"), ({"RESUME": "1"}, "golfnb.tools.checkpoint"),
+                         ({"NUM_LAYERS": "x"}, "a whole number")):
+        with pytest.raises(GolfError, match=words):
+            settings_of("pr549", given)
+    assert settings_of("pr549", {**{n: f"{v:g}" for n, v in NOT_BUILT.items()}, "RESUME": "0", "PATH": "/bin"}) == settings_of("pr549")
+
+
+def test_published_command_lines_say_what_their_program_does():
+    assert settings_of("pr549", env(PR549)) == settings_of("pr549")
+    s = settings_of("pr1060", env(PR1060))
+    assert (s.data_path, s.tokenizer_path, s.train_cap_ms) == ("/d", "/t", 586_000)
+    with pytest.raises(GolfError, match="GPTQ_RESERVE_MS must be less"):
+        settings_of("pr1060", {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)
+    assert settings_of("pr1060", {"MAX_WALLCLOCK_SECONDS": "0"}).train_cap_ms == 0
+
+
+@pytest.mark.parametrize("name, wrong, words", [
+    ("pr399", {"EVAL_STRIDE": "4096"}, "EVAL_STRIDE"), ("pr549", {"TTT_CHUNK_TOKENS": "100"}, "TTT_CHUNK_TOKENS"),
+    ("pr726", {"NUM_HEADS": "7"}, "MODEL_DIM must be divisible"), ("golf", {"RUN_ID": "a/b"}, "RUN_ID"),
+    ("demo", {"VE_LAYERS": "9"}, "VE_LAYERS"), ("demo", {"TRAIN_BATCH_TOKENS": "1000"}, "TRAIN_BATCH_TOKENS")])
+def test_every_group_of_a_program_is_checked(name, wrong, words):
+    with pytest.raises(GolfError, match=words):
+        settings_of(name, wrong).check(1)
+
+
+def test_sizes_beyond_memory_are_refused():
+    with pytest.raises(GolfError, match="must fit into memory"):
+        check_memory(settings_of("pr549", {"VOCAB_SIZE": "65536", "MODEL_DIM": "2097152", "MLP_MULT": "1000"}), Ranks())
+
+
+def test_a_page_tells_what_differs_and_what_was_measured(tmp_path):
+    changed = [line for line in difference("demo", "golf").splitlines() if line.startswith(("+", "-")) and not line.startswith(("+++", "---"))]
+    assert changed[0].startswith('-"""') and any("OWN" in line for line in changed) and not any("WORDS" in line for line in changed)
+    assert not [line for line in program_text("golf") if line.startswith(("# %%", "__all__"))]
+    (tmp_path / "published.json").write_text('{"facts": {"rows": [{"run": "PR #1", "bpb": [1.5, 2.5], "steps": [10], "bytes": [], "how": "sliding window"}]}}')
+    assert "| published, PR #1 | 8 | 10 | 2.0000 |  | not stated |\n| golfnb | | | not run | | |" in figures("golf", "PR #1", tmp_path)
+    (tmp_path / "a.json").write_text('{"facts": {"recipe": "golf", "world": 2, "steps": 1000, "sliding_bpb": 1.25, "total_bytes": 5000}}')
+    assert figures("golf", "", tmp_path).splitlines()[2:] == ["| golfnb, `a` | 2 | 1,000 | 1.2500 |  | 5,000 |"]
+
+
+def test_a_configuration_of_the_old_way_has_the_groups_of_every_program():
+    for program in PROGRAMS.values():
+        assert {spec.name for spec in fields(program.Settings)} <= {spec.name for spec in fields(Config)}
