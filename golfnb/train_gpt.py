@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source e7314c2926b21917 | Apache-2.0
+# golfnb script --recipe pr549 | source ac11da1c15489c2d | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -4179,6 +4179,8 @@ def pack(run: Run, p: Parts, averaged: dict) -> bytes:
     "Quantize the averaged weights and write the artifact; returns the file's bytes on every rank."
     cfg, ranks = run.settings, run.ranks
     codec = make_codec()
+    room = cfg.target_bytes - len(run.code)
+
     with run.phase("packing"):
         hessians = {}
         try:
