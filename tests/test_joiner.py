@@ -133,6 +133,17 @@ def test_a_recipe_is_started_as_recipes_are(tmp_path):
                                                         + '\n\nif __name__ == "__main__":\n    start(__file__, main, Settings, OWN, WORDS)')
 
 
+def test_in_one_file_the_last_wins_as_python_has_it(tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text(join(tmp_path, units="N = 1\nN = N + 1\ndef metres(n): return N\ndef metres(n): return N + 1\n", mine=FILES["mine.py"] + "for i in range(2):\n    x = i\nfor i in 'ab':\n    x += 1\n"))
+    assert run(path) == f"3 {path}\n"
+
+
+def test_what_looks_like_nbdev_in_a_text_stays(tmp_path):
+    text = 'T = """a\n# %% not a cell\n#| nor this\n\n\n\n"""'
+    assert text in join(tmp_path, units=text + "\ndef metres(n): return T\n")
+
+
 def test_imports_are_merged_a_line_a_module(tmp_path):
     many = [f"name_number_{i}" for i in range(9)]
     text = join(tmp_path, mine=f"import numpy as np\nfrom far.away import {', '.join(many)}\nfrom pathlib import Path as P\nfrom units import metres\nfrom golfnb.shapes import A\ndef main(): return A, metres, np, P\n")
@@ -160,7 +171,6 @@ BROKEN = {  # what is wrong: texts of files, file and line, what is said
     "a file does not have it": ({"mine": "from units import yards\ndef main(): return yards\n"}, "mine.py line 1: yards is not defined in units.py", "import it"),
     "no start": ({"mine": "def begin(): pass\n"}, "main is not defined in mine.py", "define it"),
     "two definitions": ({"mine": FILES["mine.py"] + "UNIT = 1\n"}, "mine.py line 11: UNIT means something else in units.py line 3", "rename this one"),
-    "two definitions in a file": ({"mine": "def main(): pass\n\ndef main(): pass\n"}, "mine.py line 3: main means something else in mine.py line 1", "rename this one"),
     "a definition and an import": ({"units": "from glob import glob\ndef metres(n): return glob\n", "mine": FILES["mine.py"] + "def glob(): pass\n"}, "mine.py line 11: glob means something else in units.py line 1", "rename this one"),
     "two imports": ({"units": "from glob import glob\ndef metres(n): return glob\n", "mine": "import glob\n" + FILES["mine.py"]}, "mine.py line 1: glob means something else in units.py line 1", "rename this one"),
     "an import of ours made new": ({"mine": "from units import metres\ndef main(): pass\ndef metres(): pass\n"}, "mine.py line 3: metres means something else in mine.py line 1", "rename this one"),
