@@ -124,8 +124,14 @@ def read_module(path: Path) -> Module:
 
 @cache
 def modules() -> dict[str, Module]:
+<<<<<<< HEAD
     "All modules that a notebook makes, in the order of the chapters."
     found = [read_module(p) for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.name not in ("__init__.py", "__main__.py", "_modidx.py", "train_gpt.py")]
+=======
+    "All modules that a chapter makes, in the order of the chapters; a recipe's program stands whole on its page."
+    paths = [p for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.parent.name != "recipes"]
+    found = [read_module(p) for p in paths if p.name not in ("__init__.py", "_modidx.py", "train_gpt.py")]
+>>>>>>> r1
     return {m.name: m for m in sorted(found, key=lambda m: m.chapter)}
 
 
@@ -149,8 +155,7 @@ def places() -> dict[str, str]:
     for m in modules().values():
         found[f"golfnb.{m.name}"] = api_page(m)
         for n in m.public:
-            bare = [] if m.name.startswith("recipes.") else [n.name]  # every recipe has a `build`
-            for key in (*bare, f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
+            for key in (n.name, f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
                 found.setdefault(key, chapter_page(n.name, m))
             for member in n.members:
                 setting, place = member.kind == "setting", api_page(m, n.name, member.name)

@@ -49,13 +49,6 @@ def numbered_title(stem: str) -> str:
     return f"{stem.split('_')[0]} {title}" if number(stem) is not None else title
 
 
-def chapter_words(stem: str, short: bool = False) -> str:
-    "How a sentence names a notebook: a chapter by its number, `short` or with its title, a recipe by its name."
-    if number(stem) is None:
-        return f"recipe {stem}"
-    return f"chapter {stem.split('_')[0] if short else numbered_title(stem)}"
-
-
 # chapters
 
 def directives(source: str) -> tuple[dict[str, str], str]:
@@ -122,13 +115,13 @@ def entry(module: Module, n: Name, owner: str = "") -> list[str]:
     if any(m.kind == "setting" for m in n.members):
         lines += [f"Its settings stand under [{n.name}](../settings.md#{n.name.lower()}).", ""]
     if not owner or n.patched:
-        lines += [f'<a class="golf-defined" href="../{chapter_page(owner + n.name, module)}">Defined in {chapter_words(module.chapter, short=True)}</a>']
+        lines += [f'<a class="golf-defined" href="../{chapter_page(owner + n.name, module)}">Defined in chapter {module.chapter.split("_")[0]}</a>']
     head = owner + n.name + (n.signature if n.kind in ("function", "class", "method") else "")
     return directive(f"py:{n.kind}", head, *options, "", escaped(n.doc), "", *lines, ticks=3 if owner else 4)
 
 
 def api_module(module: Module) -> str:
-    lines = [f"# golfnb.{module.name}", "", f"> {escaped(module.summary)}", "", f"Explained, defined and tried in [{chapter_words(module.chapter)}](../{module.chapter}.ipynb).", ""]
+    lines = [f"# golfnb.{module.name}", "", f"> {escaped(module.summary)}", "", f"Explained, defined and tried in [chapter {numbered_title(module.chapter)}](../{module.chapter}.ipynb).", ""]
     for title, kind in (("Functions", "function"), ("Classes", "class"), ("Constants", "data")):
         group = [line for n in module.public if n.kind == kind for line in entry(module, n)]
         lines += [f"## {title}", "", *group] if group else []
@@ -144,7 +137,11 @@ def api_index() -> str:
 # gathered pages
 
 def all_settings() -> str:
+<<<<<<< HEAD
     "Every setting once, under the first group that declares it."
+=======
+    "Every setting once, under the group that owns it."
+>>>>>>> r1
     lines, seen = [], set()
     for m in modules().values():
         for group in m.public:
@@ -152,7 +149,9 @@ def all_settings() -> str:
             seen |= {n.name for n in rows}
             lines += [f"## {group.name}", "", f"{escaped(group.doc)} It acts in [chapter {numbered_title(m.chapter)}]({m.chapter}.ipynb).", ""] if rows else []
             for n in rows:
-                lines += directive("envvar", n.name.upper(), "", f"{escaped(n.doc)}. Default: `{n.signature}`.")
+                again = [":no-index:"] * (n.name in seen)  # a file has two words that a run has too
+                lines += directive("envvar", n.name.upper(), *again, "", f"{escaped(n.doc)}. Default: `{n.signature}`.")
+                seen.add(n.name)
     return "\n".join(lines)
 
 
