@@ -124,14 +124,9 @@ def read_module(path: Path) -> Module:
 
 @cache
 def modules() -> dict[str, Module]:
-<<<<<<< HEAD
-    "All modules that a notebook makes, in the order of the chapters."
-    found = [read_module(p) for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.name not in ("__init__.py", "__main__.py", "_modidx.py", "train_gpt.py")]
-=======
     "All modules that a chapter makes, in the order of the chapters; a recipe's program stands whole on its page."
     paths = [p for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.parent.name != "recipes"]
-    found = [read_module(p) for p in paths if p.name not in ("__init__.py", "_modidx.py", "train_gpt.py")]
->>>>>>> r1
+    found = [read_module(p) for p in paths if p.name not in ("__init__.py", "__main__.py", "_modidx.py", "train_gpt.py")]
     return {m.name: m for m in sorted(found, key=lambda m: m.chapter)}
 
 

@@ -137,11 +137,7 @@ def api_index() -> str:
 # gathered pages
 
 def all_settings() -> str:
-<<<<<<< HEAD
     "Every setting once, under the first group that declares it."
-=======
-    "Every setting once, under the group that owns it."
->>>>>>> r1
     lines, seen = [], set()
     for m in modules().values():
         for group in m.public:
@@ -149,9 +145,7 @@ def all_settings() -> str:
             seen |= {n.name for n in rows}
             lines += [f"## {group.name}", "", f"{escaped(group.doc)} It acts in [chapter {numbered_title(m.chapter)}]({m.chapter}.ipynb).", ""] if rows else []
             for n in rows:
-                again = [":no-index:"] * (n.name in seen)  # a file has two words that a run has too
-                lines += directive("envvar", n.name.upper(), *again, "", f"{escaped(n.doc)}. Default: `{n.signature}`.")
-                seen.add(n.name)
+                lines += directive("envvar", n.name.upper(), "", f"{escaped(n.doc)}. Default: `{n.signature}`.")
     return "\n".join(lines)
 
 
