@@ -44,9 +44,10 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
     nb.cells.append(nbformat.v4.new_code_cell(PROCESSOR_SECONDS))
     NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, iopub_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(path.parent)}}).execute()
     last = nb.cells.pop().outputs
-    if not last:
+    printed = "".join(output.get("text", "") for output in last).split()  # may come in pieces, or not at all
+    if not printed:
         raise LostMessage
-    seconds = float(last[-1].text.split()[-1])
+    seconds = float(printed[-1])
     for i, cell in held.items():
         nb.cells[i] = cell
     return nb, seconds
