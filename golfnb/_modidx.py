@@ -739,6 +739,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                             'golfnb.run.open_run': ('reference/run.html#open_run', 'golfnb/run.py'),
                             'golfnb.run.reserve_problems': ('reference/run.html#reserve_problems', 'golfnb/run.py'),
                             'golfnb.run.run_folder': ('reference/run.html#run_folder', 'golfnb/run.py'),
+                            'golfnb.run.run_in': ('reference/run.html#run_in', 'golfnb/run.py'),
                             'golfnb.run.start': ('reference/run.html#start', 'golfnb/run.py'),
                             'golfnb.run.train_and_average': ('reference/run.html#train_and_average', 'golfnb/run.py'),
                             'golfnb.run.weight_dtype': ('reference/run.html#weight_dtype', 'golfnb/run.py')},

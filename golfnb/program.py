@@ -30,7 +30,6 @@ from .run import (Run, as_rank, hessians_in_time, keep_traces, open_run, train_a
 from .config import (Config, load_config, make_average, make_codec, make_engine, make_freeze,
                            make_inside, make_layout, make_sampler, make_skips, quantize_as)
 
-
 # %% ../nbs/reference/18_program.ipynb #f0de1806
 @dataclass
 class Parts:

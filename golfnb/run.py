@@ -39,7 +39,6 @@ from .train import (EmaAdvice, RunLog, StepGraph, Trainer, backward_pass, check_
 from .quantize import NothingFits, Nearest, calibrate, calibration_batches, fit_state
 from .artifact import Plain, ledger_rows, open_own, pack_bytes, save_artifact, save_weights
 
-
 # %% ../nbs/reference/16_run.ipynb #d0de1601
 @dataclass
 class RunSettings(BaseSettings):
@@ -99,16 +98,25 @@ def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Calla
     return forward
 
 # %% ../nbs/reference/16_run.ipynb #631acc7f
+def run_in(folder: Path) -> str:
+    "Which kind of run a directory holds; empty for none."
+    if (folder / "summary.json").exists():
+        return "a finished run"
+    if (folder / "train.log").exists():
+        return "a run that did not end"
+    return ""
+
+# %% ../nbs/reference/16_run.ipynb #d0de1620
 def run_folder(s: RunSettings, ranks: Ranks) -> Path:
     "The directory for a run; raises GolfError if another run lies there."
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
-    taken = ranks.broadcast_object((folder / "train.log").exists())  # on rank 0's node
-    if taken:
-        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
+    found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
+    if found:
+        raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
     return folder
 
-
+# %% ../nbs/reference/16_run.ipynb #d0de1621
 def make_folder(folder: Path):
     "Make a run directory; raises GolfError where it cannot be made, or there is no room."
     try:
@@ -159,7 +167,6 @@ class Run:
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
         self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
         self.table = table.to(ranks.device)
-
 
 # %% ../nbs/reference/16_run.ipynb #d0de1610
 @patch

@@ -1,5 +1,5 @@
 # golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source ac11da1c15489c2d | Apache-2.0
+# golfnb script --recipe pr549 | source fd70e25fa76b0e52 | Apache-2.0
 # torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3657,13 +3657,21 @@ def keep_traces():
         inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{f}": "golfnb" for f in functions}
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
+def run_in(folder: Path) -> str:
+    "Which kind of run a directory holds; empty for none."
+    if (folder / "summary.json").exists():
+        return "a finished run"
+    if (folder / "train.log").exists():
+        return "a run that did not end"
+    return ""
+
 def run_folder(s: RunSettings, ranks: Ranks) -> Path:
     "The directory for a run; raises GolfError if another run lies there."
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
-    taken = ranks.broadcast_object((folder / "train.log").exists())  # on rank 0's node
-    if taken:
-        raise GolfError(f"{folder} already holds a run: set another RUN_ID, or move it away")
+    found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
+    if found:
+        raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
     return folder
 
 def make_folder(folder: Path):

@@ -138,7 +138,7 @@ def test_a_run_without_a_shared_disk(tmp_path):
             assert one[f"{score}_bpb"] == pytest.approx(two[f"{score}_bpb"], abs=1e-9)
         finish(start(names, 1, tmp_path, "run", "-", **env), tmp_path, 1)
     for i in (0, 1):
-        assert "golfnb: runs/x already holds a run" in (tmp_path / f"host{i}" / "log").read_text()
+        assert "golfnb: runs/x already holds a finished run" in (tmp_path / f"host{i}" / "log").read_text()
 
 
 @needs_hosts

@@ -422,7 +422,7 @@ def take_notes(self: Progress) -> dict | None:
         shutil.rmtree(left, ignore_errors=True)
     return json.loads(self.path.read_text()) if self.path.exists() else {}
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2232
 @patch
 def close(self: Progress):
     "The run has ended: remove what only a second life would need."
@@ -443,7 +443,7 @@ def check_format(notes: dict, folder: Path):
         raise GolfError(f"{folder} must hold a run that this version of golfnb began, found notes of another "
                         "version: end it with the version that began it, or start a new run")
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2231
 def check_same(notes: dict, run: "Run", found: dict[str, str]):
     "Raises GolfError unless the settings and the identity in an earlier life's notes are this one's."
     check_format(notes, run.folder)
@@ -469,7 +469,7 @@ def load_program(path: Path | str):
     spec.loader.exec_module(module)
     return module
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2230
 def read_keeping(env: dict[str, str]) -> tuple[float, bool]:
     "CHECKPOINT_EVERY_S (0: no checkpoints) and RESUME. Raises GolfError for what they cannot be."
     every, resume = env.get("CHECKPOINT_EVERY_S", "60"), env.get("RESUME", "0")

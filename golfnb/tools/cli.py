@@ -897,7 +897,7 @@ def packages() -> dict[str, str]:
             found.setdefault(name, extra[1])
     return found
 
-
+# %% ../../nbs/tools/23_cli.ipynb #cafe2310
 def package_row(name: str, extra: str) -> tuple[str, str]:
     "A verdict on a package, and what to say."
     try:
