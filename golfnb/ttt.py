@@ -463,15 +463,15 @@ def plain_trial(forward: Callable, tokens: Tensor, table: ByteTable, cfg: EvalSe
 
 # %% ../nbs/story/13_ttt.ipynb #0589d21c
 def chunk_trial(forward: Callable, model: Golf, state: dict, tokens: Tensor, table: ByteTable,
-                cfg: TttSettings, log=None, watch_rows: bool = True, freeze: Callable | None = None,
+                cfg: TttSettings, log=None, watch_rows: bool = True, adapt: Callable = score_first,
                 **how) -> Trial:
-    "`score_first` on one rank in a Trial; `watch_rows`: notes what it learns from."
+    "`adapt`, such as `score_first`, on one rank in a Trial; `watch_rows`: notes what it learns from."
     n, (starts, keeps) = tokens.numel() - 1, windows(tokens.numel() - 1, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, min(cfg.eval_seq_len, n), cfg.ttt_chunk_tokens)
     calls = planned_calls(starts, keeps, parts, min(cfg.rows_per_score(1), len(starts)))
-    return Trial(forward, model.cap, tokens, calls, lambda trial: score_first(
+    return Trial(forward, model.cap, tokens, calls, lambda trial: adapt(
         model, state, tokens, table, cfg, Ranks(), trial, trial.learn if watch_rows else None, log,
-        trial.nats, freeze), **how)
+        trial.nats), **how)
 
 
 def audit_pass(name: str, trial: Trial, table: ByteTable) -> list[dict]:
@@ -481,10 +481,10 @@ def audit_pass(name: str, trial: Trial, table: ByteTable) -> list[dict]:
 # %% ../nbs/story/13_ttt.ipynb #7db6c7a5
 def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ttt: bool,
                 train_paths: list[Path] = (), val_paths: list[Path] = (), seed: int = 0,
-                freeze: Callable | None = None) -> dict:
+                adapt: Callable = score_first) -> dict:
     """A model on the CPU and its scorers held against the conditions: {"legal": bool, "findings": [...]}.
 
-    `ttt`: score-first training too, with `freeze` as there; files are compared if given; `seed` of the
+    `ttt`: score-first training too, by `adapt`; files are compared if given; `seed` of the
     places that are looked at. Raises GolfError for a short stream.
     """
     seq, short = cfg.eval_seq_len, min(cfg.eval_seq_len, 256)
@@ -506,8 +506,8 @@ def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     def slide(t, cfg, probing):
         return sliding_trial(fresh(), t, table, cfg, probing=probing, seed=seed)
 
-    def adapt(t, cfg, probing):
-        return chunk_trial(model, model, state, t, table, cfg, freeze=freeze, probing=probing, seed=seed)
+    def adapting(t, cfg, probing):
+        return chunk_trial(model, model, state, t, table, cfg, adapt=adapt, probing=probing, seed=seed)
 
     trained = model.cfg.train_seq_len
     rows, strides = tokens[:3 * trained + 1], tokens[:seq + 4 * cfg.eval_stride + 1]
@@ -516,7 +516,7 @@ def audit_score(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
             ("sliding window", slide, [Case(several, brief, 6), Case(strides, real, 2)])]
     if ttt:
         spans = [[[0, t.numel() - 1]] for t in (strides, several)]
-        ways.append(("score-first training", adapt, [Case(several, brief, 6, spans[1], short),
+        ways.append(("score-first training", adapting, [Case(several, brief, 6, spans[1], short),
                                                      Case(strides, real, 2, spans[0], seq)]))
     for name, run, cases in ways:
         findings += audit_scorer(name, run, cases, table, model.cfg.vocab_size)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -669,7 +670,7 @@ def score_file(args, ranks) -> tuple:
             if cfg.ttt_form == "adapters":
                 score = book.adapters.score_documents(golf, state, tokens, table, cfg, ranks, bar)
             elif args.audit:
-                trial = book.ttt.chunk_trial(forward, golf, state, tokens, table, cfg, watch_rows=False, freeze=freeze, **watched)
+                trial = book.ttt.chunk_trial(forward, golf, state, tokens, table, cfg, watch_rows=False, adapt=partial(book.ttt.score_first, freeze=freeze), **watched)
                 findings += book.ttt.audit_pass("score-first training", trial, table)
                 score = trial.loss, trial.bpb
             else:
@@ -691,7 +692,8 @@ def audit_file(args, tokens, table, cfg, findings: list) -> int:
     train, val = (book.shards.find_shards(p) if p else [] for p in (args.train, args.val))
     seed, by_chunk = audit_seed(file), args.ttt and not by_document
     freeze = book.config.make_freeze(cfg)
-    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, by_chunk, train, val, seed, freeze)
+    audit = book.ttt.audit_score(golf, state, tokens, table, cfg, by_chunk, train, val, seed,
+                                 partial(book.ttt.score_first, freeze=freeze))
     if by_document:
         audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, cfg, seed)
     audit["findings"] = book.ttt.worst(audit["findings"] + findings)

@@ -294,7 +294,7 @@ def read_file(path: Path, package: Path, start: str = "") -> SourceFile:
 
 # %% ../../nbs/tools/29_joiner.ipynb #fd1e897a
 RESERVED = ("build", "data", "step", "pack", "score", "main",
-            "Parts", "Settings", "OWN", "WORDS", "CODEC")
+            "Parts", "Settings", "OWN", "WORDS", "CODEC", "ADAPT")
 
 # %% ../../nbs/tools/29_joiner.ipynb #baf94cab
 def check_reserved(file: SourceFile) -> None:
