@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['CODECS', 'Plain', 'Lzma', 'Zlib', 'Rans', 'Best', 'Brotli', 'Zstd', 'seal', 'refuse_word', 'pack_bytes',
            'unpack_bytes', 'unpack_foreign', 'save_artifact', 'read_container', 'load_artifact', 'save_weights',
-           'check_unquantized', 'load_weights', 'load_model', 'export_safetensors', 'import_safetensors']
+           'check_unquantized', 'load_weights', 'check_tokenizer', 'load_model', 'export_safetensors',
+           'import_safetensors']
 
 # %% ../nbs/story/11b_artifact.ipynb #b0d38447
 import hashlib
@@ -486,6 +487,14 @@ def check_model(header: dict) -> None:
         load_named(model_from_settings(settings, device="meta")[0], shapes)
 
 # %% ../nbs/story/11b_artifact.ipynb #9515ee85
+def check_tokenizer(meta: dict, path: str | Path, tokenizer_path: str | Path) -> None:
+    "Raise GolfError if the file at `path`, of which `meta` is, was trained with another tokenizer."
+    found = tokenizer_hash(tokenizer_path)
+    if found != meta.get("tokenizer_sha256"):
+        raise GolfError(f"{path} was trained with the tokenizer {str(meta.get('tokenizer_sha256'))[:16]}..., "
+                        f"found {found[:16]}... in {tokenizer_path}: use the tokenizer it was trained with")
+
+
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
                tokenizer_path: str | Path | None = None, world: int = 1) -> tuple[Golf, dict, ModelSettings]:
     """(model, meta, settings) of an artifact or of saved weights, the banks padded for `world` ranks.
@@ -495,10 +504,8 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str
     was trained with if one is given.
     """
     meta, packed = read_container(path, CODECS, check_model)
-    found = tokenizer_path and tokenizer_hash(tokenizer_path)
-    if found and found != meta.get("tokenizer_sha256"):
-        raise GolfError(f"{path} was trained with the tokenizer {str(meta.get('tokenizer_sha256'))[:16]}..., "
-                        f"found {found[:16]}... in {tokenizer_path}: use the tokenizer it was trained with")
+    if tokenizer_path:
+        check_tokenizer(meta, path, tokenizer_path)
     model, cfg, _ = model_from_settings(meta["settings"], dtype, device, world)
     load_named(model, dequantize_state(packed))
     return model, meta, cfg

@@ -147,6 +147,7 @@ class Run:
     `code`: the bytes of the script that runs; they count against the budget. `val [N + 1]`: validation
     tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the training tokens.
     `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang on the run.
+    `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
     Raises GolfError for whatever is wrong with the data.
     """
 
@@ -162,6 +163,7 @@ class Run:
         self.folder = folder or run_folder(s, ranks)
         make_folder(self.folder)
         self.settings, self.ranks, self.code = s, ranks, code
+        self.program_sha256 = ""
         self.seconds, self.summary, self.extras = {}, {}, []
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
@@ -324,8 +326,11 @@ def trained(self: Run, t: Trainer):
 def meta(self: Run, model: Golf) -> dict:
     "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
     s = self.settings
-    return {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
-            "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
+    found = {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
+             "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
+    if self.program_sha256:
+        found["program_sha256"] = self.program_sha256
+    return found
 
 # %% ../nbs/reference/16_run.ipynb #28478cbe
 @patch
@@ -526,15 +531,17 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     stop_ranks(ranks)
 
 # %% ../nbs/reference/16_run.ipynb #a0de1611
-def start(program: str, main: Callable, group: type, own: Mapping, words: Mapping) -> None:
+def start(program: str, main: Callable, group: type, own: Mapping, words: Mapping,
+          program_sha256: str = "") -> None:
     """Run the program in the file `program` as torchrun starts it, and end the process.
 
     `main(run)` is its run. Settings come from the environment, as `read_settings` says; the file's bytes
-    count against the budget.
+    count against the budget. `program_sha256`: as of `Run`.
     """
     def work(ranks: Ranks) -> str | None:
         s = read_settings(group, own, words, os.environ)
         run = open_run(s, ranks, Path(program).read_bytes())
+        run.program_sha256 = program_sha256
         main(run)
         return run.summary.get("over_budget")
 

@@ -1,6 +1,5 @@
-# golfnb train_gpt.py: recipe pr549 in one file; do not edit. Made by
-# golfnb script --recipe pr549 | source a16c6546c361f6e9 | Apache-2.0
-# torchrun --standalone --nproc_per_node=8 train_gpt.py   (settings are environment variables)
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 2db009309456d97f
+# torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
 if os.path.exists("/proc/self/maps") and "TORCHELASTIC_RUN_ID" in os.environ:  # Linux, under torchrun
@@ -10,10 +9,12 @@ if os.path.exists("/proc/self/maps") and "TORCHELASTIC_RUN_ID" in os.environ:  #
         adopted = "libtorch" not in parent.read()
     if adopted and os.getsid(0) == os.getpid():  # started by torchrun, which has ended
         os._exit(143)
+
 import functools
 import gc
 import glob
 import hashlib
+import heapq
 import importlib.util
 import json
 import lzma
@@ -51,15 +52,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from types import SimpleNamespace
 from typing import NamedTuple
 
-# ---- settings ----
+
+# ---- golfnb/settings.py ----
 class GolfError(Exception):
     "What is wrong, what was expected, what was found and what to do, in one sentence."
+
 
 def in_32_bits(value) -> bool:
     "Whether a number is one to compute with: a 32-bit integer, or a float well within float32."
     if type(value) is float:
         return value == 0 or 1e-36 <= abs(value) <= 1e36
     return type(value) is not int or abs(value) < 2**31
+
 
 BOUNDS = {  # word -> (test, what is expected, what to do)
     "": (in_32_bits, "fit into int32 or float32", "choose a usual number"),
@@ -74,6 +78,7 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
     "[0, 2^63)": (lambda v: 0 <= v < 2**63, "be 0 or more and below 2^63", "choose another number"),
 }
 
+
 def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str = "") -> Field:
     """A dataclass field with its meaning, its bounds and how far it is fixed.
 
@@ -82,6 +87,7 @@ def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str =
     none, "rows" any count above 0 where its own is above 0, else only 0.
     """
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds, fixed=fixed))
+
 
 @dataclass
 class BaseSettings:
@@ -96,6 +102,7 @@ class BaseSettings:
         for problem in chain(bound_problems(self), self.problems()):
             raise GolfError(problem)
 
+
 def bound_problems(cfg: BaseSettings) -> Iterator[str]:
     "A sentence for each setting that is out of its bounds."
     for spec in fields(cfg):
@@ -103,8 +110,10 @@ def bound_problems(cfg: BaseSettings) -> Iterator[str]:
         if not fits(value := getattr(cfg, spec.name)):
             yield f"{spec.name.upper()} must {expected}, found {value}: {advice}"
 
+
 WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "plain text"}
 YES_NO = {"1": True, "true": True, "0": False, "false": False}
+
 
 def parse_setting(spec: Field, text: str) -> bool | int | float | str:
     "The value of a setting from its text. Raises GolfError if it does not parse or is none of the choices."
@@ -121,12 +130,14 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
         raise GolfError(f"{name} must be one of {', '.join(choices)}, found {text!r}: choose one of these")
     return value
 
+
 IGNORED = ("EMBED_LR", "HEAD_LR", "SWA_ENABLED")  # untied embeddings; an average that is never read
 NOT_BUILT = {  # name -> the value that is accepted
     "TIE_EMBEDDINGS": 1.0, "QAT_ENABLED": 0.0, "QUANT_CLIP_RANGE": 31.0, "MUON_BETA2": 0.95,
     "MTP_NUM_HEADS": 0.0, "MTP_LOSS_WEIGHT": 0.2, "LAWA_ENABLED": 0.0, "LAWA_K": 10.0, "LAWA_FREQ": 100.0,
     "DTG_ENABLED": 0.0, "GATED_ATTENTION": 0.0, "VALUE_RESIDUAL": 0.0}
 KEEPING = ("CHECKPOINT_EVERY_S", "RESUME")  # what `golfnb train` reads
+
 
 def published_number(name: str, text: str) -> float:
     "The number that a published name is set to; true and false count as 1 and 0. Raises GolfError."
@@ -135,6 +146,7 @@ def published_number(name: str, text: str) -> float:
         return float({"true": "1", "false": "0"}.get(text, text))
     except ValueError:
         raise GolfError(f"{name} must be a number, found {text!r}: leave it out") from None
+
 
 def refuse_not_built(env: Mapping[str, str]) -> None:
     "Raise GolfError where published names ask for what is not built."
@@ -147,6 +159,7 @@ def refuse_not_built(env: Mapping[str, str]) -> None:
             raise GolfError(f"{name} is not built in golfnb and must stay {accepted:g}, found {env[name]!r}: "
                             f"leave it out, or set it to {accepted:g}")
 
+
 def refuse_keeping(env: Mapping[str, str]) -> None:
     "Raise GolfError where a script that keeps no checkpoints is asked for some."
     for name in KEEPING:
@@ -155,86 +168,70 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
                             "leave it out, or start golfnb.tools.checkpoint with the script: "
                             "torchrun ... -m golfnb.tools.checkpoint SCRIPT")
 
+
+DONE_BY = {  # published word -> value -> a recipe whose program does it
+    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
+    "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
+    "CLIP": {"local": "pr549", "global": "golf"},
+    "SKIP_GATE": {"one": "pr549", "sigmoid": "golf"},
+    "QAT_BANKS": {"0": "pr549", "1": "golf"},
+    "SCALE_FLOOR": {"0": "golf", "1": "pr549"},
+    "CODEC": {"lzma": "pr549", "best": "golf"},
+    "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
+    "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
+    "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
+}
+
+
+def one_spelling(text: str) -> str:
+    "A word, or a number in one way of writing: 1 for true and for 1.0."
+    try:
+        return f"{published_number('', text):g}"
+    except GolfError:
+        return text.strip()
+
+
+def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) -> None:
+    "Raise GolfError where `env` holds a word that is not true of this recipe's program."
+    for name, true in words.items():
+        found = one_spelling(env.get(name, true))
+        if found == true:
+            continue
+        other = DONE_BY.get(name, {}).get(found)
+        advice = "leave it out, or copy this program and give it that part: no recipe has it"
+        if other is not None:
+            advice = f"leave it out, or run recipe {other}, whose program does it"
+        raise GolfError(f"{name} must be {true} in recipe {recipe}, found {env[name]!r}: {advice}")
+
+
+def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapping[str, str]):
+    """The settings of a program: a `group` with the recipe's `own` numbers, changed by `env`.
+
+    `words` are the published words that are true of the program; one of `own` is `recipe`. Names that are
+    no settings are ignored. Raises GolfError for a value that does not parse, and for a word or a recipe
+    that is not this program's. What does not fit together is found by the group's `check`.
+    """
+    recipe = own["recipe"]
+    refuse_keeping(env)
+    refuse_not_built(env)
+    if env.get("RECIPE", recipe) != recipe:
+        raise GolfError(f"RECIPE must be {recipe} in this program, found {env['RECIPE']!r}: leave it out, or "
+                        "run the program of that recipe")
+    refuse_words(recipe, words, env)
+    values = dict(own)
+    for spec in fields(group):
+        name = spec.name.upper()
+        if name in env and name not in words and name != "RECIPE":
+            values[spec.name] = parse_setting(spec, env[name])
+    return group(**values)
+
+
 def finite(summary: dict) -> dict:
     "A summary with None for every number that is not finite."
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
 
-# ---- bpb ----
-def bits_per_byte(nll_sum: float, byte_count: float) -> float:
-    "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
-    if byte_count <= 0:
-        raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
-    return float(nll_sum) / math.log(2) / float(byte_count)
 
-def tokenizer_bytes(path: str | Path) -> bytes:
-    "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, "
-                        "it is missing; set TOKENIZER_PATH, or fetch or train it") from None
-    except OSError as error:
-        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
-                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
-
-def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
-    "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
-    sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
-    try:
-        sp.LoadFromSerializedProto(data)
-        sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
-    except (RuntimeError, ValueError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
-                        "damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
-    if (found := sp.get_piece_size()) != (vocab_size or found):
-        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
-                        f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
-    return sp
-
-def tokenizer_hash(path: str | Path) -> str:
-    "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
-    return hashlib.sha256(tokenizer_bytes(path)).hexdigest()
-
-@dataclass
-class ByteTable:
-    """The bytes of text behind every token of a vocabulary of V pieces.
-
-    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one more byte, for a space,
-    unless the token before is a boundary. `boundary` bool [V]: the token stands for no text.
-    """
-    base: torch.Tensor
-    leading_space: torch.Tensor
-    boundary: torch.Tensor
-
-    def to(self, device: torch.device | str) -> "ByteTable":
-        "The same table on another device."
-        return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
-
-def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The byte table of a tokenizer, on the CPU."
-    rows = []
-    for i in range(sp.get_piece_size()):
-        piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
-        text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
-        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
-    base, leading, boundary = map(torch.tensor, zip(*rows))
-    return ByteTable(base.to(torch.int16), leading, boundary)
-
-def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    "Bytes of text behind each target, given the token before it; all int64, of one shape."
-    return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
-
-def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
-    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. Raises GolfError for another V."
-    counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
-    if counts.shape != table.base.shape:
-        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "
-                        f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
-    tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
-    log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
-    return bits_per_byte(-log_prob[tokens[1:]].sum(), target_bytes(table, tokens[:-1], tokens[1:]).sum())
-
-# ---- shards ----
+# ---- golfnb/shards.py ----
 class WholeFile:
     """A file that gets its name only when it is closed; on any error before that, nothing is left of it.
 
@@ -285,13 +282,16 @@ class WholeFile:
         with suppress(OSError):
             self.temp.unlink(missing_ok=True)
 
+
 def atomic_write(path: str | Path, data: bytes | str) -> None:
     "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
     with WholeFile(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
+
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 HEADER_BYTES = 1024
+
 
 @contextmanager
 def shard_file(path: str | Path):
@@ -303,10 +303,12 @@ def shard_file(path: str | Path):
     except OSError as error:
         raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
 
+
 def read_header(path: str | Path) -> int:
     "The tokens in a shard. Raises GolfError as `shard_file` does."
     with shard_file(path) as (_, tokens):
         return tokens
+
 
 @lru_cache(maxsize=None)
 def _checked_header(path: str, size: int, mtime_ns: int) -> int:
@@ -325,6 +327,7 @@ def _checked_header(path: str, size: int, mtime_ns: int) -> int:
             raise GolfError(f"shard {path} must {sentence}")
     return tokens
 
+
 def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
     """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
 
@@ -340,6 +343,7 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
                         f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
     return part
 
+
 def find_shards(pattern: str | Path) -> list[Path]:
     "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError if there is none."
     text = str(pattern)
@@ -348,6 +352,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
         raise GolfError(f"no shard matches {text}: expected at least one file, found none; "
                         "check the directory (DATA_PATH) and the pattern")
     return [Path(p) for p in found]
+
 
 def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
     "The tokens of all matching shards, uint16 [n]. Raises GolfError unless all are below `vocab_size`."
@@ -360,6 +365,7 @@ def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarra
                             f"{parts[-1][at]} at position {at:,}: the shard belongs to another tokenizer")
     return np.concatenate(parts).astype(np.uint16, copy=False)
 
+
 def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
     "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
     tokens = read_tokens(pattern, vocab_size=vocab_size)
@@ -368,6 +374,7 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
         raise GolfError(f"validation must hold at least one window of {seq_len} tokens and one more, found "
                         f"{tokens.size} tokens in {pattern}: use more validation text or a shorter window")
     return tokens[: rows * seq_len + 1]
+
 
 def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:
     "Raises GolfError if train and validation set share a file, by any name or as a copy."
@@ -380,6 +387,7 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
         if other := held.get(key(path)):
             raise GolfError(f"training and validation must not share a file, found {path} to be the same as "
                             f"{other}: remove it from one of them")
+
 
 def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
     "Raises GolfError for two corpora, a damaged manifest.json, or one of other shards or tokenizer."
@@ -400,7 +408,8 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
             raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, found "
                             f"{there.get(name)!r:.20}: copy or build the shards again, or set TOKENIZER_PATH")
 
-# ---- loader ----
+
+# ---- golfnb/loader.py ----
 class WindowSampler:
     """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1].
 
@@ -472,6 +481,7 @@ class WindowSampler:
         if self.turn:
             self.plan_step()
 
+
 class SequentialSampler(WindowSampler):
     """The baseline's order: the joined shards, round and round.
 
@@ -480,9 +490,9 @@ class SequentialSampler(WindowSampler):
     order = "sequential"
 
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
-                 accum: int = 1):
+                 accum: int = 1, spans: int = 0):
         super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.spans = 8
+        self.spans = spans or world * accum
         self.position = 0                   # in the stream, where the next step begins
         self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
         self.total = int(self.ends[-1])
@@ -523,9 +533,11 @@ class SequentialSampler(WindowSampler):
             missing -= len(piece)
         return np.concatenate(pieces)
 
+
 def grad_accum(world: int) -> int:
     "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
     return max(1, 8 // world)
+
 
 @dataclass
 class LoaderSettings(BaseSettings):
@@ -539,6 +551,7 @@ class LoaderSettings(BaseSettings):
         "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-step."
         return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
 
+
 def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[str]:
     "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
     tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
@@ -547,7 +560,9 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
                f"multiple of {world} ranks x {grad_accum(world)} micro-steps, found {tokens} tokens: "
                f"set it to {max(1, tokens // part) * part} or use another number of ranks")
 
+
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
+
 
 class Loader:
     """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
@@ -556,13 +571,14 @@ class Loader:
     batches are built ahead.
     """
 
-    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int):
+    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int,
+                 depth: int = 4):
         self.sampler = sampler
         sampler.vocab_size = vocab_size
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
         shape = (sampler.rows, sampler.seq_len + 1)
-        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(4)]
+        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
         self.rewind(sampler.state())
@@ -643,8 +659,10 @@ class Loader:
                 tensor.record_stream(current)  # keeps its memory while in use
         return batch
 
-# ---- layout ----
+
+# ---- golfnb/layout.py ----
 SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -669,6 +687,12 @@ class Matrix:
     def lr_scale(self) -> float:
         "Muon's factor on the learning rate."
         return sqrt(max(1.0, self.rows / self.cols))
+
+    @property
+    def quant(self) -> str:
+        "How the packed model stores it: int6 or fp16."
+        return "int6" if self.rows * self.cols > self.small else "fp16"
+
 
 @dataclass(frozen=True)
 class BankSpec:
@@ -722,6 +746,7 @@ class BankSpec:
         "The update's batches as (matrices, short side, long side): a list for each rank, or one for all."
         return [[(self.per_rank, *sorted(self.matrices[0].stored))]]
 
+
 @dataclass(frozen=True)
 class Layout:
     "All banks of a model for one world size."
@@ -730,6 +755,22 @@ class Layout:
 
     def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
         return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
+
+    def names(self) -> list[str]:
+        "The names of all matrices, bank by bank."
+        return [m.name for _, _, m in self]
+
+    def padding_waste(self) -> float:
+        "Ratio of padding elements to real elements."
+        return sum(b.numel for b in self.banks) / sum(m.rows * m.cols for _, _, m in self) - 1
+
+    def bank(self, name: str) -> BankSpec:
+        "The bank of this name. Raises GolfError if there is none."
+        for b in self.banks:
+            if b.name == name:
+                return b
+        raise GolfError(f"no bank is named {name!r}: the layout has {', '.join(b.name for b in self.banks)}")
+
 
 def group_matrices(matrices: list[Matrix], world: int) -> Layout:
     "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
@@ -744,6 +785,7 @@ def group_matrices(matrices: list[Matrix], world: int) -> Layout:
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise GolfError(f"matrix names must be unique: {twice[0]!r} appears twice")
     return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
+
 
 @dataclass
 class LayoutSettings(BaseSettings):
@@ -781,6 +823,7 @@ class LayoutSettings(BaseSettings):
             if n % d:
                 yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
 
+
 def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
     "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
     d = cfg.model_dim
@@ -793,38 +836,46 @@ def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
             matrices.append(Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor))
     return group_matrices(matrices, world)
 
+
 def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
     "The published layout of the model's blocks over `world` ranks: a bank for each shape (PR #399)."
     up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
     down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
     return block_layout(cfg, world, [up, down])
 
-# ---- banks ----
+
+# ---- golfnb/banks.py ----
 def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
                device: str | torch.device = "cpu") -> dict[str, torch.nn.Parameter]:
     "A zero-filled parameter [slots with padding, rows, columns] for each bank, by name (PR #399)."
     storage = {b.name: torch.zeros(b.shape, dtype=dtype, device=device) for b in layout.banks}
     return {name: torch.nn.Parameter(zeros) for name, zeros in storage.items()}
 
+
 def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     "Views [rows, cols] of all matrices by name, in layout order; gradients flow back into the banks."
     views = (v for b in layout.banks for v in b.views(banks[b.name]))
     return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
 
-# ---- layers ----
+
+# ---- golfnb/layers.py ----
 def widen(x: Tensor) -> Tensor:
     "A 16-bit tensor as float32; a wider one unchanged."
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
+
 NORM_EPS = 1.1920929e-07  # float32's machine epsilon
+
 
 def rms_norm(x: Tensor) -> Tensor:
     "x [..., D] divided by the root mean square of its last axis (RMSNorm, arXiv 1910.07467), without weight."
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
 
+
 def scaled_norm(x: Tensor, scale: float | Tensor) -> Tensor:
     "The norm of x [..., D] times `scale`, a number or one for each channel [D]; in the dtype of x."
     return (rms_norm(x) * scale).to(x.dtype)
+
 
 def mix_norm(x: Tensor, x0: Tensor, mix: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
     "A block's first step: the stream x and the input x0 [B, T, D] mixed by mix [2, D], and the norm of that."
@@ -832,10 +883,12 @@ def mix_norm(x: Tensor, x0: Tensor, mix: Tensor, scale: float | Tensor) -> tuple
     x_in = m[0] * x + m[1] * x0
     return x_in, scaled_norm(x_in, scale)
 
+
 def rotary_base(T: int, rope_dims: int, base: float, train_len: int) -> float:
     "RoPE's base for rows of T tokens: NTK-scaled beyond `train_len` (two channels turn alike with any base)."
     long = T > train_len and rope_dims > 2
     return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if long else base
+
 
 def rotary_tables(T: int, rope_dims: int, base: float, train_len: int, device: str | torch.device = "cpu",
                   dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -846,6 +899,7 @@ def rotary_tables(T: int, rope_dims: int, base: float, train_len: int, device: s
     angle = torch.arange(T, dtype=wide, device=device)[:, None] * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on the first R coordinates of each head of x [B, T, H, D]; the others pass through.
 
@@ -855,6 +909,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1).to(x.dtype)
 
+
 def qk_norm_rope_gain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     """Norm per head (arXiv 2010.04245) and rotation of q and k, then the gain [H] on q.
 
@@ -863,9 +918,11 @@ def qk_norm_rope_gain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, gain: Tens
     q = rotate(rms_norm(q), cos[..., start:, :], sin[..., start:, :]) * gain.to(q.dtype)[:, None]
     return q, rotate(rms_norm(k), cos, sin)
 
+
 FLASH_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}  # choice -> module
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+
 
 def attention_backend(device: str | torch.device, choice: str = "auto") -> list[SDPBackend]:
     "Attention backends for this device, best first, the chosen one before all. Raises GolfError if unknown."
@@ -875,6 +932,7 @@ def attention_backend(device: str | torch.device, choice: str = "auto") -> list[
     cuda = torch.device(device).type == "cuda"
     order = [b for name, b in BACKENDS.items() if cuda or name != "cudnn"]
     return sorted(order, key=lambda b: b is not names.get(choice))
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, choice: str = "auto") -> Tensor:
     """Causal grouped-query attention (arXiv 2305.13245), scaled by 1/sqrt(D).
@@ -890,11 +948,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, choice: str = "auto") -> Tensor:
                                            scale=1 / math.sqrt(q.shape[-1]), enable_gqa=mask is None)
     return y.transpose(1, 2)
 
+
 def flash_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "`attend` by the flash backend only; no other may step in."
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
 
 def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float:
     "The flash backend's largest relative distance from the plain formula, in output and gradients."
@@ -914,12 +974,14 @@ def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float
     apart = [(a.float() - b).norm() / b.norm() for other in others for a, b in zip(other, exact)]
     return float(torch.stack(apart).max())
 
+
 def flash_installed(choice: str) -> bool:
     "Whether the module of this choice of FLASH_PACKAGES can be found."
     try:
         return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
     except ModuleNotFoundError:  # nor its parent
         return False
+
 
 @functools.cache
 def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int) -> str:
@@ -939,6 +1001,7 @@ def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int
         attention.restore_flash_attention_impl()
     return problem
 
+
 def ready_attention(choice: str, device: str | torch.device, heads: int, keys: int, head_dim: int) -> str:
     """The choice to give `attend` on this device, tried out; auto warns if FlashAttention-3 fails.
 
@@ -956,6 +1019,7 @@ def ready_attention(choice: str, device: str | torch.device, heads: int, keys: i
                       "cuDNN's attention takes its place", stacklevel=2)
     return "auto" if problem else wanted
 
+
 def exclusive(y: Tensor, v: Tensor) -> Tensor:
     """XSA (parameter-golf PR #399 and #549): y [B, T, H, D] without its component along v [B, T, KV, D].
 
@@ -965,9 +1029,11 @@ def exclusive(y: Tensor, v: Tensor) -> Tensor:
     u = F.normalize(widen(v), dim=-1, eps=1e-12).unsqueeze(3)
     return (grouped - (grouped * u).sum(-1, keepdim=True) * u).reshape(B, T, H, D).to(y.dtype)
 
+
 def squared_leaky(z: Tensor, slope: float = 0.5) -> Tensor:
     "leaky_relu(z, slope) squared (arXiv 2109.08668; leaky in PR #549); slope 0 is ReLU squared."
     return widen(F.leaky_relu(z, slope)).square().to(z.dtype)
+
 
 def bigram_rows(ids: Tensor, rows: int) -> Tensor:
     """Row of each pair (previous token, token) of ids [B, T] in a table of `rows` (PR #399).
@@ -977,26 +1043,31 @@ def bigram_rows(ids: Tensor, rows: int) -> Tensor:
     pair = (36313 * t[:, 1:]).bitwise_xor(27191 * t[:, :-1]) % (rows - 1)
     return F.pad(pair, (1, 0), value=rows - 1).long()
 
+
 def smear(x: Tensor, gate: Tensor) -> Tensor:
     "SmearGate (PR #399): x [B, T, D] blended with the position before it (zero at first) by a gate [D]."
     g = torch.sigmoid(gate.to(x.dtype))
     before = F.pad(x, (0, 0, 1, 0))[:, :-1]
     return (1 - g) * x + g * before
 
+
 def softcap(logits: Tensor, cap: float) -> Tensor:
     "cap * tanh(logits / cap) (arXiv 2408.00118), float32 for 16-bit logits."
     return cap * torch.tanh(widen(logits) / cap)
 
+
 def softcap_loss(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
     "Training's loss, a mean in nats: logits [B, T, V] as the head gives them, int64 targets [B, T]."
     return F.cross_entropy(softcap(logits, cap).flatten(0, -2), targets.flatten())
+
 
 def token_nll(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
     "Evaluation's nats of every target [B, T]: capped logits are rounded to the logits' dtype first."
     capped = widen(softcap(logits, cap).to(logits.dtype))
     return F.cross_entropy(capped.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
-# ---- kernels ----
+
+# ---- golfnb/kernels.py ----
 try:
     import triton
     import triton.language as tl
@@ -1005,18 +1076,22 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
     triton = TensorDescriptor = None
     tl = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
 
+
 KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b
 HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
+
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype, wanted=KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
     cuda = triton is not None and torch.device(device).type == "cuda"
     return frozenset(wanted if cuda and dtype in (torch.bfloat16, torch.float16) else ())
 
+
 @functools.cache
 def jitted(kernel):
     "The compiled (or, under TRITON_INTERPRET=1, interpreted) form of a kernel function."
     return triton.jit(kernel)
+
 
 def check_runnable(x: Tensor):
     "Raise GolfError where neither CUDA nor the interpreter can run a kernel on x."
@@ -1024,6 +1099,7 @@ def check_runnable(x: Tensor):
     if triton is None or not (interpreted or usable_kernels(x.device, x.dtype)):
         raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; "
                         "use its plain twin instead")
+
 
 def kernel_op(name: str, schema: str, grad=None):
     "Decorator: `op(launch, *args)` makes outputs, filled if `launch`; `grad(ctx, *douts)` is its gradient."
@@ -1038,6 +1114,7 @@ def kernel_op(name: str, schema: str, grad=None):
             found.register_autograd(grad, setup_context=save)
         return found
     return register
+
 
 def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr,
                          D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
@@ -1067,6 +1144,7 @@ def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV:
         tl.store(k + i * (KV * D) + d, (x * r[:, None]).to(k.dtype.element_ty), mask=live & (d >= 2 * HALF))
         tl.store(k + i3 * (KV * D) + g * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
 
+
 @kernel_op("heads", "(Tensor qkv, Tensor gain, Tensor cos, Tensor sin, int heads, int keys) "
            "-> (Tensor, Tensor)")
 def heads_op(launch, qkv, gain, cos, sin, heads, keys):
@@ -1077,6 +1155,7 @@ def heads_op(launch, qkv, gain, cos, sin, heads, keys):
         jitted(heads_forward_kernel)[(heads + keys, triton.cdiv(T, HEAD_ROWS), B)](
             *given, *outs, T, NORM_EPS, H=heads, KV=keys, D=D, ROW=C, HALF=cos.shape[-1], ROWS=HEAD_ROWS)
     return outs
+
 
 def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, H: tl.constexpr,
                           KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
@@ -1123,6 +1202,7 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
             part = (head * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
             tl.store(dgain + part, tl.sum(dot * r))
 
+
 @kernel_op("heads_grad", "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor gain, Tensor cos, Tensor sin) "
            "-> (Tensor, Tensor)")
 def heads_grad_op(launch, dq, dk, dv, qkv, gain, cos, sin):
@@ -1133,6 +1213,7 @@ def heads_grad_op(launch, dq, dk, dv, qkv, gain, cos, sin):
         jitted(heads_backward_kernel)[(H + 2 * KV, blocks, B)](
             *given, *outs, T, NORM_EPS, H=H, KV=KV, D=D, ROW=qkv.shape[2], HALF=cos.shape[-1], ROWS=HEAD_ROWS)
     return outs
+
 
 class FusedHeads(torch.autograd.Function):
     @staticmethod
@@ -1150,13 +1231,16 @@ class FusedHeads(torch.autograd.Function):
         dn, dweight = (flat @ weight).view(n.shape), flat.T @ n.flatten(0, 1)
         return dn, dweight, dgain.sum(1).to(gain.dtype), None, None, None
 
+
 def fused_heads(n: Tensor, weight: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, keys: int):
     "q, k, v [B, T, heads, D] of n [B, T, C]: one product by Q, K and V joined, then `qk_norm_rope_gain`."
     return FusedHeads.apply(n, weight, gain, cos, sin, keys)
 
+
 def heads_fit(head_dim: int, rope_dims: int) -> bool:
     "Whether a head falls into groups of rope_dims/2 coordinates, all powers of two."
     return 2 <= rope_dims <= head_dim and all(n & (n - 1) == 0 for n in (rope_dims // 2, head_dim))
+
 
 def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     "out = y less its part along v; programs over (key head, block of ROWS tokens)."
@@ -1169,6 +1253,7 @@ def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr
         at = row * (tl.num_programs(0) * GROUP * D) + (tl.program_id(0) * GROUP + i) * D + d
         t = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
         tl.store(out + at, (t - tl.sum(t * u, 1, keep_dims=True) * u).to(out.dtype.element_ty), mask=live)
+
 
 def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr,
                         ROWS: tl.constexpr):
@@ -1191,11 +1276,13 @@ def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl
     dv += row * (tl.num_programs(0) * D) + tl.program_id(0) * D + d
     tl.store(dv, (du * inverse).to(dv.dtype.element_ty), mask=live)
 
+
 def rows_apart(v: Tensor) -> Tensor:
     "v [B, T, KV, D] if its tokens lie at one distance and its heads side by side, else a contiguous copy."
     B, T, KV, D = v.shape
     even = v.stride(3) == 1 and v.stride(2) == D and (B == 1 or v.stride(0) == T * v.stride(1))
     return v if even else v.contiguous()
+
 
 @kernel_op("xsa_grad", "(Tensor dout, Tensor y, Tensor v) -> (Tensor, Tensor)")
 def xsa_grad_op(launch, dout, y, v):
@@ -1207,6 +1294,7 @@ def xsa_grad_op(launch, dout, y, v):
             ROWS=XSA_ROWS)
     return outs
 
+
 @kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", lambda ctx, dout: xsa_grad_op(dout, *ctx.saved_tensors))
 def xsa_op(launch, y, v):
     (B, T, H, D), KV, out = y.shape, v.shape[2], y.new_empty(y.shape)
@@ -1216,9 +1304,11 @@ def xsa_op(launch, y, v):
             y.contiguous(), v, out, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
     return out
 
+
 def fused_exclusive(y: Tensor, v: Tensor) -> Tensor:
     "Twin of `exclusive`: y [B, T, H, D] without its part along v [B, T, KV, D]."
     return xsa_op(y, v)
+
 
 def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
                        FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
@@ -1249,8 +1339,10 @@ def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAV
                 t = tl.where(t > 0, t, slope * t)
                 out.store([row, here], (t * t).to(out.dtype))
 
+
 Tiles = namedtuple("Tiles", "BM BN BK num_warps num_stages waves FLAT", defaults=(128, 128, 64, 4, 3, 2, 1))
 MLP_UP_TILES, MLP_DOWN_TILES = Tiles(), Tiles(waves=0, FLAT=0)
+
 
 def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: bool):
     "out = f(a b^T), and z = a b^T if `save`; or, backward, out = (a b) f'(z)."
@@ -1263,6 +1355,7 @@ def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: b
         *(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward,
         SAVE=save, FLAT=bool(flat), BM=BM, BN=BN, BK=BK, num_warps=num_warps, num_stages=num_stages)
 
+
 @kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save, int[] tiles) -> (Tensor, Tensor)")
 def mlp_up_op(launch, n, up, slope, save, tiles):
     h, z = n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
@@ -1270,12 +1363,14 @@ def mlp_up_op(launch, n, up, slope, save, tiles):
         mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, tiles, False, save)
     return h, z
 
+
 @kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor z, float slope, int[] tiles) -> Tensor")
 def mlp_down_grad_op(launch, dm, down, z, slope, tiles):
     dz = torch.empty_like(z)
     if launch:
         mlp_launch(dm.contiguous(), down.contiguous(), z, dz, slope, tiles, True, False)
     return dz
+
 
 class FusedMlp(torch.autograd.Function):
     @staticmethod
@@ -1292,15 +1387,18 @@ class FusedMlp(torch.autograd.Function):
         dz = mlp_down_grad_op(dm, down, z, *ctx.rest)
         return (dz @ up).view(n.shape), dz.T @ n.flatten(0, -2), dm.T @ h, None, None, None, None
 
+
 def fused_mlp(n: Tensor, up: Tensor, down: Tensor, slope: float, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
     "Twin of linear, `squared_leaky`, linear: n [..., D] -> [..., D] by up [hidden, D] and down [D, hidden]."
     return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled(), *map(list, tiles))
+
 
 def mlp_fit(hidden: int, D: int, dtype: torch.dtype) -> bool:
     "Whether rows of [hidden, D] and of its transpose start on 16 bytes each, as bulk copies need."
     return hidden * dtype.itemsize % 16 == 0 and D * dtype.itemsize % 16 == 0
 
-# ---- model ----
+
+# ---- golfnb/model.py ----
 @dataclass
 class ModelSettings(LayoutSettings):
     "Shapes of the transformer."
@@ -1324,7 +1422,7 @@ class ModelSettings(LayoutSettings):
     @property
     def ve_layer_list(self) -> list[int]:
         "Blocks with a value embedding."
-        return [int(p) for p in self.ve_layers.split(",") if p.strip()]
+        return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
 
     def problems(self) -> Iterator[str]:
         "What makes the model impossible."
@@ -1338,13 +1436,14 @@ class ModelSettings(LayoutSettings):
         if self.train_seq_len * self.rope_dims > 2**24:
             yield (f"TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the rotary tables), found "
                    f"{self.train_seq_len} x {self.rope_dims}: shorten the row")
-        if self.bigram_vocab_size == 1:
+        if self.bigram_vocab_size < 0 or self.bigram_vocab_size == 1:
             yield f"BIGRAM_VOCAB_SIZE must be 0 or at least 2, found {self.bigram_vocab_size}: change it"
         parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
         blocks = {int(p) for p in parts if p.isdecimal() and len(p) < 9 and int(p) < self.num_layers}
-        if not 0 < len(parts) == len(blocks):
+        if self.ve_enabled and not 0 < len(parts) == len(blocks):
             yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
                    f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
+
 
 @dataclass
 class ComputeSettings(BaseSettings):
@@ -1355,12 +1454,16 @@ class ComputeSettings(BaseSettings):
                              "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
 
+
 def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
     "Parameters that are looked up by row: name -> (rows, width)."
     shapes = {"tok_emb": (cfg.vocab_size, cfg.model_dim)}
-    shapes["bigram_table"] = (cfg.bigram_vocab_size, cfg.bigram_dim)
-    shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
+    if cfg.bigram_vocab_size:
+        shapes["bigram_table"] = (cfg.bigram_vocab_size, cfg.bigram_dim)
+    if cfg.ve_enabled:
+        shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
     return shapes
+
 
 class WeightedSkips:
     "For `Golf`: a U-Net skip is multiplied by a weight for each channel, as published."
@@ -1375,6 +1478,7 @@ class WeightedSkips:
         "What the skips are multiplied by: [skips, 1 or channels] of the weights."
         return weights
 
+
 def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[int, ...]]:
     "Small parameters, stacked over the layers where each has one: name -> shape."
     L, D = cfg.num_layers, cfg.model_dim
@@ -1382,12 +1486,16 @@ def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[i
               "smear_gate": (D,)}
     if L > 1:
         shapes["skip_weights"] = skips.weight_shape(L // 2, D)
-    shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
-    blocks = len(cfg.ve_layer_list)
-    shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (blocks,)}
+    if cfg.bigram_vocab_size:
+        shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
+    if cfg.ve_enabled:
+        blocks = len(cfg.ve_layer_list)
+        shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (blocks,)}
     return shapes
 
+
 BLOCK_MATRICES = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.proj", "mlp.fc", "mlp.proj")
+
 
 class BlockWeights(NamedTuple):
     """What a block reads, BLOCK_MATRICES first; or, with an axis in front, what all blocks read.
@@ -1405,6 +1513,7 @@ class BlockWeights(NamedTuple):
     gain: Tensor                # [H]
     qkv: Tensor | None = None   # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
 
+
 @dataclass
 class Block:
     "One block of the transformer without its weights: what is fixed about it, and how it computes."
@@ -1414,7 +1523,7 @@ class Block:
     xsa: bool                   # exclusive self-attention
     attention: str = "auto"     # backend, see `attend`
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
         "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
         return F.linear(x, weight)
 
@@ -1428,14 +1537,14 @@ class Block:
 
     def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, keep=None):
         "Queries [B, keep, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q, k, v = self.linear(last_positions(n, keep), w.q), self.linear(n, w.k), self.linear(n, w.v)
+        q, k, v = self.linear(last_positions(n, keep), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
     def mlp(self, n: Tensor, w: BlockWeights) -> Tensor:
         "Up, activation, down, scale: n [B, T, D] -> [B, T, D]."
-        h = self.activation(self.linear(n, w.up))
-        return scaled(self.linear(h, w.down), w.mlp_scale)
+        h = self.activation(self.linear(n, w.up, 4))
+        return scaled(self.linear(h, w.down, 5), w.mlp_scale)
 
     def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
         """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
@@ -1446,8 +1555,9 @@ class Block:
         y = self.attend(q, k, v)
         if self.xsa:
             y = self.exclusive(y, last_positions(v, keep))
-        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out), w.attn_scale)
+        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
         return x + self.mlp(scaled_norm(x, self.norm_scale), w)
+
 
 @dataclass
 class LeakyReluSquared:
@@ -1462,34 +1572,37 @@ class LeakyReluSquared:
         "Linear, activation, linear of x [..., D], on the kernel of chapter 09."
         return fused_mlp(x, up, down, self.negative_slope, tiles)
 
+
 def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
                kind: type[Block] = Block, **more) -> Block:
     "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
-    norm_scale = 1 / math.sqrt(i + 1)
+    norm_scale = 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0
     xsa = i >= cfg.num_layers - cfg.xsa_last_n
     return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
+
 
 def last_positions(x: Tensor, keep: int | None) -> Tensor:
     "The last `keep` positions of x [B, T, ...]; None: all."
     return x if keep is None or keep == x.shape[1] else x[:, -keep:]
 
+
 def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     "x [..., D] times a scale per channel [D]; x where the scale is in the matrix already."
     return x if scale is None else scale.to(x.dtype) * x
+
 
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
-                 skips: WeightedSkips = WeightedSkips()):
+                 skips: WeightedSkips = WeightedSkips(), activation: Callable | None = None,
+                 kernels=KERNELS):
         """`dtype` is the compute dtype; `kernels`, those that may be used where they can run.
 
         `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared
         with the settings' slope, which alone has a kernel. Raises GolfError for one with weights.
         """
-        activation = None
-        kernels = KERNELS
         super().__init__()
         self.skips = skips
         if activation is None:
@@ -1547,12 +1660,15 @@ class Golf(torch.nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
         x = F.embedding(ids, self.tok_emb).to(self.compute)
-        pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]), self.bigram_table).to(x.dtype)
-        x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
+        if self.cfg.bigram_vocab_size:
+            pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]), self.bigram_table).to(x.dtype)
+            x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
         return smear(rms_norm(x), self.smear_gate)
 
     def value_embeddings(self, ids: Tensor) -> dict[int, Tensor]:
         "What is added to the values [B, T, KV*head], for each block that has a value embedding."
+        if not self.cfg.ve_enabled:
+            return {}
         ve = F.embedding(ids, self.ve_table).to(self.compute)
         ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
         return {i: ve * s for i, s in zip(self.ve_blocks, self.ve_layer_scales.to(ve.dtype).unbind(0))}
@@ -1588,9 +1704,8 @@ class Golf(torch.nn.Module):
 
         return F.linear(rms_norm(self.walk(x0, run)), self.tok_emb.to(self.compute))
 
-    def fuse(self, kernels):
+    def fuse(self, kernels, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
         "Compute with these kernels from now on, as far as the shapes and the activation suit them."
-        tiles = (MLP_UP_TILES, MLP_DOWN_TILES)
         cfg, has_kernel = self.cfg, hasattr(self.activation, "mlp")
         fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
                 "mlp": has_kernel and mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
@@ -1599,9 +1714,11 @@ class Golf(torch.nn.Module):
         self.blocks = [make_block(cfg, i, self.activation, self.attention, FusedBlock, **more)
                        for i in range(cfg.num_layers)]
 
+
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
     "Rows of weight [..., out, in] times scale [..., out], multiplied in float32 and rounded once."
     return (weight * scale[..., None]).to(weight.dtype)
+
 
 def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
     "Weights of a block, or of all blocks, as these kernels want them."
@@ -1613,10 +1730,12 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
 
+
 WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table", "bigram.scale": "bigram_scale",
          "bigram.proj.weight": "bigram_proj", "smear.gate": "smear_gate", "skip_weights": "skip_weights",
          "ve_shared.embed.weight": "ve_table", "ve_shared.proj.weight": "ve_proj",
          "ve_shared.scale": "ve_scale"}
+
 
 def published_names(model: Golf) -> dict[str, tuple]:
     "Published name -> (parameter, index into it) for everything that is not in a bank."
@@ -1630,10 +1749,12 @@ def published_names(model: Golf) -> dict[str, tuple]:
         names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
     return names
 
+
 def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, Tensor]:
     "Views of full banks and other parameters (tensors by their names here) under the published names."
     views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
     return views | unbank(model.layout, banks)
+
 
 @torch.no_grad()
 def named_state(model: Golf, banks: Mapping | None = None, others: Mapping | None = None) -> dict:
@@ -1641,6 +1762,7 @@ def named_state(model: Golf, banks: Mapping | None = None, others: Mapping | Non
     own = model.role_params()
     views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
     return {name: view.detach().clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+
 
 @torch.no_grad()
 def load_named(model: Golf, state: Mapping[str, Tensor]):
@@ -1660,6 +1782,7 @@ def load_named(model: Golf, state: Mapping[str, Tensor]):
                             f"{tuple(state[name].shape)}; build the model from the settings saved with it")
     for name, view in views.items():
         view.copy_(state[name])
+
 
 def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
     "All random tensors of a fresh model by published name, drawn on a CPU in the published order (PR #549)."
@@ -1684,6 +1807,7 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
             out[name] = orthogonal(shapes[name])
     return out | {f"{kind}.proj.weight": orthogonal(scalars[proj]) for kind, _, proj in kinds}
 
+
 def init_model(model: Golf, cfg: ModelSettings, seed: int):
     "Fill a fresh model: the published draws for `seed`, constants for the rest, rounded to bfloat16 once."
     constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
@@ -1701,6 +1825,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
         torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})
 
+
 def saved_settings(model: Golf) -> dict:
     "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
     values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
@@ -1709,8 +1834,10 @@ def saved_settings(model: Golf) -> dict:
         plan = "shared_mlp"
     return values | {"plan": plan, "skip_gate": model.skips.word}
 
+
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales",
                  "ve_shared.scale", "bigram.scale")
+
 
 def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> str:
     "How an artifact stores the tensor of this name: fp16 up to `small` elements, else fp32, int6 or int8."
@@ -1719,6 +1846,7 @@ def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> 
     if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
         return "fp32"
     return "int6" if ".attn." in name or ".mlp." in name else "int8"
+
 
 @dataclass
 class FusedBlock(Block):
@@ -1743,14 +1871,18 @@ class FusedBlock(Block):
             return Block.mlp(self, n, w)
         return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
 
-# ---- newton_schulz ----
+
+# ---- golfnb/newton_schulz.py ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
+
 
 def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
     "alpha * a @ b + beta * b for a [n, M, M] and b [n, M, N]; `symmetric`: the result equals its transpose."
     return torch.baddbmm(b, a, b, beta=beta, alpha=alpha)
 
-def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
+
+def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
+                  kernels: bool = True) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399).
 
     A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
@@ -1763,9 +1895,9 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
-    fused = bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
+    fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
     fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
-    norm, add = X.norm(dim=(-2, -1), keepdim=True) * 1.0 + 1e-07, kernel_product if fused else plain_product
+    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if fused else plain_product
     X = torch.div(X, norm, out=X.new_empty(X.shape)) if fused else X / norm  # rows lie together
     for a, b, c in coeffs:
         A = torch.bmm(X, X.mT)
@@ -1773,16 +1905,19 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, dtype=None) -> Tensor:
         X = add(A, X, 1.0, a)
     return (X.mT if tall else X).reshape(G.shape)
 
+
 def first_steps(coeffs: tuple, steps: int) -> tuple:
     "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
     if steps < 1:
         raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
-    repeated = coeffs[-1:] * (steps - 5)
+    repeated = coeffs[-1:] * (steps - len(coeffs))
     return (coeffs + repeated)[:steps]
+
 
 def product_dtype(G: Tensor) -> torch.dtype:
     "What the products run in unless a caller says otherwise."
     return torch.bfloat16 if G.is_cuda else G.dtype
+
 
 def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
     """Make every matrix of G [..., r, c] nearly orthogonal, as published for Muon.
@@ -1791,6 +1926,7 @@ def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tens
     and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
     """
     return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
+
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
@@ -1820,6 +1956,7 @@ def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_co
             mirrored = (col[:, None] < N) & (row[None, :] < M)
             tl.store(out + col[:, None] * N + row[None, :], tl.trans(found), mask=mirrored)
 
+
 def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
     "`plain_product` in one launch, sums in fp32. Raises GolfError where no kernel can run."
     check_runnable(a)
@@ -1834,92 +1971,12 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
             num_warps=4, num_stages=stages)
     return out
 
-# ---- grid ----
-CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
-INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
-FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
-FP16_HUGE = 65504.0                                     # and the largest
 
-def row_clip(w: Tensor, quantile: float) -> Tensor:
-    "The row-wise quantile of |w| [..., rows, cols], linear between neighbours; [..., rows], fp32 at least."
-    magnitude = w.abs() if w.dtype == torch.float64 else w.abs().float()
-    if quantile >= 1.0:
-        return magnitude.amax(-1)
-    rows = magnitude.reshape(-1, w.shape[-1])
-    parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
-    return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
-
-def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
-    "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
-    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
-    return scale.to(torch.float16).to(clip.dtype)
-
-def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
-    "The nearest grid points of w [..., rows, cols], int8 up to qmax; ties go to even; `scale` [..., rows]."
-    return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
-
-def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
-    "The weights that integers q [..., rows, cols] stand for, in the dtype of `scale` [..., rows]."
-    return q.to(scale.dtype) * scale[..., None]
-
-def finite_matrix(w: Tensor) -> Tensor:
-    "w [..., rows, cols] in fp32 at least. Raises GolfError if it is no matrix, empty, or holds a NaN or inf."
-    if (bad := int((~torch.isfinite(w)).sum())) or w.ndim < 2 or not w.numel():
-        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor "
-                        f"of shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
-    return w if w.dtype == torch.float64 else w.float()
-
-def best_clip(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
-
-    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
-    GolfError for a NaN or inf.
-    """
-    wide, tried = finite_matrix(w), []
-    for quantile in CLIP_QUANTILES:
-        scale = row_scale(row_clip(wide, quantile), 31, floor)
-        q = quantize_rows(wide, scale, 31)
-        tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
-    qs, scales, errors = map(torch.stack, zip(*tried))
-    index = (errors > errors.amin(0)).cumprod(0).sum(0)  # the first of those with the least error
-    pick = index.expand(1, *index.shape)[..., None]
-    q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
-    return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
-
-def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
-    "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
-    wide = finite_matrix(w)
-    clip = row_clip(wide, INT8_QUANTILE)
-    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
-    bounded = wide.clamp(-clip[..., None], clip[..., None])
-    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
-
-# ---- plan ----
-@dataclass(frozen=True)
-class Plan:
-    "The communication schedule: banks in order of their reduce-scatters, and of their updates and gathers."
-    scatter: tuple[str, ...]
-    work: tuple[str, ...]
-
-def check_plan(plan: Plan, layout: Layout):
-    "Raises GolfError unless both orders name every bank once: a bank left out would never be updated."
-    banks = sorted(b.name for b in layout.banks)
-    for what, order in (("scatter", plan.scatter), ("work", plan.work)):
-        if sorted(order) != banks:
-            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} exactly once: "
-                            f"found {', '.join(order) or 'nothing'}; make it with make_plan(layout)")
-
-def make_plan(layout: Layout) -> Plan:
-    "Both orders by unpadded size; `order` is big_first or small_first. Raises GolfError for another word."
-    order = "big_first"
-    size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
-    names = tuple(sorted(size, key=lambda n: -size[n]))
-    return Plan(names, names)
-
-# ---- averaging ----
+# ---- golfnb/averaging.py ----
 def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
     "Copies in at least fp32: in bf16 an average would swallow its small steps."
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
+
 
 class NoAverage:
     "Exports the last weights. `tensors`: the weights before the first step, in the order of all later calls."
@@ -1946,6 +2003,7 @@ class NoAverage:
     def remark(self) -> str:
         "What the log should say of the exported weights, or nothing; waits for the GPU."
         return ""
+
 
 class Ema(NoAverage):
     "E = decay*E + (1-decay)*W after every step (PR #549), from a copy of `tensors`, the initial weights."
@@ -1974,12 +2032,41 @@ class Ema(NoAverage):
         "The average itself."
         return {"ema": self.tensors}
 
+
 @dataclass
 class AveragingSettings(BaseSettings):
     "How the averages of the weights are taken."
     ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
+    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps", bounds="> 0")
 
-# ---- parallel_muon ----
+
+# ---- golfnb/plan.py ----
+@dataclass(frozen=True)
+class Plan:
+    "The communication schedule: banks in order of their reduce-scatters, and of their updates and gathers."
+    scatter: tuple[str, ...]
+    work: tuple[str, ...]
+
+
+def check_plan(plan: Plan, layout: Layout):
+    "Raises GolfError unless both orders name every bank once: a bank left out would never be updated."
+    banks = sorted(b.name for b in layout.banks)
+    for what, order in (("scatter", plan.scatter), ("work", plan.work)):
+        if sorted(order) != banks:
+            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} exactly once: "
+                            f"found {', '.join(order) or 'nothing'}; make it with make_plan(layout)")
+
+
+def make_plan(layout: Layout, order: str = "big_first") -> Plan:
+    "Both orders by unpadded size; `order` is big_first or small_first. Raises GolfError for another word."
+    if order not in ("big_first", "small_first"):
+        raise GolfError(f"a plan's order must be big_first or small_first: found {order!r}")
+    size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
+    names = tuple(sorted(size, key=lambda n: size[n] if order == "small_first" else -size[n]))
+    return Plan(names, names)
+
+
+# ---- golfnb/parallel_muon.py ----
 class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
@@ -1987,9 +2074,9 @@ class Ranks:
     minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it.
     """
 
-    def __init__(self, rank=0, world=1, device="cpu", patient=None, local=None, host=0, hosts=1):
+    def __init__(self, rank=0, world=1, device="cpu", patient=None, group=None, local=None, host=0, hosts=1):
         self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
-        self.group, self.local = None, rank if local is None else local
+        self.group, self.local = group, rank if local is None else local
         self.host, self.hosts, self.master = host, hosts, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
@@ -2025,7 +2112,8 @@ class Ranks:
         average = dist.ReduceOp.AVG if self.device.type == "cuda" else dist.ReduceOp.SUM
         return scatter(shard, full, op=average, group=self.group, async_op=True)
 
-def start_ranks() -> Ranks:
+
+def start_ranks(timeout_s: float = 60.0) -> Ranks:
     """Join the process group that `torchrun` describes in the environment (NCCL on GPUs, else gloo), if any.
 
     A collective that waits longer than `timeout_s`, or 40 s with several hosts, raises. Raises GolfError if a
@@ -2041,18 +2129,20 @@ def start_ranks() -> Ranks:
         torch.cuda.set_device(local)
     if world == 1:
         return Ranks(device=gpu if cuda else "cpu")
-    limit = timedelta(seconds=40.0 if hosts > 1 else 60.0)
+    limit = timedelta(seconds=min(timeout_s, 40.0) if hosts > 1 else timeout_s)
     store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # old keys are kept
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store,
                             timeout=limit, device_id=gpu if cuda else None)
     patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return Ranks(rank, world, gpu if cuda else "cpu", patient, local, host, hosts)
+    return Ranks(rank, world, gpu if cuda else "cpu", patient, None, local, host, hosts)
+
 
 def stop_ranks(ranks: Ranks):
     "Leave the process group."
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
+
 
 def lost_ranks(ranks: Ranks) -> str:
     "After a collective failed: who does not answer any more, in words; takes up to 14 seconds."
@@ -2072,6 +2162,7 @@ def lost_ranks(ranks: Ranks) -> str:
     silent = "the others" if heard else f"rank 0{' and its host' * (ranks.host > 0)}"
     return f"rank{'s' * (',' in found[1])} {found[1]}" if found else silent
 
+
 def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
     "Start collecting every rank's `shard` [n/world, r, c] in `full` [n, r, c]; returns a handle."
     if ranks.world == 1:
@@ -2080,11 +2171,13 @@ def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(full, shard, group=ranks.group, async_op=True)
 
+
 def wait_all(handles: list):
     "Wait for the collectives that returned these handles."
     for h in handles:
         if h is not None:
             h.wait()
+
 
 class ShardedBank:
     """One bank: the replica every rank holds, and this rank's shard of masters, mean gradient and state.
@@ -2131,6 +2224,7 @@ class ShardedBank:
             self.rounded.copy_(source)
         return gather_into(self.replica.data, self.rounded, self.ranks)
 
+
 class Knobs:
     """The numbers that every rule reads in a step, as tensors on the GPU.
 
@@ -2142,6 +2236,7 @@ class Knobs:
         self.multiplier, self.momentum, self.factor, self.count = (
             torch.full((), value, dtype=dtype, device=words.device) for value in (0.0, 0.0, 1.0, 0.0))
         self.ok, self.words = torch.ones((), dtype=torch.bool, device=words.device), words
+
 
 class Sgd:
     "Heavy-ball SGD on fp32 masters, for banks and small parameters (no Nesterov, no decay)."
@@ -2166,6 +2261,7 @@ class Sgd:
         torch.where(knobs.ok, master - knobs.multiplier * self.lr * moved, master, out=master)
         part.rounded.copy_(master)
 
+
 def nesterov_step(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Tensor:
     """momentum = mu * momentum + grad, in place; returns the look-ahead grad + mu * momentum.
 
@@ -2176,6 +2272,7 @@ def nesterov_step(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Ten
     torch.where(ok, moved, momentum, out=momentum)
     return torch.addcmul(grad.to(mu.dtype), moved.to(mu.dtype), mu).to(grad.dtype)
 
+
 def master_step(master, update, lr, wd, scale, ok, rounded):
     """master = master * (1 - lr * wd) - lr * scale * update, in place, and its copy in `rounded`.
 
@@ -2184,6 +2281,7 @@ def master_step(master, update, lr, wd, scale, ok, rounded):
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
     rounded.copy_(master)
+
 
 class Muon:
     """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
@@ -2194,12 +2292,12 @@ class Muon:
     """
 
     def __init__(self, lr: float = 0.025, wd: float = 0.04, orthogonalize: Callable = quintic,
-                 steps: int = 5):
+                 steps: int = 5, product_dtype: torch.dtype | None = None):
         self.lr = lr
         self.wd = wd
         self.orthogonalize = orthogonalize
         self.steps = steps
-        self.product_dtype = None
+        self.product_dtype = product_dtype
 
     def state(self, shard: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
@@ -2216,11 +2314,12 @@ class Muon:
         fused = bool(usable_kernels(momentum.device, momentum.dtype))
         ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
         last = master_kernels if fused else master_step
-        last(shard.master, self.direction(ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
+        last(shard.master, self.direction(shard, ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
 
-    def direction(self, ahead: Tensor) -> Tensor:
+    def direction(self, shard: ShardedBank, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
         return self.orthogonalize(ahead, self.steps, self.product_dtype or ahead.dtype)
+
 
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
@@ -2233,6 +2332,7 @@ def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.conste
     tl.store(out + here, (g + moved.to(tl.float32) * knob).to(out.dtype.element_ty), mask=live)
     tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
 
+
 def nesterov_kernels(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Tensor:
     "`nesterov_step` in one launch; `momentum` is contiguous. Raises GolfError where no kernel can run."
     check_runnable(momentum)
@@ -2242,6 +2342,7 @@ def nesterov_kernels(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> 
         jitted(nesterov_kernel)[(triton.cdiv(r * c, 2048), n)](
             momentum, grad, out, mu, ok, r * c, ok.stride(0), BLOCK=2048, num_warps=8)
     return out
+
 
 def master_kernel(master, update, rounded, lr, wd, scale, ok, R, C, u_slot, u_row, u_col, lr_slot, wd_slot,
                   s_slot, s_row, ok_slot, SIDE: tl.constexpr):
@@ -2258,6 +2359,7 @@ def master_kernel(master, update, rounded, lr, wd, scale, ok, R, C, u_slot, u_ro
     tl.store(master + here, new, mask=live)
     tl.store(rounded + here, new.to(rounded.dtype.element_ty), mask=live)
 
+
 def master_kernels(master, update, lr, wd, scale, ok, rounded):
     "`master_step` in one launch; `master`, `rounded` contiguous. Raises GolfError where no kernel can run."
     check_runnable(rounded)
@@ -2267,6 +2369,7 @@ def master_kernels(master, update, lr, wd, scale, ok, rounded):
     with torch.cuda.device_of(rounded):
         jitted(master_kernel)[(triton.cdiv(c, 64), triton.cdiv(r, 64), n)](
             master, update, rounded, lr, wd, scale, ok, r, c, *strides, SIDE=64, num_warps=4)
+
 
 class FlatGroup:
     """The replicated parameters of one dtype, laid flat: one tensor of weights, one all-reduce of gradients.
@@ -2309,6 +2412,7 @@ class FlatGroup:
             p.grad = None
         torch.cat(self.spaced(grads), out=self.grad)
 
+
 def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps):
     """One AdamW step (Loshchilov and Hutter; decay before the update) on flat tensors [n], in place.
 
@@ -2320,6 +2424,7 @@ def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps
     step = m / (1 - beta1 ** count) / ((v / (1 - beta2 ** count)).sqrt() + eps)
     for old, new in ((weight, p * (1 - lr * wd) - lr * step), (first, m), (second, v)):
         old.copy_(torch.where(ok, new, old.to(grad.dtype)))
+
 
 class AdamW:
     "The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`."
@@ -2345,6 +2450,7 @@ class AdamW:
             adamw_step(*tensors, knobs.multiplier * lr, wd, knobs.ok, count, *numbers)
         group.rounded.copy_(group.master)
 
+
 def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
     "Record into `graph` what `fn()` launches on `stream` (None: one that torch picks); returns its result."
     collecting = gc.isenabled()
@@ -2356,11 +2462,12 @@ def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | No
         if collecting:
             gc.enable()
 
+
 class Recorded:
     "A function on fixed tensors; on CUDA recorded after `eager` calls, on the calling stream, then replayed."
 
-    def __init__(self, fn, device: torch.device):
-        self.fn, self.left, self.graph = fn, 2 if device.type == "cuda" else -1, None
+    def __init__(self, fn, device: torch.device, eager: int = 2):
+        self.fn, self.left, self.graph = fn, eager if device.type == "cuda" else -1, None
 
     def __call__(self):
         if self.graph is None and self.left == 0:
@@ -2373,6 +2480,7 @@ class Recorded:
             self.left -= 1
             self.fn()
 
+
 class Engine:
     """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters, each with its rule.
 
@@ -2384,15 +2492,15 @@ class Engine:
     """
 
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
-                 inside: Ranks | None = None):
+                 inside: Ranks | None = None, plan: Plan | None = None, debug: bool = False):
         self.layout = layout
         self.ranks = ranks
         self.inside = inside or ranks
-        self.plan = make_plan(layout)
+        self.plan = plan or make_plan(layout)
         self.bank_rule = bank_rule
         self.small_rule = small_rule
         self.clip = clip
-        self.debug = False
+        self.debug = debug
         if layout.world != self.inside.world:
             raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
                             f"running: make it with world={self.inside.world}")
@@ -2520,7 +2628,9 @@ class Engine:
         torch._foreach_copy_(self.state(), saved)
         self.publish()
 
+
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
+
 
 def flat_groups(roles: dict, rule) -> list[FlatGroup]:
     "One flat group for each dtype of tables and scalars, the widest first: the control words ride with it."
@@ -2532,6 +2642,7 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         some = {k: p for k, p in params.items() if p.dtype == dtype}
         made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
     return made
+
 
 class NoClip:
     """Lets every gradient through. What an engine asks of a clip: derive yours from this.
@@ -2562,14 +2673,17 @@ class NoClip:
         "What the rule gets for a shard's mean gradient `grad` [n, r, c]; launches are recorded."
         return grad
 
+
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
     "Sum of squares of all entries of all tensors, 0-dim."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
+
 
 def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
     "min(1, max_norm / (norm + 1e-6)), 0-dim; 1 when `max_norm` is 0."
     factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
     return factor if max_norm > 0 else torch.ones_like(norm_sq)
+
 
 class ClipMean(NoClip):
     """Clips the mean gradient to `max_norm` (0: never); the number of ranks does not matter.
@@ -2600,6 +2714,7 @@ class ClipMean(NoClip):
     def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
         "The shard's mean gradient, clipped."
         return (grad * knobs.factor.view(1, 1, 1)).to(grad.dtype)
+
 
 class ClipEach(NoClip):
     "Clips each rank's gradient to `max_norm` (0: never) before it is averaged, as published."
@@ -2632,6 +2747,7 @@ class ClipEach(NoClip):
         for g in small:
             torch.mul(g, factor.view(1), out=g)
 
+
 @dataclass
 class EngineSettings(BaseSettings):
     "Learning rates, decays and clipping of the engine."
@@ -2646,7 +2762,91 @@ class EngineSettings(BaseSettings):
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
 
-# ---- evaluate ----
+
+# ---- golfnb/bpb.py ----
+def bits_per_byte(nll_sum: float, byte_count: float) -> float:
+    "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
+    if byte_count <= 0:
+        raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
+    return float(nll_sum) / math.log(2) / float(byte_count)
+
+
+def tokenizer_bytes(path: str | Path) -> bytes:
+    "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, "
+                        "it is missing; set TOKENIZER_PATH, or fetch or train it") from None
+    except OSError as error:
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
+                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
+
+
+def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
+    "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
+    sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
+    try:
+        sp.LoadFromSerializedProto(data)
+        sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
+    except (RuntimeError, ValueError) as error:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
+                        "damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
+    if (found := sp.get_piece_size()) != (vocab_size or found):
+        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
+                        f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
+    return sp
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
+    return hashlib.sha256(tokenizer_bytes(path)).hexdigest()
+
+
+@dataclass
+class ByteTable:
+    """The bytes of text behind every token of a vocabulary of V pieces.
+
+    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one more byte, for a space,
+    unless the token before is a boundary. `boundary` bool [V]: the token stands for no text.
+    """
+    base: torch.Tensor
+    leading_space: torch.Tensor
+    boundary: torch.Tensor
+
+    def to(self, device: torch.device | str) -> "ByteTable":
+        "The same table on another device."
+        return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
+
+
+def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
+    "The byte table of a tokenizer, on the CPU."
+    rows = []
+    for i in range(sp.get_piece_size()):
+        piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
+        text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
+        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
+    base, leading, boundary = map(torch.tensor, zip(*rows))
+    return ByteTable(base.to(torch.int16), leading, boundary)
+
+
+def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    "Bytes of text behind each target, given the token before it; all int64, of one shape."
+    return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
+
+
+def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
+    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. Raises GolfError for another V."
+    counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
+    if counts.shape != table.base.shape:
+        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "
+                        f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
+    tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
+    log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
+    return bits_per_byte(-log_prob[tokens[1:]].sum(), target_bytes(table, tokens[:-1], tokens[1:]).sum())
+
+
+# ---- golfnb/evaluate.py ----
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     """First tokens `starts [W]` of windows of min(seq_len, n_targets) tokens that score every target once.
 
@@ -2660,12 +2860,14 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
     return starts, (starts + row).diff(prepend=torch.zeros(1, dtype=torch.int64))
 
+
 def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
     "Batches (first window, one past the last, keep) of at most `batch_seqs` windows of equal `keeps [W]`."
     same, counts = torch.unique_consecutive(keeps, return_counts=True)
     groups = zip(same.tolist(), counts.tolist(), counts.cumsum(0).tolist())
     return [(a, min(a + batch_seqs, end), keep) for keep, n, end in groups
             for a in range(end - n, end, batch_seqs)]
+
 
 def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
     "The items; before each, `log.at` says: `what`, how many are done, how many there are, tokens in all."
@@ -2674,9 +2876,10 @@ def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
             log.at = what, i, len(items), tokens
         yield item
 
+
 @torch.no_grad()
 def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
-                  batch_seqs: int, log=None) -> Tensor:
+                  batch_seqs: int, out: Tensor | None = None, log=None) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 
     `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`; a forward
@@ -2693,11 +2896,15 @@ def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Ten
         n_bytes = target_bytes(table, x[:b - a, -keep:], y[:b - a, -keep:])
         total += torch.stack([nll.double().sum(), n_bytes.sum().double(),
                               torch.full_like(total[0], nll.numel())])
+        if out is not None:
+            out[first[:, None] + span[row - keep:row]] = nll.to(out.dtype)
     return total
+
 
 def share_of(n: int, ranks: Ranks) -> tuple[int, int]:
     "This rank's share of `n` things: the first, and one past the last."
     return n * ranks.rank // ranks.world, n * (ranks.rank + 1) // ranks.world
+
 
 def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
     "Nats a token and bits per byte of all ranks' `sums [3]`; raises GolfError unless they hold `n` targets."
@@ -2707,20 +2914,23 @@ def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
                         "do all ranks hold the same tokens?")
     return nll / n, bits_per_byte(nll, n_bytes)
 
+
 def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
-                 batch_seqs: int, ranks: Ranks, log=None) -> tuple[float, float]:
+                 batch_seqs: int, ranks: Ranks, out: Tensor | None = None, log=None) -> tuple[float, float]:
     "Nats a token and bits per byte of a stream in `windows`, as `score_windows`; every rank must call."
     n = tokens.numel() - 1
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
     sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n),
-                         min(batch_seqs, len(starts)), log)
+                         min(batch_seqs, len(starts)), out, log)
     return total_score(sums, n, ranks)
 
+
 def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
-               ranks: Ranks, log=None) -> tuple[float, float]:
+               ranks: Ranks, log=None, out: Tensor | None = None) -> tuple[float, float]:
     "Plain validation: `sliding_loss` in disjoint rows."
-    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, log)
+    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, out, log)
+
 
 @dataclass
 class EvalSettings(BaseSettings):
@@ -2740,7 +2950,76 @@ class EvalSettings(BaseSettings):
             yield (f"EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, found "
                    f"{self.eval_stride} and {self.eval_seq_len}: lower EVAL_STRIDE")
 
-# ---- train ----
+
+# ---- golfnb/grid.py ----
+CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
+INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
+FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
+FP16_HUGE = 65504.0                                     # and the largest
+
+
+def row_clip(w: Tensor, quantile: float) -> Tensor:
+    "The row-wise quantile of |w| [..., rows, cols], linear between neighbours; [..., rows], fp32 at least."
+    magnitude = w.abs() if w.dtype == torch.float64 else w.abs().float()
+    if quantile >= 1.0:
+        return magnitude.amax(-1)
+    rows = magnitude.reshape(-1, w.shape[-1])
+    parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
+    return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
+
+
+def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
+    "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
+    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
+    return scale.to(torch.float16).to(clip.dtype)
+
+
+def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
+    "The nearest grid points of w [..., rows, cols], int8 up to qmax; ties go to even; `scale` [..., rows]."
+    return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
+
+
+def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
+    "The weights that integers q [..., rows, cols] stand for, in the dtype of `scale` [..., rows]."
+    return q.to(scale.dtype) * scale[..., None]
+
+
+def finite_matrix(w: Tensor) -> Tensor:
+    "w [..., rows, cols] in fp32 at least. Raises GolfError if it is no matrix, empty, or holds a NaN or inf."
+    if (bad := int((~torch.isfinite(w)).sum())) or w.ndim < 2 or not w.numel():
+        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor "
+                        f"of shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
+    return w if w.dtype == torch.float64 else w.float()
+
+
+def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
+
+    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
+    GolfError for a NaN or inf.
+    """
+    wide, tried = finite_matrix(w), []
+    for quantile in CLIP_QUANTILES:
+        scale = row_scale(row_clip(wide, quantile), qmax, floor)
+        q = quantize_rows(wide, scale, qmax)
+        tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
+    qs, scales, errors = map(torch.stack, zip(*tried))
+    index = (errors > errors.amin(0)).cumprod(0).sum(0)  # the first of those with the least error
+    pick = index.expand(1, *index.shape)[..., None]
+    q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
+    return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
+
+
+def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
+    "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
+    wide = finite_matrix(w)
+    clip = row_clip(wide, INT8_QUANTILE)
+    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
+    bounded = wide.clamp(-clip[..., None], clip[..., None])
+    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
+
+
+# ---- golfnb/train.py ----
 @dataclass
 class TrainSettings(AveragingSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
@@ -2763,12 +3042,14 @@ class TrainSettings(AveragingSettings, ComputeSettings):
         "Milliseconds of training after which the run stops; 0: no cap."
         return 1000 * self.max_wallclock_seconds
 
+
 def momentum_schedule(s: TrainSettings, step: int) -> float:
     "Muon's momentum for the step about to run."
     start = s.muon_momentum_warmup_start
     warm_up = s.muon_momentum_warmup_steps
     done = 1.0 if step >= warm_up else step / warm_up
     return start + (s.muon_momentum - start) * done
+
 
 def lr_schedule(s: TrainSettings, step: int, elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
     "Share of the peak learning rate for the step about to run; under a cap a tensor, from rank 0's clock."
@@ -2782,7 +3063,9 @@ def lr_schedule(s: TrainSettings, step: int, elapsed_ms: torch.Tensor | float) -
     per_step = (elapsed / max(step, 1)).clamp(min=1e-9)
     return ((cap - elapsed).clamp(min=0) / (down * per_step)).clamp(max=1.0)
 
+
 LATE_STEPS = 2
+
 
 class LateReader:
     "Small device tensors, each read `LATE_STEPS` pushes later, when that costs no waiting."
@@ -2804,9 +3087,11 @@ class LateReader:
             event.synchronize()
         return host.tolist()
 
+
 def training_loss(model: Callable, cap: float) -> Callable:
     "The function (ids, targets) -> mean loss that training differentiates."
     return lambda ids, targets: softcap_loss(model(ids), targets, cap)
+
 
 def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callable:
     "`fn` under torch.compile where the settings ask for it."
@@ -2816,11 +3101,13 @@ def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callab
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)  # blocks of several kinds, many shapes
     return torch.compile(fn, dynamic=False, fullgraph=True)
 
+
 def backward_pass(loss_fn: Callable, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
     "Forward and backward of one of `accum` micro-batches; returns its share of the mean loss, detached."
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
+
 
 def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: int) -> torch.Tensor:
     """Forward and backward over the `accum` micro-batches of a step; returns this rank's mean loss.
@@ -2835,6 +3122,7 @@ def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: in
         if accum > 1:
             engine.accumulate()
     return total
+
 
 class StepGraph:
     "A loss function whose `backward` is recorded on CUDA and then replayed; `params` get the gradients."
@@ -2863,6 +3151,7 @@ class StepGraph:
         for p, grad, sofar in zip(self.params, self.grads, earlier):
             p.grad = grad if sofar is None else sofar.add_(grad)
         return self.loss.clone()
+
 
 class RunLog:
     """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
@@ -2921,6 +3210,7 @@ class RunLog:
                 self.event("progress", what=what, done=done, total=total, left=left)
                 if now - self.spoke > 8:
                     self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
+
 
 class Trainer:
     """What a run knows of its steps: clock, losses, log. Only `stop_clock` and `finish` wait for the device.
@@ -3069,13 +3359,16 @@ class Trainer:
         self.engine.publish(project=self.project)
         self.begun = self.now() - self.train_ms / 1000
 
+
 MOST_SKIPPED = 10  # steps in a row
 DIVERGED = "lower the learning rates, or go back to the recipe's settings"
+
 
 def check_score(what: str, loss: float):
     "Raise GolfError for a score that is NaN or infinite."
     if not math.isfinite(loss):
         raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
+
 
 class Extra:
     "What hangs on a run and watches it. Derive from it, and override what you need."
@@ -3099,6 +3392,7 @@ class Extra:
     def close(self):
         "The run has come to its end."
 
+
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
           extras: Sequence[Extra] = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
@@ -3121,6 +3415,7 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
     t.finish()
     return t
 
+
 class EmaAdvice(Extra):
     "Says once, when the number of steps is known, if the average will keep much of its start."
 
@@ -3139,6 +3434,7 @@ class EmaAdvice(Extra):
             t.log.line(f"note: after {expected:.0f} steps {share:.0%} of the average is initial "
                        f"weights; set EMA_DECAY={better:.3g}, or train longer")
 
+
 @contextmanager
 def undone(engine: Engine, batches: Loader) -> Iterator[None]:
     "What is trained in this block is put back as it was: weights, momenta, and the loader's place."
@@ -3148,6 +3444,7 @@ def undone(engine: Engine, batches: Loader) -> Iterator[None]:
     engine.restore(saved)
     batches.rewind(place)
 
+
 def rehearse(t: Trainer, step: Callable, log: RunLog):
     "Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time."
     count = t.settings.warmup_steps
@@ -3156,10 +3453,12 @@ def rehearse(t: Trainer, step: Callable, log: RunLog):
         if n <= 3 or n % 10 == 0 or n == count:
             log.line(f"warmup_step:{n}/{count}")
 
-# ---- quantize ----
+
+# ---- golfnb/quantize.py ----
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
 FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 INT_MAX = {"int6": 31, "int8": 127}  # largest integer of the kinds that have a scale per row
+
 
 @dataclass
 class Packed:
@@ -3169,6 +3468,7 @@ class Packed:
     data: np.ndarray
     scale: np.ndarray | None = None
 
+
 def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     "Store a tensor of any shape as floats; GolfError, naming it, if it is not finite in that kind."
     rounded = w.detach().to(FLOATS[kind]).cpu().contiguous()
@@ -3177,14 +3477,17 @@ def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
                         "the run has diverged, export earlier weights")
     return Packed(kind, tuple(w.shape), (rounded.view(torch.uint16) if kind == "bf16" else rounded).numpy())
 
+
 def unpack_plain(packed: Packed) -> torch.Tensor:
     "The floats that were stored, bit for bit, in their shape and dtype."
     return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
+
 
 def spread_scale(w: Tensor, k: float) -> Tensor:
     "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), 31)
+
 
 @torch.no_grad()
 def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
@@ -3199,17 +3502,19 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: flo
     if kind == "int8":
         q, scale = quantize_int8(w, scale_floor)
     elif not k:
-        q, scale, _ = best_clip(w, scale_floor)
+        q, scale, _ = best_clip(w, 31, scale_floor)
     else:
         scale = spread_scale(w, k)
         q = quantize_rows(w.to(scale.dtype), scale, 31)
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
-def quantize_state(named: Mapping, small: int = SMALL_MATRIX, log=None) -> dict:
+
+def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX, log=None) -> dict:
     "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
-    return {name: pack_rows(name, named[name], kind, True, 0.0) if kind in INT_MAX else
+    return {name: pack_rows(name, named[name], kind, scale_floor, k) if kind in INT_MAX else
             pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
+
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
@@ -3223,33 +3528,138 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
     return state
 
+
+def entropy_bits(values: np.ndarray) -> float:
+    "Bits a value of int8 `values`: the floor for a coder that looks at one value at a time."
+    counts = np.bincount(np.ascontiguousarray(values).view(np.uint8).ravel(), minlength=256)
+    p = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(p * np.log2(p)).sum())
+
+
+def bits_per_weight(k: float) -> float:
+    "Entropy in bits of a Gaussian row on the int6 grid of step k * std / 31."
+    return 0.5 * math.log2(2 * math.pi * math.e * ((31 / k) ** 2 + 1 / 12))
+
+
+def k_for_bits(bits: float) -> float:
+    "The k that gives so many bits a weight; infinite under about 0.25 bits, where the formula has no answer."
+    square = 4**bits / (2 * math.pi * math.e) - 1 / 12
+    return 31 / math.sqrt(square) if square > 0 else math.inf
+
+
+def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
+    "Numbers of the jobs of each of `hands`: the most expensive first, to the one with the least to do."
+    load, dealt = [(0, hand) for hand in range(hands)], [[] for _ in range(hands)]
+    for job in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        busy, hand = load[0]
+        dealt[hand].append(job)
+        heapq.heapreplace(load, (busy + int(costs[job]), hand))
+    return dealt
+
+
 class Nearest:
     "A way to int6 for `shared_out` and `fit_state`: each weight is rounded to the nearest."
 
-    def __init__(self):
-        self.scale_floor = True
+    def __init__(self, scale_floor: bool = False):
+        self.scale_floor = scale_floor
 
     def __call__(self, name: str, w: Tensor, k: float = 0.0) -> Packed:
         "A matrix [rows, cols] packed; errors as `pack_rows`."
         return pack_rows(name, w, "int6", self.scale_floor, k)
 
+
+def shared_out(named: dict, int6: Callable[[str, Tensor], Packed], ranks: Ranks, log=None) -> dict:
+    "`int6(name, w)` of all matrices in `named`, shared out; every rank must call, all get the same."
+    sizes, found = [w.numel() + 2 * len(w) for w in named.values()], {}
+    flat = torch.zeros(sum(sizes), dtype=torch.int8, device=ranks.device)  # of each its integers and scales
+    costs = [w.numel() * w.shape[1] + w.shape[1] ** 3 for w in named.values()]
+    parts = list(zip(named, flat.split(sizes)))
+    jobs = deal_jobs(costs, ranks.world)[ranks.rank]
+    for name, part in counted([parts[job] for job in jobs], "quantizing", log):
+        p = int6(name, named[name])
+        part.copy_(torch.from_numpy(np.concatenate([p.data.ravel(), p.scale.view(np.int8)])))
+    for (name, w), part in zip(named.items(), ranks.sum_late(flat).cpu().split(sizes)):
+        code, scale = part[:w.numel()].view(w.shape).numpy(), part[w.numel():].numpy().view(np.float16)
+        found[name] = Packed("int6", tuple(w.shape), code, scale)
+    return found
+
+
+K_FINEST, K_COARSEST = 4.0, 64.0  # below, the clip cuts into the bulk; above, nearly all weights are zero
+SIZE_AIM, SIZE_GOOD = 0.998, 0.995  # shares of the target that we aim at, and that are near enough
+
+
 class NothingFits(GolfError):
     "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
 
-@dataclass
-class QuantSettings(BaseSettings):
-    "How GPTQ calibrates."
 
-# ---- artifact ----
+def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callable[[dict], int],
+                   int6: Callable[[float], dict[str, Packed]]) -> dict[str, Packed]:
+    """The finest packed state whose container has at most `target_bytes`.
+
+    `packed` is tried first. `measure(state)` counts a container's bytes; `int6(k)` packs all int6 matrices.
+    Raises NothingFits when even the coarsest is too large.
+    """
+    if (size := measure(packed)) <= target_bytes:
+        return packed
+    codes = [p.data.ravel() for p in packed.values() if p.kind == "int6"]
+    codes = np.concatenate([np.empty(0, np.int8), *codes])
+    bits, found = entropy_bits(codes), {}  # found: size -> state, of those that fit
+    for tries_left in range(5, -1, -1):
+        bits -= 8 * (size - SIZE_AIM * target_bytes) / max(codes.size, 1)
+        k = min(max(k_for_bits(bits), K_FINEST), K_COARSEST) if found or tries_left else K_COARSEST
+        packed = packed | int6(k)
+        size, bits = measure(packed), bits_per_weight(k)
+        if size <= target_bytes:
+            found.setdefault(size, packed)
+        if (max(found) >= SIZE_GOOD * target_bytes or k == K_FINEST) if found else k == K_COARSEST:
+            break
+    if not found:
+        error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; "
+                            "allow at least that much or train a smaller model")
+        error.packed = packed
+        raise error
+    return found[max(found)]
+
+
+def int6_matrices(packed: Mapping[str, Packed], named: Mapping) -> dict[str, Tensor]:
+    "Those of the `named` weights that are int6 in a packed state."
+    return {name: named[name] for name, p in packed.items() if p.kind == "int6"}
+
+
+def fit_state(packed: dict, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
+              int6: Nearest, ranks: Ranks = Ranks(), log=None) -> dict:
+    """The state as fine as `target_bytes` allow; errors as in `size_to_target`.
+
+    `packed`, the `named` weights on the finest grid, is tried first, then coarser ones that `int6` makes
+    of the matrices. All `ranks` call, and get the same; `measure` is called on rank 0.
+    """
+    matrices = int6_matrices(packed, named)
+
+    def coarser(k: float) -> dict:
+        return shared_out(matrices, partial(int6, k=k), ranks, log)
+
+    def size(state: dict) -> int:
+        found = 0
+        if ranks.master:
+            for one in counted([state], "compressing", log):
+                found = measure(one)
+        return ranks.broadcast_object(found)
+
+    return size_to_target(packed, target_bytes, size, coarser)
+
+
+# ---- golfnb/artifact.py ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
 SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
 
+
 @dataclass
 class ArtifactSettings(BaseSettings):
     "The file that is judged."
     target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
+
 
 class Plain:
     """No compression. Other codecs derive from it and have a `name` and both functions of their own.
@@ -3273,6 +3683,7 @@ class Plain:
         "Name -> codec, for every name that `compress` may record."
         return {self.name: self}
 
+
 class Lzma(Plain):
     "xz, as the published scripts have it."
     name = "lzma"
@@ -3285,12 +3696,14 @@ class Lzma(Plain):
         "A section again; the decoder has a limit of memory."
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
+
 def whole_stream(coder, stored: bytes, size: int) -> bytes:
     "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
         raise EOFError
     return found
+
 
 def decompress_section(stored: bytes, name: str, shapes: list,
                        codecs: Mapping[str, Plain]) -> bytes:
@@ -3315,6 +3728,7 @@ def decompress_section(stored: bytes, name: str, shapes: list,
                         "damaged or of a later version, copy or make it again")
     return raw
 
+
 def section_plan(tensors: list) -> dict[str, list]:
     "Bytes [rows, cols] of the tensors in each section, in order; of floats and scales a number is a row."
     plan = {kind: [tuple(shape) for _, k, shape in tensors if k == kind] for kind in KIND_DTYPES}
@@ -3323,10 +3737,12 @@ def section_plan(tensors: list) -> dict[str, list]:
         plan[section] = [(sum(map(math.prod, plan[section])), np.dtype(SECTIONS[section]).itemsize)]
     return {section: plan[section] for section in SECTIONS if sum(map(math.prod, plan[section]))}
 
+
 def seal(header: bytes, payload: bytes) -> bytes:
     "A container of a deflated header and its sections: magic, version, length and checksum in front."
     front = struct.pack("<8sII", ARTIFACT_MAGIC, ARTIFACT_VERSION, len(header))
     return front + hashlib.sha256(front + header + payload).digest() + header + payload
+
 
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
@@ -3334,6 +3750,7 @@ def refuse_word(codec) -> None:
         raise GolfError("a codec must be an object of golfnb.artifact, found the word "
                         f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
                         "Brotli() or Zstd()")
+
 
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     """The container of a packed state, its sections stored by `codec`.
@@ -3357,6 +3774,7 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return seal(zlib.compress(text.encode(), 9), payload)
 
+
 def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
     "(deflated header, payload) of a container whose checksum is right; raises GolfError."
     if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
@@ -3374,10 +3792,12 @@ def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
                         f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
     return rest[:length], rest[length:]
 
+
 def open_own(data: bytes) -> tuple[dict, memoryview]:
     "(header, payload) of a container that this program wrote; raises GolfError for damage."
     text, payload = open_sealed(data)
     return json.loads(zlib.decompress(text)), payload
+
 
 def decode_sections(header: dict, payload: memoryview,
                     codecs: Mapping[str, Plain]) -> dict[str, Packed]:
@@ -3399,6 +3819,7 @@ def decode_sections(header: dict, payload: memoryview,
         packed[name] = Packed(kind, tuple(shape), take(kind, shape), scale)
     return packed
 
+
 def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
     """(meta, `Packed` tensors by name) of a container that this program packed with `codec`.
 
@@ -3407,6 +3828,7 @@ def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
     refuse_word(codec)
     header, payload = open_own(data)
     return header["meta"], decode_sections(header, payload, codec.known())
+
 
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
                   cap: float = math.inf, code_bytes: int = 0) -> int:
@@ -3424,6 +3846,7 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     kept.unlink(missing_ok=True)
     return len(data)
 
+
 def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict) -> int:
     "Save unquantized weights, whole or not at all; returns the bytes. Raises GolfError for other dtypes."
     kinds = {dtype: kind for kind, dtype in FLOATS.items()}
@@ -3433,7 +3856,9 @@ def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict
     plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
     return save_artifact(path, plain, meta, Plain())
 
+
 LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls", scale="row scales")
+
 
 def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
     "(part, bytes) of a submission: the script, every section of its file, overhead."
@@ -3445,7 +3870,8 @@ def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[st
     rows.append(("overhead", overhead))
     return rows
 
-# ---- ttt ----
+
+# ---- golfnb/ttt.py ----
 class Ledger:
     "What was scored and learnt, in order; `spans` [documents, 2]: first targets, and one past the last."
 
@@ -3471,6 +3897,7 @@ class Ledger:
                             f"{b[:4]}, scored up to {self.upto[docs][:4]}; score the chunk first")
         self.history.append(("train", docs, a, b))
 
+
 @dataclass
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
@@ -3493,11 +3920,13 @@ class TttSettings(EvalSettings, ComputeSettings):
             yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
                    f"found {self.ttt_chunk_tokens}: raise it")
 
+
 def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[tuple[int, int]]:
     "First window of each chunk of `chunk` targets, and one past its last; windows hold `row` tokens."
     owner, n_chunks = (starts + row - keeps) // chunk, -(-(int(starts[-1]) + row) // chunk)
     bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
     return list(zip(bounds[:-1], bounds[1:]))
+
 
 def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, int, int]]:
     "Per step of an epoch: this rank's first row, one past its last (maybe none), and the rows of all ranks."
@@ -3507,6 +3936,7 @@ def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, i
         cuts = [(min(lo + j, hi), min(lo + j + batch_seqs, hi)) for lo, hi in shares]
         steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
     return steps
+
 
 def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
                inside: Ranks | None) -> Engine:
@@ -3522,6 +3952,7 @@ def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
     engine.load(banks, others)
     return engine
 
+
 def row_loss(model: Callable, cap: float) -> Callable:
     "The loss (ids [B, T], targets [B, T], weights [B]) -> sum of each row's mean times its weight."
     def loss_of(ids, targets, weights):
@@ -3529,15 +3960,16 @@ def row_loss(model: Callable, cap: float) -> Callable:
         return (nats.view(targets.shape).mean(1) * weights).sum()
     return loss_of
 
+
 class ChunkTrainer:
     "SGD on the scored chunks of a stream: an engine, and a step whose rows stand at a fixed place."
 
     def __init__(self, model: Golf, state: dict, tokens: Tensor, cfg: TttSettings, ranks: Ranks,
-                 ledger: Ledger, inside: Ranks | None = None):
+                 ledger: Ledger, loss_fn: Callable | None = None, inside: Ranks | None = None):
         self.tokens, self.cfg, self.ledger, device = tokens, cfg, ledger, tokens.device
         self.engine = ttt_engine(model, state, cfg, ranks, inside)
         self.params = list(model.parameters())
-        self.loss_fn = compiled(row_loss(model, model.cap), cfg, device)
+        self.loss_fn = loss_fn or compiled(row_loss(model, model.cap), cfg, device)
         rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
         self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
         self.weights = torch.zeros(rows, dtype=self.engine.full, device=device)
@@ -3562,9 +3994,11 @@ class ChunkTrainer:
                 p.grad = g
             self.engine.step(multiplier, self.cfg.ttt_momentum)
 
+
 def steps_between_lines(steps: int) -> int:
     "About a hundred lines a pass: to read a score, the CPU waits for the device."
     return max(1, steps // 100)
+
 
 def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
     """A line and an event with the score up to `step` of `steps`; `sums` [3]: nats, bytes, targets.
@@ -3581,9 +4015,10 @@ def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
     log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
     log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
 
+
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
-                forward: Callable | None = None,
-                log: RunLog | None = None, freeze: Callable | None = None,
+                forward: Callable | None = None, loss_fn: Callable | None = None,
+                log: RunLog | None = None, out: Tensor | None = None, freeze: Callable | None = None,
                 inside: Ranks | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
@@ -3598,13 +4033,13 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger = Ledger([[0, n]])
     every = steps_between_lines(len(parts))
-    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, inside)
+    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn, inside)
     model.freeze = freeze
     batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
     sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
         a, b = (lo + i for i in share_of(hi - lo, ranks))
-        sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch)
+        sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch, out)
         ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
         if log is not None and c % every == 0 and c + 1 < len(parts):
             log_score(log, ranks.sum(sums.clone()), c, len(parts))
@@ -3615,12 +4050,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     log_score(log, sums, len(parts) - 1, len(parts))
     return *found, ledger
 
-# ---- adapters ----
-@dataclass
-class AdapterSettings(EvalSettings, ComputeSettings):
-    "Adapters for each document."
 
-# ---- run ----
+# ---- golfnb/run.py ----
 @dataclass
 class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
@@ -3642,11 +4073,13 @@ class RunSettings(BaseSettings):
         for problem in batch_problems(self, self.train_seq_len, world):
             raise GolfError(problem)
 
+
 def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
     "What WEIGHT_DTYPE stands for on a device."
     usual = "bf16" if device.type == "cuda" else "fp32"
     name = usual if s.weight_dtype == "auto" else s.weight_dtype
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
+
 
 def keep_traces():
     "Let torch keep the traced training and scoring graphs on disk, where its version knows how."
@@ -3657,6 +4090,26 @@ def keep_traces():
         inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{f}": "golfnb" for f in functions}
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
+
+def make_backward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
+    """What training calls for a micro-batch: `backward(ids, targets, accum)`, as `backward_pass` says.
+
+    It is compiled, and recorded, where the settings ask for it.
+    """
+    loss_fn = compiled(training_loss(model, model.cap), s, device)
+    if s.step_graph:
+        return StepGraph(loss_fn, list(model.parameters())).backward
+    return partial(backward_pass, loss_fn)
+
+
+def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
+    "What scoring calls: `forward(ids, keep)`, the model's, compiled where the settings ask for it."
+    forward = compiled(model, s, device)
+    if forward is not model:
+        keep_traces()
+    return forward
+
+
 def run_in(folder: Path) -> str:
     "Which kind of run a directory holds; empty for none."
     if (folder / "summary.json").exists():
@@ -3664,6 +4117,7 @@ def run_in(folder: Path) -> str:
     if (folder / "train.log").exists():
         return "a run that did not end"
     return ""
+
 
 def run_folder(s: RunSettings, ranks: Ranks) -> Path:
     "The directory for a run; raises GolfError if another run lies there."
@@ -3673,6 +4127,7 @@ def run_folder(s: RunSettings, ranks: Ranks) -> Path:
     if found:
         raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
     return folder
+
 
 def make_folder(folder: Path):
     "Make a run directory; raises GolfError where it cannot be made, or there is no room."
@@ -3685,16 +4140,18 @@ def make_folder(folder: Path):
     if free < 64:
         raise GolfError(f"{folder} has {free} MiB free, a run needs at least 64: make room or set RUNS_DIR")
 
-def count_tokens(paths: list[Path], vocab_size: int) -> np.ndarray:
+
+def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
     "How often each token occurs among the first `limit`, int64 [V]; raises GolfError for one too large."
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
-        tokens = read_span(path, 0, min(10000000 - int(counts.sum()), read_header(path)))
+        tokens = read_span(path, 0, min(limit - int(counts.sum()), read_header(path)))
         if (largest := int(tokens.max(initial=0))) >= vocab_size:
             raise GolfError(f"{path} holds token {largest}, but VOCAB_SIZE is {vocab_size}: "
                             "use the tokenizer the shards were made with")
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
+
 
 class Run:
     """What the stages of a program share: data, folder, log, scores.
@@ -3702,6 +4159,7 @@ class Run:
     `code`: the bytes of the script that runs; they count against the budget. `val [N + 1]`: validation
     tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the training tokens.
     `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang on the run.
+    `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
     Raises GolfError for whatever is wrong with the data.
     """
 
@@ -3717,6 +4175,7 @@ class Run:
         self.folder = folder or run_folder(s, ranks)
         make_folder(self.folder)
         self.settings, self.ranks, self.code = s, ranks, code
+        self.program_sha256 = ""
         self.seconds, self.summary, self.extras = {}, {}, []
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
@@ -3738,14 +4197,14 @@ class Run:
         for extra in self.extras:
             extra.note(stage)
 
-    def once(self, work: Callable):
+    def once(self, stage: str, work: Callable):
         "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
         for extra in self.extras:
-            found = extra.result("packed")
+            found = extra.result(stage)
             if found is not None:
                 return found
         made = work()
-        self.note("packed")
+        self.note(stage)
         return made
 
     def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
@@ -3813,8 +4272,11 @@ class Run:
     def meta(self, model: Golf) -> dict:
         "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
         s = self.settings
-        return {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
-                "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
+        found = {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
+                 "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
+        if self.program_sha256:
+            found["program_sha256"] = self.program_sha256
+        return found
 
     def save(self, write: Callable[[Path], object]):
         "Call `write(folder)`; if its disk is full, go on with a temporary folder, for all later files too."
@@ -3834,6 +4296,23 @@ class Run:
             self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
         self.ranks.barrier()
         return state
+
+    def fitted(self, packed: dict, averaged: dict, model: Golf, int6: Nearest, codec: Plain) -> dict:
+        """The averaged weights on the finest grid with which file and code fit into TARGET_BYTES.
+
+        `packed` has them on the finest of all, `int6` makes coarser ones; arguments as of `fit_state`. If not
+        even the coarsest fits, the log says so, and it is returned all the same.
+        """
+        room = self.settings.target_bytes - len(self.code)
+
+        def size(packed: dict) -> int:
+            return len(pack_bytes(packed, self.meta(model), codec))
+
+        try:
+            return fit_state(packed, averaged, room, size, int6, self.ranks, self.log)
+        except NothingFits as e:
+            self.log.line(str(e))
+            return e.packed
 
     def write_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
         "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
@@ -3881,6 +4360,7 @@ class Run:
         self.log.close()
         return self.summary
 
+
 def bytes_needed(s: RunSettings, world: int, item: int) -> int:
     "Least bytes of a rank with `item` bytes a number: weights, gradients, optimizer, activations."
     layer = 2 * s.model_dim * (s.model_dim + s.kv_dim + s.mlp_dim)
@@ -3897,6 +4377,7 @@ def bytes_needed(s: RunSettings, world: int, item: int) -> int:
     a_token = s.num_layers * (2 * s.model_dim + s.mlp_dim) + s.vocab_size
     return item * (numbers + tokens * a_token)
 
+
 def check_memory(s: RunSettings, ranks: Ranks) -> None:
     "Raise GolfError for sizes that the memory of this rank's device cannot hold."
     if ranks.device.type == "cuda":
@@ -3907,6 +4388,7 @@ def check_memory(s: RunSettings, ranks: Ranks) -> None:
     if needed > room:
         raise GolfError(f"the run must fit into memory, {room / 2**30:,.0f} GiB here, found sizes that need "
                         f"{needed / 2**30:,.0f} GiB at least: lower the sizes of the model or of the batch")
+
 
 def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
              quiet: bool = False) -> Run:
@@ -3919,9 +4401,11 @@ def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | Non
     check_manifest(shards, tokenizer_hash(s.tokenizer_path))
     return Run(s, ranks, code, folder, quiet)
 
+
 def device_name(ranks: Ranks) -> str:
     "What this rank computes on."
     return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+
 
 def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
@@ -3955,9 +4439,11 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
     run.scored("DIAGNOSTIC post_ema", "ema", validate, exact=False)
     return averaged
 
+
 LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")
 
-def as_rank(work: Callable) -> None:
+
+def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     """Start the ranks, call `work(ranks)`, stop them. What it returns or raises is said in one sentence.
 
     The process then ends at once, since the other ranks may be waiting in a collective.
@@ -3966,7 +4452,7 @@ def as_rank(work: Callable) -> None:
     signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
     ranks, problem, status = None, None, 3
     try:
-        ranks = start_ranks()
+        ranks = start_ranks(timeout_s=timeout_s)
         problem = work(ranks)
     except GolfError as e:
         problem, status = e, getattr(e, "status", 2)
@@ -3982,196 +4468,77 @@ def as_rank(work: Callable) -> None:
         os._exit(status)
     stop_ranks(ranks)
 
-# ---- config ----
-@dataclass
-class PartSettings(BaseSettings):
-    "Words that name the parts of a run; `make_` functions below build them."
-    loader: str = setting("sequential", "order of windows", "sequential", "coprime", fixed="yes")
-    codec: str = setting("lzma", "how the artifact's sections are compressed", "lzma", "zlib", "rans", "best",
-                         "none", "brotli", "zstd", fixed="yes")
-    plan: str = setting("pr399", "bank per shape, or MLP in one", "pr399", "shared_mlp", fixed="yes")
-    skip_gate: str = setting("one", "U-Net skips: weights, or a gate each", "one", "sigmoid", fixed="yes")
-    ns: str = setting("ns5", "coefficients: a quintic, or Polar Express", "ns5", "polar", fixed="yes")
-    clip: str = setting("local", "whose norm: each rank's, or the mean's", "local", "global", fixed="yes")
-    links: str = setting("flat", "banks over all ranks, or a host's", "flat", "two_level", fixed="yes")
-    averaging: str = setting("ema", "weights that are exported", "ema", "swa", "ema+swa", "none", fixed="off")
-    qat_banks: bool = setting(False, "late in the run, publish weights on the int6 grid: 0 or 1", fixed="yes")
-    scale_floor: bool = setting(True, "no scale below 1/31 (int6) or 1/127 (int8): 0 or 1", fixed="yes")
-    use_gptq: bool = setting(False, "full-Hessian GPTQ: 0 or 1", fixed="off")
-    ttt_form: str = setting("chunks", "what adapts: the weights, or adapters per document (chapter 13b)",
-                            "chunks", "adapters", fixed="yes")
-    ttt_freeze_blocks: int = setting(0, "lowest blocks, which stay: blocks", bounds=">= 0", fixed="rows")
-    ttt_freeze_scope: str = setting("all", "what of them; controls: scales and mixes, as published",
-                                    "all", "controls", fixed="yes")
 
-    def problems(self) -> Iterator[str]:
-        "A freeze that adapters cannot mean."
-        yield from super().problems()
+def start(program: str, main: Callable, group: type, own: Mapping, words: Mapping,
+          program_sha256: str = "") -> None:
+    """Run the program in the file `program` as torchrun starts it, and end the process.
 
-@dataclass
-class Config(RunSettings, PartSettings, LoaderSettings, ModelSettings, EngineSettings,
-             TrainSettings, QuantSettings, ArtifactSettings, TttSettings, AdapterSettings):
-    "Every setting of a run. The defaults are recipe pr549."
-
-    @property
-    def train_cap_ms(self) -> float:
-        "Milliseconds of training after which the run stops, less what GPTQ is to have; 0: no cap."
-        return super().train_cap_ms
-
-    def problems(self) -> Iterator[str]:
-        "What does not fit together, group by group and between groups."
-        yield from super().problems()
-
-    def check(self, world: int = 1) -> None:
-        "Raise GolfError for the first thing that cannot work on `world` ranks."
-        super().check(world)
-        make_codec().check()  # or its package is missed after the training
-
-    def tokens_adapted(self, world: int) -> int:
-        "Tokens of a rank in one update of test-time training; adapters take few."
-        return super().tokens_adapted(world)
-
-def make_sampler(cfg: Config, paths: Sequence[Path], rank: int, world: int) -> WindowSampler:
-    "The order that LOADER names, of the windows in sorted training shards."
-    rows = cfg.rows_per_micro(world, cfg.train_seq_len)
-    accum = grad_accum(world)
-    return SequentialSampler(paths, rank, world, rows, cfg.train_seq_len, accum)
-
-def make_codec() -> Plain:
-    "The codec that CODEC names."
-    return Lzma()
-
-def make_layout(cfg: Config, world: int) -> Layout:
-    "The banks that PLAN names, over `world` ranks."
-    return bank_per_shape(cfg, world)
-
-def make_orthogonalize() -> Callable:
-    "The function that NS names."
-    return quintic
-
-def make_clip(cfg: Config) -> NoClip:
-    "The clip that CLIP names."
-    return ClipEach(cfg.grad_clip_norm)
-
-def make_inside(ranks: Ranks) -> Ranks:
-    "The ranks that share the banks, as LINKS says; every rank must call it."
-    return ranks
-
-def make_engine(model, layout: Layout, cfg: Config, ranks: Ranks, inside: Ranks | None = None) -> Engine:
-    "The engine of a configuration; `inside` are the ranks that `make_inside` found (None: all)."
-    orthogonalize = make_orthogonalize()
-    banks = Muon(cfg.matrix_lr, cfg.muon_wd, orthogonalize, cfg.muon_backend_steps)
-    betas = (cfg.beta1, cfg.beta2)
-    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, betas, cfg.adam_eps)
-    clip = make_clip(cfg)
-    return Engine(model.role_params(), layout, ranks, banks, small, clip, inside)
-
-def make_skips() -> WeightedSkips:
-    "The U-Net skips that SKIP_GATE names."
-    return WeightedSkips()
-
-def make_average(cfg: Config, tensors: list) -> NoAverage:
-    "The average that AVERAGING names, of `tensors`, the initial weights."
-    if cfg.averaging == "ema":
-        return Ema(tensors, cfg.ema_decay)
-    return NoAverage(tensors)
-
-def quantize_as(cfg: Config, named: Mapping, log=None) -> dict:
-    "Weights packed as USE_GPTQ and SCALE_FLOOR say; arguments and errors as of `fit_state`."
-    packed = quantize_state(named, small=cfg.small_tensor, log=log)
-    int6 = Nearest()
-    return packed
-
-def make_freeze() -> Callable | None:
-    "What test-time training leaves alone, for `score_first`: TTT_FREEZE_SCOPE of TTT_FREEZE_BLOCKS."
-    return None
-
-def setting_specs() -> dict[str, Field]:
-    "Every setting of `Config` by attribute name."
-    return {spec.name: spec for spec in fields(Config)}
-
-DEFAULT_RECIPE = "pr549"
-SCRIPT = "golfnb script --recipe pr549"  # in a script: the command that makes it
-
-RECIPES = {"pr549": {}}
-
-SWITCHES = {"EMA_ENABLED": ("averaging", "none"), "LATE_QAT": ("qat_banks", False)}  # name -> what 0 sets
-
-def switched_values(env: Mapping[str, str]) -> dict:
-    "Setting -> value from the published words in `env`; raises GolfError for what is not built."
-    refuse_not_built(env)
-    found = {}
-    for name, (setting_name, off) in SWITCHES.items():
-        if name in env and published_number(name, env[name]) == 0:
-            found[setting_name] = off
-    return found
-
-def refuse_changes(cfg: Config) -> None:
-    "Raise GolfError for the first setting that asks a generated script for code it was made without."
-    for name, spec in setting_specs().items():
-        value, held, fixed = getattr(cfg, name), spec.default, spec.metadata["fixed"]
-        free = value in (False, "none") if fixed == "off" else fixed == "rows" and bool(value) == bool(held)
-        if fixed and value != held and not free:
-            value, held = (int(v) if isinstance(v, bool) else v for v in (value, held))
-            raise GolfError(f"{name.upper()} is fixed to {held} in this script, found {value}: "
-                            f"make that script with {SCRIPT} {name.upper()}={value}")
-
-def load_config(env: Mapping[str, str]) -> Config:
-    """The configuration that environment variables ask for; names that are no settings are ignored.
-
-    Raises GolfError for an unknown recipe, a value that does not parse, or what is not built. What does
-    not fit together is found by `Config.check`.
+    `main(run)` is its run. Settings come from the environment, as `read_settings` says; the file's bytes
+    count against the budget. `program_sha256`: as of `Run`.
     """
-    refuse_keeping(env)
-    recipe = env.get("RECIPE", DEFAULT_RECIPE)
-    if recipe not in [*RECIPES]:  # from a file it may be of any type
-        raise GolfError(f"RECIPE is fixed to {DEFAULT_RECIPE} in this script, found {recipe}: "
-                        f"make that script with golfnb script --recipe {recipe}")
-    values = RECIPES[recipe] | {"recipe": recipe} | switched_values(env)
-    for name, spec in setting_specs().items():
-        if name != "recipe" and name.upper() in env:
-            values[name] = parse_setting(spec, env[name.upper()])
-    cfg = Config(**values)
-    refuse_changes(cfg)
-    return cfg
+    def work(ranks: Ranks) -> str | None:
+        s = read_settings(group, own, words, os.environ)
+        run = open_run(s, ranks, Path(program).read_bytes())
+        run.program_sha256 = program_sha256
+        main(run)
+        return run.summary.get("over_budget")
 
-# ---- program ----
+    as_rank(work)
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
+
+
+# ---- golfnb/recipes/pr549.py ----
+@dataclass
+class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
+               ArtifactSettings, TttSettings):
+    "Every number of this recipe: each group's defaults are its own."
+
+
+OWN = dict(recipe="pr549")
+WORDS = {  # published words that are true of this program
+    "LOADER": "sequential", "PLAN": "pr399", "LINKS": "flat", "CLIP": "local", "NS": "ns5",
+    "SKIP_GATE": "one", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "0",
+    "SCALE_FLOOR": "1", "CODEC": "lzma", "USE_GPTQ": "0", "TTT_FORM": "chunks",
+    "TTT_FREEZE_BLOCKS": "0",
+}
+CODEC = Lzma()
+ADAPT = score_first  # test-time training
+
+
 @dataclass
 class Parts:
-    "What a run, a score or a study needs of a configuration."
+    "What a run, a score or a study needs of this recipe."
     model: Golf
-    layout: Layout
-    inside: Ranks
     engine: Engine
-    loss_fn: Callable
-    backward: Callable
-    forward: Callable
-    average: Callable
-    make_projector: Callable | None
+    backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
+    forward: Callable   # (ids, keep): logits
+    average: Callable   # (tensors): the average of the weights
 
-def build(cfg: Config, ranks: Ranks) -> Parts:
-    "The model, what trains it, and what runs it."
-    inside = make_inside(ranks)
-    layout = make_layout(cfg, inside.world)
-    dtype = weight_dtype(cfg, ranks.device)
-    model = Golf(cfg, layout, dtype, ranks.device, cfg.attention, make_skips())
-    init_model(model, cfg, cfg.seed)
-    engine = make_engine(model, layout, cfg, ranks, inside)
-    loss_fn = compiled(training_loss(model, model.cap), cfg, ranks.device)
-    backward = partial(backward_pass, loss_fn)
-    if cfg.step_graph:
-        backward = StepGraph(loss_fn, list(model.parameters())).backward
-    forward = compiled(model, cfg, ranks.device)
-    if forward is not model:
-        keep_traces()
-    make_projector = None
-    average = partial(make_average, cfg)
-    return Parts(model, layout, inside, engine, loss_fn, backward, forward, average, None)
 
-def data(cfg: Config, paths: list[Path], ranks: Ranks) -> Loader:
-    "Batches of this rank from training shards."
-    sampler = make_sampler(cfg, paths, ranks.rank, ranks.world)
-    return Loader(sampler, ranks.device, cfg.vocab_size)
+def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,
+          skips=WeightedSkips) -> Parts:
+    "The model, what trains it, and what runs it; a study gives another part in place of ours."
+    layout = banks(s, ranks.world)
+    dtype = weight_dtype(s, ranks.device)
+    model = Golf(s, layout, dtype, ranks.device, s.attention, skips())
+    init_model(model, s, s.seed)
+    matrices = Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
+    rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)
+    engine = Engine(model.role_params(), layout, ranks, matrices, rest, clip(s.grad_clip_norm))
+    backward = make_backward(model, s, ranks.device)
+    forward = make_forward(model, s, ranks.device)
+    return Parts(model, engine, backward, forward, partial(Ema, decay=s.ema_decay))
+
+
+def data(run: Run) -> Loader:
+    "Batches in the published order: each rank reads the joined shards from places of its own."
+    s, ranks = run.settings, run.ranks
+    rows = s.rows_per_micro(ranks.world, s.train_seq_len)
+    windows = SequentialSampler(run.train_paths, ranks.rank, ranks.world, rows, s.train_seq_len,
+                                grad_accum(ranks.world), spans=8)
+    return Loader(windows, ranks.device, s.vocab_size)
+
 
 def step(p: Parts, t: Trainer):
     "One step of training."
@@ -4179,67 +4546,45 @@ def step(p: Parts, t: Trainer):
     loss = micro_batches(p.backward, t.batches, t.engine, t.accum)
     control = t.launch(loss, elapsed, stop)  # time and stop travel with the gradients
     rate = lr_schedule(t.settings, t.steps, control[0])
-    t.engine.finish(rate, momentum_schedule(t.settings, t.steps), t.projector())
-    t.average.update(t.engine.tensors(), t.steps, rate)
+    t.engine.finish(rate, momentum_schedule(t.settings, t.steps))
+    t.average.update(t.engine.tensors())
     t.push(control, loss)  # read two steps later, without waiting for the device
 
-def pack(run: Run, p: Parts, averaged: dict) -> bytes:
-    "Quantize the averaged weights and write the artifact; returns the file's bytes on every rank."
-    cfg, ranks = run.settings, run.ranks
-    codec = make_codec()
-    room = cfg.target_bytes - len(run.code)
 
+def pack(run: Run, p: Parts, averaged: dict) -> bytes:
+    "Round to int6 on the published grid and write the artifact; returns the file's bytes."
+    small = run.settings.small_tensor
     with run.phase("packing"):
-        hessians = {}
-        try:
-            packed = quantize_as(cfg, averaged, run.log)
-        except NothingFits as e:
-            run.log.line(str(e))
-            packed = e.packed
-        return run.share_artifact(packed, p.model, codec)
+        packed = quantize_state(averaged, scale_floor=True, small=small, log=run.log)
+        return run.share_artifact(packed, p.model, CODEC)
+
 
 def score(run: Run, p: Parts, artifact: bytes):
-    "Score the bytes of a file: round trip, sliding window, test-time training."
-    cfg, ranks, log = run.settings, run.ranks, run.log
-    state = dequantize_state(unpack_bytes(artifact, make_codec())[1])
+    "Score the bytes of the file, then train the model on what was scored, and score on."
+    s = run.settings
+    state = dequantize_state(unpack_bytes(artifact, CODEC)[1])
     load_named(p.model, state)
 
     def adapting():
-        freeze = make_freeze()
-        return score_first(p.model, state, run.val, run.table, cfg, ranks, p.forward, log=log,
-                           freeze=freeze, inside=p.inside)
+        return ADAPT(p.model, state, run.val, run.table, s, run.ranks, p.forward, log=run.log)
 
     with run.phase("scoring"):
         run.score_artifact(p.forward)
-    if cfg.ttt_enabled:
+    if s.ttt_enabled:
         with run.phase("adapting"):
             run.scored("legal_ttt", "ttt", adapting)
+
 
 def main(run: Run) -> dict:
     "The run, stage by stage; returns its summary."
     run.begin()
     with run.phase("building"):
         p = build(run.settings, run.ranks)
-
-    batches = data(run.settings, run.train_paths, run.ranks)
-    averaged = train_and_average(run, p, batches, step, p.make_projector)
-    artifact = run.once(lambda: pack(run, p, averaged))
+    averaged = train_and_average(run, p, data(run), step)
+    artifact = run.once("packed", lambda: pack(run, p, averaged))
     score(run, p, artifact)
     return run.finish()
 
-def run(cfg: Config, ranks: Ranks | None = None, code: bytes = b"") -> dict:
-    "One whole run; returns its summary. The bytes of `code`, the script that runs, count against the budget."
-    return main(open_run(cfg, ranks or Ranks(), code, quiet=False))
-
-def script_main(path: str) -> None:
-    "One run of the script at `path`, its settings from the environment."
-    def work(ranks: Ranks) -> str | None:
-        summary = run(load_config(os.environ), ranks, Path(path).read_bytes())
-        return summary.get("over_budget")
-
-    as_rank(work)
-    sys.stdout.flush()
-    os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 
 if __name__ == "__main__":
-    script_main(__file__)
+    start(__file__, main, Settings, OWN, WORDS)

@@ -13,7 +13,7 @@ import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
 from golfnb.tools.cli import COMMANDS, main_cli, read_command, read_settings, settings_help
-from golfnb.config import setting_specs
+from golfnb.tools.programs import every_setting
 from golfnb.tools.report import find_tokenizer
 from golfnb.settings import GolfError
 from golfnb.shards import write_shard
@@ -111,7 +111,7 @@ def test_score_from_the_file_alone_gives_the_runs_numbers(trained, score):
 
 
 def test_score_gives_the_same_numbers_on_two_ranks(score):
-    words = ["--ttt", *SCORING, "TTT_FORM=adapters", "TTT_CHUNK_SIZE=32", "TTT_BATCH_SIZE=16", "TTT_LORA_RANK=4"]
+    words = ["--adapters", *SCORING, "TTT_CHUNK_SIZE=32", "TTT_BATCH_SIZE=16", "TTT_LORA_RANK=4"]
     one, two = score(*words), score(*words, "--nproc", 2)
     assert one.returncode == two.returncode == 0 and "1 rank\n" in one.stdout and "2 ranks\n" in two.stdout, two.stderr
     found = exact(one.stdout, "val_loss")
@@ -222,12 +222,14 @@ def test_data_build_and_inspect(trained, tmp_path):
     assert done.returncode == 2 and one_sentence(done.stderr) and "empty.bin" in done.stderr and done.stdout.count("highest token") == 1
 
 
-def test_script_for_settings(tmp_path):
-    done = golfnb("script", "--recipe", "golf", "-o", "out/t.py", "LOADER=sequential", cwd=tmp_path)
+def test_script_of_a_recipe(tmp_path):
+    done = golfnb("script", "--recipe", "golf", "-o", "out/t.py", cwd=tmp_path)
     assert done.returncode == 0 and "bytes packed" in done.stdout, done.stderr
     assert "golf" in (tmp_path / "out" / "t.py").read_text()[:400]
     done = golfnb("script", "-o", tmp_path, cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr)
+    done = golfnb("script", "SEED=7", "-o", "other.py", cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and "found SEED=7" in done.stderr
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -270,7 +272,7 @@ def test_the_package_is_the_command(tmp_path):
 
 def test_train_help_lists_every_setting_once_with_its_chapter(tmp_path):
     done = golfnb("train", "--help", cwd=tmp_path)
-    for name in setting_specs():
+    for name in every_setting():
         assert len(re.findall(rf"^  {name.upper()}=", done.stdout, re.M)) == 1, name
     assert re.search(r"^loader \(LoaderSettings\)\n(  .*\n)*  TRAIN_BATCH_TOKENS=", settings_help(), re.M) and "golf" in settings_help()
 

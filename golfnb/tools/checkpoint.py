@@ -515,8 +515,6 @@ def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b1
 def functions_of(program) -> tuple:
     "(read, open): settings from an environment, and a run of them, as a program or its recipe's module has it."
-    if hasattr(program, "load_config"):
-        return program.load_config, program.open_run
     core = program
     if not hasattr(program, "read_settings"):  # a recipe's module; a script has its own
         from golfnb import run as core
@@ -526,16 +524,17 @@ def functions_of(program) -> tuple:
 def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":
     """A run of `program` that keeps checkpoints, new or to go on with.
 
-    It is a script's module, a recipe's or `golfnb.program`. Raises GolfError as `open_run` does, and for a
-    run that cannot go on.
+    It is a script's module or a recipe's. Raises GolfError as `open_run` does, and for a run that cannot go on.
     """
     every_s, resume = read_keeping(env)
     rest = {name: value for name, value in env.items() if name not in ("CHECKPOINT_EVERY_S", "RESUME")}
     read, open_run = functions_of(program)
     s = read(rest)
+    folder = open_folder(s, ranks, resume) if every_s else None
+    run = open_run(s, ranks, code, folder, quiet)
+    run.program_sha256 = getattr(program, "PROGRAM_SHA256", "")
     if not every_s:
-        return open_run(s, ranks, code, quiet=quiet)
-    run = open_run(s, ranks, code, open_folder(s, ranks, resume), quiet)
+        return run
     progress = Progress(run)
     keeper = Keeper(run.folder / "checkpoints", every_s, ranks, run.log)
     run.extras += [keeper, progress]  # in this order they are closed

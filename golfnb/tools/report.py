@@ -27,7 +27,7 @@ import numpy as np
 from ..artifact import ARTIFACT_CAP, load_artifact, load_model
 from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
-from ..config import setting_specs
+from .programs import every_setting
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading
 from ..shards import BOS_ID, atomic_write, find_shards, read_header, read_span
@@ -423,7 +423,7 @@ def unit_table(runs: list[dict], unit: str) -> Table | None:
 def settings_table(runs: list[dict]) -> Table | None:
     "The settings that differ, between the runs or from a single one's recipe; None if none does."
     first, *others = (run["summary"].get("config", {}) for run in runs)
-    specs, plain = setting_specs(), lambda v: f"{v:g}" if isinstance(v, (bool, float)) else v
+    specs, plain = every_setting(), lambda v: f"{v:g}" if isinstance(v, (bool, float)) else v
     diffs, rows = [settings_diff(first, other) for other in others or [None]], []
     for name in dict.fromkeys(name for diff in diffs for name in diff):
         values = first[name], *(diff.get(name, (0, first[name]))[1] for diff in diffs)

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['RULES', 'ASKING_RULES', 'LOG_LINES', 'WATCH_STYLE', 'WATCH_BODY', 'NEWS_SCRIPT', 'WATCH_SCRIPT', 'SERIES',
-           'read_events', 'outlook', 'outlook_line', 'clock', 'foretell', 'val_tokens_of', 'Refusal', 'PageHandler',
-           'page_handler', 'page_server', 'run_server', 'news', 'tail', 'watch_routes', 'watch', 'watch_page',
-           'follow_events', 'log_run', 'extra', 'to_tensorboard', 'to_wandb', 'Bar', 'follow_bar', 'above_bar']
+           'read_events', 'outlook', 'looks_adapting', 'outlook_line', 'clock', 'foretell', 'val_tokens_of', 'Refusal',
+           'PageHandler', 'page_handler', 'page_server', 'run_server', 'news', 'tail', 'watch_routes', 'watch',
+           'watch_page', 'follow_events', 'log_run', 'extra', 'to_tensorboard', 'to_wandb', 'Bar', 'follow_bar',
+           'above_bar']
 
 # %% ../../nbs/tools/24b_watch.ipynb #17ff240d
 import html
@@ -48,8 +49,16 @@ def outlook(cfg, step_ms: float, val_tokens: int) -> tuple[float, float, float]:
     look = step_ms / 3000 * val_tokens / cfg.train_batch_tokens
     windows, cap = cfg.eval_seq_len / cfg.eval_stride, cfg.train_cap_ms / 1000
     training = min(cfg.iterations * step_ms / 1000, cap or float("inf"))
-    adapting = windows + 3 * cfg.ttt_epochs if cfg.ttt_form == "chunks" else 30
-    return training, look * (windows + 3), look * adapting * cfg.ttt_enabled
+    return training, look * (windows + 3), look * looks_adapting(cfg, windows)
+
+
+def looks_adapting(cfg, windows: float) -> float:
+    "How often test-time training looks at the text, forwards and backwards."
+    if not getattr(cfg, "ttt_enabled", False):
+        return 0.0
+    if hasattr(cfg, "ttt_lora_rank"):  # adapters for each document
+        return 30.0
+    return windows + 3 * cfg.ttt_epochs
 
 
 def outlook_line(cfg, step_ms: float, val_tokens: int) -> str:

@@ -2,7 +2,7 @@
 
     python tests/oracle/compare.py [CASE ...]    without a name all cases: some minutes
 
-Forms are package, script, packed script and the program of the recipe. Each run is a torchrun of its own in a clean
+Forms are the program in the package, its script and its packed script. Each run is a torchrun of its own in a clean
 environment. Prints a table; exits with 1 if a number differs or a run fails.
 """
 import json
@@ -22,10 +22,10 @@ import conftest  # noqa: F401  this checkout's golfnb and one thread, in started
 from oracle.pack import oracle_scripts
 from tiny import TINY, tiny_data, torchrun
 
-from golfnb.tools.launcher import fold_script, pack_script
+from golfnb.tools.joiner import join_program, pack_program
 
 CASES = ("pr399", "pr549", "pr726", "pr1060", "golf", "demo", "golf_more")  # the oracle's scripts
-WORDS = {"golf_more": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}  # what its script is made with
+WORDS = {"golf_more": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}  # what the oracle's script is told
 STEPS = 6
 NUMBERS = TINY | {
     "ITERATIONS": str(STEPS), "WARMDOWN_ITERS": "4", "VAL_LOSS_EVERY": "3",
@@ -38,16 +38,14 @@ SCORES = (
     "world", "steps", "skipped", "unigram_bpb", "raw_loss", "raw_bpb", "ema_loss", "ema_bpb",
     "int6_loss", "int6_bpb", "sliding_loss", "sliding_bpb", "ttt_loss", "ttt_bpb",
     "artifact_bytes", "artifact_sha256")
-PACKAGE = """from golfnb.program import script_main
-if __name__ == "__main__":
-    script_main(__file__)
-"""
-PROGRAM = """from golfnb.recipes.{recipe} import OWN, WORDS, Settings, main
+PROGRAM = """import sys
+sys.path.insert(0, {folder!r})
+from {module} import OWN, WORDS, Settings, main
 from golfnb.run import start
 if __name__ == "__main__":
     start(__file__, main, Settings, OWN, WORDS)
 """
-FORMS = ("oracle", "package", "script", "packed", "program")
+FORMS = ("oracle", "program", "script", "packed")
 Job = tuple[str, int, str]  # case, ranks, form
 
 
@@ -63,29 +61,30 @@ def settings_of(case: str, code_bytes: int = 0) -> dict[str, str]:
     return NUMBERS | CAPPED.get(case, {}) | WORDS.get(case, {}) | own
 
 
-def forms_of(case: str) -> tuple[str, ...]:
-    "All forms of a recipe; a case that changes its parts has no program."
-    return FORMS if case == recipe_of(case) else FORMS[:-1]
+def program_file(case: str) -> Path:
+    "Where the program of a case stands: a recipe's, or one of the tests' own."
+    if case == recipe_of(case):
+        return ROOT / "golfnb" / "recipes" / f"{case}.py"
+    return ROOT / "tests" / "programs" / f"{case}.py"
 
 
 @cache
 def script_of(case: str) -> str:
-    "The script that the package makes for a case."
-    if case == "pr549":  # test_launcher holds that it is the folded one
+    "The script of a case's program."
+    if case == "pr549":  # test_launcher holds that it is the joined one
         return (ROOT / "golfnb" / "train_gpt.py").read_text(encoding="utf-8")
-    return fold_script(recipe_of(case), WORDS.get(case, {}))
+    return join_program(program_file(case))
 
 
 def text_of(form: str, case: str) -> str:
-    "What torchrun starts: a script, or a few lines that start the package."
+    "What torchrun starts: a script, or a few lines that start the program."
     if form == "oracle":
         return oracle_scripts()[case]
-    if form == "package":
-        return PACKAGE
     if form == "program":
-        return PROGRAM.format(recipe=recipe_of(case))
+        module = f"golfnb.recipes.{case}" if case == recipe_of(case) else case
+        return PROGRAM.format(folder=str(program_file(case).parent), module=module)
     if form == "packed":
-        return pack_script(script_of(case))
+        return pack_program(script_of(case))
     return script_of(case)
 
 
@@ -97,10 +96,17 @@ def write_script(form: str, case: str, folder: Path) -> Path:
     return path
 
 
+def form_of(script: Path) -> str:
+    "The form of a script that `write_script` wrote."
+    return script.parent.name
+
+
 def summary_of(script: Path, case: str, ranks: int, data: dict[str, str]) -> dict:
     "What a case comes to under torchrun, on CPU. Raises RuntimeError with its words if it fails."
     name = f"{case}-on-{ranks}"
     settings = settings_of(case, script.stat().st_size) | data
+    if form_of(script) != "oracle":
+        settings = {name: value for name, value in settings.items() if name not in WORDS.get(case, {})}
     settings |= {"RUN_ID": name, "CUDA_VISIBLE_DEVICES": ""}
     done = torchrun(script, ranks, settings, script.parent)
     if done.returncode:
@@ -142,13 +148,13 @@ def main(argv: list[str]) -> int:
         print(f"compare: a case must be one of {known}, found {unknown[0]}", file=sys.stderr)
         return 2
     cases = argv or CASES
-    jobs = [(case, ranks, form) for case in cases for ranks in (1, 2) for form in forms_of(case)]
+    jobs = [(case, ranks, form) for case in cases for ranks in (1, 2) for form in FORMS]
     with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = Path(tmp)
         data = tiny_data(folder)
         scripts = {}
         for case in cases:
-            for form in forms_of(case):
+            for form in FORMS:
                 scripts[case, form] = write_script(form, case, folder)
 
         def summary(job: Job) -> dict | RuntimeError:
