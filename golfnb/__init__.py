@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 _HOME = {
     "ParallelMuon": "any_model", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
     "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
-    "load_config": "config", "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact", "GolfError": "settings",
+    "find_program": "tools.programs", "settings_of": "tools.programs", "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact", "GolfError": "settings",
 }
 _TOOLS = ("checkpoint", "cli", "data", "drill", "lab", "launcher", "play", "report", "sampling", "submission", "watch")
 _STUDIES = ("baselines", "bench", "buckets", "significance", "timing")

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from oracle.compare import PACKAGE, SCORES, differences, summary_of
+from oracle.compare import SCORES, differences, summary_of, write_script
 from tiny import tiny_data
 
 from golfnb.settings import GolfError
@@ -51,7 +51,7 @@ def run(path: Path) -> str:
 def test_a_program_is_joined_with_what_it_reaches(tmp_path):
     text = join(tmp_path)
     head, body = text.split(END_WITH_TORCHRUN)
-    assert re.fullmatch(r"# mine\.py .* source [0-9a-f]{16}\n# torchrun --standalone --nproc_per_node=8 mine\.py .*\n", head)
+    assert re.fullmatch(r"# mine\.py .* source [0-9a-f]{16}\n# torchrun --standalone --nproc_per_node=8 SCRIPT .*\n", head)
     assert body == """
 import os
 import os.path
@@ -293,24 +293,14 @@ def test_only_docstrings_move_with_a_method():
 # ---- the real program ----
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    "The package's program, among chapters that define no name of programs."
-    folder = tmp_path_factory.mktemp("core") / "golfnb"
-    folder.mkdir()
-    for path in GOLFNB.glob("*.py"):
-        (folder / path.name).write_text(re.sub(r"\bSettings\b", "BaseSettings", path.read_text()))
-    return folder / "program.py"
+def script() -> str:
+    return join_program(GOLFNB / "recipes" / "pr549.py")
 
 
-@pytest.fixture(scope="module")
-def script(program) -> str:
-    return join_program(program, STARTS.format("script_main(__file__)"), program.parent)
-
-
-def sections(script: str, folder: Path) -> list[tuple[str, str]]:
+def sections(script: str) -> list[tuple[str, str]]:
     "Of each file in the script: what the script has of it, and its own text."
-    parts = re.split(r"(?m)^# ---- golfnb/(\w+)\.py ----$", script)
-    return [(text, (folder / f"{name}.py").read_text()) for name, text in zip(parts[1::2], parts[2::2])]
+    parts = re.split(r"(?m)^# ---- golfnb/([\w/]+)\.py ----$", script)
+    return [(text, (GOLFNB / f"{name}.py").read_text()) for name, text in zip(parts[1::2], parts[2::2])]
 
 
 def segment(lines: list[str], n: ast.stmt) -> str:
@@ -323,9 +313,9 @@ def as_patch(text: str, cls: str) -> str:
     return re.sub(r"(?m)^    ", "", re.sub(r"(def \w+\(\w+)", rf"\1: {cls}", text, count=1))
 
 
-def test_every_definition_stands_in_its_module_word_for_word(script, program):
+def test_every_definition_stands_in_its_module_word_for_word(script):
     seen = 0
-    for text, module in sections(script, program.parent):
+    for text, module in sections(script):
         lines = text.split("\n")
         for n in ast.parse(text).body:
             if ast.unparse(n).startswith("if __name__"):
@@ -349,17 +339,16 @@ def methods(tree: ast.Module) -> dict[str, set[str]]:
     return found
 
 
-def test_a_class_is_whole_so_tools_find_what_they_call(script, program):
-    for text, module in sections(script, program.parent):
+def test_a_class_is_whole_so_tools_find_what_they_call(script):
+    for text, module in sections(script):
         wanted = methods(ast.parse(module))
         for name, found in methods(ast.parse(text)).items():
             assert found == wanted[name], name
 
 
-def test_the_script_needs_no_package_and_is_made_in_no_time(script, program):
+def test_the_script_needs_no_package_and_is_made_in_no_time(script):
     start = time.process_time()
-    start = time.process_time()
-    assert join_program(program, STARTS.format("script_main(__file__)"), program.parent) == script
+    assert join_program(GOLFNB / "recipes" / "pr549.py") == script
     assert time.process_time() - start < 1
     imported = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in ast.walk(ast.parse(script)) if isinstance(n, (ast.Import, ast.ImportFrom))}
     assert imported <= {"torch", "triton", "numpy", "sentencepiece", *sys.stdlib_module_names}
@@ -378,18 +367,13 @@ if __name__ == "__main__":
 """
 
 
-def test_the_joined_program_trains_as_the_package_does(script, tmp_path):
-    "Packed, and readable with checkpoints; every loss and score is the package's."
+def test_a_script_with_checkpoints_trains_as_its_program_does(script, tmp_path):
     data = tiny_data(tmp_path)
-    found = {}
     (tmp_path / "readable.py").write_text(script)
-    texts = {"package": PACKAGE, "packed": pack_program(script), "kept": KEPT.format(str(tmp_path / "readable.py"))}
-    for form, text in texts.items():
-        path = tmp_path / form / "train_gpt.py"
-        path.parent.mkdir()
-        path.write_text(text)
-        more = {"CHECKPOINT_EVERY_S": "60"} if form == "kept" else {}
-        found[form] = summary_of(path, "pr549", 1, data | more)
-    assert len(found["package"]["losses"]) == 6 and all(found["package"].get(name) is not None for name in SCORES)
-    for form in ("packed", "kept"):
-        assert differences(found["package"], found[form]) == [], form
+    kept = tmp_path / "kept" / "train_gpt.py"
+    kept.parent.mkdir()
+    kept.write_text(KEPT.format(str(tmp_path / "readable.py")))
+    wanted = summary_of(write_script("program", "pr549", tmp_path), "pr549", 1, data)
+    found = summary_of(kept, "pr549", 1, data | {"CHECKPOINT_EVERY_S": "60"})
+    assert len(wanted["losses"]) == 6 and all(wanted.get(name) is not None for name in SCORES)
+    assert differences(wanted, found) == []

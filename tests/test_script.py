@@ -1,9 +1,8 @@
-"""The scripts: what cannot be reached is found, published commands run as they are, and bad settings end in a sentence."""
+"""The scripts: published commands run as they are, and bad settings end in a sentence."""
 import re
 
 import pytest
 from oracle.compare import script_of
-from script_checks import unreached
 from tiny import TINY, tiny_data, torchrun
 
 
@@ -15,24 +14,6 @@ def place(tmp_path_factory):
     settings = tiny_data(root / "data")
     (root / "readable.py").write_text(script_of("pr549"))
     return root, settings
-
-
-PLANTED = {
-    "function planted": ("def script_main", "def planted(): pass\n\n\ndef script_main"),
-    "class Planted": ("def script_main", "class Planted:\n    pass\n\n\ndef script_main"),
-    "method Run.planted": ("class Run:\n", "class Run:\n    def planted(self): pass\n\n"),
-    "parameter planted of code_size": ("def script_main", "def code_size(planted): return 1\n\n\nSIZE = code_size(2)\n\n\ndef script_main"),
-    "setting planted": ("class RunSettings(BaseSettings):\n", "class RunSettings(BaseSettings):\n    planted: int = setting(1, 'no')\n"),
-}
-
-
-def test_what_cannot_be_reached_is_found():
-    text = script_of("pr549")
-    assert not unreached(text)
-    for old, new in PLANTED.values():
-        assert old in text
-        text = text.replace(old, new, 1)
-    assert set(PLANTED) <= set(unreached(text))
 
 
 PR549 = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=1536 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=1 SWA_EVERY=50 ROPE_DIMS=16 LN_SCALE=1 LATE_QAT=1 LATE_QAT_THRESHOLD=0.15

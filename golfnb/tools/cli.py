@@ -550,10 +550,11 @@ def demo_command(args) -> int:
 
 # %% ../../nbs/tools/23_cli.ipynb #5df6af2c
 @command("drill", "kill tiny runs at random, resume them, and compare with one that nobody touched",
-         count("--kills", "how many", 20), count("--seed", "of the draws", 1, 0))
+         count("--kills", "how many", 20), count("--seed", "of the draws", 1, 0),
+         arg("--recipe", default="demo", help="whose runs (demo)"))
 def drill_command(args) -> int:
     demo_data(Path("runs/demo/data"))
-    found = book.drill.drill(Path("runs/demo/data"), args.kills, args.seed)
+    found = book.drill.drill(Path("runs/demo/data"), args.kills, args.seed, recipe=args.recipe)
     left, half = (sum(len(kill[what]) for kill in found["kills"]) for what in ("left", "half"))
     print(f"{len(found['kills'])} kills in {found['runs']} runs: {len(found['lost'])} lost, {half} half files, "
           f"{left} processes left; {book.drill.record_drill(found)}")
@@ -601,24 +602,6 @@ def recipe_copy_command(args) -> int:
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #3ebd74c3
-def program_of(meta: dict, named: str | None, file: Path):
-    "The program that made a file: the recipe's in its `meta`, or the one of your own that is named. Raises GolfError."
-    p = book.programs
-    recipe = str(meta.get("recipe", p.DEFAULT_RECIPE))
-    if not named:
-        if recipe not in p.RECIPES:
-            raise GolfError(f"{printable(file)} is of a program of your own, {printable(recipe)}: give its file with --program")
-        return p.recipe_program(recipe)
-    program = p.find_program(named)
-    if program.OWN["recipe"] != recipe:
-        raise GolfError(f"{file} must be of recipe {program.OWN['recipe']}, that of {named}, found {printable(recipe)}: give "
-                        "the program that made it")
-    if meta.get("program_sha256", "") != p.program_sha256(program):
-        raise GolfError(f"{named} must be as it was when it made {file}, found that it was edited since: give the file "
-                        "that made it")
-    return program
-
-
 @reading("what summary.json and the file of weights say of the run")
 def run_settings(program, folder: Path, meta: dict):
     "A run's settings: its summary's, else its program's with the model's numbers in a container's `meta`."
@@ -700,7 +683,7 @@ def quantize_command(args) -> int:
     weights, script = args.run_dir / "ema.golf", args.run_dir / "train_gpt.py"
     check_output(path, "golfnb container", *(args.run_dir / n for n in ("raw.golf", "ema.golf", "artifact.golf")))
     meta, named = book.artifact.load_weights(weights)
-    program = program_of(meta, args.program, weights)
+    program = book.report.program_of(meta, args.program, weights)
     s = run_settings(program, args.run_dir, meta)
     s.target_bytes = args.target_bytes or s.target_bytes
     code = script.stat().st_size if script.is_file() else 0
@@ -782,26 +765,10 @@ def score_settings(program, model_settings, given: dict[str, str], adapters: boo
     if adapters:
         group = dataclass(type("Settings", (group, book.adapters.AdapterSettings), {}))
     s = book.settings.read_settings(group, program.OWN, program.WORDS, given)
-    for name, value in vars(model_settings).items():
-        if hasattr(s, name):
-            setattr(s, name, value)
+    book.report.with_model(s, model_settings)
     s.train_batch_tokens = 8 * s.train_seq_len  # nothing is trained, but the check wants whole rows
     s.check()
     return s
-
-
-def own_model(program, s, file: Path, ranks) -> tuple:
-    "The model that a program of one's own builds, filled from a file, and its forward."
-    p = program.build(s, ranks)
-    book.model.load_named(p.model, decoded(program, file))
-    return p.model, p.forward
-
-
-def decoded(program, file: Path) -> dict:
-    "The weights in an artifact, dequantized."
-    store = book.artifact
-    packed = store.read_container(file, store.CODECS | program.CODEC.known())[1]
-    return book.quantize.dequantize_state(packed)
 
 # %% ../../nbs/tools/23_cli.ipynb #a0de2301
 def open_scored(args, ranks) -> tuple:
@@ -815,17 +782,17 @@ def open_scored(args, ranks) -> tuple:
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
         golf, meta, saved, sp = book.report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device,
                                                        world=ranks.world)
-        program = program_of(meta, None, file)
+        program = book.report.program_of(meta, None, file)
         s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
         return program, golf, book.train.compiled(golf, s, ranks.device), s, meta, sp
     codecs = book.programs.find_program(args.program).CODEC.known()
     meta = store.read_container(file, store.CODECS | codecs)[0]
-    program = program_of(meta, args.program, file)
+    program = book.report.program_of(meta, args.program, file)
     saved = settings_from(book.model.SavedModel, meta["settings"])
     s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
     tokenizer = args.tokenizer or book.report.find_tokenizer(file, meta.get("tokenizer_sha256"))
     store.check_tokenizer(meta, file, tokenizer)
-    return program, *own_model(program, s, file, ranks), s, meta, book.bpb.load_tokenizer(tokenizer, s.vocab_size)
+    return program, *book.report.own_model(program, s, file, ranks), s, meta, book.bpb.load_tokenizer(tokenizer, s.vocab_size)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e7b127
 def score_file(args, ranks) -> tuple:
@@ -865,7 +832,7 @@ def score_file(args, ranks) -> tuple:
 def score_adapting(args, scored: tuple, tokens, table, ranks, watched: dict, findings: list, say) -> tuple:
     "Nats and bits of test-time training; an audit adds its findings."
     program, golf, forward, s, _, _ = scored
-    state = decoded(program, args.file)
+    state = book.report.decoded(program, args.file)
     way = "adapters for each document" if args.adapters else "as the program does"
     say(f"test-time training, {way}: each token is scored first", flush=True)
     with closing(watched["log"]) as bar:
@@ -887,9 +854,9 @@ def audit_seed(file: Path) -> int:
 def audit_file(args, scored: tuple, tokens, table, findings: list) -> int:
     "Audit an artifact and its scorers, beside `findings` on the score; print what was found, write the report."
     file, (program, _, _, s, meta, _) = args.file, scored
-    state = decoded(program, file)
+    state = book.report.decoded(program, file)
     if args.program:
-        golf, _ = own_model(program, s, file, book.parallel_muon.Ranks())
+        golf, _ = book.report.own_model(program, s, file, book.parallel_muon.Ranks())
     else:
         golf, _, _ = book.artifact.load_model(file)
     train, val = (book.shards.find_shards(p) if p else [] for p in (args.train, args.val))
@@ -929,7 +896,7 @@ def write_on(player, text: str, args) -> None:
 
 # %% ../../nbs/tools/23_cli.ipynb #16b3408d
 @command("sample", "continue a prompt; with -i, one prompt after another", RUN,
-         arg("prompt", nargs="?", metavar="PROMPT"), TOKENIZER,
+         arg("prompt", nargs="?", metavar="PROMPT"), TOKENIZER, OWN_PROGRAM,
          arg("-i", "--interactive", action="store_true", help="ask for prompts, and say what each cost"),
          count("--tokens", "tokens to add, at most", 100), count("--seed", "of the draws", 0, 0),
          arg("--temperature", type=number(0.0, 100.0), default=0.8, help="0 takes the likeliest token (0.8)"),
@@ -937,7 +904,7 @@ def write_on(player, text: str, args) -> None:
 def sample_command(args) -> int:
     if (args.prompt is None) != args.interactive:
         raise GolfError("sample: a PROMPT or -i is expected, found both or neither; choose one")
-    player = book.play.Player(args.file, args.tokenizer)
+    player = book.play.Player(args.file, args.tokenizer, args.program)
     if not args.interactive:
         print(printable(args.prompt), end="")
         write_on(player, args.prompt, args)
@@ -951,11 +918,11 @@ def sample_command(args) -> int:
 
 
 @command("play", "a page where you see what each token cost, continue a text, and let adapters learn", RUN,
-         arg("second", nargs="?", metavar="SECOND", help="another run or artifact, side by side"),
+         arg("second", nargs="?", metavar="SECOND", help="another run or artifact, side by side"), OWN_PROGRAM,
          arg("--port", type=number(1, 65536), help="default: the first free one from 8800 on"),
          arg("--no-browser", action="store_true", help="only print the address"))
 def play_command(args) -> int:
-    return book.play.play([args.file] + [args.second] * bool(args.second), args.port, not args.no_browser)
+    return book.play.play([args.file] + [args.second] * bool(args.second), args.port, not args.no_browser, args.program)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e9d511
 @command("report", "write a run's page with its plots, report.html",

@@ -20,16 +20,24 @@ from pathlib import Path
 from ..artifact import load_artifact
 from ..studies.bench import read_result, record_result
 from .checkpoint import file_hashes
+from .programs import recipe_program, setting_specs
 from .report import read_file
 from ..settings import GolfError
 
 # %% ../../nbs/tools/27_drill.ipynb #94787cdd
 SMALL = dict(
-    RECIPE="demo", NUM_LAYERS=2, VE_LAYERS=1, XSA_LAST_N=1, MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1,
+    NUM_LAYERS=2, VE_LAYERS=1, XSA_LAST_N=1, MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1,
     TRAIN_SEQ_LEN=64, EVAL_SEQ_LEN=64, EVAL_STRIDE=32, TRAIN_BATCH_TOKENS=1024, ITERATIONS=120, EMA_DECAY=0.9,
-    WARMDOWN_ITERS=80, TTT_CHUNK_TOKENS=8192, SMALL_TENSOR=2048, USE_GPTQ=1, CHECKPOINT_EVERY_S=0.5)
+    WARMDOWN_ITERS=80, TTT_CHUNK_TOKENS=8192, SMALL_TENSOR=2048)
 PHASES = ("starting", "training", "packing", "scoring", "adapting")
 VICTIMS = ("rank 0", "rank 1", "torchrun", "golfnb")
+
+
+def small_run(recipe: str) -> list[str]:
+    "The words of a tiny run of a recipe, as far as it has such settings."
+    known = setting_specs(recipe_program(recipe))
+    words = [f"{name}={value}" for name, value in SMALL.items() if name.lower() in known]
+    return [f"RECIPE={recipe}", "CHECKPOINT_EVERY_S=0.5", *words]
 
 
 def start(folder: Path, words: list[str]) -> subprocess.Popen:
@@ -125,15 +133,16 @@ def differences(whole: Path, folder: Path) -> list[str]:
     return different + [n for n in names if a.get(n) != b.get(n)]
 
 # %% ../../nbs/tools/27_drill.ipynb #3891bab1
-def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/drill"), say=print) -> dict:
-    """Kill tiny runs `kills` times at random and resume them; what happened, as plain data.
+def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/drill"), say=print,
+          recipe: str = "demo") -> dict:
+    """Kill tiny runs of a recipe `kills` times at random and resume them; what happened, as plain data.
 
     `data` holds shards and tokenizer.model. Raises GolfError if the run that nobody touches fails.
     """
     rng, done, lost = random.Random(seed), [], []
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    words = [f"{k}={v}" for k, v in SMALL.items()]
+    words = small_run(recipe)
     words += [f"DATA_PATH={data}", f"TOKENIZER_PATH={data / 'tokenizer.model'}", f"RUNS_DIR={out}"]
     begun, whole = time.monotonic(), out / f"whole-{seed}"
     if start(whole, [*words, f"RUN_ID={whole.name}"]).wait():

@@ -26,7 +26,7 @@ from .launcher import package_dir
 from ..layers import softcap
 from ..model import Golf, named_state
 from ..parallel_muon import Ranks
-from .report import find_artifact, open_model, read_file, run_data
+from .report import find_artifact, open_model, open_own, read_file, run_data
 from ..run import count_tokens
 from .sampling import row_start, stream_tokens
 from ..settings import GolfError, patch
@@ -66,11 +66,15 @@ LIMIT, LIKELIEST, CHUNK = 20_000, 5, 32  # characters of a text; tokens shown; t
 
 
 class Player:
-    "A run's artifact to play with. Raises GolfError as `open_model` does."
+    "A run's artifact to play with, of a `program` of one's own if one is named. Raises GolfError as `open_model` does."
 
-    def __init__(self, path: str | Path, tokenizer: str | None = None):
+    def __init__(self, path: str | Path, tokenizer: str | None = None, program: str | None = None):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.golf, self.meta, self.cfg, self.sp = open_model(path, tokenizer, device=device)
+        if program:
+            found = open_own(path, program, tokenizer, Ranks(device=device))
+        else:
+            found = open_model(path, tokenizer, device=device)
+        self.golf, self.meta, self.cfg, self.sp = found
         self.name, self.file, self.lock = str(path), find_artifact(path), threading.Lock()
         self.table, self.unigram = byte_table(self.sp), None
         if train := run_data(self.file, "train"):
@@ -307,7 +311,7 @@ def play_server(players: list[Player], port: int | None = None):
     return server
 
 
-def play(paths: list[str], port: int | None = None, browser: bool = True) -> int:
+def play(paths: list[str], port: int | None = None, browser: bool = True, program: str | None = None) -> int:
     "Serve the page until Ctrl-C; GolfError for what is no artifact, and for a port that is taken."
-    run_server(play_server([Player(p) for p in paths], port), "play", browser)
+    run_server(play_server([Player(p, program=program) for p in paths], port), "play", browser)
     return 0

@@ -6,10 +6,10 @@
 __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOST_POINTS', 'COLOURS', 'LINES', 'BPB_STAGES',
            'QUANTILES', 'TABLES', 'PAGE_STYLE', 'DRAW_ALL', 'read_file', 'artifact_file', 'other_file',
            'quantized_counts', 'counts_entropy', 'event_of', 'read_run', 'find_artifact', 'run_place', 'run_data',
-           'find_tokenizer', 'open_model', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve', 'series',
-           'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows', 'run_table', 'Table', 'html_table',
-           'note', 'command', 'script_json', 'paired', 'golfnb_command', 'audit_command', 'Page', 'page_of',
-           'page_html', 'write_report']
+           'find_tokenizer', 'open_model', 'program_of', 'decoded', 'own_model', 'with_model', 'open_own',
+           'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve', 'series', 'running_mean', 'loss_chart',
+           'ttt_chart', 'weight_chart', 'run_rows', 'run_table', 'Table', 'html_table', 'note', 'command',
+           'script_json', 'paired', 'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
 import hashlib
@@ -21,15 +21,20 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
-from ..artifact import ARTIFACT_CAP, load_artifact, load_model
+from ..artifact import ARTIFACT_CAP, CODECS, check_tokenizer, load_artifact, load_model, read_container
 from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
-from .programs import every_setting
+from ..model import ModelSettings, SavedModel, load_named
+from ..parallel_muon import Ranks
+from ..quantize import dequantize_state
+from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
+                                   recipe_program, settings_of)
 from .sampling import generate
-from ..settings import GolfError, printable, read_json, reading
+from ..settings import GolfError, printable, read_json, reading, settings_from
 from ..shards import BOS_ID, atomic_write, find_shards, read_header, read_span
 
 # %% ../../nbs/tools/24_report.ipynb #e56fec04
@@ -135,6 +140,55 @@ def open_model(path: str | Path, tokenizer: str | None = None, **how) -> tuple:
     golf, meta, cfg = load_model(file, tokenizer_path=tokenizer, **how)
     tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
     return golf, meta, cfg, load_tokenizer(tokenizer, cfg.vocab_size)
+
+# %% ../../nbs/tools/24_report.ipynb #a0de2402
+def program_of(meta: dict, named: str | None, file: Path) -> ModuleType:
+    "The program that made a file: the recipe's in its `meta`, or the one of your own that is named. Raises GolfError."
+    recipe = str(meta.get("recipe", DEFAULT_RECIPE))
+    if not named:
+        if recipe not in RECIPES:
+            raise GolfError(f"{file} is of a program of your own, {printable(recipe)}: give its file with --program")
+        return recipe_program(recipe)
+    program = find_program(named)
+    if program.OWN["recipe"] != recipe:
+        raise GolfError(f"{file} must be of recipe {program.OWN['recipe']}, that of {named}, found "
+                        f"{printable(recipe)}: give the program that made it")
+    if meta.get("program_sha256", "") != program_sha256(program):
+        raise GolfError(f"{named} must be as it was when it made {file}, found that it was edited since: give the "
+                        "file that made it")
+    return program
+
+# %% ../../nbs/tools/24_report.ipynb #a0de2403
+def decoded(program: ModuleType, file: Path) -> dict:
+    "The weights in an artifact, dequantized; the codec may be the program's own."
+    packed = read_container(file, CODECS | program.CODEC.known())[1]
+    return dequantize_state(packed)
+
+
+def own_model(program: ModuleType, s, file: Path, ranks: Ranks) -> tuple:
+    "The model that a program builds with settings `s`, filled from a file, and its forward."
+    parts = program.build(s, ranks)
+    load_named(parts.model, decoded(program, file))
+    return parts.model, parts.forward
+
+
+def with_model(s, saved: ModelSettings):
+    "The settings `s` with a model's numbers, as a file has them."
+    for name, value in vars(saved).items():
+        if hasattr(s, name):
+            setattr(s, name, value)
+    return s
+
+# %% ../../nbs/tools/24_report.ipynb #a0de2404
+def open_own(path: str | Path, named: str, tokenizer: str | None, ranks: Ranks) -> tuple:
+    "`open_model` with the program that is named."
+    file = find_artifact(path)
+    meta = read_container(file, CODECS | find_program(named).CODEC.known())[0]
+    program = program_of(meta, named, file)
+    s = with_model(settings_of(program, {}), settings_from(SavedModel, meta["settings"]))
+    tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
+    check_tokenizer(meta, file, tokenizer)
+    return own_model(program, s, file, ranks)[0], meta, s, load_tokenizer(tokenizer, s.vocab_size)
 
 # %% ../../nbs/tools/24_report.ipynb #50f7714a
 PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLE_HEAT = 64, 256, 0.8
