@@ -1205,6 +1205,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                   'golfnb.tools.cli.number': ('tools/cli.html#number', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.open_scored': ('tools/cli.html#open_scored', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.overlap_verdict': ('tools/cli.html#overlap_verdict', 'golfnb/tools/cli.py'),
+                                  'golfnb.tools.cli.own_words': ('tools/cli.html#own_words', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.pack_to_target': ('tools/cli.html#pack_to_target', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.package_row': ('tools/cli.html#package_row', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.packages': ('tools/cli.html#packages', 'golfnb/tools/cli.py'),

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'GROUPS', 'ENDING', 'SentenceParser', 'arg', 'command', 'named_program', 'known_settings', 'read_settings',
-           'settings_help', 'settings_for', 'train_run', 'start_run', 'listed', 'make_parser', 'read_command',
-           'main_cli']
+           'settings_help', 'settings_for', 'train_run', 'own_words', 'start_run', 'listed', 'make_parser',
+           'read_command', 'main_cli']
 
 # %% ../../nbs/tools/23_cli.ipynb #c2002cb3
 import argparse
@@ -254,6 +254,13 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
                 new[-1].rmdir()
 
 # %% ../../nbs/tools/23_cli.ipynb #b9ffb0ab
+def own_words(recipe: str) -> str:
+    "What a command on a run needs more where its program is one's own."
+    if recipe in book.programs.RECIPES:
+        return ""
+    return f" --program {recipe}.py"
+
+
 def start_run(folder: Path, s, settings: dict[str, str], ranks: int) -> int:
     "Run the script in a run's directory, whose settings are `s`, and show what came of it; the exit status."
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
@@ -266,7 +273,7 @@ def start_run(folder: Path, s, settings: dict[str, str], ranks: int) -> int:
         except GolfError as e:
             words = f"no report: {e}"
         print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
-              f"play with it: {this_command()} play {folder}")
+              f"play with it: {this_command()} play {folder}{own_words(s.recipe)}")
     return status
 
 # %% ../../nbs/tools/23_cli.ipynb #f25d22e0

@@ -138,6 +138,7 @@ def open_model(path: str | Path, tokenizer: str | None = None, **how) -> tuple:
     "Model, meta, settings and tokenizer of a run or an artifact; `how` as in `load_model`, GolfError as there."
     file = find_artifact(path)
     golf, meta, cfg = load_model(file, tokenizer_path=tokenizer, **how)
+    program_of(meta, None, file)  # a program of one's own may have a model of its own
     tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
     return golf, meta, cfg, load_tokenizer(tokenizer, cfg.vocab_size)
 
