@@ -3,7 +3,7 @@ import io
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,11 @@ from tiny import TINY, golfnb, one_sentence
 
 from golfnb.studies import bench
 from golfnb.studies.bench import (BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, read_result, record_run, result_path,
-                          run_bench, run_rounds, timed_block)
-from golfnb.config import load_config
+                          run_bench, run_rounds, settings_diff, timed_block)
 from golfnb.settings import GolfError
+from golfnb.studies.variants import read_variant
 from golfnb.parallel_muon import Ranks
+from golfnb.recipes import golf
 from golfnb.shards import write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,8 +116,8 @@ def test_the_corpus_is_used_where_there_is_one(tmp_path):
     import numpy as np
 
     write_shard(tmp_path / "fineweb_train_000000.bin", np.arange(400, dtype=np.uint16))
-    cfg = load_config({**SMALL, "DATA_PATH": str(tmp_path)})
-    paths, words = bench_shards(cfg, Ranks(), tmp_path / "none")
+    settings = read_variant({**SMALL, "DATA_PATH": str(tmp_path)}).settings
+    paths, words = bench_shards(settings, Ranks(), tmp_path / "none")
     assert [p.name for p in paths] == ["fineweb_train_000000.bin"] and words == f"shards of {tmp_path.name}"
 
 
@@ -134,6 +135,8 @@ def test_an_error_in_a_rank_is_one_sentence(tmp_path):
     (BenchJob("step", against=[{"NUM_HEADS": "7"}]), {}, "divisible"),
     (BenchJob("eval"), {"EVAL_STRIDE": "64"}, "EVAL_STRIDE"),
     (BenchJob("startup"), {"RECIPE": "none"}, "RECIPE must be"),
+    (BenchJob("step", against=[{"CLIP": "loud"}]), {}, "CLIP must be one of local, global"),
+    (BenchJob("step", against=[{"CODEC": "zlib"}]), {}, "CODEC must be best in recipe demo"),
     (BenchJob("optimizer", links="absent.json"), {}, "absent.json: expected a result of golfnb bench links"),
 ])
 def test_bad_jobs_are_refused_before_anything_starts(job, settings, said, tmp_path, monkeypatch):
@@ -158,7 +161,23 @@ def test_names_blocks_and_settings():
     run_rounds({"a": "a", "b": "b"}, 3, lambda name: calls.append(name) or {})
     assert calls[7:] == list("abbaab")
     assert all(bench_function(what).__doc__ for what in BENCHES)
-    assert changed_settings(load_config({"SEED": "7", "DATA_PATH": "x"})) == {"recipe": "pr549", "seed": 7}
+    assert changed_settings(read_variant({"SEED": "7", "DATA_PATH": "x"})) == {"recipe": "pr549", "seed": 7}
+    assert changed_settings(read_variant({"RECIPE": "golf", "CLIP": "local", "NS": "ns5"})) == {"recipe": "golf", "clip": "local"}
+
+
+WORDS_OF_GOLF = {"loader": "coprime", "codec": "best", "plan": "shared_mlp", "skip_gate": "sigmoid", "ns": "ns5", "clip": "global", "links": "flat", "averaging": "ema", "qat_banks": True, "scale_floor": False,
+                 "use_gptq": False, "ttt_form": "chunks", "ttt_freeze_blocks": 0, "ttt_freeze_scope": "all"}  # as runs of earlier versions kept them
+
+
+def test_a_run_of_an_earlier_version_differs_only_where_its_words_do():
+    own = asdict(golf.Settings(**golf.OWN))
+    earlier = own | WORDS_OF_GOLF | {"ttt_lora_rank": 96, "gptq_calib_samples": 64, "checkpoint_every_s": 60.0}
+    assert settings_diff(earlier) == settings_diff(own) == settings_diff(earlier, own) == settings_diff(own, earlier) == {}
+    changed = earlier | {"clip": "local", "qat_banks": False, "ttt_freeze_blocks": 2, "gptq_calib_samples": 8, "seed": 1_234_567}
+    assert settings_diff(changed) == {"clip": ("local", "global"), "qat_banks": (False, "1"), "ttt_freeze_blocks": (2, "0"), "gptq_calib_samples": (8, 64), "seed": (1_234_567, 1337)}
+    assert settings_diff(changed | {"seed": 1_234_568}, changed) == {"seed": (1_234_568, 1_234_567)}, "every digit counts"
+    assert settings_diff({"recipe": "mine", "model_dim": 64, "clip": "local"}) == {"model_dim": (64, 512)}
+    assert settings_diff(earlier, {}).keys() >= {"recipe", "model_dim"}, "a run that says nothing is like no other"
 
 
 def made_run(folder: Path, seed: int = 1337) -> Path:

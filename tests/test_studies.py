@@ -5,12 +5,11 @@ from tiny import TINY, tiny_data
 
 from golfnb.studies import harness as studies
 from golfnb.studies.bench import read_result
-from golfnb.config import load_config
 from golfnb.loader import grad_accum
 from golfnb.parallel_muon import Ranks, clip_factor, squared_norm
-from golfnb.program import build
 from golfnb.settings import GolfError
-from golfnb.train import backward_pass
+from golfnb.studies.variants import read_variant
+from golfnb.train import backward_pass, training_loss
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "4", "VE_LAYERS": "3", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "SWA_EVERY": "1",
          "WARMUP_STEPS": "1", "STUDY_STEPS": "2", "STUDY_SEEDS": "1", "STUDY_VAL": "1", "STUDY_TOKENS": "200", "TRAIN_BATCH_TOKENS": "256"}
@@ -55,20 +54,20 @@ def test_a_frozen_skip_stays_where_it_is_for_its_steps(call, monkeypatch):
     lab, machines, make = studies.Lab(), [], studies.parts_of
     monkeypatch.setattr(studies, "parts_of", lambda *a: machines.append(make(*a)) or machines[-1])
     for held, moves in ((2, False), (1, True)):
-        kind = studies.Kind({}, studies.partial(studies.start_skips, value=0.0, held=held))
-        studies.run_kind(lab, lab.config(iterations=2, averaging="none"), kind)
+        kind = studies.Kind(prepare=studies.partial(studies.start_skips, value=0.0, held=held))
+        studies.run_kind(lab, lab.variant(iterations=2).exchange(AVERAGING="none"), kind)
         assert bool(machines[-1].model.skip_weights.detach().abs().max() > 0) == moves
 
 
 def test_dtypes_are_those_that_a_kind_names(call):
     lab = studies.Lab()
-    cfg = lab.config(iterations=2, averaging="none")
+    variant = lab.variant(iterations=2).exchange(AVERAGING="none")
     for name, narrow in (("all fp32", ()), ("bf16 matrices and state", ("matrix", "state")), ("all bf16", ("matrix", "table", "state", "buffer"))):
-        m = studies.parts_of(lab, cfg, studies.DTYPES[name])
+        m = studies.parts_of(lab.ranks, variant, studies.DTYPES[name])
         want = {p: torch.bfloat16 if p in narrow else torch.float32 for p in ("matrix", "table", "state", "buffer")}
         assert {p.dtype for p in m.model.banks.values()} == {want["matrix"]} and m.model.tok_emb.dtype == want["table"] and m.model.rotary_cos.dtype == want["buffer"]
         assert {t.dtype for part in (*m.engine.banks.values(), *m.engine.groups) for t in part.state.values()} == {want["state"]}
-    assert len(studies.run_kind(lab, cfg, studies.DTYPES["all bf16"])["train"]) == 2, "and it trains"
+    assert len(studies.run_kind(lab, variant, studies.DTYPES["all bf16"])["train"]) == 2, "and it trains"
 
 
 def test_every_average_of_one_run_is_scored(call, data):
@@ -93,6 +92,7 @@ def test_kinds_take_turns(call, data):
     found = read_result("study_orders_cpu_1", data[1])
     ends = {k: v for k, v in found["samples"].items() if k.endswith("final")}
     assert len(ends) == 4 == len({v[0] for v in ends.values()})
+    assert found["facts"]["kinds"] == {order: {"loader": order} for order in ("sequential", "coprime", "packed")}
     assert list(found["facts"]["commits"]) == [f"{o} seed {s}" for s, o in ((1, "sequential"), (1, "packed"), (2, "packed"), (2, "sequential"))]
 
 
@@ -130,8 +130,8 @@ CLIP = 0.05  # of a norm above 0.1: it bites
 
 
 def machine():
-    cfg = load_config(TINY | {"GRAD_CLIP_NORM": str(CLIP), "CLIP": "local", "STEP_GRAPH": "0"})
-    return build(cfg, Ranks()), cfg
+    variant = read_variant(TINY | {"GRAD_CLIP_NORM": str(CLIP), "CLIP": "local", "STEP_GRAPH": "0"})
+    return variant.build(Ranks()), variant.settings
 
 
 def batches(cfg):
@@ -155,15 +155,16 @@ def in_place(loss_fn, params, places, ids, targets, accum):
 def test_each_micro_batch_is_clipped_as_a_rank_of_eight_clips_it(recorded):
     m, cfg = machine()
     params, accum, places = list(m.model.parameters()), grad_accum(1), {}
+    loss_fn = training_loss(m.model, m.model.cap)
     expected = [torch.zeros_like(p, dtype=torch.float32) for p in params]
     for ids, targets in batches(cfg):
-        grads = torch.autograd.grad(m.loss_fn(ids, targets), params, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(loss_fn(ids, targets), params, allow_unused=True, materialize_grads=True)
         factor = clip_factor(squared_norm(list(grads), torch.float32), CLIP)
         assert factor < 0.9
         torch._foreach_add_(expected, [g.float() * factor / accum for g in grads])
     m = studies.clip_as_eight(m, cfg, 1)
     for ids, targets in batches(cfg):
-        in_place(m.loss_fn, params, places, ids, targets, accum) if recorded else backward_pass(m.loss_fn, ids, targets, accum)
+        in_place(loss_fn, params, places, ids, targets, accum) if recorded else backward_pass(loss_fn, ids, targets, accum)
         m.engine.accumulate()
     sums = {id(b.replica): b.sum for b in m.engine.banks.values()}
     for p, e in zip(params, expected):

@@ -19,9 +19,10 @@ from torch import Tensor
 from ..settings import GolfError
 from ..layout import BankSpec, Layout, LayoutSettings, Matrix, bank_per_shape, mlp_in_one_bank
 from ..banks import unbank
-from ..config import Config, make_clip, make_orthogonalize
 from ..model import BLOCK_MATRICES, BlockWeights, Golf, joined
-from ..parallel_muon import AdamW, Engine, Muon, Ranks, ShardedBank
+from ..newton_schulz import quintic
+from ..parallel_muon import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
+                                  ShardedBank)
 from ..plan import Plan, check_plan, make_plan
 
 # %% ../../nbs/studies/33_buckets.ipynb #daa746cb
@@ -208,12 +209,10 @@ class BucketGolf(Golf):
         return [joined(w, kernels) for w in blocks]
 
 
-def bucket_engine(model: Golf, plan: Plan, cfg: Config, ranks: Ranks, inside: Ranks | None = None,
-                  debug: bool = False) -> Engine:
-    "As `make_engine`, for any layout and plan."
-    orthogonalize = make_orthogonalize(cfg)
-    banks = CutMuon(cfg.matrix_lr, cfg.muon_wd, orthogonalize, cfg.muon_backend_steps)
-    betas = (cfg.beta1, cfg.beta2)
-    small = AdamW(cfg.scalar_lr, cfg.tied_embed_lr, cfg.adam_wd, betas, cfg.adam_eps)
-    clip = make_clip(cfg)
-    return Engine(model.role_params(), model.layout, ranks, banks, small, clip, inside, plan, debug)
+def bucket_engine(model: Golf, plan: Plan, s: EngineSettings, ranks: Ranks, clip=ClipEach,
+                  orthogonalize=quintic, inside: Ranks | None = None, debug: bool = False) -> Engine:
+    "A recipe's engine for a model on any layout, with any plan; `inside` and `debug` are the engine's."
+    matrices = CutMuon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
+    rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)
+    return Engine(model.role_params(), model.layout, ranks, matrices, rest, clip(s.grad_clip_norm),
+                  inside, plan, debug)

@@ -19,13 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
                           timed_block, wait_for)
-from ..config import Config, load_config, make_layout, make_skips
 from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
                             usable_kernels, xsa_grad_op, xsa_op)
 from ..layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
-from ..model import Golf, init_model
+from ..model import Golf, ModelSettings
 from ..parallel_muon import Ranks, record_graph
+from ..run import RunSettings
 from ..settings import GolfError
+from .variants import Variant, read_variant
 from ..train import StepGraph, backward_pass, compiled, training_loss
 
 # %% ../../nbs/studies/32_timing.ipynb #83644525
@@ -56,14 +57,17 @@ def measured_rates(device: torch.device) -> dict[str, float]:
     return {"copy": 2 * big.nbytes / took["copy"], "product": 2 * size**3 / took["product"]}
 
 # %% ../../nbs/studies/32_timing.ipynb #4302e278
-def product_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tuple]:
+def product_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of the products of one block and of the head."
-    n, d, kv, hidden = rows * cfg.train_seq_len, cfg.model_dim, cfg.kv_dim, int(cfg.mlp_mult * cfg.model_dim)
-    dtype, cases = torch.bfloat16 if device.type == "cuda" else torch.float32, {}
+    n = rows * s.train_seq_len
+    d, kv, hidden = s.model_dim, s.kv_dim, s.mlp_dim
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cases = {}
     shapes = {"qkv": (d + 2 * kv, d), "out": (d, d), "up": (hidden, d), "down": (d, hidden),
-              "head": (cfg.vocab_size, d)}
+              "head": (s.vocab_size, d)}
     for name, (out, into) in shapes.items():
-        x, w, dy = (torch.randn(s, device=device, dtype=dtype) for s in ((n, into), (out, into), (n, out)))
+        x, w, dy = (torch.randn(size, device=device, dtype=dtype)
+                    for size in ((n, into), (out, into), (n, out)))
         moved, flops = x.nbytes + w.nbytes + dy.nbytes, 2 * n * out * into
         cases[f"product {name}, forward"] = (lambda x=x, w=w: F.linear(x, w), moved, flops)
         cases[f"product {name}, input gradient"] = (lambda dy=dy, w=w: dy @ w, moved, flops)
@@ -71,16 +75,16 @@ def product_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tup
     return cases
 
 # %% ../../nbs/studies/32_timing.ipynb #9c08962e
-def kernel_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tuple]:
+def kernel_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of the kernels of chapter 09; none where no kernel runs."
     if not usable_kernels(device, torch.bfloat16):
         return {}
-    T, H, KV, D, d = cfg.train_seq_len, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.model_dim
-    n, hidden = rows * T, int(cfg.mlp_mult * d)
-    make = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
+    T, H, KV, D = s.train_seq_len, s.num_heads, s.num_kv_heads, s.head_dim
+    n, d, hidden = rows * T, s.model_dim, s.mlp_dim
+    make = lambda *size: torch.randn(size, device=device, dtype=torch.bfloat16)
     gain = torch.ones(H, device=device)
-    turn = rotary_tables(T, cfg.rope_dims, cfg.rope_base, cfg.rope_train_len, device, torch.bfloat16)
-    qkv, q, k, v = (make(rows, T, *s) for s in (((H + 2 * KV) * D,), (H, D), (KV, D), (KV, D)))
+    turn = rotary_tables(T, s.rope_dims, s.rope_base, s.rope_train_len, device, torch.bfloat16)
+    qkv, q, k, v = (make(rows, T, *size) for size in (((H + 2 * KV) * D,), (H, D), (KV, D), (KV, D)))
     x, up, down, z = make(n, d), make(hidden, d), make(d, hidden), make(n, hidden)
     mlp = 2 * n * (d + 2 * hidden) + 2 * d * hidden, 2 * n * d * hidden
     head = 2 * n * D  # bytes of one head
@@ -113,11 +117,11 @@ def check_sets(sets: list[str]) -> list[str]:
     return list(dict.fromkeys(sets)) or DEFAULT_SETS
 
 # %% ../../nbs/studies/32_timing.ipynb #436af71c
-def whole_pass(words: str, model: Golf, cfg: Config) -> Callable:
-    "A function (ids, targets) -> loss that leaves gradients, with a set's kernels, compiled as `cfg` says."
+def whole_pass(words: str, model: Golf, s: ModelSettings) -> Callable:
+    "A function (ids, targets) -> loss that leaves gradients, with a set's kernels, compiled as `s` says."
     twin, params = copy.copy(model), list(model.parameters())  # the same parameters
     twin.fuse(usable_kernels(model.tok_emb.device, model.compute, set(words.split("+")) - {"plain", "graph"}))
-    loss_fn = compiled(training_loss(twin, model.cap), cfg, model.tok_emb.device)
+    loss_fn = compiled(training_loss(twin, model.cap), s, model.tok_emb.device)
     graph = StepGraph(loss_fn, params) if "graph" in words else None
 
     def run(ids, targets):
@@ -137,18 +141,17 @@ def sustained(step: Callable, device: torch.device) -> dict[str, float]:
     return found
 
 # %% ../../nbs/studies/32_timing.ipynb #66817b57
-def bench_sets(sets: list[str], cfg: Config, rows: int, device: torch.device) -> tuple[dict, dict]:
+def bench_sets(sets: list[str], variant: Variant, rows: int, device: torch.device) -> tuple[dict, dict]:
     "Samples and facts of forward and backward for each set."
-    cuda, noise = device.type == "cuda", torch.Generator(device).manual_seed(1)
-    dtype = torch.bfloat16 if cuda else torch.float32
-    model = Golf(cfg, make_layout(cfg, 1), dtype, device, cfg.attention, make_skips(cfg))
-    init_model(model, cfg, 1337)
+    s, cuda = variant.settings, device.type == "cuda"
+    noise = torch.Generator(device).manual_seed(1)
+    model = variant.build(Ranks(device=device)).model
     with torch.no_grad():  # no gradient is zero
         for p in model.parameters():
             p += 0.02 * torch.randn(p.shape, generator=noise, device=device).to(p.dtype)
-    shape = (2, rows, cfg.train_seq_len)
-    batch = torch.randint(cfg.vocab_size, shape, generator=noise, device=device).unbind()
-    passes = {s: whole_pass(s, model, cfg) for s in sets}
+    shape = (2, rows, s.train_seq_len)
+    batch = torch.randint(s.vocab_size, shape, generator=noise, device=device).unbind()
+    passes = {words: whole_pass(words, model, s) for words in sets}
     calls = {name: lambda run=run: run(*batch) for name, run in passes.items()}
     losses = {name: [float(call()) for _ in range(4)][-1] for name, call in calls.items()}  # and compiles
     timed = interleave(calls, rounds=12 if cuda else 3, warmup=2, loops=3, device=device)
@@ -193,17 +196,19 @@ def profile_summary(step: Callable, device: torch.device) -> dict:
 # %% ../../nbs/studies/32_timing.ipynb #202da9fb
 def bench_kernels(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of every kernel and product alone, ten in a graph, and of forward and backward for sets of kernels."
-    cfg, sets, device = load_config(env), check_sets(job.sets), ranks.device
-    rows = cfg.rows_per_micro(8, cfg.train_seq_len)
+    variant = read_variant(env)
+    s, sets, device = variant.settings, check_sets(job.sets), ranks.device
+    rows = s.rows_per_micro(8, s.train_seq_len)
     torch._dynamo.config.accumulated_recompile_limit = 64
-    samples, facts = time_cases(product_cases(cfg, rows, device) | kernel_cases(cfg, rows, device), device)
-    whole, more = bench_sets(sets, cfg, rows, device)
-    return samples | whole, "ms", {**facts, "rows": rows, "seq_len": cfg.train_seq_len, **more}
+    samples, facts = time_cases(product_cases(s, rows, device) | kernel_cases(s, rows, device), device)
+    whole, more = bench_sets(sets, variant, rows, device)
+    return samples | whole, "ms", {**facts, "rows": rows, "seq_len": s.train_seq_len, **more}
 
 # %% ../../nbs/studies/32_timing.ipynb #cecf5720
-def attention_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, tuple]:
+def attention_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of each backend, also with key heads repeated or heads first."
-    T, H, KV, D, cases = cfg.train_seq_len, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, {}
+    T, H, KV, D = s.train_seq_len, s.num_heads, s.num_kv_heads, s.head_dim
+    cases = {}
     cuda, dtype = device.type == "cuda", torch.bfloat16 if device.type == "cuda" else torch.float32
     moved, flops = rows * T * (2 * H + 2 * KV) * D * dtype.itemsize, 2 * rows * H * T * T * D
     plain = [torch.randn(rows, T, heads, D, device=device, dtype=dtype) for heads in (H, KV, KV)]
@@ -224,10 +229,10 @@ def attention_cases(cfg: Config, rows: int, device: torch.device) -> dict[str, t
 # %% ../../nbs/studies/32_timing.ipynb #35a2b000
 def bench_attention(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of one attention call of the whole micro-batch, ten in a row a sample on a GPU, interleaved."
-    cfg = load_config(env)
-    rows = cfg.rows_per_micro(8, cfg.train_seq_len)
-    samples, facts = time_cases(attention_cases(cfg, rows, ranks.device), ranks.device, graph=False)
-    return samples, "ms", {**facts, "rows": rows, "seq_len": cfg.train_seq_len}
+    s = read_variant(env).settings
+    rows = s.rows_per_micro(8, s.train_seq_len)
+    samples, facts = time_cases(attention_cases(s, rows, ranks.device), ranks.device, graph=False)
+    return samples, "ms", {**facts, "rows": rows, "seq_len": s.train_seq_len}
 
 # %% ../../nbs/studies/32_timing.ipynb #fba0edab
 def merge_events(events: list[dict], gap: float = 3.0) -> list[dict]:
@@ -245,8 +250,9 @@ def merge_events(events: list[dict], gap: float = 3.0) -> list[dict]:
 # %% ../../nbs/studies/32_timing.ipynb #b547a66d
 def bench_trace(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "One step of rank 0, an entry an interval, in us; streams and kinds are places in the lists of the facts."
-    cfg = load_config(env)
-    rig = Rig(cfg, ranks, bench_shards(cfg, ranks, job.scratch)[0]).warm(job.warmup + 3)
+    variant = read_variant(env)
+    paths, _ = bench_shards(variant.settings, ranks, job.scratch)
+    rig = Rig(variant, ranks, paths).warm(job.warmup + 3)
     ranks.barrier()
     merged = merge_events(device_events(rig.step, ranks.device))
     rig.loader.close()
@@ -258,9 +264,9 @@ def bench_trace(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
 # %% ../../nbs/studies/32_timing.ipynb #a358118b
 def bench_scaling(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of a step and its phases for each number of ranks, same batch, CLIP=global; losses in nats a token."
-    cfg = load_config({**env, "CLIP": "global"})
-    paths, words = bench_shards(cfg, ranks, job.scratch, batches=20)
-    rig = Rig(cfg, ranks, paths)
+    variant = read_variant({**env, "CLIP": "global"})
+    paths, words = bench_shards(variant.settings, ranks, job.scratch, batches=20)
+    rig = Rig(variant, ranks, paths)
     for _ in range(20):
         rig.step()
     rig.trainer.finish()
