@@ -1214,6 +1214,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                   'golfnb.tools.cli.SentenceParser.error': ('tools/cli.html#sentenceparser.error', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.SentenceParser.format_help': ( 'tools/cli.html#sentenceparser.format_help',
                                                                                    'golfnb/tools/cli.py'),
+                                  'golfnb.tools.cli.adapter_names': ('tools/cli.html#adapter_names', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.arg': ('tools/cli.html#arg', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.artifact_convert_command': ( 'tools/cli.html#artifact_convert_command',
                                                                                  'golfnb/tools/cli.py'),
