@@ -1,4 +1,8 @@
 """The studies on a tiny model: every run is kept, a second call does what is missing, other settings are refused, variants do what they say."""
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from tiny import TINY, tiny_data
@@ -7,9 +11,13 @@ from golfnb.studies import harness as studies
 from golfnb.studies.bench import read_result
 from golfnb.loader import grad_accum
 from golfnb.parallel_muon import Ranks, clip_factor, squared_norm
+from golfnb.recipes import golf, pr549, pr726
 from golfnb.settings import GolfError
-from golfnb.studies.variants import read_variant
-from golfnb.train import backward_pass, training_loss
+from golfnb.shards import write_shard
+from golfnb.studies.variants import PARTS, Variant, read_variant
+from golfnb.tools.programs import copied_program
+from golfnb.train import backward_pass, train, training_loss
+from golfnb.ttt import TttSettings
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "4", "VE_LAYERS": "3", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "SWA_EVERY": "1",
          "WARMUP_STEPS": "1", "STUDY_STEPS": "2", "STUDY_SEEDS": "1", "STUDY_VAL": "1", "STUDY_TOKENS": "200", "TRAIN_BATCH_TOKENS": "256"}
@@ -170,3 +178,78 @@ def test_each_micro_batch_is_clipped_as_a_rank_of_eight_clips_it(recorded):
     for p, e in zip(params, expected):
         got = sums.get(id(p), p.grad)
         torch.testing.assert_close(got.float(), e, rtol=2e-5, atol=2e-7)
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    path = tmp_path_factory.mktemp("variants") / "noise_train_000000.bin"
+    write_shard(path, np.random.default_rng(0).integers(0, 400, 9000, dtype=np.uint16))
+    return path
+
+
+def run_of(variant, shard):
+    "What training a variant comes to: losses, and the average's weights."
+    p = variant.build(Ranks())
+    with variant.loader([shard], Ranks()) as batches:
+        done = train(variant.trainer(p, batches), partial(variant.step, p))
+    return done.losses, done.average.weights(), done
+
+
+@pytest.mark.parametrize("word, value", [(word, value) for word, (_, values) in PARTS.items() for value in values])
+def test_every_word_exchanges_its_part_and_trains(word, value, shard):
+    base = read_variant({**SMALL, "ITERATIONS": "3", "LATE_QAT_THRESHOLD": "2"})
+    other = base.exchange(**{word: value})
+    own = base.word(word) == value
+    assert other.words == ({} if own else {word: value}) and other.word(word) == value
+    assert other.exchange(**{word: base.word(word)}).words == {}, "and back"
+    losses, weights, done = run_of(other, shard)
+    assert len(losses) == 3 and np.isfinite(losses).all()
+    part, values = PARTS[word]
+    if part == "clip":
+        assert type(done.engine.clip) is values[value]
+    elif part == "average":
+        assert type(done.average) is type(values[value](other.settings)(done.engine.tensors()))
+    elif part == "data":
+        assert done.batches.sampler.order == value
+    elif part == "projector":
+        assert (done.rounded_from is not None) == (value == "1")
+    else:
+        assert other.part(part) is values[value]
+    if part == "banks":
+        assert ("mlp_bank" in done.engine.banks) == (value == "shared_mlp")
+
+
+def test_a_step_for_any_part_is_the_recipes_own_where_nothing_is_exchanged(shard):
+    base = read_variant({**SMALL, "LATE_QAT_THRESHOLD": "2"})  # rounded from the first step on
+    wide = Variant(base.program, base.settings, {"AVERAGING": "ema", "QAT_BANKS": "1"})
+    (losses, weights, done), (same, too, other) = run_of(base, shard), run_of(wide, shard)
+    assert losses == same and all(torch.equal(a, b) for a, b in zip(weights, too))
+    assert done.rounded_from is not None and done.rounded_from == other.rounded_from
+
+
+def test_late_weights_are_rounded_on_the_programs_grid():
+    assert read_variant({"RECIPE": "golf"}).projector().keywords == {"floor": False}
+    assert read_variant({"QAT_BANKS": "1"}).projector().keywords == {"floor": True}
+    assert read_variant({"RECIPE": "golf", "QAT_BANKS": "0"}).projector() is None and read_variant({}).projector() is None
+
+
+def test_what_a_study_asks_of_a_program_that_has_it_and_of_one_that_does_not(monkeypatch):
+    for program in (pr549, pr726):
+        monkeypatch.setattr(program, "ADAPT", lambda *inputs, **more: (program.OWN["recipe"], inputs, more))
+        assert read_variant({"RECIPE": program.OWN["recipe"]}).adapt(1, out=2) == (program.OWN["recipe"], (1,), {"out": 2})
+    lacks = read_variant({"RECIPE": "pr1060", "EVAL_STRIDE": "32"}).group(TttSettings, {"TTT_EPOCHS": "2", "EVAL_STRIDE": "16"})
+    assert lacks.ttt_epochs == 2 and lacks.eval_stride == 32 and lacks.ttt_lr == TttSettings().ttt_lr
+    assert read_variant({"TTT_EPOCHS": "7"}).group(TttSettings, {"TTT_EPOCHS": "2"}).ttt_epochs == 7
+
+
+def test_variants_of_a_program_of_ones_own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(copied_program("golf", "mine").replace("clip=ClipMean, ", "").replace("clip(s.grad_clip_norm)", "ClipMean(s.grad_clip_norm)"))
+    mine = read_variant({**SMALL, "RECIPE": str(path), "NS": "polar"})
+    assert mine.words == {"NS": "polar"} and mine.settings.recipe == "mine" and mine.settings.num_layers == 4
+    with pytest.raises(GolfError, match="CLIP=local needs a program whose build takes clip, found none in mine"):
+        mine.exchange(CLIP="local")
+    with pytest.raises(GolfError, match="LOADER must be one of sequential, coprime, packed, found 'random'"):
+        mine.exchange(LOADER="random")
+    untold = Variant(SimpleNamespace(WORDS={}, OWN=golf.OWN, build=golf.build), mine.settings)
+    assert untold.exchange(CLIP="global").words == {"CLIP": "global"} and untold.word("CLIP") is None and untold.projector() is None

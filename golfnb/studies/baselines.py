@@ -354,7 +354,7 @@ WAYS = {
     "banks,Parallel-Muon,Polar-Express": ("pr399", "polar"),
 }
 
-
+# %% ../../nbs/studies/34_baselines.ipynb #32bb7815
 def way_rig(name: str, variant: Variant, ranks: Ranks, paths: list[Path]) -> Rig:
     "What runs one of WAYS."
     plan, ns = WAYS[name]
@@ -362,7 +362,7 @@ def way_rig(name: str, variant: Variant, ranks: Ranks, paths: list[Path]) -> Rig
         return DdpRig(variant.exchange(NS=ns), plan, ranks, paths, one_by_one="torch" in name)
     return Rig(variant.exchange(NS=ns, PLAN=plan, AVERAGING="none"), ranks, paths)
 
-
+# %% ../../nbs/studies/34_baselines.ipynb #42c39d5a
 def bench_ways(job: BenchJob, ranks: Ranks, variant: Variant) -> tuple[dict, dict]:
     "Samples of the ways in ms, and facts."
     paths, words = bench_shards(variant.settings, ranks, job.scratch)

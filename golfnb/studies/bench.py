@@ -167,7 +167,7 @@ def known_program(recipe: str):
     "A recipe's program; pr549, whose numbers are the defaults of their groups, for one not shipped."
     return recipe_program(recipe) if recipe in RECIPES else pr549
 
-
+# %% ../../nbs/studies/30_bench.ipynb #4ee639ee
 def unsaid_values(recipe: str) -> dict:
     "Published words of a recipe and defaults of OPTIONAL groups: earlier versions kept them in every run."
     values = {"ttt_freeze_scope": "all"}
@@ -197,7 +197,7 @@ def settings_diff(config: dict, base: dict | None = None) -> dict[str, tuple]:
             found[name] = (value, there)
     return found
 
-
+# %% ../../nbs/studies/30_bench.ipynb #ba863659
 def changed_settings(variant: Variant) -> dict:
     "The recipe, the numbers that differ from it, and the words of exchanged parts."
     numbers = {name: value for name, (value, _) in settings_diff(asdict(variant.settings)).items()}

@@ -160,10 +160,10 @@ def start_skips(model: Golf, s: RunSettings, world: int, value: float, held: int
     if held:
         model.skip_weights.register_hook(hold)
 
-
+# %% ../../nbs/studies/35_harness.ipynb #893d5f22
 STARTS = {"one": (1.0, 0), "0.18": (0.18, 0), "zero": (0.0, 0), "frozen": (0.0, 50)}
-GATES = {name: Kind({}, {"SKIP_GATE": "one"}, partial(start_skips, value=value, held=held))
-         for name, (value, held) in STARTS.items()} | {"sigmoid": Kind({}, {"SKIP_GATE": "sigmoid"})}
+GATES = {name: Kind(words={"SKIP_GATE": "one"}, prepare=partial(start_skips, value=value, held=held))
+         for name, (value, held) in STARTS.items()} | {"sigmoid": Kind(words={"SKIP_GATE": "sigmoid"})}
 
 # %% ../../nbs/studies/35_harness.ipynb #5dc5537f
 def set_dtypes(model: Golf, s: RunSettings, world: int, narrow: tuple[str, ...]):
@@ -180,7 +180,7 @@ def set_dtypes(model: Golf, s: RunSettings, world: int, narrow: tuple[str, ...])
 NARROW = {"all fp32": (), "bf16 matrices": ("matrix",),
           **{f"bf16 matrices and {part}": ("matrix", part) for part in ("table", "state", "buffer")},
           "all bf16": ("matrix", "table", "state", "buffer")}
-DTYPES = {name: Kind({}, {}, partial(set_dtypes, narrow=n), torch.bfloat16 if "state" in n else torch.float32)
+DTYPES = {name: Kind(prepare=partial(set_dtypes, narrow=n), state=torch.bfloat16 if "state" in n else torch.float32)
           for name, n in NARROW.items()}
 
 # %% ../../nbs/studies/35_harness.ipynb #649b4543
@@ -190,7 +190,7 @@ def score(lab: Lab, s: RunSettings, forward: Callable, limit: int = 0) -> tuple[
     val = val[:min(limit, val.numel() - 1) // length * length + 1] if limit else val
     return plain_loss(forward, val, table, length, s.rows_per_score(lab.ranks.world, length), lab.ranks)
 
-
+# %% ../../nbs/studies/35_harness.ipynb #a714f6af
 def parts_of(ranks: Ranks, variant: Variant, kind: Kind):
     "A fresh model of a kind, and what trains and runs it; `variant` is the kind's own."
     torch._dynamo.reset()
@@ -220,7 +220,7 @@ def trained(lab: Lab, variant: Variant, p, log) -> Trainer:
         often = validate if s.val_loss_every > 0 else None
         return train(variant.trainer(p, batches, log), step, often)
 
-
+# %% ../../nbs/studies/35_harness.ipynb #43f2e726
 class EventLog:
     "A log that keeps the events, as (kind, values), and drops the lines."
 
@@ -476,7 +476,7 @@ def parity(lab: Lab):
     if lab.ranks.master:
         keep_parity(lab, run.folder, losses[grad_accum(world) * s.warmup_steps:])
 
-
+# %% ../../nbs/studies/35_harness.ipynb #403c2653
 def keep_parity(lab: Lab, folder: Path, losses: list[Tensor]) -> None:
     "Write a run's result with the losses of each step's first micro-batch; `losses` are of all of them."
     accum = grad_accum(lab.ranks.world)

@@ -80,22 +80,28 @@ class Variant:
         "The same with other settings."
         return replace(self, settings=replace(self.settings, **numbers))
 
-    def word(self, name: str) -> str | None:
-        "What a published word would say of it; None where the program does not tell."
-        return {**self.program.WORDS, **self.words}.get(name)
+# %% ../../nbs/studies/29_variants.ipynb #a0d02925
+@patch
+def word(self: Variant, name: str) -> str | None:
+    "What a published word would say of it; None where the program does not tell."
+    return {**self.program.WORDS, **self.words}.get(name)
 
-    def part(self, name: str):
-        "A part that `build` takes: the exchanged one, else the program's own."
-        own = signature(self.program.build).parameters[name].default
-        return self.exchanged().get(name, own)
 
-    def exchanged(self) -> dict:
-        "Name -> part, of those that are exchanged."
-        found = {}
-        for word, value in self.words.items():
-            name, values = PARTS[word]
-            found[name] = values[value]
-        return found
+@patch
+def exchanged(self: Variant) -> dict:
+    "Name -> part, of those that are exchanged."
+    found = {}
+    for word, value in self.words.items():
+        name, values = PARTS[word]
+        found[name] = values[value]
+    return found
+
+# %% ../../nbs/studies/29_variants.ipynb #a0d02926
+@patch
+def part(self: Variant, name: str):
+    "A part that `build` takes: the exchanged one, else the program's own."
+    own = signature(self.program.build).parameters[name].default
+    return self.exchanged().get(name, own)
 
 # %% ../../nbs/studies/29_variants.ipynb #a0d0290c
 def check_word(program: ModuleType, word: str, value: str) -> None:
@@ -117,7 +123,7 @@ def build(self: Variant, ranks: Ranks):
         p.average = found["average"](self.settings)
     return p
 
-
+# %% ../../nbs/studies/29_variants.ipynb #a0d02921
 @patch
 def loader(self: Variant, paths: list[Path], ranks: Ranks) -> Loader:
     "Batches of training shards; close it, or use it in a `with`."
@@ -133,7 +139,7 @@ def step(self: Variant, p, t: Trainer):
     else:
         self.program.step(p, t)
 
-
+# %% ../../nbs/studies/29_variants.ipynb #a0d02922
 @patch
 def projector(self: Variant) -> Callable | None:
     "What makes the rounding of late weights, as `Trainer` takes it; None: they stay as they are."
@@ -141,7 +147,7 @@ def projector(self: Variant) -> Callable | None:
         return None
     return partial(GridProjector, floor=self.word("SCALE_FLOOR") == "1")
 
-
+# %% ../../nbs/studies/29_variants.ipynb #a0d02923
 @patch
 def trainer(self: Variant, p, batches: Loader, log: RunLog | None = None, **clock) -> Trainer:
     "A trainer at step 0 of the parts that `build` made; `clock` may give another `now`."
@@ -155,7 +161,7 @@ def adapt(self: Variant, *inputs, **more) -> tuple:
     "The program's test-time training, called as `score_first`; where it has none, that of pr549."
     return getattr(self.program, "ADAPT", score_first)(*inputs, **more)
 
-
+# %% ../../nbs/studies/29_variants.ipynb #a0d02924
 @patch
 def group(self: Variant, kind: type[BaseSettings], env: Mapping[str, str]) -> BaseSettings:
     "Settings that a study needs and the program may lack: its own values, else those of `env`."
