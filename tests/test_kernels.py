@@ -156,7 +156,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 sys.path.insert(0, FOLDER)
-import packed as P                     # the script as it is packed: without docstrings and comments
+import packed as P                     # the packed script, which unpacks itself
 def build(fn, consts, wide=(), numbers="T R M N K v_row".split(), warps=4, stages=3, **kinds):
     j = triton.jit(fn)
     kind = lambda n: "constexpr" if n in consts else kinds.get(n) or ("i32" if n in numbers else "fp32" if n in ("eps", "slope") else "*fp32" if n in wide else "*bf16")
@@ -200,9 +200,9 @@ def test_interpreted_kernels_equal_their_oracle(code):
 
 @needs_triton
 def test_packed_kernels_build_for_hopper_without_a_gpu(tmp_path):
-    from golfnb.tools.joiner import without_comments, without_docstrings
+    from golfnb.tools.joiner import pack_program
     script = (Path(__file__).parent.parent / "golfnb" / "train_gpt.py").read_text(encoding="utf-8")
-    (tmp_path / "packed.py").write_text(without_comments(without_docstrings(script)), encoding="utf-8")
+    (tmp_path / "packed.py").write_text(pack_program(script), encoding="utf-8")
     assert "built" in child(f"FOLDER = {str(tmp_path)!r}\n" + BUILT, TRITON_CACHE_DIR=str(tmp_path / "cache"))
 
 
