@@ -24,9 +24,9 @@ from golfnb.settings import GolfError
 from golfnb.layout import Matrix, bank_per_shape, group_matrices
 from golfnb.loader import Batch
 from golfnb.model import named_state
-from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
+from golfnb.parallel_muon import ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
-from golfnb.train import GridProjector, RunLog, Trainer, backward_pass, train, training_loss
+from golfnb.train import GridProjector, Trainer, backward_pass, train, training_loss
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
