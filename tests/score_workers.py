@@ -4,26 +4,30 @@ import pickle
 import socket
 import tempfile
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from forked import fork_processes
 
-from golfnb.adapters import score_documents
+from golfnb.adapters import AdapterSettings, score_documents
 from golfnb.bpb import ByteTable
-from golfnb.config import Config, make_freeze, make_layout, make_skips
 from golfnb.evaluate import plain_loss, sliding_loss
-from golfnb.model import Golf, init_model, load_named, named_state
-from golfnb.parallel_muon import start_ranks, stop_ranks
-from golfnb.ttt import score_first
+from golfnb.model import FreezeBlocks, SavedModel, init_model, load_named, model_from_settings, named_state
+from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
+from golfnb.ttt import TttSettings, score_first
 
-CFG = Config(num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=4, bigram_vocab_size=24, bigram_dim=6, ve_dim=6, ve_layers="2",
-             xsa_last_n=1, train_seq_len=16, rope_train_len=8, eval_seq_len=16, eval_stride=6, val_batch_size=512,
-             ttt_chunk_tokens=128, ttt_batch_seqs=8, ttt_lr=0.05)
 
-DOCS = replace(CFG, ttt_form="adapters", ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=5, ttt_beta2=0.9)
+@dataclass
+class ScoreSettings(SavedModel, TttSettings, AdapterSettings):
+    "A model, and how both forms of test-time training score with it."
+
+
+CFG = ScoreSettings(num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=4, bigram_vocab_size=24, bigram_dim=6, ve_dim=6, ve_layers="2",
+                    xsa_last_n=1, train_seq_len=16, rope_train_len=8, eval_seq_len=16, eval_stride=6, val_batch_size=512,
+                    ttt_chunk_tokens=128, ttt_batch_seqs=8, ttt_lr=0.05)
+DOCS = replace(CFG, ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=5, ttt_beta2=0.9)
 
 
 def stream(n: int = 700, vocab: int = 32, seed: int = 0) -> torch.Tensor:
@@ -41,25 +45,31 @@ def random_table(vocab: int = 32) -> ByteTable:
     return ByteTable(torch.randint(1, 6, (vocab,), generator=g).short(), torch.rand(vocab, generator=g) < 0.5, torch.rand(vocab, generator=g) < 0.1)
 
 
-def random_state(cfg: Config = CFG) -> dict:
-    model, g = Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg)), torch.Generator().manual_seed(3)
+def unfilled(cfg: ScoreSettings, ranks, dtype=torch.float32) -> tuple:
+    "The model that the settings describe, without weights, and its layout."
+    values = {spec.name: getattr(cfg, spec.name) for spec in fields(SavedModel)}
+    model, _, layout = model_from_settings(values, dtype, world=ranks.world)
+    return model, layout
+
+
+def random_state(cfg: ScoreSettings = CFG) -> dict:
+    (model, _), g = unfilled(cfg, Ranks()), torch.Generator().manual_seed(3)
     init_model(model, cfg, 0)
     return {n: t + 0.1 * torch.randn(t.shape, generator=g) for n, t in named_state(model).items()}
 
 
-def golf_on(cfg: Config, ranks, dtype=torch.float32):
-    layout = make_layout(cfg, ranks.world)
-    model = Golf(cfg, layout, dtype, skips=make_skips(cfg))
+def golf_on(cfg: ScoreSettings, ranks, dtype=torch.float32):
+    model, layout = unfilled(cfg, ranks, dtype)
     load_named(model, random_state(cfg))
     return model, layout
 
 
-def adapt(ranks, dtype=torch.float32, n: int = 700, tokens=None, **more):
+def adapt(ranks, dtype=torch.float32, n: int = 700, tokens=None, freeze=None, **more):
     "(loss, bpb, named weights afterwards, nats per target on this rank)"
     cfg = replace(CFG, **more)
     model, _ = golf_on(cfg, ranks, dtype)
     nats = torch.full((n,), float("nan"), dtype=torch.float64)
-    loss, bpb, ledger = score_first(model, random_state(cfg), stream(n) if tokens is None else tokens, random_table(), cfg, ranks, out=nats, freeze=make_freeze(cfg))
+    loss, bpb, ledger = score_first(model, random_state(cfg), stream(n) if tokens is None else tokens, random_table(), cfg, ranks, out=nats, freeze=freeze)
     return loss, bpb, {k: t.double().numpy() for k, t in named_state(model).items()}, nats, ledger.history
 
 
@@ -71,7 +81,7 @@ def plain_and_sliding(ranks, n: int = 700):
 
 def documents(ranks, dtype=torch.float64):
     "(loss, bpb) of the adapters per document."
-    cfg = replace(CFG, ttt_form="adapters", ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=3)
+    cfg = replace(CFG, ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=3)
     model, _ = golf_on(cfg, ranks, dtype)
     return score_documents(model, random_state(cfg), stream(300), random_table(), cfg, ranks)[:2]
 
@@ -80,7 +90,7 @@ def all_scores(ranks):
     "Everything the tests ask of several ranks, in one set of processes."
     out = {"sliding": plain_and_sliding(ranks), "short": plain_and_sliding(ranks, 17), "one step": adapt(ranks, torch.float64)[:3], "documents": documents(ranks),
            "uneven": adapt(ranks, torch.float64, ttt_chunk_tokens=80)[:3], "many steps": adapt(ranks, torch.float64, 240, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
-    few = {"fp32": lambda: adapt(ranks)[:3], "frozen": lambda: adapt(ranks, torch.float64, ttt_freeze_blocks=2)[:3], "documents fp32": lambda: documents(ranks, torch.float32)}
+    few = {"fp32": lambda: adapt(ranks)[:3], "frozen": lambda: adapt(ranks, torch.float64, freeze=FreezeBlocks(2))[:3], "documents fp32": lambda: documents(ranks, torch.float32)}
     return out | {name: case() for name, case in few.items() if ranks.world < 4}
 
 

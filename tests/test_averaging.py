@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-from golfnb.averaging import Ema, EmaAndSwa, NoAverage, Swa
-from golfnb.config import Config, make_average
+from golfnb.averaging import AveragingSettings, Ema, EmaAndSwa, NoAverage, Swa
 from golfnb.settings import GolfError
+from golfnb.studies.variants import AVERAGES
 
 
 def path(steps=12, dtype=torch.float64, seed=0):
@@ -66,11 +66,12 @@ def test_no_host_synchronisation():
 
 
 KINDS = {"ema": Ema, "swa": Swa, "ema+swa": EmaAndSwa, "none": NoAverage}
+SETTINGS = AveragingSettings(ema_decay=0.9, swa_every=3)
 
 
 def test_the_four_averages_of_one_path():
     steps = path()
-    made = {mode: make_average(Config(averaging=mode, ema_decay=0.9, swa_every=3), steps[0]) for mode in KINDS}
+    made = {mode: AVERAGES[mode](SETTINGS)(steps[0]) for mode in KINDS}
     assert {mode: type(average) for mode, average in made.items()} == KINDS
     for step, tensors in enumerate(steps[1:]):
         for average in made.values():
@@ -91,8 +92,8 @@ def test_the_four_averages_of_one_path():
 
 @pytest.mark.parametrize("mode, instead", [("swa", "none"), ("ema+swa", "ema")])
 def test_without_a_snapshot_the_rest_is_exported_and_said(mode, instead):
-    steps, settings = path(), Config(averaging=mode, ema_decay=0.9, swa_every=3)
-    average, other = make_average(settings, steps[0]), make_average(Config(averaging=instead, ema_decay=0.9), steps[0])
+    steps = path()
+    average, other = AVERAGES[mode](SETTINGS)(steps[0]), AVERAGES[instead](SETTINGS)(steps[0])
     for step, tensors in enumerate(steps[1:]):
         average.update(tensors, step, 1.0)
         other.update(tensors, step, 1.0)

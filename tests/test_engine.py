@@ -8,21 +8,22 @@ import pytest
 import torch
 
 from golfnb.banks import make_banks, unbank
-from golfnb.config import load_config, make_freeze, make_layout
+from golfnb.layout import bank_per_shape
 from golfnb.settings import GolfError
+from golfnb.studies.baselines import plan_model
 from golfnb.studies.buckets import CutMuon, bucket_layout
-from golfnb.model import Golf, init_model, named_state
+from golfnb.model import FreezeBlocks, Golf, init_model, named_state
 from golfnb.parallel_muon import CONTROL_WORDS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
 from golfnb.newton_schulz import quintic
 from golfnb.plan import make_plan
 from golfnb.train import StepGraph, backward_pass, micro_batches, training_loss
-from workers import Batches, plan_model, settings, speedrun_kinds
+from workers import Batches, settings, speedrun_kinds, variant_of
 
 
-def model_of(env, dtype=torch.float64):
-    cfg = load_config({k: v for k, v in env.items() if k != "PLAN"})
-    model, _ = plan_model(cfg, env.get("PLAN", "pr399"), 1, dtype, 3)
-    return cfg, model.layout, model
+def model_of(env, dtype=torch.float64, plan="pr399"):
+    variant = variant_of(env, dtype, seed=3)
+    model, _ = plan_model(variant, plan, Ranks(), 1)
+    return variant, model.layout, model
 
 
 def muon_one(weight, momentum, grad, mu, scale, lr=0.025, wd=0.04):
@@ -31,8 +32,8 @@ def muon_one(weight, momentum, grad, mu, scale, lr=0.025, wd=0.04):
     return weight * (1 - lr * wd) - lr * scale * quintic(grad + mu * momentum), momentum
 
 
-def run_steps(engine, model, cfg, momenta, check=None):
-    loader, loss_fn = Batches(cfg, Ranks()), training_loss(model, model.cap)
+def run_steps(engine, model, variant, momenta, check=None):
+    loader, loss_fn = Batches(variant, Ranks()), training_loss(model, model.cap)
     for mu in momenta:
         loss_fn(*loader.next()).backward()
         if check:
@@ -43,7 +44,7 @@ def run_steps(engine, model, cfg, momenta, check=None):
 @pytest.mark.parametrize("plan", ["pr399", "shared_mlp", "pr125", "pr132", "attn2+mlp4,mlp2,attn1"])
 @pytest.mark.parametrize("order", ["big_first", "small_first"])
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
-    cfg, layout, model = model_of(settings(3, PLAN=plan))
+    variant, layout, model = model_of(settings(3), plan=plan)
     engine = Engine(model.role_params(), layout, Ranks(), CutMuon(), AdamW(), ClipMean(0), plan=make_plan(layout, order))
     weights = {n: w.clone() for n, w in named_state(model).items() if n in set(layout.names())}
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
@@ -55,7 +56,7 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
             scale = max(1.0, m.rows / m.cols) ** 0.5
             weights[m.name], momentum[m.name] = muon_one(weights[m.name], momentum[m.name], g, mu, scale)
 
-    run_steps(engine, model, cfg, [0.85 + 0.02 * s for s in range(5)], oracle)
+    run_steps(engine, model, variant, [0.85 + 0.02 * s for s in range(5)], oracle)
     ours = named_state(model, *engine.gather())
     assert max((ours[n] - w).abs().max().item() for n, w in weights.items()) < 1e-10
 
@@ -63,7 +64,7 @@ def test_against_the_per_matrix_rule_under_warm_up(plan, order):
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_against_torch_muon_at_constant_momentum():
     "torch keeps momentum as a moving average: proportional to ours while mu is constant, and it runs Newton-Schulz in bf16, so the bound is bf16's."
-    cfg, layout, model = model_of(settings(3))
+    variant, layout, model = model_of(settings(3))
     engine = Engine(model.role_params(), layout, Ranks(), Muon(lr=0.02, wd=0.1), AdamW(), ClipMean(0))
     names = set(layout.names())
     plain = {n: torch.nn.Parameter(w.float().clone()) for n, w in named_state(model).items() if n in names}
@@ -75,7 +76,7 @@ def test_against_torch_muon_at_constant_momentum():
             plain[m.name].grad = model.banks[bank.name].grad[slot].float().clone()
         theirs.step()
 
-    run_steps(engine, model, cfg, [0.9] * 5, oracle)
+    run_steps(engine, model, variant, [0.9] * 5, oracle)
     ours = named_state(model, *engine.gather())
     for n, w in plain.items():
         moved, difference = (w.detach() - start[n]).norm(), (w.detach() - ours[n].float()).norm()
@@ -83,10 +84,10 @@ def test_against_torch_muon_at_constant_momentum():
 
 
 def test_snapshot_restore_leaves_no_trace():
-    cfg, layout, model = model_of(settings(3))
+    variant, layout, model = model_of(settings(3))
     engine = Engine(model.role_params(), layout, Ranks(), Muon(), AdamW(), ClipMean(0.3))
     saved, before = [t.clone() for t in engine.state()], {n: p.detach().clone() for n, p in model.named_parameters()}
-    run_steps(engine, model, cfg, [0.9] * 3)
+    run_steps(engine, model, variant, [0.9] * 3)
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
     engine.restore(saved)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -94,10 +95,10 @@ def test_snapshot_restore_leaves_no_trace():
 
 
 def test_gather_load_round_trip():
-    cfg, layout, model = model_of(settings(3))
+    variant, layout, model = model_of(settings(3))
     engine = Engine(model.role_params(), layout, Ranks(), Muon(), AdamW(), ClipMean(0.3))
     banks, others = engine.gather()
-    run_steps(engine, model, cfg, [0.9] * 2)
+    run_steps(engine, model, variant, [0.9] * 2)
     engine.load(banks, others)
     again = engine.gather()
     assert all(torch.equal(banks[k], again[0][k]) for k in banks) and all(torch.equal(others[k], again[1][k]) for k in others)
@@ -105,7 +106,7 @@ def test_gather_load_round_trip():
 
 def test_sgd_keeps_fp32_masters_for_bf16_weights():
     "lr 0.002 on bf16 weights would lose most of a step; the masters must move as an fp32 oracle does."
-    cfg, layout, model = model_of(settings(3), torch.bfloat16)
+    variant, layout, model = model_of(settings(3), torch.bfloat16)
     engine = Engine(model.role_params(), layout, Ranks(), Sgd(0.002), Sgd(0.002), ClipMean(0))
     banks, others = engine.gather()
     oracle, momentum = {**banks, **others}, {}
@@ -116,25 +117,25 @@ def test_sgd_keeps_fp32_masters_for_bf16_weights():
             momentum[n] = mu * momentum.get(n, 0) + g.float()
             oracle[n] = oracle[n] - 0.002 * momentum[n]
 
-    run_steps(engine, model, cfg, [0.9] * 4, step)
+    run_steps(engine, model, variant, [0.9] * 4, step)
     now = {**engine.gather()[0], **engine.gather()[1]}
     for n in oracle:
         assert torch.allclose(now[n], oracle[n], rtol=1e-6, atol=1e-8), n
 
 
 def test_layout_for_another_world_is_refused():
-    cfg, _, model = model_of(settings(3))
+    variant, _, model = model_of(settings(3))
     with pytest.raises(GolfError, match="made for 2 ranks, but 1"):
-        Engine(model.role_params(), make_layout(cfg, 2), Ranks(), Muon(), AdamW(), NoClip())
+        Engine(model.role_params(), bank_per_shape(variant.settings, 2), Ranks(), Muon(), AdamW(), NoClip())
 
 
 def test_local_and_global_clipping_agree_on_one_rank():
     "With one rank a rank's own gradient is the averaged one; the clip must act, and skip nothing."
     weights = {}
     for clip, accum in ((ClipEach, 1), (ClipMean, 1), (ClipEach, 2), (ClipMean, 2)):
-        cfg, layout, model = model_of(settings(3))
+        variant, layout, model = model_of(settings(3))
         engine = Engine(model.role_params(), layout, Ranks(), Muon(), AdamW(), clip(0.01))
-        loader, loss_fn = Batches(cfg, Ranks(), accum), training_loss(model, model.cap)
+        loader, loss_fn = Batches(variant, Ranks(), accum), training_loss(model, model.cap)
         for _ in range(3):
             for _ in range(accum):
                 (loss_fn(*loader.next()) / accum).backward()
@@ -151,12 +152,12 @@ def test_local_and_global_clipping_agree_on_one_rank():
 
 def test_a_clip_serves_one_engine_after_another():
     "Nothing of the first engine stays in it."
-    cfg, layout, model = model_of(settings(3))
+    variant, layout, model = model_of(settings(3))
     shared, moved = ClipEach(0.01), []
     for clip in (shared, shared, ClipEach(0.01)):
-        init_model(model, cfg, 3)
+        init_model(model, variant.settings, 3)
         engine = Engine(model.role_params(), layout, Ranks(), Sgd(1.0), Sgd(1.0), clip)
-        run_steps(engine, model, cfg, [0.0])
+        run_steps(engine, model, variant, [0.0])
         moved.append(named_state(model, *engine.gather()))
     for name, weight in moved[0].items():
         assert torch.equal(weight, moved[1][name]) and torch.equal(weight, moved[2][name])
@@ -194,13 +195,14 @@ def plain_backward(loss_fn, params):
 
 def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=1):
     "Losses of some steps, and the masters after them; with more `runs` each after the first starts from the same weights, with an engine of its own."
-    cfg = load_config(settings(3))
-    model = Golf(cfg, make_layout(cfg, 1), dtype=dtype, device=device)
+    variant = variant_of(settings(3), dtype)
+    s = variant.settings
+    model = Golf(s, bank_per_shape(s, 1), dtype=dtype, device=device)
     backward, graph = wrap(training_loss(model, model.cap), list(model.parameters()))
     for _ in range(runs):
-        init_model(model, cfg, 3)
+        init_model(model, s, 3)
         engine = Engine(model.role_params(), model.layout, Ranks(device=device), Muon(), AdamW(), clip(0.01))
-        loader, losses = Batches(cfg, Ranks(device=device), accum), []
+        loader, losses = Batches(variant, Ranks(device=device), accum), []
         loader.next = lambda rows=loader.next: tuple(t.to(device) for t in rows())
         for _ in range(steps):
             losses.append(micro_batches(backward, loader, engine, accum))
@@ -280,9 +282,9 @@ def test_every_plan_adapts_alike():
 
     none, stream, found = torch.zeros(32, dtype=torch.bool), torch.randint(32, (65,), generator=torch.Generator().manual_seed(0)), []
     for plan in ("pr399", "shared_mlp", "pr125", "pr132"):
-        cfg, layout, model = model_of(settings(3, PLAN=plan, EVAL_SEQ_LEN="16", EVAL_STRIDE="8", TTT_CHUNK_TOKENS="16", TTT_EPOCHS="1", TTT_LR="0.1", TTT_FREEZE_BLOCKS="1"))
+        variant, layout, model = model_of(settings(3, EVAL_SEQ_LEN="16", EVAL_STRIDE="8", TTT_CHUNK_TOKENS="16", TTT_EPOCHS="1", TTT_LR="0.1"), plan=plan)
         state = named_state(model)
-        loss, _, _ = score_first(model, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), cfg, Ranks(), freeze=make_freeze(cfg))
+        loss, _, _ = score_first(model, state, stream, ByteTable(torch.ones(32, dtype=torch.int16), none, none), variant.settings, Ranks(), freeze=FreezeBlocks(1))
         found.append((loss, named_state(model)))
     for loss, after in found[1:]:
         assert abs(loss - found[0][0]) < 1e-9 and max((after[n] - found[0][1][n]).abs().max().item() for n in after) < 1e-9

@@ -2,7 +2,6 @@
 import os
 import pickle
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,18 @@ import torch
 from forked import fork_processes
 
 from golfnb.artifact import Rans, pack_bytes
-from golfnb.config import load_config, make_layout, quantize_as
 from golfnb.settings import GolfError
 from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
+from golfnb.layout import bank_per_shape, mlp_in_one_bank
 from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 from golfnb.quantize import (Gptq, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, hessian_factor, int6_matrices, pack_gptq, pack_rows,
                              quantize_state, shared_out, spread_scale)
+from golfnb.recipes import golf, pr1060
+from golfnb.tools.programs import settings_of
 
-CFG = load_config({"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
-                   "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "24", "EVAL_SEQ_LEN": "24", "EVAL_STRIDE": "8", "SMALL_TENSOR": "1000"})
+CFG = settings_of(pr1060, {"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
+                           "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "24", "EVAL_SEQ_LEN": "24", "EVAL_STRIDE": "8", "SMALL_TENSOR": "1000"})
 
 
 def naive(w, h, scale, qmax=31):
@@ -99,7 +100,7 @@ def test_fallback_when_there_is_no_factor():
 
 
 def a_model(dtype=torch.float32, world=1):
-    model = Golf(CFG, make_layout(CFG, world), dtype)
+    model = Golf(CFG, bank_per_shape(CFG, world), dtype)
     init_model(model, CFG, 0)
     g = torch.Generator().manual_seed(2)
     load_named(model, {n: t + 0.1 * torch.randn(t.shape, generator=g) for n, t in named_state(model).items()})
@@ -133,7 +134,7 @@ def test_calibration_batches_are_inputs_of_the_sampler():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 100])
 def test_every_matrix_has_one_owner_and_the_load_is_even(world):
-    costs = [m.rows * m.cols**2 + m.cols**3 for _, _, m in make_layout(load_config({}), 1)]
+    costs = [m.rows * m.cols**2 + m.cols**3 for _, _, m in bank_per_shape(settings_of(pr1060, {}), 1)]
     dealt = deal_jobs(costs, world)
     load = [sum(costs[job] for job in jobs) for jobs in dealt]
     assert sorted(sum(dealt, [])) == list(range(len(costs))) and len(dealt) == world
@@ -159,8 +160,9 @@ def test_a_whole_state_and_a_target():
     target = int(0.8 * measure(packed))
     fitted, _ = state_of(Ranks(), target)
     assert 0.98 * target < measure(fitted) <= target
-    cfg, hessians = replace(CFG, use_gptq=True), calibrate(a_model(), words(), Ranks())
-    floored = quantize_as(cfg, named, 0, measure, hessians, Ranks())
+    hessians = calibrate(a_model(), words(), Ranks())
+    floored = quantize_state(named, True, small=CFG.small_tensor)  # as pr1060 packs
+    floored |= shared_out(int6_matrices(floored, named), Gptq(hessians, scale_floor=True), Ranks())
     assert min(p.scale.min() for p in floored.values() if p.kind == "int6") >= np.float16(1 / 31)
     name = "blocks.0.mlp.fc.weight"
     assert np.array_equal(floored[name].data, pack_gptq(name, named[name], hessians[name], True).data)
@@ -196,9 +198,9 @@ def test_two_ranks_share_the_work_and_agree(tmp_path):
 
 
 def test_shared_plan_matrices_are_found_by_name():
-    cfg = load_config({"PLAN": "shared_mlp", "NUM_LAYERS": "1", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "ROPE_DIMS": "4", "VE_ENABLED": "0", "BIGRAM_VOCAB_SIZE": "0",
-                       "SMALL_TENSOR": "500", "TRAIN_SEQ_LEN": "16", "EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "8", "XSA_LAST_N": "0"})
-    model = Golf(cfg, make_layout(cfg, 1))
+    cfg = settings_of(golf, {"NUM_LAYERS": "1", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "ROPE_DIMS": "4", "VE_ENABLED": "0", "BIGRAM_VOCAB_SIZE": "0",
+                             "SMALL_TENSOR": "500", "TRAIN_SEQ_LEN": "16", "EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "8", "XSA_LAST_N": "0"})
+    model = Golf(cfg, mlp_in_one_bank(cfg, 1))
     init_model(model, cfg, 1)
     named, g = named_state(model), torch.Generator().manual_seed(0)
     hessians = calibrate(model, [torch.randint(0, 64, (4, 16), generator=g)], Ranks())

@@ -18,9 +18,9 @@ from golfnb.model import Golf, ModelSettings, init_model, load_named, named_stat
 from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
 from golfnb.quantize import Nearest, dequantize_state, fit_state, quantize_state
 from golfnb.shards import write_shard
-from golfnb.train import GridProjector, TrainSettings, train, training_loss
+from golfnb.train import GridProjector, Trainer, TrainSettings, train, training_loss
 from golfnb.ttt import TttSettings, score_first
-from workers import trained
+from workers import train_with
 
 SHAPE = ModelSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, ve_enabled=False,
                       bigram_vocab_size=0, xsa_last_n=1, train_seq_len=16, small_tensor=256)
@@ -84,7 +84,8 @@ def test_training(batches):
     engine = an_engine(model)
     cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, late_qat_threshold=0.9)
     rounding = partial(GridProjector, floor=False)
-    done = trained(cfg, training_loss(model, model.cap), batches, engine, average=Ema(engine.tensors()), make_projector=rounding)
+    trainer = Trainer(cfg, engine, batches, Ema(engine.tensors()), make_projector=rounding)
+    done = train_with(training_loss(model, model.cap), trainer)
     assert done.losses[-1] < done.losses[0] and 5 < done.rounded_from < 10 and len(done.average.weights()) == len(engine.tensors())
 
 
@@ -129,4 +130,5 @@ def test_adapters(byte_each):
 
 def test_no_part_looks_ahead_to_the_whole():
     for part in (Golf, Loader, Engine, Ema, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
-        assert not hasattr(sys.modules[part.__module__], "Config")
+        seen = {getattr(value, "__module__", "") or "" for value in vars(sys.modules[part.__module__]).values()}
+        assert not [name for name in seen if name.startswith(("golfnb.run", "golfnb.recipes", "golfnb.tools"))]

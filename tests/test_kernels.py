@@ -110,12 +110,13 @@ print("equal")
 
 MODEL = CASES + """
 import golfnb.model as M
-from golfnb.config import load_config, make_layout, make_skips
+from golfnb.studies.variants import read_variant
 ids = torch.randint(64, (2, 21), generator=g)
 def run(plan, fused, compiled, keep=None):
-    cfg = load_config({"RECIPE": "demo", "MODEL_DIM": "64", "NUM_LAYERS": "3", "VOCAB_SIZE": "64", "VE_LAYERS": "2", "TRAIN_SEQ_LEN": "20", "EVAL_SEQ_LEN": "20", "EVAL_STRIDE": "4", "PLAN": plan})
-    model, noise = M.Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg)), torch.Generator().manual_seed(1)
-    M.init_model(model, cfg, 1)
+    variant = read_variant({"RECIPE": "demo", "MODEL_DIM": "64", "NUM_LAYERS": "3", "VOCAB_SIZE": "64", "VE_LAYERS": "2", "TRAIN_SEQ_LEN": "20", "EVAL_SEQ_LEN": "20", "EVAL_STRIDE": "4", "PLAN": plan})
+    s, noise = variant.settings, torch.Generator().manual_seed(1)
+    model = M.Golf(s, variant.part("banks")(s, 1), skips=variant.part("skips")())
+    M.init_model(model, s, 1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))
     if fused: model.fuse(K.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
@@ -155,7 +156,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 sys.path.insert(0, FOLDER)
-import packed as P                     # the script as it is packed: minified
+import packed as P                     # the packed script, which unpacks itself
 def build(fn, consts, wide=(), numbers="T R M N K v_row".split(), warps=4, stages=3, **kinds):
     j = triton.jit(fn)
     kind = lambda n: "constexpr" if n in consts else kinds.get(n) or ("i32" if n in numbers else "fp32" if n in ("eps", "slope") else "*fp32" if n in wide else "*bf16")
@@ -199,8 +200,9 @@ def test_interpreted_kernels_equal_their_oracle(code):
 
 @needs_triton
 def test_packed_kernels_build_for_hopper_without_a_gpu(tmp_path):
-    from golfnb.tools.launcher import minify
-    (tmp_path / "packed.py").write_text(minify((Path(__file__).parent.parent / "golfnb" / "train_gpt.py").read_text()))
+    from golfnb.tools.joiner import pack_program
+    script = (Path(__file__).parent.parent / "golfnb" / "train_gpt.py").read_text(encoding="utf-8")
+    (tmp_path / "packed.py").write_text(pack_program(script), encoding="utf-8")
     assert "built" in child(f"FOLDER = {str(tmp_path)!r}\n" + BUILT, TRITON_CACHE_DIR=str(tmp_path / "cache"))
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import setting_specs
 from golfnb.settings import GolfError
 from golfnb.layers import (FLASH_PACKAGES, NORM_EPS, attend, attention_backend, backend_distance, bigram_rows, exclusive, flash_installed, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
                            rotary_tables, rotate, smear, softcap, softcap_loss, squared_leaky, token_nll)
+from golfnb.recipes import pr549
+from golfnb.tools.programs import setting_specs
 
 
 def rand(*shape, grad=True, seed=0):
@@ -156,7 +157,7 @@ def test_flash_attention_that_is_missing_or_has_no_place_is_refused(flash, monke
 
 
 def test_the_setting_has_the_words_that_attend_knows():
-    words = setting_specs()["attention"].metadata["choices"]
+    words = setting_specs(pr549)["attention"].metadata["choices"]
     for word in words:
         attention_backend("cuda", word)
     assert set(words) == {"auto", "cudnn", "flash", "efficient", "math", *FLASH_PACKAGES}

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 from golfnb.banks import make_banks, unbank
 from golfnb.studies.baselines import separate
-from golfnb.config import load_config, make_layout
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text, read_plan, shard_cuts, slot_kinds
-from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, group_matrices
+from golfnb.studies.variants import read_variant
+from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, bank_per_shape, group_matrices
 from golfnb.model import Golf, init_model, named_state
-from workers import settings, speedrun_kinds
+from workers import settings, speedrun_kinds, variant_of
 
 
 def put(layout, named, banks):
@@ -144,10 +144,10 @@ def test_forward_and_gradient_equal_separate_linears(world):
 
 
 def test_separate_parameters_are_parameters():
-    cfg = load_config(settings(3))
-    model, twin = BucketGolf(cfg, make_layout(cfg, 8)), Golf(cfg, make_layout(cfg, 1))
+    s = variant_of(settings(3)).settings
+    model, twin = BucketGolf(s, bank_per_shape(s, 8)), Golf(s, bank_per_shape(s, 1))
     for m in (model, twin):
-        init_model(m, cfg, 1)
+        init_model(m, s, 1)
     separate(model)
     assert sum(1 for n, _ in model.named_parameters() if n.startswith("banks.")) == 18
     assert all(torch.equal(a, b) for a, b in zip(named_state(model).values(), named_state(twin).values()))
@@ -156,4 +156,4 @@ def test_separate_parameters_are_parameters():
 @pytest.mark.parametrize("plan", ["one_big_bank", "PR399", "pr132", ""])
 def test_a_plan_that_is_no_plan(plan):
     with pytest.raises(GolfError, match="PLAN must be"):
-        load_config(settings(3, PLAN=plan)).check(1)
+        read_variant(settings(3, PLAN=plan))

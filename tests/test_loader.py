@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.config import load_config, make_sampler
 from golfnb.settings import GolfError
 from golfnb.loader import CoprimeSampler, Loader, SequentialSampler, WindowSampler, draw_cursor, mixture
 from golfnb.shards import write_shard
-from golfnb.studies.packed import PackedSampler, index_documents, packed_sampler
+from golfnb.parallel_muon import Ranks
+from golfnb.studies.packed import PackedSampler, index_documents
+from golfnb.studies.variants import read_variant
 
 ORDERS = ((SequentialSampler, ()), (CoprimeSampler, (5,)), (PackedSampler, (5,)))
 PLACES = torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])
@@ -149,15 +150,18 @@ def test_sequential_against_the_joined_stream(tmp_path_factory, lengths, world, 
             at += span
 
 
-def test_make_sampler_follows_the_config(tmp_path):
+def test_a_programs_data_follows_its_settings(tmp_path):
+    "Each order that LOADER names, on the second of two ranks."
     paths = corpus(tmp_path, [9000, 9000])
-    demo = load_config({"RECIPE": "demo", "SEED": "3"})
-    sampler = make_sampler(demo, paths, 1, 2)
-    assert isinstance(sampler, CoprimeSampler) and sampler.rows == demo.rows_per_micro(2, demo.train_seq_len)
-    assert sampler.plan() == CoprimeSampler(paths, 0, 2, sampler.rows, demo.train_seq_len, 3, 4).plan()
-    in_sequence = make_sampler(load_config({"RECIPE": "demo", "LOADER": "sequential"}), paths, 0, 1)
-    assert isinstance(in_sequence, SequentialSampler) and in_sequence.spans == 8
-    assert packed_sampler(demo, paths, 1, 2).plan() == PackedSampler(paths, 0, 2, sampler.rows, demo.train_seq_len, 3, 4).plan()
+    demo = read_variant({"RECIPE": "demo", "SEED": "3", "VOCAB_SIZE": "20000"})
+    seq_len = demo.settings.train_seq_len
+    sizes = paths, 1, 2, demo.settings.rows_per_micro(2, seq_len), seq_len
+    orders = {"sequential": SequentialSampler(*sizes, 4, spans=8), "coprime": CoprimeSampler(*sizes, 3, 4), "packed": PackedSampler(*sizes, 3, 4)}
+    for word, sampler in orders.items():
+        with demo.exchange(LOADER=word).loader(paths, Ranks(1, 2)) as loader:
+            for _ in range(9):
+                batch, rows = next(loader), torch.from_numpy(next(sampler).astype(np.int64))
+                assert torch.equal(batch.ids, rows[:, :-1]) and torch.equal(batch.targets, rows[:, 1:]), word
 
 
 def test_a_token_of_the_stream_is_found(tmp_path):
@@ -406,7 +410,7 @@ def test_mixture_weights_are_as_specified(tmp_path):
 
 def test_shard_that_changes_while_training_runs(tmp_path):
     "Gone, cut off or replaced: a sentence from the thread that names the shard, never a bus error."
-    code = ("import sys; from pathlib import Path; from golfnb.config import GolfError; from golfnb.loader import *; from golfnb.shards import write_shard; from golfnb.studies.packed import PackedSampler\n"
+    code = ("import sys; from pathlib import Path; from golfnb.settings import GolfError; from golfnb.loader import *; from golfnb.shards import write_shard; from golfnb.studies.packed import PackedSampler\n"
             "paths = sorted(Path(sys.argv[1]).glob('*.bin'))\n"
             "for harm in ('gone', 'cut', 'other'):\n"
             "  for order, more in ((SequentialSampler, ()), (CoprimeSampler, (1,)), (PackedSampler, (1,))):\n"

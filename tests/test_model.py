@@ -10,12 +10,15 @@ from torch.nn import init
 
 import golfnb.model
 from golfnb.studies.buckets import BucketGolf, read_plan
-from golfnb.config import load_config, make_layout, make_skips
 from golfnb.settings import GolfError
+from golfnb.layout import bank_per_shape
 from golfnb.layers import rms_norm, softcap_loss, token_nll
 from golfnb.kernels import KERNELS
-from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind
+from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
 from golfnb.quantize import captured_inputs
+from golfnb.recipes import pr549
+from golfnb.studies.variants import read_variant
+from golfnb.tools.programs import settings_of
 
 SMALL = dict(VOCAB_SIZE="96", NUM_LAYERS="5", MODEL_DIM="32", NUM_HEADS="4", NUM_KV_HEADS="2", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="40", BIGRAM_DIM="12",
              VE_DIM="10", VE_LAYERS="1,4", XSA_LAST_N="2", TRAIN_SEQ_LEN="24", EVAL_SEQ_LEN="24", EVAL_STRIDE="8", ROPE_TRAIN_LEN="12")
@@ -25,8 +28,9 @@ VARIANTS = {"odd": {}, "even": dict(NUM_LAYERS="4", VE_LAYERS="3"), "one": dict(
 
 def filled(variant="odd", dtype=torch.float64, world=1, seed=0, **env):
     "A model with random numbers everywhere, and its configuration."
-    cfg = load_config({**SMALL, **VARIANTS[variant], **env})
-    model = Golf(cfg, make_layout(cfg, world), dtype, skips=make_skips(cfg))
+    made = read_variant({**SMALL, **VARIANTS[variant], **env})
+    cfg = made.settings
+    model = Golf(cfg, made.part("banks")(cfg, world), dtype, skips=made.part("skips")())
     g = torch.Generator().manual_seed(seed)
     load_named(model, {n: torch.randn(t.shape, generator=g) * (t.shape[-1] ** -0.5 if t.ndim == 2 else 1) for n, t in named_state(model).items()})
     return model, cfg
@@ -209,7 +213,7 @@ def test_impossible_keep(keep):
 
 def test_bf16_stream_stays_bf16_and_near():
     exact, cfg = filled(dtype=torch.float32)
-    low = Golf(cfg, make_layout(cfg, 1), torch.bfloat16)
+    low = Golf(cfg, bank_per_shape(cfg, 1), torch.bfloat16)
     load_named(low, named_state(exact))
     assert {p.dtype for r in ("bank", "table") for p in low.role_params()[r].values()} == {torch.bfloat16}
     assert {p.dtype for p in low.role_params()["scalar"].values()} == {torch.float32}
@@ -242,7 +246,7 @@ def test_captured_inputs_are_those_of_the_matrices_and_the_model_stays_as_it_was
 def test_an_activation_of_ones_own(activation, compile):
     "Any function or module is computed between the two matrices, with whatever kernels the rest has."
     filling, cfg = filled("shared")
-    model = Golf(cfg, filling.layout, torch.float64, skips=make_skips(cfg), activation=activation)
+    model = Golf(cfg, filling.layout, torch.float64, skips=filling.skips, activation=activation)
     load_named(model, named_state(filling))
     model.fuse(KERNELS - {"heads", "xsa"})
     assert "mlp" not in model.kernels and model.state_dict().keys() == filling.state_dict().keys()
@@ -262,9 +266,9 @@ def test_an_activation_of_ones_own(activation, compile):
 
 
 def test_an_activation_with_weights_is_refused():
-    cfg = load_config(SMALL)
+    cfg = settings_of(pr549, SMALL)
     with pytest.raises(GolfError, match="PReLU"):
-        Golf(cfg, make_layout(cfg, 1), activation=nn.PReLU())
+        Golf(cfg, bank_per_shape(cfg, 1), activation=nn.PReLU())
 
 
 def test_a_walk_of_blocks_of_ones_own_is_the_forward():
@@ -322,9 +326,9 @@ def replay(cfg, seed):
 
 @pytest.mark.parametrize("seed, plan, world", [(1337, "pr399", 1), (42, "shared_mlp", 3)])
 def test_initial_draws_are_the_published_ones(seed, plan, world):
-    cfg = load_config({**SMALL, "MODEL_DIM": "128", "BIGRAM_DIM": "64", "VE_DIM": "64", "NUM_LAYERS": "5", "PLAN": plan})
-    before = torch.get_rng_state()
-    model = Golf(cfg, make_layout(cfg, world), torch.bfloat16)
+    variant = read_variant({**SMALL, "MODEL_DIM": "128", "BIGRAM_DIM": "64", "VE_DIM": "64", "NUM_LAYERS": "5", "PLAN": plan})
+    cfg, before = variant.settings, torch.get_rng_state()
+    model = Golf(cfg, variant.part("banks")(cfg, world), torch.bfloat16)
     init_model(model, cfg, seed)
     assert torch.equal(before, torch.get_rng_state()), "the global generator is left alone"
     state, threads = named_state(model), torch.get_num_threads()
@@ -342,19 +346,21 @@ def test_initial_draws_are_the_published_ones(seed, plan, world):
 
 
 def test_weights_are_drawn_with_one_thread(monkeypatch):
-    cfg, seen, draw = load_config(SMALL), [], golfnb.model.drawn_state
+    cfg, seen, draw = settings_of(pr549, SMALL), [], golfnb.model.drawn_state
     monkeypatch.setattr(golfnb.model, "drawn_state", lambda *args: seen.append(torch.get_num_threads()) or draw(*args))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        init_model(Golf(cfg, make_layout(cfg, 1)), cfg, 1)
+        init_model(Golf(cfg, bank_per_shape(cfg, 1)), cfg, 1)
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
 def test_published_size_and_groups():
-    model, cfg, layout = model_from_settings(json.loads(json.dumps(load_config({}).model_settings())), torch.bfloat16)
+    s = settings_of(pr549, {})
+    saved = saved_settings(Golf(s, bank_per_shape(s, 1), device="meta"))
+    model, cfg, layout = model_from_settings(json.loads(json.dumps(saved)), torch.bfloat16)
     state = named_state(model)
     assert sum(t.numel() for t in state.values()) == 26_928_220
     small = [n for n in state if n not in layout.names() and "embed" not in n and "tok_emb" not in n]
@@ -370,7 +376,7 @@ def test_published_size_and_groups():
 def test_names_round_trip_and_exports_other_tensors(variant):
     model, cfg = filled(variant, torch.float32, world=3)
     state = named_state(model)
-    twin = Golf(cfg, make_layout(cfg, 1))
+    twin = Golf(cfg, bank_per_shape(cfg, 1))
     load_named(twin, state)
     again = named_state(twin)
     assert again.keys() == state.keys() and all(torch.equal(again[n], t) for n, t in state.items())

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.config import load_config, make_layout
+from golfnb.layout import bank_per_shape
 from golfnb.model import Golf
+from golfnb.recipes import pr549
+from golfnb.tools.programs import settings_of
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
 NUMBER = r"(?<![\w.,:])(?<![A-Za-z]-)(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e-?\d+)?"
@@ -86,9 +88,9 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
 
 def small_share() -> int:  # per cent
     "What part of recipe pr549's weights is in no bank."
-    cfg = load_config({"RECIPE": "pr549"})
-    layout = make_layout(cfg, 1)
-    whole = sum(p.numel() for p in Golf(cfg, layout, dtype=torch.bfloat16, device="meta").parameters())
+    s = settings_of(pr549, {})
+    layout = bank_per_shape(s, 1)
+    whole = sum(p.numel() for p in Golf(s, layout, dtype=torch.bfloat16, device="meta").parameters())
     return round(100 * (1 - sum(m.rows * m.cols for _, _, m in layout) / whole))
 
 

@@ -4,9 +4,8 @@ import random
 import pytest
 
 from golfnb.studies.baselines import candidate_buckets, search_buckets
-from golfnb.config import Config, make_layout
 from golfnb.settings import GolfError
-from golfnb.layout import Matrix, group_matrices
+from golfnb.layout import LayoutSettings, Matrix, bank_per_shape, group_matrices, mlp_in_one_bank
 from golfnb.studies.buckets import read_plan
 from golfnb.plan import Links, Plan, check_plan, finish_us, make_plan, predict, transfer_us, work_us
 
@@ -24,7 +23,7 @@ def random_links(seed: int) -> Links:
 
 
 def test_published_order():
-    layout = make_layout(Config(), 8)
+    layout = bank_per_shape(LayoutSettings(), 8)
     assert make_plan(layout) == Plan(*[("mlp_up_bank", "mlp_down_bank", "qo_bank", "kv_bank")] * 2)
 
 
@@ -69,13 +68,13 @@ def test_between_hosts_only_bytes_count():
 @pytest.mark.parametrize("world", [2, 8])
 def test_search_is_never_worse_than_published(world):
     links = random_links(world)
-    rows = search_buckets(Config(), world, links)
-    assert [us for us, _ in rows] == sorted(us for us, _ in rows) and len(rows) == len(candidate_buckets(Config(), world))
+    rows = search_buckets(LayoutSettings(), world, links)
+    assert [us for us, _ in rows] == sorted(us for us, _ in rows) and len(rows) == len(candidate_buckets(LayoutSettings(), world))
     for us, text in rows:
-        layout, plan = read_plan(Config(), text, world)
+        layout, plan = read_plan(LayoutSettings(), text, world)
         assert us == finish_us(predict(plan, layout, links))
-    for name in ("pr399", "shared_mlp"):
-        layout = make_layout(Config(plan=name), world)
+    for banks in (bank_per_shape, mlp_in_one_bank):
+        layout = banks(LayoutSettings(), world)
         assert rows[0][0] <= min(finish_us(predict(make_plan(layout, o), layout, links)) for o in ("big_first", "small_first"))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from score_workers import adapt, documents, plain_and_sliding, spawn_scores
 
+from golfnb.model import FreezeBlocks
 from golfnb.parallel_muon import Ranks
 
 ALONE = Ranks()
@@ -27,7 +28,7 @@ def test_ranks_give_one_score(ranked):
     "A chunk that is one step: 8 rows over 2 to 8 ranks, 5 rows over as many (some have none), frozen blocks. Score and weights equal one rank's."
     world, outs = ranked
     for name, dtype, more, tolerance in (("one step", torch.float64, {}, 1e-10), ("fp32", torch.float32, {}, 2e-5),
-                                         ("frozen", torch.float64, dict(ttt_freeze_blocks=2), 1e-10), ("uneven", torch.float64, dict(ttt_chunk_tokens=80), 1e-10)):
+                                         ("frozen", torch.float64, dict(freeze=FreezeBlocks(2)), 1e-10), ("uneven", torch.float64, dict(ttt_chunk_tokens=80), 1e-10)):
         if world > 3 and name in ("fp32", "frozen"):
             continue
         loss, bpb, named, *_ = adapt(ALONE, dtype, **more)

@@ -144,8 +144,8 @@ def test_the_last_chunk_is_not_trained_on():
 
 def test_frozen_blocks_stay():
     state = random_state()
-    for scope, count in (("all", 2 * 10), ("controls", 2 * 4)):
-        after = adapt(ALONE, ttt_freeze_blocks=2, ttt_freeze_scope=scope)[2]
+    for freeze, count in ((FreezeBlocks(2), 2 * 10), (FreezeControls(2), 2 * 4)):
+        after = adapt(ALONE, freeze=freeze)[2]
         still = [n for n in after if np.array_equal(after[n], state[n].double().numpy())]
         assert len(still) == count and all(n.startswith(("blocks.0.", "blocks.1.")) for n in still)
 
@@ -192,6 +192,6 @@ def test_frozen_blocks_have_no_gradient_to_compute():
 def test_bfloat16_scores_alike():
     sliding, exact = (sliding_loss(golf_on(CFG, ALONE, d)[0], stream(), random_table(), 16, 6, 4, ALONE)[0] for d in (torch.bfloat16, torch.float32))
     assert abs(sliding - exact) < 2e-3
-    for frozen in (0, 1):
-        learnt = adapt(ALONE, torch.bfloat16, ttt_freeze_blocks=frozen)[0]
-        assert learnt < sliding - 0.005 and abs(learnt - adapt(ALONE, ttt_freeze_blocks=frozen)[0]) < 2e-3
+    for freeze in (None, FreezeBlocks(1)):
+        learnt = adapt(ALONE, torch.bfloat16, freeze=freeze)[0]
+        assert learnt < sliding - 0.005 and abs(learnt - adapt(ALONE, freeze=freeze)[0]) < 2e-3

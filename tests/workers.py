@@ -6,7 +6,6 @@ import socket
 import tempfile
 import time
 import traceback
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -18,18 +17,19 @@ import torch.distributed as dist
 from forked import fork_processes
 
 from golfnb.banks import unbank
-from golfnb.studies.baselines import separate
-from golfnb.studies.buckets import BucketGolf, bucket_engine, read_plan
-from golfnb.config import load_config, make_average, make_engine, make_inside, make_layout, make_skips
+from golfnb.studies.baselines import plan_model
+from golfnb.studies.buckets import bucket_engine
+from golfnb.studies.variants import AVERAGES, Variant, any_step, read_variant
 from golfnb.settings import GolfError
-from golfnb.layout import Matrix, group_matrices
+from golfnb.layout import Matrix, bank_per_shape, group_matrices
 from golfnb.loader import Batch
-from golfnb.model import Golf, init_model, named_state
-from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
+from golfnb.model import named_state
+from golfnb.parallel_muon import ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
 from golfnb.run import LOST_RANK_WORDS
-from golfnb.program import step
-from golfnb.train import GridProjector, RunLog, Trainer, backward_pass, train, training_loss
+from golfnb.train import GridProjector, Trainer, backward_pass, train, training_loss
 
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 ROWS, SEQ = 24, 16
 TINY = dict(MODEL_DIM="16", NUM_HEADS="2", NUM_KV_HEADS="1", VOCAB_SIZE="32", ROPE_DIMS="4", BIGRAM_VOCAB_SIZE="24", BIGRAM_DIM="6", VE_DIM="6",
             TRAIN_SEQ_LEN=str(SEQ), TRAIN_BATCH_TOKENS=str(ROWS * SEQ), WARMUP_STEPS="0", MAX_WALLCLOCK_SECONDS="0", WARMDOWN_ITERS="3", ITERATIONS="5",
@@ -68,8 +68,8 @@ def spawn(world: int, name: str, *args, module: str = "workers", timeout_s: floa
 class Batches:
     "The same global batch at every world size: rank r of w takes every w-th micro-batch's rows r*n..(r+1)*n."
 
-    def __init__(self, cfg, ranks, accum: int = 1):
-        self.ranks, self.accum, self.vocab, self.at = ranks, accum, cfg.vocab_size, 0
+    def __init__(self, variant, ranks, accum: int = 1):
+        self.ranks, self.accum, self.vocab, self.at = ranks, accum, variant.settings.vocab_size, 0
 
     def state(self):
         return self.at
@@ -90,22 +90,27 @@ class Batches:
         return Batch(*self.next())
 
 
-def plan_model(cfg, plan: str, world: int, dtype, seed: int):
-    "A model and the plan, for any line that `read_plan` knows, or pr125: separate weights."
-    layout, orders = read_plan(cfg, "pr399" if plan == "pr125" else plan, world)
-    kind = Golf if plan in ("pr399", "shared_mlp") else BucketGolf
-    model = kind(cfg, layout, dtype=dtype, skips=make_skips(cfg))
-    init_model(model, cfg, seed)
-    return separate(model) if plan == "pr125" else model, orders
+def variant_of(env: dict, dtype=torch.float64, seed: int = 5) -> Variant:
+    "pr549 with the parts and numbers of `env`; what none of them does is another program's, with pr549's parts."
+    recipe = {}
+    if env.get("LINKS") == "two_level":
+        recipe = {"RECIPE": str(PROGRAMS / "two_level.py")}
+    if env.get("SCALE_FLOOR") == "0":
+        recipe = {"RECIPE": "golf", "PLAN": "pr399", "SKIP_GATE": "one", "QAT_BANKS": "0"}
+    return read_variant({"WEIGHT_DTYPE": DTYPES[dtype], "SEED": str(seed), **recipe, **env})
 
 
 def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
-    cfg = load_config(env)
-    inside = make_inside(cfg, ranks)
-    model, orders = plan_model(cfg, plan or cfg.plan, inside.world, dtype, 5)
+    "What `env` asks for, its model and its engine; with a `plan` that `plan_model` reads, banks and orders are that plan's."
+    variant = variant_of(env, dtype)
     if plan:
-        return cfg, model, bucket_engine(model, orders, cfg, ranks, inside, debug)
-    return cfg, model, make_engine(model, model.layout, cfg, ranks, inside, debug)
+        model, orders = plan_model(variant, plan, ranks, ranks.world)
+        engine = bucket_engine(model, orders, variant.settings, ranks, variant.part("clip"), variant.part("orthogonalize"))
+    else:
+        built = variant.build(ranks)
+        model, engine = built.model, built.engine
+    engine.debug = debug
+    return variant, model, engine
 
 
 def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> dict[str, list[tuple]]:
@@ -120,8 +125,8 @@ def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> d
 
 def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 1):
     "Weights by bank and parameter name after 5 steps, and the losses."
-    cfg, model, engine = machine(env, ranks, dtype, debug)
-    loader, loss_fn, losses = Batches(cfg, ranks, accum), training_loss(model, model.cap), []
+    variant, model, engine = machine(env, ranks, dtype, debug)
+    loader, loss_fn, losses = Batches(variant, ranks, accum), training_loss(model, model.cap), []
     for step in range(5):
         total = 0
         for _ in range(accum):
@@ -150,8 +155,8 @@ def on_hosts(ranks, hosts: int, envs: list) -> list:
 def plan_steps(ranks, env: dict, plan: str) -> dict:
     """Weights by published name after 4 steps in fp64, in which two matrices and a scalar get no gradient:
     what must not depend on the plan or the number of ranks."""
-    cfg, model, engine = machine(env, ranks, plan=plan)
-    loader, loss_fn, role = Batches(cfg, ranks), training_loss(model, model.cap), model.role_params()["bank"]
+    variant, model, engine = machine(env, ranks, plan=plan)
+    loader, loss_fn, role = Batches(variant, ranks), training_loss(model, model.cap), model.role_params()["bank"]
     for step in range(4):
         loss_fn(*loader.next()).backward()
         grads = unbank(model.layout, {n: b.grad for n, b in role.items()})
@@ -206,8 +211,8 @@ def clip_steps(ranks) -> dict:
 
 def projected(ranks, env: dict) -> dict:
     "Weights by published name after a step that published rounded masters."
-    cfg, model, engine = machine(env, ranks, torch.float32)
-    training_loss(model, model.cap)(*Batches(cfg, ranks).next()).backward()
+    variant, model, engine = machine(env, ranks, torch.float32)
+    training_loss(model, model.cap)(*Batches(variant, ranks).next()).backward()
     engine.launch()
     engine.finish(project=GridProjector(engine, floor=False))
     return {n: t.numpy() for n, t in named_state(model).items()}
@@ -215,10 +220,13 @@ def projected(ranks, env: dict) -> dict:
 
 def wrong_world(ranks, env: dict) -> str:
     "What an engine says to a plan for another number of ranks."
-    cfg = load_config(env)
-    layout = make_layout(cfg, ranks.world + 1)
+    variant = variant_of(env)
+
+    def banks(s, world: int):
+        return bank_per_shape(s, world + 1)
+
     try:
-        make_engine(Golf(cfg, layout), layout, cfg, ranks)
+        variant.program.build(variant.settings, ranks, banks=banks)
     except GolfError as e:
         return str(e)
 
@@ -228,10 +236,10 @@ def ways(ranks, env: dict) -> float:
     from golfnb.studies.baselines import DdpRig
     from golfnb.studies.bench import Rig, bench_shards
 
-    cfg = load_config({**env, "MUON_MOMENTUM_WARMUP_STEPS": "0", "WEIGHT_DTYPE": "fp64", "AVERAGING": "none", "WARMDOWN_ITERS": "0", "LOADER": "sequential", "DATA_PATH": "absent"})
+    variant = variant_of({**env, "MUON_MOMENTUM_WARMUP_STEPS": "0", "AVERAGING": "none", "WARMDOWN_ITERS": "0", "LOADER": "sequential", "DATA_PATH": "absent"})
     with tempfile.TemporaryDirectory() as folder:
-        paths, _ = bench_shards(cfg, Ranks(), folder)
-        rigs = [Rig(cfg, ranks, paths)] + [DdpRig(replace(cfg, plan=p), ranks, paths, one_by_one=False) for p in ("pr125", "shared_mlp")]
+        paths, _ = bench_shards(variant.settings, Ranks(), folder)
+        rigs = [Rig(variant, ranks, paths)] + [DdpRig(variant, p, ranks, paths, one_by_one=False) for p in ("pr125", "shared_mlp")]
         for rig in rigs:
             rig.warm(3)
             rig.loader.close()
@@ -239,15 +247,17 @@ def ways(ranks, env: dict) -> float:
     return max(float((ours[n].double() - other[n].double()).abs().max()) for other in others for n in ours)
 
 
-def trained(cfg, loss_fn, batches, engine, validate=None, extras=(), average=None, **more) -> Trainer:
-    "Train on batches with a loss function, as a run of `cfg` does unless it is given an average; the trainer."
-    if average is None:
-        average = make_average(cfg, engine.tensors())
-        if cfg.qat_banks:
-            more["make_projector"] = partial(GridProjector, floor=cfg.scale_floor)
-    t = Trainer(cfg, engine, batches, average, **more)
+def train_with(loss_fn, trainer: Trainer, validate=None, extras=()) -> Trainer:
+    "Train with a loss function to the end; the trainer."
     p = SimpleNamespace(backward=partial(backward_pass, loss_fn))
-    return train(t, partial(step, p), validate, extras)
+    return train(trainer, partial(any_step, p), validate, extras)
+
+
+def trained(variant: Variant, loss_fn, batches, engine, validate=None, extras=(), **more) -> Trainer:
+    "Train on batches with a loss function, as a run of the variant does; the trainer."
+    average = AVERAGES[variant.word("AVERAGING")](variant.settings)(engine.tensors())
+    t = Trainer(variant.settings, engine, batches, average, make_projector=variant.projector(), **more)
+    return train_with(loss_fn, t, validate, extras)
 
 
 class Clock:
@@ -263,8 +273,8 @@ class Clock:
 
 def skewed_clocks(ranks, env: dict):
     "Train under a wall-clock cap where this rank's clock runs at its own speed: (steps, replicated bytes, multiplier-dependent bank bytes)."
-    cfg, model, engine = machine(env, ranks, torch.float32)
-    result = trained(cfg, training_loss(model, model.cap), Batches(cfg, ranks), engine, now=Clock(0.001 * (1 + 7 * ranks.rank)))
+    variant, model, engine = machine(env, ranks, torch.float32)
+    result = trained(variant, training_loss(model, model.cap), Batches(variant, ranks), engine, now=Clock(0.001 * (1 + 7 * ranks.rank)))
     flat = b"".join(g.rounded.numpy().tobytes() for g in engine.groups)
     banks = b"".join(b.replica.detach().numpy().tobytes() for b in engine.banks.values())
     return result.steps, flat, banks
@@ -272,14 +282,14 @@ def skewed_clocks(ranks, env: dict):
 
 def bad_gradient(ranks, env: dict, who: int):
     "One rank's loss is NaN at step 2 of 4: (steps skipped, all weights finite, step losses)."
-    cfg, model, engine = machine(env, ranks, torch.float32)
+    variant, model, engine = machine(env, ranks, torch.float32)
     plain, calls = training_loss(model, model.cap), [0]
 
     def poisoned(ids, targets):
         calls[0] += 1
         return plain(ids, targets) * (float("nan") if calls[0] == 2 and ranks.rank == who else 1.0)
 
-    result = trained(cfg, poisoned, Batches(cfg, ranks), engine)
+    result = trained(variant, poisoned, Batches(variant, ranks), engine)
     finite = all(torch.isfinite(p).all().item() for p in model.parameters())
     return result.skipped, finite, b"".join(g.rounded.numpy().tobytes() for g in engine.groups)
 
