@@ -26,11 +26,28 @@ def tiny_data(folder: Path) -> dict[str, str]:
     return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(folder / "tokenizer.model")}
 
 
+def settings_for(recipe: str = "pr549", **given):
+    "The settings of a recipe's program; `given` by their names in the environment, as texts or values."
+    from golfnb.tools.programs import find_program, settings_of
+
+    texts = {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in given.items()}
+    return settings_of(find_program(recipe), texts)
+
+
+def known_names() -> set[str]:
+    "Every name that a program of golfnb takes from the environment."
+    from golfnb.settings import DONE_BY, IGNORED, NOT_BUILT
+    from golfnb.tools.programs import RECIPES, every_setting, recipe_program
+
+    found = {name.upper() for name in every_setting()} | {*DONE_BY, *IGNORED, *NOT_BUILT, "RECIPE"}
+    for recipe in RECIPES:
+        found |= set(recipe_program(recipe).WORDS)
+    return found
+
+
 def clean_env(**more) -> dict[str, str]:
     "The environment without settings of golfnb that a developer may have set."
-    from golfnb.config import NOT_BUILT, setting_specs
-
-    ours = {n.upper() for n in setting_specs()} | set(NOT_BUILT)
+    ours = known_names()
     return {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"} | more
 
 
