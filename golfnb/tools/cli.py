@@ -237,6 +237,7 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
     book.checkpoint.read_keeping({**os.environ, **settings})
     s = settings_for(program, settings)
     s.check(ranks)
+    program.CODEC.check()  # or its package is missed after the training
     folder = Path(s.runs_dir, s.run_id or f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / "train.log").exists():
         kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
