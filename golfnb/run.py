@@ -43,7 +43,7 @@ from .artifact import Plain, ledger_rows, open_own, pack_bytes, save_artifact, s
 @dataclass
 class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
-    recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
+    recipe: str = setting("pr549", "name of the program that runs: its recipe")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")

@@ -55,7 +55,7 @@ def test_the_commands_refuse_what_they_do_not_know(tmp_path):
 
 
 def test_every_module_has_a_notebook_and_is_importable_without_heavy_extras():
-    code = "import sys\nfor m in ('triton', 'matplotlib', 'nbdev', 'fastcore', 'IPython', 'python_minifier', 'huggingface_hub'):\n    sys.modules[m] = None\n"
+    code = "import sys\nfor m in ('triton', 'matplotlib', 'nbdev', 'fastcore', 'IPython', 'huggingface_hub'):\n    sys.modules[m] = None\n"
     modules = [p for p in (ROOT / "golfnb").rglob("*.py") if p.stem not in ("__init__", "__main__", "_modidx", "train_gpt")]
     chapters = [p.stem.split("_", 1)[1] for p in (ROOT / "nbs").glob("*/[0-9]*_*.ipynb") if "_study_" not in p.stem]
     recipes = [p.stem for p in (ROOT / "nbs" / "recipes").glob("*.ipynb")]

@@ -1061,7 +1061,7 @@ def study_command(args) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #4da84a17
 WITHOUT = {  # extra -> what is missed without it
     "plots": "notebooks draw no pictures", "data": "no download of shards, no tables as documents",
-    "track": "no TensorBoard, no Weights & Biases", "pack": "no packed scripts",
+    "track": "no TensorBoard, no Weights & Biases",
     "weights": "no safetensors", "notebooks": "no `golfnb lab`"}
 
 
