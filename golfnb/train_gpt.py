@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 2db009309456d97f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 48a86e269ba1889f
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -79,14 +79,12 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
 }
 
 
-def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str = "") -> Field:
-    """A dataclass field with its meaning, its bounds and how far it is fixed.
+def setting(default, meaning: str, *choices: str, bounds: str = "") -> Field:
+    """A dataclass field with its meaning and its bounds.
 
     `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds` is a key of BOUNDS.
-    `fixed` says which values a generated script accepts: "" any, "yes" only its own, "off" its own, 0 and
-    none, "rows" any count above 0 where its own is above 0, else only 0.
     """
-    return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds, fixed=fixed))
+    return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
 
 
 @dataclass
@@ -1409,13 +1407,13 @@ class ModelSettings(LayoutSettings):
     rope_train_len: int = setting(1024, "row length from which RoPE is NTK-scaled: tokens", bounds="> 0")
     logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits", bounds="> 0")
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
-    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
-    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
+    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
+    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0")
     negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
     tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
-    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
+    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
     bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
-    ve_enabled: bool = setting(True, "value embeddings: 0 or 1", fixed="yes")
+    ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
     ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
     ve_layers: str = setting("9,10", "blocks that add a value embedding, numbered from 0: list of blocks")
 
@@ -1449,7 +1447,7 @@ class ModelSettings(LayoutSettings):
 class ComputeSettings(BaseSettings):
     "How a model is computed on this machine."
     weight_dtype: str = setting("auto", "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
-                                "auto", "bf16", "fp32", "fp64", fixed="")
+                                "auto", "bf16", "fp32", "fp64")
     attention: str = setting("auto", "attention backend; auto: the fastest that works here (chapter 03)",
                              "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
@@ -3901,7 +3899,7 @@ class Ledger:
 @dataclass
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
-    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
+    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
@@ -4055,7 +4053,7 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 @dataclass
 class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
-    recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
+    recipe: str = setting("pr549", "name of the program that runs: its recipe")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")
