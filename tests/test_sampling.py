@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from test_model import VARIANTS, filled
+from tiny import settings_for
 
 from golfnb.studies.bench import record_result
-from golfnb.config import load_config, make_layout, make_skips
-from golfnb.model import Block, Golf, init_model
+from golfnb.layout import mlp_in_one_bank
+from golfnb.model import Block, Golf, SigmoidSkips, init_model
+from golfnb.parallel_muon import Ranks
+from golfnb.tools.programs import recipe_program
 from golfnb.tools.sampling import CachedBlock, CachedReader, draw, generate, next_logits, row_start, stream_tokens
 from golfnb.settings import GolfError
 
@@ -58,8 +61,7 @@ def test_generate():
 
 def rates(cfg, cached: bool, before: int, count: int, rounds: int = 5) -> list[float]:
     "Tokens a second of `rounds` pieces of `count` tokens, the first after `before` others."
-    model = Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg))
-    init_model(model, cfg, seed=1)
+    model = recipe_program(cfg.recipe).build(cfg, Ranks()).model
     text, g, found = torch.randint(cfg.vocab_size, (before,)).tolist(), torch.Generator().manual_seed(0), []
     read = CachedReader(model) if cached else lambda ids: next_logits(model, ids)
     read(text[:-1])
@@ -73,8 +75,8 @@ def rates(cfg, cached: bool, before: int, count: int, rounds: int = 5) -> list[f
 
 def test_a_token_more_is_read_alone(monkeypatch):
     "Also with 200 before it: all that makes writing slow with the length of a text is the attention to what is kept."
-    cfg = load_config({"RECIPE": "demo"})
-    model = Golf(cfg, make_layout(cfg, 1), skips=make_skips(cfg))
+    cfg = settings_for("demo")
+    model = Golf(cfg, mlp_in_one_bank(cfg, 1), skips=SigmoidSkips())
     init_model(model, cfg, seed=1)
     text, read, seen = torch.randint(cfg.vocab_size, (210,)).tolist(), CachedReader(model), []
     monkeypatch.setattr(CachedBlock, "run", lambda block, x, *more: seen.append(x.shape[1]) or Block.run(block, x, *more))
@@ -87,7 +89,7 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     samples = {}
     for recipe, count in (("demo", 20), ("pr549", 20)):
-        cfg = load_config({"RECIPE": recipe})
+        cfg = settings_for(recipe)
         for way in ("plain", "cached"):
             for place, before in (("beginning", 2), ("end", cfg.train_seq_len - 5 * count - 2)):
                 slow = way == "plain" and recipe == "pr549"

@@ -52,6 +52,15 @@ def run_quietly(program: ModuleType, env: dict[str, str], code: bytes = b"") -> 
     return program.main(run)
 
 
+def model_settings(s, plan: str = "pr399", skip_gate: str = "one") -> dict:
+    "What a file would say of the model of these settings."
+    from dataclasses import fields
+
+    from golfnb.model import ModelSettings
+
+    return {spec.name: getattr(s, spec.name) for spec in fields(ModelSettings)} | {"plan": plan, "skip_gate": skip_gate}
+
+
 def known_names() -> set[str]:
     "Every name that a program of golfnb takes from the environment."
     from golfnb.settings import DONE_BY, IGNORED, NOT_BUILT
