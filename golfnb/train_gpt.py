@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 48a86e269ba1889f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source cbeba67918adf95b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -14,7 +14,6 @@ import functools
 import gc
 import glob
 import hashlib
-import heapq
 import importlib.util
 import json
 import lzma
@@ -3527,125 +3526,6 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     return state
 
 
-def entropy_bits(values: np.ndarray) -> float:
-    "Bits a value of int8 `values`: the floor for a coder that looks at one value at a time."
-    counts = np.bincount(np.ascontiguousarray(values).view(np.uint8).ravel(), minlength=256)
-    p = counts[counts > 0] / max(counts.sum(), 1)
-    return float(-(p * np.log2(p)).sum())
-
-
-def bits_per_weight(k: float) -> float:
-    "Entropy in bits of a Gaussian row on the int6 grid of step k * std / 31."
-    return 0.5 * math.log2(2 * math.pi * math.e * ((31 / k) ** 2 + 1 / 12))
-
-
-def k_for_bits(bits: float) -> float:
-    "The k that gives so many bits a weight; infinite under about 0.25 bits, where the formula has no answer."
-    square = 4**bits / (2 * math.pi * math.e) - 1 / 12
-    return 31 / math.sqrt(square) if square > 0 else math.inf
-
-
-def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
-    "Numbers of the jobs of each of `hands`: the most expensive first, to the one with the least to do."
-    load, dealt = [(0, hand) for hand in range(hands)], [[] for _ in range(hands)]
-    for job in np.argsort(-np.asarray(costs), kind="stable").tolist():
-        busy, hand = load[0]
-        dealt[hand].append(job)
-        heapq.heapreplace(load, (busy + int(costs[job]), hand))
-    return dealt
-
-
-class Nearest:
-    "A way to int6 for `shared_out` and `fit_state`: each weight is rounded to the nearest."
-
-    def __init__(self, scale_floor: bool = False):
-        self.scale_floor = scale_floor
-
-    def __call__(self, name: str, w: Tensor, k: float = 0.0) -> Packed:
-        "A matrix [rows, cols] packed; errors as `pack_rows`."
-        return pack_rows(name, w, "int6", self.scale_floor, k)
-
-
-def shared_out(named: dict, int6: Callable[[str, Tensor], Packed], ranks: Ranks, log=None) -> dict:
-    "`int6(name, w)` of all matrices in `named`, shared out; every rank must call, all get the same."
-    sizes, found = [w.numel() + 2 * len(w) for w in named.values()], {}
-    flat = torch.zeros(sum(sizes), dtype=torch.int8, device=ranks.device)  # of each its integers and scales
-    costs = [w.numel() * w.shape[1] + w.shape[1] ** 3 for w in named.values()]
-    parts = list(zip(named, flat.split(sizes)))
-    jobs = deal_jobs(costs, ranks.world)[ranks.rank]
-    for name, part in counted([parts[job] for job in jobs], "quantizing", log):
-        p = int6(name, named[name])
-        part.copy_(torch.from_numpy(np.concatenate([p.data.ravel(), p.scale.view(np.int8)])))
-    for (name, w), part in zip(named.items(), ranks.sum_late(flat).cpu().split(sizes)):
-        code, scale = part[:w.numel()].view(w.shape).numpy(), part[w.numel():].numpy().view(np.float16)
-        found[name] = Packed("int6", tuple(w.shape), code, scale)
-    return found
-
-
-K_FINEST, K_COARSEST = 4.0, 64.0  # below, the clip cuts into the bulk; above, nearly all weights are zero
-SIZE_AIM, SIZE_GOOD = 0.998, 0.995  # shares of the target that we aim at, and that are near enough
-
-
-class NothingFits(GolfError):
-    "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
-
-
-def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callable[[dict], int],
-                   int6: Callable[[float], dict[str, Packed]]) -> dict[str, Packed]:
-    """The finest packed state whose container has at most `target_bytes`.
-
-    `packed` is tried first. `measure(state)` counts a container's bytes; `int6(k)` packs all int6 matrices.
-    Raises NothingFits when even the coarsest is too large.
-    """
-    if (size := measure(packed)) <= target_bytes:
-        return packed
-    codes = [p.data.ravel() for p in packed.values() if p.kind == "int6"]
-    codes = np.concatenate([np.empty(0, np.int8), *codes])
-    bits, found = entropy_bits(codes), {}  # found: size -> state, of those that fit
-    for tries_left in range(5, -1, -1):
-        bits -= 8 * (size - SIZE_AIM * target_bytes) / max(codes.size, 1)
-        k = min(max(k_for_bits(bits), K_FINEST), K_COARSEST) if found or tries_left else K_COARSEST
-        packed = packed | int6(k)
-        size, bits = measure(packed), bits_per_weight(k)
-        if size <= target_bytes:
-            found.setdefault(size, packed)
-        if (max(found) >= SIZE_GOOD * target_bytes or k == K_FINEST) if found else k == K_COARSEST:
-            break
-    if not found:
-        error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; "
-                            "allow at least that much or train a smaller model")
-        error.packed = packed
-        raise error
-    return found[max(found)]
-
-
-def int6_matrices(packed: Mapping[str, Packed], named: Mapping) -> dict[str, Tensor]:
-    "Those of the `named` weights that are int6 in a packed state."
-    return {name: named[name] for name, p in packed.items() if p.kind == "int6"}
-
-
-def fit_state(packed: dict, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
-              int6: Nearest, ranks: Ranks = Ranks(), log=None) -> dict:
-    """The state as fine as `target_bytes` allow; errors as in `size_to_target`.
-
-    `packed`, the `named` weights on the finest grid, is tried first, then coarser ones that `int6` makes
-    of the matrices. All `ranks` call, and get the same; `measure` is called on rank 0.
-    """
-    matrices = int6_matrices(packed, named)
-
-    def coarser(k: float) -> dict:
-        return shared_out(matrices, partial(int6, k=k), ranks, log)
-
-    def size(state: dict) -> int:
-        found = 0
-        if ranks.master:
-            for one in counted([state], "compressing", log):
-                found = measure(one)
-        return ranks.broadcast_object(found)
-
-    return size_to_target(packed, target_bytes, size, coarser)
-
-
 # ---- golfnb/artifact.py ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
@@ -4294,23 +4174,6 @@ class Run:
             self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
         self.ranks.barrier()
         return state
-
-    def fitted(self, packed: dict, averaged: dict, model: Golf, int6: Nearest, codec: Plain) -> dict:
-        """The averaged weights on the finest grid with which file and code fit into TARGET_BYTES.
-
-        `packed` has them on the finest of all, `int6` makes coarser ones; arguments as of `fit_state`. If not
-        even the coarsest fits, the log says so, and it is returned all the same.
-        """
-        room = self.settings.target_bytes - len(self.code)
-
-        def size(packed: dict) -> int:
-            return len(pack_bytes(packed, self.meta(model), codec))
-
-        try:
-            return fit_state(packed, averaged, room, size, int6, self.ranks, self.log)
-        except NothingFits as e:
-            self.log.line(str(e))
-            return e.packed
 
     def write_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
         "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -633,7 +632,6 @@ class Packing:
         self.settings, self.ranks, self.out, self.log = s, ranks, out, log
         self.code = bytes(code)
         self.meta = lambda model: meta
-        self.fitted = partial(book.run.Run.fitted, self)
 
     @property
     def train_paths(self) -> list[Path]:
