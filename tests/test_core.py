@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ("settings", "config", "run", "any_model", "program")
+REFERENCE = ("settings", "run", "any_model")
 STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks", "model", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
@@ -75,7 +75,6 @@ def test_the_recipes_are_a_folder_of_their_own():
     for folder, ext in ((ROOT / "golfnb" / "recipes", "py"), (ROOT / "nbs" / "recipes", "ipynb")):
         assert sorted(p.stem for p in folder.glob(f"*.{ext}") if p.stem != "__init__") == sorted(RECIPES)
     assert not {(m, i) for m in RECIPES for i in imports(f"recipes/{m}") if i not in CORE}, "a recipe is made of the core alone"
-    assert not {(m, i) for m in RECIPES for i in imports(f"recipes/{m}") if i in ("config", "program")}, "and of none of the old way"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -95,7 +94,7 @@ def test_a_branch_on_a_word_would_be_found():
 
 
 def test_names_of_a_program_are_left_to_programs():
-    taken = {(m, name) for m in CORE if m != "program" for name in defined(tree_of(m)) & RESERVED}
+    taken = {(m, name) for m in CORE for name in defined(tree_of(m)) & RESERVED}
     assert taken == set()
 
 
