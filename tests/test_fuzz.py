@@ -36,15 +36,16 @@ from golfnb.artifact import PREFIX_BYTES, Best, Lzma, Plain, Rans, Zlib, load_ar
 from golfnb.studies.bench import record_result
 from golfnb.bpb import tokenizer_hash
 from golfnb.tools.cli import main_cli
-from golfnb.config import load_config
 from golfnb.tools.data import stdlib_documents, train_tokenizer
-from golfnb.model import ModelSettings, init_model, model_from_settings, named_state
+from golfnb.layout import bank_per_shape
+from golfnb.model import Golf, ModelSettings, init_model, model_from_settings, named_state, saved_settings
 from golfnb.quantize import quantize_state
 from golfnb.rans import RANS_PREFIX, rans_lanes
 from golfnb.settings import CONTROLS, GolfError
 from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
 from golfnb.tools.submission import claim_numbers, read_log
 from test_artifact import META, same, toy
+from tiny import settings_for
 
 CODECS = (Lzma(), Zlib(), Rans(), Best(), Plain())
 MEMORY = 192 << 20  # bytes a process may grow by while it reads damaged files of at most 64 KB
@@ -299,12 +300,13 @@ def good_files(folder: Path) -> None:
     "What is mangled: a tiny model in four codecs, its tokenizer, a shard, the files of a finished run and of a submission."
     train_tokenizer(stdlib_documents(["json"]), folder / "tokenizer.model", 640)
     write_shard(folder / "shard.bin", np.random.default_rng(0).integers(0, 640, 700, dtype=np.uint16))
-    cfg = load_config(SMALL)
-    model, small, _ = model_from_settings(cfg.model_settings())
+    s = settings_for(**SMALL)
+    saved = saved_settings(Golf(s, bank_per_shape(s, 1)))
+    model, small, _ = model_from_settings(saved)
     init_model(model, small, 0)
     meta = {"settings": asdict(small), "recipe": "pr549", "seed": 1, "steps": 2, "tokenizer_sha256": tokenizer_hash(folder / "tokenizer.model")}
     for codec in CODECS:
-        atomic_write(folder / f"{codec.name}.golf", pack_bytes(quantize_state(named_state(model), False, small=cfg.small_tensor), meta, codec))
+        atomic_write(folder / f"{codec.name}.golf", pack_bytes(quantize_state(named_state(model), False, small=s.small_tensor), meta, codec))
     for i, data in enumerate(bombs((folder / "rans.golf").read_bytes())):
         atomic_write(folder / f"bombs/{i}.golf", data)
     digest = hashlib.sha256(b"1\n").hexdigest()
@@ -313,7 +315,7 @@ def good_files(folder: Path) -> None:
     save_weights(folder / "run/ema.golf", named_state(model), meta)
     for name, value in {
             "run/summary.json": {"recipe": "pr549", "seed": 1, "world": 1, "steps": 2, "device": "CPU", "ema_bpb": 1.5, "artifact_bytes": 9, "code_bytes": 1, "ledger": [["code", 1]], "losses": [3.0, 2.0],
-                                 "seconds": {"training": 1.0}, "config": asdict(cfg)},
+                                 "seconds": {"training": 1.0}, "config": asdict(s)},
             "run/metrics.jsonl": {"event": "val", "step": 1, "loss": 2.0, "ms": 1.0}, "sub/audit_seed1.json": {"artifact_sha256": digest, "findings": findings},
             "sub/submission.json": claim | claim_numbers([read_log(LOG.format(digest))], 2, "non-record", None)}.items():
         atomic_write(folder / name, json.dumps(value))
