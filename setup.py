@@ -45,7 +45,7 @@ setup(
     ],
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    packages=["golfnb", "golfnb.studies", "golfnb.tools"],
+    packages=["golfnb", "golfnb.recipes", "golfnb.studies", "golfnb.tools"],
     package_data={"golfnb": ["py.typed"], "golfnb.tools": ["*.html"]},  # the page of `golfnb play`; annotations count
     data_files=[  # what `golfnb lab` copies
         ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
@@ -58,10 +58,9 @@ setup(
         "plots": ["matplotlib"],
         "data": ["huggingface_hub", "pyarrow"],
         "track": ["tensorboard", "wandb"],
-        "pack": ["python-minifier"],
         "weights": ["safetensors"],
         "notebooks": ["matplotlib", "jupyterlab"],
-        "dev": ["golfnb[plots,data,pack,weights,notebooks]", *pins("requirements-dev.txt")],
+        "dev": ["golfnb[plots,data,weights,notebooks]", *pins("requirements-dev.txt")],
     },
     entry_points={"console_scripts": ["golfnb = golfnb.tools.cli:main_cli"]},
 )

@@ -37,13 +37,13 @@ class ModelSettings(LayoutSettings):
     rope_train_len: int = setting(1024, "row length from which RoPE is NTK-scaled: tokens", bounds="> 0")
     logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits", bounds="> 0")
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
-    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
-    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
+    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
+    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0")
     negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
     tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
-    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
+    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
     bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
-    ve_enabled: bool = setting(True, "value embeddings: 0 or 1", fixed="yes")
+    ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
     ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
     ve_layers: str = setting("9,10", "blocks that add a value embedding, numbered from 0: list of blocks")
 
@@ -79,7 +79,7 @@ def problems(self: ModelSettings) -> Iterator[str]:
 class ComputeSettings(BaseSettings):
     "How a model is computed on this machine."
     weight_dtype: str = setting("auto", "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
-                                "auto", "bf16", "fp32", "fp64", fixed="")
+                                "auto", "bf16", "fp32", "fp64")
     attention: str = setting("auto", "attention backend; auto: the fastest that works here (chapter 03)",
                              "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LOST_RANK_WORDS', 'RunSettings', 'weight_dtype', 'make_backward', 'make_forward', 'Run', 'bytes_needed',
-           'check_memory', 'open_run', 'device_name', 'train_and_average', 'cap_before_gptq', 'reserve_problems',
-           'hessians_in_time', 'as_rank', 'start']
+           'check_memory', 'open_run', 'device_name', 'train_and_average', 'fit_to_budget', 'cap_before_gptq',
+           'reserve_problems', 'hessians_in_time', 'as_rank', 'start']
 
 # %% ../nbs/reference/16_run.ipynb #f02c632b
 import hashlib
@@ -43,7 +43,7 @@ from .artifact import Plain, ledger_rows, open_own, pack_bytes, save_artifact, s
 @dataclass
 class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
-    recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
+    recipe: str = setting("pr549", "name of the program that runs: its recipe")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")
@@ -389,22 +389,21 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
     return averaged
 
 # %% ../nbs/reference/16_run.ipynb #a0de1607
-@patch
-def fitted(self: Run, packed: dict, averaged: dict, model: Golf, int6: Nearest, codec: Plain) -> dict:
+def fit_to_budget(run: Run, packed: dict, averaged: dict, model: Golf, int6: Nearest, codec: Plain) -> dict:
     """The averaged weights on the finest grid with which file and code fit into TARGET_BYTES.
 
     `packed` has them on the finest of all, `int6` makes coarser ones; arguments as of `fit_state`. If not
     even the coarsest fits, the log says so, and it is returned all the same.
     """
-    room = self.settings.target_bytes - len(self.code)
+    room = run.settings.target_bytes - len(run.code)
 
     def size(packed: dict) -> int:
-        return len(pack_bytes(packed, self.meta(model), codec))
+        return len(pack_bytes(packed, run.meta(model), codec))
 
     try:
-        return fit_state(packed, averaged, room, size, int6, self.ranks, self.log)
+        return fit_state(packed, averaged, room, size, int6, run.ranks, run.log)
     except NothingFits as e:
-        self.log.line(str(e))
+        run.log.line(str(e))
         return e.packed
 
 # %% ../nbs/reference/16_run.ipynb #a0de1608

@@ -44,14 +44,12 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
 }
 
 # %% ../nbs/reference/00_settings.ipynb #63fe3277
-def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str = "") -> Field:
-    """A dataclass field with its meaning, its bounds and how far it is fixed.
+def setting(default, meaning: str, *choices: str, bounds: str = "") -> Field:
+    """A dataclass field with its meaning and its bounds.
 
     `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds` is a key of BOUNDS.
-    `fixed` says which values a generated script accepts: "" any, "yes" only its own, "off" its own, 0 and
-    none, "rows" any count above 0 where its own is above 0, else only 0.
     """
-    return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds, fixed=fixed))
+    return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
 
 # %% ../nbs/reference/00_settings.ipynb #357887c4
 @dataclass

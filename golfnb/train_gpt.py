@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 2db009309456d97f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source cbeba67918adf95b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -14,7 +14,6 @@ import functools
 import gc
 import glob
 import hashlib
-import heapq
 import importlib.util
 import json
 import lzma
@@ -79,14 +78,12 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
 }
 
 
-def setting(default, meaning: str, *choices: str, bounds: str = "", fixed: str = "") -> Field:
-    """A dataclass field with its meaning, its bounds and how far it is fixed.
+def setting(default, meaning: str, *choices: str, bounds: str = "") -> Field:
+    """A dataclass field with its meaning and its bounds.
 
     `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds` is a key of BOUNDS.
-    `fixed` says which values a generated script accepts: "" any, "yes" only its own, "off" its own, 0 and
-    none, "rows" any count above 0 where its own is above 0, else only 0.
     """
-    return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds, fixed=fixed))
+    return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
 
 
 @dataclass
@@ -1409,13 +1406,13 @@ class ModelSettings(LayoutSettings):
     rope_train_len: int = setting(1024, "row length from which RoPE is NTK-scaled: tokens", bounds="> 0")
     logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits", bounds="> 0")
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
-    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1", fixed="yes")
-    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0", fixed="rows")
+    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
+    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0")
     negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
     tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
-    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows", fixed="rows")
+    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
     bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
-    ve_enabled: bool = setting(True, "value embeddings: 0 or 1", fixed="yes")
+    ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
     ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
     ve_layers: str = setting("9,10", "blocks that add a value embedding, numbered from 0: list of blocks")
 
@@ -1449,7 +1446,7 @@ class ModelSettings(LayoutSettings):
 class ComputeSettings(BaseSettings):
     "How a model is computed on this machine."
     weight_dtype: str = setting("auto", "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
-                                "auto", "bf16", "fp32", "fp64", fixed="")
+                                "auto", "bf16", "fp32", "fp64")
     attention: str = setting("auto", "attention backend; auto: the fastest that works here (chapter 03)",
                              "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
     compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
@@ -3529,125 +3526,6 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     return state
 
 
-def entropy_bits(values: np.ndarray) -> float:
-    "Bits a value of int8 `values`: the floor for a coder that looks at one value at a time."
-    counts = np.bincount(np.ascontiguousarray(values).view(np.uint8).ravel(), minlength=256)
-    p = counts[counts > 0] / max(counts.sum(), 1)
-    return float(-(p * np.log2(p)).sum())
-
-
-def bits_per_weight(k: float) -> float:
-    "Entropy in bits of a Gaussian row on the int6 grid of step k * std / 31."
-    return 0.5 * math.log2(2 * math.pi * math.e * ((31 / k) ** 2 + 1 / 12))
-
-
-def k_for_bits(bits: float) -> float:
-    "The k that gives so many bits a weight; infinite under about 0.25 bits, where the formula has no answer."
-    square = 4**bits / (2 * math.pi * math.e) - 1 / 12
-    return 31 / math.sqrt(square) if square > 0 else math.inf
-
-
-def deal_jobs(costs: Sequence[int], hands: int) -> list[list[int]]:
-    "Numbers of the jobs of each of `hands`: the most expensive first, to the one with the least to do."
-    load, dealt = [(0, hand) for hand in range(hands)], [[] for _ in range(hands)]
-    for job in np.argsort(-np.asarray(costs), kind="stable").tolist():
-        busy, hand = load[0]
-        dealt[hand].append(job)
-        heapq.heapreplace(load, (busy + int(costs[job]), hand))
-    return dealt
-
-
-class Nearest:
-    "A way to int6 for `shared_out` and `fit_state`: each weight is rounded to the nearest."
-
-    def __init__(self, scale_floor: bool = False):
-        self.scale_floor = scale_floor
-
-    def __call__(self, name: str, w: Tensor, k: float = 0.0) -> Packed:
-        "A matrix [rows, cols] packed; errors as `pack_rows`."
-        return pack_rows(name, w, "int6", self.scale_floor, k)
-
-
-def shared_out(named: dict, int6: Callable[[str, Tensor], Packed], ranks: Ranks, log=None) -> dict:
-    "`int6(name, w)` of all matrices in `named`, shared out; every rank must call, all get the same."
-    sizes, found = [w.numel() + 2 * len(w) for w in named.values()], {}
-    flat = torch.zeros(sum(sizes), dtype=torch.int8, device=ranks.device)  # of each its integers and scales
-    costs = [w.numel() * w.shape[1] + w.shape[1] ** 3 for w in named.values()]
-    parts = list(zip(named, flat.split(sizes)))
-    jobs = deal_jobs(costs, ranks.world)[ranks.rank]
-    for name, part in counted([parts[job] for job in jobs], "quantizing", log):
-        p = int6(name, named[name])
-        part.copy_(torch.from_numpy(np.concatenate([p.data.ravel(), p.scale.view(np.int8)])))
-    for (name, w), part in zip(named.items(), ranks.sum_late(flat).cpu().split(sizes)):
-        code, scale = part[:w.numel()].view(w.shape).numpy(), part[w.numel():].numpy().view(np.float16)
-        found[name] = Packed("int6", tuple(w.shape), code, scale)
-    return found
-
-
-K_FINEST, K_COARSEST = 4.0, 64.0  # below, the clip cuts into the bulk; above, nearly all weights are zero
-SIZE_AIM, SIZE_GOOD = 0.998, 0.995  # shares of the target that we aim at, and that are near enough
-
-
-class NothingFits(GolfError):
-    "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
-
-
-def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callable[[dict], int],
-                   int6: Callable[[float], dict[str, Packed]]) -> dict[str, Packed]:
-    """The finest packed state whose container has at most `target_bytes`.
-
-    `packed` is tried first. `measure(state)` counts a container's bytes; `int6(k)` packs all int6 matrices.
-    Raises NothingFits when even the coarsest is too large.
-    """
-    if (size := measure(packed)) <= target_bytes:
-        return packed
-    codes = [p.data.ravel() for p in packed.values() if p.kind == "int6"]
-    codes = np.concatenate([np.empty(0, np.int8), *codes])
-    bits, found = entropy_bits(codes), {}  # found: size -> state, of those that fit
-    for tries_left in range(5, -1, -1):
-        bits -= 8 * (size - SIZE_AIM * target_bytes) / max(codes.size, 1)
-        k = min(max(k_for_bits(bits), K_FINEST), K_COARSEST) if found or tries_left else K_COARSEST
-        packed = packed | int6(k)
-        size, bits = measure(packed), bits_per_weight(k)
-        if size <= target_bytes:
-            found.setdefault(size, packed)
-        if (max(found) >= SIZE_GOOD * target_bytes or k == K_FINEST) if found else k == K_COARSEST:
-            break
-    if not found:
-        error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; "
-                            "allow at least that much or train a smaller model")
-        error.packed = packed
-        raise error
-    return found[max(found)]
-
-
-def int6_matrices(packed: Mapping[str, Packed], named: Mapping) -> dict[str, Tensor]:
-    "Those of the `named` weights that are int6 in a packed state."
-    return {name: named[name] for name, p in packed.items() if p.kind == "int6"}
-
-
-def fit_state(packed: dict, named: Mapping, target_bytes: int, measure: Callable[[dict], int],
-              int6: Nearest, ranks: Ranks = Ranks(), log=None) -> dict:
-    """The state as fine as `target_bytes` allow; errors as in `size_to_target`.
-
-    `packed`, the `named` weights on the finest grid, is tried first, then coarser ones that `int6` makes
-    of the matrices. All `ranks` call, and get the same; `measure` is called on rank 0.
-    """
-    matrices = int6_matrices(packed, named)
-
-    def coarser(k: float) -> dict:
-        return shared_out(matrices, partial(int6, k=k), ranks, log)
-
-    def size(state: dict) -> int:
-        found = 0
-        if ranks.master:
-            for one in counted([state], "compressing", log):
-                found = measure(one)
-        return ranks.broadcast_object(found)
-
-    return size_to_target(packed, target_bytes, size, coarser)
-
-
 # ---- golfnb/artifact.py ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
@@ -3901,7 +3779,7 @@ class Ledger:
 @dataclass
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
-    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
+    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
@@ -4055,7 +3933,7 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 @dataclass
 class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
-    recipe: str = setting("pr549", "recipe the settings started from: a name in RECIPES", fixed="yes")
+    recipe: str = setting("pr549", "name of the program that runs: its recipe")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")
@@ -4296,23 +4174,6 @@ class Run:
             self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
         self.ranks.barrier()
         return state
-
-    def fitted(self, packed: dict, averaged: dict, model: Golf, int6: Nearest, codec: Plain) -> dict:
-        """The averaged weights on the finest grid with which file and code fit into TARGET_BYTES.
-
-        `packed` has them on the finest of all, `int6` makes coarser ones; arguments as of `fit_state`. If not
-        even the coarsest fits, the log says so, and it is returned all the same.
-        """
-        room = self.settings.target_bytes - len(self.code)
-
-        def size(packed: dict) -> int:
-            return len(pack_bytes(packed, self.meta(model), codec))
-
-        try:
-            return fit_state(packed, averaged, room, size, int6, self.ranks, self.log)
-        except NothingFits as e:
-            self.log.line(str(e))
-            return e.packed
 
     def write_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
         "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."

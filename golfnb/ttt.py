@@ -58,7 +58,7 @@ class Ledger:
 @dataclass
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
-    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1", fixed="off")
+    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
     ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 import workers
+from tiny import own_program
 
-from golfnb import program
+from golfnb.recipes import demo
 from golfnb.run import as_rank
 from golfnb.tools.checkpoint import open_kept
 
@@ -42,6 +43,7 @@ def work(ranks):
     what, folder, *words = sys.argv[1:]
     if what == "run":
         env = {"CHECKPOINT_EVERY_S": "0", **os.environ}
+        program = own_program("two_level") if env["RECIPE"] == "two_level" else demo
         return program.main(open_kept(program, env, ranks)).get("over_budget")
     measure = {"steps": workers.five_steps, "seconds": partial(spent, time.perf_counter), "bytes": partial(spent, sent)}[what]
     found = [measure(ranks, env) for env in json.loads(words[0])]

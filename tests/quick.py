@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import LONG, ROOT
-from tiny import TINY, tiny_data
+from tiny import TINY, run_quietly, tiny_data
 
 FOLDERS_ON_PATH = ("tests", "book")  # their files are imported by their bare names
 
@@ -112,12 +112,11 @@ def select(root: Path, changed: list[Path], slow: tuple[str, ...]) -> Selection:
 
 def smoke_run() -> None:
     "Data, training, artifact and scores in seconds, from the package in this process."
-    from golfnb.config import load_config
-    from golfnb.run import run
+    from golfnb.recipes import demo
 
     with tempfile.TemporaryDirectory() as tmp:
         settings = TINY | tiny_data(Path(tmp)) | {"RUNS_DIR": tmp, "RUN_ID": "smoke"}
-        found = run(load_config(settings), quiet=True)
+        found = run_quietly(demo, settings)
     scores = " ".join(f"{name}:{found[name]:.4f}" for name in found if name.endswith("_bpb"))
     print(f"a run of {found['steps']} steps: {scores}", flush=True)
 

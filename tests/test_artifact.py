@@ -13,15 +13,15 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from tiny import settings_for
 
 import golfnb.artifact as artifact
+from tiny import model_settings, settings_for
+
 from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd, artifact_ledger, decompress_section, export_safetensors, import_safetensors,
                              ledger_rows, load_artifact, load_model, load_weights, open_own, pack_bytes, save_artifact, save_weights, seal, unpack_bytes)
 from golfnb.bpb import tokenizer_hash
 from golfnb.settings import GolfError
-from golfnb.layout import bank_per_shape
-from golfnb.model import Golf, init_model, model_from_settings, named_state, saved_settings
+from golfnb.model import init_model, model_from_settings, named_state
 from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, quantize_state
 
 STDLIB_CODECS = [Lzma(), Zlib(), Rans(), Best(), Plain()]
@@ -386,8 +386,7 @@ def test_ledger_adds_up(tmp_path):
 def tiny():
     s = settings_for(NUM_LAYERS=2, MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, VOCAB_SIZE=64, ROPE_DIMS=8, BIGRAM_VOCAB_SIZE=32, BIGRAM_DIM=8,
                      VE_LAYERS=1, VE_DIM=8, XSA_LAST_N=1, TRAIN_SEQ_LEN=16, EVAL_SEQ_LEN=16, EVAL_STRIDE=8)
-    saved = saved_settings(Golf(s, bank_per_shape(s, 1)))
-    model, cfg, _ = model_from_settings(saved)
+    model, cfg, _ = model_from_settings(model_settings(s))
     init_model(model, cfg, 0)
     return model, cfg, {"settings": asdict(cfg), "tokenizer_sha256": "0" * 64, "vocab_size": 64, "recipe": "pr549", "seed": 0, "steps": 0}
 

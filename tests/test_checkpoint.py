@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb import program
+from golfnb.recipes import demo
 from golfnb.recipes import demo
 from golfnb.tools.checkpoint import LATE_VOTES, SPAN, SPANS, Keeper, Progress, Stopped, named_tensors, open_kept, shard_identity
 from golfnb.tools.data import build_shards, stdlib_documents
@@ -245,7 +245,7 @@ def life(tmp_path):
     data.mkdir()
     env = {**TINY, **tiny_data(data), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x", "CHECKPOINT_EVERY_S": "60"}
     (data / "manifest.json").unlink()
-    def begin(code=b"script", made=program, **more):
+    def begin(code=b"script", made=demo, **more):
         run = open_kept(made, env | more, Ranks(), code, quiet=True)
         keeper, progress = run.extras
         keeper.close()

@@ -37,15 +37,14 @@ from golfnb.studies.bench import record_result
 from golfnb.bpb import tokenizer_hash
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import stdlib_documents, train_tokenizer
-from golfnb.layout import bank_per_shape
-from golfnb.model import Golf, ModelSettings, init_model, model_from_settings, named_state, saved_settings
+from golfnb.model import ModelSettings, init_model, model_from_settings, named_state
 from golfnb.quantize import quantize_state
 from golfnb.rans import RANS_PREFIX, rans_lanes
 from golfnb.settings import CONTROLS, GolfError
 from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
 from golfnb.tools.submission import claim_numbers, read_log
 from test_artifact import META, same, toy
-from tiny import settings_for
+from tiny import model_settings, settings_for
 
 CODECS = (Lzma(), Zlib(), Rans(), Best(), Plain())
 MEMORY = 192 << 20  # bytes a process may grow by while it reads damaged files of at most 64 KB
@@ -301,8 +300,7 @@ def good_files(folder: Path) -> None:
     train_tokenizer(stdlib_documents(["json"]), folder / "tokenizer.model", 640)
     write_shard(folder / "shard.bin", np.random.default_rng(0).integers(0, 640, 700, dtype=np.uint16))
     s = settings_for(**SMALL)
-    saved = saved_settings(Golf(s, bank_per_shape(s, 1)))
-    model, small, _ = model_from_settings(saved)
+    model, small, _ = model_from_settings(model_settings(s))
     init_model(model, small, 0)
     meta = {"settings": asdict(small), "recipe": "pr549", "seed": 1, "steps": 2, "tokenizer_sha256": tokenizer_hash(folder / "tokenizer.model")}
     for codec in CODECS:

@@ -9,24 +9,26 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tiny import TINY, clean_env, one_sentence, tiny_data
+from tiny import TINY, clean_env, one_sentence, run_quietly, settings_for, own_program, tiny_data
 from workers import Batches, machine, settings, spawn, trained
 
 from golfnb.bpb import tokenizer_hash
 from golfnb.tools.cli import main_cli
-from golfnb.config import load_config
-from golfnb.tools.launcher import fold_script
+from golfnb.averaging import EmaAndSwa, Swa
 from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
-from golfnb.program import build, open_run, run
-from golfnb.run import Run, keep_traces
+from golfnb.recipes import demo, pr1060
+from golfnb.run import Run, keep_traces, open_run
 from golfnb.shards import check_manifest, write_shard
+from golfnb.studies.variants import any_step
+from golfnb.tools.programs import find_program, script_text
 from golfnb.train import RunLog, Trainer, training_loss
 
 
@@ -39,7 +41,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("script") / "train_gpt.py"
-    path.write_text(fold_script("demo"))
+    path.write_text(script_text(demo))
     return path
 
 
@@ -169,29 +171,39 @@ def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
     assert re.search(r"^final_int8_zlib_roundtrip_exact val_loss:\S+ val_bpb:\S+ \(.*by the name of published logs\)$", done.stdout, re.M)
 
 
-def run_here(data, tmp_path, code=b"", **more) -> tuple[dict, str]:
+def run_here(data, tmp_path, code=b"", program=demo, **more) -> tuple[dict, str]:
     "A whole run in this process: its summary and its log."
-    out = run(load_config({**TINY, "MODEL_DIM": "48", "NUM_HEADS": "3", "ROPE_DIMS": "8", "TTT_ENABLED": "0", **data, "RUNS_DIR": str(tmp_path), "RUN_ID": "here", **more}), code=code, quiet=True)
+    env = {**TINY, "MODEL_DIM": "48", "NUM_HEADS": "3", "ROPE_DIMS": "8", "SMALL_TENSOR": "4096", **data, "RUNS_DIR": str(tmp_path), "RUN_ID": "here", "RECIPE": program.OWN["recipe"]}
+    out = run_quietly(program, {**env, "TTT_ENABLED": "0", **more}, code)
     return out, (tmp_path / "here" / "train.log").read_text()
 
 
-@pytest.mark.parametrize("asked, left", [("swa", "none"), ("ema+swa", "ema")])
-def test_a_capped_run_without_a_snapshot_exports_what_it_has(data, tmp_path, asked, left):
-    out, log = run_here(data, tmp_path, AVERAGING=asked, MAX_WALLCLOCK_SECONDS="600")
+@pytest.mark.parametrize("asked, left, average", [("swa", "none", lambda tensors: Swa(tensors, 50)), ("ema+swa", "ema", lambda tensors: EmaAndSwa(tensors, 0.9, 50))])
+def test_a_capped_run_without_a_snapshot_exports_what_it_has(data, tmp_path, asked, left, average, monkeypatch):
+    build = demo.build
+    monkeypatch.setattr(demo, "build", lambda *inputs: replace(build(*inputs), average=average))
+    monkeypatch.setattr(demo, "step", any_step)
+    out, log = run_here(data, tmp_path, MAX_WALLCLOCK_SECONDS="600")
     assert f"AVERAGING={asked} became {left}" in log and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf").is_file()
 
 
-@pytest.mark.parametrize("gptq", ["0", "1"])
+@pytest.mark.parametrize("gptq", [False, True])
 def test_a_budget_that_no_grid_meets_keeps_the_coarsest(data, tmp_path, gptq):
-    out, log = run_here(data, tmp_path, b"#" * 30_000, TARGET_BYTES="30000", SCALE_FLOOR="0", USE_GPTQ=gptq, MAX_WALLCLOCK_SECONDS="0")
+    program = own_program("golf_more") if gptq else demo
+    out, log = run_here(data, tmp_path, b"#" * 30_000, program, TARGET_BYTES="30000", TTT_CHUNK_SIZE="32", MAX_WALLCLOCK_SECONDS="0")
     assert "over_budget" in out and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf.over").is_file() and "cannot quantize" in log
 
 
-@pytest.mark.parametrize("more", [{"PLAN": "shared_mlp", "SCALE_FLOOR": "0"}, {"WEIGHT_DTYPE": "bf16"}])
-def test_gptq_packs_a_run_again_byte_for_byte(data, tmp_path, more):
-    "Whatever its weights were kept and computed in."
-    run_here(data, tmp_path, USE_GPTQ="1", MAX_WALLCLOCK_SECONDS="0", GPTQ_CALIB_SAMPLES="2", **more)
-    assert main_cli(["quantize", str(tmp_path / "here"), "-o", str(tmp_path / "again.golf")]) == 0
+@pytest.mark.parametrize("name, more", [("golf_more", {}), ("pr1060", {"WEIGHT_DTYPE": "bf16"})])
+def test_gptq_packs_a_run_again_byte_for_byte(data, tmp_path, name, more):
+    "Whatever its weights were kept and computed in; on the published grid, and on one without its floor, by a program of one's own."
+    program, named = pr1060, []
+    if name != "pr1060":
+        text = (Path(__file__).parent / "programs" / f"{name}.py").read_text()
+        (tmp_path / "mine.py").write_text(text.replace('recipe="golf"', 'recipe="mine"'))
+        program, named = find_program(tmp_path / "mine.py"), ["--program", str(tmp_path / "mine.py")]
+    run_here(data, tmp_path, b"", program, MAX_WALLCLOCK_SECONDS="0", GPTQ_CALIB_SAMPLES="2", TTT_CHUNK_SIZE="32", **more)
+    assert main_cli(["quantize", str(tmp_path / "here"), *named, "-o", str(tmp_path / "again.golf")]) == 0
     assert (tmp_path / "again.golf").read_bytes() == (tmp_path / "here" / "artifact.golf").read_bytes()
 
 
@@ -209,23 +221,16 @@ def test_gptq_packs_a_run_that_ended_before_its_summary(data, tmp_path, monkeypa
 
 def test_calibration_ends_in_its_time(data, tmp_path):
     "A batch takes longer than a thousandth of a second, so the first is the last, and the log says so."
-    out, log = run_here(data, tmp_path, USE_GPTQ="1", GPTQ_RESERVE_MS="1", MAX_WALLCLOCK_SECONDS="600")
+    out, log = run_here(data, tmp_path, b"", pr1060, GPTQ_RESERVE_MS="1", MAX_WALLCLOCK_SECONDS="600")
     assert "gptq: 1 of 64 calibration batches per rank, " in log and out["sliding_bpb"] > 0
-
-
-def test_a_codec_without_its_package_is_missed_before_training(data, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "brotli", None)
-    with pytest.raises(GolfError, match="brotli"):
-        run_here(data, tmp_path, CODEC="brotli")
-    assert not (tmp_path / "here").exists()
 
 
 def test_score_reads_what_the_run_read(data, tmp_path, capfd):
     "Rows shorter than in training, an MLP of a fraction of a channel, a batch that the recipe's rows do not fill, gates: the run's figures from its file."
-    out, _ = run_here(data, tmp_path, TRAIN_SEQ_LEN="80", TRAIN_BATCH_TOKENS="640", EVAL_SEQ_LEN="32", MLP_MULT="1.3", SKIP_GATE="sigmoid", TTT_ENABLED="1", TTT_FORM="adapters", TTT_CHUNK_SIZE="8",
-                      SMALL_TENSOR="500", MAX_WALLCLOCK_SECONDS="0", CODEC="rans")
-    words = [f"{k}={v}" for k, v in {"EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 32, "TTT_FORM": "adapters", "TTT_CHUNK_SIZE": 8, "TTT_CHUNK_TOKENS": 1024}.items()]
-    assert main_cli(["score", str(tmp_path / "here" / "artifact.golf"), "--val", f"{data['DATA_PATH']}/fineweb_val_*.bin", "--tokenizer", data["TOKENIZER_PATH"], "--ttt", *words]) == 0
+    out, _ = run_here(data, tmp_path, TRAIN_SEQ_LEN="80", TRAIN_BATCH_TOKENS="640", EVAL_SEQ_LEN="32", MLP_MULT="1.3", TTT_ENABLED="1", TTT_CHUNK_SIZE="8",
+                      SMALL_TENSOR="500", MAX_WALLCLOCK_SECONDS="0", program=own_program("golf_more"), GPTQ_CALIB_SAMPLES="2")
+    words = [f"{k}={v}" for k, v in {"EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 32, "TTT_CHUNK_SIZE": 8, "TTT_CHUNK_TOKENS": 1024}.items()]
+    assert main_cli(["score", str(tmp_path / "here" / "artifact.golf"), "--val", f"{data['DATA_PATH']}/fineweb_val_*.bin", "--tokenizer", data["TOKENIZER_PATH"], "--adapters", *words]) == 0
     found = {m[1]: float(m[2]) for m in re.finditer(r"^(\w+)_exact val_loss:\S+ val_bpb:(\S+)$", capfd.readouterr().out, re.M)}
     assert found["final_int6_sliding_window"] == pytest.approx(out["sliding_bpb"], abs=1e-6) and found["legal_ttt"] == pytest.approx(out["ttt_bpb"], abs=1e-5)
     assert abs(out["ttt_bpb"] - out["sliding_bpb"]) < 0.1, "so small a rate changes little"
@@ -271,7 +276,8 @@ def broken(tmp_path: Path, data: dict, kind: str) -> dict:
     ("does not parse", "MATRIX_LR"), ("not built", "MTP_NUM_HEADS")])
 def test_bad_input_is_one_clear_sentence(kind, words, data, tmp_path):
     with pytest.raises(GolfError) as e:
-        open_run(load_config(broken(tmp_path, data, kind)), Ranks(), quiet=True)
+        env = broken(tmp_path, data, kind)
+        open_run(settings_for(env["RECIPE"], **env), Ranks(), quiet=True)
     said = str(e.value)
     assert re.search(words, said) and "\n" not in said and 30 < len(said) < 500, said
     assert not (tmp_path / "runs").exists()
@@ -282,7 +288,7 @@ def named(data, tmp_path):
     "A copy of the shards with their manifest: its folder, and a function that prepares a run on them."
     folder = Path(shutil.copytree(data["DATA_PATH"], tmp_path / "named"))
     env = {**TINY, **data, "DATA_PATH": str(folder), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x"}
-    return folder, lambda **more: open_run(load_config(env | more), Ranks(), quiet=True)
+    return folder, lambda **more: open_run(settings_for("demo", **env | more), Ranks(), quiet=True)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -336,7 +342,7 @@ def test_no_manifest_makes_a_traceback(named):
 
 def test_a_world_that_cannot_share_the_batch(data, tmp_path):
     with pytest.raises(GolfError, match="multiple of 3 ranks"):
-        open_run(load_config({**TINY, **data, "RUNS_DIR": str(tmp_path / "runs")}), Ranks(0, 3), quiet=True)
+        open_run(settings_for("demo", **TINY, **data, RUNS_DIR=str(tmp_path / "runs")), Ranks(0, 3), quiet=True)
 
 
 def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
@@ -353,13 +359,13 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
         graphs.append(gm)
         raise Seen
 
-    p, graphs = build(load_config({**TINY, "DATA_PATH": "none"}), Ranks()), []
+    p, graphs = demo.build(settings_for("demo", **TINY, DATA_PATH="none"), Ranks()), []
     keep_traces()
     for kernels in ((), KERNELS):
         p.model.fuse(kernels)
         torch._dynamo.reset()
         with pytest.raises(Exception):
-            torch.compile(p.loss_fn, backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))
+            torch.compile(training_loss(p.model, p.model.cap), backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))
         check_cacheable(graphs[-1])
     assert len(graphs) == 2 and "golfnb" not in str(graphs[0].graph) and "autograd_function_apply" in str(graphs[1].graph)
 

@@ -9,9 +9,10 @@ from test_model import VARIANTS, filled
 from tiny import settings_for
 
 from golfnb.studies.bench import record_result
-from golfnb.model import Block, Golf
+from golfnb.layout import mlp_in_one_bank
+from golfnb.model import Block, Golf, SigmoidSkips, init_model
 from golfnb.parallel_muon import Ranks
-from golfnb.tools.programs import find_program
+from golfnb.tools.programs import recipe_program
 from golfnb.tools.sampling import CachedBlock, CachedReader, draw, generate, next_logits, row_start, stream_tokens
 from golfnb.settings import GolfError
 
@@ -58,14 +59,10 @@ def test_generate():
             next(stream_tokens(model, bad))
 
 
-def untrained(recipe: str) -> Golf:
-    "A recipe's model as its program begins with it."
-    return find_program(recipe).build(settings_for(recipe, SEED=1), Ranks()).model
-
-
-def rates(model: Golf, cached: bool, before: int, count: int, rounds: int = 5) -> list[float]:
+def rates(cfg, cached: bool, before: int, count: int, rounds: int = 5) -> list[float]:
     "Tokens a second of `rounds` pieces of `count` tokens, the first after `before` others."
-    text, g, found = torch.randint(model.cfg.vocab_size, (before,)).tolist(), torch.Generator().manual_seed(0), []
+    model = recipe_program(cfg.recipe).build(cfg, Ranks()).model
+    text, g, found = torch.randint(cfg.vocab_size, (before,)).tolist(), torch.Generator().manual_seed(0), []
     read = CachedReader(model) if cached else lambda ids: next_logits(model, ids)
     read(text[:-1])
     for _ in range(rounds):
@@ -78,8 +75,9 @@ def rates(model: Golf, cached: bool, before: int, count: int, rounds: int = 5) -
 
 def test_a_token_more_is_read_alone(monkeypatch):
     "Also with 200 before it: all that makes writing slow with the length of a text is the attention to what is kept."
-    model = untrained("demo")
-    cfg = model.cfg
+    cfg = settings_for("demo")
+    model = Golf(cfg, mlp_in_one_bank(cfg, 1), skips=SigmoidSkips())
+    init_model(model, cfg, seed=1)
     text, read, seen = torch.randint(cfg.vocab_size, (210,)).tolist(), CachedReader(model), []
     monkeypatch.setattr(CachedBlock, "run", lambda block, x, *more: seen.append(x.shape[1]) or Block.run(block, x, *more))
     for n in range(200, 211):
@@ -91,10 +89,10 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     samples = {}
     for recipe, count in (("demo", 20), ("pr549", 20)):
-        model = untrained(recipe)
+        cfg = settings_for(recipe)
         for way in ("plain", "cached"):
-            for place, before in (("beginning", 2), ("end", model.cfg.train_seq_len - 5 * count - 2)):
+            for place, before in (("beginning", 2), ("end", cfg.train_seq_len - 5 * count - 2)):
                 slow = way == "plain" and recipe == "pr549"
-                samples[f"{recipe}, {way}, {place} of a row"] = rates(model, way == "cached", before, 2 if slow else count)
+                samples[f"{recipe}, {way}, {place} of a row"] = rates(cfg, way == "cached", before, 2 if slow else count)
     print(samples)
     print(record_result("sampling_cpu", samples, "tokens a second", "random weights in fp32, one text, temperature 0.8", {}, Path(__file__).parent.parent / "nbs" / "results"))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tiny import known_names
+from tiny import known_names, own_program
 
+from golfnb.adapters import AdapterSettings
 from golfnb.loader import grad_accum
 from golfnb.model import Golf, SavedModel, saved_settings
 from golfnb.parallel_muon import Ranks
@@ -40,19 +41,22 @@ def load(given: dict[str, str]):
     return settings_of(find_program(given.get("RECIPE", "pr549")), given)
 
 
-def meta_model(recipe: str, s) -> Golf:
-    "The model of a recipe without memory for its weights, of the parts that its program builds it of."
-    parts = signature(find_program(recipe).build).parameters
+SPECS = every_setting() | {spec.name: spec for spec in dataclasses.fields(AdapterSettings)}
+
+
+def meta_model(program, s) -> Golf:
+    "The model of a program without memory for its weights, of the parts that the program builds it of."
+    parts = signature(program.build).parameters
     return Golf(s, parts["banks"].default(s, 1), torch.float32, "meta", "math", parts["skips"].default())
 
 
 def test_every_name_of_the_field_is_known():
     assert not set(FIELD_NAMES + OWN_NAMES) - known_names()
-    assert not {name.upper() for name in every_setting()} & {*NOT_BUILT, *IGNORED}
+    assert not {name.upper() for name in SPECS} & {*NOT_BUILT, *IGNORED}
 
 
 def test_every_setting_has_a_meaning_a_unit_and_its_type():
-    for name, spec in every_setting().items():
+    for name, spec in SPECS.items():
         assert (": " in spec.metadata["meaning"] or spec.metadata["choices"]) and type(spec.default) is spec.type, name
         assert not spec.metadata["choices"] or spec.default in spec.metadata["choices"], name
 
@@ -201,7 +205,7 @@ def test_no_environment_makes_anything_but_a_golf_error(recipe, pairs, world):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_a_file_says_of_a_model_survives_json(name):
-    saved = saved_settings(meta_model(name, load({"RECIPE": name})))
+    saved = saved_settings(meta_model(find_program(name), load({"RECIPE": name})))
     again = settings_from(SavedModel, json.loads(json.dumps(saved)))
     assert dataclasses.asdict(again) == saved
     assert (again.plan, again.skip_gate) == (find_program(name).WORDS["PLAN"], find_program(name).WORDS["SKIP_GATE"])
@@ -211,7 +215,7 @@ def test_what_a_file_says_of_a_model_survives_json(name):
 
 @pytest.mark.parametrize("change", [{"num_layers": "11"}, {"num_layers": 11.0}, {"num_layers": True}, {"num_layers": 0}, {"ln_scale": 1}, {"extra": 1}, {"plan": None}, {"plan": "x"}, {"num_heads": 7}, {"train_seq_len": 0}, None])
 def test_damaged_model_settings_are_refused(change):
-    good = saved_settings(meta_model("pr549", load({})))
+    good = saved_settings(meta_model(find_program("pr549"), load({})))
     bad = {**good, **change} if change is not None else {k: v for k, v in good.items() if k != "vocab_size"}
     with pytest.raises(GolfError):
         settings_from(SavedModel, bad)
@@ -222,11 +226,12 @@ def test_damaged_model_settings_are_refused(change):
 ODD = ["0", "-1", "1", "2", str(2**31 - 1), str(2**31), str(2**63 - 1), "1e308", "1e36", "nan", "inf", "1e-300", "", "word", "0.5"]
 SMALL = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "8", "VE_DIM": "8", "TRAIN_SEQ_LEN": "64",
          "TRAIN_BATCH_TOKENS": "1024", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32"}
-HOME = {name.upper(): recipe for recipe in ("golf", "pr1060", "pr549") for name in setting_specs(find_program(recipe))}  # a setting -> a recipe that has it
+PROGRAMS = [own_program("golf_more"), *map(find_program, ("golf", "pr1060", "pr549"))]
+HOME = {name.upper(): program for program in PROGRAMS for name in setting_specs(program)}  # a setting -> the last that has it
 
 
 def test_every_setting_has_a_home():
-    assert set(HOME) == {name.upper() for name in every_setting()}
+    assert set(HOME) >= {name.upper() for name in SPECS}
 
 
 @pytest.mark.parametrize("name", HOME)
@@ -234,7 +239,7 @@ def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
     "Built without memory, if it is accepted as it is read, checked, and held against the machine's memory."
     for text in ODD:
         try:
-            s = settings_of(find_program(HOME[name]), {**SMALL, name: text})
+            s = settings_of(HOME[name], {**SMALL, name: text})
             s.check()
             check_memory(s, Ranks())
         except GolfError as error:

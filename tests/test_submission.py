@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import TINY, tiny_data
+from tiny import TINY, run_quietly, tiny_data
 
 from golfnb.tools.cli import main_cli
-from golfnb.config import load_config
 from golfnb.settings import GolfError
-from golfnb.parallel_muon import Ranks
-from golfnb.program import run
+from golfnb.recipes import demo
 from golfnb.shards import write_shard
 from golfnb.tools.submission import beats_target, check_submission, make_submission, read_log, run_command
 
@@ -33,8 +31,7 @@ def runs(tmp_path_factory):
         folder = root / "runs" / f"s{seed}"
         folder.mkdir(parents=True)
         (folder / "train_gpt.py").write_bytes(SCRIPT)
-        cfg = load_config({**TINY, **data, "SEED": str(seed), "RUN_ID": f"s{seed}", "RUNS_DIR": str(root / "runs"), "ITERATIONS": "2"})
-        run(cfg, Ranks(), SCRIPT, quiet=True)
+        run_quietly(demo, {**TINY, **data, "SEED": str(seed), "RUN_ID": f"s{seed}", "RUNS_DIR": str(root / "runs"), "ITERATIONS": "2"}, SCRIPT)
         made.append(folder)
     words = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=64", "VAL_BATCH_SIZE=65536"]
     assert main_cli(["score", str(made[0] / "artifact.golf"), "--val", str(root / "data" / "fineweb_val_*.bin"), "--tokenizer", str(root / "data" / "tokenizer.model"), "--audit", "--ttt", "--train", str(root / "other.bin"), *words]) == 0

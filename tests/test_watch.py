@@ -12,15 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 from score_workers import DOCS, golf_on, random_state, random_table, texts
-from tiny import TINY, golfnb, one_sentence, tiny_data
+from tiny import TINY, golfnb, one_sentence, run_quietly, settings_for, tiny_data
 from workers import Batches, Clock, machine, settings, trained
 
-from golfnb import evaluate, program, quantize, train, ttt
+from golfnb import evaluate, quantize, train, ttt
 from golfnb.tools import watch
 from golfnb.adapters import score_documents
-from golfnb.config import load_config
 from golfnb.parallel_muon import Ranks
-from golfnb.program import run
+from golfnb.recipes import demo
 from golfnb.settings import GolfError
 
 class LogClock:
@@ -58,10 +57,9 @@ def slow_run(data, tmp_path_factory):
     real = train.RunLog.line
     patch.setattr(train, "time", clock)
     patch.setattr(train.RunLog, "line", lambda log, text: (log.files and spoken.append((clock.t, text)), real(log, text)))
-    for module, name, seconds in ((program, "micro_batches", 12), (evaluate, "token_nll", 9), (quantize, "best_clip", 1.5), (ttt, "adapt_steps", 3)):
+    for module, name, seconds in ((demo, "micro_batches", 12), (evaluate, "token_nll", 9), (quantize, "best_clip", 1.5), (ttt, "adapt_steps", 3)):
         patch.setattr(module, name, clock.slowly(getattr(module, name), seconds))
-    cfg = load_config({**TINY, **data, "EMA_DECAY": "0.997", "ITERATIONS": "6", "WARMUP_STEPS": "4", "VAL_BATCH_SIZE": "16384", "RUNS_DIR": str(folder), "RUN_ID": "slow"})
-    run(cfg, quiet=True)
+    run_quietly(demo, {**TINY, **data, "EMA_DECAY": "0.997", "ITERATIONS": "6", "WARMUP_STEPS": "4", "VAL_BATCH_SIZE": "16384", "RUNS_DIR": str(folder), "RUN_ID": "slow"})
     patch.undo()
     return spoken, folder / "slow"
 
@@ -112,12 +110,12 @@ def test_what_the_average_will_hold_is_said_before(slow_run):
 
 def test_how_long_the_rest_takes_is_said(tmp_path):
     "After ten steps, to the terminal and the log; with advice where adapting takes longer than training."
-    cfg, said = load_config({"RECIPE": "demo"}), []
+    cfg, said = settings_for("demo"), []
     (tmp_path / "train.log").write_text("golfnb recipe:demo\ntrain_shards:1 val_tokens:60000 unigram_bpb:3\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"event": "step", "step": i, "ms": 100.0}) + "\n" for i in range(10)))
     watch.foretell(tmp_path, cfg, said.append, 0.01)
     assert said == ["note: about 24 s of training, 2 s of scoring, 2 s of adapting"] and said[0] in (tmp_path / "train.log").read_text()
-    assert watch.outlook_line(load_config({"RECIPE": "demo", "ITERATIONS": "10"}), 100, 60_000).endswith("2 s of adapting; TTT_ENABLED=0 leaves the adapting out")
+    assert watch.outlook_line(settings_for("demo", ITERATIONS=10), 100, 60_000).endswith("2 s of adapting; TTT_ENABLED=0 leaves the adapting out")
     (tmp_path / "summary.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")
     watch.foretell(tmp_path, cfg, said.append, 0.01)

@@ -34,6 +34,33 @@ def settings_for(recipe: str = "pr549", **given):
     return settings_of(find_program(recipe), texts)
 
 
+def own_program(name: str) -> ModuleType:
+    "A program of tests/programs."
+    from golfnb.tools.checkpoint import load_program
+
+    return load_program(Path(__file__).resolve().parent / "programs" / f"{name}.py")
+
+
+def run_quietly(program: ModuleType, env: dict[str, str], code: bytes = b"") -> dict:
+    "One whole run of a program in this process, its log in files alone; the summary."
+    from golfnb.parallel_muon import Ranks
+    from golfnb.run import open_run
+    from golfnb.tools.programs import program_sha256, settings_of
+
+    run = open_run(settings_of(program, env), Ranks(), code, quiet=True)
+    run.program_sha256 = program_sha256(program)
+    return program.main(run)
+
+
+def model_settings(s, plan: str = "pr399", skip_gate: str = "one") -> dict:
+    "What a file would say of the model of these settings."
+    from dataclasses import fields
+
+    from golfnb.model import ModelSettings
+
+    return {spec.name: getattr(s, spec.name) for spec in fields(ModelSettings)} | {"plan": plan, "skip_gate": skip_gate}
+
+
 def known_names() -> set[str]:
     "Every name that a program of golfnb takes from the environment."
     from golfnb.settings import DONE_BY, IGNORED, NOT_BUILT

@@ -21,8 +21,8 @@ from ..train import (GridProjector, Trainer, TrainSettings, lr_schedule, micro_b
 from ..quantize import Nearest, dequantize_state, quantize_state
 from ..artifact import ArtifactSettings, Best, unpack_bytes
 from ..ttt import TttSettings, score_first
-from ..run import (Run, RunSettings, make_backward, make_forward, train_and_average,
-                        weight_dtype)
+from ..run import (Run, RunSettings, fit_to_budget, make_backward, make_forward,
+                        train_and_average, weight_dtype)
 
 # %% ../../nbs/recipes/golf.ipynb #a0d00106
 @dataclass
@@ -92,7 +92,7 @@ def pack(run: Run, p: Parts, averaged: dict) -> bytes:
     small = run.settings.small_tensor
     with run.phase("packing"):
         packed = quantize_state(averaged, scale_floor=False, small=small, log=run.log)
-        packed = run.fitted(packed, averaged, p.model, Nearest(), CODEC)
+        packed = fit_to_budget(run, packed, averaged, p.model, Nearest(), CODEC)
         return run.share_artifact(packed, p.model, CODEC)
 
 # %% ../../nbs/recipes/golf.ipynb #a0d00116

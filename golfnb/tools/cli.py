@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,12 +114,12 @@ def named_program(words: list[str], recipe: str | None = None) -> tuple:
     usual = given.get("RECIPE", os.environ.get("RECIPE", p.DEFAULT_RECIPE))
     return p.find_program(next(iter(names), recipe or usual)), rest
 
-
+# %% ../../nbs/tools/23_cli.ipynb #b3fc8d2f
 def adapter_names() -> list[str]:
     "The settings of chapter 13b, which no recipe has."
     return [spec.name.upper() for spec in fields(book.adapters.AdapterSettings)]
 
-
+# %% ../../nbs/tools/23_cli.ipynb #d9323bfb
 def known_settings(programs: list) -> set[str]:
     "Every name that these programs take from a command line."
     s = book.settings
@@ -129,7 +128,7 @@ def known_settings(programs: list) -> set[str]:
         found |= set(program.WORDS) | {name.upper() for name in book.programs.setting_specs(program)}
     return found
 
-
+# %% ../../nbs/tools/23_cli.ipynb #74d3d812
 def read_settings(words: list[str], *programs, more: Iterable[str] = ()) -> dict[str, str]:
     """NAME=VALUE words as a dict, for these programs, or for any recipe's; `more` names are known too.
 
@@ -231,12 +230,13 @@ def settings_for(program, settings: dict[str, str]):
     rest = {name: value for name, value in env.items() if name not in book.settings.KEEPING}
     return book.programs.settings_of(program, rest)
 
-
+# %% ../../nbs/tools/23_cli.ipynb #7d826b12
 def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     "Write a program's script into a run's directory, run it, show it; the exit status. GolfError before it starts."
     book.checkpoint.read_keeping({**os.environ, **settings})
     s = settings_for(program, settings)
     s.check(ranks)
+    program.CODEC.check()  # or its package is missed after the training
     folder = Path(s.runs_dir, s.run_id or f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / "train.log").exists():
         kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
@@ -265,7 +265,7 @@ def own_words(recipe: str) -> str:
         return ""
     return f" --program {recipe}.py"
 
-
+# %% ../../nbs/tools/23_cli.ipynb #59149fd6
 def start_run(folder: Path, s, settings: dict[str, str], ranks: int) -> int:
     "Run the script in a run's directory, whose settings are `s`, and show what came of it; the exit status."
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
@@ -320,7 +320,7 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
     s.train_cap_ms = 1000 * s.max_wallclock_seconds
     return start_run(folder, s, text | settings | {"RESUME": "1"}, ranks or notes["world"])
 
-
+# %% ../../nbs/tools/23_cli.ipynb #7673a3bf
 def check_script(script: Path, name: str) -> None:
     "Raises GolfError where a run's script is not that of the program called `name`."
     program = book.programs.find_program(name)
@@ -328,7 +328,7 @@ def check_script(script: Path, name: str) -> None:
         raise GolfError(f"{name} must be as it was when the run began, found that its script differs from {script}: "
                         "undo the edit, go on without naming it, or start a new run")
 
-
+# %% ../../nbs/tools/23_cli.ipynb #a0a7fc6d
 @command("train", "make the script of a recipe and train with it under torchrun",
          arg("--resume", type=Path, metavar="RUN_DIR", help="go on with a run that was stopped or killed"),
          arg("--recipe", help="whose program (default: RECIPE, or pr549)"), RANKS,
@@ -589,20 +589,20 @@ def script_command(args) -> int:
     print(f"{output}: recipe {program.OWN['recipe']}, {write_script(output, program, args.pack)}")
     return 0
 
-
+# %% ../../nbs/tools/23_cli.ipynb #97cf3323
 @command("recipe list", "the recipes that come with golfnb")
 def recipe_list_command(args) -> int:
     for name in book.programs.RECIPES:
         print(f"{name:8s}{book.programs.recipe_program(name).__doc__}")
     return 0
 
-
+# %% ../../nbs/tools/23_cli.ipynb #ca7506da
 @command("recipe show", "print the program of a recipe", arg("name", metavar="NAME"))
 def recipe_show_command(args) -> int:
     print(book.programs.copied_program(args.name, "mine").replace('recipe="mine"', f'recipe="{args.name}"'), end="")
     return 0
 
-
+# %% ../../nbs/tools/23_cli.ipynb #6d15f41f
 @command("recipe copy", "begin a recipe of your own with a copy", arg("name", metavar="NAME"),
          arg("file", metavar="mine.py", type=Path))
 def recipe_copy_command(args) -> int:
@@ -624,7 +624,7 @@ def run_settings(program, folder: Path, meta: dict):
     s.data_path = os.environ.get("DATA_PATH", s.data_path)
     return s
 
-
+# %% ../../nbs/tools/23_cli.ipynb #ec073eb9
 class Packing:
     "What a program's `pack` asks of a run, for weights that lie in a file."
 
@@ -632,7 +632,6 @@ class Packing:
         self.settings, self.ranks, self.out, self.log = s, ranks, out, log
         self.code = bytes(code)
         self.meta = lambda model: meta
-        self.fitted = partial(book.run.Run.fitted, self)
 
     @property
     def train_paths(self) -> list[Path]:
@@ -655,14 +654,14 @@ class Packing:
 
 CALIBRATION_BATCHES = 64
 
-
+# %% ../../nbs/tools/23_cli.ipynb #7feb6cd7
 def run_hessians(run: Packing, model, program) -> dict:
     "What GPTQ needs: the Hessians of a model's matrices on the program's batches."
     with program.data(run) as batches:
         ids = (next(batches).ids for _ in range(CALIBRATION_BATCHES))
         return book.quantize.calibrate(model, ids, run.ranks)
 
-
+# %% ../../nbs/tools/23_cli.ipynb #d775f3b9
 def pack_to_target(run: Packing, model, program, named: dict, gptq: bool) -> None:
     "Pack weights on the finest grid that fits, whatever the program does at the end of a run. Raises GolfError."
     q, s, codec, int6 = book.quantize, run.settings, program.CODEC, book.quantize.Nearest()
@@ -839,7 +838,7 @@ def score_file(args, ranks) -> tuple:
         say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score[:2]), flush=True)
     return scored, tokens, table, findings
 
-
+# %% ../../nbs/tools/23_cli.ipynb #f8353ba4
 def score_adapting(args, scored: tuple, tokens, table, ranks, watched: dict, findings: list, say) -> tuple:
     "Nats and bits of test-time training; an audit adds its findings."
     program, golf, forward, s, _, _ = scored
@@ -861,7 +860,7 @@ def audit_seed(file: Path) -> int:
     "The seed of the places that an audit looks at: another artifact, other places."
     return int(hashlib.sha256(file.read_bytes()).hexdigest()[:8], 16)
 
-
+# %% ../../nbs/tools/23_cli.ipynb #9abcf1f2
 def audit_file(args, scored: tuple, tokens, table, findings: list) -> int:
     "Audit an artifact and its scorers, beside `findings` on the score; print what was found, write the report."
     file, (program, _, _, s, meta, _) = args.file, scored
@@ -1060,7 +1059,7 @@ def study_command(args) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #4da84a17
 WITHOUT = {  # extra -> what is missed without it
     "plots": "notebooks draw no pictures", "data": "no download of shards, no tables as documents",
-    "track": "no TensorBoard, no Weights & Biases", "pack": "no packed scripts",
+    "track": "no TensorBoard, no Weights & Biases",
     "weights": "no safetensors", "notebooks": "no `golfnb lab`"}
 
 

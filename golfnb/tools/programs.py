@@ -27,7 +27,7 @@ from golfnb.tools.joiner import START, join_program, pack_program, read_files
 RECIPES = ("pr399", "pr549", "pr726", "pr1060", "golf", "demo")
 DEFAULT_RECIPE = "pr549"
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #82689dc3
 def recipe_program(name: str) -> ModuleType:
     "The program of a recipe that comes with golfnb. Raises GolfError for another name."
     if name not in RECIPES:
@@ -38,7 +38,7 @@ def recipe_program(name: str) -> ModuleType:
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2007
 TAKEN = ("OWN", "WORDS", "CODEC", "Settings", "build", "data", "step", "pack", "score", "main")
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #ad88496e
 def file_program(path: Path | str) -> ModuleType:
     "The program in a file. Raises GolfError for one that cannot be loaded, or lacks what tools take."
     path = Path(path).resolve()
@@ -60,7 +60,7 @@ def file_program(path: Path | str) -> ModuleType:
     check_program(module, path)
     return module
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #16f1998c
 def check_program(module: ModuleType, path: Path) -> None:
     "Raise GolfError where a file lacks what tools take of a program, or has the name of a recipe."
     for name in TAKEN:
@@ -79,12 +79,12 @@ def find_program(name: str | Path) -> ModuleType:
         return file_program(name)
     return recipe_program(str(name))
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #7cdb3a18
 def settings_of(program: ModuleType, env: Mapping[str, str]):
     "A program's settings, changed by an environment; errors as of `read_settings`."
     return read_settings(program.Settings, program.OWN, program.WORDS, env)
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #e3103568
 def program_path(program: ModuleType) -> Path:
     "Where a program stands."
     return Path(program.__file__).resolve()
@@ -94,7 +94,7 @@ def setting_specs(program: ModuleType) -> dict[str, Field]:
     "Every setting of a program by the name of its attribute."
     return {spec.name: spec for spec in fields(program.Settings)}
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #88350f71
 def every_setting() -> dict[str, Field]:
     "The settings of all recipes."
     found = {}
@@ -102,7 +102,7 @@ def every_setting() -> dict[str, Field]:
         found |= setting_specs(recipe_program(name))
     return found
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #1311b2d0
 def setting_groups(program: ModuleType) -> dict[type, list[Field]]:
     "The settings that each group declares, in reading order; its module is where they act."
     specs = setting_specs(program)
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     start(__file__, main, Settings, OWN, WORDS, PROGRAM_SHA256)
 """
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #7341977b
 def program_sha256(program: ModuleType) -> str:
     "The hash of a program's own file and the files beside it that it imports; empty for a recipe of golfnb."
     if program.OWN["recipe"] in RECIPES:
@@ -161,7 +161,7 @@ def script_text(program: ModuleType, pack: bool = False) -> str:
         return pack_program(text)
     return text
 
-
+# %% ../../nbs/tools/20c_programs.ipynb #68231642
 def save_script(path: Path, program: ModuleType, pack: bool = False) -> tuple[int, int]:
     "Write a program's script, readable or packed; the bytes of both. Raises GolfError if it cannot be written."
     readable = script_text(program)

@@ -165,14 +165,14 @@ def decoded(program: ModuleType, file: Path) -> dict:
     packed = read_container(file, CODECS | program.CODEC.known())[1]
     return dequantize_state(packed)
 
-
+# %% ../../nbs/tools/24_report.ipynb #a7bf8a5d
 def own_model(program: ModuleType, s, file: Path, ranks: Ranks) -> tuple:
     "The model that a program builds with settings `s`, filled from a file, and its forward."
     parts = program.build(s, ranks)
     load_named(parts.model, decoded(program, file))
     return parts.model, parts.forward
 
-
+# %% ../../nbs/tools/24_report.ipynb #ff7c6dac
 def with_model(s, saved: ModelSettings):
     "The settings `s` with a model's numbers, as a file has them."
     for name, value in vars(saved).items():

@@ -18,8 +18,9 @@ from golfnb.quantize import (Gptq, QuantSettings, dequantize_state, int6_matrice
 from golfnb.artifact import ArtifactSettings, Best, unpack_bytes
 from golfnb.ttt import TttSettings
 from golfnb.adapters import AdapterSettings, adapter_problems, score_documents
-from golfnb.run import (Run, RunSettings, cap_before_gptq, hessians_in_time, make_backward,
-                        make_forward, reserve_problems, train_and_average, weight_dtype)
+from golfnb.run import (Run, RunSettings, cap_before_gptq, fit_to_budget, hessians_in_time,
+                        make_backward, make_forward, reserve_problems, train_and_average,
+                        weight_dtype)
 
 
 @dataclass
@@ -110,7 +111,7 @@ def pack(run: Run, p: Parts, averaged: dict) -> bytes:
         packed = quantize_state(averaged, scale_floor=False, small=small, log=run.log)
         matrices = int6_matrices(packed, averaged)
         packed |= shared_out(matrices, int6, run.ranks, run.log)
-        packed = run.fitted(packed, averaged, p.model, int6, CODEC)
+        packed = fit_to_budget(run, packed, averaged, p.model, int6, CODEC)
         return run.share_artifact(packed, p.model, CODEC)
 
 

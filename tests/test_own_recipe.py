@@ -1,0 +1,154 @@
+"""A recipe of one's own: copied, edited, trained, resumed, scored, packed, joined; and refused where it is not what made a file."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
+
+WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
+SCORING = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=32", "VAL_BATCH_SIZE=65536", "TTT_CHUNK_TOKENS=1024", "TTT_EPOCHS=1", "TTT_BATCH_SEQS=32"]
+ACTS = '''"""Activations."""
+import torch.nn.functional as F
+
+
+def squared_gelu(z):
+    "Of the feed-forward layers."
+    return F.gelu(z).square()
+'''
+EDITS = (("from golfnb.loader import", "from acts import squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), squared_gelu)"))
+
+
+def edited(text: str) -> str:
+    for old, new in EDITS:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    "A folder with data, a program with a second file, and a run of it; the data's settings."
+    root = tmp_path_factory.mktemp("own")
+    (root / "data").mkdir()
+    data = [f"{name}={value}" for name, value in tiny_data(root / "data").items()]
+    done = golfnb("recipe", "copy", "demo", "mine.py", cwd=root)
+    assert done.returncode == 0 and "train mine.py" in done.stdout, done.stderr
+    (root / "mine.py").write_text(edited((root / "mine.py").read_text()))
+    (root / "acts.py").write_text(ACTS)
+    done = golfnb("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=a", cwd=root)
+    assert done.returncode == 0 and "play runs/a --program mine.py" in done.stdout and "report: " in done.stdout, done.stderr
+    return root, data
+
+
+def refused(done, words: str) -> None:
+    assert done.returncode == 2 and one_sentence(done.stderr) and re.search(words, done.stderr), done.stderr
+
+
+def test_the_recipes_are_listed_shown_and_copied(tmp_path):
+    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == ["pr399", "pr549", "pr726", "pr1060", "golf", "demo"]
+    shown = golfnb("recipe", "show", "pr726", cwd=tmp_path).stdout
+    assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "b.py").read_text() == shown.replace('recipe="pr726"', 'recipe="b"')
+    for words, said in ((("pr726", "b.py"), "new file"), (("pr726", "b.txt"), r"ends with \.py"), (("pr000", "c.py"), "found 'pr000'"), (("pr549", "golf.py"), "name of its own"), (("pr549", "a-b.py"), "name of its own")):
+        refused(golfnb("recipe", "copy", *words, cwd=tmp_path), said)
+    assert [p.name for p in tmp_path.iterdir()] == ["b.py"]
+
+
+def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
+    root, _ = place
+    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", *SCORING, cwd=root)
+    found = [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", done.stdout)]
+    assert done.returncode == 0 and found == pytest.approx([summary(root / "runs/a")[f"{name}_bpb"] for name in ("sliding", "ttt")], abs=1e-5), done.stderr
+    assert golfnb("sample", "runs/a", "Return", "--tokens", 4, "--program", "mine.py", cwd=root).returncode == 0
+    done = golfnb("quantize", "runs/a", "--program", "mine.py", "-o", "again.golf", cwd=root)
+    assert done.returncode == 0 and (root / "again.golf").read_bytes() == (root / "runs/a/artifact.golf").read_bytes(), done.stderr
+
+
+def test_it_is_opened_with_the_program_that_made_it_alone(place):
+    root, _ = place
+    for command in (["score", "runs/a"], ["sample", "runs/a", "x"], ["quantize", "runs/a"]):
+        refused(golfnb(*command, cwd=root), "of a program of your own, mine: give its file with --program")
+    (root / "other.py").write_text((root / "mine.py").read_text().replace('recipe="mine"', 'recipe="other"'))
+    refused(golfnb("score", "runs/a", "--program", "other.py", cwd=root), "must be of recipe other")
+    refused(golfnb("score", "runs/a", "--program", "golf", cwd=root), "must be of recipe golf")
+    for name in ("mine.py", "acts.py"):
+        kept = (root / name).read_text()
+        (root / name).write_text(kept + "\n# one thought more\n")
+        refused(golfnb("score", "runs/a", "--program", "mine.py", cwd=root), "mine.py must be as it was when it made")
+        (root / name).write_text(kept)
+
+
+def test_its_script_gives_the_same_losses(place):
+    root, data = place
+    assert golfnb("script", "mine.py", "--pack", "-o", "alone/train_gpt.py", cwd=root).returncode == 0
+    settings = dict(word.split("=", 1) for word in [*WORDS, *data])
+    done = torchrun(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a"}, root / "alone")
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, theirs = summary(root / "alone/runs/a"), summary(root / "runs/a")
+    assert ours["losses"] == theirs["losses"] and ours["ttt_bpb"] == theirs["ttt_bpb"]
+
+
+def test_a_run_goes_on_with_the_program_it_began_with(place):
+    "It is killed in its training; then the program is edited."
+    root, data = place
+    words = ["train", "mine.py", "--nproc", "1", *WORDS, *data, "RUN_ID=b", "ITERATIONS=2000", "CHECKPOINT_EVERY_S=0.05"]
+    child = subprocess.Popen([sys.executable, "-m", "golfnb", *words], cwd=root, env=clean_env(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    end = time.time() + 300
+    while not list(root.glob("runs/b/checkpoints/step-*")):
+        assert child.poll() is None and time.time() < end
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGTERM)
+    child.wait(60)
+    assert (root / "runs/b/progress.json").is_file()
+    kept = (root / "mine.py").read_text()
+    (root / "mine.py").write_text(kept.replace("squared_gelu)", "squared_gelu if True else None)"))
+    refused(golfnb("train", "mine.py", "--resume", "runs/b", cwd=root), "mine.py must be as it was when the run began")
+    (root / "mine.py").write_text(kept)
+    script = root / "runs/b/train_gpt.py"
+    whole = script.read_text()
+    script.write_text(whole + "# edited\n")
+    done = golfnb("train", "--resume", "runs/b", cwd=root)
+    assert done.returncode == 2 and "script" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    script.write_text(whole)
+
+
+BROKEN = {
+    "no Python": ("def main(:\n", "must be a program that can be loaded, found SyntaxError"),
+    "no file": (None, "must be the file of a program, found none"),
+    "an import that fails": ("import nothing_there\n", "found ModuleNotFoundError"),
+    "half a program": ("OWN = {}\n", "must define .*, found no WORDS"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_no_program_is_refused_in_a_sentence(kind, tmp_path):
+    text, words = BROKEN[kind]
+    if text:
+        (tmp_path / "mine.py").write_text(text)
+    for command in (["train", "mine.py"], ["script", "mine.py", "-o", "s.py"]):
+        refused(golfnb(*command, cwd=tmp_path), words)
+
+
+def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
+    root, data = place
+    text = (root / "mine.py").read_text()
+    (tmp_path / "acts.py").write_text(ACTS)
+    for name, changed, words in (
+            ("recipe.py", text.replace('recipe="mine"', 'recipe="golf"'), "must give itself a name in OWN"),
+            ("codec.py", text.replace("CODEC = Best()", "CODEC = Brotli()").replace("import ArtifactSettings, Best,", "import ArtifactSettings, Brotli,"), "brotli"),
+            ("alias.py", text.replace("from acts import squared_gelu", "import acts"), "brings a module of ours as a whole"),
+            ("builtin.py", text + "\n\ndef sum(x): return x\n", "sum means something else")):
+        (tmp_path / name).write_text(changed)
+        monkeypatch.setitem(sys.modules, "brotli", None)
+        refused(golfnb("train", name, *WORDS, *data, "RUN_ID=c", cwd=tmp_path), words)
+    assert not (tmp_path / "runs").exists()
