@@ -1,23 +1,21 @@
-"""Settings: every name of the field, what is refused and with which words, sizes that no machine can hold."""
+"""Settings of the recipes: every field name, published commands, what is refused, and with which words."""
 import dataclasses
 import json
-import subprocess
-import sys
+from inspect import signature
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tiny import known_names, model_settings, own_program, settings_for
+from tiny import known_names, own_program
 
 from golfnb.adapters import AdapterSettings
-from golfnb.layout import bank_per_shape
 from golfnb.loader import grad_accum
-from golfnb.model import Golf, SavedModel
+from golfnb.model import Golf, SavedModel, saved_settings
 from golfnb.parallel_muon import Ranks
 from golfnb.run import check_memory, open_run
-from golfnb.settings import NOT_BUILT, GolfError, printable, read_json, settings_from
-from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_specs, settings_of
+from golfnb.settings import IGNORED, NOT_BUILT, GolfError, printable, read_json, settings_from
+from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_groups, setting_specs, settings_of
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
 MAX_WALLCLOCK_SECONDS VAL_LOSS_EVERY TRAIN_LOG_EVERY VOCAB_SIZE NUM_LAYERS MODEL_DIM NUM_HEADS NUM_KV_HEADS MLP_MULT TIE_EMBEDDINGS ROPE_BASE ROPE_DIMS
@@ -38,17 +36,23 @@ def env(text):
     return dict(pair.split("=", 1) for pair in text.split())
 
 
-def load(pairs: dict[str, str]):
-    "The settings of the recipe that RECIPE names."
-    return settings_for(pairs.get("RECIPE", "pr549"), **pairs)
+def load(given: dict[str, str]):
+    "The settings of the recipe that an environment names, else of pr549."
+    return settings_of(find_program(given.get("RECIPE", "pr549")), given)
 
 
 SPECS = every_setting() | {spec.name: spec for spec in dataclasses.fields(AdapterSettings)}
 
 
+def meta_model(program, s) -> Golf:
+    "The model of a program without memory for its weights, of the parts that the program builds it of."
+    parts = signature(program.build).parameters
+    return Golf(s, parts["banks"].default(s, 1), torch.float32, "meta", "math", parts["skips"].default())
+
+
 def test_every_name_of_the_field_is_known():
     assert not set(FIELD_NAMES + OWN_NAMES) - known_names()
-    assert not {name.upper() for name in SPECS} & set(NOT_BUILT)
+    assert not {name.upper() for name in SPECS} & {*NOT_BUILT, *IGNORED}
 
 
 def test_every_setting_has_a_meaning_a_unit_and_its_type():
@@ -57,22 +61,66 @@ def test_every_setting_has_a_meaning_a_unit_and_its_type():
         assert not spec.metadata["choices"] or spec.default in spec.metadata["choices"], name
 
 
-def test_the_demos_average_forgets_its_initial_weights():
-    demo = settings_for("demo")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_program_names_real_settings_once_and_they_fit(name):
+    program = find_program(name)
+    specs = setting_specs(program)
+    assert set(program.OWN) <= set(specs) and not {word.lower() for word in program.WORDS} & set(specs)
+    grouped = [spec.name for group in setting_groups(program).values() for spec in group]
+    assert sorted(grouped) == sorted(specs)
+    s = settings_of(program, {})
+    assert s == program.Settings(**program.OWN) == load({"RECIPE": name}) and s.recipe == name
+    for world in (1, 2, 4, 8):
+        s.check(world)
+
+
+def test_the_demo_forgets_its_first_weights():
+    demo = load({"RECIPE": "demo"})
     assert demo.ema_decay**demo.iterations <= 0.01
 
 
+@pytest.mark.parametrize("name, numbers, words", [
+    ("pr399", (0.0, 2048, 128, 4, 3000), "sequential local 0 - 0 1 one pr399"), ("pr549", (0.5, 1536, 128, 4, 3500), "sequential local - 0 0 1 one pr399"),
+    ("pr726", (0.5, 1536, 128, 4, 3500), "coprime local - 2 0 1 one pr399"), ("pr1060", (0.5, 2816, 112, 11, 3500), "sequential local 0 - 0 1 one pr399"),
+    ("golf", (0.5, 2816, 112, 11, 3500), "coprime global - 0 1 0 sigmoid shared_mlp"),
+])
+def test_the_table_of_recipes(name, numbers, words):
+    s, found = load({"RECIPE": name}), find_program(name).WORDS
+    assert numbers == (s.negative_slope, s.bigram_vocab_size, s.bigram_dim, s.xsa_last_n, s.warmdown_iters)
+    names = ("LOADER", "CLIP", "TTT_ENABLED", "TTT_FREEZE_BLOCKS", "QAT_BANKS", "SCALE_FLOOR", "SKIP_GATE", "PLAN")
+    assert words.split() == [found.get(word, "-") for word in names]
+
+
+def test_published_commands():
+    s = load(env(PR549))
+    assert s == load({})
+    s.check(8)
+    s = settings_of(find_program("pr1060"), env(PR1060))
+    s.check(8)
+    assert (s.bigram_vocab_size, s.bigram_dim, s.xsa_last_n, s.data_path, s.tokenizer_path, s.gptq_reserve_ms) == (2816, 112, 11, "/d", "/t", 14000)
+    assert s.train_cap_ms == 586_000
+    with pytest.raises(GolfError, match="GPTQ_RESERVE_MS"):
+        settings_of(find_program("pr1060"), env(PR1060) | {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)
+    with pytest.raises(GolfError, match="USE_GPTQ must be 0 in recipe pr549, found '1': leave it out, or run recipe pr1060"):
+        load(env(PR1060))
+
+
 def test_derived_figures():
-    cfg = settings_for()
-    assert (cfg.head_dim, cfg.kv_dim, cfg.mlp_dim, cfg.ve_layer_list) == (64, 256, 1536, [9, 10])
-    assert dataclasses.replace(cfg, ve_enabled=False).ve_layer_list == []
+    s = load({})
+    assert (s.head_dim, s.kv_dim, s.mlp_dim, s.ve_layer_list) == (64, 256, 1536, [9, 10])
+    assert load({"VE_ENABLED": "0"}).ve_layer_list == []
     assert [grad_accum(w) for w in (1, 2, 3, 4, 8, 16)] == [8, 4, 2, 2, 1, 1]
-    assert [cfg.rows_per_micro(w, cfg.train_seq_len) for w in (1, 2, 4, 8, 16)] == [48, 48, 48, 48, 24]
+    assert [s.rows_per_micro(w, s.train_seq_len) for w in (1, 2, 4, 8, 16)] == [48, 48, 48, 48, 24]
 
 
 def test_variables_win_and_strangers_are_ignored():
-    cfg = load({"RECIPE": "pr399", "NEGATIVE_SLOPE": "0.25", "PATH": "/bin", "WARMDOWN": "7", "matrix_lr": "9"})
-    assert cfg.negative_slope == 0.25 and cfg.warmdown_iters == 3000 and cfg.matrix_lr == 0.025
+    s = load({"RECIPE": "pr399", "NEGATIVE_SLOPE": "0.25", "PATH": "/bin", "WARMDOWN": "7", "matrix_lr": "9"})
+    assert s.negative_slope == 0.25 and s.warmdown_iters == 3000 and s.matrix_lr == 0.025
+
+
+def test_an_average_that_is_never_read_may_be_asked_for_or_not():
+    for text in ("0", "1", "true"):
+        assert load({"SWA_ENABLED": text}) == load({"EMA_ENABLED": "1"}) == load({})
 
 
 @pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": 9223372036854775808}', '{"a": 1, "a": 2}', '{"a": "\\u001b[31m"}', '{"\\u009b": 1}', '[["\\u202e"]]', '{"a": "\\ud800"}', "[1]", "1", "",
@@ -97,6 +145,9 @@ def test_yes_and_no(text, value):
     ("RECIPE=pr1", "RECIPE must be one of pr399, pr549"), ("RECIPE=", "RECIPE must be one of"), ("SEED=x", "SEED must be a whole number, found 'x'"), ("SEED=1.5", "whole number"), ("SEED=", "whole number"),
     ("MATRIX_LR=fast", "finite number, found 'fast'"), ("MATRIX_LR=inf", "finite"), ("MLP_MULT=nan", "finite"), ("TTT_ENABLED=2", "TTT_ENABLED must be 0 or 1"),
     ("RUN_ID=a\x1b[31m", "plain text"), ("MODEL_DIM=" + "9" * 400, "whole number"), ("WEIGHT_DTYPE=fp8", "one of"),
+    ("LOADER=shuffled", "LOADER must be sequential in recipe pr549, found 'shuffled': leave it out, or copy this program"), ("LOADER=coprime", "or run recipe pr726, whose program does it"),
+    ("CLIP=none", "CLIP must be local"), ("AVERAGING=lawa", "AVERAGING must be ema"), ("EMA_ENABLED=0", "EMA_ENABLED must be 1"), ("CODEC=lzm", "CODEC must be lzma"), ("TTT_FREEZE_BLOCKS=12", "must be 0 in recipe pr549"),
+    ("RECIPE=pr726 TTT_FORM=adapters", "TTT_FORM must be chunks in recipe pr726"), ("RECIPE=golf LATE_QAT=0", "LATE_QAT must be 1 in recipe golf"), ("RECIPE=pr399 TTT_ENABLED=1", "or run recipe pr549"),
     ("MTP_NUM_HEADS=1", "not built"), ("TIE_EMBEDDINGS=0", "must stay 1"), ("QAT_ENABLED=1", "not built"), ("QAT_ENABLED=true", "not built"), ("MUON_BETA2=0.9", "stay 0.95"),
     ("LAWA_ENABLED=1", "not built"), ("DTG_ENABLED=1", "not built"), ("GATED_ATTENTION=1", "not built"), ("VALUE_RESIDUAL=1", "not built"), ("LAWA_K=ten", "must be a number"), ("QUANT_CLIP_RANGE=15", "must stay 31"), ("EMBED_LR=x", "must be a number"),
 ])
@@ -108,7 +159,7 @@ def test_loading_refuses(pairs, words):
 
 def test_off_values_of_what_is_not_built_are_accepted():
     spelled = {name: f"{off:g}" for name, off in NOT_BUILT.items()}
-    assert load(spelled) == settings_for() == load({"QAT_ENABLED": "False", "TIE_EMBEDDINGS": "true"})
+    assert load(spelled) == load({}) == load({"QAT_ENABLED": "False", "TIE_EMBEDDINGS": "true"})
 
 
 @pytest.mark.parametrize("pairs, words", [
@@ -123,16 +174,16 @@ def test_off_values_of_what_is_not_built_are_accepted():
     ("MLP_MULT=0.001", "at least one channel"), ("SEED=9223372036854775808", "below 2"),
 ])
 def test_check_refuses(pairs, words):
-    cfg = load(env(pairs))
+    s = load(env(pairs))
     with pytest.raises(GolfError, match=words) as caught:
-        cfg.check(8)
+        s.check(8)
     assert "\n" not in str(caught.value) and ":" in str(caught.value)
 
 
 @pytest.mark.parametrize("world", [5, 7, 9, 1000])
 def test_worlds_that_cannot_share_the_batch(world):
     with pytest.raises(GolfError, match="ranks"):
-        settings_for().check(world)
+        load({}).check(world)
 
 
 def test_the_advice_works():
@@ -143,27 +194,28 @@ def test_the_advice_works():
         load({name: str(caught.value).split("set it to ")[1].split()[0]}).check(world)
 
 
-@given(st.dictionaries(st.sampled_from(sorted(known_names() - {"RECIPE"})), st.one_of(st.integers(-9, 4096).map(str), st.text(max_size=6), st.floats(allow_nan=True).map(str)), max_size=6), st.integers(1, 9))
+@given(st.sampled_from(RECIPES), st.dictionaries(st.sampled_from(sorted(known_names())), st.one_of(st.integers(-9, 4096).map(str), st.text(max_size=6), st.floats(allow_nan=True).map(str)), max_size=6), st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
-def test_no_environment_makes_anything_but_a_golf_error(pairs, world):
+def test_no_environment_makes_anything_but_a_golf_error(recipe, pairs, world):
     try:
-        load(pairs).check(world)
+        settings_of(find_program(recipe), pairs).check(world)
     except GolfError as error:
         assert str(error).strip()
 
 
-def test_model_settings_survive_json():
-    for name in RECIPES:
-        saved = model_settings(settings_for(name))
-        again = settings_from(SavedModel, json.loads(json.dumps(saved)))
-        assert dataclasses.asdict(again) == saved
-    whole = dict(model_settings(settings_for()), mlp_mult=3)
-    assert settings_from(SavedModel, whole).mlp_mult == 3.0 and type(settings_from(SavedModel, whole).mlp_mult) is float
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_file_says_of_a_model_survives_json(name):
+    saved = saved_settings(meta_model(find_program(name), load({"RECIPE": name})))
+    again = settings_from(SavedModel, json.loads(json.dumps(saved)))
+    assert dataclasses.asdict(again) == saved
+    assert (again.plan, again.skip_gate) == (find_program(name).WORDS["PLAN"], find_program(name).WORDS["SKIP_GATE"])
+    found = settings_from(SavedModel, saved | {"mlp_mult": 3}).mlp_mult
+    assert found == 3.0 and type(found) is float
 
 
 @pytest.mark.parametrize("change", [{"num_layers": "11"}, {"num_layers": 11.0}, {"num_layers": True}, {"num_layers": 0}, {"ln_scale": 1}, {"extra": 1}, {"plan": None}, {"plan": "x"}, {"num_heads": 7}, {"train_seq_len": 0}, None])
 def test_damaged_model_settings_are_refused(change):
-    good = model_settings(settings_for())
+    good = saved_settings(meta_model(find_program("pr549"), load({})))
     bad = {**good, **change} if change is not None else {k: v for k, v in good.items() if k != "vocab_size"}
     with pytest.raises(GolfError):
         settings_from(SavedModel, bad)
@@ -171,36 +223,31 @@ def test_damaged_model_settings_are_refused(change):
         settings_from(SavedModel, [good])
 
 
-
-
 ODD = ["0", "-1", "1", "2", str(2**31 - 1), str(2**31), str(2**63 - 1), "1e308", "1e36", "nan", "inf", "1e-300", "", "word", "0.5"]
-SMALL = {"RECIPE": "pr549", "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "8", "VE_DIM": "8", "TRAIN_SEQ_LEN": "64",
+SMALL = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "8", "VE_DIM": "8", "TRAIN_SEQ_LEN": "64",
          "TRAIN_BATCH_TOKENS": "1024", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32"}
+PROGRAMS = [own_program("golf_more"), *map(find_program, ("golf", "pr1060", "pr549"))]
+HOME = {name.upper(): program for program in PROGRAMS for name in setting_specs(program)}  # a setting -> the last that has it
 
 
-def program_with(name: str):
-    "A recipe that has a setting, else the tests' program that has adapters too."
-    for recipe in RECIPES:
-        if recipe in ("pr549", "pr1060") and name in setting_specs(find_program(recipe)):
-            return find_program(recipe)
-    return own_program("golf_more")
+def test_every_setting_has_a_home():
+    assert set(HOME) >= {name.upper() for name in SPECS}
 
 
-@pytest.mark.parametrize("name", [n.upper() for n in SPECS])
+@pytest.mark.parametrize("name", HOME)
 def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
     "Built without memory, if it is accepted as it is read, checked, and held against the machine's memory."
     for text in ODD:
         try:
-            program = program_with(name.lower())
-            cfg = settings_of(program, {**SMALL, "RECIPE": program.OWN["recipe"], name: text})
-            cfg.check()
-            check_memory(cfg, Ranks())
+            s = settings_of(HOME[name], {**SMALL, name: text})
+            s.check()
+            check_memory(s, Ranks())
         except GolfError as error:
             assert ": " in str(error) and "\n" not in str(error)
             continue
         if name.lower() in {f.name for f in dataclasses.fields(SavedModel)}:
-            Golf(cfg, bank_per_shape(cfg, 1), torch.float32, "meta", "math")
-        numbers = [v for v in dataclasses.astuple(cfg) if type(v) is float]
+            meta_model(HOME[name], s)
+        numbers = [v for v in dataclasses.astuple(s) if type(v) is float]
         assert all(torch.tensor(v).isfinite() and bool(torch.tensor(v)) == bool(v) for v in numbers), (name, text)
 
 
