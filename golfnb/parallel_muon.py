@@ -724,8 +724,8 @@ def inside_host(ranks: Ranks) -> Ranks:
     counts = [0] * ranks.world
     dist.all_gather_object(counts, int(os.environ["LOCAL_WORLD_SIZE"]), group=ranks.patient)
     if len({*counts}) > 1:
-        raise GolfError("LINKS=two_level needs hosts of equally many ranks, found "
-                        f"{sorted({*counts})}: start each with the same --nproc_per_node, or set LINKS=flat")
+        raise GolfError("banks shared inside hosts need hosts of equally many ranks, found "
+                        f"{sorted({*counts})}: start each with the same --nproc_per_node")
     (each, device), grid = (counts[0], ranks.device), torch.arange(ranks.world).view(ranks.hosts, -1)
     here, there = (dist.new_subgroups_by_enumeration(g.tolist(), timedelta(seconds=40))[0]
                    for g in (grid, grid.T))

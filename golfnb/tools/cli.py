@@ -712,7 +712,7 @@ def quantize_command(args) -> int:
     print_ledger(path, code, s.target_bytes)
     ttt = " --ttt" if getattr(s, "ttt_enabled", False) else ""
     print(f"this file has no score yet: golfnb score {path} --val '{s.data_path}/*_val_*.bin' "
-          f"--tokenizer {s.tokenizer_path}{ttt}")
+          f"--tokenizer {s.tokenizer_path}{own_words(s.recipe)}{ttt}")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #9d4eb7e9
