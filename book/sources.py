@@ -159,7 +159,7 @@ def map_rooms() -> str:
         for stem in group:
             nb = notebook(stem)
             m = by_chapter.get(stem)
-            down = " ".join(link(modules()[i].chapter) for i in sorted(m.imports, key=lambda i: modules()[i].chapter)) if m else ""
+            down = " ".join(link(modules()[i].chapter) for i in sorted(m.imports & modules().keys(), key=lambda i: modules()[i].chapter)) if m else ""
             up = " ".join(link(o.chapter) for o in modules().values() if m and m.name in o.imports)
             lines.append(f"| [{numbered_title(stem)}]({stem}.ipynb) | {summary_of(nb)} | {down} | {up} |")
         lines.append("")

@@ -48,7 +48,7 @@ def test_the_demo_says_how_long_and_what_the_model_wrote_and_nothing_to_type_bet
     monkeypatch.chdir(tmp_path)
     docs = data.stdlib_documents(["json", "csv", "email", "logging"])
     monkeypatch.setattr(data, "stdlib_documents", lambda: docs)
-    monkeypatch.setattr(cli, "train_run", lambda settings, ranks: 0)
+    monkeypatch.setattr(cli, "train_run", lambda program, settings, ranks: 0)
     monkeypatch.setattr(cli.book.report, "sampled_text", lambda folder: ("Return the", " path.\n"))
     assert cli.demo_command(SimpleNamespace(settings=[], nproc=1)) == 0
     said = capsys.readouterr().out
