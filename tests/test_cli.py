@@ -228,7 +228,7 @@ def test_script_of_a_recipe(tmp_path):
     assert "golf" in (tmp_path / "out" / "t.py").read_text()[:400]
     done = golfnb("script", "-o", tmp_path, cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr)
-    done = golfnb("script", "SEED=7", "-o", "other.py", cwd=tmp_path)
+    done = golfnb("script", "SEED=7", "ITERATIONS=3", "-o", "other.py", cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr) and "found SEED=7" in done.stderr
 
 

@@ -574,16 +574,16 @@ def drill_command(args) -> int:
 
 # %% ../../nbs/tools/23_cli.ipynb #5b7498d0
 @command("script", "make one script of a recipe's program, or of your own",
-         arg("program", nargs="?", metavar="mine.py", help="the file of a program of your own"),
+         arg("program", nargs="*", metavar="mine.py", help="the file of a program of your own"),
          arg("--recipe", help="whose program (pr549)"),
          arg("--pack", action="store_true", help="without comments and docstrings, compressed"),
          arg("-o", dest="output", metavar="FILE", required=True, help="where to write it"))
 def script_command(args) -> int:
-    words = [args.program] if args.program else []
-    if "=" in (args.program or ""):
-        raise GolfError(f"script: a program is expected, found {args.program}; settings are given to the script when it is "
+    numbers = [word for word in args.program if "=" in word]
+    if numbers:
+        raise GolfError(f"script: a program is expected, found {numbers[0]}; settings are given to the script when it is "
                         "run, or written into OWN of a program of your own: golfnb recipe copy")
-    program, _ = named_program(words, args.recipe)
+    program, _ = named_program(args.program, args.recipe)
     output = Path(args.output)
     check_output(output, "script of golfnb", book.programs.program_path(program))
     print(f"{output}: recipe {program.OWN['recipe']}, {write_script(output, program, args.pack)}")
