@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from golfnb.recipes import demo
-from golfnb.recipes import demo
 from golfnb.tools.checkpoint import LATE_VOTES, SPAN, SPANS, Keeper, Progress, Stopped, named_tensors, open_kept, shard_identity
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.loader import grad_accum
