@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CODECS', 'Plain', 'Lzma', 'Zlib', 'Rans', 'Best', 'Brotli', 'Zstd', 'seal', 'refuse_word', 'pack_bytes',
-           'unpack_bytes', 'unpack_foreign', 'save_artifact', 'read_container', 'load_artifact', 'save_weights',
-           'check_unquantized', 'load_weights', 'check_tokenizer', 'load_model', 'export_safetensors',
+           'unpack_bytes', 'unpack_foreign', 'save_artifact', 'naming', 'read_container', 'read_meta', 'load_artifact',
+           'save_weights', 'check_unquantized', 'load_weights', 'check_tokenizer', 'load_model', 'export_safetensors',
            'import_safetensors']
 
 # %% ../nbs/story/11b_artifact.ipynb #b0d38447
@@ -16,7 +16,8 @@ import lzma
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -203,7 +204,7 @@ def decompress_section(stored: bytes, name: str, shapes: list,
     """
     if not isinstance(name, str) or name not in codecs:
         raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
-                        f"{name!r:.60}: the file is damaged or of a later version, make it again")
+                        f"{name!r:.60}: read it with the version or the program that wrote it")
     size = sum(map(math.prod, shapes))
     try:
         raw = codecs[name].decompress(stored, size, shapes)
@@ -415,16 +416,30 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     return len(data)
 
 # %% ../nbs/story/11b_artifact.ipynb #4b56f645
-def read_container(path: str | Path, codecs: Mapping[str, Plain],
-                   check: Callable | None = None) -> tuple[dict, dict]:
-    "`unpack_foreign` of a file; raises GolfError, naming it, if it is missing or damaged."
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    "Work on the container at `path`; raises GolfError that names it, if it is missing or damaged."
     try:
-        return unpack_foreign(Path(path).read_bytes(), codecs, check)
+        yield
     except OSError as error:
         raise GolfError(f"cannot read {path} ({error.strerror}): expected a golfnb container, check the "
                         "path") from None
     except GolfError as error:
         raise GolfError(f"{path}: {error}") from None
+
+
+def read_container(path: str | Path, codecs: Mapping[str, Plain],
+                   check: Callable | None = None) -> tuple[dict, dict]:
+    "`unpack_foreign` of a file; raises GolfError, naming it, if it is missing or damaged."
+    with naming(path):
+        return unpack_foreign(Path(path).read_bytes(), codecs, check)
+
+
+def read_meta(path: str | Path) -> dict:
+    "What anybody's file says of itself; nothing is decoded. Raises GolfError if missing or damaged."
+    with naming(path):
+        header, _ = open_container(Path(path).read_bytes())
+    return header["meta"]
 
 
 def load_artifact(path: str | Path) -> tuple[dict, dict]:

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source cbeba67918adf95b
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source f60a67f1ba51b35f
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3592,7 +3592,7 @@ def decompress_section(stored: bytes, name: str, shapes: list,
     """
     if not isinstance(name, str) or name not in codecs:
         raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
-                        f"{name!r:.60}: the file is damaged or of a later version, make it again")
+                        f"{name!r:.60}: read it with the version or the program that wrote it")
     size = sum(map(math.prod, shapes))
     try:
         raw = codecs[name].decompress(stored, size, shapes)

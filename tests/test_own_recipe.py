@@ -13,15 +13,41 @@ from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
 
 WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
 SCORING = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=32", "VAL_BATCH_SIZE=65536", "TTT_CHUNK_TOKENS=1024", "TTT_EPOCHS=1", "TTT_BATCH_SEQS=32"]
-ACTS = '''"""Activations."""
+ACTS = '''"""Parts that golfnb has not."""
+import bz2
+
 import torch.nn.functional as F
+
+from golfnb.artifact import Plain
+from golfnb.model import SigmoidSkips
 
 
 def squared_gelu(z):
     "Of the feed-forward layers."
     return F.gelu(z).square()
+
+
+class Bzip(Plain):
+    "Sections in bz2."
+    name = "bz2"
+
+    def compress(self, raw, shapes):
+        return self.name, bz2.compress(raw)
+
+    def decompress(self, stored, size, shapes):
+        return bz2.BZ2Decompressor().decompress(stored, size + 1)
+
+
+class SlowSkips(SigmoidSkips):
+    "Gates that begin nearly closed."
+    start = -3.0
+    word = "slow"
 '''
-EDITS = (("from golfnb.loader import", "from acts import squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), squared_gelu)"))
+EDITS = (("from golfnb.loader import", "from acts import Bzip, SlowSkips, squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), squared_gelu)"),
+         ("          skips=SigmoidSkips)", "          skips=SlowSkips)"), ("import Golf, ModelSettings, SigmoidSkips, init_model", "import Golf, ModelSettings, init_model"),
+         ("CODEC = Best()", "CODEC = Bzip()"), ("import ArtifactSettings, Best, unpack_bytes", "import ArtifactSettings, unpack_bytes"),
+         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n'), ("from golfnb.ttt import", "from golfnb.settings import setting\nfrom golfnb.ttt import"),
+         ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n"))
 
 
 def edited(text: str) -> str:
@@ -45,9 +71,19 @@ def place(tmp_path_factory):
     assert done.returncode == 0 and "train mine.py" in done.stdout, done.stderr
     (root / "mine.py").write_text(edited((root / "mine.py").read_text()))
     (root / "acts.py").write_text(ACTS)
-    done = golfnb("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=a", cwd=root)
-    assert done.returncode == 0 and "play runs/a --program mine.py" in done.stdout and "report: " in done.stdout, done.stderr
+    done = golfnb("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=a", "RISE=2", cwd=root)
+    assert done.returncode == 0 and "play runs/a --program mine.py" in done.stdout and "no report" not in done.stdout, done.stdout[-600:] + done.stderr
     return root, data
+
+
+def test_its_parts_and_numbers_are_its_own(place):
+    root, data = place
+    found = summary(root / "runs/a")
+    assert found["config"]["rise"] == 2 and "Serialized model int6+bz2" in (root / "runs/a/train.log").read_text()
+    page = (root / "runs/a/report.html").read_text()
+    assert "no sampled text" not in page and "RISE" in page
+    refused(golfnb("train", "mine.py", *WORDS, *data, "RISE=0", "RUN_ID=z", cwd=root), "RISE must be above 0")
+    refused(golfnb("train", "mine.py", *WORDS, *data, "RAISE=2", "RUN_ID=z", cwd=root), "did you mean RISE")
 
 
 def refused(done, words: str) -> None:
@@ -69,6 +105,11 @@ def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
     done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", *SCORING, cwd=root)
     found = [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", done.stdout)]
     assert done.returncode == 0 and found == pytest.approx([summary(root / "runs/a")[f"{name}_bpb"] for name in ("sliding", "ttt")], abs=1e-5), done.stderr
+    two = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", *SCORING, "--nproc", 2, cwd=root)
+    assert two.returncode == 0 and [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", two.stdout)] == pytest.approx(found, abs=1e-5), two.stderr
+    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", *SCORING, "--audit", cwd=root)
+    assert "score-first training: " in done.stdout and "FAILS  score-first" not in done.stdout and "FAILS  sliding" not in done.stdout, done.stderr
+    assert (root / "runs/a/artifact.audit.json").is_file()
     assert golfnb("sample", "runs/a", "Return", "--tokens", 4, "--program", "mine.py", cwd=root).returncode == 0
     done = golfnb("quantize", "runs/a", "--program", "mine.py", "-o", "again.golf", cwd=root)
     assert done.returncode == 0 and (root / "again.golf").read_bytes() == (root / "runs/a/artifact.golf").read_bytes(), done.stderr
@@ -93,7 +134,7 @@ def test_its_script_gives_the_same_losses(place):
     root, data = place
     assert golfnb("script", "mine.py", "--pack", "-o", "alone/train_gpt.py", cwd=root).returncode == 0
     settings = dict(word.split("=", 1) for word in [*WORDS, *data])
-    done = torchrun(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a"}, root / "alone")
+    done = torchrun(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a", "RISE": "2"}, root / "alone")
     assert done.returncode == 0, done.stderr[-2000:]
     ours, theirs = summary(root / "alone/runs/a"), summary(root / "runs/a")
     assert ours["losses"] == theirs["losses"] and ours["ttt_bpb"] == theirs["ttt_bpb"]
@@ -150,8 +191,8 @@ def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
     (tmp_path / "acts.py").write_text(ACTS)
     for name, changed, words in (
             ("recipe.py", text.replace('recipe="mine"', 'recipe="golf"'), "must give itself a name in OWN"),
-            ("codec.py", text.replace("CODEC = Best()", "CODEC = Brotli()").replace("import ArtifactSettings, Best,", "import ArtifactSettings, Brotli,"), "brotli"),
-            ("alias.py", text.replace("from acts import squared_gelu", "import acts"), "brings a module of ours as a whole"),
+            ("codec.py", text.replace("CODEC = Bzip()", "CODEC = Brotli()").replace("import ArtifactSettings,", "import ArtifactSettings, Brotli,"), "brotli"),
+            ("alias.py", text.replace("from acts import Bzip, SlowSkips, squared_gelu", "import acts\nfrom acts import Bzip, SlowSkips, squared_gelu"), "brings a module of ours as a whole"),
             ("builtin.py", text + "\n\ndef sum(x): return x\n", "sum means something else")):
         (tmp_path / name).write_text(changed)
         monkeypatch.setitem(sys.modules, "brotli", None)

@@ -77,8 +77,14 @@ def test_one_number_has_many_spellings_and_other_recipes_are_refused():
 
 
 def test_published_command_lines_say_what_their_program_does():
-    assert settings_of("pr549", env(PR549)) == settings_of("pr549")
+    s = settings_of("pr549", env(PR549))
+    assert s == settings_of("pr549")
+    s.check(8)
     s = settings_of("pr1060", env(PR1060))
+    s.check(8)
+    assert (s.bigram_vocab_size, s.bigram_dim, s.xsa_last_n, s.gptq_reserve_ms) == (2816, 112, 11, 14000)
+    with pytest.raises(GolfError, match="USE_GPTQ must be 0 in recipe pr549, found '1': leave it out, or run recipe pr1060"):
+        settings_of("pr549", env(PR1060))
     assert (s.data_path, s.tokenizer_path, s.train_cap_ms) == ("/d", "/t", 586_000)
     with pytest.raises(GolfError, match="GPTQ_RESERVE_MS must be less"):
         settings_of("pr1060", {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)

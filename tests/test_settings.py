@@ -91,20 +91,6 @@ def test_the_table_of_recipes(name, numbers, words):
     assert words.split() == [found.get(word, "-") for word in names]
 
 
-def test_published_commands():
-    s = load(env(PR549))
-    assert s == load({})
-    s.check(8)
-    s = settings_of(find_program("pr1060"), env(PR1060))
-    s.check(8)
-    assert (s.bigram_vocab_size, s.bigram_dim, s.xsa_last_n, s.data_path, s.tokenizer_path, s.gptq_reserve_ms) == (2816, 112, 11, "/d", "/t", 14000)
-    assert s.train_cap_ms == 586_000
-    with pytest.raises(GolfError, match="GPTQ_RESERVE_MS"):
-        settings_of(find_program("pr1060"), env(PR1060) | {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)
-    with pytest.raises(GolfError, match="USE_GPTQ must be 0 in recipe pr549, found '1': leave it out, or run recipe pr1060"):
-        load(env(PR1060))
-
-
 def test_derived_figures():
     s = load({})
     assert (s.head_dim, s.kv_dim, s.mlp_dim, s.ve_layer_list) == (64, 256, 1536, [9, 10])

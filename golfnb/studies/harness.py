@@ -144,7 +144,6 @@ class Kind:
         if self.other is not None:
             variant = self.other.change(seed=variant.settings.seed)
         return variant.change(**self.numbers).exchange(**self.words)
-    "All skip weights at `value`; for the first `held` steps their gradient is zero."
 
 # %% ../../nbs/studies/35_harness.ipynb #a15647ac
 def start_skips(model: Golf, s: RunSettings, world: int, value: float, held: int):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'GROUPS', 'ENDING', 'SentenceParser', 'arg', 'command', 'named_program', 'adapter_names', 'known_settings',
-           'read_settings', 'settings_help', 'settings_for', 'train_run', 'own_words', 'start_run', 'listed',
-           'make_parser', 'read_command', 'main_cli']
+           'read_settings', 'settings_help', 'settings_for', 'train_run', 'own_file', 'own_words', 'start_run',
+           'listed', 'make_parser', 'read_command', 'main_cli']
 
 # %% ../../nbs/tools/23_cli.ipynb #c2002cb3
 import argparse
@@ -164,11 +164,12 @@ def settings_help() -> str:
         for spec in specs:
             choices = f" ({', '.join(spec.metadata['choices'])})" if spec.metadata["choices"] else ""
             lines.append(f"  {f'{spec.name.upper()}={spec.default}':42s} {spec.metadata['meaning']}{choices}")
-    also = ", ".join((*s.DONE_BY, *s.IGNORED, *s.NOT_BUILT))
+    words = {word for name in p.RECIPES for word in p.recipe_program(name).WORDS}
+    also = ", ".join((*sorted(words), *s.IGNORED, *s.NOT_BUILT))
     threads = "OMP_NUM_THREADS: threads of each CPU rank (default: its share of the cores idle at the start)"
     keeping = "CHECKPOINT_EVERY_S=60: seconds between checkpoints; 0: none"
-    words = f"words of published command lines, accepted where they are true of the recipe: {also}"
-    return "\n".join([*lines, f"\n{keeping}\n{threads}", words])
+    published = f"words of published command lines, accepted where they are true of the recipe: {also}"
+    return "\n".join([*lines, f"\n{keeping}\n{threads}", published])
 
 # %% ../../nbs/tools/23_cli.ipynb #9b0d0e3c
 def gpu_count() -> int:
@@ -251,7 +252,7 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
         print("script: " + write_script(script, program, pack), flush=True)
         if tokenizer.is_file():  # for `sample`, `score` and `play`
             book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
-        return start_run(folder, s, settings | {"RECIPE": s.recipe}, ranks)
+        return start_run(folder, s, settings | {"RECIPE": s.recipe}, ranks, own_file(program))
     finally:
         if folder in new and not (folder / "train.log").exists():  # it never began
             shutil.rmtree(folder, ignore_errors=True)
@@ -259,26 +260,34 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
                 new[-1].rmdir()
 
 # %% ../../nbs/tools/23_cli.ipynb #b9ffb0ab
-def own_words(recipe: str) -> str:
+def own_file(program) -> str | None:
+    "The file of a program of one's own, as it is named from here; None for a recipe of golfnb."
+    if program.OWN["recipe"] in book.programs.RECIPES:
+        return None
+    return os.path.relpath(program.__file__)
+
+
+def own_words(file: str | None) -> str:
     "What a command on a run needs more where its program is one's own."
-    if recipe in book.programs.RECIPES:
-        return ""
-    return f" --program {recipe}.py"
+    return f" --program {shlex.quote(file)}" if file else ""
 
 # %% ../../nbs/tools/23_cli.ipynb #59149fd6
-def start_run(folder: Path, s, settings: dict[str, str], ranks: int) -> int:
-    "Run the script in a run's directory, whose settings are `s`, and show what came of it; the exit status."
+def start_run(folder: Path, s, settings: dict[str, str], ranks: int, own: str | None) -> int:
+    """Run the script in a run's directory and show what came of it; the exit status.
+
+    `s`: the run's settings; `own`: the file of its program, where that is one's own.
+    """
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
     told = folder, s, book.watch.above_bar
     threading.Thread(target=book.watch.foretell, args=told, daemon=True).start()
     status = run_shown(folder, ranks, settings | names)
     if (folder / "summary.json").is_file():
         try:  # first, since nobody may read what is printed
-            words = f"report: {book.report.write_report(folder)}"
+            words = f"report: {book.report.write_report(folder, program=own)}"
         except GolfError as e:
             words = f"no report: {e}"
         print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
-              f"play with it: {this_command()} play {folder}{own_words(s.recipe)}")
+              f"play with it: {this_command()} play {folder}{own_words(own)}")
     return status
 
 # %% ../../nbs/tools/23_cli.ipynb #f25d22e0
@@ -312,19 +321,23 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
         raise GolfError(f"train: {folder} must hold a run with checkpoints that has not ended, found none; "
                         "name the directory of such a run")
     book.checkpoint.check_format(notes, folder)
+    own = None
     for word in words:
         if "=" not in word:
-            check_script(folder / "train_gpt.py", word)
+            program = book.programs.find_program(word)
+            check_script(folder / "train_gpt.py", program)
+            own = own_file(program)
     text = {n.upper(): str(int(v)) if isinstance(v, bool) else str(v) for n, v in notes["config"].items()}
     s = SimpleNamespace(**notes["config"])
     s.train_cap_ms = 1000 * s.max_wallclock_seconds
-    return start_run(folder, s, text | settings | {"RESUME": "1"}, ranks or notes["world"])
+    return start_run(folder, s, text | settings | {"RESUME": "1"}, ranks or notes["world"], own)
 
 # %% ../../nbs/tools/23_cli.ipynb #7673a3bf
-def check_script(script: Path, name: str) -> None:
-    "Raises GolfError where a run's script is not that of the program called `name`."
-    program = book.programs.find_program(name)
-    if script.read_text(encoding="utf-8") not in [book.programs.script_text(program, pack) for pack in (False, True)]:
+def check_script(script: Path, program) -> None:
+    "Raises GolfError where a run's script is not that of a program."
+    forms = [book.programs.script_text(program, pack) for pack in (False, True)]
+    if script.read_text(encoding="utf-8") not in forms:
+        name = os.path.relpath(program.__file__)
         raise GolfError(f"{name} must be as it was when the run began, found that its script differs from {script}: "
                         "undo the edit, go on without naming it, or start a new run")
 
@@ -599,7 +612,7 @@ def recipe_list_command(args) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #ca7506da
 @command("recipe show", "print the program of a recipe", arg("name", metavar="NAME"))
 def recipe_show_command(args) -> int:
-    print(book.programs.copied_program(args.name, "mine").replace('recipe="mine"', f'recipe="{args.name}"'), end="")
+    print(book.programs.program_source(args.name), end="")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #6d15f41f
@@ -628,10 +641,17 @@ def run_settings(program, folder: Path, meta: dict):
 class Packing:
     "What a program's `pack` asks of a run, for weights that lie in a file."
 
-    def __init__(self, s, meta: dict, code: int, ranks, out: Path, log):
-        self.settings, self.ranks, self.out, self.log = s, ranks, out, log
-        self.code = bytes(code)
-        self.meta = lambda model: meta
+    def __init__(self, s, header: dict, code: bytes, ranks, out: Path, log):
+        self.settings = s
+        self.header = header  # what the file says of itself
+        self.code = code
+        self.ranks = ranks
+        self.out = out
+        self.log = log
+
+    def meta(self, model) -> dict:
+        "What the file said of itself, the packed one says too."
+        return self.header
 
     @property
     def train_paths(self) -> list[Path]:
@@ -697,7 +717,7 @@ def quantize_command(args) -> int:
     program = book.report.program_of(meta, args.program, weights)
     s = run_settings(program, args.run_dir, meta)
     s.target_bytes = args.target_bytes or s.target_bytes
-    code = script.stat().st_size if script.is_file() else 0
+    code = script.read_bytes() if script.is_file() else b""
     ranks = book.parallel_muon.start_ranks()
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
     p = program.build(s, ranks)
@@ -709,10 +729,10 @@ def quantize_command(args) -> int:
         else:
             program.pack(run, p, named)
     print(path)
-    print_ledger(path, code, s.target_bytes)
+    print_ledger(path, len(code), s.target_bytes)
     ttt = " --ttt" if getattr(s, "ttt_enabled", False) else ""
     print(f"this file has no score yet: golfnb score {path} --val '{s.data_path}/*_val_*.bin' "
-          f"--tokenizer {s.tokenizer_path}{own_words(s.recipe)}{ttt}")
+          f"--tokenizer {s.tokenizer_path}{own_words(args.program)}{ttt}")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #9d4eb7e9
@@ -770,11 +790,15 @@ def score_command(args) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
 def score_settings(program, model_settings, given: dict[str, str], adapters: bool):
     "The settings to score an artifact with, and `given` ones; GolfError for one that the model fixes."
-    if held := [name.upper() for name in vars(model_settings) if name.upper() in given]:
-        raise GolfError(f"score: {held[0]} is fixed by the artifact; leave it out")
-    group = program.Settings
-    if adapters:
-        group = dataclass(type("Settings", (group, book.adapters.AdapterSettings), {}))
+    for name in vars(model_settings):
+        if name.upper() in given:
+            raise GolfError(f"score: {name.upper()} is fixed by the artifact; leave it out")
+
+    @dataclass
+    class WithAdapters(program.Settings, book.adapters.AdapterSettings):
+        "What the program reads, and what chapter 13b does."
+
+    group = WithAdapters if adapters else program.Settings
     s = book.settings.read_settings(group, program.OWN, program.WORDS, given)
     book.report.with_model(s, model_settings)
     s.train_batch_tokens = 8 * s.train_seq_len  # nothing is trained, but the check wants whole rows
@@ -782,27 +806,33 @@ def score_settings(program, model_settings, given: dict[str, str], adapters: boo
     return s
 
 # %% ../../nbs/tools/23_cli.ipynb #a0de2301
-def open_scored(args, ranks) -> tuple:
-    "The program, model, forward, settings, meta and tokenizer that an artifact is scored with. Raises GolfError."
+@dataclass
+class Scored:
+    "An artifact, and what scores it."
+    file: Path
+    program: object  # the module
+    model: object
+    forward: Callable
+    settings: object
+    meta: dict
+    tokenizer: object
+
+
+def open_scored(args, ranks) -> Scored:
+    "The artifact that the arguments name. Raises GolfError."
     import torch
 
-    store, file = book.artifact, args.file
+    report, file = book.report, args.file
     more = adapter_names() if args.adapters else ()
-    if not args.program:
-        dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-        golf, meta, saved, sp = book.report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device,
-                                                       world=ranks.world)
-        program = book.report.program_of(meta, None, file)
+    if args.program:
+        program, meta, saved, sp = report.own_artifact(file, args.program, args.tokenizer)
         s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
-        return program, golf, book.train.compiled(golf, s, ranks.device), s, meta, sp
-    codecs = book.programs.find_program(args.program).CODEC.known()
-    meta = store.read_container(file, store.CODECS | codecs)[0]
-    program = book.report.program_of(meta, args.program, file)
-    saved = settings_from(book.model.SavedModel, meta["settings"])
+        return Scored(file, program, *report.own_model(program, s, file, ranks), s, meta, sp)
+    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    golf, meta, saved, sp = report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
+    program = report.program_of(meta, None, file)
     s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
-    tokenizer = args.tokenizer or book.report.find_tokenizer(file, meta.get("tokenizer_sha256"))
-    store.check_tokenizer(meta, file, tokenizer)
-    return program, *book.report.own_model(program, s, file, ranks), s, meta, book.bpb.load_tokenizer(tokenizer, s.vocab_size)
+    return Scored(file, program, golf, book.train.compiled(golf, s, ranks.device), s, meta, sp)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e7b127
 def score_file(args, ranks) -> tuple:
@@ -810,11 +840,11 @@ def score_file(args, ranks) -> tuple:
     import torch
 
     say, file = print if ranks.master else lambda *words, **options: None, args.file
-    scored = program, golf, forward, s, meta, sp = open_scored(args, ranks)
-    if args.ttt and not args.adapters and not hasattr(program, "ADAPT"):
-        raise GolfError(f"score: recipe {program.OWN['recipe']} has no test-time training (ADAPT); leave --ttt out, or "
-                        "take --adapters")
-    table = book.bpb.byte_table(sp).to(ranks.device)
+    scored = open_scored(args, ranks)
+    s, forward = scored.settings, scored.forward
+    if args.ttt and not args.adapters and not hasattr(scored.program, "ADAPT"):
+        raise GolfError(f"score: recipe {s.recipe} has no test-time training (ADAPT); leave --ttt out, or take --adapters")
+    table = book.bpb.byte_table(scored.tokenizer).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
     record = file.parent / "summary.json"
@@ -839,18 +869,18 @@ def score_file(args, ranks) -> tuple:
     return scored, tokens, table, findings
 
 # %% ../../nbs/tools/23_cli.ipynb #f8353ba4
-def score_adapting(args, scored: tuple, tokens, table, ranks, watched: dict, findings: list, say) -> tuple:
+def score_adapting(args, scored: Scored, tokens, table, ranks, watched: dict, findings: list, say) -> tuple:
     "Nats and bits of test-time training; an audit adds its findings."
-    program, golf, forward, s, _, _ = scored
-    state = book.report.decoded(program, args.file)
+    golf, s, adapt = scored.model, scored.settings, getattr(scored.program, "ADAPT", None)
+    state = book.report.decoded(scored.program, scored.file)
     way = "adapters for each document" if args.adapters else "as the program does"
     say(f"test-time training, {way}: each token is scored first", flush=True)
     with closing(watched["log"]) as bar:
         if args.adapters:
             return book.adapters.score_documents(golf, state, tokens, table, s, ranks, bar)
         if not args.audit:
-            return program.ADAPT(golf, state, tokens, table, s, ranks, forward, log=bar)
-        trial = book.ttt.chunk_trial(forward, golf, state, tokens, table, s, watch_rows=False, adapt=program.ADAPT,
+            return adapt(golf, state, tokens, table, s, ranks, scored.forward, log=bar)
+        trial = book.ttt.chunk_trial(scored.forward, golf, state, tokens, table, s, watch_rows=False, adapt=adapt,
                                      **watched)
         findings += book.ttt.audit_pass("score-first training", trial, table)
         return trial.loss, trial.bpb
@@ -861,9 +891,9 @@ def audit_seed(file: Path) -> int:
     return int(hashlib.sha256(file.read_bytes()).hexdigest()[:8], 16)
 
 # %% ../../nbs/tools/23_cli.ipynb #9abcf1f2
-def audit_file(args, scored: tuple, tokens, table, findings: list) -> int:
+def audit_file(args, scored: Scored, tokens, table, findings: list) -> int:
     "Audit an artifact and its scorers, beside `findings` on the score; print what was found, write the report."
-    file, (program, _, _, s, meta, _) = args.file, scored
+    file, program, s = scored.file, scored.program, scored.settings
     state = book.report.decoded(program, file)
     if args.program:
         golf, _ = book.report.own_model(program, s, file, book.parallel_muon.Ranks())
@@ -880,7 +910,7 @@ def audit_file(args, scored: tuple, tokens, table, findings: list) -> int:
         print(f"  {'holds' if f['passed'] else 'FAILS'}  {f['scorer']}: {f['check']} ({f['found']})")
     path, audit["legal"] = file.with_suffix(".audit.json"), all(f["passed"] for f in audit["findings"])
     facts = {"artifact": file.name, "artifact_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-             "tokenizer_sha256": meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1, "seed": seed}
+             "tokenizer_sha256": scored.meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1, "seed": seed}
     book.shards.atomic_write(path, json.dumps(facts | audit, indent=1) + "\n")
     verdict = "legal, every condition holds" if audit["legal"] else "NOT legal"
     print(f"audit: {verdict}; {path}{'' if train else '; training files were not compared (--train)'}")
@@ -936,10 +966,10 @@ def play_command(args) -> int:
 
 # %% ../../nbs/tools/23_cli.ipynb #51e9d511
 @command("report", "write a run's page with its plots, report.html",
-         arg("run_dir", metavar="RUN_DIR", type=Path))
+         arg("run_dir", metavar="RUN_DIR", type=Path), OWN_PROGRAM)
 def report_command(args) -> int:
     check_output(args.run_dir / "report.html", "page of golfnb")
-    print(book.report.write_report(args.run_dir))
+    print(book.report.write_report(args.run_dir, program=args.program))
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #38cb5b5d

@@ -175,12 +175,17 @@ def free_cores() -> int:
     return max(1, min(usable_cores(), idle))
 
 
+def threads_each(cores: int, nproc: int) -> int:
+    "Threads of each of `nproc` ranks that share so many cores."
+    return max(1, cores // nproc)
+
+
 def rank_threads(nproc: int, write) -> int:
     "Threads for each of `nproc` ranks; `write` is told where they are fewer because others compute here."
     free = free_cores()
     usable = usable_cores()
-    threads = max(1, free // nproc)
-    if threads < usable // nproc:
+    threads = threads_each(free, nproc)
+    if threads < threads_each(usable, nproc):
         write(f"golfnb: OMP_NUM_THREADS={threads} for each rank, because other processes keep {usable - free} of "
               f"{usable} cores busy; load that comes later is not seen: give OMP_NUM_THREADS to choose\n")
     return threads

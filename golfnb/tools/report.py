@@ -6,9 +6,9 @@
 __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOST_POINTS', 'COLOURS', 'LINES', 'BPB_STAGES',
            'QUANTILES', 'TABLES', 'PAGE_STYLE', 'DRAW_ALL', 'read_file', 'artifact_file', 'other_file',
            'quantized_counts', 'counts_entropy', 'event_of', 'read_run', 'find_artifact', 'run_place', 'run_data',
-           'find_tokenizer', 'open_model', 'program_of', 'decoded', 'own_model', 'with_model', 'open_own',
-           'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve', 'series', 'running_mean', 'loss_chart',
-           'ttt_chart', 'weight_chart', 'run_rows', 'run_table', 'Table', 'html_table', 'note', 'command',
+           'find_tokenizer', 'open_model', 'program_of', 'decoded', 'own_model', 'with_model', 'own_artifact',
+           'open_own', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve', 'series', 'running_mean',
+           'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows', 'run_table', 'Table', 'html_table', 'note', 'command',
            'script_json', 'paired', 'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
@@ -19,16 +19,17 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
-from ..artifact import ARTIFACT_CAP, CODECS, check_tokenizer, load_artifact, load_model, read_container
+from ..artifact import ARTIFACT_CAP, CODECS, check_tokenizer, load_model, read_container, read_meta
 from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
-from ..model import ModelSettings, SavedModel, load_named
+from ..model import ModelSettings, load_named
 from ..parallel_muon import Ranks
 from ..quantize import dequantize_state
 from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
@@ -56,10 +57,10 @@ def other_file(artifact: Path | None, record: Path | str, facts: dict) -> str:
     return f"{record} tells of another file than {artifact}, which was packed again or changed"
 
 # %% ../../nbs/tools/24_report.ipynb #910d634d
-def quantized_counts(path: Path) -> dict[str, np.ndarray]:
+def quantized_counts(path: Path, codecs: Mapping = CODECS) -> dict[str, np.ndarray]:
     "How often each integer occurs in an artifact, int6 -> int64 [63] for -31..31, int8 -> int64 [255]."
     counts = {"int6": np.zeros(63, np.int64), "int8": np.zeros(255, np.int64)}
-    for p in load_artifact(path)[1].values():
+    for p in read_container(path, codecs)[1].values():
         if p.kind in counts:
             size = counts[p.kind].size
             counts[p.kind] += np.bincount(np.asarray(p.data, np.int64).ravel() + size // 2, minlength=size)
@@ -81,10 +82,10 @@ def event_of(line: str | bytes) -> dict | None:
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 # %% ../../nbs/tools/24_report.ipynb #59068720
-def read_run(folder: Path) -> dict:
+def read_run(folder: Path, codecs: Mapping = CODECS) -> dict:
     """Name, folder, events, summary, audit, counts of weights, {} without their file; `mixed`: of `other_file`.
 
-    Raises GolfError without events.
+    `codecs`: of the artifact. Raises GolfError without events.
     """
     folder, log = Path(folder), Path(folder, "metrics.jsonl")
     with reading(log):
@@ -98,7 +99,7 @@ def read_run(folder: Path) -> dict:
     summary, audit = (read_file(folder / name) for name in names)
     mixed = [other_file(packed, *record) for record in zip(names, (summary, audit))]
     return {"name": printable(folder.resolve().name), "folder": folder, "events": events, "summary": summary,
-            "audit": audit, "counts": quantized_counts(packed) if packed else {}, "mixed": [*filter(None, mixed)]}
+            "audit": audit, "counts": quantized_counts(packed, codecs) if packed else {}, "mixed": [*filter(None, mixed)]}
 
 # %% ../../nbs/tools/24_report.ipynb #c8a5873b
 def find_artifact(path: str | Path) -> Path:
@@ -137,8 +138,8 @@ def find_tokenizer(artifact: str | Path, wanted: str | None = None) -> str:
 def open_model(path: str | Path, tokenizer: str | None = None, **how) -> tuple:
     "Model, meta, settings and tokenizer of a run or an artifact; `how` as in `load_model`, GolfError as there."
     file = find_artifact(path)
+    program_of(read_meta(file), None, file)  # a program of one's own may have a model of its own
     golf, meta, cfg = load_model(file, tokenizer_path=tokenizer, **how)
-    program_of(meta, None, file)  # a program of one's own may have a model of its own
     tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
     return golf, meta, cfg, load_tokenizer(tokenizer, cfg.vocab_size)
 
@@ -181,15 +182,23 @@ def with_model(s, saved: ModelSettings):
     return s
 
 # %% ../../nbs/tools/24_report.ipynb #a0de2404
+def own_artifact(file: Path, named: str, tokenizer: str | None) -> tuple:
+    "Program, meta, the model's numbers and the tokenizer of a file that the program `named` made. GolfError if not."
+    meta = read_meta(file)
+    program = program_of(meta, named, file)
+    numbers = {name: value for name, value in meta["settings"].items() if name in ModelSettings.__dataclass_fields__}
+    saved = settings_from(ModelSettings, numbers)  # its parts are the program's own
+    tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
+    check_tokenizer(meta, file, tokenizer)
+    return program, meta, saved, load_tokenizer(tokenizer, saved.vocab_size)
+
+
 def open_own(path: str | Path, named: str, tokenizer: str | None, ranks: Ranks) -> tuple:
     "`open_model` with the program that is named."
     file = find_artifact(path)
-    meta = read_container(file, CODECS | find_program(named).CODEC.known())[0]
-    program = program_of(meta, named, file)
-    s = with_model(settings_of(program, {}), settings_from(SavedModel, meta["settings"]))
-    tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
-    check_tokenizer(meta, file, tokenizer)
-    return own_model(program, s, file, ranks)[0], meta, s, load_tokenizer(tokenizer, s.vocab_size)
+    program, meta, saved, sp = own_artifact(file, named, tokenizer)
+    s = with_model(settings_of(program, {}), saved)
+    return own_model(program, s, file, ranks)[0], meta, s, sp
 
 # %% ../../nbs/tools/24_report.ipynb #50f7714a
 PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLE_HEAT = 64, 256, 0.8
@@ -215,9 +224,15 @@ def prompt_of(sp, tokens: list[int]) -> list[int]:
     return whole_lines(sp, document[:min(PROMPT_TOKENS, len(document) // 2 + 1)])
 
 # %% ../../nbs/tools/24_report.ipynb #1de0975d
-def sampled_text(folder: Path) -> tuple[str, str]:
-    "A prompt, and what a run's artifact goes on with; GolfError if it or its tokenizer is not at hand."
-    model, _, _, sp = open_model(folder)
+def sampled_text(folder: Path, program: str | None = None) -> tuple[str, str]:
+    """A prompt, and what a run's artifact goes on with; `program`: the file of one's own that made it.
+
+    Raises GolfError if it or its tokenizer is not at hand.
+    """
+    if program:
+        model, _, _, sp = open_own(folder, program, None, Ranks())
+    else:
+        model, _, _, sp = open_model(folder)
     prompt = [BOS_ID]
     if val := run_data(find_artifact(folder), "val"):
         first = find_shards(val)[0]
@@ -567,10 +582,10 @@ def sections(runs: list[dict]) -> dict[str, list]:
     return {title: [part for part in found if part] or [note("nothing yet")] for title, found in parts.items()}
 
 # %% ../../nbs/tools/24_report.ipynb #72cc43b4
-def sample_section(folder: Path) -> str:
+def sample_section(folder: Path, program: str | None) -> str:
     "The sampled text of a run as HTML, or why there is none: it never costs the page."
     try:
-        prompt, text = (html.escape(printable(part)) for part in sampled_text(folder))
+        prompt, text = (html.escape(printable(part)) for part in sampled_text(folder, program))
     except Exception as e:
         return note(f"no sampled text: {e}")
     how = f"{SAMPLE_TOKENS} tokens that the artifact drew, at temperature {SAMPLE_HEAT} with seed 0"
@@ -621,15 +636,18 @@ def page_html(page: Page) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 # %% ../../nbs/tools/24_report.ipynb #945c90b4
-def write_report(run_dir: Path, *others: Path, words: str = "") -> Path:
+def write_report(run_dir: Path, *others: Path, words: str = "", program: str | None = None) -> Path:
     """Write report.html into a run's directory, or for several runs compare.html beside the first.
 
-    `words`: what was found of several. Raises GolfError without events, and for damaged files.
+    `words`: what was found of several; `program`: the file of one's own that made the run. Raises GolfError without events, and for damaged files.
     """
     folders = [Path(run_dir), *map(Path, others)]
     path = folders[0].parent / "compare.html" if others else folders[0] / "report.html"
+    codecs = CODECS
+    if program:
+        codecs = CODECS | find_program(program).CODEC.known()
     with reading(" and ".join(map(str, folders))):
-        page = page_of([read_run(folder) for folder in folders])
-    page.top += note(words, "said") if others else sample_section(folders[0])
+        page = page_of([read_run(folder, codecs) for folder in folders])
+    page.top += note(words, "said") if others else sample_section(folders[0], program)
     atomic_write(path, page_html(page))
     return path
