@@ -323,7 +323,10 @@ def launch(self: Trainer, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> 
 def push(self: Trainer, control: torch.Tensor, loss: torch.Tensor):
     "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
     self.steps += 1
-    values = self.reader.push(torch.cat([control, loss.to(control.dtype).view(1)]))
+    knobs = self.engine.knobs  # what the step was made with, whatever schedule gave it
+    more = torch.stack([loss.to(control.dtype).view(()), knobs.multiplier.to(control.dtype),
+                        knobs.momentum.to(control.dtype)])
+    values = self.reader.push(torch.cat([control, more]))
     if values is not None:
         self.read(values)
 
@@ -395,15 +398,15 @@ def check_score(what: str, loss: float):
 # %% ../nbs/story/08b_train.ipynb #03a88f81
 @patch
 def read(self: Trainer, values: list):
-    "Take in the next unread step: its control words, then this rank's own loss."
+    "Take in the next unread step: control words, this rank's own loss, learning rate, momentum."
     s = self.settings
     step = len(self.losses)
-    own_loss = values[-1]
+    own_loss, rate, momentum = values[-3:]
     control = dict(zip(self.control_words, values))
     world = self.engine.ranks.world
     self.losses.append(control["loss"] / world)
     self.stop = self.stop or control["stop"] > 0
-    self.late_rate = float(lr_schedule(s, step, control["elapsed_ms"]))
+    self.late_rate = rate
     self.count_skipped(step + 1, control["norm_sq"])
     norm_sq = control["norm_sq"]
     if self.engine.clip.norm_is_sum:
@@ -411,7 +414,7 @@ def read(self: Trainer, values: list):
     begin = self.starts[step]
     end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
     self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
-                   train_ms=end, multiplier=self.late_rate, momentum=momentum_schedule(s, step),
+                   train_ms=end, multiplier=round(rate, 7), momentum=round(momentum, 7),
                    grad_norm=norm_sq ** 0.5)
     step += 1
     logged = s.train_log_every > 0 and step % s.train_log_every == 0

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source f60a67f1ba51b35f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 4a9f2653d93c2c1d
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3269,7 +3269,10 @@ class Trainer:
     def push(self, control: torch.Tensor, loss: torch.Tensor):
         "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
         self.steps += 1
-        values = self.reader.push(torch.cat([control, loss.to(control.dtype).view(1)]))
+        knobs = self.engine.knobs  # what the step was made with, whatever schedule gave it
+        more = torch.stack([loss.to(control.dtype).view(()), knobs.multiplier.to(control.dtype),
+                            knobs.momentum.to(control.dtype)])
+        values = self.reader.push(torch.cat([control, more]))
         if values is not None:
             self.read(values)
 
@@ -3319,15 +3322,15 @@ class Trainer:
                             f"{DIVERGED}")
 
     def read(self, values: list):
-        "Take in the next unread step: its control words, then this rank's own loss."
+        "Take in the next unread step: control words, this rank's own loss, learning rate, momentum."
         s = self.settings
         step = len(self.losses)
-        own_loss = values[-1]
+        own_loss, rate, momentum = values[-3:]
         control = dict(zip(self.control_words, values))
         world = self.engine.ranks.world
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0
-        self.late_rate = float(lr_schedule(s, step, control["elapsed_ms"]))
+        self.late_rate = rate
         self.count_skipped(step + 1, control["norm_sq"])
         norm_sq = control["norm_sq"]
         if self.engine.clip.norm_is_sum:
@@ -3335,7 +3338,7 @@ class Trainer:
         begin = self.starts[step]
         end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
         self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
-                       train_ms=end, multiplier=self.late_rate, momentum=momentum_schedule(s, step),
+                       train_ms=end, multiplier=round(rate, 7), momentum=round(momentum, 7),
                        grad_norm=norm_sq ** 0.5)
         step += 1
         logged = s.train_log_every > 0 and step % s.train_log_every == 0
@@ -4407,8 +4410,8 @@ def step(p: Parts, t: Trainer):
     loss = micro_batches(p.backward, t.batches, t.engine, t.accum)
     control = t.launch(loss, elapsed, stop)  # time and stop travel with the gradients
     rate = lr_schedule(t.settings, t.steps, control[0])
-    t.engine.finish(rate, momentum_schedule(t.settings, t.steps))
-    t.average.update(t.engine.tensors())
+    t.engine.finish(rate, momentum_schedule(t.settings, t.steps), t.projector())
+    t.average.update(t.engine.tensors(), t.steps, rate)
     t.push(control, loss)  # read two steps later, without waiting for the device
 
 

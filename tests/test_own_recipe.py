@@ -77,7 +77,11 @@ def place(tmp_path_factory):
 
 
 def test_its_parts_and_numbers_are_its_own(place):
+    "The rate that is logged, and that starts the rounding, is the one that its own schedule gave."
     root, data = place
+    steps = [json.loads(line) for line in (root / "runs/a/metrics.jsonl").read_text().splitlines()]
+    rates = [event["multiplier"] for event in steps if event["event"] == "step"]
+    assert rates == pytest.approx([min(1.0, (4 - step) / 2) * min(1.0, (step + 1) / 2) for step in range(4)])
     found = summary(root / "runs/a")
     assert found["config"]["rise"] == 2 and "Serialized model int6+bz2" in (root / "runs/a/train.log").read_text()
     page = (root / "runs/a/report.html").read_text()
@@ -94,7 +98,9 @@ def test_the_recipes_are_listed_shown_and_copied(tmp_path):
     assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == ["pr399", "pr549", "pr726", "pr1060", "golf", "demo"]
     shown = golfnb("recipe", "show", "pr726", cwd=tmp_path).stdout
     assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "b.py").read_text() == shown.replace('recipe="pr726"', 'recipe="b"')
+    copy, before, after = (tmp_path / "b.py").read_text(), *shown.split("WORDS = {", 1)
+    assert copy.startswith(before.replace('recipe="pr726"', 'recipe="b"') + "WORDS = {}") and copy.endswith(after.split("\n}\n", 1)[1])
+    refused(golfnb("train", "b.py", "LOADER=coprime", cwd=tmp_path), "LOADER is not a setting of recipe b")
     for words, said in ((("pr726", "b.py"), "new file"), (("pr726", "b.txt"), r"ends with \.py"), (("pr000", "c.py"), "found 'pr000'"), (("pr549", "golf.py"), "name of its own"), (("pr549", "a-b.py"), "name of its own")):
         refused(golfnb("recipe", "copy", *words, cwd=tmp_path), said)
     assert [p.name for p in tmp_path.iterdir()] == ["b.py"]

@@ -191,7 +191,7 @@ def run_of(variant, shard):
     "What training a variant comes to: losses, and the average's weights."
     p = variant.build(Ranks())
     with variant.loader([shard], Ranks()) as batches:
-        done = train(variant.trainer(p, batches), partial(variant.step, p))
+        done = train(variant.trainer(p, batches), partial(variant.program.step, p))
     return done.losses, done.average.weights(), done
 
 

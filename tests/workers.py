@@ -19,12 +19,13 @@ from forked import fork_processes
 from golfnb.banks import unbank
 from golfnb.studies.baselines import plan_model
 from golfnb.studies.buckets import bucket_engine
-from golfnb.studies.variants import AVERAGES, Variant, any_step, read_variant
+from golfnb.studies.variants import AVERAGES, Variant, read_variant
 from golfnb.settings import GolfError
 from golfnb.layout import Matrix, bank_per_shape, group_matrices
 from golfnb.loader import Batch
 from golfnb.model import named_state
 from golfnb.parallel_muon import ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
+from golfnb.recipes import pr549
 from golfnb.run import LOST_RANK_WORDS
 from golfnb.train import GridProjector, Trainer, backward_pass, train, training_loss
 
@@ -250,7 +251,7 @@ def ways(ranks, env: dict) -> float:
 def train_with(loss_fn, trainer: Trainer, validate=None, extras=()) -> Trainer:
     "Train with a loss function to the end; the trainer."
     p = SimpleNamespace(backward=partial(backward_pass, loss_fn))
-    return train(trainer, partial(any_step, p), validate, extras)
+    return train(trainer, partial(pr549.step, p), validate, extras)
 
 
 def trained(variant: Variant, loss_fn, batches, engine, validate=None, extras=(), **more) -> Trainer:

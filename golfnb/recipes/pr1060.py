@@ -94,8 +94,8 @@ def step(p: Parts, t: Trainer):
     loss = micro_batches(p.backward, t.batches, t.engine, t.accum)
     control = t.launch(loss, elapsed, stop)  # time and stop travel with the gradients
     rate = lr_schedule(t.settings, t.steps, control[0])
-    t.engine.finish(rate, momentum_schedule(t.settings, t.steps))
-    t.average.update(t.engine.tensors())
+    t.engine.finish(rate, momentum_schedule(t.settings, t.steps), t.projector())
+    t.average.update(t.engine.tensors(), t.steps, rate)
     t.push(control, loss)  # read two steps later, without waiting for the device
 
 # %% ../../nbs/recipes/pr1060.ipynb #a0d06014

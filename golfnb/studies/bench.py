@@ -240,7 +240,7 @@ class Rig:
 
     def step(self) -> None:
         "One training step."
-        self.variant.step(self.parts, self.trainer)
+        self.variant.program.step(self.parts, self.trainer)
 
     def warm(self, steps: int) -> "Rig":
         "Untimed steps (they compile), then a fresh start."
@@ -393,7 +393,7 @@ def bench_startup(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
     rig = Rig(variant, ranks, paths)
     mark("built")
     with undone(rig.parts.engine, rig.loader):
-        rehearse(rig.new_trainer(), partial(variant.step, rig.parts), RunLog(quiet=True))
+        rehearse(rig.new_trainer(), partial(variant.program.step, rig.parts), RunLog(quiet=True))
     mark("warmed_up")
     rig.begin()
     rig.step()

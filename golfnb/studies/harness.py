@@ -210,7 +210,7 @@ def trained(lab: Lab, variant: Variant, p, log) -> Trainer:
     "Rehearse, and train once; compiling lies outside the clock. The trainer, its events in `log`."
     s = variant.settings
     validate = partial(score, lab, s, p.forward, lab.tokens)
-    step = partial(variant.step, p)
+    step = partial(variant.program.step, p)
     with variant.loader(lab.paths, lab.ranks) as batches:
         with undone(p.engine, batches):
             rehearse(variant.trainer(p, batches, log, now=lambda: 0.0), step, log)
@@ -469,7 +469,7 @@ def parity(lab: Lab):
 
     p.backward = watched
     batches = variant.loader(run.train_paths, lab.ranks)
-    averaged = train_and_average(run, p, batches, variant.step, variant.projector())
+    averaged = train_and_average(run, p, batches, variant.program.step, variant.projector())
     variant.program.score(run, p, variant.program.pack(run, p, averaged))
     run.finish()
     if lab.ranks.master:

@@ -123,7 +123,7 @@ def adapter_names() -> list[str]:
 def known_settings(programs: list) -> set[str]:
     "Every name that these programs take from a command line."
     s = book.settings
-    found = {"RECIPE", *s.KEEPING, *s.NOT_BUILT, *s.IGNORED, *s.DONE_BY}
+    found = {"RECIPE", *s.KEEPING, *s.NOT_BUILT, *s.IGNORED}
     for program in programs:
         found |= set(program.WORDS) | {name.upper() for name in book.programs.setting_specs(program)}
     return found
@@ -623,7 +623,8 @@ def recipe_copy_command(args) -> int:
         raise GolfError(f"a copy needs the name of a new file that ends with .py, found {args.file}; choose another")
     text = book.programs.copied_program(args.name, args.file.stem)
     book.shards.atomic_write(args.file, text)
-    print(f"{args.file}: recipe {args.file.stem}, a copy of {args.name}; train with: {this_command()} train {args.file}")
+    print(f"{args.file}: recipe {args.file.stem}, a copy of {args.name}; train with: {this_command()} train {args.file} "
+          "DATA_PATH=SHARDS TOKENIZER_PATH=MODEL")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #3ebd74c3

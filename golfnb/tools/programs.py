@@ -125,11 +125,12 @@ def program_source(recipe: str) -> str:
 
 
 def copied_program(recipe: str, name: str) -> str:
-    "The text of a recipe's program as one of your own, called `name`. Raises GolfError."
+    "The text of a recipe's program as one of your own, called `name`; no published word is said of it. Raises GolfError."
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in RECIPES:
         raise GolfError(f"a copy must have a name of its own, of letters, digits and _, found {name!r}: "
                         "call its file mine.py")
-    return program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
+    text = program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
+    return re.sub(r"(?ms)^WORDS = \{.*?^\}", "WORDS = {}  # published words that are true of this program: say them here", text)
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2021
 OWN_START = """from golfnb.run import start

@@ -156,8 +156,8 @@ def program_of(meta: dict, named: str | None, file: Path) -> ModuleType:
         raise GolfError(f"{file} must be of recipe {program.OWN['recipe']}, that of {named}, found "
                         f"{printable(recipe)}: give the program that made it")
     if meta.get("program_sha256", "") != program_sha256(program):
-        raise GolfError(f"{named} must be as it was when it made {file}, found that it was edited since: give the "
-                        "file that made it")
+        raise GolfError(f"{named} must be as it was when it made {file}, with the files that it imports, found that one "
+                        "was edited since: give those that made it")
     return program
 
 # %% ../../nbs/tools/24_report.ipynb #a0de2403

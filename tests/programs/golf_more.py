@@ -52,6 +52,7 @@ WORDS = {  # published words that are true of this program
     "TTT_FREEZE_BLOCKS": "0", "LATE_QAT": "1",
 }
 CODEC = Best()
+PROJECTOR = partial(GridProjector, floor=False)  # what rounds the weights of late steps
 
 
 @dataclass
@@ -99,7 +100,7 @@ def step(p: Parts, t: Trainer):
     control = t.launch(loss, elapsed, stop)  # time and stop travel with the gradients
     rate = lr_schedule(t.settings, t.steps, control[0])
     t.engine.finish(rate, momentum_schedule(t.settings, t.steps), t.projector())
-    t.average.update(t.engine.tensors())
+    t.average.update(t.engine.tensors(), t.steps, rate)
     t.push(control, loss)  # read two steps later, without waiting for the device
 
 
@@ -136,8 +137,7 @@ def main(run: Run) -> dict:
     run.begin()
     with run.phase("building"):
         p = build(run.settings, run.ranks)
-    projector = partial(GridProjector, floor=False)
-    averaged = train_and_average(run, p, data(run), step, projector)
+    averaged = train_and_average(run, p, data(run), step, PROJECTOR)
     artifact = run.once("packed", lambda: pack(run, p, averaged))
     score(run, p, artifact)
     return run.finish()
