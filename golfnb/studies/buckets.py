@@ -131,9 +131,12 @@ def slot_kinds(cfg: LayoutSettings) -> dict[str, list[tuple[Matrix, ...]]]:
     "The slots of the model's blocks by kind; a slot is a tuple of matrices. Kinds share matrices."
     banks = {b.name.removesuffix("_bank"): b.matrices for banked in LAYOUTS.values()
              for b in banked(cfg, 1).banks}
-    L, q, k = cfg.num_layers, banks["qo"], banks["kv"]
-    attn = [(q[i], q[L + i], k[i], k[L + i]) for i in range(L)]
-    alone = {"qo": q, "kv": k, "up": banks["mlp_up"], "down": banks["mlp_down"], "mlp": banks["mlp"]}
+    L = cfg.num_layers
+    qo = banks["qo"]
+    kv = banks["kv"]
+    attn = [(qo[i], qo[L + i], kv[i], kv[L + i]) for i in range(L)]
+    alone = {"qo": qo, "kv": kv, "up": banks["mlp_up"], "down": banks["mlp_down"],
+             "mlp": banks["mlp"]}
     return {kind: [(m,) for m in matrices] for kind, matrices in alone.items()} | {"attn": attn}
 
 # %% ../../nbs/studies/33_buckets.ipynb #8d3c702c

@@ -97,8 +97,7 @@ def run_summary(path: Path | str) -> dict:
 # %% ../../nbs/studies/31_significance.ipynb #ea0beac5
 def group_runs(runs: list[dict], score: str) -> dict[str, dict[int, float]]:
     "Label -> {seed: score} for runs that differ only in their seed; GolfError for a seed twice in a group."
-    configs = [run["config"] for run in runs]
-    varied = sorted({k for c in configs for other in configs for k, v in c.items() if other.get(k) != v})
+    varied = varied_settings([run["config"] for run in runs])
     groups = {}
     for run in runs:
         label = ", ".join(f"{k}={run['config'].get(k)}" for k in varied) or "all runs"
@@ -108,6 +107,13 @@ def group_runs(runs: list[dict], score: str) -> dict[str, dict[int, float]]:
             raise GolfError(f"seed {seed} appears twice among the runs with {label}; leave one out")
         group[seed] = float(run[score])
     return groups
+
+# %% ../../nbs/studies/31_significance.ipynb #de086787
+def varied_settings(configs: list[dict]) -> list[str]:
+    "Names of the settings that are not the same in all runs."
+    names = {name for config in configs for name in config}
+    first = configs[0]
+    return sorted(name for name in names if any(c.get(name) != first.get(name) for c in configs))
 
 # %% ../../nbs/studies/31_significance.ipynb #7b0183c4
 @reading("what compare reads of the runs")

@@ -110,7 +110,8 @@ def attention_kernels(s: RunSettings, rows: int, make: Callable) -> dict[str, tu
 # %% ../../nbs/studies/32_timing.ipynb #adaad720
 def mlp_kernels(s: RunSettings, rows: int, make: Callable) -> dict[str, tuple]:
     "Those of the MLP."
-    n, d, hidden = rows * s.train_seq_len, s.model_dim, s.mlp_dim
+    d, hidden = s.model_dim, s.mlp_dim
+    n = rows * s.train_seq_len
     x = make(n, d)
     up = make(hidden, d)
     down = make(d, hidden)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'LATE_VOTES', 'NOTES_FORMAT', 'MAY_DIFFER', 'named_tensors', 'by_matrix', 'frozen_clips', 'plain_facts',
            'Stopped', 'Watcher', 'Keeper', 'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping',
-           'held_by', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
+           'run_state', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7eb9a1b0
 import fcntl
@@ -383,7 +383,8 @@ def rescaled(self: Keeper, t: "Trainer", values: list[float], facts: dict) -> li
     return values
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2203
-SPANS, SPAN = 32, 2**15  # of a large shard: so many spans are hashed, of so many tokens
+SPANS = 32    # of a large shard: so many are hashed
+SPAN = 2**15  # tokens of each
 
 
 def shard_identity(path: Path) -> str:
@@ -532,7 +533,7 @@ def read_keeping(env: dict[str, str]) -> tuple[float, bool]:
     return every_s, YES_NO[resume]
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2210
-def held_by(folder: Path) -> str:
+def run_state(folder: Path) -> str:
     "What a run directory holds already; empty for nothing."
     if (folder / "summary.json").exists():
         return "a finished run"
@@ -550,7 +551,7 @@ def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
     if len(job) == 36:
         made_up = f"{s.recipe}-{s.seed}-{job[:8]}"  # the same when torchrun starts the ranks again
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
-    found = ranks.broadcast_object(held_by(folder))  # on rank 0's node
+    found = ranks.broadcast_object(run_state(folder))  # on rank 0's node
     unfinished = found == "a run that can go on"
     if resume and not unfinished:
         raise GolfError(f"{folder} must hold a run that can go on, found {found or 'none'}: "

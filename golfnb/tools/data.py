@@ -618,7 +618,8 @@ def count_overlap(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> dic
         runs = (run for t in shards for run in np.split(t, np.flatnonzero(t == BOS_ID)))
         return [hashlib.sha256(run[run != BOS_ID].tobytes()).digest() for run in runs if run.size]
 
-    documents, trained = digests(val_paths), digests(train_paths)
+    documents = digests(val_paths)
+    trained = digests(train_paths)
     known = set(trained)
     return {"documents": len(documents), "shared_documents": sum(d in known for d in documents),
             "repeated": len(trained) - len(known)}
@@ -652,7 +653,7 @@ def check_fetched(path: Path, sha256: str | None) -> None:
     try:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != (sha256 or found):
+        if sha256 and found != sha256:
             raise GolfError(f"{path.name} as downloaded must have SHA-256 {sha256[:12]}..., found {found[:12]}...: "
                             "run the same command again; if it happens again, the published file is damaged")
         if path.suffix == ".bin":
@@ -669,7 +670,8 @@ def fetch_files(out: Path, repo: str, files: dict, endpoint: str | None) -> None
         hub.snapshot_download(repo, repo_type="dataset", local_dir=hidden, endpoint=endpoint, token=False,
                               allow_patterns=[file.path for file in files.values()])
     for name, file in files.items():
-        check_fetched(hidden / file.path, file.lfs and file.lfs.sha256)
+        sha256 = file.lfs.sha256 if file.lfs else None
+        check_fetched(hidden / file.path, sha256)
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (hidden / file.path).replace(out / name)
     shutil.rmtree(hidden)

@@ -656,14 +656,13 @@ def ttt_note(runs: list[dict]) -> str:
 # %% ../../nbs/tools/24_report.ipynb #ce43eb99
 def sections(runs: list[dict]) -> dict[str, list]:
     "Title -> the parts of a section: HTML, Table, Chart; a sentence where the runs have no data for it."
-    scores, ledger, times, phases = (unit_table(runs, unit) for unit in TABLES)
     losses = loss_chart(runs)
     parts = {
-        "Scores": [scores, ttt_chart(runs) or ttt_note(runs)],
+        "Scores": [unit_table(runs, "bits per byte"), ttt_chart(runs) or ttt_note(runs)],
         "Loss": [losses, note(LOSSES)],
-        "Bytes": [ledger],
-        "Step times": [times],
-        "Phases": [phases],
+        "Bytes": [unit_table(runs, "bytes")],
+        "Step times": [unit_table(runs, "milliseconds")],
+        "Phases": [unit_table(runs, "seconds")],
         "Settings": [settings_table(runs) or note("no setting differs")],
         "Audit": [audit_section(run) for run in runs],
     }

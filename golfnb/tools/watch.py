@@ -426,10 +426,11 @@ def follow_events(folder: Path, follow: bool = False, wait_s: float = 1.0) -> It
         ended = (Path(folder) / "summary.json").exists()
         events, at = read_events(folder, at)
         yield from events
-        if not events and (ended or not follow):
+        if events:
+            continue
+        if ended or not follow:
             return
-        if not events:
-            time.sleep(wait_s)
+        time.sleep(wait_s)
 
 # %% ../../nbs/tools/24b_watch.ipynb #3a9fe0a6
 def log_run(folder: Path, write: Callable, follow: bool = False) -> int:
@@ -453,14 +454,18 @@ def extra(module: str, name: str):
     except ImportError:
         raise GolfError(f"log: {name} is needed, found none; run `pip install golfnb[track]`") from None
 
-
+# %% ../../nbs/tools/24b_watch.ipynb #a01c64d3
 def to_tensorboard(folder: Path, out: Path, follow: bool = False) -> int:
     "Write a run's numbers as a TensorBoard log; how many events. Raises GolfError without the package."
     with extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(out)) as writer:
-        return log_run(folder, lambda kind, _, at, numbers: [
-            writer.add_scalar(f"{kind}/{name}", value, at) for name, value in numbers.items()], follow)
 
+        def write(kind, _, at, numbers):
+            for name, value in numbers.items():
+                writer.add_scalar(f"{kind}/{name}", value, at)
 
+        return log_run(folder, write, follow)
+
+# %% ../../nbs/tools/24b_watch.ipynb #71cc9a34
 def to_wandb(folder: Path, project: str, follow: bool = False) -> int:
     "Send a run's numbers to Weights & Biases; how many events. Raises GolfError without the package."
     wandb = extra("wandb", "wandb")
@@ -468,8 +473,11 @@ def to_wandb(folder: Path, project: str, follow: bool = False) -> int:
     with wandb.init(project=project, name=Path(folder).resolve().name, config=config) as run:
         for kind, (x, _) in SERIES.items():
             run.define_metric(f"{kind}/*", step_metric=f"{kind}/{x}")
-        return log_run(folder, lambda kind, x, at, numbers: run.log(
-            {f"{kind}/{name}": value for name, value in {x: at, **numbers}.items()}), follow)
+
+        def write(kind, x, at, numbers):
+            run.log({f"{kind}/{name}": value for name, value in {x: at, **numbers}.items()})
+
+        return log_run(folder, write, follow)
 
 # %% ../../nbs/tools/24b_watch.ipynb #ee1ab2f4
 class Bar:
