@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ..settings import YES_NO, GolfError, finite, patch
 from ..shards import atomic_write, read_header, read_span
+from .guard import guarded_rank, preflight, survive_full_disks
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Ranks
@@ -530,8 +531,10 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
     rest = {name: value for name, value in env.items() if name not in ("CHECKPOINT_EVERY_S", "RESUME")}
     read, open_run = functions_of(program)
     s = read(rest)
+    preflight(s, ranks)
     folder = open_folder(s, ranks, resume) if every_s else None
     run = open_run(s, ranks, code, folder, quiet)
+    survive_full_disks(run)
     run.program_sha256 = getattr(program, "PROGRAM_SHA256", "")
     if not every_s:
         return run
@@ -546,16 +549,11 @@ def keep_script(path: str):
     program, code = load_program(path), Path(path).read_bytes()
 
     def work(ranks: "Ranks") -> str | None:
-        try:
-            run = open_kept(program, dict(os.environ), ranks, code)
-            program.main(run)
-        except GolfError as error:  # the script knows its own class
-            known = program.GolfError(str(error))
-            known.status = getattr(error, "status", 2)
-            raise known from error
+        run = open_kept(program, dict(os.environ), ranks, code)
+        program.main(run)
         return run.summary.get("over_budget")
 
-    program.as_rank(work)
+    guarded_rank(program, work)
     sys.stdout.flush()
     os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 
