@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'LATE_VOTES', 'NOTES_FORMAT', 'MAY_DIFFER', 'named_tensors', 'by_matrix', 'frozen_clips', 'plain_facts',
            'Stopped', 'Watcher', 'Keeper', 'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping',
-           'held_by', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
+           'run_state', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7eb9a1b0
 import fcntl
@@ -51,21 +51,21 @@ def named_tensors(t: "Trainer") -> dict[str, Tensor]:
         if what == "snapshots":
             named[what] = averaged[0]
             continue
-        for tensors, tensor in zip(parts, averaged):
+        for tensors, tensor in zip(parts, averaged, strict=True):
             tensors[what] = tensor
-    for part, tensors in zip(engine.parts, parts):
+    for part, tensors in zip(engine.parts, parts, strict=True):
         for what, tensor in tensors.items():
             named |= by_matrix(part, what, tensor)
     if t.project:
         named |= frozen_clips(t)
     return named
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #ddb1b08c
 def by_matrix(part, what: str, tensor: Tensor) -> dict[str, Tensor]:
     "A tensor of a bank's shard by the names of its matrices; one of a flat group by its dtype."
     if not hasattr(part, "spec"):
         return {f"{part.rounded.dtype} {what}": tensor}
-    slots = part.spec.slots(part.ranks.rank)
+    slots = part.spec.slots(part.ranks.rank)  # None where a slot is padding
     return {f"{matrix.name} {what}": tensor[i] for i, matrix in enumerate(slots) if matrix}
 
 
@@ -113,16 +113,25 @@ class Keeper(Watcher):
     """
 
     def __init__(self, folder: Path, every_s: float, ranks: "Ranks", log: "RunLog"):
-        self.folder, self.every_ms, self.ranks, self.log = Path(folder), 1000 * every_s, ranks, log
+        self.folder = Path(folder)
+        self.every_ms = 1000 * every_s
+        self.ranks = ranks
+        self.log = log
         self.dcp = import_module("torch.distributed.checkpoint")  # slow, so only where it is needed
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
-        self.buffers, self.votes, self.saved_ms = {}, deque(), 0.0
-        self.thread = self.problem = None
-        self.training, self.terminated, self.old_handler, self.step = False, False, None, None
+        self.buffers = {}     # name -> tensor in host memory
+        self.votes = deque()  # (flags, collective) of the last steps
+        self.saved_ms = 0.0   # time of training at the last checkpoint
+        self.step = None      # its step
+        self.thread = None    # writes it
+        self.problem = None   # why it was not written
+        self.training = False
+        self.terminated = False  # SIGTERM has come
         self.resume_by = f"golfnb train --resume {self.folder.parent}"
         if ranks.hosts > 1:
             self.resume_by = f"RESUME=1 RUN_ID={self.folder.parent.name} and the command of each host"
+        self.old_handler = None
         if threading.current_thread() is threading.main_thread():
             self.old_handler = signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
 
@@ -143,33 +152,37 @@ class Keeper(Watcher):
         if self.old_handler is not None:
             signal.signal(signal.SIGTERM, self.old_handler)
 
-    def save(self, t: "Trainer"):
-        "Copy the state, and let a thread write it; waits for the one before to be written."
-        self.wait()
-        self.step = t.steps
-        facts, unread, named = plain_facts(t), [*t.reader.queue], named_tensors(t)
-        if named.keys() != self.buffers.keys():
-            self.buffers = {name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                            for name, tensor in named.items()}
-        torch._foreach_copy_([*self.buffers.values()], [*named.values()], non_blocking=True)
-        event = torch.cuda.current_stream().record_event() if t.engine.device.type == "cuda" else None
-        self.thread = threading.Thread(target=self.write, args=(facts, unread, event), daemon=True)
-        self.thread.start()
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #b3e673cf
+@patch
+def save(self: Keeper, t: "Trainer"):
+    "Copy the state, and let a thread write it; waits for the one before to be written."
+    self.wait()
+    self.step = t.steps
+    facts = plain_facts(t)
+    unread = list(t.reader.queue)
+    named = named_tensors(t)
+    if named.keys() != self.buffers.keys():
+        self.buffers = {name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                        for name, tensor in named.items()}
+    torch._foreach_copy_(list(self.buffers.values()), list(named.values()), non_blocking=True)
+    copied = torch.cuda.current_stream().record_event() if t.engine.device.type == "cuda" else None
+    self.thread = threading.Thread(target=self.write, args=(facts, unread, copied), daemon=True)
+    self.thread.start()
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7a9173e1
 @patch
-def write(self: Keeper, facts: dict, unread: list, event):
+def write(self: Keeper, facts: dict, unread: list, copied):
     "The thread: write the buffers as the checkpoint of a step."
     path = self.folder / f"step-{facts['steps']:08d}"
+    hidden = path.with_name(f".{path.name}")
     try:
-        for done in (event, *(e for _, e in unread)):
-            if done is not None:
-                done.synchronize()
+        for event in (copied, *(event for _, event in unread)):
+            if event is not None:
+                event.synchronize()
         facts["unread"] = [host.tolist() for host, _ in unread]
-        self.put(facts, path.with_name(f".{path.name}"))
+        self.put(facts, hidden)
         if self.ranks.master:
-            os.replace(path.with_name(f".{path.name}"), path)
+            os.replace(hidden, path)
             for old in sorted(self.folder.glob("step-*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
     except (Exception, self.dcp.api.CheckpointException) as error:  # also of another rank
@@ -192,11 +205,12 @@ def reason(error: BaseException) -> str:
 @patch
 def put(self: Keeper, facts: dict, folder: Path):
     "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
-    master, tensors, alone = self.ranks.master, self.buffers, self.ranks.world == 1
+    master = self.ranks.master
+    tensors = self.buffers
+    alone = self.ranks.world == 1
     if self.ranks.hosts > 1:
-        parts = [None] * self.ranks.world if master else None
-        dist.gather_object(tensors, parts, group=self.group)
-        tensors, alone = {k: t for part in parts or () for k, t in part.items()}, True
+        tensors = self.gather_buffers()
+        alone = True
     if master:
         shutil.rmtree(folder, ignore_errors=True)
     if master or not alone:
@@ -204,6 +218,17 @@ def put(self: Keeper, facts: dict, folder: Path):
         self.dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
     if master:
         atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #4d7f0e6f
+@patch
+def gather_buffers(self: Keeper) -> dict[str, Tensor]:
+    "The buffers of all ranks, on rank 0; empty on the others."
+    if not self.ranks.master:
+        dist.gather_object(self.buffers, group=self.group)
+        return {}
+    parts = [None] * self.ranks.world
+    dist.gather_object(self.buffers, parts, group=self.group)
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #4f49515a
 @patch
@@ -223,32 +248,48 @@ LATE_VOTES = 2  # steps
 @patch
 def after_step(self: Keeper, t: "Trainer"):
     "Save if it is time; save and raise Stopped if a rank was told to stop."
+    self.vote(t)
+    if len(self.votes) <= LATE_VOTES:
+        return
+    save, stop = self.count_votes()
+    if save or stop:
+        self.save(t)
+    if stop:
+        self.wait()
+        raise Stopped(f"stopped by SIGTERM after step {t.steps}; go on with {self.resume_by}")
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #71c747b4
+@patch
+def vote(self: Keeper, t: "Trainer"):
+    "Say whether this rank wants a checkpoint, and whether to stop; the others' answer comes later."
+    elapsed_ms = t.elapsed_ms()
     writing = self.thread is not None and self.thread.is_alive()
-    due = self.ranks.master and not writing and t.elapsed_ms() - self.saved_ms >= self.every_ms
-    self.saved_ms = t.elapsed_ms() if due else self.saved_ms
-    flags, handle = torch.tensor([due, self.terminated], dtype=torch.int32), None
+    due = self.ranks.master and not writing and elapsed_ms - self.saved_ms >= self.every_ms
+    if due:
+        self.saved_ms = elapsed_ms
+    flags = torch.tensor([due, self.terminated], dtype=torch.int32)
+    handle = None
     if self.ranks.world > 1:
         handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.patient, async_op=True)
     self.votes.append((flags, handle))
-    if len(self.votes) > LATE_VOTES:
-        flags, handle = self.votes.popleft()
-        if handle is not None:
-            handle.wait()
-        if flags.any():
-            self.save(t)
-        if flags[1]:
-            self.wait()
-            raise Stopped(f"stopped by SIGTERM after step {t.steps}; go on with {self.resume_by}")
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #d7480028
+@patch
+def count_votes(self: Keeper) -> tuple[bool, bool]:
+    "Whether a rank wanted a checkpoint, and whether one wanted to stop, in the oldest vote."
+    flags, handle = self.votes.popleft()
+    if handle is not None:
+        handle.wait()
+    save, stop = flags.tolist()
+    return save > 0, stop > 0
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #fc0bdce1
 @patch
 def after_training(self: Keeper, t: "Trainer"):
     "Save the state at the end, from which averages and artifact are made."
     while self.votes:  # what is still under way
-        flags, handle = self.votes.popleft()
-        if handle is not None:
-            handle.wait()
-        self.terminated = self.terminated or bool(flags[1])
+        _, stop = self.count_votes()
+        self.terminated = self.terminated or stop
     if self.step != t.steps:
         self.save(t)
     self.training = False
@@ -300,7 +341,8 @@ def read_tensors(self: Keeper, path: Path) -> dict[str, Tensor]:
 def before_training(self: Keeper, t: "Trainer"):
     "Bring a new training to the newest checkpoint, if there is one. Raises GolfError if it does not fit."
     self.training = True
-    found = self.ranks.broadcast_object(self.newest() if self.ranks.master else None)
+    found = self.newest() if self.ranks.master else None
+    found = self.ranks.broadcast_object(found)
     if not found:
         return
     facts, saved = found
@@ -330,7 +372,7 @@ def fill(self: Keeper, named: dict[str, Tensor], saved: dict[str, Tensor]):
                             f"found {shape}: it is of another model")
         tensor.copy_(saved[name])
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #f20c165f
 @patch
 def rescaled(self: Keeper, t: "Trainer", values: list[float], facts: dict) -> list[float]:
     "An unread control vector of `facts['world']` ranks as it would be on those there are now."
@@ -342,12 +384,14 @@ def rescaled(self: Keeper, t: "Trainer", values: list[float], facts: dict) -> li
     return values
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2203
-SPANS, SPAN = 32, 2**15  # of a large shard: so many spans are hashed, of so many tokens
+SPANS = 32    # of a large shard: so many are hashed
+SPAN = 2**15  # tokens of each
 
 
 def shard_identity(path: Path) -> str:
     "A shard's tokens, in number and hash; of more than a million, the hash of spans evenly spread over them."
-    tokens, digest = read_header(path), hashlib.sha256()
+    tokens = read_header(path)
+    digest = hashlib.sha256()
     for begin in range(0, tokens, max(SPAN, tokens // SPANS)):
         digest.update(read_span(path, begin, min(SPAN, tokens - begin)))
     return f"{tokens:,} tokens with hash {digest.hexdigest()[:16]}"
@@ -366,9 +410,12 @@ class Progress(Watcher):
     "Notes on what a run has come to, in progress.json; a second life of the run begins with them."
 
     def __init__(self, run: "Run"):
-        self.run, self.ranks, self.path = run, run.ranks, run.folder / "progress.json"
+        self.run = run
+        self.ranks = run.ranks
+        self.path = run.folder / "progress.json"
         self.identity = identity(run)
-        notes = self.ranks.broadcast_object(self.take_notes() if self.ranks.master else None)
+        notes = self.take_notes() if self.ranks.master else None
+        notes = self.ranks.broadcast_object(notes)
         if notes is None:
             raise GolfError(f"{run.folder} is a run that still goes on: wait until its processes have ended")
         if notes:
@@ -454,7 +501,8 @@ def check_same(notes: dict, run: "Run", found: dict[str, str]):
             raise GolfError(f"{run.folder} is a run of {name.upper()}={value}, found {ours}: "
                             "go on with the settings it was started with")
     for name in notes["identity"] | found:
-        before, now = notes["identity"].get(name, "none"), found.get(name, "none")
+        before = notes["identity"].get(name, "none")
+        now = found.get(name, "none")
         if before != now:
             raise GolfError(f"{run.folder} is a run whose {name} must be {before}, found {now}: bring "
                             "back what it was started with, DATA_PATH={data_path} and TOKENIZER_PATH="
@@ -473,19 +521,20 @@ def load_program(path: Path | str):
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2230
 def read_keeping(env: dict[str, str]) -> tuple[float, bool]:
     "CHECKPOINT_EVERY_S (0: no checkpoints) and RESUME. Raises GolfError for what they cannot be."
-    every, resume = env.get("CHECKPOINT_EVERY_S", "60"), env.get("RESUME", "0")
+    every = env.get("CHECKPOINT_EVERY_S", "60")
+    resume = env.get("RESUME", "0").strip().lower()
     try:
         every_s = float(every)
     except ValueError:
         every_s = -1.0
     if not 0 <= every_s < 1e9:
         raise GolfError(f"CHECKPOINT_EVERY_S must be seconds, 0 for no checkpoints, found {every!r}: set it like 60")
-    if resume.strip().lower() not in YES_NO:
-        raise GolfError(f"RESUME must be 0 or 1, found {resume!r}: set it like RESUME=1")
-    return every_s, YES_NO[resume.strip().lower()]
+    if resume not in YES_NO:
+        raise GolfError(f"RESUME must be 0 or 1, found {env['RESUME']!r}: set it like RESUME=1")
+    return every_s, YES_NO[resume]
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2210
-def held_by(folder: Path) -> str:
+def run_state(folder: Path) -> str:
     "What a run directory holds already; empty for nothing."
     if (folder / "summary.json").exists():
         return "a finished run"
@@ -503,7 +552,7 @@ def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
     if len(job) == 36:
         made_up = f"{s.recipe}-{s.seed}-{job[:8]}"  # the same when torchrun starts the ranks again
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
-    found = ranks.broadcast_object(held_by(folder))  # on rank 0's node
+    found = ranks.broadcast_object(run_state(folder))  # on rank 0's node
     unfinished = found == "a run that can go on"
     if resume and not unfinished:
         raise GolfError(f"{folder} must hold a run that can go on, found {found or 'none'}: "
@@ -546,7 +595,8 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2211
 def keep_script(path: str):
     "One run of the script at `path` with checkpoints; ends the process."
-    program, code = load_program(path), Path(path).read_bytes()
+    program = load_program(path)
+    code = Path(path).read_bytes()
 
     def work(ranks: "Ranks") -> str | None:
         run = open_kept(program, dict(os.environ), ranks, code)
