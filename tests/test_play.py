@@ -80,7 +80,7 @@ def test_the_tokenizer_is_found_in_each_place_and_no_other_is_taken(run, tmp_pat
     (copy / "summary.json").unlink()
     shutil.rmtree(copy / "data")
     for words in ("another in ", "none in "):
-        with pytest.raises(GolfError, match=f"found {words}.*--tokenizer"):
+        with pytest.raises(GolfError, match=f"{words}.*--tokenizer"):
             find_tokenizer(copy / "artifact.golf", sha)
         (copy / "tokenizer.model").unlink(missing_ok=True)
 
@@ -276,7 +276,7 @@ def test_other_doors_are_shut(server, player):
 def test_a_character_without_a_token_is_named(player, tmp_path, monkeypatch):
     spm.SentencePieceTrainer.train(sentence_iterator=iter(["return the header of it"] * 50), model_prefix=str(tmp_path / "t"), vocab_size=30, hard_vocab_limit=False, minloglevel=2)
     monkeypatch.setattr(player, "sp", load_tokenizer(tmp_path / "t.model"))
-    with pytest.raises(GolfError, match="no token for '日'"):
+    with pytest.raises(GolfError, match="'日'"):
         player.encode("the 日 header")
 
 
