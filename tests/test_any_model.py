@@ -169,8 +169,8 @@ def test_clipping_by_each_rank_is_told_once(saved):
 
 def test_what_one_rank_alone_calls_is_told_soon(saved):
     warned, error, late = saved[1][0][3]
-    assert warned == "rank 0 misses another rank in ParallelMuon.state_dict(): every rank must call it, also where one alone reads or writes the file"
-    assert error == f"GolfError: {warned}" and "in ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
+    assert "rank 0" in warned and "ParallelMuon.state_dict()" in warned
+    assert error == f"GolfError: {warned}" and "ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
 
 
 def test_the_state_is_seen_as_in_any_optimizer():
@@ -530,7 +530,8 @@ def test_a_skipped_step_is_counted_and_logged(caplog, max_norm):
         opt.steps += 97  # as if they had been made
         opt.engine.knobs.count += 97
         one_step(model, opt, 2)
-    assert [r.getMessage() for r in caplog.records] == ["ParallelMuon skipped 1 of 100 steps: a gradient was not finite on some rank"] and opt.skipped == 1
+    (record,) = caplog.records
+    assert "1 of 100 steps" in record.getMessage() and opt.skipped == 1
 
 
 def test_a_step_without_any_gradient_changes_nothing():

@@ -79,7 +79,7 @@ def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, t
     run, config = shutil.copytree(trained[1], tmp_path / "run"), summary(trained[1])["config"]
     (run / "summary.json").write_text(json.dumps(summary(run) | {"config": config | {"tokenizer_path": "gone.model"}}))
     (run / "tokenizer.model").unlink()
-    assert "no sampled text: the tokenizer that" in write_report(run).read_text()
+    assert "no sampled text: " in write_report(run).read_text()
     (run / "tokenizer.model").write_text("of another run")
     (run / "data").mkdir()
     shutil.copy(config["tokenizer_path"], run / "data" / "tokenizer.model")
@@ -104,7 +104,7 @@ def test_a_finished_run_is_not_overwritten(trained):
     root, run, data, _ = trained
     before = (run / "train_gpt.py").stat().st_mtime_ns
     done = golfnb("train", "--recipe", "demo", *WORDS, f"DATA_PATH={data}", f"TOKENIZER_PATH={data / 'tokenizer.model'}", "RUN_ID=tiny", cwd=root)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "already holds a finished run" in done.stderr
+    assert done.returncode == 2 and one_sentence(done.stderr) and "runs/tiny" in done.stderr and "RUN_ID" in done.stderr
     assert (run / "train_gpt.py").stat().st_mtime_ns == before
 
 
@@ -141,7 +141,7 @@ def test_audit_writes_its_report_beside_the_artifact(trained, score, tmp_path, m
 def test_score_refuses_another_tokenizer_and_a_model_setting(trained, score, tmp_path):
     other = tmp_path / "other.model"
     other.write_bytes((trained[2] / "tokenizer.model").read_bytes() + b"\x00")
-    for done, words in ((score(tokenizer=other), "tokenizer"), (score("NUM_LAYERS=3"), "fixed by the artifact"), (score(val=tmp_path / "nothing_*.bin"), "nothing_")):
+    for done, words in ((score(tokenizer=other), "tokenizer"), (score("NUM_LAYERS=3"), "NUM_LAYERS"), (score(val=tmp_path / "nothing_*.bin"), "nothing_")):
         assert done.returncode == 2 and one_sentence(done.stderr) and words in done.stderr
 
 
@@ -174,7 +174,7 @@ def test_a_file_packed_again_stands_beside_and_is_scored_by_the_command_told(tra
     words = shlex.split(re.search(r"^this file has no score yet: golfnb (.*)$", done.stdout, re.M)[1])
     assert words[:2] == ["score", str(run / "artifact.requantized.golf")] and words[-1] == "--ttt"
     done = golfnb(*words[:-1], *SCORING, cwd=root)
-    assert done.returncode == 0 and "tells of another file than" in done.stdout and "the scores below are of" in done.stdout, done.stderr
+    assert done.returncode == 0 and "summary.json" in done.stdout and words[1] in done.stdout, done.stderr
     assert exact(done.stdout, "val_bpb")["final_int6_sliding_window"] > before["sliding_bpb"] - 0.01
     assert "another file" not in golfnb("score", run / "artifact.golf", *words[2:-1], *SCORING, cwd=root).stdout
 

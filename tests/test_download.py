@@ -151,9 +151,9 @@ def refused(words, capsys) -> str:
 
 def test_no_hub_a_gated_repository_and_no_client_are_said_in_a_sentence(hub, tmp_path, monkeypatch, capsys):
     words = ["data", "download", "--repo", REPO, "--out", str(tmp_path / "d"), "--train-shards", "1", "--endpoint"]
-    assert "check its name, the network, HF_ENDPOINT" in refused([*words, "http://127.0.0.1:9"], capsys)
+    assert "HF_ENDPOINT" in refused([*words, "http://127.0.0.1:9"], capsys)
     hub.gated = True
-    assert "its owner gives access on request only" in refused([*words, hub.endpoint], capsys)
+    assert "on request" in refused([*words, hub.endpoint], capsys)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install golfnb[data]" in refused([*words, hub.endpoint], capsys)
     assert not list(tmp_path.iterdir())

@@ -428,5 +428,5 @@ def test_shard_that_changes_while_training_runs(tmp_path):
     assert done.returncode == 0, (done.returncode, done.stderr)
     lines = done.stdout.splitlines()
     assert len(lines) == 9 and all("x_train_000000.bin" in line for line in lines), lines
-    for words, group in zip(("cannot read shard", "cut off or damaged", "must keep its"), (lines[:3], lines[3:6], lines[6:])):
+    for words, group in zip(("No such file", "damaged", "300,000 tokens"), (lines[:3], lines[3:6], lines[6:])):
         assert all(words in line for line in group), group

@@ -214,7 +214,7 @@ def test_gptq_packs_a_run_that_ended_before_its_summary(data, tmp_path, monkeypa
     assert main_cli(command) == 0
     write_shard(tmp_path / "fineweb_train_000000.bin", np.full(100_000, 700, dtype=np.uint16))
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    assert main_cli(command) == 2 and "holds token 700, but VOCAB_SIZE is 400" in capsys.readouterr().err
+    assert main_cli(command) == 2 and re.search("700.*VOCAB_SIZE.*400", capsys.readouterr().err)
 
 
 def test_calibration_ends_in_its_time(data, tmp_path):
@@ -369,8 +369,8 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
 
 
 @pytest.mark.parametrize("more, words", [
-    ({"QK_GAIN_INIT": "1e30", "WARMUP_STEPS": "0", "ITERATIONS": "30"}, "the gradient must be finite, found NaN or infinity in the 10 steps up to step 1\\d: lower"),
-    ({"TTT_LR": "1e30"}, "test-time training must keep the score finite, found nan nats after step")])
+    ({"QK_GAIN_INIT": "1e30", "WARMUP_STEPS": "0", "ITERATIONS": "30"}, "gradient .*10 steps .*step 1\\d"),
+    ({"TTT_LR": "1e30"}, "test-time training .*nan")])
 def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, words):
     "Not as a success whose scores are null."
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, **more, "RUN_ID": "nan"}), capture_output=True, text=True, timeout=240)
