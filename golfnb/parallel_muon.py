@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from .settings import BaseSettings, GolfError, patch, setting
+from .settings import BaseSettings, GolfError, setting
 from .kernels import check_runnable, jitted, tl, triton, usable_kernels
 from .layout import BankSpec, Layout
 from .newton_schulz import quintic
@@ -62,6 +62,15 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.patient)
         return box[0]
 
+    def scatter_mean(self, full: Tensor, shard: Tensor):
+        "Start averaging `full` [n, r, c], each rank's part in its `shard` [n/world, r, c]; returns a handle."
+        if self.world == 1:
+            shard.copy_(full)
+            return None
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        average = dist.ReduceOp.AVG if self.device.type == "cuda" else dist.ReduceOp.SUM
+        return scatter(shard, full, op=average, group=self.group, async_op=True)
+
 # %% ../nbs/story/07b_parallel_muon.ipynb #cbe7f290
 def start_ranks(timeout_s: float = 60.0) -> Ranks:
     """Join the process group that `torchrun` describes in the environment (NCCL on GPUs, else gloo), if any.
@@ -92,17 +101,6 @@ def stop_ranks(ranks: Ranks):
     "Leave the process group."
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #723c1c61
-@patch
-def scatter_mean(self: Ranks, full: Tensor, shard: Tensor):
-    "Start averaging `full` [n, r, c], each rank's part in its `shard` [n/world, r, c]; returns a handle."
-    if self.world == 1:
-        shard.copy_(full)
-        return None
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    average = dist.ReduceOp.AVG if self.device.type == "cuda" else dist.ReduceOp.SUM
-    return scatter(shard, full, op=average, group=self.group, async_op=True)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #fffed662
 def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
@@ -473,6 +471,103 @@ class Engine:
         for bank in self.banks.values():
             bank.accumulate()
 
+    def publish(self, project=None):
+        "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
+        for g in self.groups:
+            g.rounded.copy_(g.master)
+        masters = {n: self.banks[n].master for n in self.plan.work}
+        wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
+
+    def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> Tensor:
+        "After backward: start this step's communication; returns the summed control vector [words]."
+        grads = {n: b.take() for n, b in self.banks.items()}
+        for g in self.groups:
+            g.collect()
+        words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
+        words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
+        self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
+        self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
+        grads = self.clip.before_sending(self, grads)
+        for wire in [g.wire for g in self.groups] or [self.control]:
+            self.ranks.sum(wire)
+        for n in self.plan.scatter:
+            self.banks[n].reduce(grads.pop(n))
+        for b in self.banks.values() if self.debug else ():
+            b.replica.data.fill_(float("nan"))
+        return self.control
+
+    def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
+        """Update everything and publish.
+
+        `multiplier` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
+        """
+        for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
+            knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
+        self.clip.after_arrival(self)
+        self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
+        ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
+        for n in self.plan.work:
+            bank, stream = self.banks[n], self.streams.get(n)
+            with torch.cuda.stream(stream):  # does nothing where there is no stream
+                if stream is not None:
+                    stream.wait_event(ready)
+                bank.arrive()
+                self.bank_steps[n]()
+                handles.append(bank.publish(project and project(n, bank.master)))
+        self.small_step()
+        wait_all(handles)
+        for stream in self.streams.values():
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def update_bank(self, name: str):
+        "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
+        bank = self.banks[name]
+        grad = self.clip.mean_gradient(bank.grad, self.knobs)
+        self.bank_rule.update(bank, grad, self.knobs)
+
+    def update_small(self):
+        "Count the step and update every flat group, whose gradients are sums over the ranks."
+        self.knobs.count += self.knobs.ok
+        for g in self.groups:
+            self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
+
+    def tensors(self) -> list:
+        "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
+        return [part.master for part in self.parts]
+
+    def gather(self, tensors: list | None = None) -> tuple[dict, dict]:
+        """(banks, others): whole banks [n, r, c] by bank name and replicated tensors by parameter name.
+
+        `tensors` are as `Engine.tensors()` gives them, for instance an average of those; None: the masters.
+        """
+        tensors = self.tensors() if tensors is None else tensors
+        banks, others = {}, {}
+        for (name, bank), shard in zip(self.banks.items(), tensors):
+            banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
+            wait_all([gather_into(banks[name], shard.contiguous(), bank.ranks)])
+        for g, flat in zip(self.groups, tensors[len(banks):]):
+            others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
+        return banks, others
+
+    @torch.no_grad()
+    def load(self, banks: dict, others: dict):
+        "Set the masters from whole tensors, as `gather` gives them, and publish; rules' states stay."
+        for name, bank in self.banks.items():
+            bank.master.copy_(banks[name][bank.slots.start:bank.slots.stop])
+        for g in self.groups:
+            for k, view in g.view(g.master).items():
+                view.copy_(others[k])
+        self.publish()
+
+    def state(self) -> list:
+        "Every tensor that a step changes on this rank (parameters follow from the masters)."
+        return [t for part in self.parts for t in (part.master, *part.state.values())] + [self.knobs.count]
+
+    def restore(self, saved: list):
+        "Back to a copy of `state()`, and publish."
+        torch._foreach_copy_(self.state(), saved)
+        self.publish()
+
 # %% ../nbs/story/07b_parallel_muon.ipynb #dd76ffaf
 CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
@@ -487,15 +582,6 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         some = {k: p for k, p in params.items() if p.dtype == dtype}
         made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
     return made
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #fef82cbc
-@patch
-def publish(self: Engine, project=None):
-    "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
-    for g in self.groups:
-        g.rounded.copy_(g.master)
-    masters = {n: self.banks[n].master for n in self.plan.work}
-    wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #d112b2d2
 class NoClip:
@@ -527,71 +613,10 @@ class NoClip:
         "What the rule gets for a shard's mean gradient `grad` [n, r, c]; launches are recorded."
         return grad
 
-# %% ../nbs/story/07b_parallel_muon.ipynb #fdfd6fbe
-@patch
-def launch(self: Engine, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> Tensor:
-    "After backward: start this step's communication; returns the summed control vector [words]."
-    grads = {n: b.take() for n, b in self.banks.items()}
-    for g in self.groups:
-        g.collect()
-    words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
-    words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
-    self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
-    self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
-    grads = self.clip.before_sending(self, grads)
-    for wire in [g.wire for g in self.groups] or [self.control]:
-        self.ranks.sum(wire)
-    for n in self.plan.scatter:
-        self.banks[n].reduce(grads.pop(n))
-    for b in self.banks.values() if self.debug else ():
-        b.replica.data.fill_(float("nan"))
-    return self.control
-
 # %% ../nbs/story/07b_parallel_muon.ipynb #6eb05be1
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
     "Sum of squares of all entries of all tensors, 0-dim."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #b9e072a9
-@patch
-def finish(self: Engine, multiplier=1.0, momentum: float = 0.99, project=None):
-    """Update everything and publish.
-
-    `multiplier` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
-    """
-    for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
-        knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
-    self.clip.after_arrival(self)
-    self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
-    ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
-    for n in self.plan.work:
-        bank, stream = self.banks[n], self.streams.get(n)
-        with torch.cuda.stream(stream):  # does nothing where there is no stream
-            if stream is not None:
-                stream.wait_event(ready)
-            bank.arrive()
-            self.bank_steps[n]()
-            handles.append(bank.publish(project and project(n, bank.master)))
-    self.small_step()
-    wait_all(handles)
-    for stream in self.streams.values():
-        torch.cuda.current_stream().wait_stream(stream)
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #ddb46cbd
-@patch
-def update_bank(self: Engine, name: str):
-    "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
-    bank = self.banks[name]
-    grad = self.clip.mean_gradient(bank.grad, self.knobs)
-    self.bank_rule.update(bank, grad, self.knobs)
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #f0e8009d
-@patch
-def update_small(self: Engine):
-    "Count the step and update every flat group, whose gradients are sums over the ranks."
-    self.knobs.count += self.knobs.ok
-    for g in self.groups:
-        self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #cca88cb9
 def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
@@ -710,53 +735,6 @@ def inside_host(ranks: Ranks) -> Ranks:
     inside = Inside(ranks.rank % each, each, device, group=here)
     inside.across = Ranks(ranks.host, ranks.hosts, device, group=there)
     return inside
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #cde58eef
-@patch
-def tensors(self: Engine) -> list:
-    "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
-    return [part.master for part in self.parts]
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #473497dc
-@patch
-def gather(self: Engine, tensors: list | None = None) -> tuple[dict, dict]:
-    """(banks, others): whole banks [n, r, c] by bank name and replicated tensors by parameter name.
-
-    `tensors` are as `Engine.tensors()` gives them, for instance an average of those; None: the masters.
-    """
-    tensors = self.tensors() if tensors is None else tensors
-    banks, others = {}, {}
-    for (name, bank), shard in zip(self.banks.items(), tensors):
-        banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
-        wait_all([gather_into(banks[name], shard.contiguous(), bank.ranks)])
-    for g, flat in zip(self.groups, tensors[len(banks):]):
-        others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
-    return banks, others
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #52c9e4c5
-@patch
-@torch.no_grad()
-def load(self: Engine, banks: dict, others: dict):
-    "Set the masters from whole tensors, as `gather` gives them, and publish; rules' states stay."
-    for name, bank in self.banks.items():
-        bank.master.copy_(banks[name][bank.slots.start:bank.slots.stop])
-    for g in self.groups:
-        for k, view in g.view(g.master).items():
-            view.copy_(others[k])
-    self.publish()
-
-# %% ../nbs/story/07b_parallel_muon.ipynb #6eb42959
-@patch
-def state(self: Engine) -> list:
-    "Every tensor that a step changes on this rank (parameters follow from the masters)."
-    return [t for part in self.parts for t in (part.master, *part.state.values())] + [self.knobs.count]
-
-
-@patch
-def restore(self: Engine, saved: list):
-    "Back to a copy of `state()`, and publish."
-    torch._foreach_copy_(self.state(), saved)
-    self.publish()
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #be641767
 @dataclass

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .settings import BaseSettings, GolfError, finite, patch, read_settings, setting
+from .settings import BaseSettings, GolfError, finite, read_settings, setting
 from .bpb import byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .shards import atomic_write, find_shards, read_header, read_span, val_tokens
 from .loader import Loader, batch_problems, grad_accum
@@ -154,57 +154,159 @@ class Run:
         self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
         self.table = table.to(ranks.device)
 
-# %% ../nbs/reference/16_run.ipynb #d0de1610
-@patch
-@contextmanager
-def phase(self: Run, name: str) -> Iterator[None]:
-    "Add the seconds of the block to those of phase `name`."
-    start = time.perf_counter()
-    self.log.at = (name, 0, 0, 0)
-    yield
-    self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-    self.log.event("phase", name=name, seconds=self.seconds[name])
-    self.note(f"phase {name}")
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        "Add the seconds of the block to those of phase `name`."
+        start = time.perf_counter()
+        self.log.at = (name, 0, 0, 0)
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.log.event("phase", name=name, seconds=self.seconds[name])
+        self.note(f"phase {name}")
 
-# %% ../nbs/reference/16_run.ipynb #d0de1611
-@patch
-def note(self: Run, stage: str):
-    "Tell the extras that a stage has come to its end."
-    for extra in self.extras:
-        extra.note(stage)
+    def note(self, stage: str):
+        "Tell the extras that a stage has come to its end."
+        for extra in self.extras:
+            extra.note(stage)
 
+    def once(self, stage: str, work: Callable):
+        "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
+        for extra in self.extras:
+            found = extra.result(stage)
+            if found is not None:
+                return found
+        made = work()
+        self.note(stage)
+        return made
 
-@patch
-def once(self: Run, stage: str, work: Callable):
-    "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
-    for extra in self.extras:
-        found = extra.result(stage)
-        if found is not None:
-            return found
-    made = work()
-    self.note(stage)
-    return made
+    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
+        """Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`.
 
-# %% ../nbs/reference/16_run.ipynb #b02c6c35
-@patch
-def scored(self: Run, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
-    """Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`.
+        Raises GolfError for a score that is not finite, before it is kept.
+        """
+        if f"{name}_bpb" in self.summary:  # by an earlier life of this run
+            return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
+        start = time.perf_counter()
+        loss, bpb, *_ = score()
+        check_score(label, loss)
+        ms = 1000 * (time.perf_counter() - start)
+        self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
+        if exact:
+            self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
+        self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
+        self.note(f"scored {name}")
+        return loss, bpb
 
-    Raises GolfError for a score that is not finite, before it is kept.
-    """
-    if f"{name}_bpb" in self.summary:  # by an earlier life of this run
-        return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
-    start = time.perf_counter()
-    loss, bpb, *_ = score()
-    check_score(label, loss)
-    ms = 1000 * (time.perf_counter() - start)
-    self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
-    if exact:
-        self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-    self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
-    self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
-    self.note(f"scored {name}")
-    return loss, bpb
+    def begin(self):
+        "Write the log's first lines, and keep the script in the run's folder."
+        s, code, world = self.settings, self.code, self.ranks.world
+        self.log.line(f"golfnb recipe:{s.recipe} seed:{s.seed} world_size:{world} grad_accum_steps:"
+                      f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
+        self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
+                      f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        if not code:
+            return
+        self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
+        kept = self.folder / "train_gpt.py"
+        if self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
+            atomic_write(kept, code)
+
+    def plain_score(self, forward: Callable) -> tuple[float, float]:
+        "Nats a token and bits per byte of `forward(ids, keep)` in disjoint rows of training length."
+        s = self.settings
+        rows = s.rows_per_score(self.ranks.world, s.train_seq_len)
+        return plain_loss(forward, self.val, self.table, s.train_seq_len, rows, self.ranks, self.log)
+
+    def sliding_score(self, forward: Callable) -> tuple[float, float]:
+        "Nats a token and bits per byte of `forward(ids, keep)` in sliding windows."
+        s = self.settings
+        rows = s.rows_per_score(self.ranks.world)
+        return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride, rows, self.ranks,
+                            log=self.log)
+
+    def score_artifact(self, forward: Callable) -> None:
+        "Score what was read back from the file: plain rows, then sliding windows."
+        self.scored("final_int6_roundtrip", "int6", lambda: self.plain_score(forward))
+        loss, bpb = self.scored("final_int6_sliding_window", "sliding", lambda: self.sliding_score(forward))
+        self.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
+                      "(the artifact's score again, by the name of published logs)")
+
+    def trained(self, t: Trainer):
+        "Take what training came to into the summary."
+        self.summary.update(raw_loss=t.val_loss, raw_bpb=t.val_bpb, losses=t.losses, steps=t.steps,
+                            skipped=t.skipped, train_ms=t.train_ms, step_ms=t.train_ms / max(t.steps, 1))
+        if self.ranks.device.type == "cuda":
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self.summary["peak_bytes"] = peak
+            self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
+
+    def meta(self, model: Golf) -> dict:
+        "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
+        s = self.settings
+        found = {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
+                 "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
+        if self.program_sha256:
+            found["program_sha256"] = self.program_sha256
+        return found
+
+    def save(self, write: Callable[[Path], object]):
+        "Call `write(folder)` with the run's folder."
+        write(self.folder)
+
+    def save_state(self, name: str, model: Golf, engine: Engine, tensors: list | None = None) -> dict:
+        "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
+        state = named_state(model, *engine.gather(tensors))
+        if self.ranks.master:
+            self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
+        self.ranks.barrier()
+        return state
+
+    def write_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
+        "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
+        s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
+        self.log.at = "compressing", 0, 0, 0
+        try:
+            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(model), codec,
+                                                   s.target_bytes, code_bytes))
+        except GolfError as e:
+            self.summary["over_budget"] = str(e)
+            name += ".over"
+            if not (self.folder / name).exists():
+                raise
+        path = self.folder / name
+        data = path.read_bytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        total = len(data) + code_bytes
+        self.log.line(f"Serialized model int6+{codec.name}: {len(data)} bytes")
+        self.log.line(f"Total submission size int6+{codec.name}: {total} bytes")
+        self.log.line(f"artifact_sha256:{sha256}")
+        parts = ledger_rows(open_own(data)[0], len(data), code_bytes)
+        for part, n in [*parts, ("room left", s.target_bytes - total)]:
+            self.log.line(f"  {part:<24s}{n:>12,} bytes")
+        self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,
+                            ledger=parts, artifact_sha256=sha256)
+        return data
+
+    def share_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
+        "`write_artifact` on rank 0; returns the file's bytes on every rank. All must call."
+        written = b""
+        if self.ranks.master:
+            written = self.write_artifact(packed, model, codec)
+        return self.ranks.broadcast_object(written)
+
+    def finish(self) -> dict:
+        "Write the summary and close what hangs on the run; returns the summary."
+        s = self.settings
+        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed, world=self.ranks.world,
+                            device=device_name(self.ranks), seconds=self.seconds, config=asdict(s))
+        if self.ranks.master:
+            text = json.dumps(finite(self.summary), indent=1) + "\n"
+            self.save(lambda folder: atomic_write(folder / "summary.json", text))
+        for extra in self.extras:
+            extra.close()
+        self.log.close()
+        return self.summary
 
 # %% ../nbs/reference/16_run.ipynb #a0de1605
 def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
@@ -218,87 +320,7 @@ def device_name(ranks: Ranks) -> str:
     "What this rank computes on."
     return torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
 
-# %% ../nbs/reference/16_run.ipynb #cd226a82
-@patch
-def begin(self: Run):
-    "Write the log's first lines, and keep the script in the run's folder."
-    s, code, world = self.settings, self.code, self.ranks.world
-    self.log.line(f"golfnb recipe:{s.recipe} seed:{s.seed} world_size:{world} grad_accum_steps:"
-                  f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
-    self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
-                  f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
-    if not code:
-        return
-    self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-    kept = self.folder / "train_gpt.py"
-    if self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
-        atomic_write(kept, code)
-
-# %% ../nbs/reference/16_run.ipynb #e6a20a2b
-@patch
-def plain_score(self: Run, forward: Callable) -> tuple[float, float]:
-    "Nats a token and bits per byte of `forward(ids, keep)` in disjoint rows of training length."
-    s = self.settings
-    rows = s.rows_per_score(self.ranks.world, s.train_seq_len)
-    return plain_loss(forward, self.val, self.table, s.train_seq_len, rows, self.ranks, self.log)
-
-# %% ../nbs/reference/16_run.ipynb #a0de1606
-@patch
-def sliding_score(self: Run, forward: Callable) -> tuple[float, float]:
-    "Nats a token and bits per byte of `forward(ids, keep)` in sliding windows."
-    s = self.settings
-    rows = s.rows_per_score(self.ranks.world)
-    return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride, rows, self.ranks,
-                        log=self.log)
-
-# %% ../nbs/reference/16_run.ipynb #6513270e
-@patch
-def score_artifact(self: Run, forward: Callable) -> None:
-    "Score what was read back from the file: plain rows, then sliding windows."
-    self.scored("final_int6_roundtrip", "int6", lambda: self.plain_score(forward))
-    loss, bpb = self.scored("final_int6_sliding_window", "sliding", lambda: self.sliding_score(forward))
-    self.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
-                  "(the artifact's score again, by the name of published logs)")
-
-# %% ../nbs/reference/16_run.ipynb #5e1713e6
-@patch
-def trained(self: Run, t: Trainer):
-    "Take what training came to into the summary."
-    self.summary.update(raw_loss=t.val_loss, raw_bpb=t.val_bpb, losses=t.losses, steps=t.steps,
-                        skipped=t.skipped, train_ms=t.train_ms, step_ms=t.train_ms / max(t.steps, 1))
-    if self.ranks.device.type == "cuda":
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        self.summary["peak_bytes"] = peak
-        self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
-
-# %% ../nbs/reference/16_run.ipynb #2ceed6cd
-@patch
-def meta(self: Run, model: Golf) -> dict:
-    "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
-    s = self.settings
-    found = {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
-             "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
-    if self.program_sha256:
-        found["program_sha256"] = self.program_sha256
-    return found
-
-# %% ../nbs/reference/16_run.ipynb #28478cbe
-@patch
-def save(self: Run, write: Callable[[Path], object]):
-    "Call `write(folder)` with the run's folder."
-    write(self.folder)
-
 # %% ../nbs/reference/16_run.ipynb #7ac827be
-@patch
-def save_state(self: Run, name: str, model: Golf, engine: Engine, tensors: list | None = None) -> dict:
-    "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
-    state = named_state(model, *engine.gather(tensors))
-    if self.ranks.master:
-        self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
-    self.ranks.barrier()
-    return state
-
-
 def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
@@ -390,58 +412,6 @@ def hessians_in_time(run: Run, model: Golf, sampler) -> dict:
     run.log.line(f"gptq: {fewest:.0f} of {s.gptq_calib_samples} calibration batches per rank, "
                  f"{slowest:.0f}ms of {s.gptq_reserve_ms:.0f}ms kept back")
     return means
-
-# %% ../nbs/reference/16_run.ipynb #98a267e3
-@patch
-def write_artifact(self: Run, packed: dict, model: Golf, codec: Plain) -> bytes:
-    "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
-    s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
-    self.log.at = "compressing", 0, 0, 0
-    try:
-        self.save(lambda folder: save_artifact(folder / name, packed, self.meta(model), codec,
-                                               s.target_bytes, code_bytes))
-    except GolfError as e:
-        self.summary["over_budget"] = str(e)
-        name += ".over"
-        if not (self.folder / name).exists():
-            raise
-    path = self.folder / name
-    data = path.read_bytes()
-    sha256 = hashlib.sha256(data).hexdigest()
-    total = len(data) + code_bytes
-    self.log.line(f"Serialized model int6+{codec.name}: {len(data)} bytes")
-    self.log.line(f"Total submission size int6+{codec.name}: {total} bytes")
-    self.log.line(f"artifact_sha256:{sha256}")
-    parts = ledger_rows(open_own(data)[0], len(data), code_bytes)
-    for part, n in [*parts, ("room left", s.target_bytes - total)]:
-        self.log.line(f"  {part:<24s}{n:>12,} bytes")
-    self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,
-                        ledger=parts, artifact_sha256=sha256)
-    return data
-
-# %% ../nbs/reference/16_run.ipynb #a0de1609
-@patch
-def share_artifact(self: Run, packed: dict, model: Golf, codec: Plain) -> bytes:
-    "`write_artifact` on rank 0; returns the file's bytes on every rank. All must call."
-    written = b""
-    if self.ranks.master:
-        written = self.write_artifact(packed, model, codec)
-    return self.ranks.broadcast_object(written)
-
-# %% ../nbs/reference/16_run.ipynb #37226dd2
-@patch
-def finish(self: Run) -> dict:
-    "Write the summary and close what hangs on the run; returns the summary."
-    s = self.settings
-    self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed, world=self.ranks.world,
-                        device=device_name(self.ranks), seconds=self.seconds, config=asdict(s))
-    if self.ranks.master:
-        text = json.dumps(finite(self.summary), indent=1) + "\n"
-        self.save(lambda folder: atomic_write(folder / "summary.json", text))
-    for extra in self.extras:
-        extra.close()
-    self.log.close()
-    return self.summary
 
 # %% ../nbs/reference/16_run.ipynb #f945e79d
 def as_rank(work: Callable, timeout_s: float = 60.0) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .settings import GolfError, patch
+from .settings import GolfError
 
 # %% ../nbs/story/02_shards.ipynb #9f6cc4d8
 class WholeFile:
@@ -52,30 +52,26 @@ class WholeFile:
     def __enter__(self) -> "WholeFile": return self
     def __exit__(self, kind, *_) -> None: self.abort() if kind else self.close()
 
-# %% ../nbs/story/02_shards.ipynb #574a28c0
-@patch
-@contextmanager
-def attempt(self: WholeFile):
-    "Runs a step; if it fails, deletes the temporary file and turns a disk error into a GolfError."
-    try:
-        yield
-    except BaseException as error:
-        self.abort()
-        if not isinstance(error, OSError):
-            raise
-        free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else 0
-        raise GolfError(f"cannot write {self.path} ({error.strerror}; {free:,} bytes free on its disk): "
-                        "free some space or write elsewhere") from error
+    @contextmanager
+    def attempt(self):
+        "Runs a step; if it fails, deletes the temporary file and turns a disk error into a GolfError."
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if not isinstance(error, OSError):
+                raise
+            free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else 0
+            raise GolfError(f"cannot write {self.path} ({error.strerror}; {free:,} bytes free on its disk): "
+                            "free some space or write elsewhere") from error
 
-# %% ../nbs/story/02_shards.ipynb #b570b2eb
-@patch
-def abort(self: WholeFile) -> None:
-    "Delete the temporary file; does nothing once the file has its name."
-    with suppress(OSError):  # what is still in the buffer would not fit either
-        if self.file:
-            self.file.close()
-    with suppress(OSError):
-        self.temp.unlink(missing_ok=True)
+    def abort(self) -> None:
+        "Delete the temporary file; does nothing once the file has its name."
+        with suppress(OSError):  # what is still in the buffer would not fit either
+            if self.file:
+                self.file.close()
+        with suppress(OSError):
+            self.temp.unlink(missing_ok=True)
 
 # %% ../nbs/story/02_shards.ipynb #1fb3b1ca
 def atomic_write(path: str | Path, data: bytes | str) -> None:
