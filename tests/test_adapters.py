@@ -203,7 +203,7 @@ def test_rows():
 
 def test_unscored_updates_are_impossible(monkeypatch):
     monkeypatch.setattr(Ledger, "scored", lambda self, *a: None)
-    with pytest.raises(GolfError, match="scored targets of its own"):
+    with pytest.raises(GolfError, match="update"):
         scored(texts(MIXED))
 
 
@@ -222,7 +222,7 @@ def test_rows_of_another_length_than_the_model_was_made_for():
     assert torch.allclose(out, scored(tokens, cfg)[2], atol=1e-12)
 
 
-@pytest.mark.parametrize("tokens, size, words", [(texts(MIXED), 9, "half a row"), (texts(MIXED), 1, "half a row")])
+@pytest.mark.parametrize("tokens, size, words", [(texts(MIXED), 9, "TTT_CHUNK_SIZE.*9"), (texts(MIXED), 1, "TTT_CHUNK_SIZE.*1")])
 def test_what_cannot_be_scored_is_refused(tokens, size, words):
     with pytest.raises(GolfError, match=words):
         scored(tokens, replace(DOCS, ttt_chunk_size=size))

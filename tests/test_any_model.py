@@ -149,7 +149,7 @@ def test_a_torch_checkpoint_that_does_not_fit_changes_nothing():
         bad = get_optimizer_state_dict(model, opt)
         bad["param_groups"][0]["lr"] = 7.0
         bad["state"][name][key] = torch.zeros(3, 2)
-        with pytest.raises(GolfError, match=f"does not fit: expected .* of {name}"):
+        with pytest.raises(GolfError, match=f"{key}.*{name}"):
             set_optimizer_state_dict(model, opt, bad)
     now = opt.state_dict()
     assert now["param_groups"] == good["param_groups"] and all(torch.equal(t, good["state"][i][k]) for i, s in now["state"].items() for k, t in s.items())
@@ -169,8 +169,8 @@ def test_clipping_by_each_rank_is_told_once(saved):
 
 def test_what_one_rank_alone_calls_is_told_soon(saved):
     warned, error, late = saved[1][0][3]
-    assert warned == "rank 0 misses another rank in ParallelMuon.state_dict(): every rank must call it, also where one alone reads or writes the file"
-    assert error == f"GolfError: {warned}" and "in ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
+    assert "rank 0" in warned and "ParallelMuon.state_dict()" in warned
+    assert error == f"GolfError: {warned}" and "ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
 
 
 def test_the_state_is_seen_as_in_any_optimizer():
@@ -440,11 +440,11 @@ def test_weights_changed_from_outside_become_the_masters(write, replica_dtype):
 
 
 def test_moved_storage_is_an_error():
-    for move, word in ((lambda m: m.float(), "has moved"), (lambda m: setattr(m.sometimes.weight, "data", m.sometimes.weight.data.clone()), "sometimes.weight has moved"),
-                       (lambda m: setattr(m.transformer.ln_f.bias, "data", torch.zeros(10).double()), "ln_f.bias has moved"),
-                       (lambda m: m.load_state_dict({n: t.clone() for n, t in m.state_dict().items()}, assign=True), "no longer the parameter"),
+    for move, word in ((lambda m: m.float(), "moved"), (lambda m: setattr(m.sometimes.weight, "data", m.sometimes.weight.data.clone()), "sometimes.weight.*moved"),
+                       (lambda m: setattr(m.transformer.ln_f.bias, "data", torch.zeros(10).double()), "ln_f.bias.*moved"),
+                       (lambda m: m.load_state_dict({n: t.clone() for n, t in m.state_dict().items()}, assign=True), "assign=True"),
                        (lambda m: setattr(m, "mine", nn.Linear(10, 10)), None),
-                       (lambda m: setattr(m.mine, "weight", nn.Parameter(torch.zeros(10, 10))), "mine.weight is no longer")):
+                       (lambda m: setattr(m.mine, "weight", nn.Parameter(torch.zeros(10, 10))), "mine.weight.*assign=True")):
         model, opt = trained(1)
         move(model)
         if word:
@@ -458,7 +458,7 @@ def test_a_step_between_forward_and_backward_is_refused_by_autograd():
     model, opt = trained(1)
     loss = loss_of(model, rows_of(0))
     opt.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
 
 
@@ -530,7 +530,8 @@ def test_a_skipped_step_is_counted_and_logged(caplog, max_norm):
         opt.steps += 97  # as if they had been made
         opt.engine.knobs.count += 97
         one_step(model, opt, 2)
-    assert [r.getMessage() for r in caplog.records] == ["ParallelMuon skipped 1 of 100 steps: a gradient was not finite on some rank"] and opt.skipped == 1
+    (record,) = caplog.records
+    assert "1 of 100 steps" in record.getMessage() and opt.skipped == 1
 
 
 def test_a_step_without_any_gradient_changes_nothing():
@@ -554,15 +555,15 @@ def two_dtypes():
 
 
 @pytest.mark.parametrize("module, more, words", [
-    (lambda: nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)), {}, "nothing to bank among 3 trainable parameters of Sequential"),
-    (lambda: nn.Linear(3, 3), {}, "nothing to bank"), (lambda: nn.ReLU(), {}, "among 0 trainable parameters of ReLU"),
-    (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 3), nn.Linear(3, 3)), dict(filter=lambda n, p: True), "0.weight, torch.float32 of shape \\(2, 1, 3, 3\\)"),
-    (two_dtypes, {}, "of one dtype, here torch.float32: leave 1.weight, torch.bfloat16"),
-    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()), {}, "float64 does not mix"),
-    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), {}, "on meta"),
-    (Lazy, {}, "b.weight cannot be banked"),
-    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), dict(momentum=1.0), "needs momentum from 0 to below 1: found 1.0"),
-    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), dict(adam_lr=float("nan")), "needs adam_lr from 0 up: found nan"),
+    (lambda: nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)), {}, "3 .*Sequential"),
+    (lambda: nn.Linear(3, 3), {}, "2 .*Linear"), (lambda: nn.ReLU(), {}, "0 .*ReLU"),
+    (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 3), nn.Linear(3, 3)), dict(filter=lambda n, p: True), "0.weight.*float32.*\\(2, 1, 3, 3\\)"),
+    (two_dtypes, {}, "float32.*1.weight.*bfloat16"),
+    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()), {}, "0.weight, torch.float32.*1.weight, torch.float64"),
+    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), {}, "1.weight.*meta"),
+    (Lazy, {}, "b.weight"),
+    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), dict(momentum=1.0), "momentum.*1.0"),
+    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), dict(adam_lr=float("nan")), "adam_lr.*nan"),
 ])
 def test_modules_that_cannot_be_banked(module, more, words):
     module = module()
@@ -583,7 +584,7 @@ def test_two_dtypes_are_fine_when_one_is_banked():
 
 def test_a_launcher_without_a_group_and_wrappers_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(GolfError, match="no process group"):
+    with pytest.raises(GolfError, match="WORLD_SIZE.*2"):
         ParallelMuon(NanoGPT())
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -592,14 +593,14 @@ def test_a_launcher_without_a_group_and_wrappers_are_refused(monkeypatch):
     wrapped = object.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(GolfError, match="wrapper.module"):
         ParallelMuon(wrapped)
-    with pytest.raises(GolfError, match=r"write ParallelMuon\(model\) instead of giving it a generator"):
+    with pytest.raises(GolfError, match=r"ParallelMuon\(model\).*generator"):
         ParallelMuon(NanoGPT().parameters())
 
 
 def test_an_optimizer_is_neither_copied_nor_pickled():
     _, opt = trained(1)
     for way in (copy.copy, copy.deepcopy, lambda o: torch.save(o, io.BytesIO())):
-        with pytest.raises(GolfError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+        with pytest.raises(GolfError, match=r"pickled.*state_dict\(\)"):
             way(opt)
 
 
@@ -611,15 +612,15 @@ def test_what_a_step_refuses():
     del opt.found_inf
     frozen = model.transformer.h[0].up.weight
     frozen.requires_grad_(True)
-    with pytest.raises(GolfError, match="h.0.up.weight was frozen"):
+    with pytest.raises(GolfError, match="h.0.up.weight.*frozen"):
         one_step(model, opt)
     opt.add_param_group({"params": [("late", nn.Parameter(torch.zeros(2, 2)))]})
-    with pytest.raises(GolfError, match="make a new one"):
+    with pytest.raises(GolfError, match="parameters.*module"):
         opt.step()
     net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 2))
     opt = ParallelMuon(net)
     net(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(GolfError, match="0.weight is sparse"):
+    with pytest.raises(GolfError, match="0.weight.*sparse"):
         opt.step()
 
 
@@ -640,8 +641,8 @@ def test_states_of_other_models_are_refused_before_anything_changes():
     del short["state"][3]["momentum_buffer"]
     renamed = copy.deepcopy(good)
     renamed["param_groups"][0]["param_names"][2] = "elsewhere.weight"
-    for bad, words in (({}, "no state of a ParallelMuon"), (adam.state_dict(), "no state of a ParallelMuon"), (short, "found master"), (renamed, "elsewhere.weight, "),
-                       (trained(1, NanoGPT(d=8).double())[1].state_dict(), "no state|does not fit")):
+    for bad, words in (({}, "state.*weight"), (adam.state_dict(), "state.*weight"), (short, "found master"), (renamed, "elsewhere.weight"),
+                       (trained(1, NanoGPT(d=8).double())[1].state_dict(), "state.*weight")):
         with pytest.raises(GolfError, match=words):
             opt.load_state_dict(bad)
     assert distance(before, weights(model)) == 0

@@ -2,6 +2,7 @@
 import hashlib
 import json
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -210,12 +211,12 @@ def test_hostile_header_bytes(header):
 
 
 def test_hostile_values():
-    with pytest.raises(GolfError, match="integers of at most 31"):
+    with pytest.raises(GolfError, match="integers.*31"):
         unpack_foreign(sealed(GOOD, bytes([0, 0, 0, 32]) + bytes(4)))
     for value in (np.nan, np.inf):
-        with pytest.raises(GolfError, match="finite numbers"):
+        with pytest.raises(GolfError, match="finite"):
             unpack_foreign(sealed({"meta": {}, "tensors": [["a", "fp32", [1]]], "sections": [["fp32", "none", 4]]}, np.float32(value).tobytes()))
-    with pytest.raises(GolfError, match="finite scales"):
+    with pytest.raises(GolfError, match="scales"):
         unpack_foreign(sealed(GOOD, bytes(4) + np.array([np.nan, 1], np.float16).tobytes()))
 
 
@@ -225,7 +226,7 @@ def test_bombs_unfold_no_further_than_declared(codec):
     bomb = sealed(GOOD | {"sections": [["int6", used, len(stored)], ["scale", "none", 4]]}, stored + bytes(4))
     tracemalloc.start()
     for read in (unpack_foreign, lambda data: unpack_bytes(data, codec)):
-        with pytest.raises(GolfError, match="found more"):
+        with pytest.raises(GolfError, match=f"'{used}'.*more"):
             read(bomb)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -236,13 +237,13 @@ def test_declared_gigabytes_are_refused_before_they_are_allocated():
     tensors = [[f"t{i}", "int8", [2**15, 2**15]] for i in range(4)]
     for some, size in ((tensors, 0), ([["t", "int8", [2**13, 2**12]]], 2**14), ([["t", "int8", [2**13, 2**13]]], 2**20)):  # 4 GiB; 32 MiB and its scales; 64 MiB in 1
         header = {"meta": {}, "tensors": some, "sections": [["int8", "rans", size], ["scale", "none", 0]]}
-        with pytest.raises(GolfError, match="decode to at most 33,554,432 bytes"):
+        with pytest.raises(GolfError, match="33,554,432"):
             unpack_foreign(sealed(header, bytes(size)))
 
 
 def test_versions_magic_and_short_files():
     data = pack_bytes(toy(), {}, Lzma())
-    for bad, word in ((data[:8] + struct.pack("<I", 2) + data[12:], "version 1, found 2"), (b"\x80\x04" + data[2:], "another kind"), (b"", "another kind"), (data[:20], "cut off"),
+    for bad, word in ((data[:8] + struct.pack("<I", 2) + data[12:], "version.* 1, .*2"), (b"\x80\x04" + data[2:], "x80"), (b"", "in 0"), (data[:20], "in 20"),
                       (data[:12] + struct.pack("<I", 2**31) + data[16:], "checksum"), (data + b"x", "checksum"), (data[:-1], "checksum")):
         for read in (unpack_foreign, lambda data: unpack_bytes(data, Lzma())):
             with pytest.raises(GolfError, match=word):
@@ -267,7 +268,7 @@ def test_optional_codecs_work_or_say_what_is_missing(codec, package):
     except ImportError:
         foreign = sealed(GOOD | {"sections": [["int6", codec.name, 4], ["scale", "none", 4]]}, bytes(8))
         for call in (codec.check, lambda: pack_bytes(toy(), {}, codec), lambda: unpack_foreign(foreign)):
-            with pytest.raises(GolfError, match=f"needs the package {package}"):
+            with pytest.raises(GolfError, match=f"{package}.*pip install"):
                 call()
         return
     codec.check()
@@ -291,10 +292,10 @@ def test_a_reader_accepts_only_the_codecs_it_brings():
     assert set(CODECS) == {"none", "lzma", "zlib", "rans", "brotli", "zstd"} and all(codec.name == name for name, codec in CODECS.items())
     data = pack_bytes(toy(), META, Zlib())
     for read in (lambda: unpack_bytes(data, Lzma()), lambda: unpack_foreign(data, Lzma().known()), lambda: unpack_foreign(data, {})):
-        with pytest.raises(GolfError, match="found 'zlib'"):
+        with pytest.raises(GolfError, match="'zlib'"):
             read()
     for name in ("best", "os", "golfnb.artifact.Lzma", "__class__", ["lzma"], {"lzma": 1}, None, 3, "x" * 10_000):
-        with pytest.raises(GolfError, match="must be stored as one of") as caught:
+        with pytest.raises(GolfError, match=re.escape(f"{name!r:.60}")) as caught:
             unpack_foreign(sealed(GOOD | {"sections": [["int6", name, 4], ["scale", "none", 4]]}, bytes(8)))
         assert len(str(caught.value)) < 300
 
@@ -311,7 +312,7 @@ def test_a_codec_of_ones_own():
 
     data = pack_bytes(toy(), META, Backwards())
     assert same(unpack_bytes(data, Backwards())[1], toy()) and same(unpack_foreign(data, CODECS | Backwards().known())[1], toy())
-    with pytest.raises(GolfError, match="found 'backwards'"):
+    with pytest.raises(GolfError, match="'backwards'"):
         unpack_foreign(data)
 
 
@@ -330,7 +331,7 @@ def test_over_the_cap_is_kept_under_another_name(tmp_path):
     size = save_artifact(path, toy(), META, Lzma(), cap=ARTIFACT_CAP, code_bytes=100)
     assert size == path.stat().st_size
     path.unlink()
-    with pytest.raises(GolfError, match=r"\(1 too many\).*\.over.*golfnb quantize .*run --target-bytes " + str(size + 99)):
+    with pytest.raises(GolfError, match=r"\(1 .*\.over.*golfnb quantize .*run --target-bytes " + str(size + 99)):
         save_artifact(path, toy(), META, Lzma(), cap=size + 99, code_bytes=100)
     assert not path.exists() and same(load_artifact(path.with_name("artifact.golf.over"))[1], toy())
     save_artifact(path, toy(), META, Lzma(), cap=size + 100, code_bytes=100)
@@ -363,7 +364,7 @@ def test_weights_come_back_bit_for_bit(tmp_path):
 
 
 def test_weights_refuse_what_they_cannot_hold(tmp_path):
-    with pytest.raises(GolfError, match="fp32, bf16"):
+    with pytest.raises(GolfError, match="int64"):
         save_weights(tmp_path / "w", {"a": torch.zeros(3, dtype=torch.int64)}, {})
     with pytest.raises(GolfError, match="finite"):
         save_weights(tmp_path / "w", {"a": torch.tensor([float("nan")])}, {})
@@ -453,6 +454,6 @@ def test_safetensors_there_and_back(tiny, tmp_path):
     assert again == meta and all(torch.equal(w, wanted[n]) for n, w in named_state(loaded).items())
     for name, content in (("text", b"not safetensors"), ("short", b"\x09\0\0\0\0\0\0\0{}")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(GolfError, match="as safetensors"):
+        with pytest.raises(GolfError, match=f"{name}.*safetensors"):
             import_safetensors(tmp_path / name, tmp_path / "c.golf")
     assert not (tmp_path / "c.golf").exists()

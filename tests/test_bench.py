@@ -40,7 +40,7 @@ def test_ways_to_wait_are_measured_in_turns_idle_and_busy(monkeypatch):
     assert samples == {way: [2.0 if "passive" in way else 4.0] * 5 for way in ways} and unit == "ms", "only the choice says how to wait"
     assert all(facts[f"{way} / spinning"] == {"median": samples[way][0] / 4, "below": samples[way][0] / 4} for way in ways)
     monkeypatch.setattr(bench, "ANSWER", "raise SystemExit(1)")
-    with pytest.raises(GolfError, match="found that it has ended"):
+    with pytest.raises(GolfError, match="threads.*ended"):
         bench_threads(BenchJob("threads", rounds=5), Ranks(), env)
 
 
@@ -54,7 +54,7 @@ def test_a_micro_batch_is_timed_for_each_line(monkeypatch, capsys):
 
 def test_the_bound_of_a_median_is_an_order_statistic():
     assert median_bound([float(i) for i in range(20, 0, -1)]) == 15.0, "at most 14 of 20 are below the median, in 98 of 100 cases"
-    with pytest.raises(GolfError, match="at least 5 rounds, found 4"):
+    with pytest.raises(GolfError, match="5 .*4"):
         median_bound([1.0] * 4)
 
 
@@ -126,18 +126,18 @@ def test_an_error_in_a_rank_is_one_sentence(tmp_path):
 
     write_shard(tmp_path / "fineweb_train_000000.bin", np.full(9000, 399, dtype=np.uint16))
     done = golfnb("bench", "step", "--nproc", 2, "--steps", 3, *WORDS, "VOCAB_SIZE=300", f"DATA_PATH={tmp_path}", cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "another tokenizer" in done.stderr
+    assert done.returncode == 2 and one_sentence(done.stderr) and "VOCAB_SIZE=300" in done.stderr and "399" in done.stderr
     assert not (tmp_path / "nbs").exists()
 
 
 @pytest.mark.parametrize("job, settings, said", [
-    (BenchJob("step"), {"DATA_PATH": "absent"}, "no shard matches"),
-    (BenchJob("step", against=[{"NUM_HEADS": "7"}]), {}, "divisible"),
+    (BenchJob("step"), {"DATA_PATH": "absent"}, "absent"),
+    (BenchJob("step", against=[{"NUM_HEADS": "7"}]), {}, "NUM_HEADS"),
     (BenchJob("eval"), {"EVAL_STRIDE": "64"}, "EVAL_STRIDE"),
-    (BenchJob("startup"), {"RECIPE": "none"}, "RECIPE must be"),
-    (BenchJob("step", against=[{"CLIP": "loud"}]), {}, "CLIP must be one of local, global"),
-    (BenchJob("step", against=[{"CODEC": "zlib"}]), {}, "CODEC must be best in recipe demo"),
-    (BenchJob("optimizer", links="absent.json"), {}, "absent.json: expected a result of golfnb bench links"),
+    (BenchJob("startup"), {"RECIPE": "none"}, "RECIPE.*'none'"),
+    (BenchJob("step", against=[{"CLIP": "loud"}]), {}, "CLIP.*local, global.*'loud'"),
+    (BenchJob("step", against=[{"CODEC": "zlib"}]), {}, "CODEC.*best.*demo"),
+    (BenchJob("optimizer", links="absent.json"), {}, "absent.json"),
 ])
 def test_bad_jobs_are_refused_before_anything_starts(job, settings, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -201,7 +201,7 @@ def test_a_run_becomes_a_result(tmp_path):
     run = found["samples"]
     assert run["step"][:11] == [*range(1, 11), 20] and len(run["step_ms"]) == 500 and run["val_step"] == [0, 100, 200, 300, 400, 500]
     (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(GolfError, match="finished run"):
+    with pytest.raises(GolfError, match="summary.json"):
         record_run(tmp_path / "run", into=tmp_path)
 
 

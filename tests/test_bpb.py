@@ -106,7 +106,7 @@ def test_kinds_of_pieces(models):
 def test_bits_per_byte():
     assert bits_per_byte(math.log(2) * 30, 10) == pytest.approx(3)
     for nothing in (0, -1):
-        with pytest.raises(GolfError, match="at least one byte"):
+        with pytest.raises(GolfError, match=f"byte.*{nothing}"):
             bits_per_byte(1.0, nothing)
 
 
@@ -118,19 +118,19 @@ def test_unigram_against_plain_python(models):
     counts = np.bincount(train, minlength=340)
     assert unigram_bpb(counts, val, table) == pytest.approx(bits / counted(table, val.tolist()), rel=1e-12)
     assert unigram_bpb(torch.from_numpy(counts), torch.from_numpy(val.astype(np.int64)), table) == unigram_bpb(counts, val, table)
-    with pytest.raises(GolfError, match="one for each of 340"):
+    with pytest.raises(GolfError, match="340.*339"):
         unigram_bpb(counts[:-1], val, table)
 
 
 def test_tokenizer_files(models, tmp_path):
     path = models["folder"] / "bpe.model"
     assert load_tokenizer(path, 340).get_piece_size() == 340 and tokenizer_hash(path) == tokenizer_hash(str(path)) != tokenizer_hash(models["folder"] / "identity.model")
-    with pytest.raises(GolfError, match="VOCAB_SIZE=1024 pieces, found 340"):
+    with pytest.raises(GolfError, match="VOCAB_SIZE=1024 .*340"):
         load_tokenizer(path, 1024)
     for action in (load_tokenizer, tokenizer_hash):
-        with pytest.raises(GolfError, match="found none, it is missing; set TOKENIZER_PATH"):
+        with pytest.raises(GolfError, match="none.model.*TOKENIZER_PATH"):
             action(tmp_path / "none.model")
     for junk in (b"", b"junk", path.read_bytes()[:1000]):
         (tmp_path / "junk.model").write_bytes(junk)
-        with pytest.raises(GolfError, match="junk.model.*found a damaged one"):
+        with pytest.raises(GolfError, match="junk.model.*damaged"):
             load_tokenizer(tmp_path / "junk.model", 340)

@@ -21,7 +21,8 @@ from golfnb.tools.data import (DEMO_MODULES, build_shards, count_overlap, cut_do
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
 from golfnb.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
 from golfnb.tools.cli import main_cli
-from golfnb.shards import check_manifest, read_tokens, write_shard
+from golfnb.tools.guard import check_manifest
+from golfnb.shards import read_tokens, write_shard
 from tiny import golfnb, one_sentence
 
 
@@ -55,7 +56,7 @@ def test_documents_of_a_made_up_library(tmp_path):
     (tmp_path / "pydoc_data" / "topics.py").write_text("# made\ntopics = {'with': 'The *with* ' 'statement.\\n', 'if': r'''If.'''}\n")
     assert stdlib_documents(["copy", "absent", "pkg"], tmp_path) == [
         "The *with* statement.", "If.", "module pkg\n\nThe package.", "class pkg.b.A\n\nOuter.", "class pkg.b.B\n\nInner.\n\ndef go(self, x=1)\nGoes."]
-    with pytest.raises(GolfError, match="found none"):
+    with pytest.raises(GolfError, match=f"{package}"):
         stdlib_documents(["absent"], package)
     assert topic_documents("x = 1") == [] and module_documents("m", "") == []
 
@@ -77,7 +78,7 @@ def test_bad_documents_are_refused_in_a_sentence(tmp_path, name, content, word):
 def test_missing_file_and_directory(tmp_path):
     (tmp_path / "d.txt").mkdir()
     for path in (tmp_path / "no.txt", tmp_path / "d.txt"):
-        with pytest.raises(GolfError, match="check the path"):
+        with pytest.raises(GolfError, match=path.name):
             list(read_documents([path]))
 
 
@@ -128,7 +129,7 @@ def test_the_mark_of_a_space_is_not_a_space_in_shards(tmp_path, docs):
 
 def test_occupied_directories_are_refused_and_left_alone(tmp_path, docs, model):
     (tmp_path / "fineweb_val_000003.bin").write_bytes(b"mine")
-    with pytest.raises(GolfError, match="must not hold shards"):
+    with pytest.raises(GolfError, match="fineweb_val_000003.bin"):
         build_shards(docs, model, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["fineweb_val_000003.bin"]
 
@@ -146,19 +147,19 @@ def test_a_failure_on_the_way_leaves_nothing(tmp_path, docs, model, monkeypatch)
         build_shards(docs, model, tmp_path / "a", 500, 0.3)
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    with pytest.raises(GolfError, match="val side"):
+    with pytest.raises(GolfError, match="val "):
         build_shards(docs, model, tmp_path / "a", 500, 0.0)
-    with pytest.raises(GolfError, match="train side"):
+    with pytest.raises(GolfError, match="train "):
         build_shards(docs, model, tmp_path / "a", 500, 1.0)
     assert not list(tmp_path.iterdir())
 
 
 def test_tokenizer_refuses_what_it_cannot_do(tmp_path, docs, model):
     for texts, size in ((["abc"], 1024), ([], 1024), (docs, 200), (docs, 10**6)):
-        with pytest.raises(GolfError, match="cannot train") as caught:
+        with pytest.raises(GolfError, match=f"tokenizer.* {size} pieces") as caught:
             train_tokenizer(texts, tmp_path / "x.model", size)
         assert "\n" not in str(caught.value)
-    with pytest.raises(GolfError, match="cannot read tokenizer"):
+    with pytest.raises(GolfError, match="x.model"):
         build_shards(docs, tmp_path / "x.model", tmp_path / "s")
     assert not list(tmp_path.iterdir())
 
@@ -269,6 +270,7 @@ def test_a_document_of_100_megabytes(model):
 FULL_DISK_BUILD = """
 import resource, signal, sys
 from golfnb.tools.cli import main_cli
+from golfnb.tools.guard import check_manifest
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 sys.exit(main_cli(["data", "build", "docs.jsonl", "--tokenizer", sys.argv[1], "--out", "s", "--shard-tokens", "200000"]))
@@ -319,7 +321,7 @@ def test_a_build_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, doc
     found = [left(f"rename{n}", rename=n) for n in range(1, 20)] + [left(f"time{i}", seconds=random.uniform(0, took)) for i in range(4)]
     for dead, out, names in found:
         if kind == "kept" and names not in (set(), wanted):
-            with pytest.raises(GolfError, match="copy or build the shards again"):
+            with pytest.raises(GolfError, match="manifest.json"):
                 check_manifest(out, sha)
         else:
             assert names == wanted or dead and not names
@@ -340,13 +342,13 @@ def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
         made = recut_shards(tmp_path / pattern / "fineweb_train_*.bin", tmp_path / f"{pattern}{count}", count)
         parts = [read_tokens(tmp_path / f"{pattern}{count}" / entry["name"]) for entry in made]
         assert len(made) == count and np.array_equal(np.concatenate(parts), want) and all(part[0] == 1 for part in parts)
-    with pytest.raises(GolfError, match="must not hold shards"):
+    with pytest.raises(GolfError, match="t24.*found "):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "t24", 5)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
-    with pytest.raises(GolfError, match="must be empty, found notes.txt"):
+    with pytest.raises(GolfError, match="notes.txt"):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "mine", 5)
-    with pytest.raises(GolfError, match="100000 shards need"):
+    with pytest.raises(GolfError, match="100000 shards"):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "none", 100_000)
 
 
@@ -370,14 +372,14 @@ def test_build_inspect_recut_as_commands(tmp_path, docs, model):
     damaged = shutil.copytree(tmp_path / "s", tmp_path / "damaged") / "docs_val_000000.bin"
     damaged.write_bytes(damaged.read_bytes()[:-2] + b"\1\0")
     done = golfnb("data", "inspect", "damaged", cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "docs_val_000000.bin must have SHA-256" in done.stderr
+    assert done.returncode == 2 and one_sentence(done.stderr) and "docs_val_000000.bin" in done.stderr and "SHA-256" in done.stderr
     done = golfnb("data", "inspect", "s", "--tokenizer", model, cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "of 'tokenizer', found" in done.stderr
+    assert done.returncode == 2 and one_sentence(done.stderr) and "'tokenizer'" in done.stderr
     done = golfnb("data", "recut", "s/docs_train_*.bin", "--shards", 6, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0 and len(list((tmp_path / "r").glob("*.bin"))) == 6, done.stderr
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9"}\n')
     done = golfnb("data", "build", "bad.jsonl", "--tokenizer", "s/tokenizer.model", "--out", "n", cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "line 2 must be UTF-8" in done.stderr and not list((tmp_path / "n").glob("*.bin"))
+    assert done.returncode == 2 and one_sentence(done.stderr) and "line 2" in done.stderr and "UTF-8" in done.stderr and not list((tmp_path / "n").glob("*.bin"))
 
 
 def test_documents_come_from_directories_of_many_kinds(tmp_path):
@@ -399,7 +401,7 @@ def test_documents_come_from_directories_of_many_kinds(tmp_path):
     files = data.find_documents([where], left_out)
     assert list(read_documents(files, skipped, "body")) == ["l", "c", "d", "b", "j", "p", "q", "p", "q"] and len(skipped) == 2
     assert {p.name for p in left_out} == {"x.md", ".hidden", "p.py", "program"}
-    for path, field, words in ((where / "t.parquet", "text", "column of text 'text', found body .string., n .int64."), (where / "t.parquet", "n", "column of text"),
+    for path, field, words in ((where / "t.parquet", "text", "'text'.*body .string., n .int64."), (where / "t.parquet", "n", "'n'.*n .int64."),
                                (where / "j.jsonl.gz", "text", "--field"), (tmp_path / "no", "text", "hf://datasets/OWNER/NAME")):
         with pytest.raises(GolfError, match=words):
             list(read_documents([path], field=field))
@@ -418,7 +420,7 @@ def test_a_data_set_of_the_hub_is_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **how: asked.append((repo, how["allow_patterns"])) or str(tmp_path))
     assert list(read_documents(["hf://datasets/me/books/en"])) == ["hub"] and asked == [("me/books", ["en/*"])]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **how: 1 / 0)
-    with pytest.raises(GolfError, match="hf://datasets/me/none .ZeroDivisionError.: check its name"):
+    with pytest.raises(GolfError, match="hf://datasets/me/none .ZeroDivisionError"):
         list(read_documents(["hf://datasets/me/none"]))
 
 
@@ -479,7 +481,7 @@ def test_files_without_text_are_named(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
     done = golfnb("data", "build", "a.txt", "b.md", "c.jsonl", "--out", "o", cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr), done.stderr
-    assert "must hold text, found none in a.txt, b.md, c.jsonl: see what" in done.stderr
+    assert "a.txt, b.md, c.jsonl" in done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "b.md", "c.jsonl"}
 
 
@@ -499,7 +501,7 @@ def test_a_second_build_into_a_folder_is_refused(tmp_path, docs, model, command,
         second = golfnb("data", command, *words, "--out", "o", cwd=tmp_path)
         assert second.returncode == 2 and one_sentence(second.stderr), second.stderr
         if command == "build" or not kept:  # a folder to recut into must be empty
-            assert "o must be filled by one process, found another at it: wait" in second.stderr
+            assert "o must be filled by one process" in second.stderr
         yield from docs[30:60]
 
     build_shards(texts(), model, tmp_path / "o", 4000, 0.3)
@@ -511,7 +513,7 @@ def test_a_second_build_into_a_folder_is_refused(tmp_path, docs, model, command,
 
 def test_what_is_too_small_is_refused_by_the_build_with_the_number(tmp_path, model):
     (tmp_path / "few.txt").write_text("A line of a note.\n\n" * 30 + "\n\n".join(f"Note {i} says {i * i}." for i in range(60)))
-    for words, more in ((["few.txt"], "pieces"), (["few.txt", "--tokenizer", model], "at least 257 tokens"), (["few.txt", "--tokenizer", "x/tokenizer.json"], "SentencePiece .model")):
+    for words, more in ((["few.txt"], "pieces"), (["few.txt", "--tokenizer", model], "257 tokens"), (["few.txt", "--tokenizer", "x/tokenizer.json"], "SentencePiece .model")):
         done = golfnb("data", "build", *words, "--out", "o", cwd=tmp_path)
         assert done.returncode == 2 and one_sentence(done.stderr) and more in done.stderr, done.stderr
         assert {p.name for p in tmp_path.iterdir()} == {"few.txt"}
@@ -532,5 +534,5 @@ def test_corpora_are_not_mixed_and_overlap_has_a_verdict(tmp_path):
     assert "repeated training documents: 1" in done.stdout and "1 of 2 documents; this is bad" in done.stdout and "golfnb data build" in done.stdout
     check_manifest(tmp_path, "")
     write_shard(tmp_path / "fineweb_val_000000.bin", doc(3))
-    with pytest.raises(GolfError, match="must hold one corpus, found a and fineweb"):
+    with pytest.raises(GolfError, match="a and fineweb"):
         check_manifest(tmp_path, "")

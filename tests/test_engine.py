@@ -125,7 +125,7 @@ def test_sgd_keeps_fp32_masters_for_bf16_weights():
 
 def test_layout_for_another_world_is_refused():
     variant, _, model = model_of(settings(3))
-    with pytest.raises(GolfError, match="made for 2 ranks, but 1"):
+    with pytest.raises(GolfError, match="2 ranks.* 1 "):
         Engine(model.role_params(), bank_per_shape(variant.settings, 2), Ranks(), Muon(), AdamW(), NoClip())
 
 

@@ -115,7 +115,7 @@ def test_disagreeing_ranks_are_caught():
     class Deaf(Ranks):
         def sum_late(self, t):
             return t
-    with pytest.raises(GolfError, match="scored once"):
+    with pytest.raises(GolfError, match="targets.*scored"):
         sliding_loss(PairModel(), stream(100), random_table(), 16, 6, 4, Deaf(0, 2))
 
 
@@ -127,5 +127,5 @@ def test_impossible_windows(n, seq, stride):
 
 def test_text_without_bytes():
     silent = ByteTable(torch.zeros(32, dtype=torch.int16), torch.zeros(32, dtype=torch.bool), torch.zeros(32, dtype=torch.bool))
-    with pytest.raises(GolfError, match="at least one byte"):
+    with pytest.raises(GolfError, match="byte.*0"):
         plain_loss(PairModel(), stream(50), silent, 16, 4, ALONE)

@@ -92,7 +92,7 @@ def test_fallback_when_there_is_no_factor():
     for bad in (h * float("nan"), h.index_fill(0, torch.tensor([1]), float("inf")), -h):
         assert np.array_equal(pack_gptq("w", w, bad).data, pack_rows("w", w, "int6").data)
     assert np.array_equal(pack_gptq("w", w, torch.zeros_like(h)).data, np.zeros_like(pack_rows("w", w, "int6").data)), "an input that is never there needs no weights"
-    with pytest.raises(GolfError, match="blocks.0 must be a finite matrix"):
+    with pytest.raises(GolfError, match="blocks.0.*finite"):
         pack_gptq("blocks.0", w * float("inf"), h)
     few, _ = case(1)
     x = torch.randn(3, 70, dtype=torch.float64)

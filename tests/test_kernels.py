@@ -207,7 +207,8 @@ def test_packed_kernels_build_for_hopper_without_a_gpu(tmp_path):
 
 
 def test_imports_without_triton():
-    assert "refused: this kernel needs Triton" in child(WITHOUT)
+    said = child(WITHOUT)
+    assert said.startswith("refused: ") and "Triton" in said
 
 
 def test_refusals(monkeypatch):
@@ -216,7 +217,7 @@ def test_refusals(monkeypatch):
     n, w = torch.zeros(1, 2, 4), torch.zeros(4, 4)
     for call in (lambda d: fused_mlp(n.to(d), w.to(d), w.to(d), 0.5), lambda d: fused_exclusive(n[None].to(d), n[None].to(d)), lambda d: fused_heads(n.to(d), w.to(d), torch.ones(2, dtype=d), n[0, :, :1], n[0, :, :1], 1)):
         for dtype in (torch.float32, torch.float64):
-            with pytest.raises(GolfError, match="use its plain twin"):
+            with pytest.raises(GolfError, match=f"Triton.*{dtype}"):
                 call(dtype)
     assert heads_fit(64, 16) and heads_fit(32, 32) and not any(heads_fit(*a) for a in ((64, 12), (48, 16), (64, 0), (16, 32)))
     assert mlp_fit(24, 16, torch.float32) and mlp_fit(24, 16, torch.bfloat16) and not mlp_fit(24, 12, torch.bfloat16)

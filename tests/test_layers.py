@@ -1,6 +1,7 @@
 """Layers: the functions of chapter 03 against formulas written out, in float64."""
 import importlib.util
 import math
+import re
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_attention_math_backend_agrees():
     q, k, v = (rand(1, 6, h, 8, grad=False).float() for h in (4, 2, 2))
     torch.testing.assert_close(attend(q, k, v, "math"), attend(q, k, v, "auto"), rtol=1e-5, atol=1e-5)
     assert attention_backend("cuda", "flash")[0].name == "FLASH_ATTENTION" and len(attention_backend("cuda", "math")) == 4
-    with pytest.raises(GolfError, match="ATTENTION must be"):
+    with pytest.raises(GolfError, match="ATTENTION.*'quick'"):
         attention_backend("cuda", "quick")
 
 
@@ -138,21 +139,21 @@ def test_flash_attention_is_used_where_it_is_installed_and_right(flash, recwarn)
 @pytest.mark.parametrize("far, words", [(0.3, "0.300 from the plain formula"), (float("nan"), "nan from the plain formula"), (RuntimeError("built for sm80"), "RuntimeError: built for sm80")])
 def test_flash_attention_that_fails_is_not_used(flash, far, words):
     ready = flash.far(far)
-    with pytest.warns(UserWarning, match=f"installed and not used: .*{words}"):
+    with pytest.warns(UserWarning, match=f"FlashAttention-3.*{words}"):
         assert ready("auto", "cuda", 8, 4, 64) == "auto"
     assert flash == ["FA3", "restored"]
-    with pytest.raises(GolfError, match=f"ATTENTION=fa3 cannot be had here: .*{words}"):
+    with pytest.raises(GolfError, match=f"ATTENTION=fa3 .*{words}"):
         ready("fa3", "cuda", 8, 4, 64)
 
 
 def test_flash_attention_that_is_missing_or_has_no_place_is_refused(flash, monkeypatch):
     ready = flash.far(0.0)
-    with pytest.raises(GolfError, match="flash_attn.cute.interface is not installed"):
+    with pytest.raises(GolfError, match="fa4.*flash_attn.cute.interface"):
         ready("fa4", "cuda", 8, 4, 64)
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    with pytest.raises(GolfError, match="has no place for it"):
+    with pytest.raises(GolfError, match=f"fa3.*torch {re.escape(torch.__version__)}"):
         ready("fa3", "cuda", 8, 4, 64)
-    with pytest.raises(GolfError, match="ATTENTION must be auto, .*fa4: found 'fa5'"):
+    with pytest.raises(GolfError, match="ATTENTION.*auto, .*fa4.*'fa5'"):
         ready("fa5", "cpu", 8, 4, 64)
 
 

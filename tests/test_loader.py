@@ -59,7 +59,7 @@ def test_coverage_across_passes_and_batches(tmp_path_factory, lengths, rows, wor
     folder, seq_len = tmp_path_factory.mktemp("c"), 16
     paths = corpus(folder, lengths)
     if max(lengths) <= seq_len:
-        with pytest.raises(GolfError, match="more than TRAIN_SEQ_LEN"):
+        with pytest.raises(GolfError, match="TRAIN_SEQ_LEN=16"):
             CoprimeSampler(paths, 0, world, rows, seq_len, seed)
         return
     sampler = CoprimeSampler(paths, 0, world, rows, seq_len, seed)
@@ -259,7 +259,7 @@ def test_token_outside_the_vocabulary_names_the_shard(tmp_path):
     write_shard(tmp_path / "bad.bin", [1] * 200 + [1024] + [1] * 99)
     for order, more in ((SequentialSampler, ()), (CoprimeSampler, (1,))):
         with Loader(order([tmp_path / "good.bin", tmp_path / "bad.bin"], 0, 1, 2, 16, *more), "cpu", 1024) as loader:
-            with pytest.raises(GolfError, match=r"VOCAB_SIZE=1024, found 1024 in .*bad\.bin"):
+            with pytest.raises(GolfError, match=r"VOCAB_SIZE=1024, .*1024 .*bad\.bin"):
                 for _ in range(60):
                     next(loader)
 
@@ -428,5 +428,5 @@ def test_shard_that_changes_while_training_runs(tmp_path):
     assert done.returncode == 0, (done.returncode, done.stderr)
     lines = done.stdout.splitlines()
     assert len(lines) == 9 and all("x_train_000000.bin" in line for line in lines), lines
-    for words, group in zip(("cannot read shard", "cut off or damaged", "must keep its"), (lines[:3], lines[3:6], lines[6:])):
+    for words, group in zip(("No such file", "damaged", "300,000 tokens"), (lines[:3], lines[3:6], lines[6:])):
         assert all(words in line for line in group), group

@@ -207,7 +207,7 @@ def test_a_flipped_future_token_leaves_earlier_logits_bit_equal(dtype, variant):
 @pytest.mark.parametrize("keep", [0, -1, 25])
 def test_impossible_keep(keep):
     model, cfg = filled()
-    with pytest.raises(GolfError, match="keep must be between 1 and the row length 24"):
+    with pytest.raises(GolfError, match=f"keep .*24.*{keep}"):
         model(tokens(cfg), keep=keep)
 
 
@@ -388,9 +388,9 @@ def test_names_round_trip_and_exports_other_tensors(variant):
     assert len(scales) == len(cfg.ve_layer_list) and all(state[n].shape == (1,) for n in scales), "as published"
     load_named(twin, {n: t[0] if n in scales else t for n, t in state.items()})     # [], as older files have it
     assert all(torch.equal(t, state[n]) for n, t in named_state(twin).items())
-    for wrong, word in (({n: t for n, t in state.items() if n != "smear.gate"}, "lack 'smear.gate'"), ({**state, "x": torch.zeros(1)}, "unknown 'x'"),
-                        ({**state, "smear.gate": torch.zeros(1)}, "smear.gate must have shape"),
-                        ({**state, "blocks.0.attn.c_q.weight": torch.zeros(1, 1)}, "c_q.weight must have shape")):
+    for wrong, word in (({n: t for n, t in state.items() if n != "smear.gate"}, "lack .*'smear.gate'"), ({**state, "x": torch.zeros(1)}, "unknown .*'x'"),
+                        ({**state, "smear.gate": torch.zeros(1)}, "smear.gate .*shape"),
+                        ({**state, "blocks.0.attn.c_q.weight": torch.zeros(1, 1)}, "c_q.weight .*shape")):
         with pytest.raises(GolfError, match=word):
             load_named(twin, wrong)
     assert all(torch.equal(t, state[n]) for n, t in named_state(twin).items()), "a refused load writes nothing"

@@ -1,4 +1,6 @@
 """Newton-Schulz against the SVD: failures these stop are named in each test."""
+import re
+
 import pytest
 import torch
 
@@ -99,11 +101,11 @@ def test_steps_and_bad_input():
         assert torch.equal(quintic(G, steps), newton_schulz(G, NS5_COEFFS[:1] * steps))
     for bad in (torch.randn(3), torch.ones(2, 2).long()):
         for call in (quintic, polar_express, newton_schulz):
-            with pytest.raises(GolfError, match="two dimensions"):
+            with pytest.raises(GolfError, match=re.escape(f"{bad.dtype} of shape {tuple(bad.shape)}")):
                 call(bad)
     for steps in (0, -1):
         for call in (quintic, polar_express):
-            with pytest.raises(GolfError, match="at least one step"):
+            with pytest.raises(GolfError, match=f"step.*{steps}"):
                 call(G, steps)
 
 

@@ -86,8 +86,8 @@ def test_its_parts_and_numbers_are_its_own(place):
     assert found["config"]["rise"] == 2 and "Serialized model int6+bz2" in (root / "runs/a/train.log").read_text()
     page = (root / "runs/a/report.html").read_text()
     assert "no sampled text" not in page and "RISE" in page
-    refused(golfnb("train", "mine.py", *WORDS, *data, "RISE=0", "RUN_ID=z", cwd=root), "RISE must be above 0")
-    refused(golfnb("train", "mine.py", *WORDS, *data, "RAISE=2", "RUN_ID=z", cwd=root), "did you mean RISE")
+    refused(golfnb("train", "mine.py", *WORDS, *data, "RISE=0", "RUN_ID=z", cwd=root), "RISE .*above 0")
+    refused(golfnb("train", "mine.py", *WORDS, *data, "RAISE=2", "RUN_ID=z", cwd=root), "RAISE .*RISE")
 
 
 def refused(done, words: str) -> None:
@@ -100,8 +100,8 @@ def test_the_recipes_are_listed_shown_and_copied(tmp_path):
     assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
     copy, before, after = (tmp_path / "b.py").read_text(), *shown.split("WORDS = {", 1)
     assert copy.startswith(before.replace('recipe="pr726"', 'recipe="b"') + "WORDS = {}") and copy.endswith(after.split("\n}\n", 1)[1])
-    refused(golfnb("train", "b.py", "LOADER=coprime", cwd=tmp_path), "LOADER is not a setting of recipe b")
-    for words, said in ((("pr726", "b.py"), "new file"), (("pr726", "b.txt"), r"ends with \.py"), (("pr000", "c.py"), "found 'pr000'"), (("pr549", "golf.py"), "name of its own"), (("pr549", "a-b.py"), "name of its own")):
+    refused(golfnb("train", "b.py", "LOADER=coprime", cwd=tmp_path), "LOADER .*recipe b")
+    for words, said in ((("pr726", "b.py"), r"b\.py"), (("pr726", "b.txt"), r"b\.txt"), (("pr000", "c.py"), "'pr000'"), (("pr549", "golf.py"), "'golf'"), (("pr549", "a-b.py"), "'a-b'")):
         refused(golfnb("recipe", "copy", *words, cwd=tmp_path), said)
     assert [p.name for p in tmp_path.iterdir()] == ["b.py"]
 
@@ -196,10 +196,10 @@ def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
     text = (root / "mine.py").read_text()
     (tmp_path / "acts.py").write_text(ACTS)
     for name, changed, words in (
-            ("recipe.py", text.replace('recipe="mine"', 'recipe="golf"'), "must give itself a name in OWN"),
+            ("recipe.py", text.replace('recipe="mine"', 'recipe="golf"'), "recipe.py .*recipe='golf'"),
             ("codec.py", text.replace("CODEC = Bzip()", "CODEC = Brotli()").replace("import ArtifactSettings,", "import ArtifactSettings, Brotli,"), "brotli"),
-            ("alias.py", text.replace("from acts import Bzip, SlowSkips, squared_gelu", "import acts\nfrom acts import Bzip, SlowSkips, squared_gelu"), "brings a module of ours as a whole"),
-            ("builtin.py", text + "\n\ndef sum(x): return x\n", "sum means something else")):
+            ("alias.py", text.replace("from acts import Bzip, SlowSkips, squared_gelu", "import acts\nfrom acts import Bzip, SlowSkips, squared_gelu"), "alias.py line .*import"),
+            ("builtin.py", text + "\n\ndef sum(x): return x\n", "builtin.py line .*sum ")):
         (tmp_path / name).write_text(changed)
         monkeypatch.setitem(sys.modules, "brotli", None)
         refused(golfnb("train", name, *WORDS, *data, "RUN_ID=c", cwd=tmp_path), words)

@@ -61,7 +61,7 @@ def test_between_hosts_only_bytes_count():
     us = lambda layout, **how: finish_us(predict(make_plan(layout), layout, slow, **how))
     assert us(flat, hosts=2) == pytest.approx(2 * 7 / 8 * 8 * 8192 / 1e3, rel=1e-4) and us(inside, hosts=2, two_level=True) == pytest.approx(8 * 8192 / 1e3, rel=1e-4)
     assert us(flat, hosts=1) == us(flat, hosts=1, two_level=True) < 1
-    with pytest.raises(GolfError, match="between hosts"):
+    with pytest.raises(GolfError, match="between="):
         predict(make_plan(flat), flat, random_links(0), hosts=2)
 
 
@@ -81,7 +81,7 @@ def test_search_is_never_worse_than_published(world):
 @pytest.mark.parametrize("scatter, work", [(("a",), ("a", "b")), (("a", "b"), ("a", "a")), (("a", "b"), ("a", "c")), ((), ())])
 def test_bad_plans_are_refused(scatter, work):
     layout = group_matrices([Matrix("x", 8, 8, "a"), Matrix("y", 8, 16, "b")], 2)
-    with pytest.raises(GolfError, match="exactly once"):
+    with pytest.raises(GolfError, match="a, b.*once"):
         check_plan(Plan(scatter, work), layout)
-    with pytest.raises(GolfError, match="exactly once"):
+    with pytest.raises(GolfError, match="a, b.*once"):
         predict(Plan(scatter, work), layout, random_links(0))

@@ -80,7 +80,7 @@ def test_the_tokenizer_is_found_in_each_place_and_no_other_is_taken(run, tmp_pat
     (copy / "summary.json").unlink()
     shutil.rmtree(copy / "data")
     for words in ("another in ", "none in "):
-        with pytest.raises(GolfError, match=f"found {words}.*--tokenizer"):
+        with pytest.raises(GolfError, match=f"{words}.*--tokenizer"):
             find_tokenizer(copy / "artifact.golf", sha)
         (copy / "tokenizer.model").unlink(missing_ok=True)
 
@@ -105,7 +105,7 @@ def test_sample_asks_for_prompts(run, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Return the\n\n\0\nthe header\n"))
     done = golfnb("sample", run, "-i", "--tokens", 5, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("> ") == 5 and re.search(r"\[\d+ tokens, \d+\.\d\d bits per byte, unigram \d+\.\d\d\]", done.stdout), done.stdout + done.stderr
-    assert "[no text]" in done.stdout and "golfnb: a text must be characters" in done.stdout
+    assert "[no text]" in done.stdout and "'\\x00'" in done.stdout
     for words in (["-i", "x"], []):
         done = golfnb("sample", run, *words, cwd=tmp_path)
         assert done.returncode == 2 and one_sentence(done.stderr)
@@ -192,12 +192,12 @@ def test_the_server_reads_writes_and_adapts(server, player):
 
 
 @pytest.mark.parametrize("path, words, headers, status, said", [
-    ("read", {"model": 0, "text": "x" * (LIMIT + 1)}, {}, 400, "at most 20,000 characters"), ("read", {"model": 0, "text": "a\0"}, {}, 400, "leave it out"), ("read", {"model": 0, "text": "\ud800"}, {}, 400, "UTF-8"),
-    ("read", {"model": 2, "text": ""}, {}, 400, "model must be"), ("read", {"model": True, "text": ""}, {}, 400, "model must be"), ("read", {"model": 0, "text": 3}, {}, 400, "text must be"),
-    ("write", {**WRITE, "temperature": -1}, {}, 400, "temperature must be"), ("write", {**WRITE, "tokens": 10**9}, {}, 400, "tokens must be"), ("write", {**WRITE, "top_k": None}, {}, 400, "top_k must be"),
-    ("adapt", {"model": 0, "text": "", "rate": 0.1}, {}, 400, "write one first"), ("adapt", {"model": 0, "text": "a", "rate": 9}, {}, 400, "rate must be"),
+    ("read", {"model": 0, "text": "x" * (LIMIT + 1)}, {}, 400, "20,000"), ("read", {"model": 0, "text": "a\0"}, {}, 400, "'\\x00'"), ("read", {"model": 0, "text": "\ud800"}, {}, 400, "ud800"),
+    ("read", {"model": 2, "text": ""}, {}, 400, "model "), ("read", {"model": True, "text": ""}, {}, 400, "model "), ("read", {"model": 0, "text": 3}, {}, 400, "text "),
+    ("write", {**WRITE, "temperature": -1}, {}, 400, "temperature "), ("write", {**WRITE, "tokens": 10**9}, {}, 400, "tokens "), ("write", {**WRITE, "top_k": None}, {}, 400, "top_k "),
+    ("adapt", {"model": 0, "text": "", "rate": 0.1}, {}, 400, "text to learn"), ("adapt", {"model": 0, "text": "a", "rate": 9}, {}, 400, "rate "),
     ("nothing", {"model": 0, "text": ""}, {}, 404, "reload"), ("read", b"{", {}, 400, "JSON"), ("read", b"[" * 100_000, {}, 400, "JSON"), ("read", b"[1]", {}, 400, "object"),
-    ("read", {}, {"Content_Type": "text/plain"}, 415, "application/json"), ("facts", {}, {"Host": "golf.example:80"}, 403, "127.0.0.1 and localhost"),
+    ("read", {}, {"Content_Type": "text/plain"}, 415, "application/json"), ("facts", {}, {"Host": "golf.example:80"}, 403, "localhost"),
     ("facts", {}, {"Origin": "https://golf.example"}, 403, "Origin"), ("facts", {}, {"Origin": "null"}, 403, "Origin"),
     ("facts", b" " * (13 * LIMIT), {}, 413, "length"), ("facts", {}, {"Content_Length": "9" * 5000}, 413, "length"), ("facts", {}, {"Content_Length": "-1"}, 411, "length"),
 ])
@@ -276,7 +276,7 @@ def test_other_doors_are_shut(server, player):
 def test_a_character_without_a_token_is_named(player, tmp_path, monkeypatch):
     spm.SentencePieceTrainer.train(sentence_iterator=iter(["return the header of it"] * 50), model_prefix=str(tmp_path / "t"), vocab_size=30, hard_vocab_limit=False, minloglevel=2)
     monkeypatch.setattr(player, "sp", load_tokenizer(tmp_path / "t.model"))
-    with pytest.raises(GolfError, match="no token for '日'"):
+    with pytest.raises(GolfError, match="'日'"):
         player.encode("the 日 header")
 
 

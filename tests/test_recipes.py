@@ -9,7 +9,7 @@ from tiny import loaded
 
 from golfnb.parallel_muon import Ranks
 from golfnb.recipes import difference, figures, program_text
-from golfnb.run import check_memory
+from golfnb.tools.guard import check_memory
 from golfnb.settings import DONE_BY, NOT_BUILT, GolfError, one_spelling, read_settings
 from golfnb.tools.programs import RECIPES
 
@@ -59,18 +59,18 @@ def test_a_word_is_accepted_where_it_is_true_and_refused_elsewhere(name):
         for other, doer in DONE_BY.get(word, {"nonsense": None}).items():
             if other == true:
                 continue
-            advice = f"or run recipe {doer}" if doer else "no recipe has it"
-            with pytest.raises(GolfError, match=f"^{word} must be {true} in recipe {name}, found '{other}': .*{advice}") as e:
+            advice = f"recipe {doer}" if doer else "no recipe"
+            with pytest.raises(GolfError, match=f"^{word} .*{true} .*{name}, .*'{other}'.*{advice}") as e:
                 settings_of(name, {word: other})
             assert "\n" not in str(e.value)
 
 
 def test_one_number_has_many_spellings_and_other_recipes_are_refused():
     assert settings_of("golf", {"QAT_BANKS": "true", "SCALE_FLOOR": "0.0", "LOADER": " coprime "}) == settings_of("golf")
-    with pytest.raises(GolfError, match="RECIPE must be pr549 in this program, found 'golf'"):
+    with pytest.raises(GolfError, match="RECIPE .*pr549 .*'golf'"):
         settings_of("pr549", {"RECIPE": "golf"})
-    for given, words in (({"QAT_ENABLED": "1"}, "must stay 0"), ({"HEAD_LR": "x"}, "must be a number"), ({"RESUME": "1"}, "golfnb.tools.checkpoint"),
-                         ({"NUM_LAYERS": "x"}, "a whole number")):
+    for given, words in (({"QAT_ENABLED": "1"}, "QAT_ENABLED .*0"), ({"HEAD_LR": "x"}, "HEAD_LR .*number"), ({"RESUME": "1"}, "golfnb.tools.checkpoint"),
+                         ({"NUM_LAYERS": "x"}, "NUM_LAYERS .*whole number")):
         with pytest.raises(GolfError, match=words):
             settings_of("pr549", given)
     assert settings_of("pr549", {**{n: f"{v:g}" for n, v in NOT_BUILT.items()}, "RESUME": "0", "PATH": "/bin"}) == settings_of("pr549")
@@ -83,17 +83,17 @@ def test_published_command_lines_say_what_their_program_does():
     s = settings_of("pr1060", env(PR1060))
     s.check(8)
     assert (s.bigram_vocab_size, s.bigram_dim, s.xsa_last_n, s.gptq_reserve_ms) == (2816, 112, 11, 14000)
-    with pytest.raises(GolfError, match="USE_GPTQ must be 0 in recipe pr549, found '1': leave it out, or run recipe pr1060"):
+    with pytest.raises(GolfError, match="USE_GPTQ .*0 .*pr549, .*'1'.*recipe pr1060"):
         settings_of("pr549", env(PR1060))
     assert (s.data_path, s.tokenizer_path, s.train_cap_ms) == ("/d", "/t", 586_000)
-    with pytest.raises(GolfError, match="GPTQ_RESERVE_MS must be less"):
+    with pytest.raises(GolfError, match="GPTQ_RESERVE_MS"):
         settings_of("pr1060", {"MAX_WALLCLOCK_SECONDS": "14"}).check(8)
     assert settings_of("pr1060", {"MAX_WALLCLOCK_SECONDS": "0"}).train_cap_ms == 0
 
 
 @pytest.mark.parametrize("name, wrong, words", [
     ("pr399", {"EVAL_STRIDE": "4096"}, "EVAL_STRIDE"), ("pr549", {"TTT_CHUNK_TOKENS": "100"}, "TTT_CHUNK_TOKENS"),
-    ("pr726", {"NUM_HEADS": "7"}, "MODEL_DIM must be divisible"), ("golf", {"RUN_ID": "a/b"}, "RUN_ID"),
+    ("pr726", {"NUM_HEADS": "7"}, "MODEL_DIM .*NUM_HEADS"), ("golf", {"RUN_ID": "a/b"}, "RUN_ID"),
     ("demo", {"VE_LAYERS": "9"}, "VE_LAYERS"), ("demo", {"TRAIN_BATCH_TOKENS": "1000"}, "TRAIN_BATCH_TOKENS")])
 def test_every_group_of_a_program_is_checked(name, wrong, words):
     with pytest.raises(GolfError, match=words):
@@ -101,7 +101,7 @@ def test_every_group_of_a_program_is_checked(name, wrong, words):
 
 
 def test_sizes_beyond_memory_are_refused():
-    with pytest.raises(GolfError, match="must fit into memory"):
+    with pytest.raises(GolfError, match="memory.*GiB"):
         check_memory(settings_of("pr549", {"VOCAB_SIZE": "65536", "MODEL_DIM": "2097152", "MLP_MULT": "1000"}), Ranks())
 
 

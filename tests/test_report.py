@@ -131,7 +131,7 @@ def test_a_page_says_that_its_artifact_is_not_what_was_scored(tmp_path):
     save_artifact(run / "artifact.golf", {}, {}, Lzma())
     for name, sha, wrong in (("summary.json", hashlib.sha256((run / "artifact.golf").read_bytes()).hexdigest(), False), ("summary.json", "0" * 64, True), ("artifact.audit.json", "0" * 64, True)):
         (run / name).write_text(json.dumps({"findings": [], "artifact_sha256": sha}))
-        assert (f"{name} tells of another file than" in write_report(run).read_text()) == wrong
+        assert (f"{name} tells of another file" in write_report(run).read_text()) == wrong
     assert f"{name} tells" in write_report(invented(tmp_path / "b", 2), run).read_text()
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_died_and_files_that_are_damaged(tmp_path):
     with pytest.raises(GolfError, match="damaged"):
         write_report(run)
     (run / "summary.json").unlink()
-    with pytest.raises(GolfError, match="found none"):
+    with pytest.raises(GolfError, match="metrics.jsonl|events"):
         write_report(run, tmp_path / "nothing")
 
 

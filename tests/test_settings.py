@@ -13,7 +13,7 @@ from golfnb.adapters import AdapterSettings
 from golfnb.loader import grad_accum
 from golfnb.model import Golf, SavedModel, saved_settings
 from golfnb.parallel_muon import Ranks
-from golfnb.run import check_memory, open_run
+from golfnb.tools.guard import check_memory, preflight
 from golfnb.settings import IGNORED, NOT_BUILT, GolfError, printable, read_json, settings_from
 from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_groups, setting_specs, settings_of
 
@@ -112,7 +112,7 @@ def test_an_average_that_is_never_read_may_be_asked_for_or_not():
 @pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": 9223372036854775808}', '{"a": 1, "a": 2}', '{"a": "\\u001b[31m"}', '{"\\u009b": 1}', '[["\\u202e"]]', '{"a": "\\ud800"}', "[1]", "1", "",
                                   "[" * 10**6, '{"a":' * 25 + "1" + "}" * 25, '{"a": ' + "9" * 5000 + "}", b"\xff{}"])
 def test_json_that_no_reader_expects_is_refused(text):
-    with pytest.raises(GolfError, match="f.json must be") as e:
+    with pytest.raises(GolfError, match="f.json") as e:
         read_json(text, "f.json")
     assert len(str(e.value)) < 500 and str(e.value).isprintable()
 
@@ -128,14 +128,14 @@ def test_yes_and_no(text, value):
 
 
 @pytest.mark.parametrize("pairs, words", [
-    ("RECIPE=pr1", "RECIPE must be one of pr399, pr549"), ("RECIPE=", "RECIPE must be one of"), ("SEED=x", "SEED must be a whole number, found 'x'"), ("SEED=1.5", "whole number"), ("SEED=", "whole number"),
-    ("MATRIX_LR=fast", "finite number, found 'fast'"), ("MATRIX_LR=inf", "finite"), ("MLP_MULT=nan", "finite"), ("TTT_ENABLED=2", "TTT_ENABLED must be 0 or 1"),
-    ("RUN_ID=a\x1b[31m", "plain text"), ("MODEL_DIM=" + "9" * 400, "whole number"), ("WEIGHT_DTYPE=fp8", "one of"),
-    ("LOADER=shuffled", "LOADER must be sequential in recipe pr549, found 'shuffled': leave it out, or copy this program"), ("LOADER=coprime", "or run recipe pr726, whose program does it"),
-    ("CLIP=none", "CLIP must be local"), ("AVERAGING=lawa", "AVERAGING must be ema"), ("EMA_ENABLED=0", "EMA_ENABLED must be 1"), ("CODEC=lzm", "CODEC must be lzma"), ("TTT_FREEZE_BLOCKS=12", "must be 0 in recipe pr549"),
-    ("RECIPE=pr726 TTT_FORM=adapters", "TTT_FORM must be chunks in recipe pr726"), ("RECIPE=golf LATE_QAT=0", "LATE_QAT must be 1 in recipe golf"), ("RECIPE=pr399 TTT_ENABLED=1", "or run recipe pr549"),
-    ("MTP_NUM_HEADS=1", "not built"), ("TIE_EMBEDDINGS=0", "must stay 1"), ("QAT_ENABLED=1", "not built"), ("QAT_ENABLED=true", "not built"), ("MUON_BETA2=0.9", "stay 0.95"),
-    ("LAWA_ENABLED=1", "not built"), ("DTG_ENABLED=1", "not built"), ("GATED_ATTENTION=1", "not built"), ("VALUE_RESIDUAL=1", "not built"), ("LAWA_K=ten", "must be a number"), ("QUANT_CLIP_RANGE=15", "must stay 31"), ("EMBED_LR=x", "must be a number"),
+    ("RECIPE=pr1", "RECIPE .*pr399, pr549.*'pr1'"), ("RECIPE=", "RECIPE .*pr399"), ("SEED=x", "SEED .*'x'"), ("SEED=1.5", "SEED .*'1.5'"), ("SEED=", "SEED .*''"),
+    ("MATRIX_LR=fast", "MATRIX_LR .*'fast'"), ("MATRIX_LR=inf", "MATRIX_LR .*'inf'"), ("MLP_MULT=nan", "MLP_MULT .*'nan'"), ("TTT_ENABLED=2", "TTT_ENABLED .*'2'"),
+    ("RUN_ID=a\x1b[31m", "RUN_ID .*\\\\x1b"), ("MODEL_DIM=" + "9" * 400, "MODEL_DIM .*999"), ("WEIGHT_DTYPE=fp8", "WEIGHT_DTYPE .*bf16.*fp8"),
+    ("LOADER=shuffled", "LOADER .*sequential .*pr549, .*'shuffled'"), ("LOADER=coprime", "LOADER .*recipe pr726"),
+    ("CLIP=none", "CLIP .*local"), ("AVERAGING=lawa", "AVERAGING .*ema"), ("EMA_ENABLED=0", "EMA_ENABLED .*1"), ("CODEC=lzm", "CODEC .*lzma"), ("TTT_FREEZE_BLOCKS=12", "TTT_FREEZE_BLOCKS .*0 .*pr549"),
+    ("RECIPE=pr726 TTT_FORM=adapters", "TTT_FORM .*chunks .*pr726"), ("RECIPE=golf LATE_QAT=0", "LATE_QAT .*1 .*golf"), ("RECIPE=pr399 TTT_ENABLED=1", "TTT_ENABLED .*recipe pr549"),
+    ("MTP_NUM_HEADS=1", "MTP_NUM_HEADS .*0"), ("TIE_EMBEDDINGS=0", "TIE_EMBEDDINGS .*1"), ("QAT_ENABLED=1", "QAT_ENABLED .*0"), ("QAT_ENABLED=true", "QAT_ENABLED .*0"), ("MUON_BETA2=0.9", "MUON_BETA2 .*0.95"),
+    ("LAWA_ENABLED=1", "LAWA_ENABLED .*0"), ("DTG_ENABLED=1", "DTG_ENABLED .*0"), ("GATED_ATTENTION=1", "GATED_ATTENTION .*0"), ("VALUE_RESIDUAL=1", "VALUE_RESIDUAL .*0"), ("LAWA_K=ten", "LAWA_K .*'ten'"), ("QUANT_CLIP_RANGE=15", "QUANT_CLIP_RANGE .*31"), ("EMBED_LR=x", "EMBED_LR .*'x'"),
 ])
 def test_loading_refuses(pairs, words):
     with pytest.raises(GolfError, match=words) as caught:
@@ -149,15 +149,15 @@ def test_off_values_of_what_is_not_built_are_accepted():
 
 
 @pytest.mark.parametrize("pairs, words", [
-    ("NUM_HEADS=7", "divisible by NUM_HEADS"), ("NUM_KV_HEADS=3", "divisible by NUM_KV_HEADS"), ("NUM_HEADS=0", "NUM_HEADS must be above 0"), ("NUM_KV_HEADS=0", "above 0"),
-    ("MODEL_DIM=0", "above 0"), ("NUM_LAYERS=0", "above 0"), ("NUM_LAYERS=4", "VE_LAYERS must name at least one block of 0..3"), ("VE_LAYERS=9,9", "none twice"), ("VE_LAYERS=", "at least one"),
-    ("VE_LAYERS=a,b", "parted by commas"), ("VE_LAYERS=-1", "parted by commas"), ("ROPE_DIMS=15", "even"), ("ROPE_DIMS=66", "at most the head width"), ("ROPE_DIMS=0", "above 0"),
-    ("VOCAB_SIZE=70000", "65536"), ("BIGRAM_VOCAB_SIZE=1", "0 or at least 2"), ("BIGRAM_DIM=0", "above 0"), ("VE_DIM=0", "above 0"), ("NEGATIVE_SLOPE=-1", "NEGATIVE_SLOPE"), ("LOGIT_SOFTCAP=0", "above 0"),
-    ("TRAIN_BATCH_TOKENS=1000", "whole rows"), ("TRAIN_BATCH_TOKENS=0", "above 0"), ("TRAIN_SEQ_LEN=0", "above 0"), ("TRAIN_SEQ_LEN=-8", "above 0"), ("TRAIN_BATCH_TOKENS=6144", "multiple of 8 ranks x 1"),
-    ("EVAL_STRIDE=2049", "at most EVAL_SEQ_LEN"), ("EVAL_STRIDE=0", "above 0"), ("ITERATIONS=0", "above 0"), ("WARMDOWN_ITERS=-1", "0 or more"), ("MAX_WALLCLOCK_SECONDS=-1", "0 or more"),
-    ("SEED=-1", "0 or more"), ("BETA1=1", r"\[0, 1\)"), ("EMA_DECAY=1.5", r"\[0, 1\)"), ("SWA_EVERY=0", "above 0"), ("TTT_CHUNK_TOKENS=100", "hold one row"),
-    ("TTT_BATCH_SEQS=0", "above 0"), ("RUN_ID=../x", "without slashes"), ("RUN_ID=..", "without slashes"),
-    ("MLP_MULT=0.001", "at least one channel"), ("SEED=9223372036854775808", "below 2"),
+    ("NUM_HEADS=7", "MODEL_DIM .*NUM_HEADS"), ("NUM_KV_HEADS=3", "NUM_HEADS .*NUM_KV_HEADS"), ("NUM_HEADS=0", "NUM_HEADS .*above 0"), ("NUM_KV_HEADS=0", "NUM_KV_HEADS .*above 0"),
+    ("MODEL_DIM=0", "MODEL_DIM .*above 0"), ("NUM_LAYERS=0", "NUM_LAYERS .*above 0"), ("NUM_LAYERS=4", "VE_LAYERS .*0..3"), ("VE_LAYERS=9,9", "VE_LAYERS .*'9,9'"), ("VE_LAYERS=", "VE_LAYERS .*''"),
+    ("VE_LAYERS=a,b", "VE_LAYERS .*'a,b'"), ("VE_LAYERS=-1", "VE_LAYERS .*'-1'"), ("ROPE_DIMS=15", "ROPE_DIMS .*15"), ("ROPE_DIMS=66", "ROPE_DIMS .*66"), ("ROPE_DIMS=0", "ROPE_DIMS .*above 0"),
+    ("VOCAB_SIZE=70000", "VOCAB_SIZE .*65536"), ("BIGRAM_VOCAB_SIZE=1", "BIGRAM_VOCAB_SIZE .*2"), ("BIGRAM_DIM=0", "BIGRAM_DIM .*above 0"), ("VE_DIM=0", "VE_DIM .*above 0"), ("NEGATIVE_SLOPE=-1", "NEGATIVE_SLOPE"), ("LOGIT_SOFTCAP=0", "LOGIT_SOFTCAP .*above 0"),
+    ("TRAIN_BATCH_TOKENS=1000", "TRAIN_BATCH_TOKENS .*1000"), ("TRAIN_BATCH_TOKENS=0", "TRAIN_BATCH_TOKENS .*above 0"), ("TRAIN_SEQ_LEN=0", "TRAIN_SEQ_LEN .*above 0"), ("TRAIN_SEQ_LEN=-8", "TRAIN_SEQ_LEN .*above 0"), ("TRAIN_BATCH_TOKENS=6144", "TRAIN_BATCH_TOKENS .*8 ranks.*6144"),
+    ("EVAL_STRIDE=2049", "EVAL_STRIDE .*EVAL_SEQ_LEN"), ("EVAL_STRIDE=0", "EVAL_STRIDE .*above 0"), ("ITERATIONS=0", "ITERATIONS .*above 0"), ("WARMDOWN_ITERS=-1", "WARMDOWN_ITERS .*0 or more"), ("MAX_WALLCLOCK_SECONDS=-1", "MAX_WALLCLOCK_SECONDS .*0 or more"),
+    ("SEED=-1", "SEED .*0 or more"), ("BETA1=1", r"BETA1 .*\[0, 1\)"), ("EMA_DECAY=1.5", r"EMA_DECAY .*\[0, 1\)"), ("SWA_EVERY=0", "SWA_EVERY .*above 0"), ("TTT_CHUNK_TOKENS=100", "TTT_CHUNK_TOKENS .*100"),
+    ("TTT_BATCH_SEQS=0", "TTT_BATCH_SEQS .*above 0"), ("RUN_ID=../x", "RUN_ID .*'../x'"), ("RUN_ID=..", "RUN_ID .*'..'"),
+    ("MLP_MULT=0.001", "MLP_MULT .*0.001"), ("SEED=9223372036854775808", "SEED .*below 2"),
 ])
 def test_check_refuses(pairs, words):
     s = load(env(pairs))
@@ -168,7 +168,7 @@ def test_check_refuses(pairs, words):
 
 @pytest.mark.parametrize("world", [5, 7, 9, 1000])
 def test_worlds_that_cannot_share_the_batch(world):
-    with pytest.raises(GolfError, match="ranks"):
+    with pytest.raises(GolfError, match=f"{world} ranks"):
         load({}).check(world)
 
 
@@ -238,11 +238,11 @@ def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
 
 
 @pytest.mark.parametrize("pairs, words", [
-    ("WARMUP_STEPS=9223372036854775807", "at most 10000"), ("TTT_EPOCHS=2147483647", "at most 10000"), ("RECIPE=pr1060 GPTQ_CALIB_SAMPLES=9223372036854775807", "at most 10000"), ("MUON_BACKEND_STEPS=2147483647", "at most 10000"), ("MUON_WD=1e308", "int32 or float32"),
-    ("QK_GAIN_INIT=1e308", "int32 or float32"), ("ADAM_EPS=1e-300", "int32 or float32"), ("BETA2=0.99999999999", "float32"), ("NUM_LAYERS=2147483647", "at most 10000"), ("BIGRAM_VOCAB_SIZE=9223372036854775807", "int32 or float32"), ("BIGRAM_DIM=2147483647", "fit into memory"),
-    ("BIGRAM_VOCAB_SIZE=2147483647", "fit into memory"), ("VE_DIM=2147483647", "fit into memory"), ("MLP_MULT=1e36", "fit into memory"), ("TRAIN_BATCH_TOKENS=2097152000", "fit into memory")])
+    ("WARMUP_STEPS=9223372036854775807", "WARMUP_STEPS .*10000"), ("TTT_EPOCHS=2147483647", "TTT_EPOCHS .*10000"), ("RECIPE=pr1060 GPTQ_CALIB_SAMPLES=9223372036854775807", "GPTQ_CALIB_SAMPLES .*10000"), ("MUON_BACKEND_STEPS=2147483647", "MUON_BACKEND_STEPS .*10000"), ("MUON_WD=1e308", "MUON_WD .*float32"),
+    ("QK_GAIN_INIT=1e308", "QK_GAIN_INIT .*float32"), ("ADAM_EPS=1e-300", "ADAM_EPS .*float32"), ("BETA2=0.99999999999", "BETA2 .*float32"), ("NUM_LAYERS=2147483647", "NUM_LAYERS .*10000"), ("BIGRAM_VOCAB_SIZE=9223372036854775807", "BIGRAM_VOCAB_SIZE .*float32"), ("BIGRAM_DIM=2147483647", "memory.*GiB"),
+    ("BIGRAM_VOCAB_SIZE=2147483647", "memory.*GiB"), ("VE_DIM=2147483647", "memory.*GiB"), ("MLP_MULT=1e36", "memory.*GiB"), ("TRAIN_BATCH_TOKENS=2097152000", "memory.*GiB")])
 def test_a_run_refuses_what_no_machine_can_hold_before_it_builds_anything(pairs, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(GolfError, match=words):
-        open_run(load({**SMALL, **env(pairs)}), Ranks(), quiet=True)
+        preflight(load({**SMALL, **env(pairs)}), Ranks())
     assert not [*tmp_path.iterdir()]

@@ -25,7 +25,7 @@ def test_round_trip(tmp_path_factory, tokens):
 
 @pytest.mark.parametrize("tokens", [[], [-1], [65_536], [1.5], [[1, 2]], ["a"]])
 def test_tokens_that_do_not_fit_are_refused(tmp_path, tokens):
-    with pytest.raises(GolfError, match="tokens|whole numbers"):
+    with pytest.raises(GolfError, match="tokens.*a.bin"):
         write_shard(tmp_path / "a.bin", tokens)
     assert not list(tmp_path.iterdir())
 
@@ -37,9 +37,9 @@ def header(magic=SHARD_MAGIC, version=1, tokens=4):
 
 
 @pytest.mark.parametrize("data, words", [
-    (b"", "found 0 bytes"), (b"x" * 100, "found 100 bytes"), (header(tokens=0), "at least one token"), (b"P" * 2000, "magic"),
-    (header(magic=20240519) + bytes(8), "magic"), (header(version=2) + bytes(8), "version 1, found 2"),
-    (header() + bytes(6), "1,032 bytes for its 4 tokens, found 1,030"), (header() + bytes(10), "found 1,034"), (header() + bytes(9), "found 1,033"),
+    (b"", " 0 bytes"), (b"x" * 100, " 100 bytes"), (header(tokens=0), "token"), (b"P" * 2000, "magic"),
+    (header(magic=20240519) + bytes(8), "magic"), (header(version=2) + bytes(8), "version 1, .*2"),
+    (header() + bytes(6), "1,032 .* 4 tokens, .*1,030"), (header() + bytes(10), "1,034"), (header() + bytes(9), "1,033"),
     (header(tokens=-4) + bytes(8), "damaged"), (header(tokens=0) + bytes(8), "damaged"), (header(tokens=2**31 - 1) + bytes(8), "damaged"),
 ])
 def test_damage_is_one_sentence(tmp_path, data, words):
@@ -55,9 +55,9 @@ def test_paths_that_are_no_shard(tmp_path):
     for path in (tmp_path / "none.bin", tmp_path):
         with pytest.raises(GolfError):
             read_header(path)
-    with pytest.raises(GolfError, match="no shard matches"):
+    with pytest.raises(GolfError, match=r"fineweb_train_\*.bin"):
         find_shards(tmp_path / "fineweb_train_*.bin")
-    with pytest.raises(GolfError, match="no shard matches"):
+    with pytest.raises(GolfError, match=f"{tmp_path}"):
         find_shards(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_patterns_sort_and_join(tmp_path):
 def test_token_outside_the_vocabulary(tmp_path):
     write_shard(tmp_path / "a.bin", [1, 1023, 1024, 5])
     assert read_tokens(tmp_path / "a.bin", vocab_size=1025).size == 4
-    with pytest.raises(GolfError, match="1024, found 1024 at position 2"):
+    with pytest.raises(GolfError, match="a.bin .*1024, .*1024 .* 2"):
         read_tokens(tmp_path / "a.bin", vocab_size=1024)
 
 
@@ -100,7 +100,7 @@ def test_validation_is_cut_to_whole_rows(tmp_path, n, kept):
 
 def test_validation_shorter_than_a_window(tmp_path):
     write_shard(tmp_path / "v.bin", list(range(8)))
-    with pytest.raises(GolfError, match="at least one window of 8 tokens"):
+    with pytest.raises(GolfError, match="8 tokens.*v.bin"):
         val_tokens(tmp_path / "v.bin", 8, 100)
 
 
@@ -111,9 +111,9 @@ def test_train_and_validation_must_not_meet(tmp_path):
     (tmp_path / "link.bin").symlink_to(tmp_path / "t.bin")
     check_disjoint([tmp_path / "t.bin"], [tmp_path / "v.bin"])
     for other in ("t.bin", "copy.bin", "link.bin"):
-        with pytest.raises(GolfError, match="must not share a file"):
+        with pytest.raises(GolfError, match=f"t.bin .*{other}"):
             check_disjoint([tmp_path / "t.bin"], [tmp_path / "v.bin", tmp_path / other])
-    with pytest.raises(GolfError, match="cannot read"):
+    with pytest.raises(GolfError, match="gone.bin"):
         check_disjoint([tmp_path / "gone.bin"], [tmp_path / "v.bin"])
 
 
@@ -152,7 +152,7 @@ def test_atomic_write_makes_directories_and_leaves_no_neighbour_on_interrupt(tmp
         atomic_write(tmp_path / "a" / "b" / "c.txt", "new")
     assert (tmp_path / "a" / "b" / "c.txt").read_bytes() == "text: \u00e9".encode() and len(list((tmp_path / "a" / "b").iterdir())) == 1
     (tmp_path / "file").touch()
-    with pytest.raises(GolfError, match="cannot write"):
+    with pytest.raises(GolfError, match=f"{tmp_path / 'file'}"):
         atomic_write(tmp_path / "file" / "below", b"")
     assert HEADER_BYTES == 1024
 

@@ -70,7 +70,7 @@ def test_a_run_whose_artifact_was_replaced_is_refused(tmp_path):
     assert "2 runs in 1 group" in compare_runs(some), "older summaries do not tell"
     path = tmp_path / "a-2" / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"artifact_sha256": "0" * 64}))
-    with pytest.raises(GolfError, match="a-2 tells of another file than .*artifact.golf, .*: put the file back that was scored, or run again"):
+    with pytest.raises(GolfError, match="a-2.*another file .*artifact.golf"):
         compare_runs(some)
 
 
@@ -112,5 +112,5 @@ def test_runs_with_and_without_checkpoints_are_one_group(tmp_path):
 
 def test_one_value_is_refused_in_a_sentence():
     for call in (lambda: welch([1.0], [1.0, 2.0]), lambda: welch([1.0, 2.0], []), lambda: below_target([1.0], 2.0), lambda: runs_needed([1.0], 2.0)):
-        with pytest.raises(GolfError, match="two values or more expected, found [01]; run more seeds"):
+        with pytest.raises(GolfError, match="two values .*[01]"):
             call()

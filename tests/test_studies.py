@@ -54,7 +54,7 @@ def test_a_study_cut_off_goes_on_where_it_stopped(call, data, capsys):
     capsys.readouterr()
     call("gates")
     assert not capsys.readouterr().out
-    with pytest.raises(GolfError, match="other settings"):
+    with pytest.raises(GolfError, match="study_gates_cpu_1.json .*settings"):
         call("gates", MATRIX_LR="0.01")
 
 
@@ -247,9 +247,9 @@ def test_variants_of_a_program_of_ones_own(tmp_path):
     path.write_text(copied_program("golf", "mine").replace("clip=ClipMean, ", "").replace("clip(s.grad_clip_norm)", "ClipMean(s.grad_clip_norm)"))
     mine = read_variant({**SMALL, "RECIPE": str(path), "NS": "polar"})
     assert mine.words == {"NS": "polar"} and mine.settings.recipe == "mine" and mine.settings.num_layers == 4
-    with pytest.raises(GolfError, match="CLIP=local needs a program whose build takes clip, found none in mine"):
+    with pytest.raises(GolfError, match="CLIP=local .*build .*clip.*mine"):
         mine.exchange(CLIP="local")
-    with pytest.raises(GolfError, match="LOADER must be one of sequential, coprime, packed, found 'random'"):
+    with pytest.raises(GolfError, match="LOADER .*sequential, coprime, packed, .*'random'"):
         mine.exchange(LOADER="random")
     untold = Variant(SimpleNamespace(WORDS={}, OWN=golf.OWN, build=golf.build), mine.settings)
     assert untold.exchange(CLIP="global").words == {"CLIP": "global"} and untold.word("CLIP") is None and untold.projector() is None

@@ -26,18 +26,18 @@ def moved(named: dict) -> torch.Tensor:
 def test_ledger():
     book = Ledger([[0, 5], [5, 9]])
     for crime in ((0, 1, 2), (0, 0, 6), (1, 0, 6), (1, 6, 7), ([0, 0], [0, 0], [1, 1])):
-        with pytest.raises(GolfError, match="scored once"):
+        with pytest.raises(GolfError, match="targets .*once"):
             book.scored(*crime)
     for crime in ((0, 0, 1), (1, 5, 6)):
-        with pytest.raises(GolfError, match="scored targets of its own"):
+        with pytest.raises(GolfError, match="update"):
             book.train(*crime)
     book.scored(0, 0, 4)
     book.train(0, 0, 4)
     for crime in ((0, 0, 5), (0, 3, 5), (0, -1, 3), (0, 2, 2), (1, 4, 5), (1, 0, 4), ([0, 1], [0, 5], [4, 6])):
-        with pytest.raises(GolfError, match="scored targets of its own"):
+        with pytest.raises(GolfError, match="update"):
             book.train(*crime)
     for crime in ((0, 0, 4), (0, 3, 5), (0, 4, 3)):
-        with pytest.raises(GolfError, match="scored once"):
+        with pytest.raises(GolfError, match="targets .*once"):
             book.scored(*crime)
     upto = book.upto  # what is booked does not follow the caller's arrays
     book.scored([0, 1], upto, upto + 1)
@@ -124,7 +124,7 @@ def test_unscored_updates_are_impossible(monkeypatch):
     "Lose the booking of the scores: the pass must stop before any weight moves."
     model, _ = golf_on(CFG, ALONE)
     monkeypatch.setattr(Ledger, "scored", lambda self, *a: None)
-    with pytest.raises(GolfError, match="scored targets of its own"):
+    with pytest.raises(GolfError, match="update"):
         score_first(model, random_state(), stream(), random_table(), CFG, ALONE)
     assert all(torch.equal(t, random_state()[n]) for n, t in named_state(model).items())
 
@@ -162,7 +162,7 @@ def test_shared_mlp_plan_adapts_alike():
     assert a[0] == pytest.approx(b[0], abs=1e-11) and torch.allclose(moved(a[2]), moved(b[2]), atol=1e-10)
 
 
-@pytest.mark.parametrize("world, lost, words", [(2, None, "made for 2 ranks, but 1"), (1, "skip_weights", "skip_weights")])
+@pytest.mark.parametrize("world, lost, words", [(2, None, "2 ranks.* 1 "), (1, "skip_weights", "skip_weights")])
 def test_a_layout_of_another_world_or_a_state_of_another_model_is_refused(world, lost, words):
     model, state = golf_on(CFG, Ranks(0, world))[0], random_state()
     state.pop(lost, None)

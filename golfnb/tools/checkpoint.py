@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..settings import YES_NO, GolfError, finite, patch
+from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
+from .guard import guarded_rank, preflight, survive_full_disks
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Ranks
@@ -151,41 +152,189 @@ class Keeper(Watcher):
         if self.old_handler is not None:
             signal.signal(signal.SIGTERM, self.old_handler)
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #b3e673cf
-@patch
-def save(self: Keeper, t: "Trainer"):
-    "Copy the state, and let a thread write it; waits for the one before to be written."
-    self.wait()
-    self.step = t.steps
-    facts = plain_facts(t)
-    unread = list(t.reader.queue)
-    named = named_tensors(t)
-    if named.keys() != self.buffers.keys():
-        self.buffers = {name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                        for name, tensor in named.items()}
-    torch._foreach_copy_(list(self.buffers.values()), list(named.values()), non_blocking=True)
-    copied = torch.cuda.current_stream().record_event() if t.engine.device.type == "cuda" else None
-    self.thread = threading.Thread(target=self.write, args=(facts, unread, copied), daemon=True)
-    self.thread.start()
+    def save(self, t: "Trainer"):
+        "Copy the state, and let a thread write it; waits for the one before to be written."
+        self.wait()
+        self.step = t.steps
+        facts = plain_facts(t)
+        unread = list(t.reader.queue)
+        named = named_tensors(t)
+        if named.keys() != self.buffers.keys():
+            self.buffers = {name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                            for name, tensor in named.items()}
+        torch._foreach_copy_(list(self.buffers.values()), list(named.values()), non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if t.engine.device.type == "cuda" else None
+        self.thread = threading.Thread(target=self.write, args=(facts, unread, copied), daemon=True)
+        self.thread.start()
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #7a9173e1
-@patch
-def write(self: Keeper, facts: dict, unread: list, copied):
-    "The thread: write the buffers as the checkpoint of a step."
-    path = self.folder / f"step-{facts['steps']:08d}"
-    hidden = path.with_name(f".{path.name}")
-    try:
-        for event in (copied, *(event for _, event in unread)):
-            if event is not None:
-                event.synchronize()
-        facts["unread"] = [host.tolist() for host, _ in unread]
-        self.put(facts, hidden)
-        if self.ranks.master:
-            os.replace(hidden, path)
-            for old in sorted(self.folder.glob("step-*"))[:-2]:
-                shutil.rmtree(old, ignore_errors=True)
-    except (Exception, self.dcp.api.CheckpointException) as error:  # also of another rank
-        self.problem = f"no checkpoint of step {facts['steps']} ({reason(error)})"
+    def write(self, facts: dict, unread: list, copied):
+        "The thread: write the buffers as the checkpoint of a step."
+        path = self.folder / f"step-{facts['steps']:08d}"
+        hidden = path.with_name(f".{path.name}")
+        try:
+            for event in (copied, *(event for _, event in unread)):
+                if event is not None:
+                    event.synchronize()
+            facts["unread"] = [host.tolist() for host, _ in unread]
+            self.put(facts, hidden)
+            if self.ranks.master:
+                os.replace(hidden, path)
+                for old in sorted(self.folder.glob("step-*"))[:-2]:
+                    shutil.rmtree(old, ignore_errors=True)
+        except (Exception, self.dcp.api.CheckpointException) as error:  # also of another rank
+            self.problem = f"no checkpoint of step {facts['steps']} ({reason(error)})"
+
+    def put(self, facts: dict, folder: Path):
+        "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
+        master = self.ranks.master
+        tensors = self.buffers
+        alone = self.ranks.world == 1
+        if self.ranks.hosts > 1:
+            tensors = self.gather_buffers()
+            alone = True
+        if master:
+            shutil.rmtree(folder, ignore_errors=True)
+        if master or not alone:
+            writer = self.dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # else it waits for the GPU
+            self.dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
+        if master:
+            atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
+
+    def gather_buffers(self) -> dict[str, Tensor]:
+        "The buffers of all ranks, on rank 0; empty on the others."
+        if not self.ranks.master:
+            dist.gather_object(self.buffers, group=self.group)
+            return {}
+        parts = [None] * self.ranks.world
+        dist.gather_object(self.buffers, parts, group=self.group)
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def wait(self):
+        "Wait until the last checkpoint is written; log what went wrong."
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        if self.problem:
+            self.log.line(f"{self.problem}; the run goes on, and tries again")
+            self.problem = None
+
+    def after_step(self, t: "Trainer"):
+        "Save if it is time; save and raise Stopped if a rank was told to stop."
+        self.vote(t)
+        if len(self.votes) <= LATE_VOTES:
+            return
+        save, stop = self.count_votes()
+        if save or stop:
+            self.save(t)
+        if stop:
+            self.wait()
+            raise Stopped(f"stopped by SIGTERM after step {t.steps}; go on with {self.resume_by}")
+
+    def vote(self, t: "Trainer"):
+        "Say whether this rank wants a checkpoint, and whether to stop; the others' answer comes later."
+        elapsed_ms = t.elapsed_ms()
+        writing = self.thread is not None and self.thread.is_alive()
+        due = self.ranks.master and not writing and elapsed_ms - self.saved_ms >= self.every_ms
+        if due:
+            self.saved_ms = elapsed_ms
+        flags = torch.tensor([due, self.terminated], dtype=torch.int32)
+        handle = None
+        if self.ranks.world > 1:
+            handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.patient, async_op=True)
+        self.votes.append((flags, handle))
+
+    def count_votes(self) -> tuple[bool, bool]:
+        "Whether a rank wanted a checkpoint, and whether one wanted to stop, in the oldest vote."
+        flags, handle = self.votes.popleft()
+        if handle is not None:
+            handle.wait()
+        save, stop = flags.tolist()
+        return save > 0, stop > 0
+
+    def after_training(self, t: "Trainer"):
+        "Save the state at the end, from which averages and artifact are made."
+        while self.votes:  # what is still under way
+            _, stop = self.count_votes()
+            self.terminated = self.terminated or stop
+        if self.step != t.steps:
+            self.save(t)
+        self.training = False
+        if self.terminated:
+            self.on_sigterm()
+
+    def newest(self) -> tuple[dict, dict] | None:
+        "Facts and tensors of the newest checkpoint that is whole; None without one."
+        for path in sorted(self.folder.glob("step-*"), reverse=True):
+            try:
+                facts = json.loads((path / "trainer.json").read_text())
+                if facts["sha256"] != file_hashes(path):
+                    raise ValueError("its files are not what was written")
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                self.set_aside(path, error)
+            else:
+                return facts, self.read_tensors(path)
+        return None
+
+    def set_aside(self, path: Path, error: Exception):
+        "Give a damaged checkpoint a name that is not counted among the good ones."
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        self.log.line(f"{path} cannot be read ({reason(error)}): "
+                      f"set aside as {aside.name}, trying an older one")
+
+    def read_tensors(self, path: Path) -> dict[str, Tensor]:
+        "The tensors of a checkpoint. Raises GolfError if PyTorch cannot load them."
+        try:
+            reader = self.dcp.FileSystemReader(path)
+            kinds = reader.read_metadata().state_dict_metadata
+            tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}
+            self.dcp.load(tensors, storage_reader=reader, no_dist=True)
+            return tensors
+        except (Exception, self.dcp.api.CheckpointException) as error:
+            raise GolfError(f"{path} is as it was written, but torch {torch.__version__} cannot load it "
+                            f"({reason(error)}): go on with the torch it was written with") from error
+
+    @torch.no_grad()
+    def before_training(self, t: "Trainer"):
+        "Bring a new training to the newest checkpoint, if there is one. Raises GolfError if it does not fit."
+        self.training = True
+        found = self.newest() if self.ranks.master else None
+        found = self.ranks.broadcast_object(found)
+        if not found:
+            return
+        facts, saved = found
+        self.step = facts["steps"]
+        for name in FACTS:
+            setattr(t, name, facts[name])
+        if t.rounded_from is not None:
+            t.project = t.make_projector(t.engine)
+        self.fill(named_tensors(t), saved)
+        for values in facts["unread"]:
+            t.reader.queue.append((torch.tensor(self.rescaled(t, values, facts), dtype=torch.float64), None))
+        t.batches.rewind(facts["loader"])
+        t.engine.publish(t.project)
+        self.saved_ms = facts["elapsed_ms"]
+        t.begun = t.now() - self.saved_ms / 1000
+        self.log.line(f"resumed:{self.folder.parent} step:{t.steps} train_time:{self.saved_ms:.0f}ms")
+
+    def fill(self, named: dict[str, Tensor], saved: dict[str, Tensor]):
+        "Copy what was saved into live tensors. Raises GolfError if one is missing or of another shape."
+        for name, tensor in named.items():
+            if name not in saved or saved[name].shape != tensor.shape:
+                shape = tuple(saved[name].shape) if name in saved else "none"
+                raise GolfError(f"the checkpoint in {self.folder} must hold {name} {tuple(tensor.shape)}, "
+                                f"found {shape}: it is of another model")
+            tensor.copy_(saved[name])
+
+    def rescaled(self, t: "Trainer", values: list[float], facts: dict) -> list[float]:
+        "An unread control vector of `facts['world']` ranks as it would be on those there are now."
+        sums = ["loss"]
+        if t.engine.clip.norm_is_sum:
+            sums.append("norm_sq")
+        for word in sums:
+            values[t.control_words.index(word)] *= self.ranks.world / facts["world"]
+        return values
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #5398a811
 def file_hashes(folder: Path) -> dict[str, str]:
@@ -200,187 +349,8 @@ def reason(error: BaseException) -> str:
         error = cause[0]
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #d9b572d6
-@patch
-def put(self: Keeper, facts: dict, folder: Path):
-    "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
-    master = self.ranks.master
-    tensors = self.buffers
-    alone = self.ranks.world == 1
-    if self.ranks.hosts > 1:
-        tensors = self.gather_buffers()
-        alone = True
-    if master:
-        shutil.rmtree(folder, ignore_errors=True)
-    if master or not alone:
-        writer = self.dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # else it waits for the GPU
-        self.dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
-    if master:
-        atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #4d7f0e6f
-@patch
-def gather_buffers(self: Keeper) -> dict[str, Tensor]:
-    "The buffers of all ranks, on rank 0; empty on the others."
-    if not self.ranks.master:
-        dist.gather_object(self.buffers, group=self.group)
-        return {}
-    parts = [None] * self.ranks.world
-    dist.gather_object(self.buffers, parts, group=self.group)
-    return {name: tensor for part in parts for name, tensor in part.items()}
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #4f49515a
-@patch
-def wait(self: Keeper):
-    "Wait until the last checkpoint is written; log what went wrong."
-    if self.thread:
-        self.thread.join()
-        self.thread = None
-    if self.problem:
-        self.log.line(f"{self.problem}; the run goes on, and tries again")
-        self.problem = None
-
 # %% ../../nbs/tools/22_checkpoint.ipynb #aa5fdd59
 LATE_VOTES = 2  # steps
-
-
-@patch
-def after_step(self: Keeper, t: "Trainer"):
-    "Save if it is time; save and raise Stopped if a rank was told to stop."
-    self.vote(t)
-    if len(self.votes) <= LATE_VOTES:
-        return
-    save, stop = self.count_votes()
-    if save or stop:
-        self.save(t)
-    if stop:
-        self.wait()
-        raise Stopped(f"stopped by SIGTERM after step {t.steps}; go on with {self.resume_by}")
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #71c747b4
-@patch
-def vote(self: Keeper, t: "Trainer"):
-    "Say whether this rank wants a checkpoint, and whether to stop; the others' answer comes later."
-    elapsed_ms = t.elapsed_ms()
-    writing = self.thread is not None and self.thread.is_alive()
-    due = self.ranks.master and not writing and elapsed_ms - self.saved_ms >= self.every_ms
-    if due:
-        self.saved_ms = elapsed_ms
-    flags = torch.tensor([due, self.terminated], dtype=torch.int32)
-    handle = None
-    if self.ranks.world > 1:
-        handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.patient, async_op=True)
-    self.votes.append((flags, handle))
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #d7480028
-@patch
-def count_votes(self: Keeper) -> tuple[bool, bool]:
-    "Whether a rank wanted a checkpoint, and whether one wanted to stop, in the oldest vote."
-    flags, handle = self.votes.popleft()
-    if handle is not None:
-        handle.wait()
-    save, stop = flags.tolist()
-    return save > 0, stop > 0
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #fc0bdce1
-@patch
-def after_training(self: Keeper, t: "Trainer"):
-    "Save the state at the end, from which averages and artifact are made."
-    while self.votes:  # what is still under way
-        _, stop = self.count_votes()
-        self.terminated = self.terminated or stop
-    if self.step != t.steps:
-        self.save(t)
-    self.training = False
-    if self.terminated:
-        self.on_sigterm()
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #1c584302
-@patch
-def newest(self: Keeper) -> tuple[dict, dict] | None:
-    "Facts and tensors of the newest checkpoint that is whole; None without one."
-    for path in sorted(self.folder.glob("step-*"), reverse=True):
-        try:
-            facts = json.loads((path / "trainer.json").read_text())
-            if facts["sha256"] != file_hashes(path):
-                raise ValueError("its files are not what was written")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            self.set_aside(path, error)
-        else:
-            return facts, self.read_tensors(path)
-    return None
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #95397d4f
-@patch
-def set_aside(self: Keeper, path: Path, error: Exception):
-    "Give a damaged checkpoint a name that is not counted among the good ones."
-    aside = path.with_name(f"damaged-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    self.log.line(f"{path} cannot be read ({reason(error)}): "
-                  f"set aside as {aside.name}, trying an older one")
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #3177d0bb
-@patch
-def read_tensors(self: Keeper, path: Path) -> dict[str, Tensor]:
-    "The tensors of a checkpoint. Raises GolfError if PyTorch cannot load them."
-    try:
-        reader = self.dcp.FileSystemReader(path)
-        kinds = reader.read_metadata().state_dict_metadata
-        tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}
-        self.dcp.load(tensors, storage_reader=reader, no_dist=True)
-        return tensors
-    except (Exception, self.dcp.api.CheckpointException) as error:
-        raise GolfError(f"{path} is as it was written, but torch {torch.__version__} cannot load it "
-                        f"({reason(error)}): go on with the torch it was written with") from error
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #ee3251e7
-@patch
-@torch.no_grad()
-def before_training(self: Keeper, t: "Trainer"):
-    "Bring a new training to the newest checkpoint, if there is one. Raises GolfError if it does not fit."
-    self.training = True
-    found = self.newest() if self.ranks.master else None
-    found = self.ranks.broadcast_object(found)
-    if not found:
-        return
-    facts, saved = found
-    self.step = facts["steps"]
-    for name in FACTS:
-        setattr(t, name, facts[name])
-    if t.rounded_from is not None:
-        t.project = t.make_projector(t.engine)
-    self.fill(named_tensors(t), saved)
-    for values in facts["unread"]:
-        t.reader.queue.append((torch.tensor(self.rescaled(t, values, facts), dtype=torch.float64), None))
-    t.batches.rewind(facts["loader"])
-    t.engine.publish(t.project)
-    self.saved_ms = facts["elapsed_ms"]
-    t.begun = t.now() - self.saved_ms / 1000
-    self.log.line(f"resumed:{self.folder.parent} step:{t.steps} train_time:{self.saved_ms:.0f}ms")
-
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2201
-@patch
-def fill(self: Keeper, named: dict[str, Tensor], saved: dict[str, Tensor]):
-    "Copy what was saved into live tensors. Raises GolfError if one is missing or of another shape."
-    for name, tensor in named.items():
-        if name not in saved or saved[name].shape != tensor.shape:
-            shape = tuple(saved[name].shape) if name in saved else "none"
-            raise GolfError(f"the checkpoint in {self.folder} must hold {name} {tuple(tensor.shape)}, "
-                            f"found {shape}: it is of another model")
-        tensor.copy_(saved[name])
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #f20c165f
-@patch
-def rescaled(self: Keeper, t: "Trainer", values: list[float], facts: dict) -> list[float]:
-    "An unread control vector of `facts['world']` ranks as it would be on those there are now."
-    sums = ["loss"]
-    if t.engine.clip.norm_is_sum:
-        sums.append("norm_sq")
-    for word in sums:
-        values[t.control_words.index(word)] *= self.ranks.world / facts["world"]
-    return values
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2203
 SPANS = 32    # of a large shard: so many are hashed
@@ -453,31 +423,27 @@ class Progress(Watcher):
         data = (self.run.folder / name).read_bytes() if self.ranks.master else None
         return self.ranks.broadcast_object(data)
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2206
-@patch
-def take_notes(self: Progress) -> dict | None:
-    "Notes of an earlier life, whose half-written files are removed; None if another process is at the run."
-    folder = self.path.parent
-    self.lock = open(folder / ".lock", "w")
-    try:
-        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
-    except OSError:
-        return None
-    for left in folder.glob(".*.tmp"):
-        left.unlink()
-    for left in folder.glob("checkpoints/.step-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    return json.loads(self.path.read_text()) if self.path.exists() else {}
+    def take_notes(self) -> dict | None:
+        "Notes of an earlier life, whose half-written files are removed; None if another process is at the run."
+        folder = self.path.parent
+        self.lock = open(folder / ".lock", "w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
+        except OSError:
+            return None
+        for left in folder.glob(".*.tmp"):
+            left.unlink()
+        for left in folder.glob("checkpoints/.step-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        return json.loads(self.path.read_text()) if self.path.exists() else {}
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2232
-@patch
-def close(self: Progress):
-    "The run has ended: remove what only a second life would need."
-    if self.ranks.master:
-        shutil.rmtree(self.path.parent / "checkpoints", ignore_errors=True)
-        for folder in {self.path.parent, self.run.folder}:  # the same, unless its disk was full
-            (folder / "progress.json").unlink(missing_ok=True)
-            (folder / ".lock").unlink(missing_ok=True)
+    def close(self):
+        "The run has ended: remove what only a second life would need."
+        if self.ranks.master:
+            shutil.rmtree(self.path.parent / "checkpoints", ignore_errors=True)
+            for folder in {self.path.parent, self.run.folder}:  # the same, unless its disk was full
+                (folder / "progress.json").unlink(missing_ok=True)
+                (folder / ".lock").unlink(missing_ok=True)
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2207
 NOTES_FORMAT = 2
@@ -579,8 +545,10 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
     rest = {name: value for name, value in env.items() if name not in ("CHECKPOINT_EVERY_S", "RESUME")}
     read, open_run = functions_of(program)
     s = read(rest)
+    preflight(s, ranks)
     folder = open_folder(s, ranks, resume) if every_s else None
     run = open_run(s, ranks, code, folder, quiet)
+    survive_full_disks(run)
     run.program_sha256 = getattr(program, "PROGRAM_SHA256", "")
     if not every_s:
         return run
@@ -596,16 +564,11 @@ def keep_script(path: str):
     code = Path(path).read_bytes()
 
     def work(ranks: "Ranks") -> str | None:
-        try:
-            run = open_kept(program, dict(os.environ), ranks, code)
-            program.main(run)
-        except GolfError as error:  # the script knows its own class
-            known = program.GolfError(str(error))
-            known.status = getattr(error, "status", 2)
-            raise known from error
+        run = open_kept(program, dict(os.environ), ranks, code)
+        program.main(run)
         return run.summary.get("over_budget")
 
-    program.as_rank(work)
+    guarded_rank(program, work)
     sys.stdout.flush()
     os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 

@@ -9,6 +9,7 @@ __all__ = ['COMMANDS', 'GROUPS', 'ENDING', 'SentenceParser', 'arg', 'command', '
 
 # %% ../../nbs/tools/23_cli.ipynb #c2002cb3
 import argparse
+import ast
 import difflib
 import hashlib
 import json
@@ -18,12 +19,15 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, fields
-from importlib import import_module, metadata
+from functools import cache
+from importlib import import_module, metadata, resources
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,12 +54,15 @@ class SentenceParser(argparse.ArgumentParser):
     def error(self, message: str):
         "End with one line that says `message`."
         name = self.prog.removeprefix("golfnb").strip()
-        print(f"golfnb: {name + ': ' if name else ''}{message}; see `{self.prog} --help`", file=sys.stderr)
+        if name:
+            message = f"{name}: {message}"
+        print(f"golfnb: {message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)
 
     def format_help(self) -> str:
         "The help; an epilog that is a function is called now."
-        self.epilog = self.epilog() if callable(self.epilog) else self.epilog
+        if callable(self.epilog):
+            self.epilog = self.epilog()
         return super().format_help()
 
 # %% ../../nbs/tools/23_cli.ipynb #809b74d0
@@ -77,20 +84,26 @@ def command(name: str, sentence: str, *arguments: tuple, epilog: str | Callable[
 # %% ../../nbs/tools/23_cli.ipynb #3d24b0ad
 def number(low: float, high: float = math.inf) -> Callable[[str], float]:
     "For argparse: reads a number of the type of `low`, from `low` on and below `high`."
+    wanted = f"whole number of at least {low}"
+    if high < math.inf:
+        wanted = f"number between {low:g} and {high:g}"
+
     def read(text: str):
         try:
-            if low <= (value := type(low)(text)) < high:
-                return value
+            value = type(low)(text)
         except ValueError:
-            pass
-        wanted = f"number between {low:g} and {high:g}" if high < math.inf else f"whole number of at least {low}"
+            value = math.nan
+        if low <= value < high:
+            return value
         raise argparse.ArgumentTypeError(f"a {wanted} is expected, found {text!r}")
     return read
 
 
 def count(name: str, words: str, default: int | None = None, low: int = 1) -> tuple:
-    "An argument that is a whole number; a default is told in the help."
-    return arg(name, type=number(low), default=default, help=words + (f" ({default:,})" if default else ""))
+    "An argument that is a whole number; the help names its default."
+    if default:
+        words = f"{words} ({default:,})"
+    return arg(name, type=number(low), default=default, help=words)
 
 
 SETTINGS = arg("settings", nargs="*", metavar="NAME=VALUE", help="e.g. SEED=7; see `golfnb train --help`")
@@ -105,14 +118,17 @@ RANKS = count("--nproc", "ranks (default: all GPUs, or 1 on a CPU)")
 def named_program(words: list[str], recipe: str | None = None) -> tuple:
     "A program that --recipe, a file among the words, or RECIPE names, and the other words. Raises GolfError."
     names = [word for word in words if "=" not in word]
-    rest = [word for word in words if "=" in word]
-    given = dict(word.split("=", 1) for word in rest)
-    if len(names) + (recipe is not None) > 1:
-        raise GolfError(f"one program is expected, found {', '.join([*names, recipe or ''])}; name one, and write "
+    if recipe:
+        names.append(recipe)
+    if len(names) > 1:
+        raise GolfError(f"one program is expected, found {', '.join(names)}; name one, and write "
                         "settings NAME=VALUE, like ITERATIONS=500")
-    p = book.programs
-    usual = given.get("RECIPE", os.environ.get("RECIPE", p.DEFAULT_RECIPE))
-    return p.find_program(next(iter(names), recipe or usual)), rest
+    settings = [word for word in words if "=" in word]
+    if not names:
+        given = dict(word.split("=", 1) for word in settings)
+        usual = os.environ.get("RECIPE", book.programs.DEFAULT_RECIPE)
+        names.append(given.get("RECIPE", usual))
+    return book.programs.find_program(names[0]), settings
 
 # %% ../../nbs/tools/23_cli.ipynb #b3fc8d2f
 def adapter_names() -> list[str]:
@@ -149,34 +165,84 @@ def read_settings(words: list[str], *programs, more: Iterable[str] = ()) -> dict
         found[name.upper()] = value
     return found
 
+# %% ../../nbs/tools/23_cli.ipynb #da4c5f2f
+@cache
+def chapter_source(module: str) -> ast.Module:
+    "A module of golfnb, read and not imported, which would import torch."
+    path = resources.files("golfnb").joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def constants(tree: ast.Module) -> dict:
+    "What a module names and writes out: numbers, words, tables of them."
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with suppress(ValueError):
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
+
+
+def literal(node: ast.expr, known: dict):
+    "What an expression writes out, or what the constant has that it names."
+    if isinstance(node, ast.Name):
+        return known[node.id]
+    return ast.literal_eval(node)
+
+
+def setting_line(node: ast.AnnAssign, known: dict) -> str:
+    "The help's line on a setting, from its declaration; `known`: the constants of its module."
+    default, meaning, *choices = [literal(value, known) for value in node.value.args]
+    line = f"  {f'{node.target.id.upper()}={default}':42s} {meaning}"
+    if choices:
+        line += f" ({', '.join(choices)})"
+    return line
+
+# %% ../../nbs/tools/23_cli.ipynb #da4c5f30
+def setting_lines(module: str, name: str) -> dict[tuple[str, str], list[str]]:
+    "The lines of a class of settings and of those it derives from, by module and class."
+    tree = chapter_source(module)
+    known = constants(tree)
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: node.module for node in imports for alias in node.names}
+    (group,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    declared = [node for node in group.body if isinstance(node, ast.AnnAssign)]
+    found = {(module, name): [setting_line(node, known) for node in declared]}
+    for base in group.bases:
+        if base.id != "BaseSettings":
+            found |= setting_lines(homes.get(base.id, module), base.id)
+    return found
+
 # %% ../../nbs/tools/23_cli.ipynb #da4c5f31
 def settings_help() -> str:
     "Every setting of a recipe once, under the chapter where it acts, with default and meaning; for `train --help`."
-    p, s = book.programs, book.settings
+    recipes = book.programs.RECIPES
+    lines = [f"recipes: {', '.join(recipes)}; a program of your own: its file",
+             "settings, by chapter; what a recipe sets otherwise is OWN in `golfnb recipe show NAME`,",
+             "what a program of your own adds is in its Settings:"]
     groups = {}
-    for name in ("pr549", *p.RECIPES):
-        groups |= {g: specs for g, specs in p.setting_groups(p.recipe_program(name)).items() if g not in groups}
-    lines = [f"recipes: {', '.join(p.RECIPES)}; a program of your own: its file", "settings, by chapter:"]
-    for group, specs in groups.items():
-        if group.__module__.startswith("golfnb.recipes"):
-            continue
-        lines.append(f"\n{group.__module__.removeprefix('golfnb.')} ({group.__name__})")
-        for spec in specs:
-            choices = f" ({', '.join(spec.metadata['choices'])})" if spec.metadata["choices"] else ""
-            lines.append(f"  {f'{spec.name.upper()}={spec.default}':42s} {spec.metadata['meaning']}{choices}")
-    words = {word for name in p.RECIPES for word in p.recipe_program(name).WORDS}
-    also = ", ".join((*sorted(words), *s.IGNORED, *s.NOT_BUILT))
-    threads = "OMP_NUM_THREADS: threads of each CPU rank (default: its share of the cores idle at the start)"
-    keeping = "CHECKPOINT_EVERY_S=60: seconds between checkpoints; 0: none"
-    published = f"words of published command lines, accepted where they are true of the recipe: {also}"
-    return "\n".join([*lines, f"\n{keeping}\n{threads}", published])
+    words = set()
+    for name in ("pr549", *recipes):
+        groups |= setting_lines(f"recipes.{name}", "Settings")
+        words |= set(constants(chapter_source(f"recipes.{name}"))["WORDS"])
+    for (module, name), settings in groups.items():
+        if settings:
+            lines += [f"\n{module} ({name})", *settings]
+    also = ", ".join((*sorted(words), *book.settings.IGNORED, *book.settings.NOT_BUILT))
+    return "\n".join([
+        *lines,
+        "\nCHECKPOINT_EVERY_S=60: seconds between checkpoints; 0: none",
+        "OMP_NUM_THREADS: threads of each CPU rank (default: its share of the cores idle at the start)",
+        f"words of published command lines, accepted where they are true of the recipe: {also}"])
 
 # %% ../../nbs/tools/23_cli.ipynb #9b0d0e3c
 def gpu_count() -> int:
     "GPUs of this machine, 0 without CUDA."
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return 0
 
 
 def write_script(path: Path, program, pack: bool) -> str:
@@ -188,10 +254,12 @@ def write_script(path: Path, program, pack: bool) -> str:
 # %% ../../nbs/tools/23_cli.ipynb #6866f9d7
 def this_command() -> str:
     "How the reader started golfnb, for the commands that are printed to be typed next."
-    name = sys.argv[0]
-    if Path(name).name == "__main__.py":
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
         return "python -m golfnb"
-    return name if Path(name).name == "golfnb" and not shutil.which("golfnb") else "golfnb"
+    if path.name == "golfnb" and not shutil.which("golfnb"):
+        return sys.argv[0]
+    return "golfnb"
 
 # %% ../../nbs/tools/23_cli.ipynb #fdcb419f
 KINDS = {  # what a command writes -> whether a file that begins so is one
@@ -231,6 +299,17 @@ def settings_for(program, settings: dict[str, str]):
     rest = {name: value for name, value in env.items() if name not in book.settings.KEEPING}
     return book.programs.settings_of(program, rest)
 
+# %% ../../nbs/tools/23_cli.ipynb #7d826b10
+def check_new_run(folder: Path) -> None:
+    "Raises GolfError where a directory holds a run already."
+    if not (folder / "train.log").exists():
+        return
+    kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
+    advice = "choose another RUN_ID, or move it away"
+    if (folder / "progress.json").exists():
+        advice += f", or go on with it: golfnb train --resume {folder}"
+    raise GolfError(f"{folder} already holds {kind}; {advice}")
+
 # %% ../../nbs/tools/23_cli.ipynb #7d826b12
 def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     "Write a program's script into a run's directory, run it, show it; the exit status. GolfError before it starts."
@@ -239,11 +318,9 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
     s.check(ranks)
     program.CODEC.check()  # or its package is missed after the training
     folder = Path(s.runs_dir, s.run_id or f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (folder / "train.log").exists():
-        kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
-        on = f", or go on with it: golfnb train --resume {folder}" * (folder / "progress.json").exists()
-        raise GolfError(f"{folder} already holds {kind}; choose another RUN_ID, or move it away{on}")
-    script, tokenizer = folder / "train_gpt.py", Path(s.tokenizer_path)
+    check_new_run(folder)
+    script = folder / "train_gpt.py"
+    tokenizer = Path(s.tokenizer_path)
     check_output(script, "script of golfnb")
     if tokenizer.is_file():
         check_tokenizer(folder / "tokenizer.model", tokenizer)
@@ -278,16 +355,16 @@ def start_run(folder: Path, s, settings: dict[str, str], ranks: int, own: str | 
     `s`: the run's settings; `own`: the file of its program, where that is one's own.
     """
     names = {"RUN_ID": folder.name, "RUNS_DIR": str(folder.parent)}
-    told = folder, s, book.watch.above_bar
-    threading.Thread(target=book.watch.foretell, args=told, daemon=True).start()
+    forecast = (folder, s, book.watch.above_bar)
+    threading.Thread(target=book.watch.foretell, args=forecast, daemon=True).start()
     status = run_shown(folder, ranks, settings | names)
     if (folder / "summary.json").is_file():
         try:  # first, since nobody may read what is printed
             words = f"report: {book.report.write_report(folder, program=own)}"
         except GolfError as e:
             words = f"no report: {e}"
-        print(f"\n{book.report.run_table(book.report.read_file(folder / 'summary.json'))}\n\n{words}\n"
-              f"play with it: {this_command()} play {folder}{own_words(own)}")
+        table = book.report.run_table(book.report.read_file(folder / "summary.json"))
+        print(f"\n{table}\n\n{words}\nplay with it: {this_command()} play {folder}{own_words(own)}")
     return status
 
 # %% ../../nbs/tools/23_cli.ipynb #f25d22e0
@@ -296,7 +373,9 @@ KEEPER = "golfnb.tools.checkpoint"  # the module that runs a script and keeps ch
 
 def run_shown(folder: Path, ranks: int, settings: dict[str, str]) -> int:
     "Run a folder's script; on a terminal a bar below the lines of its log says how far it is."
-    script, watch, run_script = folder / "train_gpt.py", book.watch, book.launcher.run_script
+    script = folder / "train_gpt.py"
+    watch = book.watch
+    run_script = book.launcher.run_script
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return run_script(script, ranks, settings, sys.stderr.write, module=KEEPER)
     ended = threading.Event()
@@ -327,12 +406,19 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
             program = book.programs.find_program(word)
             check_script(folder / "train_gpt.py", program)
             own = own_file(program)
-    text = {n.upper(): str(int(v)) if isinstance(v, bool) else str(v) for n, v in notes["config"].items()}
+    before = {name.upper(): setting_text(value) for name, value in notes["config"].items()}
     s = SimpleNamespace(**notes["config"])
     s.train_cap_ms = 1000 * s.max_wallclock_seconds
-    return start_run(folder, s, text | settings | {"RESUME": "1"}, ranks or notes["world"], own)
+    return start_run(folder, s, before | settings | {"RESUME": "1"}, ranks or notes["world"], own)
 
 # %% ../../nbs/tools/23_cli.ipynb #7673a3bf
+def setting_text(value) -> str:
+    "A setting as one writes it on a command line."
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value)
+
+
 def check_script(script: Path, program) -> None:
     "Raises GolfError where a run's script is not that of a program."
     forms = [book.programs.script_text(program, pack) for pack in (False, True)]
@@ -357,13 +443,14 @@ def train_command(args) -> int:
 def next_training(made: dict, out: Path, tokenizer: Path | str) -> str:
     "The command that trains on a manifest's shards: at most four times through the text."
     demo = book.programs.settings_of(book.programs.recipe_program("demo"), {})
-    batch, tokens = demo.train_batch_tokens, made["train"]["tokens"]
+    batch = demo.train_batch_tokens
+    tokens = made["train"]["tokens"]
     steps = min(demo.iterations, max(100, 4 * tokens // batch))  # fewer, and the average holds initial weights
     words = {"DATA_PATH": out, "TOKENIZER_PATH": tokenizer, "VOCAB_SIZE": made["vocab_size"],
              "ITERATIONS": steps, "TTT_ENABLED": int(3 * made["val"]["tokens"] <= batch * steps)}
     default = {"VOCAB_SIZE": demo.vocab_size, "ITERATIONS": demo.iterations, "TTT_ENABLED": 1}
-    told = " ".join(f"{n}={shlex.quote(str(v))}" for n, v in words.items() if v != default.get(n))
-    return f"{this_command()} train --recipe demo {told}"
+    settings = [f"{n}={shlex.quote(str(v))}" for n, v in words.items() if v != default.get(n)]
+    return f"{this_command()} train --recipe demo {' '.join(settings)}"
 
 # %% ../../nbs/tools/23_cli.ipynb #b6ff0ef3
 LEAST_TOKENS = 257  # a window of the demo recipe, and its last target
@@ -372,7 +459,8 @@ LEAST_TOKENS = 257  # a window of the demo recipe, and its last target
 def check_sides(made: dict) -> None:
     "Raises GolfError where a side of a manifest is too small to be trained on, or scored."
     for split in ("train", "val"):
-        if (found := made[split]["tokens"]) < LEAST_TOKENS:
+        found = made[split]["tokens"]
+        if found < LEAST_TOKENS:
             raise GolfError(f"the {split} side must hold at least {LEAST_TOKENS} tokens, found {found}: "
                             "bring more text (20,000 bytes are enough) or change --val-fraction")
 
@@ -387,7 +475,9 @@ def first_seen(docs, repeated: list):
     "The documents; `repeated` gets the hash of each that came before."
     seen = set()
     for text in docs:
-        (repeated.append if hash(text) in seen else seen.add)(hash(text))
+        if hash(text) in seen:
+            repeated.append(hash(text))
+        seen.add(hash(text))
         yield text
 
 
@@ -401,7 +491,8 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
                           "of other kinds or no text", left_out)):
         if places:
             print(f"{words.format(len(places))}, the first {printable(str(places[0]))}")
-    if (size := made["train"]["text_bytes"]) < 200_000:
+    size = made["train"]["text_bytes"]
+    if size < 200_000:
         print(f"note: {size:,} bytes are enough to try, but few to learn from; a million is a good start")
 
 # %% ../../nbs/tools/23_cli.ipynb #37e9e266
@@ -417,44 +508,102 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
              help="of documents that validate (0.05, but at least 20 kB of text and at most 2 MB)"),
          count("--tokenizer-bytes", "train a tokenizer on about so many bytes of the files", 64 * 2**20))
 def data_build_command(args) -> int:
-    made, tokenizer = build_data(args), args.tokenizer or Path(args.out) / "tokenizer.model"
+    made = build_data(args)
+    tokenizer = args.tokenizer or Path(args.out) / "tokenizer.model"
     print(f"train on it with: {next_training(made, Path(args.out), tokenizer)}")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #d59a0a7c
+@dataclass
+class Corpus:
+    "The documents of `data build`, which are read several times."
+    files: list[Path]
+    field: str            # of JSON lines, or column of tables
+    library: list[str]    # the standard library's documentation, where no file is named
+    part: int = 0         # characters of the parts that documents are cut into; 0: they stay whole
+
+    def read(self, skipped: list) -> Iterable[str]:
+        "The documents as they are; `skipped` gets the places of empty ones."
+        return self.library or book.data.read_documents(self.files, skipped, self.field)
+
+    def documents(self, skipped: list) -> Iterable[str]:
+        "The documents, cut where they are few."
+        if self.part:
+            return book.data.cut_texts(self.read(skipped), self.part)
+        return self.read(skipped)
+
+    @property
+    def size(self) -> int:
+        "Bytes of the files."
+        return sum(path.stat().st_size for path in self.files)
+
+
+def open_corpus(args, left_out: list) -> Corpus:
+    "The documents that the arguments name. Raises GolfError where they hold no text."
+    files = book.data.find_documents(args.files, left_out)
+    library = [] if args.files else book.data.stdlib_documents()
+    corpus = Corpus(files, args.field, library)
+    lengths = [len(text) for text in islice(corpus.read([]), 100)]
+    if not lengths:
+        named = ", ".join(str(path) for path in files[:3])
+        if len(files) > 3:
+            named += f" and {len(files) - 3:,} more"
+        raise GolfError(f"documents must hold text, found none in {named}: see what these files hold, "
+                        "or name others")
+    if len(lengths) < 100:  # into a hundred parts, so that some are on each side
+        corpus.part = max(50, min(2000, sum(lengths) // 100))
+    return corpus
+
+# %% ../../nbs/tools/23_cli.ipynb #d59a0a7d
+def check_build(args) -> None:
+    "Raises GolfError for a tokenizer that cannot be used, or one that would be replaced."
+    if not args.tokenizer:
+        check_tokenizer(Path(args.out) / "tokenizer.model")
+    elif Path(args.tokenizer).suffix == ".json":
+        raise GolfError(f"--tokenizer must be a SentencePiece .model, found {args.tokenizer}: a tokenizer.json "
+                        "may cut within a character, so take the .model it was made from, or leave "
+                        "--tokenizer out")
+
+
+def validation_share(args, corpus: Corpus) -> float:
+    "The share of documents that validate."
+    if args.val_fraction is not None:
+        return args.val_fraction
+    if not corpus.files:
+        return 0.05
+    wanted = min(max(20_000, 0.05 * corpus.size), 2e6)  # bytes
+    return min(0.2, wanted / max(1, corpus.size))
+
+
+def new_tokenizer(args, corpus: Corpus, val: float, path: Path) -> None:
+    "Train a tokenizer on a part of the training documents."
+    share = args.tokenizer_bytes / max(1, corpus.size)
+    texts = (text for text in corpus.documents([])
+             if not book.data.is_validation(text, val) and book.data.in_sample(text, share))
+    book.data.train_tokenizer(texts, path, args.vocab_size)
+    print(f"tokenizer: {args.vocab_size} pieces, byte fallback", flush=True)
+
+# %% ../../nbs/tools/23_cli.ipynb #d59a0a7e
 def build_data(args) -> dict:
     "Do what the arguments of `data build` say, and print what was built; its manifest."
-    d, out, model, skipped, left_out, repeated = book.data, Path(args.out), args.tokenizer, [], [], []
-    if model and Path(model).suffix == ".json":
-        raise GolfError(f"--tokenizer must be a SentencePiece .model, found {model}: a tokenizer.json may cut "
-                        "within a character, so take the .model it was made from, or leave --tokenizer out")
-    if not model:
-        check_tokenizer(out / "tokenizer.model")
-    files = d.find_documents(args.files, left_out)
-    library = None if args.files else d.stdlib_documents()
-    read = lambda into: library or d.read_documents(files, into, args.field)
-    lengths = [len(text) for _, text in zip(range(100), read([]))]
-    if not lengths:
-        named, more = ", ".join(map(str, files[:3])), f" and {len(files) - 3:,} more" if len(files) > 3 else ""
-        raise GolfError(f"documents must hold text, found none in {named}{more}: see what these files hold, or "
-                        "name others")
-    few, size = len(lengths) < 100, sum(p.stat().st_size for p in files)
-    cut = max(50, min(2000, sum(lengths) // 100))  # into a hundred parts, so that some are on each side
-    documents = lambda into: d.cut_texts(read(into), cut) if few else read(into)
-    share, part = args.tokenizer_bytes / max(1, size), min(max(20_000, 0.05 * size), 2e6) / max(1, size)
-    val = args.val_fraction if args.val_fraction is not None else min(0.2, part) if files else 0.05
-    with d.whole_folder(out) as folder:
-        model = args.tokenizer or folder / "tokenizer.model"
-        if not args.tokenizer:
-            texts = (t for t in documents([]) if not d.is_validation(t, val) and d.in_sample(t, share))
-            d.train_tokenizer(texts, model, args.vocab_size)
-            print(f"tokenizer: {args.vocab_size} pieces, byte fallback", flush=True)
-        made = d.build_shards(first_seen(documents(skipped), repeated), model, folder, args.shard_tokens, val,
-                              skipped=skipped, name=corpus_name(args.files))
+    check_build(args)
+    left_out = []  # files that hold no documents
+    skipped = []   # places of empty documents
+    repeated = []  # hashes of documents that came before
+    corpus = open_corpus(args, left_out)
+    val = validation_share(args, corpus)
+    with book.data.whole_folder(Path(args.out)) as folder:
+        model = args.tokenizer
+        if not model:
+            model = folder / "tokenizer.model"
+            new_tokenizer(args, corpus, val, model)
+        documents = first_seen(corpus.documents(skipped), repeated)
+        made = book.data.build_shards(documents, model, folder, args.shard_tokens, val,
+                                      skipped=skipped, name=corpus_name(args.files))
         check_sides(made)
-    if few:
+    if corpus.part:
         print(f"fewer than 100 documents: each was cut at blank lines, else at the ends of lines, sentences or "
-              f"words, into parts of {cut:,} characters or a little more")
+              f"words, into parts of {corpus.part:,} characters or a little more")
     print_build(made, skipped, left_out, len(repeated))
     return made
 
@@ -484,25 +633,42 @@ def manifest_shards(folder: Path, tokenizer: str | None) -> list[dict]:
     "The shards that a manifest in a folder names, once they are checked; [] where there is none."
     made = book.report.read_file(folder / "manifest.json")
     used = book.bpb.tokenizer_hash(tokenizer) if tokenizer else made.get("tokenizer_sha256")
-    book.shards.check_manifest(folder, used)
-    return made["train"]["shards"] + made["val"]["shards"] if made else []
+    book.guard.check_manifest(folder, used)
+    if made:
+        return made["train"]["shards"] + made["val"]["shards"]
+    return []
+
+
+def listed_shards(path: Path) -> list[Path]:
+    "The shards of a directory, or the one file."
+    if path.is_dir():
+        return book.shards.find_shards(path / "*.bin")
+    return [path]
+
+
+def inspected(fact) -> str:
+    "A fact on a shard, as it is printed."
+    if type(fact) is int:
+        return f"{fact:,}"
+    return repr(fact)
 
 
 @command("data inspect", "header, token range and documents of shards; overlap where both sides are there",
          arg("files", nargs="+", metavar="FILE", help="shards, or directories of shards"), TOKENIZER)
 def data_inspect_command(args) -> int:
     sp = book.bpb.load_tokenizer(args.tokenizer) if args.tokenizer else None
-    found = [book.shards.find_shards(f / "*.bin") if f.is_dir() else [f] for f in map(Path, args.files)]
-    named = {f / shard["name"]: shard.get("sha256") for f in map(Path, args.files)
-             for shard in manifest_shards(f, args.tokenizer)}
-    for path in (paths := sum(found, [])):
+    named = [Path(file) for file in args.files]
+    paths = [path for name in named for path in listed_shards(name)]
+    hashes = {folder / shard["name"]: shard.get("sha256") for folder in named
+              for shard in manifest_shards(folder, args.tokenizer)}
+    for path in paths:
         facts = book.data.inspect_shard(path, sp)
-        if named.get(path, facts["sha256"]) != facts["sha256"]:
-            raise GolfError(f"tokens of {path} must have SHA-256 {named[path]:.16}..., as its manifest says, "
+        if hashes.get(path, facts["sha256"]) != facts["sha256"]:
+            raise GolfError(f"tokens of {path} must have SHA-256 {hashes[path]:.16}..., as its manifest says, "
                             f"found {facts['sha256']:.16}...: copy or build it again")
         print(printable(facts.pop("path")))
         for name, value in facts.items():
-            print(f"  {name.replace('_', ' '):16s} {f'{value:,}' if type(value) is int else repr(value)}")
+            print(f"  {name.replace('_', ' '):16s} {inspected(value)}")
     splits = [[p for p in paths if f"_{split}_" in p.name] for split in ("train", "val")]
     if all(splits):
         print(overlap_verdict(**book.data.count_overlap(*splits)))
@@ -511,13 +677,16 @@ def data_inspect_command(args) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #0493c8f0
 def overlap_verdict(documents: int, shared_documents: int, repeated: int) -> str:
     "Lines on repetitions in training, and on whether validation text in it spoils a score."
-    bad = 400 * shared_documents > documents
+    if 400 * shared_documents > documents:
+        verdict = ("this is bad, a score on it is too good: build both sides from the documents with "
+                   "`golfnb data build`, where copies of a text fall to one side")
+    elif shared_documents:
+        verdict = ("this is harmless, since below 1 in 400 it is worth less than the 0.005 nats of "
+                   "a record")
+    else:
+        verdict = "none is good"
     return (f"repeated training documents: {repeated:,}\nvalidation text in these training shards: "
-            f"{shared_documents:,} of {documents:,} documents; " + (
-                "this is bad, a score on it is too good: build both sides from the documents with `golfnb data "
-                "build`, where copies of a text fall to one side" if bad else
-                "this is harmless, since below 1 in 400 it is worth less than the 0.005 nats of a record"
-                if shared_documents else "none is good"))
+            f"{shared_documents:,} of {documents:,} documents; {verdict}")
 
 # %% ../../nbs/tools/23_cli.ipynb #5580bac8
 DEMO_DATA = ["--shard-tokens", "100000"]
@@ -530,24 +699,37 @@ RUN_FILES = (
 def clear_demo(folder: Path, names: tuple) -> None:
     "Remove a directory's files of these names, but data/; GolfError, before any is removed, for another."
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    if strange := [path for path in found if not any(path.match(name) for name in names)]:
+    strange = [path for path in found if not any(path.match(name) for name in names)]
+    if strange:
         raise GolfError(f"the demo writes into {folder} anew and knows {printable(strange[0].name)} not as its "
                         "own; move it away")
     for path in found:
         if path.name == "data":
             continue
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 # %% ../../nbs/tools/23_cli.ipynb #949045a9
 def demo_data(folder: Path) -> None:
     "Make the demo's documents into a tokenizer and shards in `folder`, unless they are there."
-    docs, manifest = book.data.stdlib_documents(), folder / "manifest.json"
-    digest, size = book.data.documents_hash(docs), sum(len(d.encode()) for d in docs)
+    docs = book.data.stdlib_documents()
+    digest = book.data.documents_hash(docs)
+    size = sum(len(text.encode()) for text in docs)
     print(f"documents: {len(docs):,}, {size:,} bytes, sha256 {digest}", flush=True)
-    if book.report.read_file(manifest).get("documents_sha256") == digest:
+    if book.report.read_file(folder / "manifest.json").get("documents_sha256") == digest:
         return print(f"tokenizer and shards: as in {folder}", flush=True)
     clear_demo(folder, DEMO_DATA_FILES)
     build_data(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
+
+
+def demo_ranks() -> int:
+    "Ranks of a demo: a power of two that the GPUs allow, 2 on a CPU."
+    gpus = gpu_count()
+    if gpus:
+        return 2 ** int(math.log2(gpus))
+    return 2
 
 
 def print_sample(folder: Path) -> None:
@@ -561,14 +743,15 @@ def print_sample(folder: Path) -> None:
 @command("demo", "text -> shards -> training -> artifact -> scores -> report, in minutes on any machine",
          count("--nproc", "ranks (default: all GPUs, or 2 on a CPU)"), SETTINGS)
 def demo_command(args) -> int:
-    program, folder = book.programs.recipe_program("demo"), Path("runs/demo")
+    program = book.programs.recipe_program("demo")
+    folder = Path("runs/demo")
     settings = read_settings(args.settings, program)
     print(f"demo: some minutes, most of them training on a CPU; all that it makes goes to {folder}", flush=True)
     demo_data(folder / "data")
     clear_demo(folder, RUN_FILES)
     settings = {"DATA_PATH": f"{folder}/data", "TOKENIZER_PATH": f"{folder}/data/tokenizer.model",
                 "RECIPE": "demo", **settings, "RUN_ID": "demo", "RUNS_DIR": "runs"}
-    status = train_run(program, settings, args.nproc or (2 ** int(math.log2(n)) if (n := gpu_count()) else 2))
+    status = train_run(program, settings, args.nproc or demo_ranks())
     if status == 0:
         print_sample(folder)
     return status
@@ -606,7 +789,7 @@ def script_command(args) -> int:
 @command("recipe list", "the recipes that come with golfnb")
 def recipe_list_command(args) -> int:
     for name in book.programs.RECIPES:
-        print(f"{name:8s}{book.programs.recipe_program(name).__doc__}")
+        print(f"{name:8s}{ast.get_docstring(chapter_source(f'recipes.{name}'))}")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #ca7506da
@@ -685,7 +868,10 @@ def run_hessians(run: Packing, model, program) -> dict:
 # %% ../../nbs/tools/23_cli.ipynb #d775f3b9
 def pack_to_target(run: Packing, model, program, named: dict, gptq: bool) -> None:
     "Pack weights on the finest grid that fits, whatever the program does at the end of a run. Raises GolfError."
-    q, s, codec, int6 = book.quantize, run.settings, program.CODEC, book.quantize.Nearest()
+    q = book.quantize
+    s = run.settings
+    codec = program.CODEC
+    int6 = q.Nearest()
     packed = q.quantize_state(named, scale_floor=False, small=s.small_tensor, log=run.log)
     if gptq:
         int6 = q.Gptq(run_hessians(run, model, program), scale_floor=False)
@@ -712,7 +898,8 @@ def print_ledger(path: Path | str, code: int, cap: int) -> None:
          arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.requantized.golf"))
 def quantize_command(args) -> int:
     path = Path(args.output or args.run_dir / "artifact.requantized.golf")
-    weights, script = args.run_dir / "ema.golf", args.run_dir / "train_gpt.py"
+    weights = args.run_dir / "ema.golf"
+    script = args.run_dir / "train_gpt.py"
     check_output(path, "golfnb container", *(args.run_dir / n for n in ("raw.golf", "ema.golf", "artifact.golf")))
     meta, named = book.artifact.load_weights(weights)
     program = book.report.program_of(meta, args.program, weights)
@@ -742,7 +929,8 @@ def quantize_command(args) -> int:
 def artifact_inspect_command(args) -> int:
     meta, packed = book.artifact.load_artifact(args.file)
     print(f"{args.file}: {len(packed)} tensors, checksum verified")
-    if isinstance(settings := meta.get("settings"), dict):
+    settings = meta.get("settings")
+    if isinstance(settings, dict):
         meta["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
@@ -786,7 +974,9 @@ def score_command(args) -> int:
     ranks = book.parallel_muon.start_ranks()
     scored, tokens, table, findings = score_file(args, ranks)
     book.parallel_muon.stop_ranks(ranks)
-    return audit_file(args, scored, tokens.cpu(), table.to("cpu"), findings) if args.audit else 0
+    if args.audit:
+        return audit_file(args, scored, tokens.cpu(), table.to("cpu"), findings)
+    return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
 def score_settings(program, model_settings, given: dict[str, str], adapters: bool):
@@ -823,7 +1013,8 @@ def open_scored(args, ranks) -> Scored:
     "The artifact that the arguments name. Raises GolfError."
     import torch
 
-    report, file = book.report, args.file
+    report = book.report
+    file = args.file
     more = adapter_names() if args.adapters else ()
     if args.program:
         program, meta, saved, sp = report.own_artifact(file, args.program, args.tokenizer)
@@ -836,25 +1027,34 @@ def open_scored(args, ranks) -> Scored:
     return Scored(file, program, golf, book.train.compiled(golf, s, ranks.device), s, meta, sp)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e7b127
+def silent(*words, **options) -> None:
+    "What ranks other than the first print."
+
+
 def score_file(args, ranks) -> tuple:
     "Score an artifact on `ranks`, print it on rank 0; what was scored, and findings if it is audited."
     import torch
 
-    say, file = print if ranks.master else lambda *words, **options: None, args.file
+    say = print if ranks.master else silent
+    file = args.file
     scored = open_scored(args, ranks)
-    s, forward = scored.settings, scored.forward
+    s = scored.settings
+    forward = scored.forward
     if args.ttt and not args.adapters and not hasattr(scored.program, "ADAPT"):
         raise GolfError(f"score: recipe {s.recipe} has no test-time training (ADAPT); leave --ttt out, or take --adapters")
     table = book.bpb.byte_table(scored.tokenizer).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
     record = file.parent / "summary.json"
-    if mixed := book.report.other_file(file, record, book.report.read_file(record)):
+    mixed = book.report.other_file(file, record, book.report.read_file(record))
+    if mixed:
         say(f"note: {mixed}; the scores below are of {file}")
+    workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
-        f"on {ranks.device.type}, {ranks.world} rank{'s' * (ranks.world > 1)}", flush=True)
+        f"on {ranks.device.type}, {workers}", flush=True)
     bar = book.watch.Bar(ranks.master)
-    findings, watched = [], {"log": bar, "probing": True, "seed": audit_seed(file)}
+    findings = []
+    watched = {"log": bar, "probing": True, "seed": audit_seed(file)}
     with closing(bar):
         if args.audit:
             trial = book.ttt.sliding_trial(forward, tokens, table, s, **watched)
@@ -872,7 +1072,9 @@ def score_file(args, ranks) -> tuple:
 # %% ../../nbs/tools/23_cli.ipynb #f8353ba4
 def score_adapting(args, scored: Scored, tokens, table, ranks, watched: dict, findings: list, say) -> tuple:
     "Nats and bits of test-time training; an audit adds its findings."
-    golf, s, adapt = scored.model, scored.settings, getattr(scored.program, "ADAPT", None)
+    golf = scored.model
+    s = scored.settings
+    adapt = getattr(scored.program, "ADAPT", None)
     state = book.report.decoded(scored.program, scored.file)
     way = "adapters for each document" if args.adapters else "as the program does"
     say(f"test-time training, {way}: each token is scored first", flush=True)
@@ -894,27 +1096,34 @@ def audit_seed(file: Path) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #9abcf1f2
 def audit_file(args, scored: Scored, tokens, table, findings: list) -> int:
     "Audit an artifact and its scorers, beside `findings` on the score; print what was found, write the report."
-    file, program, s = scored.file, scored.program, scored.settings
+    file = scored.file
+    program = scored.program
+    s = scored.settings
     state = book.report.decoded(program, file)
     if args.program:
         golf, _ = book.report.own_model(program, s, file, book.parallel_muon.Ranks())
     else:
         golf, _, _ = book.artifact.load_model(file)
-    train, val = (book.shards.find_shards(p) if p else [] for p in (args.train, args.val))
-    seed, by_chunk = audit_seed(file), args.ttt and not args.adapters
+    train = book.shards.find_shards(args.train) if args.train else []
+    val = book.shards.find_shards(args.val)
+    seed = audit_seed(file)
+    by_chunk = args.ttt and not args.adapters
     adapt = getattr(program, "ADAPT", book.ttt.score_first)
     audit = book.ttt.audit_score(golf, state, tokens, table, s, by_chunk, train, val, seed, adapt)
     if args.adapters:
         audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, s, seed)
     audit["findings"] = book.ttt.worst(audit["findings"] + findings)
-    for f in audit["findings"]:
-        print(f"  {'holds' if f['passed'] else 'FAILS'}  {f['scorer']}: {f['check']} ({f['found']})")
-    path, audit["legal"] = file.with_suffix(".audit.json"), all(f["passed"] for f in audit["findings"])
+    for finding in audit["findings"]:
+        outcome = "holds" if finding["passed"] else "FAILS"
+        print(f"  {outcome}  {finding['scorer']}: {finding['check']} ({finding['found']})")
+    path = file.with_suffix(".audit.json")
+    audit["legal"] = all(finding["passed"] for finding in audit["findings"])
     facts = {"artifact": file.name, "artifact_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
              "tokenizer_sha256": scored.meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1, "seed": seed}
     book.shards.atomic_write(path, json.dumps(facts | audit, indent=1) + "\n")
     verdict = "legal, every condition holds" if audit["legal"] else "NOT legal"
-    print(f"audit: {verdict}; {path}{'' if train else '; training files were not compared (--train)'}")
+    note = "" if train else "; training files were not compared (--train)"
+    print(f"audit: {verdict}; {path}{note}")
     return 0 if audit["legal"] else 1
 
 # %% ../../nbs/tools/23_cli.ipynb #745d68ae
@@ -963,7 +1172,10 @@ def sample_command(args) -> int:
          arg("--port", type=number(1, 65536), help="default: the first free one from 8800 on"),
          arg("--no-browser", action="store_true", help="only print the address"))
 def play_command(args) -> int:
-    return book.play.play([args.file] + [args.second] * bool(args.second), args.port, not args.no_browser, args.program)
+    files = [args.file]
+    if args.second:
+        files.append(args.second)
+    return book.play.play(files, args.port, not args.no_browser, args.program)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e9d511
 @command("report", "write a run's page with its plots, report.html",
@@ -978,7 +1190,8 @@ def report_command(args) -> int:
          arg("runs", nargs="+", metavar="RUN", help="run directories, or results of record_run"),
          arg("--target", type=float, metavar="X", help="test each group's mean against it: is it below?"))
 def compare_command(args) -> int:
-    print(words := book.significance.compare_runs(args.runs, args.target))
+    words = book.significance.compare_runs(args.runs, args.target)
+    print(words)
     folders = [run for run in args.runs if Path(run, "metrics.jsonl").is_file()]
     if len(folders) > 1:
         check_output(Path(folders[0]).parent / "compare.html", "page of golfnb")
@@ -1012,12 +1225,15 @@ def watch_command(args) -> int:
          arg("--wandb", metavar="PROJECT", help="send to this project of Weights & Biases"),
          arg("--follow", action="store_true", help="go on until the run has ended"))
 def log_command(args) -> int:
-    w = book.watch
     if bool(args.tensorboard) == bool(args.wandb):
-        raise GolfError("log: either --tensorboard DIR or --wandb PROJECT expected, found "
-                        f"{'both' if args.wandb else 'none'}; give one")
-    send, to = (w.to_wandb, args.wandb) if args.wandb else (w.to_tensorboard, args.tensorboard)
-    print(f"{to}: {send(args.run_dir, to, args.follow):,} events of {args.run_dir}")
+        found = "both" if args.wandb else "none"
+        raise GolfError("log: either --tensorboard DIR or --wandb PROJECT expected, "
+                        f"found {found}; give one")
+    if args.wandb:
+        events = book.watch.to_wandb(args.run_dir, args.wandb, args.follow)
+    else:
+        events = book.watch.to_tensorboard(args.run_dir, args.tensorboard, args.follow)
+    print(f"{args.wandb or args.tensorboard}: {events:,} events of {args.run_dir}")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #841c44f2
@@ -1036,10 +1252,14 @@ def submission_command(args) -> int:
     else:
         words = {n: getattr(args, n) for n in ("author", "github_id", "name", "blurb", "track")}
         faults = book.submission.make_submission(args.runs, args.output, words, args.target)
-    for f in faults:
-        print(f"  {f.rule}: {f.sentence}")
-    refused = f"refused, faults: {len(faults)}" + ("" if args.check else ", nothing was written")
-    print(f"{args.check or args.output}: {refused if faults else 'accepted, every rule holds'}")
+    for fault in faults:
+        print(f"  {fault.rule}: {fault.sentence}")
+    verdict = "accepted, every rule holds"
+    if faults:
+        verdict = f"refused, faults: {len(faults)}"
+        if not args.check:
+            verdict += ", nothing was written"
+    print(f"{args.check or args.output}: {verdict}")
     return 1 if faults else 0
 
 # %% ../../nbs/tools/23_cli.ipynb #3aa38512
@@ -1060,20 +1280,22 @@ def listing(functions: dict[str, Callable]) -> str:
          arg("-o", dest="out", metavar="FILE", help="default: nbs/results/WHAT_DEVICE_RANKS.json"),
          epilog=lambda: listing({what: book.bench.bench_function(what) for what in book.bench.BENCHES}))
 def bench_command(args) -> int:
-    b, what = book.bench, args.what
+    b = book.bench
+    what = args.what
     if what not in b.BENCHES:
         raise GolfError(f"bench: one of {', '.join(b.BENCHES)} expected, found {what}; choose one of these")
     given = {n: v for n, v in vars(args).items() if v and n in b.BenchJob.__dataclass_fields__}
     takes = b.BENCHES[what][1].split()
-    if odd := given.keys() - {"what", "out", *takes}:
+    odd = given.keys() - {"what", "out", *takes}
+    if odd:
         words = " ".join(f"--{t}" for t in takes) or "no options"
         raise GolfError(f"bench: {what} takes {words}, found --{min(odd)}; leave it out")
     if args.out:  # a result is NAME.json, whatever follows the name
         check_output(Path(args.out).with_suffix(".json"), "result of golfnb bench", *filter(None, [args.links]))
     rounds = {"startup": 1, "links": 15, "optimizer": 6, "threads": 20}.get(what, 3)
     given["against"] = [read_settings(words.split(","), more=adapter_names()) for words in args.against]
-    alone = what in ("kernels", "attention", "threads")
-    ranks = args.nproc or (1 if alone else gpu_count()) or 1
+    usual = 1 if what in ("kernels", "attention", "threads") else gpu_count()
+    ranks = args.nproc or usual or 1
     settings = read_settings(args.settings, more=adapter_names())
     return b.run_bench(b.BenchJob(**{"rounds": rounds, **given}), ranks, settings)
 
@@ -1090,54 +1312,85 @@ def study_command(args) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #4da84a17
 WITHOUT = {  # extra -> what is missed without it
     "plots": "notebooks draw no pictures", "data": "no download of shards, no tables as documents",
-    "track": "no TensorBoard, no Weights & Biases",
-    "weights": "no safetensors", "notebooks": "no `golfnb lab`"}
+    "track": "no TensorBoard, no Weights & Biases", "weights": "no safetensors",
+    "notebooks": "no `golfnb lab`", "dev": "no tests, no site of the book"}
 
 
-def packages() -> dict[str, str]:
-    "Package -> the extra that brings it; empty for those that golfnb cannot do without."
+def packages() -> dict[str, list[str]]:
+    "Extra -> its packages; under an empty name those that golfnb cannot do without."
     try:
-        lines = metadata.requires("golfnb") or []
+        lines = metadata.requires("golfnb")
     except metadata.PackageNotFoundError:  # it runs from a folder
-        lines = ["torch", "numpy", "sentencepiece", "tqdm"]
-    found = {}
+        return {"": ["torch", "numpy", "sentencepiece", "tqdm"]}
+    found = {"": []}
     for line in lines:
-        name = re.match(r"[\w.-]+", line)[0]
+        package = re.match(r"[\w.-]+", line)[0]
         extra = re.search(r"extra == ['\"](\w+)", line)
-        if extra is None:
-            found[name] = ""
-        elif extra[1] in WITHOUT:
-            found.setdefault(name, extra[1])
+        name = extra[1] if extra else ""
+        if package != "golfnb" and name in ("", *WITHOUT):  # dev asks for golfnb's other extras
+            found.setdefault(name, []).append(package)
     return found
 
-# %% ../../nbs/tools/23_cli.ipynb #cafe2310
-def package_row(name: str, extra: str) -> tuple[str, str]:
-    "A verdict on a package, and what to say."
+
+def package_version(name: str) -> str:
+    "The version of an installed package, else nothing."
     try:
-        return "ok", metadata.version(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        pass
-    if extra:
-        return "note", f"not installed: {WITHOUT[extra]}; pip install golfnb[{extra}]"
+        return ""
+
+# %% ../../nbs/tools/23_cli.ipynb #cafe2310
+def package_row(name: str) -> tuple[str, str]:
+    "A verdict on a package that golfnb needs, and what to say."
+    version = package_version(name)
+    if version:
+        return "ok", version
     if name == "triton":
         return "note", "not installed; the plain functions are used"
     return "FAIL", "not installed; pip install golfnb"
 
+
+def in_short(words: list[str]) -> str:
+    "The first words of a list."
+    return textwrap.shorten(", ".join(words), 60, placeholder=" ...")
+
+
+def extra_row(extra: str, names: list[str]) -> tuple[str, str]:
+    "A verdict on the packages of an extra, and what to say."
+    missing = [name for name in names if not package_version(name)]
+    if missing:
+        return "note", f"not installed: {in_short(missing)}; {WITHOUT[extra]}; pip install golfnb[{extra}]"
+    return "ok", in_short([f"{name} {package_version(name)}" for name in names])
+
+
+def compiler_row(gpus: int) -> tuple[str, str]:
+    "A verdict on the C compiler, which torch.compile calls on GPUs."
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return "ok", name
+    verdict = "FAIL" if gpus else "note"
+    return verdict, "none found; torch.compile needs a C compiler, or set COMPILE=0"
+
 # %% ../../nbs/tools/23_cli.ipynb #cafe2301
-@command("doctor", "look at this machine: packages, GPUs, compiler")
+@command("doctor", "look at this machine: packages, extras, GPUs, compiler")
 def doctor_command(args) -> int:
-    rows = {name: package_row(name, extra) for name, extra in packages().items()}
+    extras = packages()
+    rows = {name: package_row(name) for name in extras.pop("")}
+    rows |= {f"[{extra}]": extra_row(extra, names) for extra, names in extras.items()}
+    if not extras:
+        rows["extras"] = "note", "not known, golfnb is not installed; pip install -e . in its folder"
     if rows["torch"][0] == "ok":
         gpus = gpu_count()
-        compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), "")
-        rows["GPUs"] = ("ok", f"{gpus}") if gpus else ("note", "none; CPU, in fp32")
-        rows["compiler"] = ("ok" if compiler else "FAIL" if gpus else "note",
-                            compiler or "none found; torch.compile needs a C compiler, or set COMPILE=0")
+        rows["GPUs"] = ("ok", str(gpus)) if gpus else ("note", "none; CPU, in fp32")
+        rows["compiler"] = compiler_row(gpus)
     for what, (verdict, words) in rows.items():
         print(f"{verdict:5s} {what:16s} {words}")
-    failed = ", ".join(what for what, (verdict, _) in rows.items() if verdict == "FAIL")
-    print(f"verdict: {f'not ready, see {failed}' if failed else 'ready; try `golfnb demo`'}")
-    return 1 if failed else 0
+    failed = [what for what, (verdict, _) in rows.items() if verdict == "FAIL"]
+    if failed:
+        print(f"verdict: not ready, see {', '.join(failed)}")
+        return 1
+    print("verdict: ready; try `golfnb demo`")
+    return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #928bfa34
 GROUPS = {  # heading of the help -> commands
@@ -1166,7 +1419,9 @@ def make_parser(name: str = "") -> SentenceParser:
             parser.add_argument(*names, **how)
         return parser
     others = [n for n in COMMANDS if not any(n in names for names in GROUPS.values())]
-    groups = GROUPS | ({"more": others} if others else {})
+    groups = dict(GROUPS)
+    if others:
+        groups["more"] = others
     lists = [f"{heading}:\n{listed(names)}" for heading, names in groups.items()]
     if name:
         lists = [f"commands:\n{listed(n for n in COMMANDS if n.split()[0] == name)}"]
@@ -1179,7 +1434,9 @@ def make_parser(name: str = "") -> SentenceParser:
 # %% ../../nbs/tools/23_cli.ipynb #aa1aca92
 def read_command(argv: list[str] | None = None) -> argparse.Namespace:
     "Parse the command line; one line and SystemExit(2) for what does not parse."
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(argv)
     for count in (2, 1):
         name = " ".join(words[:count])
         if name in COMMANDS:
@@ -1187,9 +1444,11 @@ def read_command(argv: list[str] | None = None) -> argparse.Namespace:
             return make_parser(name).parse_intermixed_args(rest, argparse.Namespace(argv=words))
     word = words[0] if words else "none"
     near = [n for n in COMMANDS if n.split()[0] == word]
-    top = make_parser(word if near else "")
-    asks_for_help = {"-h", "--help"} & {*words}
-    top.parse_known_args(["--help"] if asks_for_help else words)
+    top = make_parser(word) if near else make_parser()
+    if {"-h", "--help"} & {*words}:
+        top.print_help()
+        raise SystemExit(0)
+    top.parse_known_args(words)
     near = near or difflib.get_close_matches(word, COMMANDS, 1)
     advice = f" (did you mean {' or '.join(near)}?)" if near else ""
     make_parser().error(f"a COMMAND is expected, found {word}{advice}")

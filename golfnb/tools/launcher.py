@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 
-from golfnb.settings import patch
 
 # %% ../../nbs/tools/21_launcher.ipynb #a513a437
 def package_dir() -> Path:
@@ -97,42 +96,38 @@ class Relay:
                 self.tell(sentence)
         self.seen.add(sentence)
 
-# %% ../../nbs/tools/21_launcher.ipynb #8642e9e9
-@patch
-def blame(self: Relay) -> int:
-    "Say who ended a run, unless a rank has; returns what `relay_errors` does."
-    stops = [s for s in self.postponed if "stopped by SIGTERM" in s]
-    asked = [code for start, code in STOP_STATUS.items()
-             if any(s.startswith(start) for s in self.seen)]
-    if asked and (self.status in (0, *asked) or self.status > 128):
-        for sentence in stops:
-            self.tell(sentence)
-        return asked[0]
-    killed = self.killed_rank()
-    if killed:
-        rank, code = killed
-        self.tell(f"golfnb: rank {rank} was ended by signal {-code}; the others were stopped\n")
-        return code
-    if self.status == 130:
-        self.tell("golfnb: interrupted\n")
-    elif self.status > 128:
-        self.tell(f"golfnb: the run was ended by signal {self.status - 128}\n")
-    else:
-        for sentence in self.postponed:
-            if sentence not in stops:  # those are torchrun's doing, after a fault
+    def blame(self) -> int:
+        "Say who ended a run, unless a rank has; returns what `relay_errors` does."
+        stops = [s for s in self.postponed if "stopped by SIGTERM" in s]
+        asked = [code for start, code in STOP_STATUS.items()
+                 if any(s.startswith(start) for s in self.seen)]
+        if asked and (self.status in (0, *asked) or self.status > 128):
+            for sentence in stops:
                 self.tell(sentence)
-    return self.status
+            return asked[0]
+        killed = self.killed_rank()
+        if killed:
+            rank, code = killed
+            self.tell(f"golfnb: rank {rank} was ended by signal {-code}; the others were stopped\n")
+            return code
+        if self.status == 130:
+            self.tell("golfnb: interrupted\n")
+        elif self.status > 128:
+            self.tell(f"golfnb: the run was ended by signal {self.status - 128}\n")
+        else:
+            for sentence in self.postponed:
+                if sentence not in stops:  # those are torchrun's doing, after a fault
+                    self.tell(sentence)
+        return self.status
 
-# %% ../../nbs/tools/21_launcher.ipynb #9e7dc708
-@patch
-def killed_rank(self: Relay) -> tuple[str, int] | None:
-    "Rank and code of the first that a signal ended, not sent by torchrun; None if there is none."
-    sent = {"Sending": "-15", "shutdown": "-9"}
-    stopped = {(pid, sent[how]) for how, pid in ELASTIC_STOPPED.findall(self.report)}
-    for rank, code, pid in ELASTIC_KILLED.findall(self.report):
-        if (pid, code) not in stopped:
-            return rank, int(code)
-    return None
+    def killed_rank(self) -> tuple[str, int] | None:
+        "Rank and code of the first that a signal ended, not sent by torchrun; None if there is none."
+        sent = {"Sending": "-15", "shutdown": "-9"}
+        stopped = {(pid, sent[how]) for how, pid in ELASTIC_STOPPED.findall(self.report)}
+        for rank, code, pid in ELASTIC_KILLED.findall(self.report):
+            if (pid, code) not in stopped:
+                return rank, int(code)
+        return None
 
 # %% ../../nbs/tools/21_launcher.ipynb #72fb20f9
 TORCHRUN = """import ctypes, os, signal, sys

@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 from tqdm import tqdm
 
 from .report import BPB_STAGES, CHART_SCRIPT, PAGE_STYLE, event_of, read_file, script_json
-from ..settings import GolfError, patch, printable
+from ..settings import GolfError, printable
 
 # %% ../../nbs/tools/24b_watch.ipynb #cd84fecc
 def read_events(folder: Path, start: int = 0, most: int = 1 << 20) -> tuple[list[dict], int]:
@@ -160,47 +160,41 @@ class PageHandler(BaseHTTPRequestHandler):
         "What http.server calls for POST."
         self.answer(self.post)
 
+    def check_asker(self):
+        "Refuse a Host that is not this machine, and a page from elsewhere, which says so in Origin."
+        host = self.headers.get("Host", "")
+        if not is_own(host):
+            raise Refusal(403, f"golfnb answers to 127.0.0.1 and localhost only, found Host {host!r:.80}; use the "
+                               "address that it printed")
+        origin = self.headers.get("Origin", f"http://{host}")
+        if origin != f"http://{host}":
+            raise Refusal(403, f"golfnb answers to its own page only, found Origin {origin!r:.80}; use the address "
+                               "that it printed")
+
+    def answer(self, work: Callable[[], None]):
+        "Do the work; what it raises becomes a status and a sentence, and a bug of ours is called one."
+        try:
+            self.check_asker()
+            work()
+        except Refusal as refusal:
+            self.refuse(refusal.status, str(refusal))
+        except GolfError as error:
+            self.refuse(400, str(error))
+        except (ConnectionError, TimeoutError):
+            raise  # `handle` knows that the reader has gone
+        except Exception as error:
+            self.refuse(500, f"golfnb failed here ({type(error).__name__}: {error!s:.200}), which is a fault of its own")
+
+    def refuse(self, status: int, sentence: str):
+        "Send a sentence as text."
+        if not self.started:
+            self.begin("text/plain; charset=utf-8", status)
+        self.wfile.write(f"{sentence}\n".encode("utf-8", "replace"))
+
 # %% ../../nbs/tools/24b_watch.ipynb #92952d43
 def is_own(host: str) -> bool:
     "Whether a Host header names this machine; a foreign page that got its own name pointed here names itself."
     return host.split(":")[0] in ("127.0.0.1", "localhost")
-
-
-@patch
-def check_asker(self: PageHandler):
-    "Refuse a Host that is not this machine, and a page from elsewhere, which says so in Origin."
-    host = self.headers.get("Host", "")
-    if not is_own(host):
-        raise Refusal(403, f"golfnb answers to 127.0.0.1 and localhost only, found Host {host!r:.80}; use the "
-                           "address that it printed")
-    origin = self.headers.get("Origin", f"http://{host}")
-    if origin != f"http://{host}":
-        raise Refusal(403, f"golfnb answers to its own page only, found Origin {origin!r:.80}; use the address "
-                           "that it printed")
-
-# %% ../../nbs/tools/24b_watch.ipynb #f8dde524
-@patch
-def answer(self: PageHandler, work: Callable[[], None]):
-    "Do the work; what it raises becomes a status and a sentence, and a bug of ours is called one."
-    try:
-        self.check_asker()
-        work()
-    except Refusal as refusal:
-        self.refuse(refusal.status, str(refusal))
-    except GolfError as error:
-        self.refuse(400, str(error))
-    except (ConnectionError, TimeoutError):
-        raise  # `handle` knows that the reader has gone
-    except Exception as error:
-        self.refuse(500, f"golfnb failed here ({type(error).__name__}: {error!s:.200}), which is a fault of its own")
-
-
-@patch
-def refuse(self: PageHandler, status: int, sentence: str):
-    "Send a sentence as text."
-    if not self.started:
-        self.begin("text/plain; charset=utf-8", status)
-    self.wfile.write(f"{sentence}\n".encode("utf-8", "replace"))
 
 # %% ../../nbs/tools/24b_watch.ipynb #d6bbfd78
 def page_handler(routes: dict[str, Callable[[dict], tuple[str, bytes] | None]]) -> type:
