@@ -25,8 +25,8 @@ class NoAverage:
     def __init__(self, tensors: list[Tensor]):
         self.newest = tensors
 
-    def update(self, tensors: list[Tensor], step: int = 0, multiplier: Tensor | float = 1.0):
-        "Take in the weights after `step`, made at `multiplier` of the peak learning rate; never waits."
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
+        "Take in the weights after `step`, made at `lr_schedule` of the peak learning rate; never waits."
         self.newest = tensors
 
     def weights(self) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Ema(NoAverage):
         self.decay = decay
 
     @torch.no_grad()
-    def update(self, tensors: list[Tensor], step: int = 0, multiplier: Tensor | float = 1.0):
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
         "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
         now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
@@ -86,11 +86,11 @@ class Swa(NoAverage):
         self.tensors = [torch.zeros_like(t) for t in wide_copy(tensors)]
         self.count = torch.zeros((), dtype=self.tensors[0].dtype, device=self.tensors[0].device)
 
-    def update(self, tensors: list[Tensor], step: int, multiplier: Tensor | float):
+    def update(self, tensors: list[Tensor], step: int, lr_schedule: Tensor | float):
         "Every `every` steps, offer a snapshot: it is taken at a low learning rate."
         self.newest = tensors
         if (step + 1) % self.every == 0:
-            share_of_peak = torch.as_tensor(multiplier, dtype=self.count.dtype, device=self.count.device)
+            share_of_peak = torch.as_tensor(lr_schedule, dtype=self.count.dtype, device=self.count.device)
             self.add(tensors, share_of_peak < SWA_BELOW)
 
     @torch.no_grad()
@@ -132,10 +132,10 @@ class EmaAndSwa(NoAverage):
         self.ema = Ema(tensors, decay)
         self.swa = Swa(tensors, every)
 
-    def update(self, tensors: list[Tensor], step: int, multiplier: Tensor | float):
+    def update(self, tensors: list[Tensor], step: int, lr_schedule: Tensor | float):
         "Both take in the weights."
         self.ema.update(tensors)
-        self.swa.update(tensors, step, multiplier)
+        self.swa.update(tensors, step, lr_schedule)
 
     def weights(self) -> list[Tensor]:
         "Half and half; waits for the GPU."

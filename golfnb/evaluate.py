@@ -35,10 +35,10 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
 
 # %% ../nbs/story/12_evaluate.ipynb #e8d7bac3
 def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
-    "Batches (first window, one past the last, keep) of at most `batch_seqs` windows of equal `keeps [W]`."
+    "Batches (first window, one past the last, last_n) of at most `batch_seqs` windows of equal `keeps [W]`."
     same, counts = torch.unique_consecutive(keeps, return_counts=True)
     groups = zip(same.tolist(), counts.tolist(), counts.cumsum(0).tolist())
-    return [(a, min(a + batch_seqs, end), keep) for keep, n, end in groups
+    return [(a, min(a + batch_seqs, end), last_n) for last_n, n, end in groups
             for a in range(end - n, end, batch_seqs)]
 
 # %% ../nbs/story/12_evaluate.ipynb #fb9c31af
@@ -60,17 +60,17 @@ def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Ten
     """
     total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
-    for a, b, keep in counted(window_batches(keeps, batch_seqs), "scoring", log, tokens.numel() - 1):
+    for a, b, last_n in counted(window_batches(keeps, batch_seqs), "scoring", log, tokens.numel() - 1):
         first = starts[a:b]
         filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
         ids = tokens[filled[:, None] + span].long()
         x, y = ids[:, :-1], ids[:, 1:]
-        nll = token_nll(model(x, keep), y[:, -keep:], model.cap)[:b - a]
-        n_bytes = target_bytes(table, x[:b - a, -keep:], y[:b - a, -keep:])
+        nll = token_nll(model(x, last_n), y[:, -last_n:], model.cap)[:b - a]
+        n_bytes = target_bytes(table, x[:b - a, -last_n:], y[:b - a, -last_n:])
         total += torch.stack([nll.double().sum(), n_bytes.sum().double(),
                               torch.full_like(total[0], nll.numel())])
         if out is not None:
-            out[first[:, None] + span[row - keep:row]] = nll.to(out.dtype)
+            out[first[:, None] + span[row - last_n:row]] = nll.to(out.dtype)
     return total
 
 # %% ../nbs/story/12_evaluate.ipynb #e9a5bd50

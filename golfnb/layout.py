@@ -37,7 +37,7 @@ class Matrix:
         return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
 
     @property
-    def lr_scale(self) -> float:
+    def shape_lr_scale(self) -> float:
         "Muon's factor on the learning rate."
         return sqrt(max(1.0, self.rows / self.cols))
 
@@ -89,7 +89,7 @@ class BankSpec:
 
     def row_scales(self) -> list[list[float]]:
         "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."
-        return [[m.lr_scale] for m in self.matrices] + [[1.0]] * self.padding
+        return [[m.shape_lr_scale] for m in self.matrices] + [[1.0]] * self.padding
 
     def views(self, bank) -> list:
         "Its matrices as stored: views of the tensor `bank` [slots, rows, cols], which may lack the padding."

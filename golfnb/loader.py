@@ -24,15 +24,15 @@ from .shards import read_header, read_span
 
 # %% ../nbs/story/02b_loader.ipynb #9c2f85cb
 class WindowSampler:
-    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1].
+    """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
     `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
-    micro-steps.
+    micro-batches.
 
     An order of windows derives from this class and says five things:
 
     - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out, in a
       form of its own; the same list on every rank, so what is random comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
     - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
@@ -51,7 +51,7 @@ class WindowSampler:
         self.seq_len = seq_len
         self.accum = accum
         self.windows = rows * world * accum  # of a step
-        self.turn = 0                        # the micro-step that comes next
+        self.turn = 0                        # the micro-batch that comes next
         self.tokens = [read_header(path) for path in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
@@ -98,7 +98,7 @@ class WindowSampler:
 class SequentialSampler(WindowSampler):
     """The baseline's order: the joined shards, round and round.
 
-    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-step.
+    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-batch.
     """
     order = "sequential"
 
@@ -284,7 +284,7 @@ class LoaderSettings(BaseSettings):
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
     def rows_per_micro(self, world: int, seq_len: int) -> int:
-        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-step."
+        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-batch."
         return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
 
 # %% ../nbs/story/02b_loader.ipynb #eb781d89
@@ -293,7 +293,7 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
     tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
     if tokens % part:
         yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, in number a "
-               f"multiple of {world} ranks x {grad_accum(world)} micro-steps, found {tokens} tokens: "
+               f"multiple of {world} ranks x {grad_accum(world)} micro-batches, found {tokens} tokens: "
                f"set it to {max(1, tokens // part) * part} or use another number of ranks")
 
 # %% ../nbs/story/02b_loader.ipynb #15b6feea

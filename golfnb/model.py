@@ -177,9 +177,9 @@ class Block:
         "XSA: attention's output y [B, T, H, head] without its part along v [B, T, KV, head]."
         return exclusive(y, v)
 
-    def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, keep=None):
-        "Queries [B, keep, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q, k, v = self.linear(last_positions(n, keep), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
+    def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, last_n=None):
+        "Queries [B, last_n, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
+        q, k, v = self.linear(last_positions(n, last_n), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
@@ -188,16 +188,16 @@ class Block:
         h = self.activation(self.linear(n, w.up, 4))
         return scaled(self.linear(h, w.down, 5), w.mlp_scale)
 
-    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
-        """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
+    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, last_n=None) -> Tensor:
+        """The block's output, at the last `last_n` positions if given: x [B, T, D] -> [B, last_n, D].
 
         x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
-        q, k, v = self.heads(n, w, cos, sin, ve, keep)
+        q, k, v = self.heads(n, w, cos, sin, ve, last_n)
         y = self.attend(q, k, v)
         if self.xsa:
-            y = self.exclusive(y, last_positions(v, keep))
-        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
+            y = self.exclusive(y, last_positions(v, last_n))
+        x = last_positions(x_in, last_n) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
         return x + self.mlp(scaled_norm(x, self.norm_scale), w)
 
 # %% ../nbs/story/05c_model.ipynb #3af9e436
@@ -223,9 +223,9 @@ def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
     return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
 
 # %% ../nbs/story/05c_model.ipynb #ccb3fe9f
-def last_positions(x: Tensor, keep: int | None) -> Tensor:
-    "The last `keep` positions of x [B, T, ...]; None: all."
-    return x if keep is None or keep == x.shape[1] else x[:, -keep:]
+def last_positions(x: Tensor, last_n: int | None) -> Tensor:
+    "The last `last_n` positions of x [B, T, ...]; None: all."
+    return x if last_n is None or last_n == x.shape[1] else x[:, -last_n:]
 
 
 def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -315,7 +315,7 @@ class Golf(torch.nn.Module):
         ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
         return {i: ve * s for i, s in zip(self.ve_blocks, self.ve_layer_scales.to(ve.dtype).unbind(0))}
 
-    def walk(self, x: Tensor, run: Callable) -> Tensor:
+    def run_blocks(self, x: Tensor, run: Callable) -> Tensor:
         """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
 
         `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
@@ -330,21 +330,21 @@ class Golf(torch.nn.Module):
                 outputs[i] = x
         return x
 
-    def forward(self, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
-        """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
+    def forward(self, ids: Tensor, last_n: int | None = None, rope_len: int | None = None) -> Tensor:
+        """Logits [B, last_n, V] before the cap, of tokens [B, T]; all positions if `last_n` is None.
 
-        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `keep`
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `last_n`
         that is not in 1..T."""
         T = ids.shape[1]
-        if keep is not None and not 1 <= keep <= T:
-            raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
+        if last_n is not None and not 1 <= last_n <= T:
+            raise GolfError(f"last_n must be between 1 and the row length {T}: found {last_n}")
         x0, values, weights = self.embed(ids), self.value_embeddings(ids), self.weights(self.kernels)
         cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
 
         def run(x, i, last):
-            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
+            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), last_n if last else None)
 
-        return F.linear(rms_norm(self.walk(x0, run)), self.tok_emb.to(self.compute))
+        return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
 
     def fuse(self, kernels, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
         "Compute with these kernels from now on, as far as the shapes and the activation suit them."
@@ -539,10 +539,10 @@ class FusedBlock(Block):
     kernels: frozenset = KERNELS
     tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
 
-    def heads(self, n, w, cos, sin, ve, keep):
+    def heads(self, n, w, cos, sin, ve, last_n):
         "As `Block.heads`."
-        if "heads" not in self.kernels or keep not in (None, n.shape[1]):
-            return Block.heads(self, n, w, cos, sin, ve, keep)
+        if "heads" not in self.kernels or last_n not in (None, n.shape[1]):
+            return Block.heads(self, n, w, cos, sin, ve, last_n)
         q, k, v = fused_heads(n, w.qkv, w.gain, cos, sin, w.k.shape[0] // self.head_dim)
         return q, k, v if ve is None else v + ve.view(v.shape)
 

@@ -87,7 +87,7 @@ def make_backward(model: Golf, s: ComputeSettings, device: torch.device) -> Call
 
 # %% ../nbs/reference/16_run.ipynb #a0de16b0
 def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
-    "What scoring calls: `forward(ids, keep)`, the model's, compiled where the settings ask for it."
+    "What scoring calls: `forward(ids, last_n)`, the model's, compiled where the settings ask for it."
     forward = compiled(model, s, device)
     if forward is not model:
         keep_traces()
@@ -150,7 +150,7 @@ class Run:
         self.program_sha256 = ""
         self.seconds, self.summary, self.extras = {}, {}, []
         ranks.barrier()
-        self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
+        self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.node)
         self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
         self.table = table.to(ranks.device)
 
@@ -209,17 +209,17 @@ class Run:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
         kept = self.folder / "train_gpt.py"
-        if self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
+        if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
             atomic_write(kept, code)
 
     def plain_score(self, forward: Callable) -> tuple[float, float]:
-        "Nats a token and bits per byte of `forward(ids, keep)` in disjoint rows of training length."
+        "Nats a token and bits per byte of `forward(ids, last_n)` in disjoint rows of training length."
         s = self.settings
         rows = s.rows_per_score(self.ranks.world, s.train_seq_len)
         return plain_loss(forward, self.val, self.table, s.train_seq_len, rows, self.ranks, self.log)
 
     def sliding_score(self, forward: Callable) -> tuple[float, float]:
-        "Nats a token and bits per byte of `forward(ids, keep)` in sliding windows."
+        "Nats a token and bits per byte of `forward(ids, last_n)` in sliding windows."
         s = self.settings
         rows = s.rows_per_score(self.ranks.world)
         return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride, rows, self.ranks,
@@ -257,7 +257,7 @@ class Run:
     def save_state(self, name: str, model: Golf, engine: Engine, tensors: list | None = None) -> dict:
         "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
         state = named_state(model, *engine.gather(tensors))
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
         self.ranks.barrier()
         return state
@@ -291,7 +291,7 @@ class Run:
     def share_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
         "`write_artifact` on rank 0; returns the file's bytes on every rank. All must call."
         written = b""
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             written = self.write_artifact(packed, model, codec)
         return self.ranks.broadcast_object(written)
 
@@ -300,7 +300,7 @@ class Run:
         s = self.settings
         self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed, world=self.ranks.world,
                             device=device_name(self.ranks), seconds=self.seconds, config=asdict(s))
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             text = json.dumps(finite(self.summary), indent=1) + "\n"
             self.save(lambda folder: atomic_write(folder / "summary.json", text))
         for extra in self.extras:

@@ -221,8 +221,8 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
         with shard_file(path) as (file, tokens):
             return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
 
-    held = {key(path): path for path in val_paths}
+    validation = {key(path): path for path in val_paths}
     for path in train_paths:
-        if other := held.get(key(path)):
+        if other := validation.get(key(path)):
             raise GolfError(f"training and validation must not share a file, found {path} to be the same as "
                             f"{other}: remove it from one of them")

@@ -31,7 +31,7 @@ from .layers import softcap_loss
 from .model import ComputeSettings
 from .grid import clip_ratio, round_to_grid
 from .averaging import AveragingSettings, NoAverage
-from .parallel_muon import CONTROL_WORDS, Engine, Recorded
+from .parallel_muon import CONTROL_SCALARS, Engine, CudaGraphed
 
 # %% ../nbs/story/08b_train.ipynb #9c6773e7
 @dataclass
@@ -89,17 +89,17 @@ class LateReader:
 
     def push(self, t: torch.Tensor) -> list | None:
         "Queue `t`; returns the values pushed `LATE_STEPS` ago, or None while there are none."
-        host = t.to("cpu", non_blocking=True, copy=True)  # from a GPU: into pinned memory, without waiting
+        on_cpu = t.to("cpu", non_blocking=True, copy=True)  # from a GPU: into pinned memory, without waiting
         event = torch.cuda.current_stream().record_event() if t.is_cuda else None
-        self.queue.append((host, event))
+        self.queue.append((on_cpu, event))
         return self.pop() if len(self.queue) > LATE_STEPS else None
 
     def pop(self) -> list:
         "The oldest values, waiting for them if need be."
-        host, event = self.queue.popleft()
+        on_cpu, event = self.queue.popleft()
         if event is not None:
             event.synchronize()
-        return host.tolist()
+        return on_cpu.tolist()
 
 # %% ../nbs/story/08b_train.ipynb #fc5685e9
 def training_loss(model: Callable, cap: float) -> Callable:
@@ -158,10 +158,10 @@ class StepGraph:
         places = [p.data_ptr() for p in self.params]
         if places != self.places:
             self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
-            self.recorded = Recorded(self.differentiate, ids.device)
+            self.graphed = CudaGraphed(self.differentiate, ids.device)
         earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of other micro-batches
         self.ids.copy_(ids), self.targets.copy_(targets)
-        self.recorded()
+        self.graphed()
         for p, grad, sofar in zip(self.params, self.grads, earlier):
             p.grad = grad if sofar is None else sofar.add_(grad)
         return self.loss.clone()
@@ -170,13 +170,13 @@ class StepGraph:
 class RunLog:
     """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
 
-    A `host` that is not rank 0's has no events and train.host1.log: on a shared disk it would collide.
+    A `node` that is not rank 0's has no events and train.node1.log: on a shared disk it would collide.
     """
 
-    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, host: int = 0):
-        names = (f"train.host{host}.log",) if host else ("train.log", "metrics.jsonl")
+    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
+        names = (f"train.node{node}.log",) if node else ("train.log", "metrics.jsonl")
         names = names if folder is not None and writes else ()
-        self.loud, self.told = writes and not quiet and not host, set()
+        self.loud, self.reported = writes and not quiet and not node, set()
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
@@ -206,8 +206,8 @@ class RunLog:
             except OSError as e:
                 if f not in self.files:  # or Python tries once more as it ends, and fails
                     os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
-                if e.errno not in self.told:
-                    self.told.add(e.errno)
+                if e.errno not in self.reported:
+                    self.reported.add(e.errno)
                     self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
                              "to train.log as soon as there is room", sys.stderr)
 
@@ -240,7 +240,7 @@ class GridProjector:
             for kind, run in groupby(kinds):
                 start, end = end, end + len(list(run))
                 if kind and kind[0] == "int6":
-                    w = bank.master[start:end]
+                    w = bank.fp32_shard[start:end]
                     ratio = clip_ratio(w.mT if kind[1] else w, floor=floor)
                     self.runs[name].append((start, end, kind[1], ratio))
 
@@ -261,7 +261,7 @@ class Trainer:
     time. `skipped`: steps left out for a gradient that was not finite. `val_loss`, `val_bpb`: of the last
     validation. `rounded_from`: the first step, counted from 0, that published rounded weights.
     """
-    control_words = CONTROL_WORDS
+    control_scalars = CONTROL_SCALARS
 
     def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: NoAverage,
                  log: RunLog | None = None, now: Callable = time.perf_counter,
@@ -313,9 +313,9 @@ class Trainer:
     def push(self, control: torch.Tensor, loss: torch.Tensor):
         "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
         self.steps += 1
-        knobs = self.engine.knobs  # what the step was made with, whatever schedule gave it
-        more = torch.stack([loss.to(control.dtype).view(()), knobs.multiplier.to(control.dtype),
-                            knobs.momentum.to(control.dtype)])
+        scalars = self.engine.scalars  # what the step was made with, whatever schedule gave it
+        more = torch.stack([loss.to(control.dtype).view(()), scalars.lr_schedule.to(control.dtype),
+                            scalars.momentum.to(control.dtype)])
         values = self.reader.push(torch.cat([control, more]))
         if values is not None:
             self.read(values)
@@ -366,11 +366,11 @@ class Trainer:
                             f"{DIVERGED}")
 
     def read(self, values: list):
-        "Take in the next unread step: control words, this rank's own loss, learning rate, momentum."
+        "Take in the next unread step: control scalars, this rank's own loss, learning rate, momentum."
         s = self.settings
         step = len(self.losses)
         own_loss, rate, momentum = values[-3:]
-        control = dict(zip(self.control_words, values))
+        control = dict(zip(self.control_scalars, values))
         world = self.engine.ranks.world
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0

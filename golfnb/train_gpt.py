@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d640e9b387a66a4c
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 3e2b3d6548276eee
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -372,15 +372,15 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
 
 # ---- golfnb/loader.py ----
 class WindowSampler:
-    """An endless iterator over one rank's rows of each micro-step, uint16 [rows, seq_len + 1].
+    """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
     `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
-    micro-steps.
+    micro-batches.
 
     An order of windows derives from this class and says five things:
 
     - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-steps as they are dealt out, in a
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out, in a
       form of its own; the same list on every rank, so what is random comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
     - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
@@ -399,7 +399,7 @@ class WindowSampler:
         self.seq_len = seq_len
         self.accum = accum
         self.windows = rows * world * accum  # of a step
-        self.turn = 0                        # the micro-step that comes next
+        self.turn = 0                        # the micro-batch that comes next
         self.tokens = [read_header(path) for path in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
 
@@ -446,7 +446,7 @@ class WindowSampler:
 class SequentialSampler(WindowSampler):
     """The baseline's order: the joined shards, round and round.
 
-    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-step.
+    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-batch.
     """
     order = "sequential"
 
@@ -509,7 +509,7 @@ class LoaderSettings(BaseSettings):
     seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
 
     def rows_per_micro(self, world: int, seq_len: int) -> int:
-        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-step."
+        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-batch."
         return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
 
 
@@ -518,7 +518,7 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
     tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
     if tokens % part:
         yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, in number a "
-               f"multiple of {world} ranks x {grad_accum(world)} micro-steps, found {tokens} tokens: "
+               f"multiple of {world} ranks x {grad_accum(world)} micro-batches, found {tokens} tokens: "
                f"set it to {max(1, tokens // part) * part} or use another number of ranks")
 
 
@@ -645,7 +645,7 @@ class Matrix:
         return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
 
     @property
-    def lr_scale(self) -> float:
+    def shape_lr_scale(self) -> float:
         "Muon's factor on the learning rate."
         return sqrt(max(1.0, self.rows / self.cols))
 
@@ -697,7 +697,7 @@ class BankSpec:
 
     def row_scales(self) -> list[list[float]]:
         "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."
-        return [[m.lr_scale] for m in self.matrices] + [[1.0]] * self.padding
+        return [[m.shape_lr_scale] for m in self.matrices] + [[1.0]] * self.padding
 
     def views(self, bank) -> list:
         "Its matrices as stored: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
@@ -1496,9 +1496,9 @@ class Block:
         "XSA: attention's output y [B, T, H, head] without its part along v [B, T, KV, head]."
         return exclusive(y, v)
 
-    def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, keep=None):
-        "Queries [B, keep, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q, k, v = self.linear(last_positions(n, keep), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
+    def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, last_n=None):
+        "Queries [B, last_n, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
+        q, k, v = self.linear(last_positions(n, last_n), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
@@ -1507,16 +1507,16 @@ class Block:
         h = self.activation(self.linear(n, w.up, 4))
         return scaled(self.linear(h, w.down, 5), w.mlp_scale)
 
-    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
-        """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
+    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, last_n=None) -> Tensor:
+        """The block's output, at the last `last_n` positions if given: x [B, T, D] -> [B, last_n, D].
 
         x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
-        q, k, v = self.heads(n, w, cos, sin, ve, keep)
+        q, k, v = self.heads(n, w, cos, sin, ve, last_n)
         y = self.attend(q, k, v)
         if self.xsa:
-            y = self.exclusive(y, last_positions(v, keep))
-        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
+            y = self.exclusive(y, last_positions(v, last_n))
+        x = last_positions(x_in, last_n) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
         return x + self.mlp(scaled_norm(x, self.norm_scale), w)
 
 
@@ -1542,9 +1542,9 @@ def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
     return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
 
 
-def last_positions(x: Tensor, keep: int | None) -> Tensor:
-    "The last `keep` positions of x [B, T, ...]; None: all."
-    return x if keep is None or keep == x.shape[1] else x[:, -keep:]
+def last_positions(x: Tensor, last_n: int | None) -> Tensor:
+    "The last `last_n` positions of x [B, T, ...]; None: all."
+    return x if last_n is None or last_n == x.shape[1] else x[:, -last_n:]
 
 
 def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -1634,7 +1634,7 @@ class Golf(torch.nn.Module):
         ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
         return {i: ve * s for i, s in zip(self.ve_blocks, self.ve_layer_scales.to(ve.dtype).unbind(0))}
 
-    def walk(self, x: Tensor, run: Callable) -> Tensor:
+    def run_blocks(self, x: Tensor, run: Callable) -> Tensor:
         """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
 
         `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
@@ -1649,21 +1649,21 @@ class Golf(torch.nn.Module):
                 outputs[i] = x
         return x
 
-    def forward(self, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
-        """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
+    def forward(self, ids: Tensor, last_n: int | None = None, rope_len: int | None = None) -> Tensor:
+        """Logits [B, last_n, V] before the cap, of tokens [B, T]; all positions if `last_n` is None.
 
-        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `keep`
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `last_n`
         that is not in 1..T."""
         T = ids.shape[1]
-        if keep is not None and not 1 <= keep <= T:
-            raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
+        if last_n is not None and not 1 <= last_n <= T:
+            raise GolfError(f"last_n must be between 1 and the row length {T}: found {last_n}")
         x0, values, weights = self.embed(ids), self.value_embeddings(ids), self.weights(self.kernels)
         cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
 
         def run(x, i, last):
-            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
+            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), last_n if last else None)
 
-        return F.linear(rms_norm(self.walk(x0, run)), self.tok_emb.to(self.compute))
+        return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
 
     def fuse(self, kernels, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
         "Compute with these kernels from now on, as far as the shapes and the activation suit them."
@@ -1815,10 +1815,10 @@ class FusedBlock(Block):
     kernels: frozenset = KERNELS
     tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
 
-    def heads(self, n, w, cos, sin, ve, keep):
+    def heads(self, n, w, cos, sin, ve, last_n):
         "As `Block.heads`."
-        if "heads" not in self.kernels or keep not in (None, n.shape[1]):
-            return Block.heads(self, n, w, cos, sin, ve, keep)
+        if "heads" not in self.kernels or last_n not in (None, n.shape[1]):
+            return Block.heads(self, n, w, cos, sin, ve, last_n)
         q, k, v = fused_heads(n, w.qkv, w.gain, cos, sin, w.k.shape[0] // self.head_dim)
         return q, k, v if ve is None else v + ve.view(v.shape)
 
@@ -1945,8 +1945,8 @@ class NoAverage:
     def __init__(self, tensors: list[Tensor]):
         self.newest = tensors
 
-    def update(self, tensors: list[Tensor], step: int = 0, multiplier: Tensor | float = 1.0):
-        "Take in the weights after `step`, made at `multiplier` of the peak learning rate; never waits."
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
+        "Take in the weights after `step`, made at `lr_schedule` of the peak learning rate; never waits."
         self.newest = tensors
 
     def weights(self) -> list[Tensor]:
@@ -1976,7 +1976,7 @@ class Ema(NoAverage):
         self.decay = decay
 
     @torch.no_grad()
-    def update(self, tensors: list[Tensor], step: int = 0, multiplier: Tensor | float = 1.0):
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
         "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
         now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
@@ -2003,42 +2003,42 @@ class AveragingSettings(BaseSettings):
 
 # ---- golfnb/plan.py ----
 @dataclass(frozen=True)
-class Plan:
+class CommSchedule:
     "The communication schedule: banks in order of their reduce-scatters, and of their updates and gathers."
     scatter: tuple[str, ...]
     work: tuple[str, ...]
 
 
-def check_plan(plan: Plan, layout: Layout):
+def check_comm_schedule(plan: CommSchedule, layout: Layout):
     "Raises GolfError unless both orders name every bank once: a bank left out would never be updated."
     banks = sorted(b.name for b in layout.banks)
     for what, order in (("scatter", plan.scatter), ("work", plan.work)):
         if sorted(order) != banks:
             raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} exactly once: "
-                            f"found {', '.join(order) or 'nothing'}; make it with make_plan(layout)")
+                            f"found {', '.join(order) or 'nothing'}; make it with comm_schedule(layout)")
 
 
-def make_plan(layout: Layout, order: str = "big_first") -> Plan:
+def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
     "Both orders by unpadded size; `order` is big_first or small_first. Raises GolfError for another word."
     if order not in ("big_first", "small_first"):
         raise GolfError(f"a plan's order must be big_first or small_first: found {order!r}")
     size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
     names = tuple(sorted(size, key=lambda n: size[n] if order == "small_first" else -size[n]))
-    return Plan(names, names)
+    return CommSchedule(names, names)
 
 
 # ---- golfnb/parallel_muon.py ----
 class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
-    `group` is their process group (None: that of all ranks), `patient` one whose collectives may wait for
-    minutes; `host` of `hosts` is this machine, 0 that of rank 0, and `local` the rank's place on it.
+    `group` is their process group (None: that of all ranks), `long_timeout_group` one whose collectives may wait for
+    minutes; `node` of `nodes` is this machine, 0 that of rank 0, and `local` the rank's place on it.
     """
 
-    def __init__(self, rank=0, world=1, device="cpu", patient=None, group=None, local=None, host=0, hosts=1):
-        self.rank, self.world, self.device, self.patient = rank, world, torch.device(device), patient
+    def __init__(self, rank=0, world=1, device="cpu", long_timeout_group=None, group=None, local=None, node=0, nodes=1):
+        self.rank, self.world, self.device, self.long_timeout_group = rank, world, torch.device(device), long_timeout_group
         self.group, self.local = group, rank if local is None else local
-        self.host, self.hosts, self.master = host, hosts, rank == 0
+        self.node, self.nodes, self.is_rank0 = node, nodes, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
         "Sum `t` over all ranks, in place; returns it."
@@ -2055,13 +2055,13 @@ class Ranks:
     def barrier(self):
         "Return when every rank has called this; one of them may be packing weights for minutes."
         if self.world > 1:
-            dist.barrier(group=self.patient)
+            dist.barrier(group=self.long_timeout_group)
 
     def broadcast_object(self, x):
         "Rank 0's `x`, plain data, on every rank."
         box = [x]
         if self.world > 1:
-            dist.broadcast_object_list(box, src=0, group=self.patient)
+            dist.broadcast_object_list(box, src=0, group=self.long_timeout_group)
         return box[0]
 
     def scatter_mean(self, full: Tensor, shard: Tensor):
@@ -2077,11 +2077,11 @@ class Ranks:
 def start_ranks(timeout_s: float = 60.0) -> Ranks:
     """Join the process group that `torchrun` describes in the environment (NCCL on GPUs, else gloo), if any.
 
-    A collective that waits longer than `timeout_s`, or 40 s with several hosts, raises. Raises GolfError if a
+    A collective that waits longer than `timeout_s`, or 40 s with several nodes, raises. Raises GolfError if a
     GPU is missing.
     """
     names = dict(WORLD_SIZE=1, RANK=0, LOCAL_RANK=0, GROUP_RANK=0, GROUP_WORLD_SIZE=1)
-    world, rank, local, host, hosts = (int(os.environ.get(name, n)) for name, n in names.items())
+    world, rank, local, node, nodes = (int(os.environ.get(name, n)) for name, n in names.items())
     cuda, gpu = torch.cuda.is_available(), torch.device("cuda", local)
     if cuda and local >= torch.cuda.device_count():
         raise GolfError(f"rank {rank} needs GPU {local}, but this machine shows {torch.cuda.device_count()}: "
@@ -2090,13 +2090,13 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
         torch.cuda.set_device(local)
     if world == 1:
         return Ranks(device=gpu if cuda else "cpu")
-    limit = timedelta(seconds=min(timeout_s, 40.0) if hosts > 1 else timeout_s)
+    limit = timedelta(seconds=min(timeout_s, 40.0) if nodes > 1 else timeout_s)
     store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # old keys are kept
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store,
                             timeout=limit, device_id=gpu if cuda else None)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return Ranks(rank, world, gpu if cuda else "cpu", patient, None, local, host, hosts)
+    long_timeout_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return Ranks(rank, world, gpu if cuda else "cpu", long_timeout_group, None, local, node, nodes)
 
 
 def stop_ranks(ranks: Ranks):
@@ -2130,10 +2130,10 @@ class ShardedBank:
     def __init__(self, spec: BankSpec, replica: torch.nn.Parameter, ranks: Ranks, rule):
         self.spec, self.replica, self.ranks, self.slots = spec, replica, ranks, spec.shard(ranks.rank)
         shard = replica.detach()[self.slots.start:self.slots.stop]
-        self.master = shard.to(torch.promote_types(replica.dtype, torch.float32), copy=True)
+        self.fp32_shard = shard.to(torch.promote_types(replica.dtype, torch.float32), copy=True)
         self.grad, self.rounded = torch.zeros_like(shard), torch.zeros_like(shard)
-        scales = torch.tensor(spec.row_scales()[self.slots.start:self.slots.stop], dtype=self.master.dtype)
-        self.lr_scale = scales.unsqueeze(-1).to(replica.device)
+        scales = torch.tensor(spec.row_scales()[self.slots.start:self.slots.stop], dtype=self.fp32_shard.dtype)
+        self.shape_lr_scale = scales.unsqueeze(-1).to(replica.device)
         self.sum = self.handle = None
         self.state = rule.state(self)
 
@@ -2147,7 +2147,7 @@ class ShardedBank:
         "Add the replica's gradient to an fp32 sum and drop it."
         earlier, self.sum = self.sum, None
         g = self.take()
-        self.sum = g.to(self.master.dtype, copy=True) if earlier is None else earlier.add_(g)
+        self.sum = g.to(self.fp32_shard.dtype, copy=True) if earlier is None else earlier.add_(g)
 
     def reduce(self, g: Tensor):
         "Start the reduce-scatter of the whole bank's gradient `g` [slots, rows, cols]."
@@ -2167,22 +2167,22 @@ class ShardedBank:
         return gather_into(self.replica.data, self.rounded, self.ranks)
 
 
-class Knobs:
+class StepScalars:
     """The numbers that every rule reads in a step, as tensors on the GPU.
 
-    0-dim: `multiplier` of the learning rates, `momentum`, `factor` of the clip, `count` of the steps taken,
-    and `ok`, False when the step is skipped. `words` [n]: what the small rule added to the control vector.
+    0-dim: `lr_schedule` scales the learning rates, `momentum`, `clip_coef`, `count` of the steps taken,
+    and `grads_finite`, False when the step is skipped. `extra` [n]: what the small rule added to the control vector.
     """
 
-    def __init__(self, words: Tensor, dtype: torch.dtype):
-        self.multiplier, self.momentum, self.factor, self.count = (
-            torch.full((), value, dtype=dtype, device=words.device) for value in (0.0, 0.0, 1.0, 0.0))
-        self.ok, self.words = torch.ones((), dtype=torch.bool, device=words.device), words
+    def __init__(self, extra: Tensor, dtype: torch.dtype):
+        self.lr_schedule, self.momentum, self.clip_coef, self.count = (
+            torch.full((), value, dtype=dtype, device=extra.device) for value in (0.0, 0.0, 1.0, 0.0))
+        self.grads_finite, self.extra = torch.ones((), dtype=torch.bool, device=extra.device), extra
 
 
 class Sgd:
     "Heavy-ball SGD on fp32 masters, for banks and small parameters (no Nesterov, no decay)."
-    masters, words = True, 0  # small parameters have masters too; it sends no numbers of its own
+    masters, extra_scalars = True, 0  # small parameters have masters too; it sends no numbers of its own
 
     def __init__(self, lr: float):
         self.lr = lr
@@ -2193,14 +2193,14 @@ class Sgd:
 
     def state(self, part) -> dict[str, Tensor]:
         "What the rule keeps of a shard or a flat group."
-        return {"momentum_buffer": torch.zeros_like(part.master)}
+        return {"momentum_buffer": torch.zeros_like(part.fp32_shard)}
 
-    def update(self, part, grad: Tensor, knobs: Knobs):
+    def update(self, part, grad: Tensor, scalars: StepScalars):
         "One step of a shard or a flat group from its mean gradient, in place."
-        momentum, master = part.state["momentum_buffer"], part.master
-        moved = momentum * knobs.momentum + grad.to(momentum.dtype)
-        torch.where(knobs.ok, moved, momentum, out=momentum)
-        torch.where(knobs.ok, master - knobs.multiplier * self.lr * moved, master, out=master)
+        momentum, master = part.state["momentum_buffer"], part.fp32_shard
+        moved = momentum * scalars.momentum + grad.to(momentum.dtype)
+        torch.where(scalars.grads_finite, moved, momentum, out=momentum)
+        torch.where(scalars.grads_finite, master - scalars.lr_schedule * self.lr * moved, master, out=master)
         part.rounded.copy_(master)
 
 
@@ -2245,10 +2245,10 @@ class Muon:
         "What the rule keeps of a shard."
         return {"momentum_buffer": torch.zeros_like(shard.grad)}
 
-    def update(self, shard: ShardedBank, grad: Tensor, knobs: Knobs):
+    def update(self, shard: ShardedBank, grad: Tensor, scalars: StepScalars):
         "One step of a shard from its mean gradient `grad` [n, r, c], in place."
-        lr = knobs.multiplier * self.lr
-        self.move(shard, grad, lr, knobs.momentum, torch.full_like(lr, self.wd), knobs.ok)
+        lr = scalars.lr_schedule * self.lr
+        self.move(shard, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
 
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
         "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
@@ -2256,7 +2256,7 @@ class Muon:
         fused = bool(usable_kernels(momentum.device, momentum.dtype))
         ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
         last = master_kernels if fused else master_step
-        last(shard.master, self.direction(shard, ahead), lr, wd, shard.lr_scale, ok, shard.rounded)
+        last(shard.fp32_shard, self.direction(shard, ahead), lr, wd, shard.shape_lr_scale, ok, shard.rounded)
 
     def direction(self, shard: ShardedBank, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
@@ -2266,12 +2266,12 @@ class Muon:
 def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.constexpr):
     "`nesterov_step`; `size` entries a slot. Programs over (blocks of a slot, slots)."
     n, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live, here, knob = at < size, n * size + at, tl.load(mu).to(tl.float32)
+    live, here, scalar = at < size, n * size + at, tl.load(mu).to(tl.float32)
     g = tl.load(grad + here, mask=live, other=0.0).to(tl.float32)
     old = tl.load(momentum + here, mask=live, other=0.0).to(tl.float32)
-    moved = (old * knob).to(momentum.dtype.element_ty).to(tl.float32)
+    moved = (old * scalar).to(momentum.dtype.element_ty).to(tl.float32)
     moved = (moved + g).to(momentum.dtype.element_ty)
-    tl.store(out + here, (g + moved.to(tl.float32) * knob).to(out.dtype.element_ty), mask=live)
+    tl.store(out + here, (g + moved.to(tl.float32) * scalar).to(out.dtype.element_ty), mask=live)
     tl.store(momentum + here, moved, mask=live & tl.load(ok + n * ok_slot))
 
 
@@ -2334,7 +2334,7 @@ class FlatGroup:
             self.segments.append((start, at, *rates[k]))
         for k, view in self.view(self.rounded).items():
             params[k].data = view
-        self.master = self.rounded.to(self.full) if rule.masters else self.rounded
+        self.fp32_shard = self.rounded.to(self.full) if rule.masters else self.rounded
         self.wire = self.rounded.new_zeros(at + tail, dtype=self.full if tail else None)
         self.grad, self.tail = self.wire[:at], self.wire[at:]
         self.state = rule.state(self)
@@ -2370,7 +2370,7 @@ def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps
 
 class AdamW:
     "The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`."
-    masters, words = False, 0
+    masters, extra_scalars = False, 0
 
     def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
                  betas: tuple = (0.9, 0.95), eps: float = 1e-8):
@@ -2382,15 +2382,15 @@ class AdamW:
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
-        return {k: torch.zeros_like(group.master) for k in ("exp_avg", "exp_avg_sq")}
+        return {k: torch.zeros_like(group.fp32_shard) for k in ("exp_avg", "exp_avg_sq")}
 
-    def update(self, group: FlatGroup, grad: Tensor, knobs: Knobs):
+    def update(self, group: FlatGroup, grad: Tensor, scalars: StepScalars):
         "One step of a flat group from its mean gradient `grad` [n], segment by segment, in place."
-        count, numbers = knobs.count.clamp(min=1), (*self.betas, self.eps)
+        count, numbers = scalars.count.clamp(min=1), (*self.betas, self.eps)
         for a, b, lr, wd in group.segments:
-            tensors = [t[a:b] for t in (group.master, grad, *group.state.values())]
-            adamw_step(*tensors, knobs.multiplier * lr, wd, knobs.ok, count, *numbers)
-        group.rounded.copy_(group.master)
+            tensors = [t[a:b] for t in (group.fp32_shard, grad, *group.state.values())]
+            adamw_step(*tensors, scalars.lr_schedule * lr, wd, scalars.grads_finite, count, *numbers)
+        group.rounded.copy_(group.fp32_shard)
 
 
 def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
@@ -2405,7 +2405,7 @@ def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | No
             gc.enable()
 
 
-class Recorded:
+class CudaGraphed:
     "A function on fixed tensors; on CUDA recorded after `eager` calls, on the calling stream, then replayed."
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
@@ -2434,11 +2434,11 @@ class Engine:
     """
 
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
-                 inside: Ranks | None = None, plan: Plan | None = None, debug: bool = False):
+                 inside: Ranks | None = None, plan: CommSchedule | None = None, debug: bool = False):
         self.layout = layout
         self.ranks = ranks
         self.inside = inside or ranks
-        self.plan = plan or make_plan(layout)
+        self.plan = plan or comm_schedule(layout)
         self.bank_rule = bank_rule
         self.small_rule = small_rule
         self.clip = clip
@@ -2446,27 +2446,27 @@ class Engine:
         if layout.world != self.inside.world:
             raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
                             f"running: make it with world={self.inside.world}")
-        check_plan(self.plan, layout)
+        check_comm_schedule(self.plan, layout)
         self.banks = {}
         for spec in layout.banks:
             replica = roles["bank"][spec.name]
             self.banks[spec.name] = ShardedBank(spec, replica, self.inside, bank_rule)
         self.groups = flat_groups(roles, small_rule)
         self.parts = [*self.banks.values(), *self.groups]
-        first, words = self.parts[0].master, len(CONTROL_WORDS) + small_rule.words
+        first, words = self.parts[0].fp32_shard, len(CONTROL_SCALARS) + small_rule.extra_scalars
         self.full, self.device = first.dtype, first.device
         self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
-        self.norm_sq = self.control[CONTROL_WORDS.index("norm_sq")]
-        self.knobs = Knobs(self.control[len(CONTROL_WORDS):], self.full)
+        self.norm_sq = self.control[CONTROL_SCALARS.index("norm_sq")]
+        self.scalars = StepScalars(self.control[len(CONTROL_SCALARS):], self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
-        self.small_step = Recorded(lambda: self.update_small(), self.device)
-        self.bank_steps = {n: Recorded(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
+        self.small_step = CudaGraphed(lambda: self.update_small(), self.device)
+        self.bank_steps = {n: CudaGraphed(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
         self.publish()
 
-    def step(self, multiplier=1.0, momentum: float = 0.99):
+    def step(self, lr_schedule=1.0, momentum: float = 0.99):
         "`launch` and `finish` in one call: gradients in, new weights out."
         self.launch()
-        self.finish(multiplier, momentum)
+        self.finish(lr_schedule, momentum)
 
     def accumulate(self):
         "Call after each backward of an accumulated step: adds the bank gradients up in fp32 and frees them."
@@ -2476,16 +2476,16 @@ class Engine:
     def publish(self, project=None):
         "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
         for g in self.groups:
-            g.rounded.copy_(g.master)
-        masters = {n: self.banks[n].master for n in self.plan.work}
+            g.rounded.copy_(g.fp32_shard)
+        masters = {n: self.banks[n].fp32_shard for n in self.plan.work}
         wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> Tensor:
-        "After backward: start this step's communication; returns the summed control vector [words]."
+        "After backward: start this step's communication; returns the summed control vector [scalars]."
         grads = {n: b.take() for n, b in self.banks.items()}
         for g in self.groups:
             g.collect()
-        words = [elapsed_ms, float(stop)] if self.ranks.master else [0.0, 0.0]
+        words = [elapsed_ms, float(stop)] if self.ranks.is_rank0 else [0.0, 0.0]
         words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
         self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
         self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
@@ -2498,15 +2498,15 @@ class Engine:
             b.replica.data.fill_(float("nan"))
         return self.control
 
-    def finish(self, multiplier=1.0, momentum: float = 0.99, project=None):
+    def finish(self, lr_schedule=1.0, momentum: float = 0.99, project=None):
         """Update everything and publish.
 
-        `multiplier` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
+        `lr_schedule` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
         """
-        for knob, value in ((self.knobs.multiplier, multiplier), (self.knobs.momentum, momentum)):
-            knob.copy_(value) if isinstance(value, Tensor) else knob.fill_(value)
+        for scalar, value in ((self.scalars.lr_schedule, lr_schedule), (self.scalars.momentum, momentum)):
+            scalar.copy_(value) if isinstance(value, Tensor) else scalar.fill_(value)
         self.clip.after_arrival(self)
-        self.knobs.ok.copy_(torch.isfinite(self.norm_sq))
+        self.scalars.grads_finite.copy_(torch.isfinite(self.norm_sq))
         ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
         for n in self.plan.work:
             bank, stream = self.banks[n], self.streams.get(n)
@@ -2515,7 +2515,7 @@ class Engine:
                     stream.wait_event(ready)
                 bank.arrive()
                 self.bank_steps[n]()
-                handles.append(bank.publish(project and project(n, bank.master)))
+                handles.append(bank.publish(project and project(n, bank.fp32_shard)))
         self.small_step()
         wait_all(handles)
         for stream in self.streams.values():
@@ -2524,18 +2524,18 @@ class Engine:
     def update_bank(self, name: str):
         "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
         bank = self.banks[name]
-        grad = self.clip.mean_gradient(bank.grad, self.knobs)
-        self.bank_rule.update(bank, grad, self.knobs)
+        grad = self.clip.mean_gradient(bank.grad, self.scalars)
+        self.bank_rule.update(bank, grad, self.scalars)
 
     def update_small(self):
         "Count the step and update every flat group, whose gradients are sums over the ranks."
-        self.knobs.count += self.knobs.ok
+        self.scalars.count += self.scalars.grads_finite
         for g in self.groups:
-            self.small_rule.update(g, g.grad.to(g.full) * (self.knobs.factor / self.ranks.world), self.knobs)
+            self.small_rule.update(g, g.grad.to(g.full) * (self.scalars.clip_coef / self.ranks.world), self.scalars)
 
     def tensors(self) -> list:
         "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
-        return [part.master for part in self.parts]
+        return [part.fp32_shard for part in self.parts]
 
     def gather(self, tensors: list | None = None) -> tuple[dict, dict]:
         """(banks, others): whole banks [n, r, c] by bank name and replicated tensors by parameter name.
@@ -2548,22 +2548,22 @@ class Engine:
             banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
             wait_all([gather_into(banks[name], shard.contiguous(), bank.ranks)])
         for g, flat in zip(self.groups, tensors[len(banks):]):
-            others.update({k: v.clone() for k, v in g.view(flat.to(g.master.dtype)).items()})
+            others.update({k: v.clone() for k, v in g.view(flat.to(g.fp32_shard.dtype)).items()})
         return banks, others
 
     @torch.no_grad()
     def load(self, banks: dict, others: dict):
         "Set the masters from whole tensors, as `gather` gives them, and publish; rules' states stay."
         for name, bank in self.banks.items():
-            bank.master.copy_(banks[name][bank.slots.start:bank.slots.stop])
+            bank.fp32_shard.copy_(banks[name][bank.slots.start:bank.slots.stop])
         for g in self.groups:
-            for k, view in g.view(g.master).items():
+            for k, view in g.view(g.fp32_shard).items():
                 view.copy_(others[k])
         self.publish()
 
     def state(self) -> list:
         "Every tensor that a step changes on this rank (parameters follow from the masters)."
-        return [t for part in self.parts for t in (part.master, *part.state.values())] + [self.knobs.count]
+        return [t for part in self.parts for t in (part.fp32_shard, *part.state.values())] + [self.scalars.count]
 
     def restore(self, saved: list):
         "Back to a copy of `state()`, and publish."
@@ -2571,18 +2571,18 @@ class Engine:
         self.publish()
 
 
-CONTROL_WORDS = ("elapsed_ms", "stop", "loss", "norm_sq")
+CONTROL_SCALARS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
 
 def flat_groups(roles: dict, rule) -> list[FlatGroup]:
-    "One flat group for each dtype of tables and scalars, the widest first: the control words ride with it."
+    "One flat group for each dtype of tables and scalars, the widest first: the control scalars ride with it."
     params, rates, made = {}, {}, []
     for role in ("table", "scalar"):
         params |= roles.get(role, {})
         rates |= dict.fromkeys(roles.get(role, {}), rule.rates(role))
     for dtype in sorted({p.dtype for p in params.values()}, key=lambda d: -d.itemsize):
         some = {k: p for k, p in params.items() if p.dtype == dtype}
-        made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_WORDS) + rule.words))
+        made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_SCALARS) + rule.extra_scalars))
     return made
 
 
@@ -2607,11 +2607,11 @@ class NoClip:
     def after_arrival(self, engine: Engine):
         """Before the first update, while mean gradients arrive in `grad` of `engine.banks`.
 
-        May set `engine.knobs.factor`, by which the small gradients are multiplied. `engine.norm_sq`
+        May set `engine.scalars.clip_coef`, by which the small gradients are multiplied. `engine.norm_sq`
         is now the sum over the ranks; where it is not finite, the step is skipped.
         """
 
-    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+    def mean_gradient(self, grad: Tensor, scalars: StepScalars) -> Tensor:
         "What the rule gets for a shard's mean gradient `grad` [n, r, c]; launches are recorded."
         return grad
 
@@ -2621,7 +2621,7 @@ def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
 
-def clip_factor(norm_sq: Tensor, max_norm: float) -> Tensor:
+def clip_coef(norm_sq: Tensor, max_norm: float) -> Tensor:
     "min(1, max_norm / (norm + 1e-6)), 0-dim; 1 when `max_norm` is 0."
     factor = (max_norm / (norm_sq.sqrt() + 1e-6)).clamp(max=1.0)
     return factor if max_norm > 0 else torch.ones_like(norm_sq)
@@ -2651,11 +2651,11 @@ class ClipMean(NoClip):
             sums = [group.grad for group in engine.groups]
             norm_sq = norm_sq + squared_norm(sums, engine.full) / engine.ranks.world ** 2
         engine.norm_sq.copy_(norm_sq)
-        engine.knobs.factor.copy_(clip_factor(norm_sq, self.max_norm))
+        engine.scalars.clip_coef.copy_(clip_coef(norm_sq, self.max_norm))
 
-    def mean_gradient(self, grad: Tensor, knobs: Knobs) -> Tensor:
+    def mean_gradient(self, grad: Tensor, scalars: StepScalars) -> Tensor:
         "The shard's mean gradient, clipped."
-        return (grad * knobs.factor.view(1, 1, 1)).to(grad.dtype)
+        return (grad * scalars.clip_coef.view(1, 1, 1)).to(grad.dtype)
 
 
 class ClipEach(NoClip):
@@ -2673,9 +2673,9 @@ class ClipEach(NoClip):
             self.engine = engine
             self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
             self.wires = {n: torch.empty_like(engine.banks[n].replica.data) for n in grads}
-            self.recorded = Recorded(lambda: self.scale_staged(), engine.device)
+            self.graphed = CudaGraphed(lambda: self.scale_staged(), engine.device)
         torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
-        self.recorded()
+        self.graphed()
         return dict(self.wires)
 
     def scale_staged(self):
@@ -2683,7 +2683,7 @@ class ClipEach(NoClip):
         small = [group.grad for group in self.engine.groups]
         norm_sq = squared_norm([*self.staged.values(), *small], self.engine.full)
         self.engine.norm_sq.copy_(norm_sq)
-        factor = clip_factor(self.engine.norm_sq, self.max_norm)
+        factor = clip_coef(self.engine.norm_sq, self.max_norm)
         for n, g in self.staged.items():
             torch.mul(g, factor.view(1, 1, 1), out=self.wires[n])
         for g in small:
@@ -2804,10 +2804,10 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
-    "Batches (first window, one past the last, keep) of at most `batch_seqs` windows of equal `keeps [W]`."
+    "Batches (first window, one past the last, last_n) of at most `batch_seqs` windows of equal `keeps [W]`."
     same, counts = torch.unique_consecutive(keeps, return_counts=True)
     groups = zip(same.tolist(), counts.tolist(), counts.cumsum(0).tolist())
-    return [(a, min(a + batch_seqs, end), keep) for keep, n, end in groups
+    return [(a, min(a + batch_seqs, end), last_n) for last_n, n, end in groups
             for a in range(end - n, end, batch_seqs)]
 
 
@@ -2829,17 +2829,17 @@ def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Ten
     """
     total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
-    for a, b, keep in counted(window_batches(keeps, batch_seqs), "scoring", log, tokens.numel() - 1):
+    for a, b, last_n in counted(window_batches(keeps, batch_seqs), "scoring", log, tokens.numel() - 1):
         first = starts[a:b]
         filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
         ids = tokens[filled[:, None] + span].long()
         x, y = ids[:, :-1], ids[:, 1:]
-        nll = token_nll(model(x, keep), y[:, -keep:], model.cap)[:b - a]
-        n_bytes = target_bytes(table, x[:b - a, -keep:], y[:b - a, -keep:])
+        nll = token_nll(model(x, last_n), y[:, -last_n:], model.cap)[:b - a]
+        n_bytes = target_bytes(table, x[:b - a, -last_n:], y[:b - a, -last_n:])
         total += torch.stack([nll.double().sum(), n_bytes.sum().double(),
                               torch.full_like(total[0], nll.numel())])
         if out is not None:
-            out[first[:, None] + span[row - keep:row]] = nll.to(out.dtype)
+            out[first[:, None] + span[row - last_n:row]] = nll.to(out.dtype)
     return total
 
 
@@ -3017,17 +3017,17 @@ class LateReader:
 
     def push(self, t: torch.Tensor) -> list | None:
         "Queue `t`; returns the values pushed `LATE_STEPS` ago, or None while there are none."
-        host = t.to("cpu", non_blocking=True, copy=True)  # from a GPU: into pinned memory, without waiting
+        on_cpu = t.to("cpu", non_blocking=True, copy=True)  # from a GPU: into pinned memory, without waiting
         event = torch.cuda.current_stream().record_event() if t.is_cuda else None
-        self.queue.append((host, event))
+        self.queue.append((on_cpu, event))
         return self.pop() if len(self.queue) > LATE_STEPS else None
 
     def pop(self) -> list:
         "The oldest values, waiting for them if need be."
-        host, event = self.queue.popleft()
+        on_cpu, event = self.queue.popleft()
         if event is not None:
             event.synchronize()
-        return host.tolist()
+        return on_cpu.tolist()
 
 
 def training_loss(model: Callable, cap: float) -> Callable:
@@ -3086,10 +3086,10 @@ class StepGraph:
         places = [p.data_ptr() for p in self.params]
         if places != self.places:
             self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
-            self.recorded = Recorded(self.differentiate, ids.device)
+            self.graphed = CudaGraphed(self.differentiate, ids.device)
         earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of other micro-batches
         self.ids.copy_(ids), self.targets.copy_(targets)
-        self.recorded()
+        self.graphed()
         for p, grad, sofar in zip(self.params, self.grads, earlier):
             p.grad = grad if sofar is None else sofar.add_(grad)
         return self.loss.clone()
@@ -3098,13 +3098,13 @@ class StepGraph:
 class RunLog:
     """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
 
-    A `host` that is not rank 0's has no events and train.host1.log: on a shared disk it would collide.
+    A `node` that is not rank 0's has no events and train.node1.log: on a shared disk it would collide.
     """
 
-    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, host: int = 0):
-        names = (f"train.host{host}.log",) if host else ("train.log", "metrics.jsonl")
+    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
+        names = (f"train.node{node}.log",) if node else ("train.log", "metrics.jsonl")
         names = names if folder is not None and writes else ()
-        self.loud, self.told = writes and not quiet and not host, set()
+        self.loud, self.reported = writes and not quiet and not node, set()
         self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
@@ -3134,8 +3134,8 @@ class RunLog:
             except OSError as e:
                 if f not in self.files:  # or Python tries once more as it ends, and fails
                     os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
-                if e.errno not in self.told:
-                    self.told.add(e.errno)
+                if e.errno not in self.reported:
+                    self.reported.add(e.errno)
                     self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
                              "to train.log as soon as there is room", sys.stderr)
 
@@ -3162,7 +3162,7 @@ class Trainer:
     time. `skipped`: steps left out for a gradient that was not finite. `val_loss`, `val_bpb`: of the last
     validation. `rounded_from`: the first step, counted from 0, that published rounded weights.
     """
-    control_words = CONTROL_WORDS
+    control_scalars = CONTROL_SCALARS
 
     def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: NoAverage,
                  log: RunLog | None = None, now: Callable = time.perf_counter,
@@ -3214,9 +3214,9 @@ class Trainer:
     def push(self, control: torch.Tensor, loss: torch.Tensor):
         "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
         self.steps += 1
-        knobs = self.engine.knobs  # what the step was made with, whatever schedule gave it
-        more = torch.stack([loss.to(control.dtype).view(()), knobs.multiplier.to(control.dtype),
-                            knobs.momentum.to(control.dtype)])
+        scalars = self.engine.scalars  # what the step was made with, whatever schedule gave it
+        more = torch.stack([loss.to(control.dtype).view(()), scalars.lr_schedule.to(control.dtype),
+                            scalars.momentum.to(control.dtype)])
         values = self.reader.push(torch.cat([control, more]))
         if values is not None:
             self.read(values)
@@ -3267,11 +3267,11 @@ class Trainer:
                             f"{DIVERGED}")
 
     def read(self, values: list):
-        "Take in the next unread step: control words, this rank's own loss, learning rate, momentum."
+        "Take in the next unread step: control scalars, this rank's own loss, learning rate, momentum."
         s = self.settings
         step = len(self.losses)
         own_loss, rate, momentum = values[-3:]
-        control = dict(zip(self.control_words, values))
+        control = dict(zip(self.control_scalars, values))
         world = self.engine.ranks.world
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0
@@ -3428,7 +3428,7 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
     return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
 
 
-def spread_scale(w: Tensor, k: float) -> Tensor:
+def std_scale(w: Tensor, k: float) -> Tensor:
     "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), 31)
@@ -3438,7 +3438,7 @@ def spread_scale(w: Tensor, k: float) -> Tensor:
 def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
-    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by spread; 0: GPTQ-lite.
+    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the standard deviation; 0: GPTQ-lite.
     Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
     """
     if w.ndim != 2 or not torch.isfinite(w).all():
@@ -3449,7 +3449,7 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: flo
     elif not k:
         q, scale, _ = best_clip(w, 31, scale_floor)
     else:
-        scale = spread_scale(w, k)
+        scale = std_scale(w, k)
         q = quantize_rows(w.to(scale.dtype), scale, 31)
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
@@ -3799,14 +3799,14 @@ class ChunkTrainer:
         rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
         self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
         self.weights = torch.zeros(rows, dtype=self.engine.full, device=device)
-        self.recorded = Recorded(self.backward, device)
+        self.graphed = CudaGraphed(self.backward, device)
 
     def backward(self):
         "Gradients of the rows in `ids`, weighted by `weights`, into `grads`."
         loss = self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights)
         self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
-    def learn(self, first: int, length: int, multiplier: float):
+    def learn(self, first: int, length: int, lr_schedule: float):
         "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
         ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
         n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
@@ -3815,10 +3815,10 @@ class ChunkTrainer:
             rows = (a + place).clamp(max=n_rows - 1)
             self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
             self.weights.copy_(place < b - a).mul_(ranks.world / total)
-            self.recorded()
+            self.graphed()
             for p, g in zip(self.params, self.grads):
                 p.grad = g
-            self.engine.step(multiplier, self.cfg.ttt_momentum)
+            self.engine.step(lr_schedule, self.cfg.ttt_momentum)
 
 
 def steps_between_lines(steps: int) -> int:
@@ -3849,7 +3849,7 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
-    rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
+    rank; all must call. `forward(ids, last_n)` gives logits (default: the model), `loss_fn` is a `row_loss`;
     `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
     what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
     (None: all). GolfError if any rule would be broken.
@@ -3929,7 +3929,7 @@ def make_backward(model: Golf, s: ComputeSettings, device: torch.device) -> Call
 
 
 def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
-    "What scoring calls: `forward(ids, keep)`, the model's, compiled where the settings ask for it."
+    "What scoring calls: `forward(ids, last_n)`, the model's, compiled where the settings ask for it."
     forward = compiled(model, s, device)
     if forward is not model:
         keep_traces()
@@ -3992,7 +3992,7 @@ class Run:
         self.program_sha256 = ""
         self.seconds, self.summary, self.extras = {}, {}, []
         ranks.barrier()
-        self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.host)
+        self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.node)
         self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
         self.table = table.to(ranks.device)
 
@@ -4051,17 +4051,17 @@ class Run:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
         kept = self.folder / "train_gpt.py"
-        if self.ranks.master and not (kept.is_file() and kept.read_bytes() == code):
+        if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
             atomic_write(kept, code)
 
     def plain_score(self, forward: Callable) -> tuple[float, float]:
-        "Nats a token and bits per byte of `forward(ids, keep)` in disjoint rows of training length."
+        "Nats a token and bits per byte of `forward(ids, last_n)` in disjoint rows of training length."
         s = self.settings
         rows = s.rows_per_score(self.ranks.world, s.train_seq_len)
         return plain_loss(forward, self.val, self.table, s.train_seq_len, rows, self.ranks, self.log)
 
     def sliding_score(self, forward: Callable) -> tuple[float, float]:
-        "Nats a token and bits per byte of `forward(ids, keep)` in sliding windows."
+        "Nats a token and bits per byte of `forward(ids, last_n)` in sliding windows."
         s = self.settings
         rows = s.rows_per_score(self.ranks.world)
         return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride, rows, self.ranks,
@@ -4099,7 +4099,7 @@ class Run:
     def save_state(self, name: str, model: Golf, engine: Engine, tensors: list | None = None) -> dict:
         "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
         state = named_state(model, *engine.gather(tensors))
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             self.save(lambda folder: save_weights(folder / name, state, self.meta(model)))
         self.ranks.barrier()
         return state
@@ -4133,7 +4133,7 @@ class Run:
     def share_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
         "`write_artifact` on rank 0; returns the file's bytes on every rank. All must call."
         written = b""
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             written = self.write_artifact(packed, model, codec)
         return self.ranks.broadcast_object(written)
 
@@ -4142,7 +4142,7 @@ class Run:
         s = self.settings
         self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed, world=self.ranks.world,
                             device=device_name(self.ranks), seconds=self.seconds, config=asdict(s))
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             text = json.dumps(finite(self.summary), indent=1) + "\n"
             self.save(lambda folder: atomic_write(folder / "summary.json", text))
         for extra in self.extras:
@@ -4258,7 +4258,7 @@ class Parts:
     model: Golf
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
-    forward: Callable   # (ids, keep): logits
+    forward: Callable   # (ids, last_n): logits
     average: Callable   # (tensors): the average of the weights
 
 

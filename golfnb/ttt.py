@@ -24,7 +24,7 @@ from .evaluate import EvalSettings, counted, plain_loss, score_windows, share_of
 from .evaluate import total_score, window_batches, windows
 from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
-from .parallel_muon import ClipMean, Engine, Ranks, Recorded, Sgd
+from .parallel_muon import ClipMean, Engine, Ranks, CudaGraphed, Sgd
 from .shards import BOS_ID, check_disjoint, open_shard
 from .train import RunLog, compiled
 
@@ -130,14 +130,14 @@ class ChunkTrainer:
         rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
         self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
         self.weights = torch.zeros(rows, dtype=self.engine.full, device=device)
-        self.recorded = Recorded(self.backward, device)
+        self.graphed = CudaGraphed(self.backward, device)
 
     def backward(self):
         "Gradients of the rows in `ids`, weighted by `weights`, into `grads`."
         loss = self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights)
         self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
-    def learn(self, first: int, length: int, multiplier: float):
+    def learn(self, first: int, length: int, lr_schedule: float):
         "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
         ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
         n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
@@ -146,10 +146,10 @@ class ChunkTrainer:
             rows = (a + place).clamp(max=n_rows - 1)
             self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
             self.weights.copy_(place < b - a).mul_(ranks.world / total)
-            self.recorded()
+            self.graphed()
             for p, g in zip(self.params, self.grads):
                 p.grad = g
-            self.engine.step(multiplier, self.cfg.ttt_momentum)
+            self.engine.step(lr_schedule, self.cfg.ttt_momentum)
 
 # %% ../nbs/story/13_ttt.ipynb #719a4a1c
 def steps_between_lines(steps: int) -> int:
@@ -180,7 +180,7 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
     `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
-    rank; all must call. `forward(ids, keep)` gives logits (default: the model), `loss_fn` is a `row_loss`;
+    rank; all must call. `forward(ids, last_n)` gives logits (default: the model), `loss_fn` is a `row_loss`;
     `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
     what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
     (None: all). GolfError if any rule would be broken.
@@ -210,8 +210,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 # %% ../nbs/story/13_ttt.ipynb #4ac13a3e
 def planned_calls(starts: Tensor, keeps: Tensor, parts: list, batch: int) -> list[tuple[Tensor, int]]:
     "The forwards of an honest pass: first tokens of the windows, and how many targets each scores."
-    return [(starts[lo + a:lo + b], keep) for lo, hi in parts
-            for a, b, keep in window_batches(keeps[lo:hi], batch)]
+    return [(starts[lo + a:lo + b], last_n) for lo, hi in parts
+            for a, b, last_n in window_batches(keeps[lo:hi], batch)]
 
 
 def logit_nats(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
@@ -250,22 +250,22 @@ class Trial:
         self.loss, self.bpb, *ledger = scorer(self)
         self.history = ledger[0].history if ledger else []
 
-    def __call__(self, ids: Tensor, keep: int) -> Tensor:
+    def __call__(self, ids: Tensor, last_n: int) -> Tensor:
         if not self.probing:
             self.forwards += 1
-            return self.forward(ids, keep)
-        targets = self.window_targets(ids, keep)
-        return self.examine(lambda ids: self.forward(ids, keep), ids, targets)
+            return self.forward(ids, last_n)
+        targets = self.window_targets(ids, last_n)
+        return self.examine(lambda ids: self.forward(ids, last_n), ids, targets)
 
-    def window_targets(self, ids: Tensor, keep: int) -> Tensor:
-        "Targets [B, keep] that this call scores, -1 for none: all of them if other windows were planned."
-        targets = torch.full((len(ids), keep), -1, device=ids.device)
+    def window_targets(self, ids: Tensor, last_n: int) -> Tensor:
+        "Targets [B, last_n] that this call scores, -1 for none: all of them if other windows were planned."
+        targets = torch.full((len(ids), last_n), -1, device=ids.device)
         if self.forwards < len(self.calls):
             starts, planned = self.calls[self.forwards]
             places = starts.to(ids.device)[:, None] + torch.arange(ids.shape[1], device=ids.device)
             window = self.tokens[places.clamp(max=len(self.nats))]
-            if keep == planned and torch.equal(window, ids[:len(starts)]):
-                targets[:len(starts)] = places[:, -keep:]
+            if last_n == planned and torch.equal(window, ids[:len(starts)]):
+                targets[:len(starts)] = places[:, -last_n:]
         return targets
 
     def learn(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def save_after(ranks, path: str, steps: int):
         opt.step()
         plan.step()
     state = opt.state_dict()
-    if ranks.master:
+    if ranks.is_rank0:
         torch.save({"model": model.state_dict(), "optimizer": state, "plan": plan.state_dict()}, path)
 
 
@@ -320,10 +320,10 @@ def rank_0_alone(ranks):
     "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others leave once rank 0 has warned: what is heard."
     (_, opt), (_, other) = fresh(0), fresh(1)
     state, store = opt.state_dict(), dist.distributed_c10d._get_default_store()
-    if not ranks.master:
+    if not ranks.is_rank0:
         return store.wait(["warned"])
     logging.getLogger("golfnb").addFilter(lambda record: store.set("warned", "") or True)
-    opt.meet, other.meet = partial(opt.meet, patience=0.3), partial(other.meet, patience=600)
+    opt.wait_for_ranks, other.wait_for_ranks = partial(opt.wait_for_ranks, patience=0.3), partial(other.wait_for_ranks, patience=600)
     return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
 
 

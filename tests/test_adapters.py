@@ -1,4 +1,4 @@
-"""Adapters per document: equal to a plain loop over one document at a time; other documents, lanes and ranks do not matter."""
+"""Adapters per document: equal to a plain loop over one document at a time; other documents, slots and ranks do not matter."""
 import random
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from golfnb import adapters
-from golfnb.adapters import document_spans, first_adapters, lane_count, lane_plan, row_fill, score_documents
+from golfnb.adapters import document_spans, first_adapters, slot_count, slot_plan, row_fill, score_documents
 from golfnb.settings import GolfError
 from golfnb.layers import rms_norm, token_nll
 from golfnb.model import Block, named_state
@@ -56,7 +56,7 @@ def oracle_row(model, matrices, ids, past):
         past[i] = [t.detach() for t in block.past]
         return x
 
-    return F.linear(rms_norm(model.walk(x0, run)), model.tok_emb)
+    return F.linear(rms_norm(model.run_blocks(x0, run)), model.tok_emb)
 
 
 def oracle_document(model, cfg, ids):
@@ -105,9 +105,9 @@ def test_computing_in_bfloat16():
     assert (nats - exact).abs().mean() < 0.3 * learnt
     slow = replace(cfg, ttt_lora_lr=1e-5)  # a step is far below the spacing of bfloat16 at A's values
     model, _ = golf_on(slow, ALONE, torch.bfloat16)
-    lanes = adapters.Lanes(model.requires_grad_(False), tokens, random_table(), slow, lane_plan(document_spans(tokens), slow, ALONE))
-    lanes.recorded()
-    assert lanes.masters.dtype == torch.float32 and lanes.flat.dtype == torch.bfloat16 and torch.equal(lanes.flat, lanes.masters.to(torch.bfloat16)) and (lanes.masters != lanes.first[:, None]).any()
+    slots = adapters.DocumentSlots(model.requires_grad_(False), tokens, random_table(), slow, slot_plan(document_spans(tokens), slow, ALONE))
+    slots.graphed()
+    assert slots.masters.dtype == torch.float32 and slots.flat.dtype == torch.bfloat16 and torch.equal(slots.flat, slots.masters.to(torch.bfloat16)) and (slots.masters != slots.first[:, None]).any()
 
 
 # --- without learning it is the model on rows
@@ -131,13 +131,13 @@ def test_lr_zero_is_the_model_on_each_row(gate):
 def test_lanes_do_not_matter():
     tokens = texts(MIXED)
     _, _, base, _ = scored(tokens)
-    for lanes in (1, 2):
-        assert torch.allclose(scored(tokens, replace(DOCS, ttt_batch_size=lanes))[2], base, atol=1e-12)
+    for slots in (1, 2):
+        assert torch.allclose(scored(tokens, replace(DOCS, ttt_batch_size=slots))[2], base, atol=1e-12)
     equal = texts([9] * 13)
     alone = scored(equal, replace(DOCS, ttt_batch_size=1))[2]
-    for lanes in (2, 5, 13, 40):
-        cfg = replace(DOCS, ttt_batch_size=lanes)
-        assert lane_plan(document_spans(equal), cfg, Ranks())["doc"].shape[1] == min(lanes, 13)
+    for slots in (2, 5, 13, 40):
+        cfg = replace(DOCS, ttt_batch_size=slots)
+        assert slot_plan(document_spans(equal), cfg, Ranks())["doc"].shape[1] == min(slots, 13)
         assert torch.allclose(scored(equal, cfg)[2], alone, atol=1e-12)
 
 
@@ -164,18 +164,18 @@ def test_any_stream(tokens):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_plans(seed):
-    "Every target once, each document's chunks in order in one lane, all ranks together everything."
+    "Every target once, each document's chunks in order in one slot, all ranks together everything."
     r = random.Random(seed)
     lengths = [r.choice([1, 2, r.randint(1, 9), r.randint(1, 120)]) for _ in range(r.randint(1, 30))]
     spans, world = document_spans(texts(lengths, seed)), r.randint(1, 4)
     cfg = replace(DOCS, ttt_chunk_size=r.randint(2, 8), ttt_batch_size=r.randint(1, 6))
     seen, capacity = torch.zeros(sum(lengths), dtype=torch.int64), 16 // cfg.ttt_chunk_size
     for rank in range(world):
-        plan = lane_plan(spans, cfg, Ranks(rank, world))
+        plan = slot_plan(spans, cfg, Ranks(rank, world))
         assert 1 <= plan["doc"].shape[1] <= cfg.ttt_batch_size
-        for lane in range(plan["doc"].shape[1]):
+        for slot in range(plan["doc"].shape[1]):
             upto = {}
-            for doc, first, count, fill, again, goes_on in zip(*(plan[k][:, lane].tolist() for k in ("doc", "first", "count", "fill", "again", "goes_on"))):
+            for doc, first, count, fill, again, goes_on in zip(*(plan[k][:, slot].tolist() for k in ("doc", "first", "count", "fill", "again", "goes_on"))):
                 assert (doc < 0) == (count == 0)
                 if doc >= 0:
                     assert first == upto.get(doc, spans[doc, 0]) and goes_on == (first + count < spans[doc, 1])
@@ -234,11 +234,11 @@ def test_smaller_models(form):
     assert scored(texts(MIXED), cfg)[2].isfinite().all()
 
 
-@pytest.mark.parametrize("lengths, most, world, lanes", [([9], 64, 1, 1), ([9], 64, 8, 1), ([9, 1], 64, 1, 2), ([4, 4, 4, 4], 64, 2, 2), ([1] * 500, 64, 2, 64), ([100] + [1] * 400, 64, 2, 3), ([10, 6, 6, 6, 6, 6], 64, 1, 6), ([10, 6, 6, 6, 6, 6], 4, 1, 4)])
-def test_no_more_lanes_than_the_longest_document_keeps_busy(lengths, most, world, lanes):
-    assert lane_count(np.array(lengths), most, world) == lanes
-    loads = [sum(lengths[d] for d in docs) for docs in deal_jobs(np.array(lengths), lanes * world)]
-    assert lanes == most or max(loads) == max(lengths), "none of them makes the pass longer"
+@pytest.mark.parametrize("lengths, most, world, slots", [([9], 64, 1, 1), ([9], 64, 8, 1), ([9, 1], 64, 1, 2), ([4, 4, 4, 4], 64, 2, 2), ([1] * 500, 64, 2, 64), ([100] + [1] * 400, 64, 2, 3), ([10, 6, 6, 6, 6, 6], 64, 1, 6), ([10, 6, 6, 6, 6, 6], 4, 1, 4)])
+def test_no_more_slots_than_the_longest_document_keeps_busy(lengths, most, world, slots):
+    assert slot_count(np.array(lengths), most, world) == slots
+    loads = [sum(lengths[d] for d in docs) for docs in deal_jobs(np.array(lengths), slots * world)]
+    assert slots == most or max(loads) == max(lengths), "none of them makes the pass longer"
 
 
 def test_compiled_for_each_kind_of_block(monkeypatch):

@@ -237,7 +237,7 @@ def test_conv1d_is_marked_transposed_and_scaled_by_its_logical_shape():
     for net in (Net(), build("gpt2")):
         for _, _, m in module_layout(net, 2):
             p = net.get_parameter(m.name)
-            assert m.transposed and (m.cols, m.rows) == tuple(p.shape) and m.lr_scale == max(1, p.shape[1] / p.shape[0]) ** 0.5
+            assert m.transposed and (m.cols, m.rows) == tuple(p.shape) and m.shape_lr_scale == max(1, p.shape[1] / p.shape[0]) ** 0.5
     together = module_layout(Net(), 2, transposable=True)
     assert [b.shape for b in together.banks] == [(4, 16, 4)] and {m.transposed for m in together.banks[0].matrices} == {True, False}
 
@@ -528,7 +528,7 @@ def test_a_skipped_step_is_counted_and_logged(caplog, max_norm):
         opt.step()
         assert distance(weights(model), before) == 0 and opt.skipped == 1
         opt.steps += 97  # as if they had been made
-        opt.engine.knobs.count += 97
+        opt.engine.scalars.count += 97
         one_step(model, opt, 2)
     (record,) = caplog.records
     assert "1 of 100 steps" in record.getMessage() and opt.skipped == 1
@@ -646,7 +646,7 @@ def test_states_of_other_models_are_refused_before_anything_changes():
         with pytest.raises(GolfError, match=words):
             opt.load_state_dict(bad)
     assert distance(before, weights(model)) == 0
-    held = {t.untyped_storage().data_ptr() for part in opt.engine.parts for t in (part.master, *part.state.values())}
+    held = {t.untyped_storage().data_ptr() for part in opt.engine.parts for t in (part.fp32_shard, *part.state.values())}
     assert {t.untyped_storage().data_ptr() for s in opt.state.values() for t in s.values()} <= held, "the whole state is gathered for the file only"
 
 

@@ -87,20 +87,20 @@ def slow_rans(stored: bytes, shapes: list) -> bytes:
     fineness, low, count, length = struct.unpack("<BHBI", stored[:8])
     side, size = zlib.decompress(stored[8:8 + length]), sum(r * c for r, c in shapes)
     tables = [struct.unpack("<256H", side[512 * k:512 * k + 512]) for k in range(count)]
-    lanes, at, contexts, levels = max(int(size**0.5) // 8, 1), 8 + length, [], side[512 * count:]
+    streams, at, contexts, levels = max(int(size**0.5) // 8, 1), 8 + length, [], side[512 * count:]
     for r, c in shapes:
         contexts += [min(max(levels[i] + levels[r + j] - low, 0), count - 1) for i in range(r) for j in range(c)]
         levels = levels[r + c:]
-    x, at, out = list(struct.unpack(f"<{lanes}I", stored[at:at + 4 * lanes])), at + 4 * lanes, bytearray()
+    x, at, out = list(struct.unpack(f"<{streams}I", stored[at:at + 4 * streams])), at + 4 * streams, bytearray()
     for i, k in enumerate(contexts):
-        slot, value, below = x[i % lanes] % 2**14, 0, 0
+        slot, value, below = x[i % streams] % 2**14, 0, 0
         while below + tables[k][value] <= slot:
             below, value = below + tables[k][value], value + 1
         out.append(value)
-        y = tables[k][value] * (x[i % lanes] >> 14) + slot - below
+        y = tables[k][value] * (x[i % streams] >> 14) + slot - below
         if y < 2**16:
             y, at = (y << 16) | int.from_bytes(stored[at:at + 2], "little"), at + 2
-        x[i % lanes] = y
+        x[i % streams] = y
     assert at == len(stored) and set(x) == {2**16}
     return bytes(out)
 

@@ -8,7 +8,7 @@ import torch
 
 import golfnb.evaluate as evaluate
 from golfnb import adapters, ttt
-from golfnb.adapters import Lanes, document_spans
+from golfnb.adapters import DocumentSlots, document_spans
 from golfnb.settings import GolfError
 from golfnb.model import Golf, load_named
 from golfnb.parallel_muon import Ranks
@@ -63,22 +63,22 @@ def test_a_stream_that_is_too_short_is_refused():
 # --- models that cheat
 
 class SeesTheWholeRow(Golf):
-    def forward(self, ids, keep=None, rope_len=None):
-        return super().forward(ids, keep, rope_len) + 1e-3 * torch.nn.functional.one_hot(ids, 32).float().mean(1)[:, None]
+    def forward(self, ids, last_n=None, rope_len=None):
+        return super().forward(ids, last_n, rope_len) + 1e-3 * torch.nn.functional.one_hot(ids, 32).float().mean(1)[:, None]
 
 
 class PeeksAtTheNext(Golf):
-    def forward(self, ids, keep=None, rope_len=None):
+    def forward(self, ids, last_n=None, rope_len=None):
         logits = super().forward(ids, None, rope_len)
         logits[:, :-1] += 0.3 * torch.nn.functional.one_hot(ids[:, 1:], 32)
-        return logits[:, -keep:] if keep else logits
+        return logits[:, -last_n:] if last_n else logits
 
 
 class Remembers(Golf):
     "Keeps every row it has seen and favours what followed then."
     rows = {}
 
-    def forward(self, ids, keep=None, rope_len=None):
+    def forward(self, ids, last_n=None, rope_len=None):
         logits = super().forward(ids, None, rope_len)
         for b, row in enumerate(ids.tolist()):
             for t in range(4, len(row)):
@@ -87,7 +87,7 @@ class Remembers(Golf):
                     logits[b, t - 1, self.rows[key]] += 0.2
                 if not torch.is_grad_enabled():
                     self.rows[key] = row[t]
-        return logits[:, -keep:] if keep else logits
+        return logits[:, -last_n:] if last_n else logits
 
 
 @pytest.mark.parametrize("kind, condition", [(SeesTheWholeRow, PREFIX), (PeeksAtTheNext, FULL), (Remembers, PREFIX)])
@@ -107,7 +107,7 @@ def sees_the_whole_chunk(honest):
 
 
 def scores_twice(honest):
-    "Every step of the lanes is done again, and the better score counts."
+    "Every step of the slots is done again, and the better score counts."
     def cheating(self, *a, **k):
         honest(self, *a, **k)
         step = self.step
@@ -155,10 +155,10 @@ def learns_chunks_first(honest):
 
 def learns_the_next_chunk(honest):
     "Training is booked on the chunk that was scored, and done on the one that follows."
-    def cheating(self, first, length, multiplier):
+    def cheating(self, first, length, lr_schedule):
         self.ledger, book = Quiet(self.ledger, length), self.ledger
         if first + 2 * length < self.tokens.numel():
-            honest(self, first + length, length, multiplier)
+            honest(self, first + length, length, lr_schedule)
         self.ledger = book
     return cheating
 
@@ -200,7 +200,7 @@ CHEATS = {  # name -> audit, scorer, conditions, what is replaced, by what
     "learns documents first": (documents, D, {PREFIX}, adapters, "adapted_step", learns_documents_first),
     "books the documents' beginning": (one_pass, D, {ORDER}, Ledger, "train", books_the_beginning),
     "books no learning": (one_pass, D, {ORDER}, Ledger, "train", no_booking),
-    "scores documents twice": (one_pass, D, {ONCE}, Lanes, "__init__", scores_twice),
+    "scores documents twice": (one_pass, D, {ONCE}, DocumentSlots, "__init__", scores_twice),
     "reports less": (one_pass, D, {ONCE}, adapters, "score_documents", lambda f: lambda *a, **k: [x if isinstance(x, Ledger) else 0.99 * x for x in f(*a, **k)]),
 }
 
@@ -235,11 +235,11 @@ def counts_less(honest):
 
 def peeks_late(honest):
     "A forward that favours the next token, late in rows of 60 tokens and more."
-    def forward(self, ids, keep=None, rope_len=None):
+    def forward(self, ids, last_n=None, rope_len=None):
         logits = honest(self, ids, None, rope_len)
         if ids.shape[1] >= 60:
             logits[:, 40:-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 41:], 32)
-        return logits[:, -keep:] if keep else logits
+        return logits[:, -last_n:] if last_n else logits
     return forward
 
 
@@ -247,12 +247,12 @@ def every_other_call(honest):
     "The forward favours the next token in every second call."
     calls = []
 
-    def forward(self, ids, keep=None, rope_len=None):
+    def forward(self, ids, last_n=None, rope_len=None):
         logits = honest(self, ids, None, rope_len)
         calls.append(1)
         if len(calls) % 2 and not torch.is_grad_enabled():
             logits[:, :-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 1:], 32)
-        return logits[:, -keep:] if keep else logits
+        return logits[:, -last_n:] if last_n else logits
     return forward
 
 

@@ -36,7 +36,7 @@ class StopAt(Keeper):
 
 
 class Steps(Batches):
-    "Its place is counted in steps, whatever number of micro-steps they have."
+    "Its place is counted in steps, whatever number of micro-batches they have."
     def __init__(self, cfg, ranks):
         super().__init__(cfg, ranks, grad_accum(ranks.world))
     def state(self): return self.at // self.accum

@@ -13,9 +13,9 @@ from golfnb.settings import GolfError
 from golfnb.studies.baselines import plan_model
 from golfnb.studies.buckets import CutMuon, bucket_layout
 from golfnb.model import FreezeBlocks, Golf, init_model, named_state
-from golfnb.parallel_muon import CONTROL_WORDS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
+from golfnb.parallel_muon import CONTROL_SCALARS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
 from golfnb.newton_schulz import quintic
-from golfnb.plan import make_plan
+from golfnb.plan import comm_schedule
 from golfnb.train import StepGraph, backward_pass, micro_batches, training_loss
 from workers import Batches, settings, speedrun_kinds, variant_of
 
@@ -45,7 +45,7 @@ def run_steps(engine, model, variant, momenta, check=None):
 @pytest.mark.parametrize("order", ["big_first", "small_first"])
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     variant, layout, model = model_of(settings(3), plan=plan)
-    engine = Engine(model.role_params(), layout, Ranks(), CutMuon(), AdamW(), ClipMean(0), plan=make_plan(layout, order))
+    engine = Engine(model.role_params(), layout, Ranks(), CutMuon(), AdamW(), ClipMean(0), plan=comm_schedule(layout, order))
     weights = {n: w.clone() for n, w in named_state(model).items() if n in set(layout.names())}
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
 
@@ -91,7 +91,7 @@ def test_snapshot_restore_leaves_no_trace():
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
     engine.restore(saved)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    assert all(not t.any() for b in engine.banks.values() for t in b.state.values()) and engine.knobs.count == 0
+    assert all(not t.any() for b in engine.banks.values() for t in b.state.values()) and engine.scalars.count == 0
 
 
 def test_gather_load_round_trip():
@@ -143,7 +143,7 @@ def test_local_and_global_clipping_agree_on_one_rank():
                     engine.accumulate()
             control = engine.launch()
             engine.finish(momentum=0.9)
-            assert control[CONTROL_WORDS.index("norm_sq")] > 0.01 ** 2
+            assert control[CONTROL_SCALARS.index("norm_sq")] > 0.01 ** 2
         weights[clip, accum] = named_state(model)
     first = weights[ClipEach, 1]
     for other in weights.values():
@@ -208,7 +208,7 @@ def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=
             losses.append(micro_batches(backward, loader, engine, accum))
             engine.launch(loss=losses[-1])
             engine.finish(momentum=0.9)
-    return torch.stack(losses), [b.master for b in engine.banks.values()], graph
+    return torch.stack(losses), [b.fp32_shard for b in engine.banks.values()], graph
 
 
 @pytest.mark.parametrize("clip, accum, runs", [(ClipEach, 1, 1), (ClipMean, 1, 1), (ClipEach, 2, 1), (ClipMean, 2, 1), (ClipEach, 2, 2)])
@@ -228,7 +228,7 @@ def test_a_recorded_backward_trains_as_the_plain_one(clip, accum, runs, monkeypa
 def test_a_recorded_backward_on_the_gpu(accum, runs):
     losses, masters, graph = stepped(recorded, ClipEach, accum, "cuda", torch.float32, runs=runs)
     plain, others, _ = stepped(plain_backward, ClipEach, accum, "cuda", torch.float32)
-    assert graph.recorded.graph is not None
+    assert graph.graphed.graph is not None
     torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
     for a, b in zip(masters, others):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
@@ -243,7 +243,7 @@ def beside(device, steps, eager, dtype=torch.bfloat16, width=768):
         for b in banks.values():
             b.copy_(0.02 * torch.randn(b.shape, generator=draw))
     grads = {n: (1e-3 * torch.randn(b.shape, generator=draw)).to(b) for n, b in banks.items()}
-    engine = Engine({"bank": banks}, layout, Ranks(device=device), Muon(), AdamW(), ClipEach(0.3), plan=make_plan(layout, "big_first"))
+    engine = Engine({"bank": banks}, layout, Ranks(device=device), Muon(), AdamW(), ClipEach(0.3), plan=comm_schedule(layout, "big_first"))
     if eager:
         for step in (engine.small_step, *engine.bank_steps.values()):
             step.left = -1
@@ -251,7 +251,7 @@ def beside(device, steps, eager, dtype=torch.bfloat16, width=768):
         for n, b in banks.items():
             b.grad = grads[n].clone()
         engine.step(momentum=0.95)
-    return [engine.banks[n].master for n in sorted(banks)]
+    return [engine.banks[n].fp32_shard for n in sorted(banks)]
 
 
 @pytest.mark.gpu
@@ -263,13 +263,13 @@ def test_banks_recorded_beside_each_other_do_what_eager_ones_do():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_knobs_are_not_rounded_on_the_gpu():
+def test_scalars_are_not_rounded_on_the_gpu():
     "Momentum in bf16 is the CPU's, where a 0-dim factor keeps its precision."
     m, g, factor, found = torch.randn(2, 8, 16).bfloat16(), torch.zeros(2, 8, 16).bfloat16(), torch.tensor(0.99), []
     for device in ("cpu", "cuda"):
         momentum, grad, mu = (t.clone().to(device) for t in (m, g, factor))
         one, master = torch.ones((), device=device), torch.zeros(2, 8, 16, device=device)
-        shard = SimpleNamespace(master=master, state={"momentum_buffer": momentum}, lr_scale=one.expand(2, 1, 1), rounded=torch.empty_like(grad))
+        shard = SimpleNamespace(fp32_shard=master, state={"momentum_buffer": momentum}, shape_lr_scale=one.expand(2, 1, 1), rounded=torch.empty_like(grad))
         Muon().move(shard, grad, one, mu, one, one.bool())
         found.append(momentum.cpu())
     assert torch.equal(*found) and torch.equal(found[0], (m.float() * factor).bfloat16())

@@ -39,7 +39,7 @@ from golfnb.tools.cli import main_cli
 from golfnb.tools.data import stdlib_documents, train_tokenizer
 from golfnb.model import ModelSettings, init_model, model_from_settings, named_state
 from golfnb.quantize import quantize_state
-from golfnb.rans import RANS_PREFIX, rans_lanes
+from golfnb.rans import RANS_PREFIX, rans_streams
 from golfnb.settings import CONTROLS, GolfError
 from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
 from golfnb.tools.submission import claim_numbers, read_log
@@ -251,9 +251,9 @@ def edited(data: bytes, rng: random.Random) -> bytes:
 
 
 def zeros(shapes: list) -> bytes:
-    "An rANS section of zeros for tensors of these [rows, cols]: it takes nothing but its lanes, so it can promise anything."
+    "An rANS section of zeros for tensors of these [rows, cols]: it takes nothing but its streams, so it can promise anything."
     table = zlib.compress(struct.pack("<256H", 2**14, *[0] * 255) + bytes(sum(map(sum, shapes))), 9)
-    return struct.pack(RANS_PREFIX, 0, 0, 1, len(table)) + table + rans_lanes(sum(map(math.prod, shapes))) * struct.pack("<I", 2**16)
+    return struct.pack(RANS_PREFIX, 0, 0, 1, len(table)) + table + rans_streams(sum(map(math.prod, shapes))) * struct.pack("<I", 2**16)
 
 
 def bombs(data: bytes):

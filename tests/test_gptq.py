@@ -16,7 +16,7 @@ from golfnb.layout import bank_per_shape, mlp_in_one_bank
 from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 from golfnb.quantize import (Gptq, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, hessian_factor, int6_matrices, pack_gptq, pack_rows,
-                             quantize_state, shared_out, spread_scale)
+                             quantize_state, shared_out, std_scale)
 from golfnb.recipes import golf, pr1060
 from golfnb.tools.programs import settings_of
 
@@ -54,7 +54,7 @@ def output_error(w, back, h): return (((w - back) @ h) * (w - back)).sum(-1)
 def test_columns_against_the_naive_form_in_float64(seed, block):
     w, h = case(seed)
     order, dead, upper = hessian_factor(h)
-    scale, live = spread_scale(w, 10.0 + seed), w.masked_fill(dead, 0)[:, order]
+    scale, live = std_scale(w, 10.0 + seed), w.masked_fill(dead, 0)[:, order]
     assert torch.equal(gptq_columns(live, scale, upper, block=block).double(), naive(live, damped(h)[order][:, order], scale))
     inverse = torch.linalg.inv(damped(h)[order][:, order])
     assert torch.allclose(upper.T @ upper, inverse, rtol=1e-8, atol=1e-10 * inverse.abs().max()) and torch.equal(upper, upper.triu())

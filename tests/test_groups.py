@@ -95,7 +95,7 @@ def test_averages_and_grid():
     average, project = Ema(engine.tensors(), decay), GridProjector(engine, floor=False)
     average.update(engine.tensors(), 0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(average.weights(), engine.tensors()))
-    moved = [(project(name, bank.master) - bank.master).abs().max() for name, bank in engine.banks.items()]
+    moved = [(project(name, bank.fp32_shard) - bank.fp32_shard).abs().max() for name, bank in engine.banks.items()]
     assert 0 < max(moved) < 0.05
 
 

@@ -87,8 +87,8 @@ for shape in ((3, 70, 100), (2, 130, 65)):
             low, twin, g = m.half(), m.half(), grad.half() + bad.half()  # sums that round: the same ones must
             out, expected = nesterov_kernels(low, g, mu, ok), nesterov_step(twin, g, mu, ok)
             assert torch.equal(low, twin) and torch.allclose(out, expected, rtol=2e-3, atol=2e-3, equal_nan=True)
-            knobs = (torch.tensor(0.02), torch.tensor(0.04)), (torch.rand(n, 1, 1), torch.rand(n, 1, 1)), (torch.rand(1, 1, 1), torch.rand(1, 1, 1))
-            for (lr, wd), scale in zip(knobs, scales):  # each with either kind of scale, over the two layouts
+            scalars = (torch.tensor(0.02), torch.tensor(0.04)), (torch.rand(n, 1, 1), torch.rand(n, 1, 1)), (torch.rand(1, 1, 1), torch.rand(1, 1, 1))
+            for (lr, wd), scale in zip(scalars, scales):  # each with either kind of scale, over the two layouts
                 w, y, z = torch.randn(shape), torch.zeros(shape), torch.zeros(shape)
                 x = w.clone()
                 master_kernels(w, update + bad, lr, wd, scale, ok, y), master_step(x, update + bad, lr, wd, scale, ok, z)
@@ -100,7 +100,7 @@ for use in (True, False):  # a whole update: which functions it takes
     golfnb.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
     torch.manual_seed(1)
     w, m, g, y = torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.zeros(2, 130, 65)
-    shard = SimpleNamespace(master=w, state={"momentum_buffer": m}, lr_scale=torch.full((2, 1, 1), 1.4), rounded=y)
+    shard = SimpleNamespace(fp32_shard=w, state={"momentum_buffer": m}, shape_lr_scale=torch.full((2, 1, 1), 1.4), rounded=y)
     golfnb.parallel_muon.Muon().move(shard, g, torch.tensor(0.02), torch.tensor(0.95), torch.tensor(0.1), torch.tensor(True))
     found += [(w, m, y)]
 for a, b in zip(*found):

@@ -47,8 +47,8 @@ def test_published_banks_and_waste():
     assert round(layout.padding_waste(), 2) == 0.33 and round(shared.padding_waste(), 2) == 0.09
     places = {m.name: (b.name, i) for b, i, m in layout}
     assert [places[f"blocks.3.attn.{n}.weight"] for n in ("c_q", "proj", "c_k", "c_v")] == [("qo_bank", 3), ("qo_bank", 14), ("kv_bank", 3), ("kv_bank", 14)]
-    scales = {m.name: m.lr_scale for _, _, m in shared}
-    assert scales == {m.name: m.lr_scale for _, _, m in layout}, "storing transposed must not change how fast a matrix learns"
+    scales = {m.name: m.shape_lr_scale for _, _, m in shared}
+    assert scales == {m.name: m.shape_lr_scale for _, _, m in layout}, "storing transposed must not change how fast a matrix learns"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 16])

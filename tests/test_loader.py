@@ -331,7 +331,7 @@ def test_packed_documents_stay_together(tmp_path):
 
 @pytest.mark.parametrize("order", [order for order, _ in ORDERS])
 def test_the_windows_of_a_step_are_the_same_on_any_number_of_ranks(paths, order):
-    "Whatever number of ranks and micro-steps share it; and a place between two steps fits every number of ranks."
+    "Whatever number of ranks and micro-batches share it; and a place between two steps fits every number of ranks."
     place, windows = None, 840 # on 1 to 8 ranks
     for step in range(3):
         steps, places = [], []

@@ -173,7 +173,7 @@ def test_keep_equals_the_last_rows(variant):
     ids = tokens(cfg)
     full = model(ids)
     for keep in (1, 8, 23, 24):
-        part = model(ids, keep=keep)
+        part = model(ids, last_n=keep)
         assert part.shape == (2, keep, cfg.vocab_size)
         torch.testing.assert_close(part, full[:, -keep:], rtol=1e-11, atol=1e-11)
 
@@ -182,7 +182,7 @@ def test_keep_gradients_equal_the_full_forwards():
     grads = []
     for keep in (None, 8):
         model, cfg = filled()
-        token_nll(model(tokens(cfg), keep=keep)[:, -8:], tokens(cfg, seed=1)[:, -8:], model.cap).mean().backward()
+        token_nll(model(tokens(cfg), last_n=keep)[:, -8:], tokens(cfg, seed=1)[:, -8:], model.cap).mean().backward()
         grads.append({n: p.grad for n, p in model.named_parameters()})
     for name in grads[0]:
         torch.testing.assert_close(grads[1][name], grads[0][name], rtol=1e-9, atol=1e-12)
@@ -207,8 +207,8 @@ def test_a_flipped_future_token_leaves_earlier_logits_bit_equal(dtype, variant):
 @pytest.mark.parametrize("keep", [0, -1, 25])
 def test_impossible_keep(keep):
     model, cfg = filled()
-    with pytest.raises(GolfError, match=f"keep .*24.*{keep}"):
-        model(tokens(cfg), keep=keep)
+    with pytest.raises(GolfError, match=f"last_n .*24.*{keep}"):
+        model(tokens(cfg), last_n=keep)
 
 
 def test_bf16_stream_stays_bf16_and_near():
@@ -290,7 +290,7 @@ def test_a_walk_of_blocks_of_ones_own_is_the_forward():
         assert last == (i == cfg.num_layers - 1)
         return own.run(x, x0, weights[i], cos[places], sin[places], values.get(i))
 
-    logits = F.linear(rms_norm(model.walk(x0, run)), model.tok_emb)
+    logits = F.linear(rms_norm(model.run_blocks(x0, run)), model.tok_emb)
     torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
     assert seen == [0, 1, 2, 3, 4, 5] * cfg.num_layers and list(values) == cfg.ve_layer_list
 
@@ -408,5 +408,5 @@ def test_the_compiler_sees_one_graph():
     torch.testing.assert_close(value, softcap_loss(model(ids), targets, model.cap))
     assert all(p.grad is not None for p in model.parameters())
     with torch.no_grad():
-        torch.testing.assert_close(score(ids, keep=8), model(ids, keep=8))
+        torch.testing.assert_close(score(ids, last_n=8), model(ids, last_n=8))
     torch._dynamo.reset()

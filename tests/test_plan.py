@@ -7,7 +7,7 @@ from golfnb.studies.baselines import candidate_buckets, search_buckets
 from golfnb.settings import GolfError
 from golfnb.layout import LayoutSettings, Matrix, bank_per_shape, group_matrices, mlp_in_one_bank
 from golfnb.studies.buckets import read_plan
-from golfnb.plan import Links, Plan, check_plan, finish_us, make_plan, predict, transfer_us, work_us
+from golfnb.plan import MachineModel, CommSchedule, check_comm_schedule, finish_us, comm_schedule, predict, transfer_us, update_time_us
 
 
 def random_layout(seed: int, banks: int | None = None):
@@ -17,27 +17,27 @@ def random_layout(seed: int, banks: int | None = None):
                            for i in range(r.randint(1, 9))], world=r.choice((1, 2, 3, 8)))
 
 
-def random_links(seed: int) -> Links:
+def random_links(seed: int) -> MachineModel:
     r = random.Random(seed)
-    return Links(r.uniform(1, 50), r.uniform(10, 500), r.uniform(10, 500), r.uniform(0.1, 8))
+    return MachineModel(r.uniform(1, 50), r.uniform(10, 500), r.uniform(10, 500), r.uniform(0.1, 8))
 
 
 def test_published_order():
     layout = bank_per_shape(LayoutSettings(), 8)
-    assert make_plan(layout) == Plan(*[("mlp_up_bank", "mlp_down_bank", "qo_bank", "kv_bank")] * 2)
+    assert comm_schedule(layout) == CommSchedule(*[("mlp_up_bank", "mlp_down_bank", "qo_bank", "kv_bank")] * 2)
 
 
 def test_size_ignores_padding():
     "Nine matrices on eight ranks pad to sixteen slots, but twelve matrices of the same shape are still more work."
     layout = group_matrices([Matrix(f"a{i}", 8, 8, "a") for i in range(9)] + [Matrix(f"b{i}", 8, 8, "b") for i in range(12)], 8)
-    assert layout.bank("a").numel == layout.bank("b").numel and make_plan(layout).work == ("b", "a")
+    assert layout.bank("a").numel == layout.bank("b").numel and comm_schedule(layout).work == ("b", "a")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_timeline_is_possible(seed):
     layout, links = random_layout(seed), random_links(seed)
     names, r = [b.name for b in layout.banks], random.Random(seed)
-    for plan in [make_plan(layout)] + [Plan(*(tuple(r.sample(names, len(names))) for _ in range(2))) for _ in range(5)]:
+    for plan in [comm_schedule(layout)] + [CommSchedule(*(tuple(r.sample(names, len(names))) for _ in range(2))) for _ in range(5)]:
         for clip in ("local", "global"):
             events = predict(plan, layout, links, small_bytes=10_000, clip=clip)
             at = {e.name: e for e in events}
@@ -50,19 +50,19 @@ def test_timeline_is_possible(seed):
                 assert at[f"work {b.name}"].end_us <= at[f"gather {b.name}"].start_us
                 if clip == "global":
                     assert all(e.end_us <= at[f"work {b.name}"].start_us for e in events if e.name.startswith("scatter"))
-            floor = max(sum(2 * transfer_us(2 * b.numel, layout.world, links) for b in layout.banks), sum(work_us(b, links) for b in layout.banks))
+            floor = max(sum(2 * transfer_us(2 * b.numel, layout.world, links) for b in layout.banks), sum(update_time_us(b, links) for b in layout.banks))
             assert finish_us(events) >= floor * (1 - 1e-12)
 
 
 def test_between_hosts_only_bytes_count():
-    "On a slow link a step takes what its ring sends through it: flat 2 (W-1)/W of all banks, two-level 2 (H-1)/H; on one host both are what they were."
-    slow = Links(0, 1e9, 1e9, 0, between=(0, 1.0))
+    "On a slow link a step takes what its ring sends through it: flat 2 (W-1)/W of all banks, two-level 2 (H-1)/H; on one node both are what they were."
+    slow = MachineModel(0, 1e9, 1e9, 0, between=(0, 1.0))
     flat, inside = (group_matrices([Matrix(f"m{i}", 64, 64, "b") for i in range(8)], world) for world in (8, 4))
-    us = lambda layout, **how: finish_us(predict(make_plan(layout), layout, slow, **how))
-    assert us(flat, hosts=2) == pytest.approx(2 * 7 / 8 * 8 * 8192 / 1e3, rel=1e-4) and us(inside, hosts=2, two_level=True) == pytest.approx(8 * 8192 / 1e3, rel=1e-4)
-    assert us(flat, hosts=1) == us(flat, hosts=1, two_level=True) < 1
+    us = lambda layout, **how: finish_us(predict(comm_schedule(layout), layout, slow, **how))
+    assert us(flat, nodes=2) == pytest.approx(2 * 7 / 8 * 8 * 8192 / 1e3, rel=1e-4) and us(inside, nodes=2, two_level=True) == pytest.approx(8 * 8192 / 1e3, rel=1e-4)
+    assert us(flat, nodes=1) == us(flat, nodes=1, two_level=True) < 1
     with pytest.raises(GolfError, match="between="):
-        predict(make_plan(flat), flat, random_links(0), hosts=2)
+        predict(comm_schedule(flat), flat, random_links(0), nodes=2)
 
 
 @pytest.mark.parametrize("world", [2, 8])
@@ -75,13 +75,13 @@ def test_search_is_never_worse_than_published(world):
         assert us == finish_us(predict(plan, layout, links))
     for banks in (bank_per_shape, mlp_in_one_bank):
         layout = banks(LayoutSettings(), world)
-        assert rows[0][0] <= min(finish_us(predict(make_plan(layout, o), layout, links)) for o in ("big_first", "small_first"))
+        assert rows[0][0] <= min(finish_us(predict(comm_schedule(layout, o), layout, links)) for o in ("big_first", "small_first"))
 
 
 @pytest.mark.parametrize("scatter, work", [(("a",), ("a", "b")), (("a", "b"), ("a", "a")), (("a", "b"), ("a", "c")), ((), ())])
 def test_bad_plans_are_refused(scatter, work):
     layout = group_matrices([Matrix("x", 8, 8, "a"), Matrix("y", 8, 16, "b")], 2)
     with pytest.raises(GolfError, match="a, b.*once"):
-        check_plan(Plan(scatter, work), layout)
+        check_comm_schedule(CommSchedule(scatter, work), layout)
     with pytest.raises(GolfError, match="a, b.*once"):
-        predict(Plan(scatter, work), layout, random_links(0))
+        predict(CommSchedule(scatter, work), layout, random_links(0))

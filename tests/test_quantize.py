@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.quantize import (Packed, bits_per_weight, dequantize_state, entropy_bits, k_for_bits, pack_plain, pack_rows, quantize_state, size_to_target, spread_scale, unpack_plain)
+from golfnb.quantize import (Packed, bits_per_weight, dequantize_state, entropy_bits, k_for_bits, pack_plain, pack_rows, quantize_state, size_to_target, std_scale, unpack_plain)
 
 
 def state(seed=0, std=0.04):
@@ -116,11 +116,11 @@ def test_transposed_views_are_stored_as_they_look():
     assert np.array_equal(pack_rows("w", w, "int6").data, pack_rows("w", w.contiguous(), "int6").data)
 
 
-def test_spread_clip_makes_all_rows_alike():
+def test_std_clip_makes_all_rows_alike():
     w = torch.randn(4, 8192) * torch.tensor([[0.01], [0.1], [1.0], [30.0]])
     q = pack_rows("w", w, "int6", k=12.85).data
     assert all(abs(entropy_bits(row) - bits_per_weight(12.85)) < 0.05 for row in q)
-    assert torch.allclose(spread_scale(w, 31.0), w.square().mean(-1).sqrt(), rtol=1e-3)
+    assert torch.allclose(std_scale(w, 31.0), w.square().mean(-1).sqrt(), rtol=1e-3)
 
 
 def test_bits_and_k_are_inverse():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from golfnb.artifact import Best, Lzma, Rans, decompress_section, pack_bytes, unpack_bytes
-from golfnb.rans import RANS_BITS, rans_decode, rans_encode, rans_lanes, rans_frequencies
+from golfnb.rans import RANS_BITS, rans_decode, rans_encode, rans_streams, rans_frequencies
 from golfnb.settings import GolfError
 from golfnb.quantize import Packed, entropy_bits
 from test_artifact import slow_rans
@@ -25,7 +25,7 @@ def gauss(rows, cols, spread=3.0, seed=0, row=0.0, col=0.0) -> np.ndarray:
 AWKWARD = {
     "one value": np.zeros((1, 1), np.int8), "all zero": np.zeros((40, 30), np.int8), "all the same": np.full((33, 7), -31, np.int8), "one row": gauss(1, 999), "one column": gauss(999, 1),
     "every byte": np.arange(-128, 128, dtype=np.int8).reshape(16, 16), "one odd value": np.eye(200, dtype=np.int8), "wild rows": gauss(300, 40, row=2.0), "wild columns": gauss(40, 300, col=2.0),
-    "zero rows": gauss(64, 64) * (np.arange(64) % 2)[:, None].astype(np.int8), "several lanes": gauss(300, 333), "many lanes": gauss(2000, 90), "full range": np.random.default_rng(1).integers(-127, 128, (300, 50)).astype(np.int8),
+    "zero rows": gauss(64, 64) * (np.arange(64) % 2)[:, None].astype(np.int8), "several streams": gauss(300, 333), "many streams": gauss(2000, 90), "full range": np.random.default_rng(1).integers(-127, 128, (300, 50)).astype(np.int8),
 }
 
 
@@ -72,10 +72,10 @@ def test_three_per_cent_under_lzma_at_equal_integers(spread):
 
 
 def test_a_million_values_and_few_steps_for_twenty_six_million():
-    "A step codes one value of each lane, and takes some tens of microseconds: 26 million values take seconds."
+    "A step codes one value of each stream, and takes some tens of microseconds: 26 million values take seconds."
     q = gauss(1024, 1024, row=0.2)
     assert rans_decode(rans_encode(q.tobytes(), [q.shape]), [q.shape]) == q.tobytes()
-    assert 26_000_000 / rans_lanes(26_000_000) < 50_000
+    assert 26_000_000 / rans_streams(26_000_000) < 50_000
 
 
 def test_every_mutation_is_refused_or_other_integers_never_more():

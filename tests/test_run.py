@@ -410,7 +410,7 @@ def test_weights_that_are_not_finite_end_a_training():
     cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
 
     def score():
-        engine.parts[0].master.view(-1)[3] = float("inf")
+        engine.parts[0].fp32_shard.view(-1)[3] = float("inf")
         return 3.0, 1.0
 
     with pytest.raises(GolfError, match="weights .*step 5"):

@@ -10,7 +10,7 @@ from tiny import TINY, tiny_data
 from golfnb.studies import harness as studies
 from golfnb.studies.bench import read_result
 from golfnb.loader import grad_accum
-from golfnb.parallel_muon import Ranks, clip_factor, squared_norm
+from golfnb.parallel_muon import Ranks, clip_coef, squared_norm
 from golfnb.recipes import golf, pr549, pr726
 from golfnb.settings import GolfError
 from golfnb.shards import write_shard
@@ -167,7 +167,7 @@ def test_each_micro_batch_is_clipped_as_a_rank_of_eight_clips_it(recorded):
     expected = [torch.zeros_like(p, dtype=torch.float32) for p in params]
     for ids, targets in batches(cfg):
         grads = torch.autograd.grad(loss_fn(ids, targets), params, allow_unused=True, materialize_grads=True)
-        factor = clip_factor(squared_norm(list(grads), torch.float32), CLIP)
+        factor = clip_coef(squared_norm(list(grads), torch.float32), CLIP)
         assert factor < 0.9
         torch._foreach_add_(expected, [g.float() * factor / accum for g in grads])
     m = studies.clip_as_eight(m, cfg, 1)

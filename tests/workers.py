@@ -145,11 +145,11 @@ def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 
     return named, replica, losses
 
 
-def on_hosts(ranks, hosts: int, envs: list) -> list:
-    "`five_steps` of each settings, as if every `world / hosts` ranks were a host."
-    each = ranks.world // hosts
+def on_nodes(ranks, nodes: int, envs: list) -> list:
+    "`five_steps` of each settings, as if every `world / nodes` ranks were a node."
+    each = ranks.world // nodes
     os.environ["LOCAL_WORLD_SIZE"] = str(each)
-    ranks.host, ranks.hosts, ranks.local = ranks.rank // each, hosts, ranks.rank % each
+    ranks.node, ranks.nodes, ranks.local = ranks.rank // each, nodes, ranks.rank % each
     return [five_steps(ranks, env) for env in envs]
 
 
@@ -330,10 +330,10 @@ def all_checks(ranks, cases: list) -> list:
     return [globals()[name](ranks, *args) for name, args in cases]
 
 
-def unequal_hosts(ranks, env: dict) -> str:
-    "What is said where rank 0 is alone on its host and the others share one."
+def unequal_nodes(ranks, env: dict) -> str:
+    "What is said where rank 0 is alone on its node and the others share one."
     os.environ["LOCAL_WORLD_SIZE"] = "1" if ranks.rank == 0 else "2"
-    ranks.host, ranks.hosts = int(ranks.rank > 0), 2
+    ranks.node, ranks.nodes = int(ranks.rank > 0), 2
     try:
         machine(env, ranks)
     except GolfError as e:

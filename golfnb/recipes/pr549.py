@@ -47,7 +47,7 @@ class Parts:
     model: Golf
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
-    forward: Callable   # (ids, keep): logits
+    forward: Callable   # (ids, last_n): logits
     average: Callable   # (tensors): the average of the weights
 
 

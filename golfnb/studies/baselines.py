@@ -24,9 +24,9 @@ from ..layout import BankSpec, Layout, LayoutSettings, Matrix
 from ..loader import grad_accum
 from ..model import Golf, init_model
 from ..newton_schulz import newton_schulz_flops
-from ..parallel_muon import (ClipEach, Knobs, Muon, NoClip, Ranks, Recorded, ShardedBank,
+from ..parallel_muon import (ClipEach, StepScalars, Muon, NoClip, Ranks, CudaGraphed, ShardedBank,
                                   gather_into)
-from ..plan import Links, Plan, finish_us, predict, read_links
+from ..plan import MachineModel, CommSchedule, finish_us, predict, read_machine_model
 from ..run import device_name, weight_dtype
 from .variants import Variant, read_variant
 from ..train import compiled, training_loss
@@ -50,12 +50,12 @@ def bank_splits(kind: str, slots: int, world: int) -> list[str]:
     return [f"{kind}{slots}", *(f"{kind}{cut},{kind}{slots - cut}" for cut in cuts)]
 
 # %% ../../nbs/studies/34_baselines.ipynb #dbd4e5a9
-def search_buckets(cfg: LayoutSettings, world: int, links: Links, small_bytes=0) -> list[tuple[float, str]]:
+def search_buckets(cfg: LayoutSettings, world: int, links: MachineModel, small_bytes=0) -> list[tuple[float, str]]:
     "Each bucketing in its best order, as (predicted microseconds, line), the fastest first."
     rows = []
     for text in candidate_buckets(cfg, world):
         layout = bucket_layout(slot_kinds(cfg), text, world)
-        plans = [Plan(order, order) for order in permutations(b.name for b in layout.banks)]
+        plans = [CommSchedule(order, order) for order in permutations(b.name for b in layout.banks)]
         timed = [(finish_us(predict(plan, layout, links, small_bytes, "local")), plan) for plan in plans]
         us, best = min(timed, key=lambda row: row[0])
         rows.append((us, plan_text(text, best, layout)))
@@ -129,15 +129,15 @@ def update_samples(variant: Variant, ranks: Ranks, rounds: int, layouts: list[La
 
 # %% ../../nbs/studies/34_baselines.ipynb #42f4eb5d
 def recorded_update(rule: Muon, shape: tuple[int, int, int], dtype: torch.dtype,
-                    device: torch.device) -> Recorded:
+                    device: torch.device) -> CudaGraphed:
     "An update of random matrices [n, rows, columns] that are all this rank's."
     n, rows, cols = shape
     spec = BankSpec("timed", tuple(Matrix(f"{i}", rows, cols, "") for i in range(n)), 1)
     weights = torch.nn.Parameter(torch.randn(shape, device=device).to(dtype))
     shard = ShardedBank(spec, weights, Ranks(device=device), rule)
     grad = 1e-3 * weights.detach()
-    numbers = Knobs(torch.zeros(0, device=device), shard.master.dtype)
-    return Recorded(lambda: rule.update(shard, grad, numbers), device)
+    numbers = StepScalars(torch.zeros(0, device=device), shard.fp32_shard.dtype)
+    return CudaGraphed(lambda: rule.update(shard, grad, numbers), device)
 
 # %% ../../nbs/studies/34_baselines.ipynb #76c6ca15
 class LooseBank(torch.nn.Module):
@@ -186,7 +186,7 @@ def separate(model: BucketGolf) -> BucketGolf:
     return model
 
 # %% ../../nbs/studies/34_baselines.ipynb #9ee8caaa
-def plan_model(variant: Variant, plan: str, ranks: Ranks, world: int, wide: bool = False) -> tuple[Golf, Plan]:
+def plan_model(variant: Variant, plan: str, ranks: Ranks, world: int, wide: bool = False) -> tuple[Golf, CommSchedule]:
     "A fresh model and its plan, of a line of chapter 33 or pr125 (separate weights); `wide`: fp32 at least."
     s = variant.settings
     dtype = weight_dtype(s, ranks.device)
@@ -243,7 +243,7 @@ def tail_block(rig: TailRig, count: int) -> dict[str, list[float]]:
     return {"tail": tail, "device": [us / 1e3 for us in device]}
 
 # %% ../../nbs/studies/34_baselines.ipynb #f9561d94
-def links_of(samples: dict[str, list[float]], world: int, bank_bytes: int) -> Links:
+def machine_model_of(samples: dict[str, list[float]], world: int, bank_bytes: int) -> MachineModel:
     "What the `samples`, in microseconds, come to; `local` and `none` are tails over so many bytes of banks."
     lines = {what: fit_line(points) for what, points in points_of(samples).items()}
     update = {what.split()[1]: list(line) for what, line in lines.items() if what.startswith("update")}
@@ -256,7 +256,7 @@ def links_of(samples: dict[str, list[float]], world: int, bank_bytes: int) -> Li
     mid = {name: median(values) for name, values in samples.items()}
     memory = 2 * 4 * (1 << 24) / (mid["pass"] * 1e3)
     prepare = max(0.0, mid["local"] - mid["none"] - 5 * bank_bytes / (memory * 1e3))
-    return Links(*sent.get("scatter", [0.0, 1e6]), rate, mid["launch"], sent, update, memory, prepare)
+    return MachineModel(*sent.get("scatter", [0.0, 1e6]), rate, mid["launch"], sent, update, memory, prepare)
 
 # %% ../../nbs/studies/34_baselines.ipynb #07f223b5
 def points_of(samples: dict[str, list[float]]) -> dict[str, dict[float, list[float]]]:
@@ -285,9 +285,9 @@ def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
         rig.engine.clip = clip
         tail_block(rig, 3)  # recording, allocating
         samples[name] = device_us(rig.step, ranks, job.rounds, 1, rig.ready)
-    links = links_of(samples, world, 2 * sum(b.numel for b in rig.layout.banks))
+    links = machine_model_of(samples, world, 2 * sum(b.numel for b in rig.layout.banks))
     best = [[us, text] for us, text in search_buckets(s, world, links, rig.small_bytes)[:5]]
-    if ranks.master:
+    if ranks.is_rank0:
         print("\n".join(f"predicted {us / 1e3:.3f} ms: PLAN={text}" for us, text in best))
     return samples, "us", {"links": asdict(links), "predicted_best": best, "small_bytes": rig.small_bytes}
 
@@ -452,7 +452,7 @@ def bench_ways(job: BenchJob, ranks: Ranks, variant: Variant) -> tuple[dict, dic
     return samples, {"data": words, "block_steps": block}
 
 # %% ../../nbs/studies/34_baselines.ipynb #4163f13e
-def plan_facts(rig: TailRig, links: Links | None) -> dict:
+def plan_facts(rig: TailRig, links: MachineModel | None) -> dict:
     "What is known of a plan before it runs."
     layout = rig.layout
     world = rig.ranks.world
@@ -469,11 +469,11 @@ def plan_facts(rig: TailRig, links: Links | None) -> dict:
 
 # %% ../../nbs/studies/34_baselines.ipynb #71507299
 def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
-    "ms of ways of running Muon, and of plans on random gradients: tail (host's clock), device (events)."
+    "ms of ways of running Muon, and of plans on random gradients: tail (CPU's clock), device (events)."
     variant = read_variant(env)
     file = job.links or result_path("links", device_name(ranks), ranks.world)
-    links = read_links(file) if job.links or file.is_file() else None
-    if ranks.master:
+    links = read_machine_model(file) if job.links or file.is_file() else None
+    if ranks.is_rank0:
         found = file if links else "none measured (golfnb bench links), nothing is predicted"
         print(f"links: {found}")
     samples = {}
@@ -489,7 +489,7 @@ def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, 
     return samples, "ms", {"links": str(file), **facts}
 
 # %% ../../nbs/studies/34_baselines.ipynb #e3d2330e
-def plan_rigs(variant: Variant, ranks: Ranks, links: Links | None) -> dict[str, TailRig]:
+def plan_rigs(variant: Variant, ranks: Ranks, links: MachineModel | None) -> dict[str, TailRig]:
     "The published plans, and with `links` the one predicted to be the fastest, ready to be timed."
     s = variant.settings
     names = ["pr399", "shared_mlp", "pr125"]

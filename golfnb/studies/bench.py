@@ -39,7 +39,7 @@ from ..tools.joiner import END_WITH_TORCHRUN
 from ..tools.launcher import checkout_commit, free_cores, package_dir, run_script, usable_cores
 from ..model import named_state
 from ..parallel_muon import Ranks
-from ..plan import read_links
+from ..plan import read_machine_model
 from ..quantize import QuantSettings
 from ..recipes import pr549
 from ..run import RunSettings, as_rank, device_name
@@ -58,7 +58,7 @@ def wait_for(device: torch.device | str = "cpu") -> None:
 
 # %% ../../nbs/studies/30_bench.ipynb #87f897fe
 class Marks:
-    "Points in time: by the device's clock, or with `wait` by the host's when the device has finished."
+    "Points in time: by the device's clock, or with `wait` by the CPU's when the device has finished."
 
     def __init__(self, device: torch.device | str = "cpu", wait: bool = False):
         self.device = torch.device(device)
@@ -227,7 +227,7 @@ def bench_shards(s: RunSettings, ranks: Ranks, scratch: Path | str, batches: int
     found = sorted(data.glob("*_train_*.bin"))
     if found:
         return found, f"shards of {data.name}"
-    if ranks.master:
+    if ranks.is_rank0:
         count = batches * s.train_batch_tokens + 2 * s.train_seq_len
         tokens = np.random.default_rng(0).integers(0, s.vocab_size, count, dtype=np.uint16)
         write_shard(path, tokens)
@@ -267,7 +267,7 @@ class Rig:
 
 # %% ../../nbs/studies/30_bench.ipynb #4c777d03
 def step_block(rig: Rig, count: int) -> dict[str, list[float]]:
-    "`count` steps in a row, in ms: `step` by the device's marks, `block` by the host's clock."
+    "`count` steps in a row, in ms: `step` by the device's marks, `block` by the CPU's clock."
     each, whole = timed_block(rig.step, count, rig.ranks.device)
     return {"step": each, "block": [whole]}
 
@@ -344,7 +344,7 @@ def variants_of(job: BenchJob, env: dict) -> dict[str, Variant]:
 
 # %% ../../nbs/studies/30_bench.ipynb #8482daf1
 def bench_step(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
-    "ms of a step: by device events, and by the host's clock a block; or of phases, with a wait around each."
+    "ms of a step: by device events, and by the CPU's clock a block; or of phases, with a wait around each."
     variants = variants_of(job, env)
     count = max(1, min(job.block, job.steps // 3))
     first = next(iter(variants.values()))
@@ -527,7 +527,7 @@ def measure_part(job: BenchJob, ranks: Ranks, env: dict) -> None:
     variant.settings.check(ranks.world)
     samples, unit, facts = bench_function(job.what)(job, ranks, env)
     facts = {"world": ranks.world, "device": device_name(ranks), **facts, "settings": changed_settings(variant)}
-    if ranks.master:
+    if ranks.is_rank0:
         part = {"samples": samples, "unit": unit, "facts": facts, "source": where_measured()}
         Path(job.scratch, "part.json").write_text(json.dumps(part), encoding="utf-8")
 
@@ -550,7 +550,7 @@ def run_bench(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:
     if "DATA_PATH" in env:
         find_shards(Path(env["DATA_PATH"], "*_train_*.bin"))
     if job.links:
-        read_links(job.links)
+        read_machine_model(job.links)
     samples = {}
     with tempfile.TemporaryDirectory(prefix="golfnb-bench-") as scratch:
         job = replace(job, scratch=scratch)

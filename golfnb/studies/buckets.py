@@ -23,7 +23,7 @@ from ..model import BLOCK_MATRICES, BlockWeights, Golf, joined
 from ..newton_schulz import quintic
 from ..parallel_muon import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
                                   ShardedBank)
-from ..plan import Plan, check_plan, make_plan
+from ..plan import CommSchedule, check_comm_schedule, comm_schedule
 
 # %% ../../nbs/studies/33_buckets.ipynb #daa746cb
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SharedBank(BankSpec):
         rows, width = self.slot
         if slot is None:
             return [1.0] * rows
-        return [m.lr_scale for m in slot for _ in range(prod(m.stored) // width)]
+        return [m.shape_lr_scale for m in slot for _ in range(prod(m.stored) // width)]
 
     def views(self, bank: Tensor) -> list[Tensor]:
         "As `BankSpec.views`; a slot is split once."
@@ -229,7 +229,7 @@ def mixed_text(attn: int, mlp: int, world: int) -> str:
     return ",".join(banks)
 
 # %% ../../nbs/studies/33_buckets.ipynb #4ab711c4
-def read_plan(cfg: LayoutSettings, text: str, world: int) -> tuple[Layout, Plan]:
+def read_plan(cfg: LayoutSettings, text: str, world: int) -> tuple[Layout, CommSchedule]:
     "The layout and plan of a line, of a word for PLAN, or of `pr132`. Raises GolfError if it cannot be read."
     line = text
     if text == "pr132":
@@ -240,17 +240,17 @@ def read_plan(cfg: LayoutSettings, text: str, world: int) -> tuple[Layout, Plan]
     else:
         layout = bucket_layout(slot_kinds(cfg), buckets, world)
     if len(words) < 2:
-        return layout, make_plan(layout, *words)
+        return layout, comm_schedule(layout, *words)
     try:
-        plan = Plan(*(tuple(layout.banks[int(i)].name for i in order.split(".")) for order in words))
+        plan = CommSchedule(*(tuple(layout.banks[int(i)].name for i in order.split(".")) for order in words))
     except (ValueError, IndexError, TypeError):
         raise GolfError(f"a plan's orders are two lists of bucket numbers below {len(layout.banks)}, such as "
                         f"/0.1.2/1.0.2: found {text!r}; correct it") from None
-    check_plan(plan, layout)
+    check_comm_schedule(plan, layout)
     return layout, plan
 
 # %% ../../nbs/studies/33_buckets.ipynb #ea6cceea
-def plan_text(buckets: str, plan: Plan, layout: Layout) -> str:
+def plan_text(buckets: str, plan: CommSchedule, layout: Layout) -> str:
     "The inverse: the line of a bucketing and a plan's orders."
     place = {b.name: str(i) for i, b in enumerate(layout.banks)}
     orders = [".".join(place[name] for name in order) for order in (plan.scatter, plan.work)]
@@ -273,7 +273,7 @@ class BucketGolf(Golf):
         return [joined(w, kernels) for w in blocks]
 
 # %% ../../nbs/studies/33_buckets.ipynb #c26f1bc2
-def bucket_engine(model: Golf, plan: Plan, s: EngineSettings, ranks: Ranks, clip=ClipEach,
+def bucket_engine(model: Golf, plan: CommSchedule, s: EngineSettings, ranks: Ranks, clip=ClipEach,
                   orthogonalize=quintic, inside: Ranks | None = None, debug: bool = False) -> Engine:
     "A recipe's engine for a model on any layout, with any plan; `inside` and `debug` are the engine's."
     matrices = CutMuon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)

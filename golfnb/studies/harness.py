@@ -40,7 +40,7 @@ from ..layers import rotary_tables
 from ..layout import mlp_in_one_bank
 from ..loader import grad_accum
 from ..model import Golf, SigmoidSkips, load_named, named_state, quant_kind
-from ..parallel_muon import ClipEach, Engine, Ranks, clip_factor, squared_norm, start_ranks
+from ..parallel_muon import ClipEach, Engine, Ranks, clip_coef, squared_norm, start_ranks
 from ..quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_state, quantize_state,
                              shared_out)
 from ..recipes import golf
@@ -90,7 +90,7 @@ class Lab:
 
     def keep(self, name: str, samples: dict, unit: str, note: str, facts: dict | None = None) -> None:
         "Write a result, on rank 0."
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             print(record_result(name, samples, unit, note, facts, self.folder), flush=True)
 
 
@@ -492,7 +492,7 @@ def clip_as_eight(m, s: RunSettings, world: int):
     def accumulate():
         grads = [p.grad for p in params]
         norm_sq = accum**2 * squared_norm(grads, torch.float32)
-        torch._foreach_mul_(grads, clip_factor(norm_sq, s.grad_clip_norm))
+        torch._foreach_mul_(grads, clip_coef(norm_sq, s.grad_clip_norm))
         add_up()  # takes the banks' gradients away
         clipped.append([copied_grad(p) for p in params])
         last = len(clipped) == accum
@@ -536,7 +536,7 @@ def parity(lab: Lab):
     averaged = train_and_average(run, p, batches, variant.program.step, variant.projector())
     variant.program.score(run, p, variant.program.pack(run, p, averaged))
     run.finish()
-    if lab.ranks.master:
+    if lab.ranks.is_rank0:
         keep_parity(lab, run.folder, losses[grad_accum(world) * s.warmup_steps:])
 
 # %% ../../nbs/studies/35_harness.ipynb #403c2653

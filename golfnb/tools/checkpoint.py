@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # what comes from a script has classes of its own
 def named_tensors(t: "Trainer") -> dict[str, Tensor]:
     "Name -> live view of each tensor of this rank that a step changes; of a bank, matrix by matrix."
     engine = t.engine
-    named = {"steps taken": engine.knobs.count}
-    parts = [{"master": part.master, **part.state} for part in engine.parts]
+    named = {"steps taken": engine.scalars.count}
+    parts = [{"master": part.fp32_shard, **part.state} for part in engine.parts]
     for what, averaged in t.average.state().items():
         if what == "snapshots":
             named[what] = averaged[0]
@@ -120,7 +120,7 @@ class Keeper(Watcher):
         self.dcp = import_module("torch.distributed.checkpoint")  # slow, so only where it is needed
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
-        self.buffers = {}     # name -> tensor in host memory
+        self.buffers = {}     # name -> tensor in CPU memory
         self.votes = deque()  # (flags, collective) of the last steps
         self.saved_ms = 0.0   # time of training at the last checkpoint
         self.step = None      # its step
@@ -129,8 +129,8 @@ class Keeper(Watcher):
         self.training = False
         self.terminated = False  # SIGTERM has come
         self.resume_by = f"golfnb train --resume {self.folder.parent}"
-        if ranks.hosts > 1:
-            self.resume_by = f"RESUME=1 RUN_ID={self.folder.parent.name} and the command of each host"
+        if ranks.nodes > 1:
+            self.resume_by = f"RESUME=1 RUN_ID={self.folder.parent.name} and the command of each node"
         self.old_handler = None
         if threading.current_thread() is threading.main_thread():
             self.old_handler = signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
@@ -141,7 +141,7 @@ class Keeper(Watcher):
         if not self.training:
             if self.thread:
                 self.thread.join()
-            if self.ranks.master:
+            if self.ranks.is_rank0:
                 os.write(2, f"golfnb: stopped by SIGTERM; go on with {self.resume_by}\n".encode())
             os._exit(Stopped.status)  # an exception might be caught by whatever code runs now
 
@@ -175,9 +175,9 @@ class Keeper(Watcher):
             for event in (copied, *(event for _, event in unread)):
                 if event is not None:
                     event.synchronize()
-            facts["unread"] = [host.tolist() for host, _ in unread]
+            facts["unread"] = [values.tolist() for values, _ in unread]
             self.put(facts, hidden)
-            if self.ranks.master:
+            if self.ranks.is_rank0:
                 os.replace(hidden, path)
                 for old in sorted(self.folder.glob("step-*"))[:-2]:
                     shutil.rmtree(old, ignore_errors=True)
@@ -185,11 +185,11 @@ class Keeper(Watcher):
             self.problem = f"no checkpoint of step {facts['steps']} ({reason(error)})"
 
     def put(self, facts: dict, folder: Path):
-        "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
-        master = self.ranks.master
+        "Write facts and buffers of all ranks into `folder`; with several nodes, on that of rank 0."
+        master = self.ranks.is_rank0
         tensors = self.buffers
         alone = self.ranks.world == 1
-        if self.ranks.hosts > 1:
+        if self.ranks.nodes > 1:
             tensors = self.gather_buffers()
             alone = True
         if master:
@@ -202,7 +202,7 @@ class Keeper(Watcher):
 
     def gather_buffers(self) -> dict[str, Tensor]:
         "The buffers of all ranks, on rank 0; empty on the others."
-        if not self.ranks.master:
+        if not self.ranks.is_rank0:
             dist.gather_object(self.buffers, group=self.group)
             return {}
         parts = [None] * self.ranks.world
@@ -234,13 +234,13 @@ class Keeper(Watcher):
         "Say whether this rank wants a checkpoint, and whether to stop; the others' answer comes later."
         elapsed_ms = t.elapsed_ms()
         writing = self.thread is not None and self.thread.is_alive()
-        due = self.ranks.master and not writing and elapsed_ms - self.saved_ms >= self.every_ms
+        due = self.ranks.is_rank0 and not writing and elapsed_ms - self.saved_ms >= self.every_ms
         if due:
             self.saved_ms = elapsed_ms
         flags = torch.tensor([due, self.terminated], dtype=torch.int32)
         handle = None
         if self.ranks.world > 1:
-            handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.patient, async_op=True)
+            handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.long_timeout_group, async_op=True)
         self.votes.append((flags, handle))
 
     def count_votes(self) -> tuple[bool, bool]:
@@ -299,7 +299,7 @@ class Keeper(Watcher):
     def before_training(self, t: "Trainer"):
         "Bring a new training to the newest checkpoint, if there is one. Raises GolfError if it does not fit."
         self.training = True
-        found = self.newest() if self.ranks.master else None
+        found = self.newest() if self.ranks.is_rank0 else None
         found = self.ranks.broadcast_object(found)
         if not found:
             return
@@ -333,7 +333,7 @@ class Keeper(Watcher):
         if t.engine.clip.norm_is_sum:
             sums.append("norm_sq")
         for word in sums:
-            values[t.control_words.index(word)] *= self.ranks.world / facts["world"]
+            values[t.control_scalars.index(word)] *= self.ranks.world / facts["world"]
         return values
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #5398a811
@@ -383,7 +383,7 @@ class Progress(Watcher):
         self.ranks = run.ranks
         self.path = run.folder / "progress.json"
         self.identity = identity(run)
-        notes = self.take_notes() if self.ranks.master else None
+        notes = self.take_notes() if self.ranks.is_rank0 else None
         notes = self.ranks.broadcast_object(notes)
         if notes is None:
             raise GolfError(f"{run.folder} is a run that still goes on: wait until its processes have ended")
@@ -391,7 +391,7 @@ class Progress(Watcher):
             try:
                 self.take_up(notes)
             except GolfError:
-                if self.ranks.master:
+                if self.ranks.is_rank0:
                     self.lock.close()  # the next attempt may come from this process
                 raise
         self.note("begun")
@@ -412,7 +412,7 @@ class Progress(Watcher):
                  "world": self.ranks.world, "threads": torch.get_num_threads(),
                  "summary": finite(self.run.summary), "seconds": self.run.seconds}
         with suppress(GolfError):
-            if self.ranks.master:
+            if self.ranks.is_rank0:
                 atomic_write(self.path, json.dumps(notes) + "\n")
 
     def result(self, stage: str) -> bytes | None:
@@ -420,7 +420,7 @@ class Progress(Watcher):
         if stage != "packed" or "artifact_bytes" not in self.run.summary:
             return None
         name = "artifact.golf.over" if "over_budget" in self.run.summary else "artifact.golf"
-        data = (self.run.folder / name).read_bytes() if self.ranks.master else None
+        data = (self.run.folder / name).read_bytes() if self.ranks.is_rank0 else None
         return self.ranks.broadcast_object(data)
 
     def take_notes(self) -> dict | None:
@@ -439,7 +439,7 @@ class Progress(Watcher):
 
     def close(self):
         "The run has ended: remove what only a second life would need."
-        if self.ranks.master:
+        if self.ranks.is_rank0:
             shutil.rmtree(self.path.parent / "checkpoints", ignore_errors=True)
             for folder in {self.path.parent, self.run.folder}:  # the same, unless its disk was full
                 (folder / "progress.json").unlink(missing_ok=True)

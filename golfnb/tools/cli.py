@@ -1035,7 +1035,7 @@ def score_file(args, ranks) -> tuple:
     "Score an artifact on `ranks`, print it on rank 0; what was scored, and findings if it is audited."
     import torch
 
-    say = print if ranks.master else silent
+    say = print if ranks.is_rank0 else silent
     file = args.file
     scored = open_scored(args, ranks)
     s = scored.settings
@@ -1052,7 +1052,7 @@ def score_file(args, ranks) -> tuple:
     workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)
-    bar = book.watch.Bar(ranks.master)
+    bar = book.watch.Bar(ranks.is_rank0)
     findings = []
     watched = {"log": bar, "probing": True, "seed": audit_seed(file)}
     with closing(bar):

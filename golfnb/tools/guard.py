@@ -141,21 +141,21 @@ def lost_ranks(ranks: "Ranks") -> str:
 
     def ask():
         try:
-            heard.append(dist.monitored_barrier(ranks.patient, timedelta(seconds=8), wait_all_ranks=True))
+            heard.append(dist.monitored_barrier(ranks.long_timeout_group, timedelta(seconds=8), wait_all_ranks=True))
         except (RuntimeError, ValueError) as e:  # a value: there is no group
             heard.append(e)
 
     asking = Thread(target=ask, daemon=True)  # only rank 0 has the time limit, and the list
     asking.start()
     asking.join(12)
-    if not ranks.master:
+    if not ranks.is_rank0:
         time.sleep(2)  # rank 0 has the list: it speaks first
     found = re.search(r"Ranks? ([\d, ]+) failed", str(heard))
     if found:
         return f"ranks {found[1]}" if "," in found[1] else f"rank {found[1]}"
     if heard:
         return "the others"
-    return "rank 0 and its host" if ranks.host > 0 else "rank 0"
+    return "rank 0 and its node" if ranks.node > 0 else "rank 0"
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d0016
 LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")

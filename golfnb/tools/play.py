@@ -64,7 +64,7 @@ def next_shares(model: Golf, ids: list[int]) -> Iterator[Tensor]:
     known = 0  # of a row, the places whose shares the row before gave
     for first in range(0, row_start(len(ids), T) + 1, T - T // 2):
         row = torch.tensor([ids[first:first + T]], device=model.tok_emb.device)
-        logits = model(row, keep=row.shape[1] - known, rope_len=T)[0]
+        logits = model(row, last_n=row.shape[1] - known, rope_len=T)[0]
         yield softcap(logits, model.cap).log_softmax(-1).cpu()
         known = T // 2
 

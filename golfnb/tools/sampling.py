@@ -31,7 +31,7 @@ def next_logits(model: Golf, ids: list[int]) -> Tensor:
     "Capped logits [V] of the token after `ids`, by a forward over their whole row."
     T = model.cfg.train_seq_len
     row = torch.tensor([ids[row_start(len(ids), T):]], device=model.tok_emb.device)
-    return softcap(model(row, keep=1, rope_len=T)[0, 0], model.cap)
+    return softcap(model(row, last_n=1, rope_len=T)[0, 0], model.cap)
 
 # %% ../../nbs/tools/25_sampling.ipynb #2705e997
 def draw(logits: Tensor, temperature: float, top_k: int, g: torch.Generator) -> int:
@@ -110,7 +110,7 @@ class CachedReader:
             keep = 1 if last else None
             return self.blocks[i].run(x, x0, self.weights[i], cos, sin, ves.get(i), keep)
 
-        x = model.walk(x0, run)[:, -1]
+        x = model.run_blocks(x0, run)[:, -1]
         return softcap(F.linear(rms_norm(x), model.tok_emb.to(model.compute))[0], model.cap)
 
 # %% ../../nbs/tools/25_sampling.ipynb #98b7f74f

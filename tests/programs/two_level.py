@@ -1,4 +1,4 @@
-"""Recipe pr549 over several machines: each has all banks, and their gradients meet at the end."""
+"""Recipe pr549 over several machines: each has all banks, and their gradients are averaged at the end."""
 
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from golfnb.model import Golf, ModelSettings, WeightedSkips, init_model, load_na
 from golfnb.newton_schulz import quintic
 from golfnb.averaging import Ema
 from golfnb.parallel_muon import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
-                                  inside_host)
+                                  inside_node)
 from golfnb.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from golfnb.quantize import dequantize_state, quantize_state
 from golfnb.artifact import ArtifactSettings, Lzma, unpack_bytes
@@ -44,14 +44,14 @@ class Parts:
     inside: Ranks       # the ranks of this machine, which share the banks
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
-    forward: Callable   # (ids, keep): logits
+    forward: Callable   # (ids, last_n): logits
     average: Callable   # (tensors): the average of the weights
 
 
 def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,
           skips=WeightedSkips) -> Parts:
     "The model, what trains it, and what runs it; a study gives another part in place of ours."
-    inside = inside_host(ranks)
+    inside = inside_node(ranks)
     layout = banks(s, inside.world)
     dtype = weight_dtype(s, ranks.device)
     model = Golf(s, layout, dtype, ranks.device, s.attention, skips())

@@ -1,4 +1,4 @@
-"""What torchrun starts on the hosts of test_hosts: python host_worker.py WHAT FOLDER [JSON]."""
+"""What torchrun starts on the nodes of test_nodes: python node_worker.py WHAT FOLDER [JSON]."""
 from golfnb.tools.joiner import END_WITH_TORCHRUN
 
 exec(END_WITH_TORCHRUN)
@@ -21,7 +21,7 @@ from golfnb.tools.guard import guarded_rank
 
 
 def sent() -> int:
-    "Bytes that this host has sent."
+    "Bytes that this node has sent."
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
