@@ -293,7 +293,7 @@ def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
 
 # %% ../../nbs/studies/34_baselines.ipynb #8a66096c
 def memory_samples(ranks: Ranks, rounds: int) -> dict[str, list[float]]:
-    "Microseconds of a kernel that does next to nothing, and of a copy of 64 MiB."
+    "Microseconds of a kernel that does next to nothing, and of a copy of a large tensor."
     small = torch.zeros(64, device=ranks.device)
     big = torch.zeros(1 << 24, device=ranks.device)
     other = torch.zeros_like(big)

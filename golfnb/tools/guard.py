@@ -37,9 +37,11 @@ if TYPE_CHECKING:  # what comes from a script has classes of its own
 def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
     "Raises GolfError for two corpora, a damaged manifest.json, or one of other shards or tokenizer."
     found = [(p, p.name.split(f"_{s}_")[0]) for s in ("train", "val") for p in folder.glob(f"*_{s}_*.bin")]
-    if len(corpora := {name for _, name in found}) > 1:
+    corpora = {name for _, name in found}
+    if len(corpora) > 1:
         raise GolfError(f"{folder} must hold one corpus, found {' and '.join(sorted(corpora))}: move one out")
-    if not (path := folder / "manifest.json").exists():
+    path = folder / "manifest.json"
+    if not path.exists():
         return
     try:
         made = json.loads(path.read_bytes())
@@ -203,7 +205,8 @@ def guarded_rank(core: ModuleType, work: Callable, timeout_s: float = 60.0) -> N
     `work` returned nothing; else the process ends.
     """
     signal.signal(signal.SIGINT, interrupted)
-    ranks = problem = None
+    ranks = None
+    problem = None
     try:
         ranks = core.start_ranks(timeout_s=timeout_s)
         problem = work(ranks)
