@@ -1,5 +1,6 @@
 """What golfnb defines, read from golfnb/*.py without importing it: modules, names, signatures, docstrings, settings."""
 import ast
+import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -51,10 +52,18 @@ def patched_class(node: ast.AST) -> str:
     return shown(node.args.args[0].annotation).strip("'\"") if is_patch else ""
 
 
+def own_cells(notebook: Path) -> set[str]:
+    "`Class.method` for every method that stands in a cell of its own; in the module it is in its class."
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    nodes = [node for source in sources if "@patch" in source for node in ast.parse(source).body]
+    return {f"{patched_class(node)}.{node.name}" for node in nodes if patched_class(node)}
+
+
 def read_function(node: ast.FunctionDef, kind: str) -> Name:
     if {"property", "cached_property"} & {shown(d) for d in node.decorator_list}:
         kind = "property"
-    return Name(node.name, kind, ast.get_docstring(node) or "", signature_of(node), patched=bool(patched_class(node)))
+    return Name(node.name, kind, ast.get_docstring(node) or "", signature_of(node))
 
 
 def read_field(node: ast.AnnAssign, remark) -> Name:
@@ -91,7 +100,7 @@ def read_module(path: Path) -> Module:
     source = path.read_text(encoding="utf-8")
     lines, tree = source.splitlines(), ast.parse(source)
     remark = lambda node: lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().partition("# ")[2]
-    chapter = re.search(r"File to edit: (?:\.\./)+nbs/(?:\w+/)*(\w+)\.ipynb", source)[1]
+    notebook = ROOT / re.search(r"File to edit: (?:\.\./)+(nbs/(?:\w+/)*\w+\.ipynb)", source)[1]
     package = path.parent.relative_to(ROOT / "golfnb").parts if path.is_relative_to(ROOT / "golfnb") else ()
     imports = {imported_module(n, package) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and (n.level or n.module.startswith("golfnb."))}
     public, names = set(), {}
@@ -115,11 +124,14 @@ def read_module(path: Path) -> Module:
                 names.setdefault(name, Name(name, "data", remark(node), value if len(value := shown(node.value)) <= 60 else ""))
 
     visit(tree.body)
+    apart = own_cells(notebook)
     for n in names.values():
         n.public = n.name in public
+        for member in n.members:
+            member.patched = f"{n.name}.{member.name}" in apart
     if public - names.keys():
         raise SystemExit(f"book: {path.name} lists {sorted(public - names.keys())} in __all__ and defines them nowhere at the top level")
-    return Module(".".join((*package, path.stem)), chapter, " ".join((ast.get_docstring(tree) or "").split()), names, imports)
+    return Module(".".join((*package, path.stem)), notebook.stem, " ".join((ast.get_docstring(tree) or "").split()), names, imports)
 
 
 @cache

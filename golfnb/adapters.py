@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bpb import ByteTable, target_bytes
-from .settings import GolfError, patch, setting
+from .settings import GolfError, setting
 from .layers import rms_norm, token_nll
 from .evaluate import EvalSettings, counted, total_score
 from .model import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
@@ -233,40 +233,36 @@ class Lanes:
         places = first[:, None] + torch.arange(-2, size, device=first.device)
         return self.tokens[places.clamp(0, self.tokens.numel() - 1)].long()
 
-# %% ../nbs/story/13b_adapters.ipynb #452f50eb
-@patch
-def advance(self: Lanes):
-    "Score each lane's next chunk, add it up, learn from it, store its keys."
-    first, count, fill, goes_on = (t.index_select(0, self.at)[0] for t in self.plan.values())
-    size, goes_on = len(self.place), goes_on.to(self.masters.dtype)
-    ids, stored = self.window(first, size + 1), (self.keys[..., :-size, :], self.values[..., :-size, :])
-    loss, nats, *made = self.step(ids, fill, self.flats, *stored, goes_on)
-    valid, grads = self.place < count[:, None], torch.autograd.grad(loss, self.flats)
-    n_bytes = target_bytes(self.table, ids[:, 2:-1], ids[:, 3:]) * valid
-    self.total += torch.stack([t.double().sum() for t in (torch.where(valid, nats, 0), n_bytes, valid)])
-    if self.out is not None:  # one place past the last target takes what does not count
-        at = torch.where(valid, first[:, None] + self.place, self.tokens.numel() - 1)
-        self.out.scatter_(0, at.flatten(), nats.flatten().to(self.out.dtype))
-    with torch.no_grad():
-        for *block, grad, init in zip(self.flat, self.masters, self.second, grads, self.first):
-            self.update(*block, self.count, grad, goes_on, init, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
-    self.count.copy_((self.count + 1) * goes_on[:, None])
-    for kept, new in zip((self.keys, self.values), made):
-        kept.transpose(2, 3)[:, self.lane, fill[:, None] + self.place] = new.transpose(2, 3)
-    self.at += 1
+    def advance(self):
+        "Score each lane's next chunk, add it up, learn from it, store its keys."
+        first, count, fill, goes_on = (t.index_select(0, self.at)[0] for t in self.plan.values())
+        size, goes_on = len(self.place), goes_on.to(self.masters.dtype)
+        ids, stored = self.window(first, size + 1), (self.keys[..., :-size, :], self.values[..., :-size, :])
+        loss, nats, *made = self.step(ids, fill, self.flats, *stored, goes_on)
+        valid, grads = self.place < count[:, None], torch.autograd.grad(loss, self.flats)
+        n_bytes = target_bytes(self.table, ids[:, 2:-1], ids[:, 3:]) * valid
+        self.total += torch.stack([t.double().sum() for t in (torch.where(valid, nats, 0), n_bytes, valid)])
+        if self.out is not None:  # one place past the last target takes what does not count
+            at = torch.where(valid, first[:, None] + self.place, self.tokens.numel() - 1)
+            self.out.scatter_(0, at.flatten(), nats.flatten().to(self.out.dtype))
+        with torch.no_grad():
+            for *block, grad, init in zip(self.flat, self.masters, self.second, grads, self.first):
+                self.update(*block, self.count, grad, goes_on, init, self.cfg.ttt_lora_lr, self.cfg.ttt_beta2)
+        self.count.copy_((self.count + 1) * goes_on[:, None])
+        for kept, new in zip((self.keys, self.values), made):
+            kept.transpose(2, 3)[:, self.lane, fill[:, None] + self.place] = new.transpose(2, 3)
+        self.at += 1
 
-# %% ../nbs/story/13b_adapters.ipynb #08eaea0d
-@patch
-@torch.no_grad()
-def begin_row(self: Lanes):
-    "Where a document begins a new row: read the half row before its chunk again, without learning."
-    lane, first = self.rows.index_select(1, self.row).unbind(0)
-    flats, empty = [f.index_select(0, lane) for f in self.flat], self.keys[:, :1, :, :0]
-    ids, fill = self.window(first - self.half, self.half), torch.zeros_like(first)
-    _, *made = adapted_walk(self.model, ids, fill, flats, empty, empty, self.cfg.eval_seq_len, self.run)
-    for kept, new in zip((self.keys, self.values), made):
-        kept[..., :self.half, :].index_copy_(1, lane, new)
-    self.row += 1
+    @torch.no_grad()
+    def begin_row(self):
+        "Where a document begins a new row: read the half row before its chunk again, without learning."
+        lane, first = self.rows.index_select(1, self.row).unbind(0)
+        flats, empty = [f.index_select(0, lane) for f in self.flat], self.keys[:, :1, :, :0]
+        ids, fill = self.window(first - self.half, self.half), torch.zeros_like(first)
+        _, *made = adapted_walk(self.model, ids, fill, flats, empty, empty, self.cfg.eval_seq_len, self.run)
+        for kept, new in zip((self.keys, self.values), made):
+            kept[..., :self.half, :].index_copy_(1, lane, new)
+        self.row += 1
 
 # %% ../nbs/story/13b_adapters.ipynb #d997f6ce
 def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings,

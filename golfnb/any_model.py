@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .banks import make_banks
-from .settings import GolfError, patch
+from .settings import GolfError
 from .layout import Layout, Matrix, group_matrices
 from .parallel_muon import (AdamW, ClipMean, Engine, FlatGroup, Knobs, Muon, NoClip, Ranks,
                                   ShardedBank, adamw_step)
@@ -147,32 +147,28 @@ class Numbered(Muon):
         kept = {} if part.master is part.rounded else {"master": part.master}
         return kept | AdamW().state(part) | {"step": part.master.new_zeros(len(names))}
 
-# %% ../nbs/reference/17_any_model.ipynb #ff3ad5ad
-@patch
-def follow(self: Numbered, part: ShardedBank | FlatGroup):
-    "Bring weights that were written in the module into the masters of a shard or a flat group."
-    shard, master = isinstance(part, ShardedBank), part.master
-    live = part.replica.data[part.slots.start:part.slots.stop] if shard else part.rounded
-    published = part.rounded if shard else master.to(live.dtype)
-    torch.where(live == published, master, live.to(master.dtype), out=master)
+    def follow(self, part: ShardedBank | FlatGroup):
+        "Bring weights that were written in the module into the masters of a shard or a flat group."
+        shard, master = isinstance(part, ShardedBank), part.master
+        live = part.replica.data[part.slots.start:part.slots.stop] if shard else part.rounded
+        published = part.rounded if shard else master.to(live.dtype)
+        torch.where(live == published, master, live.to(master.dtype), out=master)
 
-# %% ../nbs/reference/17_any_model.ipynb #cc595b20
-@patch
-def update(self: Numbered, part: ShardedBank | FlatGroup, grad: Tensor, knobs: Knobs):
-    "One step of a shard or a flat group, in place."
-    self.follow(part)
-    n, at, master = len(self.index), self.places[part], part.master
-    has_gradient, lr, wd, (mu, beta1, beta2, eps) = knobs.words.split([n, n, n, 4])
-    ok, lr, wd = knobs.ok & (has_gradient[at] > 0), lr[at], wd[at]
-    if isinstance(part, ShardedBank):
-        lr, wd, ok = (x.view(-1, 1, 1) for x in (lr, wd, ok))
-        return self.move(part, grad, lr, mu, wd, ok)
-    *_, first, second, steps = part.state.values()
-    steps += ok
-    for a, b, i in self.spans[part]:
-        tensors, count = [t[a:b] for t in (master, grad, first, second)], steps[i].clamp(min=1)
-        adamw_step(*tensors, lr[i], wd[i], ok[i], count, beta1, beta2, eps)
-    part.rounded.copy_(master)
+    def update(self, part: ShardedBank | FlatGroup, grad: Tensor, knobs: Knobs):
+        "One step of a shard or a flat group, in place."
+        self.follow(part)
+        n, at, master = len(self.index), self.places[part], part.master
+        has_gradient, lr, wd, (mu, beta1, beta2, eps) = knobs.words.split([n, n, n, 4])
+        ok, lr, wd = knobs.ok & (has_gradient[at] > 0), lr[at], wd[at]
+        if isinstance(part, ShardedBank):
+            lr, wd, ok = (x.view(-1, 1, 1) for x in (lr, wd, ok))
+            return self.move(part, grad, lr, mu, wd, ok)
+        *_, first, second, steps = part.state.values()
+        steps += ok
+        for a, b, i in self.spans[part]:
+            tensors, count = [t[a:b] for t in (master, grad, first, second)], steps[i].clamp(min=1)
+            adamw_step(*tensors, lr[i], wd[i], ok[i], count, beta1, beta2, eps)
+        part.rounded.copy_(master)
 
 # %% ../nbs/reference/17_any_model.ipynb #7df89dc4
 class ParallelMuon(torch.optim.Optimizer):
@@ -227,6 +223,246 @@ class ParallelMuon(torch.optim.Optimizer):
         "Steps skipped because the gradient of some rank was not finite. Reading it waits for the device."
         return self.steps - int(self.engine.knobs.count)
 
+    def sort_parameters(self, module: nn.Module, filter, transposable: bool):
+        """Find the ranks, make the layout, part the parameters into `banked` and `rest`; `index` numbers them.
+
+        Raises GolfError for what cannot be trained here.
+        """
+        if not isinstance(module, nn.Module):
+            raise GolfError("ParallelMuon needs the module, since it changes where parameters lie: write "
+                            f"ParallelMuon(model) instead of giving it a {type(module).__name__}")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise GolfError("ParallelMuon averages gradients itself: give it wrapper.module and drop DDP")
+        named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        some, one = next(iter(named.items()), ("", torch.zeros(0)))
+        for n, p in named.items():
+            if nn.parameter.is_lazy(p) or hasattr(p, "placements") or p.is_meta or not p.is_floating_point():
+                raise GolfError(f"{n} cannot be banked or stepped: a plain tensor of floats is needed, found "
+                                f"{type(p).__name__} of {p.dtype} on {p.device}: "
+                                "run one forward first (lazy), or do not shard or defer the module")
+            if p.device != one.device or (p.dtype == torch.float64) != (one.dtype == torch.float64):
+                raise GolfError("parameters must share a device, and float64 does not mix with others: convert "
+                                f"{some}, {one.dtype} on {one.device}, or {n}, {p.dtype} on {p.device}")
+        self.ranks = find_ranks(one.device)
+        self.layout = module_layout(module, self.ranks.world, filter, transposable)
+        chosen = set(self.layout.names())
+        self.banked = {n: p for n, p in named.items() if n in chosen}
+        self.rest = {n: p for n, p in named.items() if n not in chosen}
+        self.index = {n: i for i, n in enumerate([*self.banked, *self.rest])}
+
+    def views(self, banks: dict[str, Tensor]) -> dict[str, Tensor]:
+        "Name -> view of its slot in `banks` (name -> [slots, rows, cols]), in the parameter's shape."
+        slots = {m.name: banks[b.name][i] for b, i, m in self.layout}
+        return {n: slots[n].T if n in self.flipped else slots[n] for n in self.banked}
+
+    @torch.no_grad()
+    def fill_banks(self, module: nn.Module, replica_dtype, max_norm: float):
+        "Copy the matrices into banks, make the engine, and make each parameter a view of its slot."
+        turned, some = linear_weights(module), next(iter(self.banked.values()))
+        self.flipped = {m.name for _, _, m in self.layout if m.transposed != turned.get(m.name, False)}
+        start = {n: b.detach() for n, b in make_banks(self.layout, some.dtype, some.device).items()}
+        for n, view in self.views(start).items():
+            view.copy_(self.banked[n])
+        replicas = {n: nn.Parameter(b.to(replica_dtype or b.dtype)) for n, b in start.items()}
+        roles = {"bank": replicas, "table": {}, "scalar": {}}
+        for n, p in self.rest.items():
+            roles["table" if p.numel() >= Numbered.large else "scalar"][n] = p
+        low = torch.bfloat16 if some.is_cuda and some.dtype != torch.float64 else None
+        rule = Numbered(self.index, low)
+        clip = ClipMean(max_norm) if max_norm else NoClip()
+        self.engine = Engine(roles, self.layout, self.ranks, rule, rule, clip)
+        self.engine.load(start, self.rest)
+        self.buffers = {n: torch.zeros_like(r, requires_grad=False) for n, r in replicas.items()}
+        self.grad_views, live = self.views(self.buffers), self.views({n: r.data for n, r in replicas.items()})
+        for n, p in (self.banked | self.rest).items():
+            view = live.get(n, p.data)
+            aligned = view.is_cpu or view.is_cuda and view.data_ptr() % 16 == 0
+            p.data = torch.from_dlpack(view) if aligned else view
+            if p.grad is not None and p.grad.dtype != p.dtype:
+                p.grad = None
+
+    def show_state(self):
+        "Put live views into `state`, in the shape of each parameter; None for what another rank holds."
+        for p in self.banked.values():
+            self.state[p] = dict.fromkeys(("master", "momentum_buffer"))
+        for bank in self.engine.banks.values():
+            for m, *slots in zip(bank.spec.slots(self.ranks.rank), bank.master, bank.state["momentum_buffer"]):
+                for what, slot in zip(("master", "momentum_buffer"), slots) if m else ():
+                    self.state[self.banked[m.name]][what] = slot.T if m.name in self.flipped else slot
+        for g in self.engine.groups:
+            for what, flat in g.state.items():
+                for n, view in (zip(g.params, flat) if what == "step" else g.view(flat).items()):
+                    self.state[self.rest[n]][what] = view
+
+    def collect_gradients(self):
+        "Bring the banked gradients into the buffers and hand those to the engine."
+        views = [(self.grad_views[n], p.grad) for n, p in self.banked.items()]
+        fresh = [(view, grad) for view, grad in views if grad is not None and grad is not view]
+        missing = [view for view, grad in views if grad is None]
+        if fresh:
+            torch._foreach_copy_(*(list(x) for x in zip(*fresh)))
+        if missing:
+            torch._foreach_zero_(missing)
+        for n, bank in self.engine.banks.items():
+            bank.replica.grad = self.buffers[n]
+
+    def write_words(self):
+        "Which parameters have a gradient here, and rank 0's numbers of this step: a copy that nobody waits for."
+        groups, (first, rest), there = self.param_groups, self.param_groups, self.engine.knobs.words
+        has = [float(p.grad is not None) for g in groups for p in g["params"]]
+        numbers = [float(g["lr"]) * x for g in groups for x in g["lr_mul"]]
+        numbers += [float(g["weight_decay"]) * x for g in groups for x in g["wd_mul"]]
+        numbers += [first["momentum"], *rest["betas"], rest["eps"]]
+        words = has + [float(x) if self.ranks.master else 0.0 for x in numbers]
+        there.copy_(torch.tensor(words, dtype=there.dtype, pin_memory=there.is_cuda), non_blocking=True)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Average the gradients over the ranks, update everything, publish; every rank must call it.
+
+        `closure` runs forward and backward and returns the loss. Nothing waits for the GPU, except that the third
+        step records its launches, that every hundredth asks how many were skipped, and that the first four on
+        several ranks look for clipped gradients.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.check_parameters()
+        if self.steps < 4 and self.ranks.world > 1:
+            self.notice_clipping()
+        self.write_words()
+        kept = [p.grad for p in self.rest.values()]
+        self.collect_gradients()
+        self.engine.launch()
+        for p, g in zip(self.rest.values(), kept):
+            p.grad = g
+        self.engine.finish()
+        torch.autograd.graph.increment_version([*self.banked.values(), *self.rest.values()])
+        self.steps += 1
+        if self.steps % 100 == 0 and self.ranks.master and (skipped := self.skipped):
+            logging.getLogger("golfnb").warning("ParallelMuon skipped %d of %d steps: a gradient was not finite "
+                                                "on some rank", skipped, self.steps)
+        return loss
+
+    def notice_clipping(self):
+        "Warn if the gradients of all ranks have one norm and yet differ, in two steps: each was clipped by itself."
+        grads = [p.grad.double() for p in (self.banked | self.rest).values() if p.grad is not None]
+        mine = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        for g in grads:
+            mine += torch.stack([g.square().sum(), g.sum()])
+        found = [torch.empty_like(mine) for _ in range(self.ranks.world)]
+        dist.all_gather(found, mine)
+        norms, sums = torch.stack(found).T
+        one_norm = norms.max() - norms.min() <= 1e-4 * norms.max()
+        self.alike += int(bool(one_norm and sums.max() > sums.min()))
+        if self.alike == 2 and self.ranks.master:
+            logging.getLogger("golfnb").warning(
+                "the gradients of all ranks have the same norm %.3g: clip_grad_norm_ has clipped each by itself, "
+                "before the mean; call ParallelMuon(..., max_norm=%.3g) instead", *[norms[0].item() ** 0.5] * 2)
+
+    def zero_grad(self, set_to_none: bool = True):
+        "Drop all gradients; with `set_to_none=False` those that exist become zeros, banked ones in the buffer."
+        torch.optim.Optimizer.zero_grad(self, set_to_none)
+        for buffer in () if set_to_none else self.buffers.values():
+            buffer.zero_()
+        for n, p in self.banked.items():
+            p.grad = None if p.grad is None else self.grad_views[n]
+
+    def watch(self, module: nn.Module):
+        "Write down where each parameter stands, and begin to count."
+        holders = {}
+        for m in module.modules():
+            for attribute, p in m._parameters.items():
+                holders.setdefault(id(p), []).append((m, attribute))
+        self.watched = [(n, p, holders[id(p)], p.data_ptr()) for n, p in (self.banked | self.rest).items()]
+        self.idle = [(n, p) for n, p in module.named_parameters() if n not in self.index]
+        self.steps = self.alike = 0
+
+    def check_parameters(self):
+        "GolfError if a parameter has come, has left its place, or has a gradient that cannot be averaged here."
+        if getattr(self, "found_inf", None) is not None:
+            raise GolfError("ParallelMuon does not work with a GradScaler, which would let one rank skip a step: "
+                            "train in bf16 or fp32, where no scaler is needed")
+        if len(self.param_groups) != 2:
+            raise GolfError("ParallelMuon takes its parameters from the module it was made for: "
+                            "make a new one after the module has changed")
+        for name, p, holders, address in self.watched:
+            if p.data_ptr() != address:
+                raise GolfError(f"the storage of {name} has moved since ParallelMuon was made: "
+                                "convert the model first, and set values by p.copy_(...) or load_state_dict")
+            if any(m._parameters.get(attribute) is not p for m, attribute in holders):
+                raise GolfError(f"{name} is no longer the parameter ParallelMuon was made for (assign=True?): "
+                                "load values into it, or make ParallelMuon again")
+            if p.grad is not None and p.grad.is_sparse:
+                raise GolfError(f"the gradient of {name} is sparse: make the embedding with sparse=False")
+        for name, p in self.idle:
+            if p.requires_grad and p.grad is not None:
+                raise GolfError(f"{name} was frozen when ParallelMuon was made and has a gradient now: "
+                                "unfreeze it before the call, and freeze it afterwards if it shall rest")
+
+    def meet(self, call: str, patience: float = 5.0):
+        "Return when all ranks are here; after `patience` seconds say who waits. GolfError if one never comes."
+        words = (f"rank {self.ranks.rank} misses another rank in ParallelMuon.{call}(): "
+                 "every rank must call it, also where one alone reads or writes the file")
+        late = threading.Timer(patience, logging.getLogger("golfnb").warning, [words])
+        late.start()
+        try:
+            self.ranks.barrier()
+        except RuntimeError as e:
+            raise GolfError(words) from e
+        finally:
+            late.cancel()
+
+    def state_dict(self) -> dict:
+        "Whole state by parameter, on the CPU of every rank; every rank must call it. Fits any number of ranks."
+        self.meet("state_dict")
+        banks, whole, live = self.engine.banks.values(), {p: {} for p in self.state}, self.state
+        for part in self.engine.parts:  # weights may have been written since the last step
+            self.engine.bank_rule.follow(part)
+        for what in ("master", "momentum_buffer"):
+            found, _ = self.engine.gather([b.master if what == "master" else b.state[what] for b in banks])
+            for n, view in self.views({k: b.cpu() for k, b in found.items()}).items():
+                whole[self.banked[n]][what] = view.clone(memory_format=torch.contiguous_format)
+        for p in self.rest.values():
+            whole[p] = {what: view.to("cpu", copy=True) for what, view in live[p].items()}
+        try:
+            self.state = whole
+            return torch.optim.Optimizer.state_dict(self)
+        finally:
+            self.state = live
+
+    def check_state(self, saved: dict) -> dict[str, dict]:
+        "The saved state by name. GolfError unless it is complete and of these parameters."
+        groups = saved.get("param_groups", ())
+        theirs = [n for g in groups for n in g.get("param_names", ())]
+        if theirs != list(self.index):
+            wrong = ", ".join(sorted({*self.index} ^ {*theirs})[:3]) or "the order"
+            raise GolfError(f"this is no state of a ParallelMuon with these {len(self.index)} parameters, {wrong} "
+                            "differs: load what ParallelMuon.state_dict() gave for this module and filter")
+        keys = [key for g in groups for key in g["params"]]  # numbers; names from torch.distributed.checkpoint
+        states = {n: saved.get("state", {}).get(key, {}) for n, key in zip(theirs, keys)}
+        for n, p in (self.banked | self.rest).items():
+            state = states[n]
+            needs = ("master", "momentum_buffer") if n in self.banked else ("exp_avg", "exp_avg_sq", "step")
+            missing = any(k not in state or k != "step" and state[k].shape != p.shape for k in needs)
+            if missing and (state or p.requires_grad):
+                found = ", ".join(f"{k} {tuple(t.shape)}" for k, t in state.items()) or "nothing"
+                raise GolfError(f"the saved state does not fit: expected {', '.join(needs)} of {n}, {tuple(p.shape)}, "
+                                f"found {found}; load the state of this module")
+        return states
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict):
+        "On every rank, take over what `state_dict` gave on any number; GolfError, and nothing changed, if not."
+        states = self.check_state(state_dict)
+        self.meet("load_state_dict")
+        for group, ours in zip(state_dict["param_groups"], self.param_groups):
+            ours |= {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for n, p in (self.banked | self.rest).items():
+            for what, view in self.state[p].items():
+                if view is not None:
+                    view.copy_(states[n].get(what, p if what == "master" else view))
+        self.engine.publish()
+        torch.autograd.graph.increment_version([*self.banked.values(), *self.rest.values()])
+
 # %% ../nbs/reference/17_any_model.ipynb #a3d4a540
 def check_numbers(**numbers: float):
     "GolfError for a number no optimizer can use."
@@ -234,273 +470,3 @@ def check_numbers(**numbers: float):
         ratio = name in ("momentum", "beta1", "beta2")
         if not 0 <= x < (1 if ratio else float("inf")):
             raise GolfError(f"ParallelMuon needs {name} from 0 {'to below 1' if ratio else 'up'}: found {x}")
-
-# %% ../nbs/reference/17_any_model.ipynb #f0894be3
-@patch
-def sort_parameters(self: ParallelMuon, module: nn.Module, filter, transposable: bool):
-    """Find the ranks, make the layout, part the parameters into `banked` and `rest`; `index` numbers them.
-
-    Raises GolfError for what cannot be trained here.
-    """
-    if not isinstance(module, nn.Module):
-        raise GolfError("ParallelMuon needs the module, since it changes where parameters lie: write "
-                        f"ParallelMuon(model) instead of giving it a {type(module).__name__}")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise GolfError("ParallelMuon averages gradients itself: give it wrapper.module and drop DDP")
-    named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    some, one = next(iter(named.items()), ("", torch.zeros(0)))
-    for n, p in named.items():
-        if nn.parameter.is_lazy(p) or hasattr(p, "placements") or p.is_meta or not p.is_floating_point():
-            raise GolfError(f"{n} cannot be banked or stepped: a plain tensor of floats is needed, found "
-                            f"{type(p).__name__} of {p.dtype} on {p.device}: "
-                            "run one forward first (lazy), or do not shard or defer the module")
-        if p.device != one.device or (p.dtype == torch.float64) != (one.dtype == torch.float64):
-            raise GolfError("parameters must share a device, and float64 does not mix with others: convert "
-                            f"{some}, {one.dtype} on {one.device}, or {n}, {p.dtype} on {p.device}")
-    self.ranks = find_ranks(one.device)
-    self.layout = module_layout(module, self.ranks.world, filter, transposable)
-    chosen = set(self.layout.names())
-    self.banked = {n: p for n, p in named.items() if n in chosen}
-    self.rest = {n: p for n, p in named.items() if n not in chosen}
-    self.index = {n: i for i, n in enumerate([*self.banked, *self.rest])}
-
-# %% ../nbs/reference/17_any_model.ipynb #6b26447f
-@patch
-def views(self: ParallelMuon, banks: dict[str, Tensor]) -> dict[str, Tensor]:
-    "Name -> view of its slot in `banks` (name -> [slots, rows, cols]), in the parameter's shape."
-    slots = {m.name: banks[b.name][i] for b, i, m in self.layout}
-    return {n: slots[n].T if n in self.flipped else slots[n] for n in self.banked}
-
-# %% ../nbs/reference/17_any_model.ipynb #eecd6091
-@patch
-@torch.no_grad()
-def fill_banks(self: ParallelMuon, module: nn.Module, replica_dtype, max_norm: float):
-    "Copy the matrices into banks, make the engine, and make each parameter a view of its slot."
-    turned, some = linear_weights(module), next(iter(self.banked.values()))
-    self.flipped = {m.name for _, _, m in self.layout if m.transposed != turned.get(m.name, False)}
-    start = {n: b.detach() for n, b in make_banks(self.layout, some.dtype, some.device).items()}
-    for n, view in self.views(start).items():
-        view.copy_(self.banked[n])
-    replicas = {n: nn.Parameter(b.to(replica_dtype or b.dtype)) for n, b in start.items()}
-    roles = {"bank": replicas, "table": {}, "scalar": {}}
-    for n, p in self.rest.items():
-        roles["table" if p.numel() >= Numbered.large else "scalar"][n] = p
-    low = torch.bfloat16 if some.is_cuda and some.dtype != torch.float64 else None
-    rule = Numbered(self.index, low)
-    clip = ClipMean(max_norm) if max_norm else NoClip()
-    self.engine = Engine(roles, self.layout, self.ranks, rule, rule, clip)
-    self.engine.load(start, self.rest)
-    self.buffers = {n: torch.zeros_like(r, requires_grad=False) for n, r in replicas.items()}
-    self.grad_views, live = self.views(self.buffers), self.views({n: r.data for n, r in replicas.items()})
-    for n, p in (self.banked | self.rest).items():
-        view = live.get(n, p.data)
-        aligned = view.is_cpu or view.is_cuda and view.data_ptr() % 16 == 0
-        p.data = torch.from_dlpack(view) if aligned else view
-        if p.grad is not None and p.grad.dtype != p.dtype:
-            p.grad = None
-
-# %% ../nbs/reference/17_any_model.ipynb #2eda6789
-@patch
-def show_state(self: ParallelMuon):
-    "Put live views into `state`, in the shape of each parameter; None for what another rank holds."
-    for p in self.banked.values():
-        self.state[p] = dict.fromkeys(("master", "momentum_buffer"))
-    for bank in self.engine.banks.values():
-        for m, *slots in zip(bank.spec.slots(self.ranks.rank), bank.master, bank.state["momentum_buffer"]):
-            for what, slot in zip(("master", "momentum_buffer"), slots) if m else ():
-                self.state[self.banked[m.name]][what] = slot.T if m.name in self.flipped else slot
-    for g in self.engine.groups:
-        for what, flat in g.state.items():
-            for n, view in (zip(g.params, flat) if what == "step" else g.view(flat).items()):
-                self.state[self.rest[n]][what] = view
-
-# %% ../nbs/reference/17_any_model.ipynb #9961ddd9
-@patch
-def collect_gradients(self: ParallelMuon):
-    "Bring the banked gradients into the buffers and hand those to the engine."
-    views = [(self.grad_views[n], p.grad) for n, p in self.banked.items()]
-    fresh = [(view, grad) for view, grad in views if grad is not None and grad is not view]
-    missing = [view for view, grad in views if grad is None]
-    if fresh:
-        torch._foreach_copy_(*(list(x) for x in zip(*fresh)))
-    if missing:
-        torch._foreach_zero_(missing)
-    for n, bank in self.engine.banks.items():
-        bank.replica.grad = self.buffers[n]
-
-# %% ../nbs/reference/17_any_model.ipynb #184acbd3
-@patch
-def write_words(self: ParallelMuon):
-    "Which parameters have a gradient here, and rank 0's numbers of this step: a copy that nobody waits for."
-    groups, (first, rest), there = self.param_groups, self.param_groups, self.engine.knobs.words
-    has = [float(p.grad is not None) for g in groups for p in g["params"]]
-    numbers = [float(g["lr"]) * x for g in groups for x in g["lr_mul"]]
-    numbers += [float(g["weight_decay"]) * x for g in groups for x in g["wd_mul"]]
-    numbers += [first["momentum"], *rest["betas"], rest["eps"]]
-    words = has + [float(x) if self.ranks.master else 0.0 for x in numbers]
-    there.copy_(torch.tensor(words, dtype=there.dtype, pin_memory=there.is_cuda), non_blocking=True)
-
-# %% ../nbs/reference/17_any_model.ipynb #0c4dc115
-@patch
-@torch.no_grad()
-def step(self: ParallelMuon, closure=None):
-    """Average the gradients over the ranks, update everything, publish; every rank must call it.
-
-    `closure` runs forward and backward and returns the loss. Nothing waits for the GPU, except that the third
-    step records its launches, that every hundredth asks how many were skipped, and that the first four on
-    several ranks look for clipped gradients.
-    """
-    loss = None if closure is None else torch.enable_grad()(closure)()
-    self.check_parameters()
-    if self.steps < 4 and self.ranks.world > 1:
-        self.notice_clipping()
-    self.write_words()
-    kept = [p.grad for p in self.rest.values()]
-    self.collect_gradients()
-    self.engine.launch()
-    for p, g in zip(self.rest.values(), kept):
-        p.grad = g
-    self.engine.finish()
-    torch.autograd.graph.increment_version([*self.banked.values(), *self.rest.values()])
-    self.steps += 1
-    if self.steps % 100 == 0 and self.ranks.master and (skipped := self.skipped):
-        logging.getLogger("golfnb").warning("ParallelMuon skipped %d of %d steps: a gradient was not finite "
-                                            "on some rank", skipped, self.steps)
-    return loss
-
-# %% ../nbs/reference/17_any_model.ipynb #596ab8f7
-@patch
-def notice_clipping(self: ParallelMuon):
-    "Warn if the gradients of all ranks have one norm and yet differ, in two steps: each was clipped by itself."
-    grads = [p.grad.double() for p in (self.banked | self.rest).values() if p.grad is not None]
-    mine = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-    for g in grads:
-        mine += torch.stack([g.square().sum(), g.sum()])
-    found = [torch.empty_like(mine) for _ in range(self.ranks.world)]
-    dist.all_gather(found, mine)
-    norms, sums = torch.stack(found).T
-    one_norm = norms.max() - norms.min() <= 1e-4 * norms.max()
-    self.alike += int(bool(one_norm and sums.max() > sums.min()))
-    if self.alike == 2 and self.ranks.master:
-        logging.getLogger("golfnb").warning(
-            "the gradients of all ranks have the same norm %.3g: clip_grad_norm_ has clipped each by itself, "
-            "before the mean; call ParallelMuon(..., max_norm=%.3g) instead", *[norms[0].item() ** 0.5] * 2)
-
-# %% ../nbs/reference/17_any_model.ipynb #08e02ef0
-@patch
-def zero_grad(self: ParallelMuon, set_to_none: bool = True):
-    "Drop all gradients; with `set_to_none=False` those that exist become zeros, banked ones in the buffer."
-    torch.optim.Optimizer.zero_grad(self, set_to_none)
-    for buffer in () if set_to_none else self.buffers.values():
-        buffer.zero_()
-    for n, p in self.banked.items():
-        p.grad = None if p.grad is None else self.grad_views[n]
-
-# %% ../nbs/reference/17_any_model.ipynb #655ff414
-@patch
-def watch(self: ParallelMuon, module: nn.Module):
-    "Write down where each parameter stands, and begin to count."
-    holders = {}
-    for m in module.modules():
-        for attribute, p in m._parameters.items():
-            holders.setdefault(id(p), []).append((m, attribute))
-    self.watched = [(n, p, holders[id(p)], p.data_ptr()) for n, p in (self.banked | self.rest).items()]
-    self.idle = [(n, p) for n, p in module.named_parameters() if n not in self.index]
-    self.steps = self.alike = 0
-
-# %% ../nbs/reference/17_any_model.ipynb #302b4394
-@patch
-def check_parameters(self: ParallelMuon):
-    "GolfError if a parameter has come, has left its place, or has a gradient that cannot be averaged here."
-    if getattr(self, "found_inf", None) is not None:
-        raise GolfError("ParallelMuon does not work with a GradScaler, which would let one rank skip a step: "
-                        "train in bf16 or fp32, where no scaler is needed")
-    if len(self.param_groups) != 2:
-        raise GolfError("ParallelMuon takes its parameters from the module it was made for: "
-                        "make a new one after the module has changed")
-    for name, p, holders, address in self.watched:
-        if p.data_ptr() != address:
-            raise GolfError(f"the storage of {name} has moved since ParallelMuon was made: "
-                            "convert the model first, and set values by p.copy_(...) or load_state_dict")
-        if any(m._parameters.get(attribute) is not p for m, attribute in holders):
-            raise GolfError(f"{name} is no longer the parameter ParallelMuon was made for (assign=True?): "
-                            "load values into it, or make ParallelMuon again")
-        if p.grad is not None and p.grad.is_sparse:
-            raise GolfError(f"the gradient of {name} is sparse: make the embedding with sparse=False")
-    for name, p in self.idle:
-        if p.requires_grad and p.grad is not None:
-            raise GolfError(f"{name} was frozen when ParallelMuon was made and has a gradient now: "
-                            "unfreeze it before the call, and freeze it afterwards if it shall rest")
-
-# %% ../nbs/reference/17_any_model.ipynb #61cae1a3
-@patch
-def meet(self: ParallelMuon, call: str, patience: float = 5.0):
-    "Return when all ranks are here; after `patience` seconds say who waits. GolfError if one never comes."
-    words = (f"rank {self.ranks.rank} misses another rank in ParallelMuon.{call}(): "
-             "every rank must call it, also where one alone reads or writes the file")
-    late = threading.Timer(patience, logging.getLogger("golfnb").warning, [words])
-    late.start()
-    try:
-        self.ranks.barrier()
-    except RuntimeError as e:
-        raise GolfError(words) from e
-    finally:
-        late.cancel()
-
-# %% ../nbs/reference/17_any_model.ipynb #e5ca13cc
-@patch
-def state_dict(self: ParallelMuon) -> dict:
-    "Whole state by parameter, on the CPU of every rank; every rank must call it. Fits any number of ranks."
-    self.meet("state_dict")
-    banks, whole, live = self.engine.banks.values(), {p: {} for p in self.state}, self.state
-    for part in self.engine.parts:  # weights may have been written since the last step
-        self.engine.bank_rule.follow(part)
-    for what in ("master", "momentum_buffer"):
-        found, _ = self.engine.gather([b.master if what == "master" else b.state[what] for b in banks])
-        for n, view in self.views({k: b.cpu() for k, b in found.items()}).items():
-            whole[self.banked[n]][what] = view.clone(memory_format=torch.contiguous_format)
-    for p in self.rest.values():
-        whole[p] = {what: view.to("cpu", copy=True) for what, view in live[p].items()}
-    try:
-        self.state = whole
-        return torch.optim.Optimizer.state_dict(self)
-    finally:
-        self.state = live
-
-# %% ../nbs/reference/17_any_model.ipynb #b14e9729
-@patch
-def check_state(self: ParallelMuon, saved: dict) -> dict[str, dict]:
-    "The saved state by name. GolfError unless it is complete and of these parameters."
-    groups = saved.get("param_groups", ())
-    theirs = [n for g in groups for n in g.get("param_names", ())]
-    if theirs != list(self.index):
-        wrong = ", ".join(sorted({*self.index} ^ {*theirs})[:3]) or "the order"
-        raise GolfError(f"this is no state of a ParallelMuon with these {len(self.index)} parameters, {wrong} "
-                        "differs: load what ParallelMuon.state_dict() gave for this module and filter")
-    keys = [key for g in groups for key in g["params"]]  # numbers; names from torch.distributed.checkpoint
-    states = {n: saved.get("state", {}).get(key, {}) for n, key in zip(theirs, keys)}
-    for n, p in (self.banked | self.rest).items():
-        state = states[n]
-        needs = ("master", "momentum_buffer") if n in self.banked else ("exp_avg", "exp_avg_sq", "step")
-        missing = any(k not in state or k != "step" and state[k].shape != p.shape for k in needs)
-        if missing and (state or p.requires_grad):
-            found = ", ".join(f"{k} {tuple(t.shape)}" for k, t in state.items()) or "nothing"
-            raise GolfError(f"the saved state does not fit: expected {', '.join(needs)} of {n}, {tuple(p.shape)}, "
-                            f"found {found}; load the state of this module")
-    return states
-
-# %% ../nbs/reference/17_any_model.ipynb #56876e4c
-@patch
-@torch.no_grad()
-def load_state_dict(self: ParallelMuon, state_dict: dict):
-    "On every rank, take over what `state_dict` gave on any number; GolfError, and nothing changed, if not."
-    states = self.check_state(state_dict)
-    self.meet("load_state_dict")
-    for group, ours in zip(state_dict["param_groups"], self.param_groups):
-        ours |= {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    for n, p in (self.banked | self.rest).items():
-        for what, view in self.state[p].items():
-            if view is not None:
-                view.copy_(states[n].get(what, p if what == "master" else view))
-    self.engine.publish()
-    torch.autograd.graph.increment_version([*self.banked.values(), *self.rest.values()])

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .settings import BaseSettings, GolfError, patch, setting
+from .settings import BaseSettings, GolfError, setting
 from .shards import read_header, read_span
 
 # %% ../nbs/story/02b_loader.ipynb #9c2f85cb
@@ -70,35 +70,29 @@ class WindowSampler:
         self.before = self.place()
         self.planned = self.plan()
 
-# %% ../nbs/story/02b_loader.ipynb #e93851ec
-@patch
-def read(self: WindowSampler, shard: int, begin: int, count: int) -> np.ndarray:
-    "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
-    part = read_span(self.paths[shard], begin, count, self.tokens[shard])
-    if part.size and part.max() >= self.vocab_size:
-        raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
-                        f"{self.paths[shard]}: the shard belongs to another tokenizer")
-    return part
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray:
+        "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
+        part = read_span(self.paths[shard], begin, count, self.tokens[shard])
+        if part.size and part.max() >= self.vocab_size:
+            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
+                            f"{self.paths[shard]}: the shard belongs to another tokenizer")
+        return part
 
-# %% ../nbs/story/02b_loader.ipynb #2dce7213
-@patch
-def state(self: WindowSampler) -> dict:
-    "The place after the last batch, as JSON."
-    place = self.before if self.turn else self.place()
-    return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
+    def state(self) -> dict:
+        "The place after the last batch, as JSON."
+        place = self.before if self.turn else self.place()
+        return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
 
-# %% ../nbs/story/02b_loader.ipynb #b2c07f45
-@patch
-def load_state(self: WindowSampler, state: dict) -> None:
-    "Go to a place that `state` gave. Raises GolfError for another order or corpus."
-    found = (state.get("order"), state.get("corpus"))
-    if found != (self.order, self.corpus):
-        raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
-                        f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
-    self.go_to(state)
-    self.turn = int(state["turn"])
-    if self.turn:
-        self.plan_step()
+    def load_state(self, state: dict) -> None:
+        "Go to a place that `state` gave. Raises GolfError for another order or corpus."
+        found = (state.get("order"), state.get("corpus"))
+        if found != (self.order, self.corpus):
+            raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
+                            f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
+        self.go_to(state)
+        self.turn = int(state["turn"])
+        if self.turn:
+            self.plan_step()
 
 # %% ../nbs/story/02b_loader.ipynb #3e2d0ed1
 class SequentialSampler(WindowSampler):
@@ -133,28 +127,24 @@ class SequentialSampler(WindowSampler):
         "Take it up."
         self.position = int(place["position"])
 
-# %% ../nbs/story/02b_loader.ipynb #e5c38ee8
-@patch
-def locate(self: SequentialSampler, position: int) -> tuple[int, int]:
-    "Shard and offset of a token of the stream; after the last shard comes the first."
-    position %= self.total
-    shard = int(np.searchsorted(self.ends, position, side="right"))
-    begin = int(self.ends[shard]) - self.tokens[shard]
-    return shard, position - begin
+    def locate(self, position: int) -> tuple[int, int]:
+        "Shard and offset of a token of the stream; after the last shard comes the first."
+        position %= self.total
+        shard = int(np.searchsorted(self.ends, position, side="right"))
+        begin = int(self.ends[shard]) - self.tokens[shard]
+        return shard, position - begin
 
-
-@patch
-def window(self: SequentialSampler, position: int) -> np.ndarray:
-    "The tokens from a position of the stream on, uint16 [seq_len + 1]."
-    pieces = []
-    missing = self.seq_len + 1
-    while missing > 0:
-        shard, offset = self.locate(position)
-        piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
-        pieces.append(piece)
-        position += len(piece)
-        missing -= len(piece)
-    return np.concatenate(pieces)
+    def window(self, position: int) -> np.ndarray:
+        "The tokens from a position of the stream on, uint16 [seq_len + 1]."
+        pieces = []
+        missing = self.seq_len + 1
+        while missing > 0:
+            shard, offset = self.locate(position)
+            piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
+            pieces.append(piece)
+            position += len(piece)
+            missing -= len(piece)
+        return np.concatenate(pieces)
 
 # %% ../nbs/story/02b_loader.ipynb #d8b89466
 @dataclass
@@ -253,37 +243,31 @@ class CoprimeSampler(WindowSampler):
         self.rng.bit_generator.state = place["rng"]
         self.cursors = [Cursor(*cursor) if cursor else None for cursor in place["cursors"]]
 
-# %% ../nbs/story/02b_loader.ipynb #0c7d932b
-@patch
-def next_block(self: CoprimeSampler, shard: int) -> int:
-    "The token at which a shard's next block begins; an exhausted shard begins a new pass."
-    cursor = self.cursors[shard]
-    if cursor is None or cursor.used >= cursor.blocks:
-        cursor = draw_cursor(self.rng, self.tokens[shard], self.seq_len)
-        self.cursors[shard] = cursor
-    return cursor.take(self.seq_len)
+    def next_block(self, shard: int) -> int:
+        "The token at which a shard's next block begins; an exhausted shard begins a new pass."
+        cursor = self.cursors[shard]
+        if cursor is None or cursor.used >= cursor.blocks:
+            cursor = draw_cursor(self.rng, self.tokens[shard], self.seq_len)
+            self.cursors[shard] = cursor
+        return cursor.take(self.seq_len)
 
-# %% ../nbs/story/02b_loader.ipynb #3959bd40
-@patch
-def blocks_left(self: CoprimeSampler, shard: int) -> int:
-    "Of a shard's pass, 1 after its end; of one that has not begun about as many as it will have."
-    cursor = self.cursors[shard]
-    if cursor is None:
-        return (self.tokens[shard] - 1) // self.seq_len
-    return max(cursor.blocks - cursor.used, 1)
+    def blocks_left(self, shard: int) -> int:
+        "Of a shard's pass, 1 after its end; of one that has not begun about as many as it will have."
+        cursor = self.cursors[shard]
+        if cursor is None:
+            return (self.tokens[shard] - 1) // self.seq_len
+        return max(cursor.blocks - cursor.used, 1)
 
-
-@patch
-def draw_shards(self: CoprimeSampler) -> list[tuple[int, int]]:
-    "Shards for the next step, and how many windows each gives."
-    count, alpha = mixture(self.steps, len(self.usable), self.windows)
-    left = [self.blocks_left(shard) for shard in self.usable]
-    weight = np.array(left, dtype=np.float64) ** alpha
-    weight /= weight.sum()
-    drawn = self.rng.choice(len(weight), size=count, replace=False, p=weight)
-    chances = weight[drawn] / weight[drawn].sum()
-    more = self.rng.multinomial(self.windows - count, chances)
-    return [(self.usable[i], 1 + int(extra)) for i, extra in zip(drawn, more)]
+    def draw_shards(self) -> list[tuple[int, int]]:
+        "Shards for the next step, and how many windows each gives."
+        count, alpha = mixture(self.steps, len(self.usable), self.windows)
+        left = [self.blocks_left(shard) for shard in self.usable]
+        weight = np.array(left, dtype=np.float64) ** alpha
+        weight /= weight.sum()
+        drawn = self.rng.choice(len(weight), size=count, replace=False, p=weight)
+        chances = weight[drawn] / weight[drawn].sum()
+        more = self.rng.multinomial(self.windows - count, chances)
+        return [(self.usable[i], 1 + int(extra)) for i, extra in zip(drawn, more)]
 
 # %% ../nbs/story/02b_loader.ipynb #7924bab7
 def grad_accum(world: int) -> int:
@@ -353,68 +337,60 @@ class Loader:
             if self.stream:
                 self.stream.synchronize()
 
-# %% ../nbs/story/02b_loader.ipynb #6fcc3131
-@patch
-def rewind(self: Loader, state: dict) -> None:
-    "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
-    self.close()
-    self.sampler.load_state(state)
-    self.free = queue.SimpleQueue()   # buffers to fill
-    self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
-    self.sent = deque()               # batches on their way to the device
-    self.copied = []                  # buffers that a copy still reads
-    for buffer in self.buffers:
-        self.free.put(buffer)
-    self.given = self.sampler.state()
-    self.running = True
-    self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
-    self.thread.start()
+    def rewind(self, state: dict) -> None:
+        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
+        self.close()
+        self.sampler.load_state(state)
+        self.free = queue.SimpleQueue()   # buffers to fill
+        self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
+        self.sent = deque()               # batches on their way to the device
+        self.copied = []                  # buffers that a copy still reads
+        for buffer in self.buffers:
+            self.free.put(buffer)
+        self.given = self.sampler.state()
+        self.running = True
+        self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
+        self.thread.start()
 
-# %% ../nbs/story/02b_loader.ipynb #3d0c4802
-@patch
-def feed(self: Loader) -> None:
-    "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
-    try:
-        while (buffer := self.free.get()) is not None and self.running:
-            buffer.numpy()[:] = next(self.sampler).view(np.int16)
-            self.ready.put((buffer, self.sampler.state()))
-    except BaseException as error:
-        self.ready.put(error)
+    def feed(self) -> None:
+        "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
+        try:
+            while (buffer := self.free.get()) is not None and self.running:
+                buffer.numpy()[:] = next(self.sampler).view(np.int16)
+                self.ready.put((buffer, self.sampler.state()))
+        except BaseException as error:
+            self.ready.put(error)
 
-# %% ../nbs/story/02b_loader.ipynb #5669e64d
-@patch
-def send(self: Loader, buffer: torch.Tensor, state: dict) -> None:
-    "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
-    with torch.cuda.stream(self.stream):  # does nothing where there is no stream
-        narrow = buffer.to(self.device, non_blocking=True)
-        self.copied.append((buffer, self.stream and self.stream.record_event()))
-        wide = narrow.long() & 0xFFFF
-        batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
-    self.sent.append((batch, state, self.stream and self.stream.record_event()))
+    def send(self, buffer: torch.Tensor, state: dict) -> None:
+        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
+        with torch.cuda.stream(self.stream):  # does nothing where there is no stream
+            narrow = buffer.to(self.device, non_blocking=True)
+            self.copied.append((buffer, self.stream and self.stream.record_event()))
+            wide = narrow.long() & 0xFFFF
+            batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
+        self.sent.append((batch, state, self.stream and self.stream.record_event()))
 
-# %% ../nbs/story/02b_loader.ipynb #91535244
-@patch
-def __next__(self: Loader) -> Batch:
-    "The next batch, ready for the current stream. Raises an error of the thread, then on every call."
-    if self.thread is None:
-        raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
-    for buffer, event in self.copied:  # a step ago
-        if event is not None:
-            event.synchronize()
-        self.free.put(buffer)
-    self.copied = []
-    while not self.sent or len(self.sent) < 2 and not self.ready.empty():
-        built = self.ready.get()
-        if isinstance(built, BaseException):
-            self.ready.put(built)  # for the next call
-            if not self.sent:
-                raise built
-            break
-        self.send(*built)
-    batch, self.given, arrived = self.sent.popleft()
-    if arrived is not None:
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(arrived)
-        for tensor in batch:
-            tensor.record_stream(current)  # keeps its memory while in use
-    return batch
+    def __next__(self) -> Batch:
+        "The next batch, ready for the current stream. Raises an error of the thread, then on every call."
+        if self.thread is None:
+            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
+        for buffer, event in self.copied:  # a step ago
+            if event is not None:
+                event.synchronize()
+            self.free.put(buffer)
+        self.copied = []
+        while not self.sent or len(self.sent) < 2 and not self.ready.empty():
+            built = self.ready.get()
+            if isinstance(built, BaseException):
+                self.ready.put(built)  # for the next call
+                if not self.sent:
+                    raise built
+                break
+            self.send(*built)
+        batch, self.given, arrived = self.sent.popleft()
+        if arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(arrived)
+            for tensor in batch:
+                tensor.record_stream(current)  # keeps its memory while in use
+        return batch

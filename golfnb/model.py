@@ -24,7 +24,7 @@ from .kernels import (KERNELS, MLP_DOWN_TILES, MLP_UP_TILES, fused_exclusive, fu
 from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, ready_attention,
                            rms_norm, rotary_tables, scaled_norm, smear, squared_leaky)
 from .layout import SMALL_MATRIX, Layout, LayoutSettings, bank_per_shape, mlp_in_one_bank
-from .settings import BaseSettings, GolfError, patch, setting, settings_from
+from .settings import BaseSettings, GolfError, setting, settings_from
 
 # %% ../nbs/story/05c_model.ipynb #714ae904
 @dataclass
@@ -52,27 +52,25 @@ class ModelSettings(LayoutSettings):
         "Blocks with a value embedding."
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
 
-# %% ../nbs/story/05c_model.ipynb #450a4470
-@patch
-def problems(self: ModelSettings) -> Iterator[str]:
-    "What makes the model impossible."
-    yield from super(ModelSettings, self).problems()
-    if self.vocab_size > 65_536:
-        yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
-               f"found {self.vocab_size}: use a smaller tokenizer")
-    if self.rope_dims % 2 or self.rope_dims > self.head_dim:
-        yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, "
-               f"found {self.rope_dims}: choose an even number up to {self.head_dim}")
-    if self.train_seq_len * self.rope_dims > 2**24:
-        yield (f"TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the rotary tables), found "
-               f"{self.train_seq_len} x {self.rope_dims}: shorten the row")
-    if self.bigram_vocab_size < 0 or self.bigram_vocab_size == 1:
-        yield f"BIGRAM_VOCAB_SIZE must be 0 or at least 2, found {self.bigram_vocab_size}: change it"
-    parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
-    blocks = {int(p) for p in parts if p.isdecimal() and len(p) < 9 and int(p) < self.num_layers}
-    if self.ve_enabled and not 0 < len(parts) == len(blocks):
-        yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
-               f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
+    def problems(self) -> Iterator[str]:
+        "What makes the model impossible."
+        yield from super(ModelSettings, self).problems()
+        if self.vocab_size > 65_536:
+            yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
+                   f"found {self.vocab_size}: use a smaller tokenizer")
+        if self.rope_dims % 2 or self.rope_dims > self.head_dim:
+            yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, "
+                   f"found {self.rope_dims}: choose an even number up to {self.head_dim}")
+        if self.train_seq_len * self.rope_dims > 2**24:
+            yield (f"TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the rotary tables), found "
+                   f"{self.train_seq_len} x {self.rope_dims}: shorten the row")
+        if self.bigram_vocab_size < 0 or self.bigram_vocab_size == 1:
+            yield f"BIGRAM_VOCAB_SIZE must be 0 or at least 2, found {self.bigram_vocab_size}: change it"
+        parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
+        blocks = {int(p) for p in parts if p.isdecimal() and len(p) < 9 and int(p) < self.num_layers}
+        if self.ve_enabled and not 0 < len(parts) == len(blocks):
+            yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
+                   f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
 
 # %% ../nbs/story/05c_model.ipynb #e2595d18
 @dataclass
@@ -190,6 +188,18 @@ class Block:
         h = self.activation(self.linear(n, w.up, 4))
         return scaled(self.linear(h, w.down, 5), w.mlp_scale)
 
+    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
+        """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
+
+        x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
+        x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
+        q, k, v = self.heads(n, w, cos, sin, ve, keep)
+        y = self.attend(q, k, v)
+        if self.xsa:
+            y = self.exclusive(y, last_positions(v, keep))
+        x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
+        return x + self.mlp(scaled_norm(x, self.norm_scale), w)
+
 # %% ../nbs/story/05c_model.ipynb #3af9e436
 @dataclass
 class LeakyReluSquared:
@@ -221,20 +231,6 @@ def last_positions(x: Tensor, keep: int | None) -> Tensor:
 def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     "x [..., D] times a scale per channel [D]; x where the scale is in the matrix already."
     return x if scale is None else scale.to(x.dtype) * x
-
-# %% ../nbs/story/05c_model.ipynb #99a8ea3f
-@patch
-def run(self: Block, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, keep=None) -> Tensor:
-    """The block's output, at the last `keep` positions if given: x [B, T, D] -> [B, keep, D].
-
-    x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
-    x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
-    q, k, v = self.heads(n, w, cos, sin, ve, keep)
-    y = self.attend(q, k, v)
-    if self.xsa:
-        y = self.exclusive(y, last_positions(v, keep))
-    x = last_positions(x_in, keep) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
-    return x + self.mlp(scaled_norm(x, self.norm_scale), w)
 
 # %% ../nbs/story/05c_model.ipynb #5b26b1b4
 class Golf(torch.nn.Module):
@@ -278,21 +274,87 @@ class Golf(torch.nn.Module):
         if usable := usable_kernels(device, dtype, kernels):
             self.fuse(usable)
 
-# %% ../nbs/story/05c_model.ipynb #fd0acb83
-@patch
-def role_params(self: Golf) -> dict[str, dict[str, torch.nn.Parameter]]:
-    "Parameters by role: bank (in the layout's order), table, scalar."
-    return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks},
-            "table": {n: getattr(self, n) for n in self.tables},
-            "scalar": {n: getattr(self, n) for n in self.scalars}}
+    def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        "Parameters by role: bank (in the layout's order), table, scalar."
+        return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks},
+                "table": {n: getattr(self, n) for n in self.tables},
+                "scalar": {n: getattr(self, n) for n in self.scalars}}
 
+    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
+        "cos and sin for rows of T tokens, [T, rope_dims/2] each."
+        if T == self.cfg.train_seq_len:
+            return self.rotary_cos, self.rotary_sin
+        return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
 
-@patch
-def rotary(self: Golf, T: int) -> tuple[Tensor, Tensor]:
-    "cos and sin for rows of T tokens, [T, rope_dims/2] each."
-    if T == self.cfg.train_seq_len:
-        return self.rotary_cos, self.rotary_sin
-    return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
+    def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
+        "What every block reads, as views of the banks, or joined as `kernels` want it."
+        mix = self.resid_mix.to(self.compute)
+        freeze = torch.is_grad_enabled() and self.freeze is not None
+        L, banks = self.cfg.num_layers, self.banks.items()
+        runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
+        kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
+        kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
+        stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
+        stack = stack if freeze else joined(stack, kernels)
+        blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
+        return [joined(w, kernels) for w in self.freeze(blocks)] if freeze else blocks
+
+    def embed(self, ids: Tensor) -> Tensor:
+        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+        x = F.embedding(ids, self.tok_emb).to(self.compute)
+        if self.cfg.bigram_vocab_size:
+            pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]), self.bigram_table).to(x.dtype)
+            x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
+        return smear(rms_norm(x), self.smear_gate)
+
+    def value_embeddings(self, ids: Tensor) -> dict[int, Tensor]:
+        "What is added to the values [B, T, KV*head], for each block that has a value embedding."
+        if not self.cfg.ve_enabled:
+            return {}
+        ve = F.embedding(ids, self.ve_table).to(self.compute)
+        ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
+        return {i: ve * s for i, s in zip(self.ve_blocks, self.ve_layer_scales.to(ve.dtype).unbind(0))}
+
+    def walk(self, x: Tensor, run: Callable) -> Tensor:
+        """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
+
+        `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
+        half, outputs = self.cfg.num_layers // 2, {}
+        if half:
+            skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
+        for place, i in enumerate(self.order):
+            if half <= i < 2 * half:
+                x = x + skips[i - half] * outputs[2 * half - 1 - i]
+            x = run(x, i, place + 1 == len(self.order))
+            if i < half:
+                outputs[i] = x
+        return x
+
+    def forward(self, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
+        """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
+
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `keep`
+        that is not in 1..T."""
+        T = ids.shape[1]
+        if keep is not None and not 1 <= keep <= T:
+            raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
+        x0, values, weights = self.embed(ids), self.value_embeddings(ids), self.weights(self.kernels)
+        cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
+
+        def run(x, i, last):
+            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
+
+        return F.linear(rms_norm(self.walk(x0, run)), self.tok_emb.to(self.compute))
+
+    def fuse(self, kernels, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
+        "Compute with these kernels from now on, as far as the shapes and the activation suit them."
+        cfg, has_kernel = self.cfg, hasattr(self.activation, "mlp")
+        fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
+                "mlp": has_kernel and mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
+        self.kernels = frozenset(k for k in kernels if fits.get(k, True))
+        more = dict(kernels=self.kernels, tiles=tiles)
+        self.blocks = [make_block(cfg, i, self.activation, self.attention, FusedBlock, **more)
+                       for i in range(cfg.num_layers)]
 
 # %% ../nbs/story/05c_model.ipynb #f8a5fa7c
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
@@ -330,76 +392,6 @@ class FreezeBlocks:
 class FreezeControls(FreezeBlocks):
     "For `Golf.freeze`: of the lowest `count` blocks only the matrices learn, as published."
     first = len(BLOCK_MATRICES)
-
-# %% ../nbs/story/05c_model.ipynb #bd943d1f
-@patch
-def weights(self: Golf, kernels: frozenset = frozenset()) -> list[BlockWeights]:
-    "What every block reads, as views of the banks, or joined as `kernels` want it."
-    mix = self.resid_mix.to(self.compute)
-    freeze = torch.is_grad_enabled() and self.freeze is not None
-    L, banks = self.cfg.num_layers, self.banks.items()
-    runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
-    kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
-    kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
-    stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
-    stack = stack if freeze else joined(stack, kernels)
-    blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
-    return [joined(w, kernels) for w in self.freeze(blocks)] if freeze else blocks
-
-# %% ../nbs/story/05c_model.ipynb #77085afb
-@patch
-def embed(self: Golf, ids: Tensor) -> Tensor:
-    "Tokens [B, T] as the blocks' input x0 [B, T, D]."
-    x = F.embedding(ids, self.tok_emb).to(self.compute)
-    if self.cfg.bigram_vocab_size:
-        pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]), self.bigram_table).to(x.dtype)
-        x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
-    return smear(rms_norm(x), self.smear_gate)
-
-# %% ../nbs/story/05c_model.ipynb #30e5d180
-@patch
-def value_embeddings(self: Golf, ids: Tensor) -> dict[int, Tensor]:
-    "What is added to the values [B, T, KV*head], for each block that has a value embedding."
-    if not self.cfg.ve_enabled:
-        return {}
-    ve = F.embedding(ids, self.ve_table).to(self.compute)
-    ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
-    return {i: ve * s for i, s in zip(self.ve_blocks, self.ve_layer_scales.to(ve.dtype).unbind(0))}
-
-# %% ../nbs/story/05c_model.ipynb #5240558a
-@patch
-def walk(self: Golf, x: Tensor, run: Callable) -> Tensor:
-    """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
-
-    `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
-    half, outputs = self.cfg.num_layers // 2, {}
-    if half:
-        skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
-    for place, i in enumerate(self.order):
-        if half <= i < 2 * half:
-            x = x + skips[i - half] * outputs[2 * half - 1 - i]
-        x = run(x, i, place + 1 == len(self.order))
-        if i < half:
-            outputs[i] = x
-    return x
-
-# %% ../nbs/story/05c_model.ipynb #5e14f442
-@patch
-def forward(self: Golf, ids: Tensor, keep: int | None = None, rope_len: int | None = None) -> Tensor:
-    """Logits [B, keep, V] before the cap, of tokens [B, T]; all positions if `keep` is None.
-
-    `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `keep`
-    that is not in 1..T."""
-    T = ids.shape[1]
-    if keep is not None and not 1 <= keep <= T:
-        raise GolfError(f"keep must be between 1 and the row length {T}: found {keep}")
-    x0, values, weights = self.embed(ids), self.value_embeddings(ids), self.weights(self.kernels)
-    cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
-
-    def run(x, i, last):
-        return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), keep if last else None)
-
-    return F.linear(rms_norm(self.walk(x0, run)), self.tok_emb.to(self.compute))
 
 # %% ../nbs/story/05c_model.ipynb #4dc3c5f4
 WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table", "bigram.scale": "bigram_scale",
@@ -563,15 +555,3 @@ class FusedBlock(Block):
         if "mlp" not in self.kernels:
             return Block.mlp(self, n, w)
         return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
-
-# %% ../nbs/story/05c_model.ipynb #86589472
-@patch
-def fuse(self: Golf, kernels, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
-    "Compute with these kernels from now on, as far as the shapes and the activation suit them."
-    cfg, has_kernel = self.cfg, hasattr(self.activation, "mlp")
-    fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
-            "mlp": has_kernel and mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
-    self.kernels = frozenset(k for k in kernels if fits.get(k, True))
-    more = dict(kernels=self.kernels, tiles=tiles)
-    self.blocks = [make_block(cfg, i, self.activation, self.attention, FusedBlock, **more)
-                   for i in range(cfg.num_layers)]

@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['SHARD_MAGIC', 'SHARD_VERSION', 'HEADER_BYTES', 'BOS_ID', 'WholeFile', 'atomic_write', 'shard_header', 'ShardWriter',
            'write_shard', 'shard_file', 'read_header', 'open_shard', 'read_span', 'find_shards', 'read_tokens',
-           'val_tokens', 'check_disjoint', 'check_manifest']
+           'val_tokens', 'check_disjoint']
 
 # %% ../nbs/story/02_shards.ipynb #b49adfc2
 import glob
 import hashlib
-import json
 import os
 import shutil
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .settings import GolfError, patch
+from .settings import GolfError
 
 # %% ../nbs/story/02_shards.ipynb #9f6cc4d8
 class WholeFile:
@@ -53,30 +52,26 @@ class WholeFile:
     def __enter__(self) -> "WholeFile": return self
     def __exit__(self, kind, *_) -> None: self.abort() if kind else self.close()
 
-# %% ../nbs/story/02_shards.ipynb #574a28c0
-@patch
-@contextmanager
-def attempt(self: WholeFile):
-    "Runs a step; if it fails, deletes the temporary file and turns a disk error into a GolfError."
-    try:
-        yield
-    except BaseException as error:
-        self.abort()
-        if not isinstance(error, OSError):
-            raise
-        free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else 0
-        raise GolfError(f"cannot write {self.path} ({error.strerror}; {free:,} bytes free on its disk): "
-                        "free some space or write elsewhere") from error
+    @contextmanager
+    def attempt(self):
+        "Runs a step; if it fails, deletes the temporary file and turns a disk error into a GolfError."
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if not isinstance(error, OSError):
+                raise
+            free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else 0
+            raise GolfError(f"cannot write {self.path} ({error.strerror}; {free:,} bytes free on its disk): "
+                            "free some space or write elsewhere") from error
 
-# %% ../nbs/story/02_shards.ipynb #b570b2eb
-@patch
-def abort(self: WholeFile) -> None:
-    "Delete the temporary file; does nothing once the file has its name."
-    with suppress(OSError):  # what is still in the buffer would not fit either
-        if self.file:
-            self.file.close()
-    with suppress(OSError):
-        self.temp.unlink(missing_ok=True)
+    def abort(self) -> None:
+        "Delete the temporary file; does nothing once the file has its name."
+        with suppress(OSError):  # what is still in the buffer would not fit either
+            if self.file:
+                self.file.close()
+        with suppress(OSError):
+            self.temp.unlink(missing_ok=True)
 
 # %% ../nbs/story/02_shards.ipynb #1fb3b1ca
 def atomic_write(path: str | Path, data: bytes | str) -> None:
@@ -231,23 +226,3 @@ def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> No
         if other := held.get(key(path)):
             raise GolfError(f"training and validation must not share a file, found {path} to be the same as "
                             f"{other}: remove it from one of them")
-
-# %% ../nbs/story/02_shards.ipynb #bc502732
-def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
-    "Raises GolfError for two corpora, a damaged manifest.json, or one of other shards or tokenizer."
-    found = [(p, p.name.split(f"_{s}_")[0]) for s in ("train", "val") for p in folder.glob(f"*_{s}_*.bin")]
-    if len(corpora := {name for _, name in found}) > 1:
-        raise GolfError(f"{folder} must hold one corpus, found {' and '.join(sorted(corpora))}: move one out")
-    if not (path := folder / "manifest.json").exists():
-        return
-    try:
-        made = json.loads(path.read_bytes())
-        named = {s["name"]: s["tokens"] for side in ("train", "val") for s in made[side]["shards"]}
-        named["tokenizer"] = made["tokenizer_sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise GolfError(f"{path} must be as `golfnb data build` made it, found damage: build again") from None
-    there = {p.name: read_header(p) for p, _ in found} | {"tokenizer": tokenizer_sha256}
-    for name in named | there:
-        if named.get(name) != there.get(name):
-            raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, found "
-                            f"{there.get(name)!r:.20}: copy or build the shards again, or set TOKENIZER_PATH")

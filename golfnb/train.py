@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from .settings import GolfError, patch, setting
+from .settings import GolfError, setting
 from .loader import Loader, grad_accum
 from .evaluate import counted
 from .layers import softcap_loss
@@ -198,36 +198,32 @@ class RunLog:
             with suppress(OSError):
                 f.close()
 
-# %% ../nbs/story/08b_train.ipynb #395579c0
-@patch
-def put(self: RunLog, text: str, *files):
-    "Write a line to open files and flush; what cannot be written is told, once for each kind of error."
-    for f in files:
-        try:
-            print(f"{text}\n", end="", file=f, flush=True)  # in one piece: a thread writes too
-        except OSError as e:
-            if f not in self.files:  # or Python tries once more as it ends, and fails
-                os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
-            if e.errno not in self.told:
-                self.told.add(e.errno)
-                self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
-                         "to train.log as soon as there is room", sys.stderr)
+    def put(self, text: str, *files):
+        "Write a line to open files and flush; what cannot be written is told, once for each kind of error."
+        for f in files:
+            try:
+                print(f"{text}\n", end="", file=f, flush=True)  # in one piece: a thread writes too
+            except OSError as e:
+                if f not in self.files:  # or Python tries once more as it ends, and fails
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
+                if e.errno not in self.told:
+                    self.told.add(e.errno)
+                    self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
+                             "to train.log as soon as there is room", sys.stderr)
 
-# %% ../nbs/story/08b_train.ipynb #9841c495
-@patch
-def listen(self: RunLog):
-    "A thread: an event each second of how far the run is, and a line if there was none for eight."
-    with suppress(ReferenceError, ValueError):  # the log is gone, or closed
-        while not time.sleep(1.0) and self.files:
-            (what, done, total, tokens), now = self.at, time.perf_counter()
-            if self.pacing != (what, done > 1):  # the first part warms up and says nothing of the pace
-                self.pacing, first, begun = (what, done > 1), done, now
-            pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
-            speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
-            left = f"{(total - done) / pace:.0f} s left" if pace else f"{now - begun:.0f} s so far"
-            self.event("progress", what=what, done=done, total=total, left=left)
-            if now - self.spoke > 8:
-                self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
+    def listen(self):
+        "A thread: an event each second of how far the run is, and a line if there was none for eight."
+        with suppress(ReferenceError, ValueError):  # the log is gone, or closed
+            while not time.sleep(1.0) and self.files:
+                (what, done, total, tokens), now = self.at, time.perf_counter()
+                if self.pacing != (what, done > 1):  # the first part warms up and says nothing of the pace
+                    self.pacing, first, begun = (what, done > 1), done, now
+                pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
+                speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
+                left = f"{(total - done) / pace:.0f} s left" if pace else f"{now - begun:.0f} s so far"
+                self.event("progress", what=what, done=done, total=total, left=left)
+                if now - self.spoke > 8:
+                    self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
 
 # %% ../nbs/story/08b_train.ipynb #3fc19faa
 class GridProjector:
@@ -297,145 +293,125 @@ class Trainer:
         in_time = cap * max(self.steps, 1) / max(self.starts[-1], 1e-9)
         return min(self.settings.iterations, in_time)
 
-# %% ../nbs/story/08b_train.ipynb #636accf2
-@patch
-def clock(self: Trainer) -> tuple[float, bool]:
-    "Called as a step begins: its time in milliseconds, and whether to stop; what rank 0 says counts."
-    elapsed = self.elapsed_ms()
-    self.starts.append(elapsed)
-    expected = self.expected_steps()
-    tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
-    self.log.at = "training", self.steps, expected, tokens
-    under_way = LATE_STEPS * elapsed / max(self.steps, 1)
-    stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
-    return elapsed, stop
+    def clock(self) -> tuple[float, bool]:
+        "Called as a step begins: its time in milliseconds, and whether to stop; what rank 0 says counts."
+        elapsed = self.elapsed_ms()
+        self.starts.append(elapsed)
+        expected = self.expected_steps()
+        tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
+        self.log.at = "training", self.steps, expected, tokens
+        under_way = LATE_STEPS * elapsed / max(self.steps, 1)
+        stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
+        return elapsed, stop
 
-# %% ../nbs/story/08b_train.ipynb #636accb0
-@patch
-def launch(self: Trainer, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
-    "Start the step's communication; time and stop travel with the gradients. Returns the control vector."
-    if self.steps == 0:
-        self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
-    return self.engine.launch(loss, elapsed_ms, stop)
+    def launch(self, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
+        "Start the step's communication; time and stop travel with the gradients. Returns the control vector."
+        if self.steps == 0:
+            self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
+        return self.engine.launch(loss, elapsed_ms, stop)
 
-# %% ../nbs/story/08b_train.ipynb #636accb1
-@patch
-def push(self: Trainer, control: torch.Tensor, loss: torch.Tensor):
-    "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
-    self.steps += 1
-    knobs = self.engine.knobs  # what the step was made with, whatever schedule gave it
-    more = torch.stack([loss.to(control.dtype).view(()), knobs.multiplier.to(control.dtype),
-                        knobs.momentum.to(control.dtype)])
-    values = self.reader.push(torch.cat([control, more]))
-    if values is not None:
-        self.read(values)
+    def push(self, control: torch.Tensor, loss: torch.Tensor):
+        "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
+        self.steps += 1
+        knobs = self.engine.knobs  # what the step was made with, whatever schedule gave it
+        more = torch.stack([loss.to(control.dtype).view(()), knobs.multiplier.to(control.dtype),
+                            knobs.momentum.to(control.dtype)])
+        values = self.reader.push(torch.cat([control, more]))
+        if values is not None:
+            self.read(values)
 
-# %% ../nbs/story/08b_train.ipynb #c0de5701
-@patch
-def projector(self: Trainer) -> Callable | None:
-    "What rounds the weights that this step publishes; None while the learning rate is high."
-    late = self.late_rate < self.settings.late_qat_threshold
-    if late and self.project is None and self.make_projector is not None:
-        self.project = self.make_projector(self.engine)
-        self.rounded_from = self.steps
-        self.log.line(f"late_qat:enabled step:{self.steps + 1} owner-side int6 grid")
-    return self.project
+    def projector(self) -> Callable | None:
+        "What rounds the weights that this step publishes; None while the learning rate is high."
+        late = self.late_rate < self.settings.late_qat_threshold
+        if late and self.project is None and self.make_projector is not None:
+            self.project = self.make_projector(self.engine)
+            self.rounded_from = self.steps
+            self.log.line(f"late_qat:enabled step:{self.steps + 1} owner-side int6 grid")
+        return self.project
 
-# %% ../nbs/story/08b_train.ipynb #c0de5702
-@patch
-def stop_clock(self: Trainer):
-    "Wait for the device, and note the milliseconds of training so far."
-    if self.engine.device.type == "cuda":
-        torch.cuda.synchronize()
-    self.train_ms = self.elapsed_ms()
+    def stop_clock(self):
+        "Wait for the device, and note the milliseconds of training so far."
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.train_ms = self.elapsed_ms()
 
+    def finish(self):
+        "Read what is still under way; the model then holds the unrounded weights."
+        self.stop_clock()
+        while self.reader.queue:
+            self.read(self.reader.pop())
+        if self.stop:
+            self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
+                          f"step:{self.steps}/{self.settings.iterations}")
+        self.check_weights()
+        self.engine.publish()
 
-@patch
-def finish(self: Trainer):
-    "Read what is still under way; the model then holds the unrounded weights."
-    self.stop_clock()
-    while self.reader.queue:
-        self.read(self.reader.pop())
-    if self.stop:
-        self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
-                      f"step:{self.steps}/{self.settings.iterations}")
-    self.check_weights()
-    self.engine.publish()
+    def count_skipped(self, step: int, norm_sq: float):
+        "Note whether a step was skipped. Raises GolfError after MOST_SKIPPED in a row, on all ranks alike."
+        if math.isfinite(norm_sq):
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.log.line(f"step:{step} skipped: the gradient was not finite")
+        if self.skipped_in_a_row == MOST_SKIPPED:
+            raise GolfError(f"the gradient must be finite, found NaN or infinity in the {MOST_SKIPPED} steps "
+                            f"up to step {step}: {DIVERGED}")
+
+    def check_weights(self):
+        "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
+        bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
+        if self.engine.ranks.sum(bad).item() > 0:
+            raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
+                            f"{DIVERGED}")
+
+    def read(self, values: list):
+        "Take in the next unread step: control words, this rank's own loss, learning rate, momentum."
+        s = self.settings
+        step = len(self.losses)
+        own_loss, rate, momentum = values[-3:]
+        control = dict(zip(self.control_words, values))
+        world = self.engine.ranks.world
+        self.losses.append(control["loss"] / world)
+        self.stop = self.stop or control["stop"] > 0
+        self.late_rate = rate
+        self.count_skipped(step + 1, control["norm_sq"])
+        norm_sq = control["norm_sq"]
+        if self.engine.clip.norm_is_sum:
+            norm_sq = norm_sq / world
+        begin = self.starts[step]
+        end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
+        self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
+                       train_ms=end, multiplier=round(rate, 7), momentum=round(momentum, 7),
+                       grad_norm=norm_sq ** 0.5)
+        step += 1
+        logged = s.train_log_every > 0 and step % s.train_log_every == 0
+        if step < 11 or logged or step == s.iterations:
+            self.log.line(f"step:{step}/{s.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
+                          f"step_avg:{end / step:.2f}ms")
+
+    def validate(self, score: Callable):
+        "Score the weights with the clock stopped; `score()` gives nats a token and bits per byte."
+        self.stop_clock()
+        self.engine.publish()
+        self.val_loss, self.val_bpb = score()
+        check_score(f"the validation after step {self.steps}", self.val_loss)
+        self.log.line(f"step:{self.steps}/{self.settings.iterations} val_loss:{self.val_loss:.4f} "
+                      f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
+                      f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
+        self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
+        self.engine.publish(project=self.project)
+        self.begun = self.now() - self.train_ms / 1000
 
 # %% ../nbs/story/08b_train.ipynb #52237f04
 MOST_SKIPPED = 10  # steps in a row
 DIVERGED = "lower the learning rates, or go back to the recipe's settings"
 
-
-@patch
-def count_skipped(self: Trainer, step: int, norm_sq: float):
-    "Note whether a step was skipped. Raises GolfError after MOST_SKIPPED in a row, on all ranks alike."
-    if math.isfinite(norm_sq):
-        self.skipped_in_a_row = 0
-        return
-    self.skipped += 1
-    self.skipped_in_a_row += 1
-    self.log.line(f"step:{step} skipped: the gradient was not finite")
-    if self.skipped_in_a_row == MOST_SKIPPED:
-        raise GolfError(f"the gradient must be finite, found NaN or infinity in the {MOST_SKIPPED} steps "
-                        f"up to step {step}: {DIVERGED}")
-
 # %% ../nbs/story/08b_train.ipynb #bebd4e31
-@patch
-def check_weights(self: Trainer):
-    "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
-    bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
-    if self.engine.ranks.sum(bad).item() > 0:
-        raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
-                        f"{DIVERGED}")
-
-
 def check_score(what: str, loss: float):
     "Raise GolfError for a score that is NaN or infinite."
     if not math.isfinite(loss):
         raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
-
-# %% ../nbs/story/08b_train.ipynb #03a88f81
-@patch
-def read(self: Trainer, values: list):
-    "Take in the next unread step: control words, this rank's own loss, learning rate, momentum."
-    s = self.settings
-    step = len(self.losses)
-    own_loss, rate, momentum = values[-3:]
-    control = dict(zip(self.control_words, values))
-    world = self.engine.ranks.world
-    self.losses.append(control["loss"] / world)
-    self.stop = self.stop or control["stop"] > 0
-    self.late_rate = rate
-    self.count_skipped(step + 1, control["norm_sq"])
-    norm_sq = control["norm_sq"]
-    if self.engine.clip.norm_is_sum:
-        norm_sq = norm_sq / world
-    begin = self.starts[step]
-    end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
-    self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
-                   train_ms=end, multiplier=round(rate, 7), momentum=round(momentum, 7),
-                   grad_norm=norm_sq ** 0.5)
-    step += 1
-    logged = s.train_log_every > 0 and step % s.train_log_every == 0
-    if step < 11 or logged or step == s.iterations:
-        self.log.line(f"step:{step}/{s.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
-                      f"step_avg:{end / step:.2f}ms")
-
-# %% ../nbs/story/08b_train.ipynb #21ec3ecd
-@patch
-def validate(self: Trainer, score: Callable):
-    "Score the weights with the clock stopped; `score()` gives nats a token and bits per byte."
-    self.stop_clock()
-    self.engine.publish()
-    self.val_loss, self.val_bpb = score()
-    check_score(f"the validation after step {self.steps}", self.val_loss)
-    self.log.line(f"step:{self.steps}/{self.settings.iterations} val_loss:{self.val_loss:.4f} "
-                  f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
-                  f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
-    self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
-    self.engine.publish(project=self.project)
-    self.begun = self.now() - self.train_ms / 1000
 
 # %% ../nbs/story/08b_train.ipynb #3de9108e
 class Extra:

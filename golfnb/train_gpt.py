@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 4a9f2653d93c2c1d
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d640e9b387a66a4c
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -21,10 +21,8 @@ import math
 import numpy as np
 import os
 import queue
-import re
 import sentencepiece as spm
 import shutil
-import signal
 import struct
 import sys
 import threading
@@ -45,7 +43,6 @@ from importlib import import_module
 from itertools import chain
 from math import prod, sqrt
 from pathlib import Path
-from threading import Thread
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from types import SimpleNamespace
@@ -371,39 +368,6 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
         raise GolfError(f"validation must hold at least one window of {seq_len} tokens and one more, found "
                         f"{tokens.size} tokens in {pattern}: use more validation text or a shorter window")
     return tokens[: rows * seq_len + 1]
-
-
-def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:
-    "Raises GolfError if train and validation set share a file, by any name or as a copy."
-    def key(path: Path) -> tuple[int, str]:
-        with shard_file(path) as (file, tokens):
-            return tokens, hashlib.sha256(file.read(2**20)).hexdigest()
-
-    held = {key(path): path for path in val_paths}
-    for path in train_paths:
-        if other := held.get(key(path)):
-            raise GolfError(f"training and validation must not share a file, found {path} to be the same as "
-                            f"{other}: remove it from one of them")
-
-
-def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
-    "Raises GolfError for two corpora, a damaged manifest.json, or one of other shards or tokenizer."
-    found = [(p, p.name.split(f"_{s}_")[0]) for s in ("train", "val") for p in folder.glob(f"*_{s}_*.bin")]
-    if len(corpora := {name for _, name in found}) > 1:
-        raise GolfError(f"{folder} must hold one corpus, found {' and '.join(sorted(corpora))}: move one out")
-    if not (path := folder / "manifest.json").exists():
-        return
-    try:
-        made = json.loads(path.read_bytes())
-        named = {s["name"]: s["tokens"] for side in ("train", "val") for s in made[side]["shards"]}
-        named["tokenizer"] = made["tokenizer_sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise GolfError(f"{path} must be as `golfnb data build` made it, found damage: build again") from None
-    there = {p.name: read_header(p) for p, _ in found} | {"tokenizer": tokenizer_sha256}
-    for name in named | there:
-        if named.get(name) != there.get(name):
-            raise GolfError(f"{path} says {named.get(name)!r:.20} of {name!r:.60}, found "
-                            f"{there.get(name)!r:.20}: copy or build the shards again, or set TOKENIZER_PATH")
 
 
 # ---- golfnb/loader.py ----
@@ -2139,25 +2103,6 @@ def stop_ranks(ranks: Ranks):
     "Leave the process group."
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def lost_ranks(ranks: Ranks) -> str:
-    "After a collective failed: who does not answer any more, in words; takes up to 14 seconds."
-    heard = []
-
-    def ask():
-        try:
-            heard.append(dist.monitored_barrier(ranks.patient, timedelta(seconds=8), wait_all_ranks=True))
-        except (RuntimeError, ValueError) as e:  # a value: there is no group
-            heard.append(e)
-
-    asking = Thread(target=ask, daemon=True)  # only rank 0 has the time limit, and the list
-    asking.start()
-    asking.join(12)
-    time.sleep(0 if ranks.master else 2)  # rank 0 has the list: it speaks first
-    found = re.search(r"Ranks? ([\d, ]+) failed", str(heard))
-    silent = "the others" if heard else f"rank 0{' and its host' * (ranks.host > 0)}"
-    return f"rank{'s' * (',' in found[1])} {found[1]}" if found else silent
 
 
 def gather_into(full: Tensor, shard: Tensor, ranks: Ranks):
@@ -4010,18 +3955,6 @@ def run_folder(s: RunSettings, ranks: Ranks) -> Path:
     return folder
 
 
-def make_folder(folder: Path):
-    "Make a run directory; raises GolfError where it cannot be made, or there is no room."
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise GolfError(f"cannot make the run directory {folder}: {e.strerror}; "
-                        "set RUNS_DIR to a place that can be written")
-    free = shutil.disk_usage(folder).free >> 20
-    if free < 64:
-        raise GolfError(f"{folder} has {free} MiB free, a run needs at least 64: make room or set RUNS_DIR")
-
-
 def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
     "How often each token occurs among the first `limit`, int64 [V]; raises GolfError for one too large."
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -4054,7 +3987,7 @@ class Run:
         val = val_tokens(data / "*_val_*.bin", max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
-        make_folder(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.settings, self.ranks, self.code = s, ranks, code
         self.program_sha256 = ""
         self.seconds, self.summary, self.extras = {}, {}, []
@@ -4160,15 +4093,8 @@ class Run:
         return found
 
     def save(self, write: Callable[[Path], object]):
-        "Call `write(folder)`; if its disk is full, go on with a temporary folder, for all later files too."
-        try:
-            write(self.folder)
-        except GolfError as e:
-            if not isinstance(e.__cause__, OSError):
-                raise
-            self.folder = Path(os.environ.get("TMPDIR", "/tmp"), f"{self.folder.name}-{os.getpid()}")
-            self.log.put(f"golfnb: {e}; from here on this run's files go to {self.folder}", sys.stderr)
-            write(self.folder)
+        "Call `write(folder)` with the run's folder."
+        write(self.folder)
 
     def save_state(self, name: str, model: Golf, engine: Engine, tensors: list | None = None) -> dict:
         "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
@@ -4225,44 +4151,10 @@ class Run:
         return self.summary
 
 
-def bytes_needed(s: RunSettings, world: int, item: int) -> int:
-    "Least bytes of a rank with `item` bytes a number: weights, gradients, optimizer, activations."
-    layer = 2 * s.model_dim * (s.model_dim + s.kv_dim + s.mlp_dim)
-    matrices = s.num_layers * layer
-    replicated = s.vocab_size * s.model_dim  # every rank has the whole of it
-    if s.bigram_vocab_size > 0:
-        replicated += (s.bigram_vocab_size + s.model_dim) * s.bigram_dim
-    if s.ve_enabled:
-        replicated += (s.vocab_size + s.kv_dim) * s.ve_dim
-    numbers = 4 * replicated + 2 * matrices + 2 * matrices // world
-    tokens = s.rows_per_micro(world, s.train_seq_len) * s.train_seq_len
-    if getattr(s, "ttt_enabled", False):
-        tokens = max(tokens, s.tokens_adapted(world))
-    a_token = s.num_layers * (2 * s.model_dim + s.mlp_dim) + s.vocab_size
-    return item * (numbers + tokens * a_token)
-
-
-def check_memory(s: RunSettings, ranks: Ranks) -> None:
-    "Raise GolfError for sizes that the memory of this rank's device cannot hold."
-    if ranks.device.type == "cuda":
-        room = torch.cuda.get_device_properties(ranks.device).total_memory
-    else:
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = bytes_needed(s, ranks.world, weight_dtype(s, ranks.device).itemsize)
-    if needed > room:
-        raise GolfError(f"the run must fit into memory, {room / 2**30:,.0f} GiB here, found sizes that need "
-                        f"{needed / 2**30:,.0f} GiB at least: lower the sizes of the model or of the batch")
-
-
 def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
              quiet: bool = False) -> Run:
-    "Check settings and data, and make the `Run`. Raises GolfError for whatever is wrong."
+    "Check the settings, read the data, and make the `Run`. Raises GolfError for whatever is wrong."
     s.check(ranks.world)
-    check_memory(s, ranks)
-    shards = Path(s.data_path)
-    load_tokenizer(s.tokenizer_path, s.vocab_size)
-    check_disjoint(find_shards(shards / "*_train_*.bin"), find_shards(shards / "*_val_*.bin"))
-    check_manifest(shards, tokenizer_hash(s.tokenizer_path))
     return Run(s, ranks, code, folder, quiet)
 
 
@@ -4304,28 +4196,18 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
     return averaged
 
 
-LOST_RANK_WORDS = ("gloo", "Connection", "NCCL", "Timed out", "timed out", "timeout", "process group")
-
-
 def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
-    """Start the ranks, call `work(ranks)`, stop them. What it returns or raises is said in one sentence.
+    """Start the ranks, call `work(ranks)`, stop them. What it returns, or raises as GolfError, is said.
 
     The process then ends at once, since the other ranks may be waiting in a collective.
     """
-    master = os.environ.get("RANK", "0") == "0"
-    signal.signal(signal.SIGINT, lambda *_: (master and os.write(2, b"golfnb: interrupted\n"), os._exit(130)))
-    ranks, problem, status = None, None, 3
+    ranks = problem = None
+    status = 3
     try:
         ranks = start_ranks(timeout_s=timeout_s)
         problem = work(ranks)
-    except GolfError as e:
-        problem, status = e, getattr(e, "status", 2)
-    except RuntimeError as e:
-        if not any(w in str(e) for w in LOST_RANK_WORDS):
-            raise
-        lost = lost_ranks(ranks) if ranks else "the others"
-        problem, status = (f"rank {ranks.rank if ranks else '?'} lost {lost} in a collective "
-                           f"({str(e).splitlines()[0][:200]}): see which rank ended first, and why"), 4
+    except GolfError as error:
+        problem, status = error, 2
     if problem:
         print(f"golfnb: {problem}", file=sys.stderr, flush=True)
         sys.stdout.flush()

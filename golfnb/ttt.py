@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bpb import ByteTable, bits_per_byte, target_bytes
-from .settings import GolfError, patch, setting
+from .settings import GolfError, setting
 from .evaluate import EvalSettings, counted, plain_loss, score_windows, share_of, sliding_loss
 from .evaluate import total_score, window_batches, windows
 from .layers import softcap
@@ -274,42 +274,36 @@ class Trial:
         self.rows.append(rows if torch.equal(ids[:, 1:], targets[:, :-1]) else torch.full_like(rows, -1))
         return self.loss_of(ids, targets, weights)
 
-# %% ../nbs/story/13_ttt.ipynb #51fca31b
-@patch
-@torch.no_grad()
-def examine(self: Trial, forward: Callable, ids: Tensor, places: Tensor) -> Tensor:
-    "Logits [B, K, V] of forward(ids) for the targets `places` [B, K] (-1: none); notes their nats."
-    probed = self.forwards in self.probed
-    probe_first = bool(torch.randint(2, (), generator=self.draws))
-    self.forwards += 1
-    if probed and probe_first:
-        self.probe(forward, ids, places)
-    logits = forward(ids)
-    self.note(self.seen, logits, places)
-    if probed and not probe_first:
-        self.probe(forward, ids, places)
-    return logits
+    @torch.no_grad()
+    def examine(self, forward: Callable, ids: Tensor, places: Tensor) -> Tensor:
+        "Logits [B, K, V] of forward(ids) for the targets `places` [B, K] (-1: none); notes their nats."
+        probed = self.forwards in self.probed
+        probe_first = bool(torch.randint(2, (), generator=self.draws))
+        self.forwards += 1
+        if probed and probe_first:
+            self.probe(forward, ids, places)
+        logits = forward(ids)
+        self.note(self.seen, logits, places)
+        if probed and not probe_first:
+            self.probe(forward, ids, places)
+        return logits
 
-# %% ../nbs/story/13_ttt.ipynb #fbc1f78b
-@patch
-def note(self: Trial, into: Tensor, logits: Tensor, places: Tensor) -> None:
-    "Write the nats of the targets `places` (-1: none), by their logits."
-    counted = places >= 0
-    at = places[counted]
-    into[at] = logit_nats(logits[counted], self.tokens[at + 1].long(), self.cap)
+    def note(self, into: Tensor, logits: Tensor, places: Tensor) -> None:
+        "Write the nats of the targets `places` (-1: none), by their logits."
+        counted = places >= 0
+        at = places[counted]
+        into[at] = logit_nats(logits[counted], self.tokens[at + 1].long(), self.cap)
 
-
-@patch
-def probe(self: Trial, forward: Callable, ids: Tensor, places: Tensor) -> None:
-    "The forward again with another future, after a column of each quarter of the K that are scored."
-    (B, K), rows = places.shape, torch.arange(len(ids), device=ids.device)
-    for quarter in range(PROBES):
-        low = K * quarter // PROBES
-        high = max(low + 1, K * (quarter + 1) // PROBES)
-        column = torch.randint(low, high, (B,), generator=self.draws).to(ids.device)
-        shift = int(torch.randint(1, max(2, ids.shape[1]), (), generator=self.draws))
-        logits = forward(other_future(ids, column + ids.shape[1] - K, shift, self.vocab))
-        self.note(self.blind, logits[rows, column], places[rows, column])
+    def probe(self, forward: Callable, ids: Tensor, places: Tensor) -> None:
+        "The forward again with another future, after a column of each quarter of the K that are scored."
+        (B, K), rows = places.shape, torch.arange(len(ids), device=ids.device)
+        for quarter in range(PROBES):
+            low = K * quarter // PROBES
+            high = max(low + 1, K * (quarter + 1) // PROBES)
+            column = torch.randint(low, high, (B,), generator=self.draws).to(ids.device)
+            shift = int(torch.randint(1, max(2, ids.shape[1]), (), generator=self.draws))
+            logits = forward(other_future(ids, column + ids.shape[1] - K, shift, self.vocab))
+            self.note(self.blind, logits[rows, column], places[rows, column])
 
 # %% ../nbs/story/13_ttt.ipynb #dfb07301
 def finding(condition: str, check: str, passed: bool, found: str) -> dict:

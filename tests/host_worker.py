@@ -15,8 +15,9 @@ import workers
 from tiny import own_program
 
 from golfnb.recipes import demo
-from golfnb.run import as_rank
+from golfnb import run as core
 from golfnb.tools.checkpoint import open_kept
+from golfnb.tools.guard import guarded_rank
 
 
 def sent() -> int:
@@ -50,4 +51,4 @@ def work(ranks):
     Path(folder, f"{ranks.rank}.pkl").write_bytes(pickle.dumps(found))
 
 
-as_rank(work)
+guarded_rank(core, work)

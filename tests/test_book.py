@@ -99,12 +99,11 @@ class Small:
     "Something small."
     n: int = 3  # rows
 
-@patch
-def grow(self: Small, by: int = 1) -> int:
-    """Make it larger by `by`.
+    def grow(self, by: int = 1) -> int:
+        """Make it larger by `by`.
 
-    x [B, T]: what it eats.
-    Raises GolfError below 0."""
+        x [B, T]: what it eats.
+        Raises GolfError below 0."""
 
 class SmallSettings(BaseSettings):
     "Of small things."
@@ -118,6 +117,10 @@ def helper(): pass
 
 def test_the_api_shows_signature_and_docstring_and_patched_methods(tmp_path, monkeypatch):
     (tmp_path / "small.py").write_text(MODULE)
+    (tmp_path / "nbs").mkdir()
+    cell = nbformat.v4.new_code_cell("#| export\n@patch\ndef grow(self: Small, by: int = 1) -> int: pass")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "nbs" / "98_small.ipynb")
+    monkeypatch.setattr(names, "ROOT", tmp_path)
     module = names.read_module(tmp_path / "small.py")
     assert [n.name for n in module.public] == ["Small", "SmallSettings", "go"] and not module.names["helper"].public
     monkeypatch.setattr(sources, "numbered_title", lambda stem: "98 Small")

@@ -21,7 +21,8 @@ from golfnb.tools.data import (DEMO_MODULES, build_shards, count_overlap, cut_do
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
 from golfnb.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
 from golfnb.tools.cli import main_cli
-from golfnb.shards import check_manifest, read_tokens, write_shard
+from golfnb.tools.guard import check_manifest
+from golfnb.shards import read_tokens, write_shard
 from tiny import golfnb, one_sentence
 
 
@@ -269,6 +270,7 @@ def test_a_document_of_100_megabytes(model):
 FULL_DISK_BUILD = """
 import resource, signal, sys
 from golfnb.tools.cli import main_cli
+from golfnb.tools.guard import check_manifest
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 sys.exit(main_cli(["data", "build", "docs.jsonl", "--tokenizer", sys.argv[1], "--out", "s", "--shard-tokens", "200000"]))

@@ -308,11 +308,6 @@ def segment(lines: list[str], n: ast.stmt) -> str:
     return "\n".join(lines[min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) - 1 : n.end_lineno])
 
 
-def as_patch(text: str, cls: str) -> str:
-    "A method's lines as they stood when it was patched in, without `@patch`; a text over lines may stand further left."
-    return re.sub(r"(?m)^    ", "", re.sub(r"(def \w+\(\w+)", rf"\1: {cls}", text, count=1))
-
-
 def test_every_definition_stands_in_its_module_word_for_word(script):
     seen = 0
     for text, module in sections(script):
@@ -322,7 +317,7 @@ def test_every_definition_stands_in_its_module_word_for_word(script):
                 continue
             for part in n.body if isinstance(n, ast.ClassDef) else [n]:
                 words = segment(lines, part)
-                assert words in module or as_patch(words, n.name) in module, words
+                assert words in module, words
                 seen += 1
         ours = {line.strip() for line in module.split("\n")}
         comments = [line.strip() for line in lines if line.strip().startswith("#")]
@@ -331,12 +326,8 @@ def test_every_definition_stands_in_its_module_word_for_word(script):
 
 
 def methods(tree: ast.Module) -> dict[str, set[str]]:
-    "Class -> names of its methods, those that are patched in too."
-    found = {c.name: {m.name for m in c.body if isinstance(m, ast.FunctionDef)} for c in tree.body if isinstance(c, ast.ClassDef)}
-    for n in tree.body:
-        if isinstance(n, ast.FunctionDef) and "patch" in [ast.unparse(d) for d in n.decorator_list]:
-            found[ast.unparse(n.args.args[0].annotation)].add(n.name)
-    return found
+    "Class -> names of its methods."
+    return {c.name: {m.name for m in c.body if isinstance(m, ast.FunctionDef)} for c in tree.body if isinstance(c, ast.ClassDef)}
 
 
 def test_a_class_is_whole_so_tools_find_what_they_call(script):

@@ -139,10 +139,10 @@ def test_who_ended_a_run_is_said_once(lines, status, words):
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
-WAITING = END_WITH_TORCHRUN + """import os, sys, time; from golfnb.run import as_rank
+WAITING = END_WITH_TORCHRUN + """import os, sys, time; from golfnb import run; from golfnb.tools.guard import guarded_rank
 def work(ranks):
     os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(900)
-as_rank(work)
+guarded_rank(run, work)
 """
 
 

@@ -55,7 +55,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("07b", "each starts on 16 bytes", "definition: a vector load"),
     ("07b", "the published table: 4 ms slower", "published: PR #399"),
     ("07b", "or 40 s with several hosts, raises", "choice: beside the 14 s it takes at most to ask who is gone, under a minute"),
-    ("07b", "takes up to 14 seconds", "choice: the limit is in the code below"),
+    ("21b", "takes up to 14 seconds", "choice: the limit is in the code below"),
     ("16", "a minute (40 seconds between hosts)", "choice: chapter 07b has it"),
     ("08b", "a cap of 50 seconds at 100 ms a step", "settings of the example in the next cell"),
     ("08b", "a counter that gains 10 ms at every look", "settings of the example in the next cell"),

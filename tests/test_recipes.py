@@ -9,7 +9,7 @@ from tiny import loaded
 
 from golfnb.parallel_muon import Ranks
 from golfnb.recipes import difference, figures, program_text
-from golfnb.run import check_memory
+from golfnb.tools.guard import check_memory
 from golfnb.settings import DONE_BY, NOT_BUILT, GolfError, one_spelling, read_settings
 from golfnb.tools.programs import RECIPES
 

@@ -26,7 +26,8 @@ from golfnb.settings import GolfError
 from golfnb.parallel_muon import Ranks
 from golfnb.recipes import demo, pr1060
 from golfnb.run import Run, keep_traces, open_run
-from golfnb.shards import check_manifest, write_shard
+from golfnb.shards import write_shard
+from golfnb.tools.guard import check_manifest, preflight
 from golfnb.tools.programs import find_program, script_text
 from golfnb.train import RunLog, Trainer, training_loss
 
@@ -141,8 +142,8 @@ def small_disk(tmp_path):
 
 def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_path, small_disk):
     "Another program takes all room after step 5 and never gives it back: the run ends well, with its files in the temporary folder."
-    env = clean_env(**{**TINY, **data, "RUN_ID": "full", "RUNS_DIR": str(small_disk), "ITERATIONS": "40", "TRAIN_LOG_EVERY": "1", "TTT_ENABLED": "0", "TMPDIR": str(tmp_path)})
-    job = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = clean_env(**{**TINY, **data, "RUN_ID": "full", "RUNS_DIR": str(small_disk), "ITERATIONS": "40", "TRAIN_LOG_EVERY": "1", "TTT_ENABLED": "0", "TMPDIR": str(tmp_path), "CHECKPOINT_EVERY_S": "0", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)})
+    job = subprocess.Popen([sys.executable, "-m", "golfnb.tools.checkpoint", str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     out = ""
     while "step:5/" not in out:
         out += job.stdout.readline()
@@ -268,6 +269,12 @@ def broken(tmp_path: Path, data: dict, kind: str) -> dict:
                   "over cap": {}, "unknown recipe": {"RECIPE": "pr1"}, "does not parse": {"MATRIX_LR": "fast"}, "not built": {"MTP_NUM_HEADS": "2"}}.get(kind, {})
 
 
+def guarded_open(s):
+    "A run as `golfnb train` opens it."
+    preflight(s, Ranks())
+    return open_run(s, Ranks(), quiet=True)
+
+
 @pytest.mark.parametrize("kind, words", [
     ("magic", "magic"), ("version", "version"), ("length", "bytes"), ("zero bytes", "bytes"), ("empty shard", "token"), ("token over vocabulary", "60000"), ("short validation", "window|shorter|at least"),
     ("no train shards", "_train_"), ("shared file", "validation"), ("no tokenizer", "gone.model"), ("other vocabulary", "500"), ("heads", "NUM_HEADS"), ("unknown recipe", "pr1"),
@@ -275,7 +282,7 @@ def broken(tmp_path: Path, data: dict, kind: str) -> dict:
 def test_bad_input_is_one_clear_sentence(kind, words, data, tmp_path):
     with pytest.raises(GolfError) as e:
         env = broken(tmp_path, data, kind)
-        open_run(settings_for(env["RECIPE"], **env), Ranks(), quiet=True)
+        guarded_open(settings_for(env["RECIPE"], **env))
     said = str(e.value)
     assert re.search(words, said) and "\n" not in said and 30 < len(said) < 500, said
     assert not (tmp_path / "runs").exists()
@@ -286,7 +293,7 @@ def named(data, tmp_path):
     "A copy of the shards with their manifest: its folder, and a function that prepares a run on them."
     folder = Path(shutil.copytree(data["DATA_PATH"], tmp_path / "named"))
     env = {**TINY, **data, "DATA_PATH": str(folder), "RUNS_DIR": str(tmp_path / "runs"), "RUN_ID": "x"}
-    return folder, lambda **more: open_run(settings_for("demo", **env | more), Ranks(), quiet=True)
+    return folder, lambda **more: guarded_open(settings_for("demo", **env | more))
 
 
 @pytest.mark.parametrize("change, words", [
@@ -383,7 +390,8 @@ def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, wo
     ({"WARMUP_STEPS": str(2**63 - 1)}, "at most 10000"), ({"BIGRAM_DIM": str(2**31 - 1)}, "fit into memory"), ({"MUON_WD": "1e308"}, "int32 or float32")])
 def test_what_no_machine_can_hold_ends_in_a_sentence(script, data, tmp_path, more, words):
     "Before anything is built, not as a traceback, and not after training."
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, **more, "RUN_ID": "vast"}), capture_output=True, text=True, timeout=600)
+    env = clean_env(**{**TINY, **data, **more, "RUN_ID": "vast", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)})
+    done = subprocess.run([sys.executable, "-m", "golfnb.tools.checkpoint", str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and one_sentence(done.stderr) and re.search(words, done.stderr), done.stderr[-2000:]
     assert not (tmp_path / "runs").exists()
 

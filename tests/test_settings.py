@@ -13,7 +13,7 @@ from golfnb.adapters import AdapterSettings
 from golfnb.loader import grad_accum
 from golfnb.model import Golf, SavedModel, saved_settings
 from golfnb.parallel_muon import Ranks
-from golfnb.run import check_memory, open_run
+from golfnb.tools.guard import check_memory, preflight
 from golfnb.settings import IGNORED, NOT_BUILT, GolfError, printable, read_json, settings_from
 from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_groups, setting_specs, settings_of
 
@@ -244,5 +244,5 @@ def test_an_odd_value_is_refused_in_a_sentence_or_can_be_built(name):
 def test_a_run_refuses_what_no_machine_can_hold_before_it_builds_anything(pairs, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(GolfError, match=words):
-        open_run(load({**SMALL, **env(pairs)}), Ranks(), quiet=True)
+        preflight(load({**SMALL, **env(pairs)}), Ranks())
     assert not [*tmp_path.iterdir()]

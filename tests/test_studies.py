@@ -61,8 +61,8 @@ def test_a_study_cut_off_goes_on_where_it_stopped(call, data, capsys):
 def test_a_frozen_skip_stays_where_it_is_for_its_steps(call, monkeypatch):
     lab, machines, make = studies.Lab(), [], studies.parts_of
     monkeypatch.setattr(studies, "parts_of", lambda *a: machines.append(make(*a)) or machines[-1])
-    for held, moves in ((2, False), (1, True)):
-        kind = studies.Kind(prepare=studies.partial(studies.start_skips, value=0.0, held=held))
+    for frozen_steps, moves in ((2, False), (1, True)):
+        kind = studies.Kind(prepare=studies.partial(studies.start_skips, value=0.0, frozen_steps=frozen_steps))
         studies.run_kind(lab, lab.variant(iterations=2).exchange(AVERAGING="none"), kind)
         assert bool(machines[-1].model.skip_weights.detach().abs().max() > 0) == moves
 

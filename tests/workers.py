@@ -26,7 +26,7 @@ from golfnb.loader import Batch
 from golfnb.model import named_state
 from golfnb.parallel_muon import ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
 from golfnb.recipes import pr549
-from golfnb.run import LOST_RANK_WORDS
+from golfnb.tools.guard import LOST_RANK_WORDS
 from golfnb.train import GridProjector, Trainer, backward_pass, train, training_loss
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"

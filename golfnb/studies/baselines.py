@@ -34,18 +34,22 @@ from ..train import compiled, training_loss
 # %% ../../nbs/studies/34_baselines.ipynb #700ada51
 def candidate_buckets(cfg: LayoutSettings, world: int) -> list[str]:
     "Bucketings worth predicting, the published ones among them."
-    def splits(kind: str, slots: int) -> list[str]:
-        rows = -(-slots // world)  # slots that a rank has of them
-        cuts = {world * n for n in (rows // 2, rows - rows // 2) if 0 < n < rows}  # that add no padding
-        return [f"{kind}{slots}", *(f"{kind}{cut},{kind}{slots - cut}" for cut in sorted(cuts))]
-
     n = cfg.num_layers
-    mlps = [f"up{n},down{n}", *splits("mlp", 2 * n)]
-    found = [f"{qo},kv{2 * n},{mlp}" for mlp in mlps for qo in splits("qo", 2 * n)]
-    fits = 2 * (cfg.model_dim + cfg.kv_dim) == cfg.mlp_dim  # attention, in the shape of an MLP matrix
-    return [*found, mixed_text(n, 2 * n, world)] if fits else found
+    mlps = [f"up{n},down{n}", *bank_splits("mlp", 2 * n, world)]
+    found = [f"{qo},kv{2 * n},{mlp}" for mlp in mlps for qo in bank_splits("qo", 2 * n, world)]
+    if 2 * (cfg.model_dim + cfg.kv_dim) == cfg.mlp_dim:  # attention, in the shape of an MLP matrix
+        found.append(mixed_text(n, 2 * n, world))
+    return found
 
+# %% ../../nbs/studies/34_baselines.ipynb #5bd9caa9
+def bank_splits(kind: str, slots: int, world: int) -> list[str]:
+    "A kind's slots in one bank, or in two where no rank gets more padding of that."
+    rows = -(-slots // world)  # slots that a rank has of them
+    halves = {rows // 2, rows - rows // 2}
+    cuts = sorted(world * n for n in halves if 0 < n < rows)
+    return [f"{kind}{slots}", *(f"{kind}{cut},{kind}{slots - cut}" for cut in cuts)]
 
+# %% ../../nbs/studies/34_baselines.ipynb #dbd4e5a9
 def search_buckets(cfg: LayoutSettings, world: int, links: Links, small_bytes=0) -> list[tuple[float, str]]:
     "Each bucketing in its best order, as (predicted microseconds, line), the fastest first."
     rows = []
@@ -79,41 +83,61 @@ def device_us(call: Callable, ranks: Ranks, rounds: int, loops: int = 10, ready=
 # %% ../../nbs/studies/34_baselines.ipynb #cc7cb7e4
 def fit_line(points: dict[float, list[float]]) -> tuple[float, float]:
     "Value at 0 (not negative) and slope of the line through the medians of x -> samples, by relative errors."
-    x, y = np.array(sorted(points)), np.array([median(points[k]) for k in sorted(points)])
+    x = np.array(sorted(points))
+    y = np.array([median(points[k]) for k in sorted(points)])
     slope, start = np.polyfit(x, y, 1, w=1 / y)
     if start < 0:
-        slope, start = np.mean(x / y) / np.mean(np.square(x / y)), 0.0
+        start = 0.0
+        slope = np.mean(x / y) / np.mean(np.square(x / y))
     return float(start), max(float(slope), 1e-9)
 
 # %% ../../nbs/studies/34_baselines.ipynb #27d9141a
 def collective_samples(ranks: Ranks, rounds: int, sizes: list[int]) -> dict[str, list[float]]:
     'Microseconds of the engine\'s collectives on whole tensors of `sizes` bytes, as "scatter 65536".'
-    samples, loops = {}, 10 if ranks.device.type == "cuda" else 2
+    samples = {}
+    loops = 10 if ranks.device.type == "cuda" else 2
     for size in sizes:
-        n = max(1, size // 2 // ranks.world)
-        full, shard = (torch.randn(k, n, 1, device=ranks.device).bfloat16() for k in (ranks.world, 1))
-        calls = {"scatter": lambda: ranks.scatter_mean(full, shard).wait(),
-                 "gather": lambda: gather_into(full, shard, ranks).wait(),
-                 "all-reduce": lambda: ranks.sum(full)}
-        samples |= {f"{kind} {size}": device_us(call, ranks, rounds, loops) for kind, call in calls.items()}
+        for kind, call in collectives(ranks, size).items():
+            samples[f"{kind} {size}"] = device_us(call, ranks, rounds, loops)
     return samples
+
+# %% ../../nbs/studies/34_baselines.ipynb #6c2b66d6
+def collectives(ranks: Ranks, size: int) -> dict[str, Callable]:
+    "Name -> a call of one of the engine's collectives on a whole tensor of `size` bytes."
+    n = max(1, size // 2 // ranks.world)
+    full = torch.randn(ranks.world, n, 1, device=ranks.device).bfloat16()
+    shard = torch.randn(1, n, 1, device=ranks.device).bfloat16()
+    return {"scatter": lambda: ranks.scatter_mean(full, shard).wait(),
+            "gather": lambda: gather_into(full, shard, ranks).wait(),
+            "all-reduce": lambda: ranks.sum(full)}
 
 # %% ../../nbs/studies/34_baselines.ipynb #968fa12b
 def update_samples(variant: Variant, ranks: Ranks, rounds: int, layouts: list[Layout]) -> dict[str, list[float]]:
     'Microseconds of a recorded update, as "update 512x1536 3": every shape at the batches the layouts use.'
     used = {batch for layout in layouts for bank in layout.banks for some in bank.batches() for batch in some}
-    samples, device, s = {}, ranks.device, variant.settings
+    used |= {(n, rows, cols) for _, rows, cols in used for n in (1, 2)}
+    s = variant.settings
     rule = Muon(orthogonalize=variant.part("orthogonalize"), steps=s.muon_backend_steps)
-    loops = 10 if device.type == "cuda" else 1
-    for n, r, c in sorted(used | {(n, r, c) for _, r, c in used for n in (1, 2)}):
-        spec = BankSpec("timed", tuple(Matrix(f"{i}", r, c, "") for i in range(n)), 1)
-        weights = torch.nn.Parameter(torch.randn(n, r, c, device=device).to(weight_dtype(s, device)))
-        shard, grad = ShardedBank(spec, weights, Ranks(device=device), rule), 1e-3 * weights.detach()
-        knobs = Knobs(torch.zeros(0, device=device), shard.master.dtype)
-        call = Recorded(lambda: rule.update(shard, grad, knobs), device)
+    dtype = weight_dtype(s, ranks.device)
+    loops = 10 if ranks.device.type == "cuda" else 1
+    samples = {}
+    for n, rows, cols in sorted(used):
+        call = recorded_update(rule, (n, rows, cols), dtype, ranks.device)
         device_us(call, ranks, 1, 4)  # until it is recorded
-        samples[f"update {r}x{c} {n}"] = device_us(call, ranks, rounds, loops)
+        samples[f"update {rows}x{cols} {n}"] = device_us(call, ranks, rounds, loops)
     return samples
+
+# %% ../../nbs/studies/34_baselines.ipynb #42f4eb5d
+def recorded_update(rule: Muon, shape: tuple[int, int, int], dtype: torch.dtype,
+                    device: torch.device) -> Recorded:
+    "An update of random matrices [n, rows, columns] that are all this rank's."
+    n, rows, cols = shape
+    spec = BankSpec("timed", tuple(Matrix(f"{i}", rows, cols, "") for i in range(n)), 1)
+    weights = torch.nn.Parameter(torch.randn(shape, device=device).to(dtype))
+    shard = ShardedBank(spec, weights, Ranks(device=device), rule)
+    grad = 1e-3 * weights.detach()
+    numbers = Knobs(torch.zeros(0, device=device), shard.master.dtype)
+    return Recorded(lambda: rule.update(shard, grad, numbers), device)
 
 # %% ../../nbs/studies/34_baselines.ipynb #76c6ca15
 class LooseBank(torch.nn.Module):
@@ -121,8 +145,11 @@ class LooseBank(torch.nn.Module):
 
     def __init__(self, spec: BankSpec, bank: Tensor):
         super().__init__()
-        self.data, self.stacked = bank.detach().clone(), None
-        self.shape, self.dtype, self.device = bank.shape, bank.dtype, bank.device
+        self.data = bank.detach().clone()
+        self.stacked = None  # the gradient, once it is asked for
+        self.shape = bank.shape
+        self.dtype = bank.dtype
+        self.device = bank.device
         self.slots = torch.nn.ParameterList(torch.nn.Parameter(t) for t in self.data[:spec.real].unbind(0))
 
     def unbind(self, dim: int = 0) -> list[torch.nn.Parameter]:
@@ -136,10 +163,12 @@ class LooseBank(torch.nn.Module):
     @property
     def grad(self) -> Tensor | None:
         "The padded stack of the slots' gradients, which are dropped; None where there are none."
-        if any(p.grad is not None for p in self.slots):  # those of frozen blocks have none
-            zero = torch.zeros_like(self.data[0])
-            found = [zero if p.grad is None else p.grad for p in self.slots]
-            self.grad = torch.stack(found + [zero] * (len(self.data) - len(found)))
+        if any(p.grad is not None for p in self.slots):
+            found = [torch.zeros_like(self.data[0])] * len(self.data)
+            for i, p in enumerate(self.slots):
+                if p.grad is not None:  # a frozen block has none
+                    found[i] = p.grad
+            self.grad = torch.stack(found)
         return self.stacked
 
     @grad.setter
@@ -159,15 +188,19 @@ def separate(model: BucketGolf) -> BucketGolf:
 # %% ../../nbs/studies/34_baselines.ipynb #9ee8caaa
 def plan_model(variant: Variant, plan: str, ranks: Ranks, world: int, wide: bool = False) -> tuple[Golf, Plan]:
     "A fresh model and its plan, of a line of chapter 33 or pr125 (separate weights); `wide`: fp32 at least."
-    s, apart = variant.settings, plan == "pr125"
+    s = variant.settings
     dtype = weight_dtype(s, ranks.device)
-    layout, orders = read_plan(s, "pr399" if apart else plan, world)
+    apart = plan == "pr125"
+    line = "pr399" if apart else plan
+    layout, orders = read_plan(s, line, world)
     kind = Golf if plan in ("pr399", "shared_mlp") else BucketGolf
     model = kind(s, layout, dtype, ranks.device, s.attention, variant.part("skips")())
     init_model(model, s, s.seed)
     if wide:
         model.banks.to(torch.promote_types(dtype, torch.float32))
-    return separate(model) if apart else model, orders
+    if apart:
+        separate(model)
+    return model, orders
 
 # %% ../../nbs/studies/34_baselines.ipynb #28d4926d
 class TailRig:
@@ -175,11 +208,13 @@ class TailRig:
 
     def __init__(self, variant: Variant, plan: str, ranks: Ranks):
         model, orders = plan_model(variant, plan, ranks, ranks.world)
-        self.variant, self.plan, self.ranks = variant, plan, ranks
+        self.variant = variant
+        self.plan = plan
+        self.ranks = ranks
         self.layout = model.layout
         self.params = list(model.parameters())
-        parts = variant.part("clip"), variant.part("orthogonalize")
-        self.engine = bucket_engine(model, orders, variant.settings, ranks, *parts)
+        self.engine = bucket_engine(model, orders, variant.settings, ranks, variant.part("clip"),
+                                    variant.part("orthogonalize"))
         gen = torch.Generator().manual_seed(ranks.rank)
         self.grads = [(1e-3 * torch.randn(p.shape, generator=gen)).to(p) for p in self.params]
         self.one = torch.ones((), device=ranks.device)
@@ -187,7 +222,7 @@ class TailRig:
 
     def ready(self) -> None:
         "Fresh gradients, as backward leaves them; all ranks start together."
-        for p, g in zip(self.params, self.grads):
+        for p, g in zip(self.params, self.grads, strict=True):
             p.grad = g.clone()
         wait_for(self.ranks.device)
         self.ranks.barrier()
@@ -197,45 +232,54 @@ class TailRig:
         self.engine.launch(loss=self.one, elapsed_ms=1.0)
         self.engine.finish(self.one, 0.95)
 
-
+# %% ../../nbs/studies/34_baselines.ipynb #21165bb9
 def tail_block(rig: TailRig, count: int) -> dict[str, list[float]]:
     "`count` samples of `tail` and of `device`, in ms."
     tail = []
     for _ in range(count):
         rig.ready()
         tail.append(timed_block(rig.step, 1, rig.ranks.device)[1])
-    return {"tail": tail, "device": [us / 1e3 for us in device_us(rig.step, rig.ranks, count, 1, rig.ready)]}
+    device = device_us(rig.step, rig.ranks, count, 1, rig.ready)
+    return {"tail": tail, "device": [us / 1e3 for us in device]}
 
 # %% ../../nbs/studies/34_baselines.ipynb #f9561d94
 def links_of(samples: dict[str, list[float]], world: int, bank_bytes: int) -> Links:
     "What the `samples`, in microseconds, come to; `local` and `none` are tails over so many bytes of banks."
-    points, mid = {}, {k: median(v) for k, v in samples.items()}
-    for key, values in samples.items():
-        what, _, x = key.rpartition(" ")
-        points.setdefault(what, {})[float(x) if what else key] = values
-    lines = {what: fit_line(at) for what, at in points.items() if what}
+    lines = {what: fit_line(points) for what, points in points_of(samples).items()}
     update = {what.split()[1]: list(line) for what, line in lines.items() if what.startswith("update")}
     rate = max(newton_schulz_flops(*map(int, k.split("x"))) / (us * 1e6) for k, (_, us) in update.items())
     sent = {}
-    for kind in lines.keys() & {"scatter", "gather", "all-reduce"}:
-        start, slope = lines[kind]
-        sent[kind] = [start, (2 if kind == "all-reduce" else 1) * (world - 1) / world / (slope * 1e3)]
+    for kind, rounds in (("scatter", 1), ("gather", 1), ("all-reduce", 2)):
+        if kind in lines:
+            start, slope = lines[kind]
+            sent[kind] = [start, rounds * (world - 1) / world / (slope * 1e3)]
+    mid = {name: median(values) for name, values in samples.items()}
     memory = 2 * 4 * (1 << 24) / (mid["pass"] * 1e3)
     prepare = max(0.0, mid["local"] - mid["none"] - 5 * bank_bytes / (memory * 1e3))
     return Links(*sent.get("scatter", [0.0, 1e6]), rate, mid["launch"], sent, update, memory, prepare)
+
+# %% ../../nbs/studies/34_baselines.ipynb #07f223b5
+def points_of(samples: dict[str, list[float]]) -> dict[str, dict[float, list[float]]]:
+    "What was timed at several sizes -> its samples by size, which ends a name like scatter 65536."
+    points = {}
+    for name, values in samples.items():
+        what, _, size = name.rpartition(" ")
+        if what:
+            points.setdefault(what, {})[float(size)] = values
+    return points
 
 # %% ../../nbs/studies/34_baselines.ipynb #0a195b26
 def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "microseconds of collectives by bytes, updates by shape and batch, a kernel, a pass over memory, tails."
     variant = read_variant(env)
-    s, cuda, world = variant.settings, ranks.device.type == "cuda", ranks.world
+    s = variant.settings
+    world = ranks.world
     layouts = [bucket_layout(slot_kinds(s), text, world) for text in candidate_buckets(s, world)]
-    sizes = [1 << k for k in ((16, 18, 20, 22, 24, 26) if cuda else (12, 15, 18, 20))]
+    powers = (16, 18, 20, 22, 24, 26) if ranks.device.type == "cuda" else (12, 15, 18, 20)
+    sizes = [1 << k for k in powers]
     samples = collective_samples(ranks, job.rounds, sizes) if world > 1 else {}
     samples |= update_samples(variant, ranks, job.rounds, layouts)
-    small, big, other = (torch.zeros(n, device=ranks.device) for n in (64, 1 << 24, 1 << 24))
-    samples["launch"] = device_us(lambda: small.add_(1), ranks, job.rounds, 100)
-    samples["pass"] = device_us(lambda: other.copy_(big), ranks, job.rounds)
+    samples |= memory_samples(ranks, job.rounds)
     for name, clip in (("local", ClipEach(s.grad_clip_norm)), ("none", NoClip())):
         rig = TailRig(variant, "shared_mlp", ranks)
         rig.engine.clip = clip
@@ -246,6 +290,15 @@ def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
     if ranks.master:
         print("\n".join(f"predicted {us / 1e3:.3f} ms: PLAN={text}" for us, text in best))
     return samples, "us", {"links": asdict(links), "predicted_best": best, "small_bytes": rig.small_bytes}
+
+# %% ../../nbs/studies/34_baselines.ipynb #8a66096c
+def memory_samples(ranks: Ranks, rounds: int) -> dict[str, list[float]]:
+    "Microseconds of a kernel that does next to nothing, and of a copy of 64 MiB."
+    small = torch.zeros(64, device=ranks.device)
+    big = torch.zeros(1 << 24, device=ranks.device)
+    other = torch.zeros_like(big)
+    return {"launch": device_us(lambda: small.add_(1), ranks, rounds, 100),
+            "pass": device_us(lambda: other.copy_(big), ranks, rounds)}
 
 # %% ../../nbs/studies/34_baselines.ipynb #7dc6b83e
 class BatchedMuon:
@@ -263,17 +316,25 @@ class BatchedMuon:
     @torch.no_grad()
     def step(self) -> None:
         "Momentum, Newton-Schulz, decay; gradients are dropped."
-        s = self.settings
-        for bank, scale, m in zip(self.banks, self.scales, self.momenta):
-            loose = isinstance(bank, LooseBank)
-            w = torch.stack(list(bank.slots)) if loose else bank.data
-            g, m, scale = bank.grad[:len(w)], m[:len(w)], s.matrix_lr * scale[:len(w)]
-            m.mul_(s.muon_momentum).add_(g)
-            update = self.orthogonalize(g + s.muon_momentum * m, s.muon_backend_steps)
-            w.mul_(1 - s.matrix_lr * s.muon_wd).sub_(update.to(w.dtype) * scale)
-            if loose:
-                torch._foreach_copy_(list(bank.slots), list(w.unbind(0)))
+        for bank, scale, momentum in zip(self.banks, self.scales, self.momenta, strict=True):
+            if isinstance(bank, LooseBank):
+                weights = torch.stack(list(bank.slots))
+                self.update(weights, bank.grad, scale, momentum)
+                torch._foreach_copy_(list(bank.slots), list(weights.unbind(0)))
+            else:
+                self.update(bank.data, bank.grad, scale, momentum)
             bank.grad = None
+
+    def update(self, weights: Tensor, grad: Tensor, scale: Tensor, momentum: Tensor) -> None:
+        "One step of weights [n, r, c] in place; the others may have padding behind."
+        s = self.settings
+        real = len(weights)
+        grad = grad[:real]
+        momentum = momentum[:real]
+        momentum.mul_(s.muon_momentum).add_(grad)
+        direction = self.orthogonalize(grad + s.muon_momentum * momentum, s.muon_backend_steps)
+        rate = s.matrix_lr * scale[:real]
+        weights.mul_(1 - s.matrix_lr * s.muon_wd).sub_(direction.to(weights.dtype) * rate)
 
 # %% ../../nbs/studies/34_baselines.ipynb #9267c919
 class LossModule(torch.nn.Module):
@@ -281,7 +342,26 @@ class LossModule(torch.nn.Module):
 
     def __init__(self, model: Golf):
         super().__init__()
-        self.model, self.forward = model, training_loss(model, model.cap)
+        self.model = model
+        self.forward = training_loss(model, model.cap)
+
+# %% ../../nbs/studies/34_baselines.ipynb #5a67e7aa
+def torch_muon(model: BucketGolf, variant: Variant) -> torch.optim.Muon:
+    "PyTorch's own Muon on a model whose matrices are parameters of their own."
+    s = variant.settings
+    slots = [p for bank in model.role_params()["bank"].values() for p in bank.slots]
+    return torch.optim.Muon(slots, s.matrix_lr, s.muon_wd, s.muon_momentum, adjust_lr_fn="original",
+                            ns_steps=s.muon_backend_steps)
+
+
+def torch_adam(model: Golf, variant: Variant, device: torch.device) -> torch.optim.AdamW:
+    "PyTorch's AdamW on the tables and the small parameters, each at its own rate."
+    s = variant.settings
+    roles = model.role_params()
+    groups = [{"params": list(roles["table"].values()), "lr": s.tied_embed_lr},
+              {"params": list(roles["scalar"].values()), "lr": s.scalar_lr}]
+    return torch.optim.AdamW(groups, betas=(s.beta1, s.beta2), eps=s.adam_eps,
+                             weight_decay=s.adam_wd, fused=device.type == "cuda")
 
 # %% ../../nbs/studies/34_baselines.ipynb #5a67e767
 class DdpRig(Rig):
@@ -289,25 +369,20 @@ class DdpRig(Rig):
 
     def __init__(self, variant: Variant, plan: str, ranks: Ranks, paths: list[Path], one_by_one: bool):
         "`one_by_one`: torch.optim.Muon, else `BatchedMuon`."
-        self.variant, self.ranks = variant, ranks
-        s, device = variant.settings, ranks.device
+        self.variant = variant
+        self.ranks = ranks
         self.model, _ = plan_model(variant, plan, ranks, 1, wide=True)
-        roles = self.model.role_params()
+        self.params = list(self.model.parameters())
         self.loader = variant.loader(paths, ranks)
-        self.loss = compiled(LossModule(self.model), s, device)
+        self.loss = compiled(LossModule(self.model), variant.settings, ranks.device)
         if ranks.world > 1:
             self.loss = DistributedDataParallel(self.loss, broadcast_buffers=False)
-        banks = list(roles["bank"].values())
         if one_by_one:
-            slots, rule = [p for b in banks for p in b.slots], (s.matrix_lr, s.muon_wd, s.muon_momentum)
-            muon = torch.optim.Muon(slots, *rule, adjust_lr_fn="original", ns_steps=s.muon_backend_steps)
+            muon = torch_muon(self.model, variant)
         else:
+            banks = list(self.model.role_params()["bank"].values())
             muon = BatchedMuon(banks, self.model.layout, variant)
-        rates = {"table": s.tied_embed_lr, "scalar": s.scalar_lr}
-        groups = [{"params": list(roles[role].values()), "lr": lr} for role, lr in rates.items()]
-        adam = torch.optim.AdamW(groups, betas=(s.beta1, s.beta2), eps=s.adam_eps,
-                                 weight_decay=s.adam_wd, fused=device.type == "cuda")
-        self.params, self.optimizers = list(self.model.parameters()), (muon, adam)
+        self.optimizers = (muon, torch_adam(self.model, variant, ranks.device))
 
     def begin(self) -> None:
         "There is no trainer to start again."
@@ -338,12 +413,13 @@ class DdpRig(Rig):
 # %% ../../nbs/studies/34_baselines.ipynb #78ad17f5
 def way_phases(rig: Rig) -> dict[str, list[float]]:
     "Milliseconds of both halves of a step of any way, with a wait around each."
-    if not isinstance(rig, DdpRig):
-        found = phase_step(rig)
-        return {"forward_backward": found["forward_backward"], "optimizer": found["post_backward"]}
-    device = rig.ranks.device
-    first, last = (timed_block(half, 1, device)[1] for half in (rig.gradients, rig.update))
-    return {"forward_backward": [first], "optimizer": [last]}
+    if isinstance(rig, DdpRig):
+        device = rig.ranks.device
+        _, first = timed_block(rig.gradients, 1, device)
+        _, last = timed_block(rig.update, 1, device)
+        return {"forward_backward": [first], "optimizer": [last]}
+    found = phase_step(rig)
+    return {"forward_backward": found["forward_backward"], "optimizer": found["post_backward"]}
 
 # %% ../../nbs/studies/34_baselines.ipynb #fe7ee530
 WAYS = {
@@ -378,10 +454,12 @@ def bench_ways(job: BenchJob, ranks: Ranks, variant: Variant) -> tuple[dict, dic
 # %% ../../nbs/studies/34_baselines.ipynb #4163f13e
 def plan_facts(rig: TailRig, links: Links | None) -> dict:
     "What is known of a plan before it runs."
-    layout, world = rig.layout, rig.ranks.world
+    layout = rig.layout
+    world = rig.ranks.world
+    bank_bytes = 2 * sum(b.numel for b in layout.banks)
     facts = {"plan": rig.plan, "banks": [[b.name, *b.shape] for b in layout.banks],
              "padding": layout.padding_waste(), "small_bytes": rig.small_bytes,
-             "sent_bytes": round(2 * 2 * sum(b.numel for b in layout.banks) * (world - 1) / world)}
+             "sent_bytes": round(2 * bank_bytes * (world - 1) / world)}
     if links:
         clip = rig.variant.word("CLIP")
         stacked = rig.plan == "pr125"
@@ -393,23 +471,34 @@ def plan_facts(rig: TailRig, links: Links | None) -> dict:
 def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of ways of running Muon, and of plans on random gradients: tail (host's clock), device (events)."
     variant = read_variant(env)
-    s = variant.settings
     file = job.links or result_path("links", device_name(ranks), ranks.world)
     links = read_links(file) if job.links or file.is_file() else None
     if ranks.master:
-        print(f"links: {file if links else 'none measured (golfnb bench links), nothing is predicted'}")
-    samples, facts = bench_ways(job, ranks, variant) if job.only != "plans" else ({}, {})
-    if job.only not in ("", "plans"):
-        return samples, "ms", facts
+        found = file if links else "none measured (golfnb bench links), nothing is predicted"
+        print(f"links: {found}")
+    samples = {}
+    facts = {}
+    if job.only != "plans":
+        samples, facts = bench_ways(job, ranks, variant)
+        if job.only:
+            return samples, "ms", facts
+    rigs = plan_rigs(variant, ranks, links)
+    tails = run_rounds(rigs, max(3, job.rounds), lambda rig: tail_block(rig, 5))
+    samples |= slowest_rank(tails, ranks)
+    facts["plans"] = {name: plan_facts(rig, links) for name, rig in rigs.items()}
+    return samples, "ms", {"links": str(file), **facts}
+
+# %% ../../nbs/studies/34_baselines.ipynb #e3d2330e
+def plan_rigs(variant: Variant, ranks: Ranks, links: Links | None) -> dict[str, TailRig]:
+    "The published plans, and with `links` the one predicted to be the fastest, ready to be timed."
+    s = variant.settings
     names = ["pr399", "shared_mlp", "pr125"]
     if 2 * (s.model_dim + s.kv_dim) == s.mlp_dim:
         names.append("pr132")
     rigs = {name: TailRig(variant, name, ranks) for name in names}
     if links:
-        best = search_buckets(s, ranks.world, links, rigs["pr399"].small_bytes)[0][1]
+        _, best = search_buckets(s, ranks.world, links, rigs["pr399"].small_bytes)[0]
         rigs["searched"] = TailRig(variant, best, ranks)
     for rig in rigs.values():
         tail_block(rig, 3)  # recording, allocating
-    samples |= slowest_rank(run_rounds(rigs, max(3, job.rounds), lambda rig: tail_block(rig, 5)), ranks)
-    facts["plans"] = {name: plan_facts(rig, links) for name, rig in rigs.items()}
-    return samples, "ms", {"links": str(file), **facts}
+    return rigs

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from math import comb
 from pathlib import Path
 from statistics import median
@@ -60,7 +61,8 @@ class Marks:
     "Points in time: by the device's clock, or with `wait` by the host's when the device has finished."
 
     def __init__(self, device: torch.device | str = "cpu", wait: bool = False):
-        self.device, self.points = torch.device(device), []
+        self.device = torch.device(device)
+        self.points = []
         self.events = self.device.type == "cuda" and not wait
 
     def mark(self) -> None:
@@ -76,13 +78,14 @@ class Marks:
         "The milliseconds from each point to the next."
         if self.events:
             self.points[-1].synchronize()
-        pairs = zip(self.points, self.points[1:])
-        return [a.elapsed_time(b) if self.events else 1e3 * (b - a) for a, b in pairs]
+            return [a.elapsed_time(b) for a, b in pairwise(self.points)]
+        return [1e3 * (b - a) for a, b in pairwise(self.points)]
 
 # %% ../../nbs/studies/30_bench.ipynb #fbfb6c6b
 def timed_block(call: Callable, count: int, device: torch.device | str = "cpu") -> tuple[list[float], float]:
     "Milliseconds of each of `count` calls, and of one by the whole block; waits for the device at its ends."
-    each, whole = Marks(device), Marks(device, wait=True)
+    each = Marks(device)
+    whole = Marks(device, wait=True)
     whole.mark()
     each.mark()
     for _ in range(count):
@@ -97,13 +100,15 @@ def run_rounds(rigs: dict, rounds: int, block: Callable) -> dict[str, list[float
 
     `block(rig)` gives {series: samples}; the result is {'label series': all samples}.
     """
-    samples, order = {}, list(rigs)
-    for i in range(rounds):
-        for label in order[::-1] if i % 2 else order:
+    samples = {}
+    order = list(rigs)
+    for _ in range(rounds):
+        for label in order:
             if dist.is_initialized():
                 dist.barrier()  # all ranks start a block together
             for series, values in block(rigs[label]).items():
                 samples.setdefault((label, series), []).extend(values)
+        order.reverse()
     return {" ".join(filter(None, key)): values for key, values in samples.items()}
 
 # %% ../../nbs/studies/30_bench.ipynb #4e126ea8
@@ -113,19 +118,22 @@ def interleave(variants: dict[str, Callable], rounds: int = 5, warmup: int = 1, 
     samples = run_rounds(variants, warmup + rounds, lambda call: {"": [timed_block(call, loops, device)[1]]})
     return {name: values[warmup:] for name, values in samples.items()}
 
-
+# %% ../../nbs/studies/30_bench.ipynb #98022f85
 def spread(samples: list[float]) -> dict[str, float]:
     "median, min, max, share: (max - min) / median. A difference below its share, or below 2 %, is noise."
-    low, mid, high = min(samples), median(samples), max(samples)
-    return {"median": mid, "min": low, "max": high, "share": (high - low) / mid if mid else 0.0}
+    low = min(samples)
+    mid = median(samples)
+    high = max(samples)
+    share = (high - low) / mid if mid != 0 else 0.0
+    return {"median": mid, "min": low, "max": high, "share": share}
 
 # %% ../../nbs/studies/30_bench.ipynb #dba21052
 def where_measured() -> dict:
     "Date, commit (GOLFNB_COMMIT names it for files copied without their history), machine and versions."
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else ""
     versions = {"golfnb": __version__, "python": platform.python_version(), "torch": torch.__version__,
-                "numpy": np.__version__, "cuda": torch.version.cuda or "",
-                "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else ""}
+                "numpy": np.__version__, "cuda": torch.version.cuda or "", "nccl": nccl}
     machine = {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count(),
                "threads": torch.get_num_threads(), "gpus": gpus}
     return {"date": date.today().isoformat(), "commit": os.environ.get("GOLFNB_COMMIT") or checkout_commit(),
@@ -139,12 +147,18 @@ def record_result(name: str, samples: dict[str, list[float]], unit: str, note: s
     `source` stands in for `where_measured()`.
     """
     numbers = {k: [float(f"{x:.7g}") for x in v] for k, v in samples.items()}
-    body = {"name": name, "unit": unit, "note": note, **(source or where_measured()), "facts": facts or {}}
-    text = re.sub(r"\[[-\d.eE+,\s]*\]", lambda m: "[" + ", ".join(m[0][1:-1].replace(",", " ").split()) + "]",
-                  json.dumps(body | {"samples": numbers}, indent=1))  # a list of numbers on one line
+    body = {"name": name, "unit": unit, "note": note, **(source or where_measured()),
+            "facts": facts or {}, "samples": numbers}
+    text = re.sub(r"\[[-\d.eE+,\s]*\]", on_one_line, json.dumps(body, indent=1))
     path = Path(folder) / f"{name}.json"
     atomic_write(path, text + "\n")
     return path
+
+# %% ../../nbs/studies/30_bench.ipynb #a303f45f
+def on_one_line(found: re.Match) -> str:
+    "A list of numbers of indented JSON, as it is most readable."
+    numbers = found[0].strip("[]").replace(",", " ").split()
+    return f"[{', '.join(numbers)}]"
 
 # %% ../../nbs/studies/30_bench.ipynb #06e0fa35
 def read_result(name: str, folder: Path | str = "nbs/results") -> dict:
@@ -181,10 +195,11 @@ def unsaid_values(recipe: str) -> dict:
 def settings_diff(config: dict, base: dict | None = None) -> dict[str, tuple]:
     """Name -> (value, the base's) where settings differ, but for PLACES; by default from the recipe.
 
-    A recipe that golfnb does not ship is held against the defaults of the groups of settings. What
+    A recipe that golfnb does not ship is compared with the defaults of the groups of settings. What
     `unsaid_values` holds counts where the base does not say it.
     """
-    recipe = (config if base is None else base).get("recipe", DEFAULT_RECIPE)
+    says_recipe = config if base is None else base
+    recipe = says_recipe.get("recipe", DEFAULT_RECIPE)
     if base is None:
         program = known_program(recipe)
         base = asdict(program.Settings(**program.OWN)) | {"recipe": recipe}
@@ -272,7 +287,8 @@ def phase_step(rig: Rig) -> dict[str, list[float]]:
     trainer.average.update(engine.tensors(), trainer.steps, rate)
     marks.mark()
     trainer.steps += 1
-    return {name: [ms] for name, ms in zip(("forward_backward", "post_backward", "ema"), marks.ms())}
+    forward_backward, post_backward, ema = marks.ms()
+    return {"forward_backward": [forward_backward], "post_backward": [post_backward], "ema": [ema]}
 
 # %% ../../nbs/studies/30_bench.ipynb #0c48b915
 def slowest_rank(samples: dict[str, list[float]], ranks: Ranks) -> dict[str, list[float]]:
@@ -294,7 +310,9 @@ BENCHES = {  # what -> the module whose `bench_<what>` each rank calls, the opti
 
 def bench_function(what: str) -> Callable:
     "The function that measures it, whose docstring says what a sample is; steps and phases share one."
-    return getattr(import_module(f"golfnb.studies.{BENCHES[what][0]}"), f"bench_{what.replace('phases', 'step')}")
+    module, _ = BENCHES[what]
+    name = "bench_step" if what == "phases" else f"bench_{what}"
+    return getattr(import_module(f"golfnb.studies.{module}"), name)
 
 # %% ../../nbs/studies/30_bench.ipynb #ca07c0b8
 @dataclass
@@ -318,8 +336,10 @@ class BenchJob:
 # %% ../../nbs/studies/30_bench.ipynb #cc8c5c97
 def variants_of(job: BenchJob, env: dict) -> dict[str, Variant]:
     "Label -> variant: that of `env`, and each of the job over it."
-    named = {",".join(f"{k}={v}" for k, v in words.items()): words for words in job.against}
-    named = {"base" if named else "": {}, **named}
+    base = "base" if job.against else ""
+    named = {base: {}}
+    for words in job.against:
+        named[",".join(f"{k}={v}" for k, v in words.items())] = words
     return {label: read_variant({**env, **words}) for label, words in named.items()}
 
 # %% ../../nbs/studies/30_bench.ipynb #8482daf1
@@ -411,7 +431,7 @@ while True:
     pass
 """
 
-
+# %% ../../nbs/studies/30_bench.ipynb #1d31c537
 @contextmanager
 def companion(code: str, env: dict) -> Iterator[subprocess.Popen]:
     "A Python process beside this one, with pipes to it; it ends with the block."
@@ -435,7 +455,7 @@ def answer_with_ms() -> None:
             print(timed_block(call, 1)[1], flush=True)
         rig.loader.close()
 
-
+# %% ../../nbs/studies/30_bench.ipynb #27e95e9f
 def ask_for_ms(worker: subprocess.Popen) -> dict[str, list[float]]:
     "One sample of a process that answers with ms. Raises GolfError if it has ended."
     with suppress(BrokenPipeError):
@@ -460,7 +480,8 @@ def bench_threads(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
     "ms of a micro-batch on all cores in turns: how OpenMP's threads wait; busy: beside a process on one core."
     bare = {n: v for n, v in env.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}
     bare["OMP_NUM_THREADS"] = str(usable_cores())
-    samples, facts, rounds = {}, {"cores": usable_cores()}, job.rounds
+    samples = {}
+    facts = {"cores": usable_cores()}
     for load in ("idle", "busy"):
         with ExitStack() as stack:
             if load == "busy":
@@ -469,9 +490,10 @@ def bench_threads(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
             workers = {f"{load} {way}": stack.enter_context(companion(ANSWER, {**bare, **choice}))
                        for way, choice in ways.items()}
             run_rounds(workers, 2, ask_for_ms)
-            samples |= run_rounds(workers, rounds, ask_for_ms)
+            samples |= run_rounds(workers, job.rounds, ask_for_ms)
         for way in WAYS_TO_WAIT:
-            ratios = [a / b for a, b in zip(samples[f"{load} {way}"], samples[f"{load} spinning"])]
+            pairs = zip(samples[f"{load} {way}"], samples[f"{load} spinning"], strict=True)
+            ratios = [a / b for a, b in pairs]
             facts[f"{load} {way} / spinning"] = {"median": median(ratios), "below": median_bound(ratios)}
     return samples, "ms", facts
 
@@ -516,40 +538,52 @@ HERE = Path("../results/here")  # results of this machine, beside the notebooks'
 def result_path(what: str, device: str, world: int) -> Path:
     "Where the result of a bench or a study goes."
     slug = re.sub(r"[^a-z0-9]+", "_", device.lower().removeprefix("nvidia ")).strip("_")
-    return (HERE if HERE.is_dir() else Path("nbs/results")) / f"{what}_{slug}_{world}.json"
+    folder = HERE if HERE.is_dir() else Path("nbs/results")
+    return folder / f"{what}_{slug}_{world}.json"
 
 # %% ../../nbs/studies/30_bench.ipynb #4860eb84
 def run_bench(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:
     "Check a job, run it on `nproc` ranks, write its result; returns the exit status. Raises GolfError."
-    env, samples = {**os.environ, **settings}, {}
+    env = {**os.environ, **settings}
     for variant in variants_of(job, env).values():
         variant.settings.check(nproc)
     if "DATA_PATH" in env:
         find_shards(Path(env["DATA_PATH"], "*_train_*.bin"))
     if job.links:
         read_links(job.links)
+    samples = {}
     with tempfile.TemporaryDirectory(prefix="golfnb-bench-") as scratch:
         job = replace(job, scratch=scratch)
         for prefix, world, more in launches_of(job, nproc):
             words = ["golfnb.studies.bench", json.dumps(asdict(replace(job, started=time.time())))]
-            if status := launch_module(words, world, {**settings, **more}):
+            status = launch_module(words, world, {**settings, **more})
+            if status:
                 return status
             part = json.loads(Path(scratch, "part.json").read_text(encoding="utf-8"))
             for name, values in part["samples"].items():
                 samples.setdefault(prefix + name, []).extend(values)
-    facts, unit = part["facts"], part["unit"]
+    facts = part["facts"]
+    unit = part["unit"]
     path = Path(job.out or result_path(job.what, facts["device"], nproc))
     note = bench_function(job.what).__doc__
     record_result(path.stem, samples, unit, note, facts, path.parent, part["source"])
-    for name, s in ((name, spread(values)) for name, values in samples.items()):
-        print(f"{name:40s} {s['median']:10.3f} {unit:2s} ({s['min']:.3f} to {s['max']:.3f})")
+    print_samples(samples, unit)
     print(f"{path}: written", flush=True)
     return 0
+
+# %% ../../nbs/studies/30_bench.ipynb #a27ecf56
+def print_samples(samples: dict[str, list[float]], unit: str) -> None:
+    "The median of each series, and from where to where it goes."
+    for name, values in samples.items():
+        s = spread(values)
+        print(f"{name:40s} {s['median']:10.3f} {unit:2s} ({s['min']:.3f} to {s['max']:.3f})")
 
 # %% ../../nbs/studies/30_bench.ipynb #d0f34989
 def measure_here(*benches: str, gpus: int = 1) -> None:
     "In the lab, with at least `gpus` GPUs: `golfnb bench` of each, once, into results/here."
-    for what in benches if HERE.is_dir() and torch.cuda.device_count() >= gpus else ():
+    if not HERE.is_dir() or torch.cuda.device_count() < gpus:
+        return
+    for what in benches:
         if not list(HERE.glob(f"{what}_*.json")):
             command = "from golfnb.tools.cli import main_cli; raise SystemExit(main_cli())"
             subprocess.run([sys.executable, "-c", command, "bench", what])
@@ -557,29 +591,46 @@ def measure_here(*benches: str, gpus: int = 1) -> None:
 # %% ../../nbs/studies/30_bench.ipynb #903970e1
 def record_run(folder: Path, into: Path | str = "nbs/results") -> Path:
     "Write parity_<ranks>gpu_seed<seed>.json of a run's directory. Raises GolfError if it is not finished."
-    read = lambda name: Path(folder, name).read_text(encoding="utf-8")
+    folder = Path(folder)
     try:
-        events = [json.loads(line) for line in read("metrics.jsonl").splitlines()]
-        summary = json.loads(read("summary.json"))
-        found = re.search(r" torch:(\S+)", read("train.log"))
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        events = [json.loads(line) for line in lines]
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         facts = {k: v for k, v in summary.items() if isinstance(v, (int, float)) or k in ("recipe", "ledger")}
         facts["settings"] = {k: v for k, (v, _) in settings_diff(summary["config"]).items()}
         name = "parity_{world}gpu_seed{seed}".format(**facts)
         note = "a run of recipe {recipe}, {steps} steps".format(**facts)
-        day = date.fromtimestamp(Path(folder, "summary.json").stat().st_mtime).isoformat()
-        source = {"date": day, "commit": "", "machine": {"gpus": [summary["device"]] * summary["world"]},
-                  "versions": {"torch": found[1] if found else ""}}
+        source = where_ran(folder, summary)
     except (OSError, ValueError, KeyError) as e:
         raise GolfError(f"{folder} must hold the files of a finished run, found {type(e).__name__} ({e}); "
                         "run it to its end") from e
-    steps, vals = ([e for e in events if e["event"] == kind] for kind in ("step", "val"))
     facts["eval_ms"] = {e["label"]: e["ms"] for e in events if e["event"] == "score"}
+    return record_result(name, run_series(events), "nats per token", note, facts, into, source)
+
+# %% ../../nbs/studies/30_bench.ipynb #e5f5fa0d
+def where_ran(folder: Path, summary: dict) -> dict:
+    "As `where_measured`, of a run: what its files say."
+    found = re.search(r" torch:(\S+)", (folder / "train.log").read_text(encoding="utf-8"))
+    version = found[1] if found else ""
+    day = date.fromtimestamp((folder / "summary.json").stat().st_mtime).isoformat()
+    return {"date": day, "commit": "", "machine": {"gpus": [summary["device"]] * summary["world"]},
+            "versions": {"torch": version}}
+
+# %% ../../nbs/studies/30_bench.ipynb #a716334b
+def run_series(events: list[dict]) -> dict[str, list]:
+    "Numbers of a run's events: losses of every tenth step and of validation, time of each step."
+    steps = [e for e in events if e["event"] == "step"]
+    vals = [e for e in events if e["event"] == "val"]
     logged = [e for e in steps if e["step"] <= 10 or e["step"] % 10 == 0]
-    series = {"step": ("step", logged), "train_loss": ("own_loss", logged), "mean_loss": ("loss", logged),
-              "val_step": ("step", vals), "val_loss": ("loss", vals), "val_bpb": ("bpb", vals),
-              "step_ms": ("ms", steps)}
-    samples = {name: [e[key] for e in some] for name, (key, some) in series.items()}
-    return record_result(name, samples, "nats per token", note, facts, into, source)
+    return {
+        "step": [e["step"] for e in logged],
+        "train_loss": [e["own_loss"] for e in logged],
+        "mean_loss": [e["loss"] for e in logged],
+        "val_step": [e["step"] for e in vals],
+        "val_loss": [e["loss"] for e in vals],
+        "val_bpb": [e["bpb"] for e in vals],
+        "step_ms": [e["ms"] for e in steps],
+    }
 
 # %% ../../nbs/studies/30_bench.ipynb #2ded818e
 #| eval: false

@@ -9,7 +9,7 @@ __all__ = ['bucket_layout', 'read_plan', 'plan_text', 'BucketGolf', 'bucket_engi
 import re
 from collections import namedtuple
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from itertools import groupby
 from math import prod
 
@@ -45,28 +45,34 @@ class SharedBank(BankSpec):
     def slots(self, rank: int) -> list[tuple[Matrix, ...] | None]:
         "The matrices in each of the rank's slots, None where a slot is padding."
         left = iter(self.matrices)
-        parts = [tuple(next(left) for _ in range(n)) for n in self.counts]
-        return [parts[i] if i < self.real else None for i in self.shard(rank)]
+        slots = [tuple(next(left) for _ in range(count)) for count in self.counts]
+        slots += [None] * (self.per_rank * self.world - self.real)
+        return [slots[i] for i in self.shard(rank)]
 
     def row_scales(self) -> list[list[float]]:
         "The learning-rate scale of every row of every slot."
+        return [self.slot_scales(slot) for rank in range(self.world) for slot in self.slots(rank)]
+
+    def slot_scales(self, slot: tuple[Matrix, ...] | None) -> list[float]:
+        "That of every row of one slot; 1 where it is padding."
         rows, width = self.slot
-        return [[m.lr_scale for m in slot for _ in range(prod(m.stored) // width)] if slot else [1.0] * rows
-                for rank in range(self.world) for slot in self.slots(rank)]
+        if slot is None:
+            return [1.0] * rows
+        return [m.lr_scale for m in slot for _ in range(prod(m.stored) // width)]
 
     def views(self, bank: Tensor) -> list[Tensor]:
         "As `BankSpec.views`; a slot is split once."
-        left, found = iter(self.matrices), []
-        for slot, count in zip(bank.unbind(0), self.counts):
+        left = iter(self.matrices)
+        found = []
+        for slot, count in zip(bank.unbind(0), self.counts, strict=False):  # padding comes last
             some = [next(left) for _ in range(count)]
             pieces = slot.reshape(-1).split([prod(m.stored) for m in some])
-            found += [piece.view(m.stored) for piece, m in zip(pieces, some)]
+            found += [piece.view(m.stored) for piece, m in zip(pieces, some, strict=True)]
         return found
 
     def batches(self) -> list[list[tuple[int, int, int]]]:
         "As `BankSpec.batches`: a batch for every cut."
-        return [[((c.last - c.first) * (c.stop - c.start) // prod(c.stored), *sorted(c.stored))
-                 for c in shard_cuts(self, rank)] for rank in range(self.world)]
+        return [[cut_batch(cut) for cut in shard_cuts(self, rank)] for rank in range(self.world)]
 
 # %% ../../nbs/studies/33_buckets.ipynb #3080ff16
 # slots `first` to `last` - 1 of a shard, elements `start` to `stop` - 1 of each: matrices `stored`
@@ -75,16 +81,32 @@ Cut = namedtuple("Cut", "first last start stop stored")
 
 def shard_cuts(bank: BankSpec, rank: int) -> list[Cut]:
     "The cuts of a rank's shard, padding left out."
-    cuts, first = [], 0
-    slots = [slot if isinstance(slot, tuple) else (slot,) for slot in bank.slots(rank) if slot]
-    for shapes, run in groupby(slots, key=lambda slot: [m.stored for m in slot]):
-        last, start = first + len(list(run)), 0
+    cuts = []
+    first = 0
+    for shapes, run in groupby(filter(None, map(slot_shapes, bank.slots(rank)))):
+        last = first + len(list(run))
+        start = 0
         for stored, equal in groupby(shapes):
             stop = start + len(list(equal)) * prod(stored)
             cuts.append(Cut(first, last, start, stop, stored))
             start = stop
         first = last
     return cuts
+
+# %% ../../nbs/studies/33_buckets.ipynb #f92aa21f
+def slot_shapes(slot: Matrix | tuple[Matrix, ...] | None) -> list[tuple[int, int]]:
+    "The shapes of the matrices in a slot; none where it is padding."
+    if slot is None:
+        return []
+    if isinstance(slot, tuple):
+        return [m.stored for m in slot]
+    return [slot.stored]
+
+
+def cut_batch(cut: Cut) -> tuple[int, int, int]:
+    "How many matrices a cut holds, and their two sides, the smaller first."
+    in_slot = (cut.stop - cut.start) // prod(cut.stored)
+    return ((cut.last - cut.first) * in_slot, *sorted(cut.stored))
 
 # %% ../../nbs/studies/33_buckets.ipynb #fc1b499a
 class CutMuon(Muon):
@@ -109,28 +131,29 @@ def slot_kinds(cfg: LayoutSettings) -> dict[str, list[tuple[Matrix, ...]]]:
     "The slots of the model's blocks by kind; a slot is a tuple of matrices. Kinds share matrices."
     banks = {b.name.removesuffix("_bank"): b.matrices for banked in LAYOUTS.values()
              for b in banked(cfg, 1).banks}
-    L, q, k = cfg.num_layers, banks["qo"], banks["kv"]
-    attn = [(q[i], q[L + i], k[i], k[L + i]) for i in range(L)]
-    alone = {"qo": q, "kv": k, "up": banks["mlp_up"], "down": banks["mlp_down"], "mlp": banks["mlp"]}
+    L = cfg.num_layers
+    qo = banks["qo"]
+    kv = banks["kv"]
+    attn = [(qo[i], qo[L + i], kv[i], kv[L + i]) for i in range(L)]
+    alone = {"qo": qo, "kv": kv, "up": banks["mlp_up"], "down": banks["mlp_down"],
+             "mlp": banks["mlp"]}
     return {kind: [(m,) for m in matrices] for kind, matrices in alone.items()} | {"attn": attn}
 
 # %% ../../nbs/studies/33_buckets.ipynb #8d3c702c
 def bucket_layout(kinds: dict[str, list[tuple[Matrix, ...]]], text: str, world: int) -> Layout:
     "The layout of a bucketing. Raises GolfError if it cannot be read, leaves out a matrix or has one twice."
-    rest, banks, taken = dict(kinds), [], []
+    rest = dict(kinds)  # what no bank has yet
+    banks = []
     for bucket in text.split(","):
-        pairs, slots = re.findall(r"([a-z_]+)(\d+)", bucket), []
-        for kind, n in pairs if "+".join(map("".join, pairs)) == bucket else [("", 0)]:
-            if not 0 < (n := int(n)) <= len(rest.get(kind, ())):
-                have = ", ".join(f"{kind}{len(some)}" for kind, some in kinds.items())
-                raise GolfError(f"a bank is written like mlp22 or attn10+mlp6, and this model has {have}: "
-                                f"found {bucket!r} in {text!r}; correct the bucketing")
+        pairs = bucket_pairs(kinds, bucket, text)
+        slots = []
+        for kind, n in pairs:
+            if n > len(rest[kind]):
+                raise unreadable(kinds, bucket, text)
             slots += rest[kind][:n]
             rest[kind] = rest[kind][n:]
-        name = (pairs[0][0] if len(pairs) == 1 else "mixed") + "_bank"
-        name += f"_{1 + sum(b.name.startswith(name) for b in banks)}" * any(b.name == name for b in banks)
-        banks.append(make_bucket(name, slots, world))
-        taken += [m.name for m in banks[-1].matrices]
+        banks.append(make_bucket(bucket_name(pairs, banks), slots, world))
+    taken = [m.name for bank in banks for m in bank.matrices]
     wanted = {m.name for some in kinds.values() for slot in some for m in slot}
     if sorted(taken) != sorted(wanted):
         wrong = sorted(wanted - set(taken)) or sorted({n for n in taken if taken.count(n) > 1})
@@ -138,19 +161,52 @@ def bucket_layout(kinds: dict[str, list[tuple[Matrix, ...]]], text: str, world: 
                         f"{len(wrong) - 1} more; correct the bucketing")
     return Layout(tuple(banks), world)
 
+# %% ../../nbs/studies/33_buckets.ipynb #c3f027bf
+def bucket_pairs(kinds: dict, bucket: str, text: str) -> list[tuple[str, int]]:
+    "Kinds of a bank like attn10+mlp6, and how many slots of each; raises GolfError for other text."
+    found = re.findall(r"([a-z_]+)(\d+)", bucket)
+    pairs = [(kind, int(n)) for kind, n in found]
+    read = "+".join(f"{kind}{n}" for kind, n in found)
+    if not found or read != bucket or any(kind not in kinds or n == 0 for kind, n in pairs):
+        raise unreadable(kinds, bucket, text)
+    return pairs
+
+
+def unreadable(kinds: dict, bucket: str, text: str) -> GolfError:
+    "The error for a bank that a model cannot have."
+    have = ", ".join(f"{kind}{len(some)}" for kind, some in kinds.items())
+    return GolfError(f"a bank is written like mlp22 or attn10+mlp6, and this model has {have}: "
+                     f"found {bucket!r} in {text!r}; correct the bucketing")
+
+# %% ../../nbs/studies/33_buckets.ipynb #0f7d5ac8
+def bucket_name(pairs: list[tuple[str, int]], banks: list[BankSpec]) -> str:
+    "A name for a bank of these kinds that none of `banks` has."
+    kind = pairs[0][0] if len(pairs) == 1 else "mixed"
+    name = f"{kind}_bank"
+    if all(b.name != name for b in banks):
+        return name
+    return f"{name}_{1 + sum(b.name.startswith(name) for b in banks)}"
+
 # %% ../../nbs/studies/33_buckets.ipynb #8c34cc24
 def make_bucket(name: str, slots: list[tuple], world: int) -> BankSpec:
     "The bank of these slots, as wide as their first matrices. Raises GolfError if their shapes differ."
-    widths, counts = [slot[0].stored[1] for slot in slots], tuple(map(len, slots))
-    shapes = sorted({(sum(prod(m.stored) for m in slot) // w, w) for slot, w in zip(slots, widths)})
+    shapes = sorted({slot_shape(slot) for slot in slots})
     if len(shapes) > 1:
         raise GolfError(f"slots of a bank must have one shape: {name!r} would have {shapes}; part them")
     matrices = tuple(replace(m, group=name) for slot in slots for m in slot)
-    single = max(counts) == 1
-    return BankSpec(name, matrices, world) if single else SharedBank(name, matrices, world, counts, shapes[0])
+    counts = tuple(map(len, slots))
+    if max(counts) == 1:
+        return BankSpec(name, matrices, world)
+    return SharedBank(name, matrices, world, counts, shapes[0])
+
+# %% ../../nbs/studies/33_buckets.ipynb #2cc1968f
+def slot_shape(slot: tuple[Matrix, ...]) -> tuple[int, int]:
+    "Rows and columns of a slot, as wide as its first matrix."
+    width = slot[0].stored[1]
+    return sum(prod(m.stored) for m in slot) // width, width
 
 # %% ../../nbs/studies/33_buckets.ipynb #75ba157a
-@lru_cache(maxsize=None)
+@cache
 def mixed_buckets(attn: int, mlp: int, world: int) -> tuple[tuple[int, int], ...]:
     "Slots of each kind per bank: least padding, then fewest banks, no rank with both kinds of one bank."
     if not attn:
@@ -163,17 +219,22 @@ def mixed_buckets(attn: int, mlp: int, world: int) -> tuple[tuple[int, int], ...
             found.append(((a, m), *mixed_buckets(attn - a, mlp - m, world)))
     return min(found, key=lambda banks: (sum(-(-(a + m) // world) for a, m in banks), len(banks)))
 
-
+# %% ../../nbs/studies/33_buckets.ipynb #1c6c7ec4
 def mixed_text(attn: int, mlp: int, world: int) -> str:
     "That bucketing as text."
-    banks = [[f"attn{a}"] * (a > 0) + [f"mlp{m}"] * (m > 0) for a, m in mixed_buckets(attn, mlp, world)]
-    return ",".join(map("+".join, banks))
+    banks = []
+    for a, m in mixed_buckets(attn, mlp, world):
+        parts = [f"{kind}{n}" for kind, n in (("attn", a), ("mlp", m)) if n > 0]
+        banks.append("+".join(parts))
+    return ",".join(banks)
 
 # %% ../../nbs/studies/33_buckets.ipynb #4ab711c4
 def read_plan(cfg: LayoutSettings, text: str, world: int) -> tuple[Layout, Plan]:
     "The layout and plan of a line, of a word for PLAN, or of `pr132`. Raises GolfError if it cannot be read."
-    slots = cfg.num_layers, 2 * cfg.num_layers
-    buckets, *words = (mixed_text(*slots, world) + "/small_first" if text == "pr132" else text).split("/")
+    line = text
+    if text == "pr132":
+        line = mixed_text(cfg.num_layers, 2 * cfg.num_layers, world) + "/small_first"
+    buckets, *words = line.split("/")
     if buckets in LAYOUTS:
         layout = LAYOUTS[buckets](cfg, world)
     else:
@@ -188,11 +249,12 @@ def read_plan(cfg: LayoutSettings, text: str, world: int) -> tuple[Layout, Plan]
     check_plan(plan, layout)
     return layout, plan
 
-
+# %% ../../nbs/studies/33_buckets.ipynb #ea6cceea
 def plan_text(buckets: str, plan: Plan, layout: Layout) -> str:
     "The inverse: the line of a bucketing and a plan's orders."
     place = {b.name: str(i) for i, b in enumerate(layout.banks)}
-    return "/".join([buckets, *(".".join(place[n] for n in order) for order in (plan.scatter, plan.work))])
+    orders = [".".join(place[name] for name in order) for order in (plan.scatter, plan.work)]
+    return "/".join([buckets, *orders])
 
 # %% ../../nbs/studies/33_buckets.ipynb #609ec2c1
 class BucketGolf(Golf):
@@ -201,14 +263,16 @@ class BucketGolf(Golf):
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "As `Golf.weights`, block by block."
         named = {name: w.to(self.compute) for name, w in unbank(self.layout, self.banks).items()}
-        scalars = self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain
-        blocks = [BlockWeights(*(named[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES), *small)
-                  for i, small in enumerate(zip(*(t.unbind(0) for t in scalars)))]
+        scalars = (self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain)
+        blocks = []
+        for i, small in enumerate(zip(*(t.unbind(0) for t in scalars), strict=True)):
+            matrices = [named[f"blocks.{i}.{m}.weight"] for m in BLOCK_MATRICES]
+            blocks.append(BlockWeights(*matrices, *small))
         if self.freeze is not None and torch.is_grad_enabled():
             blocks = self.freeze(blocks)
         return [joined(w, kernels) for w in blocks]
 
-
+# %% ../../nbs/studies/33_buckets.ipynb #c26f1bc2
 def bucket_engine(model: Golf, plan: Plan, s: EngineSettings, ranks: Ranks, clip=ClipEach,
                   orthogonalize=quintic, inside: Ranks | None = None, debug: bool = False) -> Engine:
     "A recipe's engine for a model on any layout, with any plan; `inside` and `debug` are the engine's."

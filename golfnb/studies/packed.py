@@ -14,7 +14,6 @@ import numpy as np
 
 from ..loader import Loader, WindowSampler, grad_accum
 from ..run import Run, RunSettings
-from ..settings import patch
 from ..shards import BOS_ID
 
 # %% ../../nbs/studies/34b_packed.ipynb #66f486cd
@@ -68,63 +67,55 @@ class PackedSampler(WindowSampler):
         self.next_row = tuple(place["place"])
         self.group.cache_clear()
 
-# %% ../../nbs/studies/34b_packed.ipynb #2e38f9dc
-@patch
-def settle(self: PackedSampler, lap: int, number: int, at: int) -> tuple[int, int, int]:
-    "Move a place that lies past the end of its group on to the group it belongs to."
-    tokens = int(self.group(lap, number)[3, -1])
-    while at >= tokens:
-        at -= tokens
-        number += 1
-        if number * self.group_shards >= len(self.paths):
-            lap += 1
-            number = 0
+    def settle(self, lap: int, number: int, at: int) -> tuple[int, int, int]:
+        "Move a place that lies past the end of its group on to the group it belongs to."
         tokens = int(self.group(lap, number)[3, -1])
-    return lap, number, at
+        while at >= tokens:
+            at -= tokens
+            number += 1
+            if number * self.group_shards >= len(self.paths):
+                lap += 1
+                number = 0
+            tokens = int(self.group(lap, number)[3, -1])
+        return lap, number, at
 
+    def document(self, lap: int, number: int, at: int) -> list[int]:
+        "Shard, first token, begin and end of the document at a place."
+        group = self.group(lap, number)
+        return group[:, np.searchsorted(group[3], at, side="right")].tolist()
 
-@patch
-def document(self: PackedSampler, lap: int, number: int, at: int) -> list[int]:
-    "Shard, first token, begin and end of the document at a place."
-    group = self.group(lap, number)
-    return group[:, np.searchsorted(group[3], at, side="right")].tolist()
+    def draw_group(self, lap: int, number: int) -> np.ndarray:
+        """Index the documents of a group of shards, in the order drawn: int64 [4, D].
 
-# %% ../../nbs/studies/34b_packed.ipynb #03dac417
-@patch
-def draw_group(self: PackedSampler, lap: int, number: int) -> np.ndarray:
-    """Index the documents of a group of shards, in the order drawn: int64 [4, D].
+        For each: its shard, the first token of its text there, where its BOS and its end lie in the stream.
+        """
+        order = np.random.default_rng([self.seed, lap]).permutation(len(self.paths))
+        index = []
+        for shard in order[number * self.group_shards :][: self.group_shards].tolist():
+            starts, lengths = index_documents(self.read(shard, 0, self.tokens[shard]))
+            index.append(np.stack([np.full(starts.size, shard), starts, lengths]))
+        index = np.concatenate(index, axis=1)
+        mix = np.random.default_rng([self.seed, lap, number]).permutation(index.shape[1])
+        shards, starts, lengths = index[:, mix]
+        ends = np.cumsum(lengths + 1)
+        return np.stack([shards, starts, ends - lengths - 1, ends])
 
-    For each: its shard, the first token of its text there, where its BOS and its end lie in the stream.
-    """
-    order = np.random.default_rng([self.seed, lap]).permutation(len(self.paths))
-    index = []
-    for shard in order[number * self.group_shards :][: self.group_shards].tolist():
-        starts, lengths = index_documents(self.read(shard, 0, self.tokens[shard]))
-        index.append(np.stack([np.full(starts.size, shard), starts, lengths]))
-    index = np.concatenate(index, axis=1)
-    mix = np.random.default_rng([self.seed, lap, number]).permutation(index.shape[1])
-    shards, starts, lengths = index[:, mix]
-    ends = np.cumsum(lengths + 1)
-    return np.stack([shards, starts, ends - lengths - 1, ends])
-
-# %% ../../nbs/studies/34b_packed.ipynb #dab1d202
-@patch
-def window(self: PackedSampler, place: tuple[int, int, int]) -> np.ndarray:
-    "A row, uint16 [seq_len + 1]: a BOS, then the tokens from this place on."
-    row = np.full(self.seq_len + 1, BOS_ID, np.uint16)
-    filled = 1
-    while filled < row.size:
-        place = self.settle(*place)
-        lap, number, at = place
-        shard, start, begin, end = self.document(*place)
-        count = min(row.size - filled, end - at)
-        skipped = 1 if at == begin else 0  # the document's BOS: every token of `row` is one until it is read
-        if count > skipped:
-            text = self.read(shard, start + at - begin - 1 + skipped, count - skipped)
-            row[filled + skipped : filled + count] = text
-        filled += count
-        place = (lap, number, at + count)
-    return row
+    def window(self, place: tuple[int, int, int]) -> np.ndarray:
+        "A row, uint16 [seq_len + 1]: a BOS, then the tokens from this place on."
+        row = np.full(self.seq_len + 1, BOS_ID, np.uint16)
+        filled = 1
+        while filled < row.size:
+            place = self.settle(*place)
+            lap, number, at = place
+            shard, start, begin, end = self.document(*place)
+            count = min(row.size - filled, end - at)
+            skipped = 1 if at == begin else 0  # the document's BOS: every token of `row` is one until it is read
+            if count > skipped:
+                text = self.read(shard, start + at - begin - 1 + skipped, count - skipped)
+                row[filled + skipped : filled + count] = text
+            filled += count
+            place = (lap, number, at + count)
+        return row
 
 # %% ../../nbs/studies/34b_packed.ipynb #c164c2d5
 def packed_sampler(s: RunSettings, paths: Sequence[Path], rank: int, world: int) -> PackedSampler:

@@ -24,7 +24,8 @@ NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)  # on [-1, 1]
 def student_tail(t: float, freedom: float) -> float:
     "P(T > t) of Student's t distribution with `freedom` degrees of freedom, 1 or more and not always whole."
     whole = math.sqrt(math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma(freedom / 2 + 0.5))
-    angle, x = math.atan2(math.sqrt(freedom), abs(t)), (NODES + 1) / 2  # from the hump's end to t
+    angle = math.atan2(math.sqrt(freedom), abs(t))
+    x = (NODES + 1) / 2  # from the hump's end to t
     tail = float(WEIGHTS @ (angle * x * np.sin(angle * x**2) ** (freedom - 1))) / whole
     return tail if t >= 0 else 1 - tail
 
@@ -38,13 +39,21 @@ def standard_error(values: list[float]) -> float:
         raise GolfError(f"significance: two values or more expected, found {len(values)}; run more seeds")
     return stdev(values) / math.sqrt(len(values))
 
+# %% ../../nbs/studies/31_significance.ipynb #a2099d9d
+def in_errors(gap: float, error: float) -> float:
+    "A gap in standard errors; without an error it is infinite, but 0 stays 0."
+    if error != 0:
+        return gap / error
+    if gap == 0:
+        return 0.0
+    return math.copysign(math.inf, gap)
 
+# %% ../../nbs/studies/31_significance.ipynb #b98bf675
 def errors_below(values: list[float], target: float) -> float:
     "How many standard errors the mean lies below the target."
-    error, gap = standard_error(values), target - mean(values)
-    return gap / error if error else math.copysign(math.inf, gap) if gap else 0.0
+    return in_errors(target - mean(values), standard_error(values))
 
-
+# %% ../../nbs/studies/31_significance.ipynb #4fa1c081
 def below_target(values: list[float], target: float) -> float:
     "One-sided t-test (Student, 1908): p of a mean this far below the target if the target were the true mean."
     return student_tail(errors_below(values, target), len(values) - 1)
@@ -59,19 +68,27 @@ def runs_needed(values: list[float], target: float) -> int | None:
 # %% ../../nbs/studies/31_significance.ipynb #3350abc2
 def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
     "Welch's test (1947): t of mean(a) - mean(b), degrees of freedom, two-sided p; two runs a group or more."
-    va, vb, gap = standard_error(a) ** 2, standard_error(b) ** 2, mean(a) - mean(b)
-    t = gap / math.sqrt(va + vb) if va + vb else math.copysign(math.inf, gap) if gap else 0.0
-    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1)) if va + vb else 1.0
-    return t, freedom, 2 * student_tail(abs(t), freedom) if t else 1.0
+    var_a = standard_error(a) ** 2
+    var_b = standard_error(b) ** 2
+    variance = var_a + var_b
+    t = in_errors(mean(a) - mean(b), math.sqrt(variance))
+    freedom = 1.0
+    if variance > 0:
+        freedom = variance**2 / (var_a**2 / (len(a) - 1) + var_b**2 / (len(b) - 1))
+    p = 1.0 if t == 0 else 2 * student_tail(abs(t), freedom)
+    return t, freedom, p
 
 # %% ../../nbs/studies/31_significance.ipynb #2d639b4d
 def run_summary(path: Path | str) -> dict:
     "The summary, with its `config`, of a finished run's directory or result file. Raises GolfError if it is none."
-    found = read_file(Path(path, "summary.json") if Path(path).is_dir() else Path(path))
-    found = found.get("facts", found)
+    path = Path(path)
+    file = path / "summary.json" if path.is_dir() else path
+    found = read_file(file)
+    found = found.get("facts", found)  # of a result file
     if not {"seed", "world"} <= found.keys():
         raise GolfError(f"{path}: a finished run's directory or result file expected, found none; name one")
-    if mixed := other_file(artifact_file(Path(path)), path, found):
+    mixed = other_file(artifact_file(path), path, found)
+    if mixed:
         raise GolfError(f"{mixed}: put the file back that was scored, or run again")
     config = found.get("config") or {"recipe": found["recipe"], **found["settings"]}
     same = {k: v for k, v in config.items() if k not in PLACES | {"seed"}}
@@ -80,39 +97,74 @@ def run_summary(path: Path | str) -> dict:
 # %% ../../nbs/studies/31_significance.ipynb #ea0beac5
 def group_runs(runs: list[dict], score: str) -> dict[str, dict[int, float]]:
     "Label -> {seed: score} for runs that differ only in their seed; GolfError for a seed twice in a group."
-    configs, groups = [run["config"] for run in runs], {}
-    varied = sorted({k for c in configs for other in configs for k, v in c.items() if other.get(k) != v})
+    varied = varied_settings([run["config"] for run in runs])
+    groups = {}
     for run in runs:
-        label, seed = ", ".join(f"{k}={run['config'].get(k)}" for k in varied) or "all runs", run["seed"]
-        if seed in groups.setdefault(label, {}):
+        label = ", ".join(f"{k}={run['config'].get(k)}" for k in varied) or "all runs"
+        seed = run["seed"]
+        group = groups.setdefault(label, {})
+        if seed in group:
             raise GolfError(f"seed {seed} appears twice among the runs with {label}; leave one out")
-        groups[label][seed] = float(run[score])
+        group[seed] = float(run[score])
     return groups
+
+# %% ../../nbs/studies/31_significance.ipynb #de086787
+def varied_settings(configs: list[dict]) -> list[str]:
+    "Names of the settings that are not the same in all runs."
+    names = {name for config in configs for name in config}
+    first = configs[0]
+    return sorted(name for name in names if any(c.get(name) != first.get(name) for c in configs))
 
 # %% ../../nbs/studies/31_significance.ipynb #7b0183c4
 @reading("what compare reads of the runs")
 def compare_runs(paths: list[Path | str], target: float | None = None) -> str:
     "`golfnb compare`: what each group proves against the `target` and the first group. Raises GolfError."
-    runs, first = [run_summary(p) for p in paths], []
-    names = (f"{s}_{unit}" for unit in ("bpb", "loss") for s in ("ttt", "sliding", "int6", "ema", "raw"))
-    if not (score := next((name for name in names if all(name in run for run in runs)), "")):
-        raise GolfError("compare: runs with a score in common expected, found none; leave one out")
+    runs = [run_summary(p) for p in paths]
+    score = common_score(runs)
     groups = group_runs(runs, score)
-    text = f"{score}, {len(runs)} runs in {len(groups)} group{'s' * (len(groups) > 1)} (lower is better)"
+    many = "group" if len(groups) == 1 else "groups"
+    lines = [f"{score}, {len(runs)} runs in {len(groups)} {many} (lower is better)"]
+    first = None  # the first group of two runs or more
     for label, scores in groups.items():
-        values = [*scores.values()]
-        text += f"\n{label}: n = {len(values)}, mean {mean(values):.5f}"
+        values = list(scores.values())
+        mean_line = f"{label}: n = {len(values)}, mean {mean(values):.5f}"
         if len(values) < 2:
-            text += "\n  one run has no spread: no test is possible; run more seeds"
+            lines += [mean_line, "  one run has no spread: no test is possible; run more seeds"]
             continue
-        text += f", standard deviation {stdev(values):.5f}"
+        lines.append(f"{mean_line}, standard deviation {stdev(values):.5f}")
         if target is not None:
-            p, need = below_target(values, target), runs_needed(values, target)
-            text += f"\n  below {target:g}: p = {p:.4f}, {'not ' * (p > LEVEL)}proved at the level {LEVEL:g}"
-            text += f"; {need} runs with this mean and spread would do" if p > LEVEL and need else ""
-        if first:
-            t, freedom, p = welch(values, first)
-            text += (f"\n  against the first group: {mean(values) - mean(first):+.5f}, "
-                     f"Welch t = {t:.2f} with {freedom:.1f} degrees of freedom, p = {p:.4f} (two-sided)")
-        first = first or values
-    return text
+            lines.append(target_line(values, target))
+        if first is None:
+            first = values
+        else:
+            lines.append(welch_line(values, first))
+    return "\n".join(lines)
+
+# %% ../../nbs/studies/31_significance.ipynb #1f36cb6a
+def common_score(runs: list[dict]) -> str:
+    "The name of the last score that all runs have. Raises GolfError if there is none."
+    for unit in ("bpb", "loss"):
+        for stage in ("ttt", "sliding", "int6", "ema", "raw"):
+            name = f"{stage}_{unit}"
+            if all(name in run for run in runs):
+                return name
+    raise GolfError("compare: runs with a score in common expected, found none; leave one out")
+
+# %% ../../nbs/studies/31_significance.ipynb #d2b7376b
+def target_line(values: list[float], target: float) -> str:
+    "What scores prove against a target, and how many runs would do if they do not."
+    p = below_target(values, target)
+    if p <= LEVEL:
+        return f"  below {target:g}: p = {p:.4f}, proved at the level {LEVEL:g}"
+    line = f"  below {target:g}: p = {p:.4f}, not proved at the level {LEVEL:g}"
+    need = runs_needed(values, target)
+    if need:
+        line += f"; {need} runs with this mean and spread would do"
+    return line
+
+
+def welch_line(values: list[float], first: list[float]) -> str:
+    "How scores differ from those of the first group, with Welch's test."
+    t, freedom, p = welch(values, first)
+    return (f"  against the first group: {mean(values) - mean(first):+.5f}, "
+            f"Welch t = {t:.2f} with {freedom:.1f} degrees of freedom, p = {p:.4f} (two-sided)")

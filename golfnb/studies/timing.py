@@ -10,10 +10,12 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,23 +36,28 @@ def floor_ms(moved: float, flops: float, rates: dict[str, float]) -> float:
     "Least milliseconds for bytes and operations, at `copy` bytes and `product` operations per second."
     return 1e3 * max(moved / rates["copy"], flops / rates["product"])
 
-
+# %% ../../nbs/studies/32_timing.ipynb #c2ccf3af
 def replayed(f: Callable, device: torch.device, calls: int, graph: bool = True) -> Callable:
     "A function that runs `f` `calls` times: on CUDA as one recorded `graph`, so that no launch is timed."
+    def repeated():
+        return [f() for _ in range(calls)]  # each call has memory of its own
+
     if device.type != "cuda" or not graph:
-        return lambda: [f() for _ in range(calls)]
+        return repeated
     for _ in range(2):  # compiles, and warms the libraries up
         f()
     recording = torch.cuda.CUDAGraph()
-    record_graph(lambda: [f() for _ in range(calls)], recording)
+    record_graph(repeated, recording)
     return recording.replay
 
 # %% ../../nbs/studies/32_timing.ipynb #f8c283c8
 def measured_rates(device: torch.device) -> dict[str, float]:
     "Bytes per second of a copy (read and written), operations per second of a product, both large."
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    big, out = torch.randn(4 * size, size, device=device), torch.empty(4 * size, size, device=device)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    b = torch.randn(size, size, device=device, dtype=dtype)
+    big = torch.randn(4 * size, size, device=device)
+    out = torch.empty_like(big)
     calls = {"copy": lambda: torch.neg(big, out=out), "product": lambda: a @ b}
     samples = interleave({k: replayed(f, device, 4) for k, f in calls.items()}, rounds=5, device=device)
     took = {k: min(v) / 4e3 for k, v in samples.items()}
@@ -59,19 +66,21 @@ def measured_rates(device: torch.device) -> dict[str, float]:
 # %% ../../nbs/studies/32_timing.ipynb #4302e278
 def product_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of the products of one block and of the head."
-    n = rows * s.train_seq_len
     d, kv, hidden = s.model_dim, s.kv_dim, s.mlp_dim
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    cases = {}
     shapes = {"qkv": (d + 2 * kv, d), "out": (d, d), "up": (hidden, d), "down": (d, hidden),
               "head": (s.vocab_size, d)}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    n = rows * s.train_seq_len
+    cases = {}
     for name, (out, into) in shapes.items():
-        x, w, dy = (torch.randn(size, device=device, dtype=dtype)
-                    for size in ((n, into), (out, into), (n, out)))
-        moved, flops = x.nbytes + w.nbytes + dy.nbytes, 2 * n * out * into
-        cases[f"product {name}, forward"] = (lambda x=x, w=w: F.linear(x, w), moved, flops)
-        cases[f"product {name}, input gradient"] = (lambda dy=dy, w=w: dy @ w, moved, flops)
-        cases[f"product {name}, weight gradient"] = (lambda dy=dy, x=x: dy.T @ x, moved, flops)
+        x = torch.randn(n, into, device=device, dtype=dtype)
+        w = torch.randn(out, into, device=device, dtype=dtype)
+        dy = torch.randn(n, out, device=device, dtype=dtype)
+        moved = x.nbytes + w.nbytes + dy.nbytes
+        flops = 2 * n * out * into
+        cases[f"product {name}, forward"] = (partial(F.linear, x, w), moved, flops)
+        cases[f"product {name}, input gradient"] = (partial(torch.matmul, dy, w), moved, flops)
+        cases[f"product {name}, weight gradient"] = (partial(torch.matmul, dy.T, x), moved, flops)
     return cases
 
 # %% ../../nbs/studies/32_timing.ipynb #9c08962e
@@ -79,26 +88,45 @@ def kernel_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, t
     "Name -> (function, bytes, operations) of the kernels of chapter 09; none where no kernel runs."
     if not usable_kernels(device, torch.bfloat16):
         return {}
+    make = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    return attention_kernels(s, rows, make) | mlp_kernels(s, rows, make)
+
+# %% ../../nbs/studies/32_timing.ipynb #24e65ad8
+def attention_kernels(s: RunSettings, rows: int, make: Callable) -> dict[str, tuple]:
+    "Those of attention; `make(*size)` gives random bf16 tensors."
     T, H, KV, D = s.train_seq_len, s.num_heads, s.num_kv_heads, s.head_dim
-    n, d, hidden = rows * T, s.model_dim, s.mlp_dim
-    make = lambda *size: torch.randn(size, device=device, dtype=torch.bfloat16)
-    gain = torch.ones(H, device=device)
-    turn = rotary_tables(T, s.rope_dims, s.rope_base, s.rope_train_len, device, torch.bfloat16)
-    qkv, q, k, v = (make(rows, T, *size) for size in (((H + 2 * KV) * D,), (H, D), (KV, D), (KV, D)))
-    x, up, down, z = make(n, d), make(hidden, d), make(d, hidden), make(n, hidden)
-    mlp = 2 * n * (d + 2 * hidden) + 2 * d * hidden, 2 * n * d * hidden
-    head = 2 * n * D  # bytes of one head
+    qkv = make(rows, T, (H + 2 * KV) * D)
+    q = make(rows, T, H, D)
+    k = make(rows, T, KV, D)
+    v = make(rows, T, KV, D)
+    gain = torch.ones(H, device=q.device)
+    turn = rotary_tables(T, s.rope_dims, s.rope_base, s.rope_train_len, q.device, torch.bfloat16)
+    head = 2 * rows * T * D  # bytes of one head
     return {"heads forward": (lambda: heads_op(qkv, gain, *turn, H, KV), head * 2 * (H + KV), 0),
             "heads backward": (lambda: heads_grad_op(q, k, v, qkv, gain, *turn), head * (3 * H + 5 * KV), 0),
             "xsa forward": (lambda: xsa_op(q, v), head * (2 * H + KV), 0),
-            "xsa backward": (lambda: xsa_grad_op(q, q, v), head * (3 * H + 2 * KV), 0),
-            "mlp up": (lambda: mlp_up_op(x, up, 0.5, True, list(MLP_UP_TILES)), *mlp),
-            "mlp down": (lambda: mlp_down_grad_op(x, down, z, 0.5, list(MLP_DOWN_TILES)), *mlp)}
+            "xsa backward": (lambda: xsa_grad_op(q, q, v), head * (3 * H + 2 * KV), 0)}
+
+# %% ../../nbs/studies/32_timing.ipynb #adaad720
+def mlp_kernels(s: RunSettings, rows: int, make: Callable) -> dict[str, tuple]:
+    "Those of the MLP."
+    d, hidden = s.model_dim, s.mlp_dim
+    n = rows * s.train_seq_len
+    x = make(n, d)
+    up = make(hidden, d)
+    down = make(d, hidden)
+    z = make(n, hidden)
+    moved = 2 * n * (d + 2 * hidden) + 2 * d * hidden
+    flops = 2 * n * d * hidden
+    return {"mlp up": (lambda: mlp_up_op(x, up, 0.5, True, list(MLP_UP_TILES)), moved, flops),
+            "mlp down": (lambda: mlp_down_grad_op(x, down, z, 0.5, list(MLP_DOWN_TILES)),
+                         moved, flops)}
 
 # %% ../../nbs/studies/32_timing.ipynb #8264357c
 def time_cases(cases: dict[str, tuple], device: torch.device, graph: bool = True) -> tuple[dict, dict]:
     "Samples in ms a call of every case, interleaved, and facts: rates and floors."
-    calls, rates = 10 if device.type == "cuda" else 1, measured_rates(device)
+    rates = measured_rates(device)
+    calls = 10 if device.type == "cuda" else 1
     ready = {name: replayed(f, device, calls, graph) for name, (f, *_) in cases.items()}
     samples = {k: [x / calls for x in v] for k, v in interleave(ready, rounds=5, device=device).items()}
     floors = {k: floor_ms(moved, flops, rates) for k, (_, moved, flops) in cases.items()}
@@ -111,7 +139,9 @@ DEFAULT_SETS = ["plain", "heads+xsa+fold", "heads+xsa+fold+mlp", "heads+xsa+fold
 
 def check_sets(sets: list[str]) -> list[str]:
     "The sets, or the usual ones. Raises GolfError for a word that means nothing."
-    if unknown := sorted(set("+".join(sets or ["plain"]).split("+")) - SET_WORDS):
+    words = {word for some in sets for word in some.split("+")}
+    unknown = sorted(words - SET_WORDS)
+    if unknown:
         raise GolfError(f"bench: a set joins words of {', '.join(sorted(SET_WORDS))} by +, "
                         f"found {unknown[0]!r}; correct --sets")
     return list(dict.fromkeys(sets)) or DEFAULT_SETS
@@ -119,15 +149,20 @@ def check_sets(sets: list[str]) -> list[str]:
 # %% ../../nbs/studies/32_timing.ipynb #436af71c
 def whole_pass(words: str, model: Golf, s: ModelSettings) -> Callable:
     "A function (ids, targets) -> loss that leaves gradients, with a set's kernels, compiled as `s` says."
-    twin, params = copy.copy(model), list(model.parameters())  # the same parameters
-    twin.fuse(usable_kernels(model.tok_emb.device, model.compute, set(words.split("+")) - {"plain", "graph"}))
+    wanted = set(words.split("+")) - {"plain", "graph"}
+    twin = copy.copy(model)  # the same parameters
+    twin.fuse(usable_kernels(model.tok_emb.device, model.compute, wanted))
+    params = list(model.parameters())
     loss_fn = compiled(training_loss(twin, model.cap), s, model.tok_emb.device)
     graph = StepGraph(loss_fn, params) if "graph" in words else None
 
     def run(ids, targets):
         for p in params:
             p.grad = None
-        return graph.backward(ids, targets, 1) if graph else backward_pass(loss_fn, ids, targets, 1)
+        if graph:
+            return graph.backward(ids, targets, 1)
+        return backward_pass(loss_fn, ids, targets, 1)
+
     return run
 
 # %% ../../nbs/studies/32_timing.ipynb #7c250a57
@@ -143,18 +178,18 @@ def sustained(step: Callable, device: torch.device) -> dict[str, float]:
 # %% ../../nbs/studies/32_timing.ipynb #66817b57
 def bench_sets(sets: list[str], variant: Variant, rows: int, device: torch.device) -> tuple[dict, dict]:
     "Samples and facts of forward and backward for each set."
-    s, cuda = variant.settings, device.type == "cuda"
+    s = variant.settings
     noise = torch.Generator(device).manual_seed(1)
     model = variant.build(Ranks(device=device)).model
     with torch.no_grad():  # no gradient is zero
         for p in model.parameters():
             p += 0.02 * torch.randn(p.shape, generator=noise, device=device).to(p.dtype)
     shape = (2, rows, s.train_seq_len)
-    batch = torch.randint(s.vocab_size, shape, generator=noise, device=device).unbind()
-    passes = {words: whole_pass(words, model, s) for words in sets}
-    calls = {name: lambda run=run: run(*batch) for name, run in passes.items()}
+    ids, targets = torch.randint(s.vocab_size, shape, generator=noise, device=device)
+    calls = {words: partial(whole_pass(words, model, s), ids, targets) for words in sets}
     losses = {name: [float(call()) for _ in range(4)][-1] for name, call in calls.items()}  # and compiles
-    timed = interleave(calls, rounds=12 if cuda else 3, warmup=2, loops=3, device=device)
+    rounds = 12 if device.type == "cuda" else 3
+    timed = interleave(calls, rounds=rounds, warmup=2, loops=3, device=device)
     facts = {"loss": losses, "sustained": {name: sustained(call, device) for name, call in calls.items()},
              "launches": {name: profile_summary(call, device) for name, call in calls.items()}}
     return {f"forward+backward, {name}": v for name, v in timed.items()}, facts
@@ -174,7 +209,8 @@ def event_kind(name: str) -> str:
 def device_events(step: Callable, device: torch.device) -> list[dict]:
     "Name, stream, start, length (us) of what a call put on the device, in order; on a CPU torch's operators."
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
+    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+    with profile(activities=[activity]) as prof:
         step()
         wait_for(device)
     found = [{"name": e.name, "stream": e.device_resource_id, "start": e.time_range.start,
@@ -185,10 +221,12 @@ def device_events(step: Callable, device: torch.device) -> list[dict]:
 # %% ../../nbs/studies/32_timing.ipynb #f0d45e51
 def profile_summary(step: Callable, device: torch.device) -> dict:
     "Milliseconds and launches of one call, by kind, and how long it took from first to last."
-    events, kinds = device_events(step, device), {}
+    events = device_events(step, device)
+    kinds = {}  # kind -> [ms, launches]
     for e in events:
-        ms, count = kinds.get(kind := event_kind(e["name"]), (0, 0))
-        kinds[kind] = [ms + e["length"] / 1e3, count + 1]
+        total = kinds.setdefault(event_kind(e["name"]), [0, 0])
+        total[0] += e["length"] / 1e3
+        total[1] += 1
     span = max(e["start"] + e["length"] for e in events) - events[0]["start"]
     return {"ms": sum(ms for ms, _ in kinds.values()), "launches": len(events), "span_ms": span / 1e3,
             "kinds": kinds}
@@ -197,7 +235,9 @@ def profile_summary(step: Callable, device: torch.device) -> dict:
 def bench_kernels(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of every kernel and product alone, ten in a graph, and of forward and backward for sets of kernels."
     variant = read_variant(env)
-    s, sets, device = variant.settings, check_sets(job.sets), ranks.device
+    sets = check_sets(job.sets)
+    s = variant.settings
+    device = ranks.device
     rows = s.rows_per_micro(8, s.train_seq_len)
     torch._dynamo.config.accumulated_recompile_limit = 64
     samples, facts = time_cases(product_cases(s, rows, device) | kernel_cases(s, rows, device), device)
@@ -208,23 +248,44 @@ def bench_kernels(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
 def attention_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of each backend, also with key heads repeated or heads first."
     T, H, KV, D = s.train_seq_len, s.num_heads, s.num_kv_heads, s.head_dim
-    cases = {}
-    cuda, dtype = device.type == "cuda", torch.bfloat16 if device.type == "cuda" else torch.float32
-    moved, flops = rows * T * (2 * H + 2 * KV) * D * dtype.itemsize, 2 * rows * H * T * T * D
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plain = [torch.randn(rows, T, heads, D, device=device, dtype=dtype) for heads in (H, KV, KV)]
     repeated = [plain[0], *(t.repeat_interleave(H // KV, 2) for t in plain[1:])]
-    kinds = {"": plain, ", key heads repeated": repeated,
-             ", heads first": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in plain]}
-    installed = (w for w in FLASH_PACKAGES if cuda and not flash_problem(w, str(device), H, KV, D))
-    flash = next(installed, "flash")  # a package of FlashAttention, else PyTorch's own
-    for backend in ("cudnn", flash) if cuda else (flash, "math"):
+    heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in plain]
+    kinds = {"": plain, ", key heads repeated": repeated, ", heads first": heads_first}
+    moved = rows * T * (2 * H + 2 * KV) * D * dtype.itemsize
+    flops = 2 * rows * H * T * T * D
+    cases = {}
+    for backend in attention_backends(s, device):
         for words, qkv in kinds.items():
-            inputs, dy = [t.detach().requires_grad_() for t in qkv], torch.randn_like(plain[0])
-            forward = lambda inputs=inputs, backend=backend: attend(*inputs, backend)
-            both = lambda inputs=inputs, dy=dy, f=forward: torch.autograd.grad(f(), inputs, dy)
-            cases[f"{backend}{words}, forward"] = (torch.no_grad()(forward), moved, flops)
+            forward, both = attention_calls(qkv, backend)
+            cases[f"{backend}{words}, forward"] = (forward, moved, flops)
             cases[f"{backend}{words}, forward+backward"] = (both, 3 * moved, 7 * flops // 2)
     return cases
+
+# %% ../../nbs/studies/32_timing.ipynb #4637c531
+def attention_backends(s: RunSettings, device: torch.device) -> tuple[str, str]:
+    "The two that a device has: cuDNN and FlashAttention, of a package if one is installed."
+    if device.type != "cuda":
+        return "flash", "math"
+    for package in FLASH_PACKAGES:
+        if not flash_problem(package, str(device), s.num_heads, s.num_kv_heads, s.head_dim):
+            return "cudnn", package
+    return "cudnn", "flash"
+
+# %% ../../nbs/studies/32_timing.ipynb #96ecc5a5
+def attention_calls(qkv: list[Tensor], backend: str) -> tuple[Callable, Callable]:
+    "Attention of q, k, v [rows, T, heads, D] by a backend: without a gradient, and with backward."
+    inputs = [t.detach().requires_grad_() for t in qkv]
+    dy = torch.randn_like(qkv[0])
+
+    def forward():
+        return attend(*inputs, backend)
+
+    def both():
+        return torch.autograd.grad(forward(), inputs, dy)
+
+    return torch.no_grad()(forward), both
 
 # %% ../../nbs/studies/32_timing.ipynb #35a2b000
 def bench_attention(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
@@ -237,14 +298,19 @@ def bench_attention(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, 
 # %% ../../nbs/studies/32_timing.ipynb #fba0edab
 def merge_events(events: list[dict], gap: float = 3.0) -> list[dict]:
     "Kind, stream, start, length of intervals, joined where less than `gap` us lie between; the first at 0."
-    merged, last, zero = [], {}, min((e["start"] for e in events), default=0.0)
+    zero = min((e["start"] for e in events), default=0.0)
+    merged = []
+    last = {}  # stream -> its newest interval
     for e in events:
-        kind, start, before = event_kind(e["name"]), e["start"] - zero, last.get(e["stream"])
+        kind = event_kind(e["name"])
+        start = e["start"] - zero
+        before = last.get(e["stream"])
         if before and before["kind"] == kind and start - before["start"] - before["length"] < gap:
             before["length"] = start + e["length"] - before["start"]
         else:
-            last[e["stream"]] = {"kind": kind, "stream": e["stream"], "start": start, "length": e["length"]}
-            merged.append(last[e["stream"]])
+            interval = {"kind": kind, "stream": e["stream"], "start": start, "length": e["length"]}
+            last[e["stream"]] = interval
+            merged.append(interval)
     return merged
 
 # %% ../../nbs/studies/32_timing.ipynb #b547a66d
@@ -280,13 +346,16 @@ def bench_scaling(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
 # %% ../../nbs/studies/32_timing.ipynb #a160bb33
 def scaling_table(result: dict) -> list[dict]:
     "A row for each number of ranks: step and phases in ms, speed-up, efficiency, difference of losses."
-    samples, rows = result["samples"], []
-    for n in sorted({int(k.split()[0]) for k in samples}):
-        phases = ("step", "forward_backward", "post_backward", "ema")
-        ms = {k: median(samples[f"{n} ranks {k}"]) for k in phases}
-        first = rows[0] if rows else {"ranks": n, **ms}
-        losses = (samples[f"{w} ranks loss of 20 steps (nats)"] for w in (n, first["ranks"]))
-        speed, apart = first["step"] / ms["step"], max(abs(a - b) for a, b in zip(*losses))
-        rows.append({"ranks": n, **ms, "speed-up": speed, "efficiency": speed * first["ranks"] / n,
+    samples = result["samples"]
+    ranks = sorted({int(name.split()[0]) for name in samples})
+    phases = ("step", "forward_backward", "post_backward", "ema")
+    times = {n: {k: median(samples[f"{n} ranks {k}"]) for k in phases} for n in ranks}
+    losses = {n: samples[f"{n} ranks loss of 20 steps (nats)"] for n in ranks}
+    first = ranks[0]
+    rows = []
+    for n, ms in times.items():
+        speed = times[first]["step"] / ms["step"]
+        apart = max(abs(a - b) for a, b in zip(losses[n], losses[first], strict=True))
+        rows.append({"ranks": n, **ms, "speed-up": speed, "efficiency": speed * first / n,
                      "not forward and backward": 1 - ms["forward_backward"] / ms["step"], "loss apart": apart})
     return rows

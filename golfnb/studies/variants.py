@@ -21,7 +21,7 @@ from ..newton_schulz import polar_express, quintic
 from ..parallel_muon import ClipEach, ClipMean, Ranks
 from ..recipes import golf, pr549
 from ..run import RunSettings
-from ..settings import BaseSettings, GolfError, one_spelling, parse_setting, patch
+from ..settings import BaseSettings, GolfError, one_spelling, parse_setting
 from .packed import packed_data
 from ..tools.programs import DEFAULT_RECIPE, find_program, settings_of
 from ..train import GridProjector, RunLog, Trainer
@@ -68,28 +68,64 @@ class Variant:
         "The same with other settings."
         return replace(self, settings=replace(self.settings, **numbers))
 
-# %% ../../nbs/studies/29_variants.ipynb #a0d02925
-@patch
-def word(self: Variant, name: str) -> str | None:
-    "What a published word would say of it; None where the program does not tell."
-    return {**self.program.WORDS, **self.words}.get(name)
+    def word(self, name: str) -> str | None:
+        "What a published word would say of it; None where the program does not tell."
+        return {**self.program.WORDS, **self.words}.get(name)
 
+    def exchanged(self) -> dict:
+        "Name -> part, of those that are exchanged."
+        found = {}
+        for word, value in self.words.items():
+            name, values = PARTS[word]
+            found[name] = values[value]
+        return found
 
-@patch
-def exchanged(self: Variant) -> dict:
-    "Name -> part, of those that are exchanged."
-    found = {}
-    for word, value in self.words.items():
-        name, values = PARTS[word]
-        found[name] = values[value]
-    return found
+    def part(self, name: str):
+        "A part that `build` takes: the exchanged one, else the program's own."
+        own = signature(self.program.build).parameters[name].default
+        return self.exchanged().get(name, own)
 
-# %% ../../nbs/studies/29_variants.ipynb #a0d02926
-@patch
-def part(self: Variant, name: str):
-    "A part that `build` takes: the exchanged one, else the program's own."
-    own = signature(self.program.build).parameters[name].default
-    return self.exchanged().get(name, own)
+    def build(self, ranks: Ranks):
+        "The program's parts, with those of the words in place of its own."
+        found = self.exchanged()
+        p = self.program.build(self.settings, ranks, **{k: v for k, v in found.items() if k in BUILT})
+        if "average" in found:
+            p.average = found["average"](self.settings)
+        return p
+
+    def loader(self, paths: list[Path], ranks: Ranks) -> Loader:
+        "Batches of training shards; close it, or use it in a `with`."
+        data = self.exchanged().get("data", self.program.data)
+        return data(SimpleNamespace(settings=self.settings, ranks=ranks, train_paths=paths))
+
+    def projector(self) -> Callable | None:
+        "What makes the rounding of late weights, as `Trainer` takes it; None: they stay as they are."
+        if "QAT_BANKS" not in self.words:
+            return getattr(self.program, "PROJECTOR", None)
+        if self.words["QAT_BANKS"] == "0":
+            return None
+        return partial(GridProjector, floor=self.word("SCALE_FLOOR") == "1")
+
+    def trainer(self, p, batches: Loader, log: RunLog | None = None, **clock) -> Trainer:
+        "A trainer at step 0 of the parts that `build` made; `clock` may give another `now`."
+        average = p.average(p.engine.tensors())
+        return Trainer(self.settings, p.engine, batches, average, log, make_projector=self.projector(),
+                       **clock)
+
+    def adapt(self, *inputs, **more) -> tuple:
+        "The program's test-time training, called as `score_first`; where it has none, that of pr549."
+        return getattr(self.program, "ADAPT", score_first)(*inputs, **more)
+
+    def group(self, kind: type[BaseSettings], env: Mapping[str, str]) -> BaseSettings:
+        "Settings that a study needs and the program may lack: its own values, else those of `env`."
+        values = {}
+        for spec in fields(kind):
+            name = spec.name.upper()
+            if hasattr(self.settings, spec.name):
+                values[spec.name] = getattr(self.settings, spec.name)
+            elif name in env:
+                values[spec.name] = parse_setting(spec, env[name])
+        return kind(**values)
 
 # %% ../../nbs/studies/29_variants.ipynb #a0d0290c
 def check_word(program: ModuleType, word: str, value: str) -> None:
@@ -100,60 +136,6 @@ def check_word(program: ModuleType, word: str, value: str) -> None:
     if part in BUILT and part not in signature(program.build).parameters:
         raise GolfError(f"{word}={value} needs a program whose build takes {part}, found none in "
                         f"{program.OWN['recipe']}: leave it out, or give build that keyword")
-
-# %% ../../nbs/studies/29_variants.ipynb #a0d0290e
-@patch
-def build(self: Variant, ranks: Ranks):
-    "The program's parts, with those of the words in place of its own."
-    found = self.exchanged()
-    p = self.program.build(self.settings, ranks, **{k: v for k, v in found.items() if k in BUILT})
-    if "average" in found:
-        p.average = found["average"](self.settings)
-    return p
-
-# %% ../../nbs/studies/29_variants.ipynb #a0d02921
-@patch
-def loader(self: Variant, paths: list[Path], ranks: Ranks) -> Loader:
-    "Batches of training shards; close it, or use it in a `with`."
-    data = self.exchanged().get("data", self.program.data)
-    return data(SimpleNamespace(settings=self.settings, ranks=ranks, train_paths=paths))
-
-# %% ../../nbs/studies/29_variants.ipynb #a0d02922
-@patch
-def projector(self: Variant) -> Callable | None:
-    "What makes the rounding of late weights, as `Trainer` takes it; None: they stay as they are."
-    if "QAT_BANKS" not in self.words:
-        return getattr(self.program, "PROJECTOR", None)
-    if self.words["QAT_BANKS"] == "0":
-        return None
-    return partial(GridProjector, floor=self.word("SCALE_FLOOR") == "1")
-
-# %% ../../nbs/studies/29_variants.ipynb #a0d02923
-@patch
-def trainer(self: Variant, p, batches: Loader, log: RunLog | None = None, **clock) -> Trainer:
-    "A trainer at step 0 of the parts that `build` made; `clock` may give another `now`."
-    average = p.average(p.engine.tensors())
-    return Trainer(self.settings, p.engine, batches, average, log, make_projector=self.projector(),
-                   **clock)
-
-# %% ../../nbs/studies/29_variants.ipynb #a0d02910
-@patch
-def adapt(self: Variant, *inputs, **more) -> tuple:
-    "The program's test-time training, called as `score_first`; where it has none, that of pr549."
-    return getattr(self.program, "ADAPT", score_first)(*inputs, **more)
-
-# %% ../../nbs/studies/29_variants.ipynb #a0d02924
-@patch
-def group(self: Variant, kind: type[BaseSettings], env: Mapping[str, str]) -> BaseSettings:
-    "Settings that a study needs and the program may lack: its own values, else those of `env`."
-    values = {}
-    for spec in fields(kind):
-        name = spec.name.upper()
-        if hasattr(self.settings, spec.name):
-            values[spec.name] = getattr(self.settings, spec.name)
-        elif name in env:
-            values[spec.name] = parse_setting(spec, env[name])
-    return kind(**values)
 
 # %% ../../nbs/studies/29_variants.ipynb #a0d02912
 def read_variant(env: Mapping[str, str]) -> Variant:

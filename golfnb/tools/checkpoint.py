@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'LATE_VOTES', 'NOTES_FORMAT', 'MAY_DIFFER', 'named_tensors', 'by_matrix', 'frozen_clips', 'plain_facts',
            'Stopped', 'Watcher', 'Keeper', 'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping',
-           'held_by', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
+           'run_state', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7eb9a1b0
 import fcntl
@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..settings import YES_NO, GolfError, finite, patch
+from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
+from .guard import guarded_rank, preflight, survive_full_disks
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Ranks
@@ -50,21 +51,21 @@ def named_tensors(t: "Trainer") -> dict[str, Tensor]:
         if what == "snapshots":
             named[what] = averaged[0]
             continue
-        for tensors, tensor in zip(parts, averaged):
+        for tensors, tensor in zip(parts, averaged, strict=True):
             tensors[what] = tensor
-    for part, tensors in zip(engine.parts, parts):
+    for part, tensors in zip(engine.parts, parts, strict=True):
         for what, tensor in tensors.items():
             named |= by_matrix(part, what, tensor)
     if t.project:
         named |= frozen_clips(t)
     return named
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #ddb1b08c
 def by_matrix(part, what: str, tensor: Tensor) -> dict[str, Tensor]:
     "A tensor of a bank's shard by the names of its matrices; one of a flat group by its dtype."
     if not hasattr(part, "spec"):
         return {f"{part.rounded.dtype} {what}": tensor}
-    slots = part.spec.slots(part.ranks.rank)
+    slots = part.spec.slots(part.ranks.rank)  # None where a slot is padding
     return {f"{matrix.name} {what}": tensor[i] for i, matrix in enumerate(slots) if matrix}
 
 
@@ -112,16 +113,25 @@ class Keeper(Watcher):
     """
 
     def __init__(self, folder: Path, every_s: float, ranks: "Ranks", log: "RunLog"):
-        self.folder, self.every_ms, self.ranks, self.log = Path(folder), 1000 * every_s, ranks, log
+        self.folder = Path(folder)
+        self.every_ms = 1000 * every_s
+        self.ranks = ranks
+        self.log = log
         self.dcp = import_module("torch.distributed.checkpoint")  # slow, so only where it is needed
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
-        self.buffers, self.votes, self.saved_ms = {}, deque(), 0.0
-        self.thread = self.problem = None
-        self.training, self.terminated, self.old_handler, self.step = False, False, None, None
+        self.buffers = {}     # name -> tensor in host memory
+        self.votes = deque()  # (flags, collective) of the last steps
+        self.saved_ms = 0.0   # time of training at the last checkpoint
+        self.step = None      # its step
+        self.thread = None    # writes it
+        self.problem = None   # why it was not written
+        self.training = False
+        self.terminated = False  # SIGTERM has come
         self.resume_by = f"golfnb train --resume {self.folder.parent}"
         if ranks.hosts > 1:
             self.resume_by = f"RESUME=1 RUN_ID={self.folder.parent.name} and the command of each host"
+        self.old_handler = None
         if threading.current_thread() is threading.main_thread():
             self.old_handler = signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
 
@@ -146,33 +156,185 @@ class Keeper(Watcher):
         "Copy the state, and let a thread write it; waits for the one before to be written."
         self.wait()
         self.step = t.steps
-        facts, unread, named = plain_facts(t), [*t.reader.queue], named_tensors(t)
+        facts = plain_facts(t)
+        unread = list(t.reader.queue)
+        named = named_tensors(t)
         if named.keys() != self.buffers.keys():
             self.buffers = {name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                             for name, tensor in named.items()}
-        torch._foreach_copy_([*self.buffers.values()], [*named.values()], non_blocking=True)
-        event = torch.cuda.current_stream().record_event() if t.engine.device.type == "cuda" else None
-        self.thread = threading.Thread(target=self.write, args=(facts, unread, event), daemon=True)
+        torch._foreach_copy_(list(self.buffers.values()), list(named.values()), non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if t.engine.device.type == "cuda" else None
+        self.thread = threading.Thread(target=self.write, args=(facts, unread, copied), daemon=True)
         self.thread.start()
 
+    def write(self, facts: dict, unread: list, copied):
+        "The thread: write the buffers as the checkpoint of a step."
+        path = self.folder / f"step-{facts['steps']:08d}"
+        hidden = path.with_name(f".{path.name}")
+        try:
+            for event in (copied, *(event for _, event in unread)):
+                if event is not None:
+                    event.synchronize()
+            facts["unread"] = [host.tolist() for host, _ in unread]
+            self.put(facts, hidden)
+            if self.ranks.master:
+                os.replace(hidden, path)
+                for old in sorted(self.folder.glob("step-*"))[:-2]:
+                    shutil.rmtree(old, ignore_errors=True)
+        except (Exception, self.dcp.api.CheckpointException) as error:  # also of another rank
+            self.problem = f"no checkpoint of step {facts['steps']} ({reason(error)})"
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #7a9173e1
-@patch
-def write(self: Keeper, facts: dict, unread: list, event):
-    "The thread: write the buffers as the checkpoint of a step."
-    path = self.folder / f"step-{facts['steps']:08d}"
-    try:
-        for done in (event, *(e for _, e in unread)):
-            if done is not None:
-                done.synchronize()
-        facts["unread"] = [host.tolist() for host, _ in unread]
-        self.put(facts, path.with_name(f".{path.name}"))
-        if self.ranks.master:
-            os.replace(path.with_name(f".{path.name}"), path)
-            for old in sorted(self.folder.glob("step-*"))[:-2]:
-                shutil.rmtree(old, ignore_errors=True)
-    except (Exception, self.dcp.api.CheckpointException) as error:  # also of another rank
-        self.problem = f"no checkpoint of step {facts['steps']} ({reason(error)})"
+    def put(self, facts: dict, folder: Path):
+        "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
+        master = self.ranks.master
+        tensors = self.buffers
+        alone = self.ranks.world == 1
+        if self.ranks.hosts > 1:
+            tensors = self.gather_buffers()
+            alone = True
+        if master:
+            shutil.rmtree(folder, ignore_errors=True)
+        if master or not alone:
+            writer = self.dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # else it waits for the GPU
+            self.dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
+        if master:
+            atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
+
+    def gather_buffers(self) -> dict[str, Tensor]:
+        "The buffers of all ranks, on rank 0; empty on the others."
+        if not self.ranks.master:
+            dist.gather_object(self.buffers, group=self.group)
+            return {}
+        parts = [None] * self.ranks.world
+        dist.gather_object(self.buffers, parts, group=self.group)
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def wait(self):
+        "Wait until the last checkpoint is written; log what went wrong."
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        if self.problem:
+            self.log.line(f"{self.problem}; the run goes on, and tries again")
+            self.problem = None
+
+    def after_step(self, t: "Trainer"):
+        "Save if it is time; save and raise Stopped if a rank was told to stop."
+        self.vote(t)
+        if len(self.votes) <= LATE_VOTES:
+            return
+        save, stop = self.count_votes()
+        if save or stop:
+            self.save(t)
+        if stop:
+            self.wait()
+            raise Stopped(f"stopped by SIGTERM after step {t.steps}; go on with {self.resume_by}")
+
+    def vote(self, t: "Trainer"):
+        "Say whether this rank wants a checkpoint, and whether to stop; the others' answer comes later."
+        elapsed_ms = t.elapsed_ms()
+        writing = self.thread is not None and self.thread.is_alive()
+        due = self.ranks.master and not writing and elapsed_ms - self.saved_ms >= self.every_ms
+        if due:
+            self.saved_ms = elapsed_ms
+        flags = torch.tensor([due, self.terminated], dtype=torch.int32)
+        handle = None
+        if self.ranks.world > 1:
+            handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.patient, async_op=True)
+        self.votes.append((flags, handle))
+
+    def count_votes(self) -> tuple[bool, bool]:
+        "Whether a rank wanted a checkpoint, and whether one wanted to stop, in the oldest vote."
+        flags, handle = self.votes.popleft()
+        if handle is not None:
+            handle.wait()
+        save, stop = flags.tolist()
+        return save > 0, stop > 0
+
+    def after_training(self, t: "Trainer"):
+        "Save the state at the end, from which averages and artifact are made."
+        while self.votes:  # what is still under way
+            _, stop = self.count_votes()
+            self.terminated = self.terminated or stop
+        if self.step != t.steps:
+            self.save(t)
+        self.training = False
+        if self.terminated:
+            self.on_sigterm()
+
+    def newest(self) -> tuple[dict, dict] | None:
+        "Facts and tensors of the newest checkpoint that is whole; None without one."
+        for path in sorted(self.folder.glob("step-*"), reverse=True):
+            try:
+                facts = json.loads((path / "trainer.json").read_text())
+                if facts["sha256"] != file_hashes(path):
+                    raise ValueError("its files are not what was written")
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                self.set_aside(path, error)
+            else:
+                return facts, self.read_tensors(path)
+        return None
+
+    def set_aside(self, path: Path, error: Exception):
+        "Give a damaged checkpoint a name that is not counted among the good ones."
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        self.log.line(f"{path} cannot be read ({reason(error)}): "
+                      f"set aside as {aside.name}, trying an older one")
+
+    def read_tensors(self, path: Path) -> dict[str, Tensor]:
+        "The tensors of a checkpoint. Raises GolfError if PyTorch cannot load them."
+        try:
+            reader = self.dcp.FileSystemReader(path)
+            kinds = reader.read_metadata().state_dict_metadata
+            tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}
+            self.dcp.load(tensors, storage_reader=reader, no_dist=True)
+            return tensors
+        except (Exception, self.dcp.api.CheckpointException) as error:
+            raise GolfError(f"{path} is as it was written, but torch {torch.__version__} cannot load it "
+                            f"({reason(error)}): go on with the torch it was written with") from error
+
+    @torch.no_grad()
+    def before_training(self, t: "Trainer"):
+        "Bring a new training to the newest checkpoint, if there is one. Raises GolfError if it does not fit."
+        self.training = True
+        found = self.newest() if self.ranks.master else None
+        found = self.ranks.broadcast_object(found)
+        if not found:
+            return
+        facts, saved = found
+        self.step = facts["steps"]
+        for name in FACTS:
+            setattr(t, name, facts[name])
+        if t.rounded_from is not None:
+            t.project = t.make_projector(t.engine)
+        self.fill(named_tensors(t), saved)
+        for values in facts["unread"]:
+            t.reader.queue.append((torch.tensor(self.rescaled(t, values, facts), dtype=torch.float64), None))
+        t.batches.rewind(facts["loader"])
+        t.engine.publish(t.project)
+        self.saved_ms = facts["elapsed_ms"]
+        t.begun = t.now() - self.saved_ms / 1000
+        self.log.line(f"resumed:{self.folder.parent} step:{t.steps} train_time:{self.saved_ms:.0f}ms")
+
+    def fill(self, named: dict[str, Tensor], saved: dict[str, Tensor]):
+        "Copy what was saved into live tensors. Raises GolfError if one is missing or of another shape."
+        for name, tensor in named.items():
+            if name not in saved or saved[name].shape != tensor.shape:
+                shape = tuple(saved[name].shape) if name in saved else "none"
+                raise GolfError(f"the checkpoint in {self.folder} must hold {name} {tuple(tensor.shape)}, "
+                                f"found {shape}: it is of another model")
+            tensor.copy_(saved[name])
+
+    def rescaled(self, t: "Trainer", values: list[float], facts: dict) -> list[float]:
+        "An unread control vector of `facts['world']` ranks as it would be on those there are now."
+        sums = ["loss"]
+        if t.engine.clip.norm_is_sum:
+            sums.append("norm_sq")
+        for word in sums:
+            values[t.control_words.index(word)] *= self.ranks.world / facts["world"]
+        return values
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #5398a811
 def file_hashes(folder: Path) -> dict[str, str]:
@@ -187,166 +349,18 @@ def reason(error: BaseException) -> str:
         error = cause[0]
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #d9b572d6
-@patch
-def put(self: Keeper, facts: dict, folder: Path):
-    "Write facts and buffers of all ranks into `folder`; with several hosts, on that of rank 0."
-    master, tensors, alone = self.ranks.master, self.buffers, self.ranks.world == 1
-    if self.ranks.hosts > 1:
-        parts = [None] * self.ranks.world if master else None
-        dist.gather_object(tensors, parts, group=self.group)
-        tensors, alone = {k: t for part in parts or () for k, t in part.items()}, True
-    if master:
-        shutil.rmtree(folder, ignore_errors=True)
-    if master or not alone:
-        writer = self.dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # else it waits for the GPU
-        self.dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
-    if master:
-        atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #4f49515a
-@patch
-def wait(self: Keeper):
-    "Wait until the last checkpoint is written; log what went wrong."
-    if self.thread:
-        self.thread.join()
-        self.thread = None
-    if self.problem:
-        self.log.line(f"{self.problem}; the run goes on, and tries again")
-        self.problem = None
-
 # %% ../../nbs/tools/22_checkpoint.ipynb #aa5fdd59
 LATE_VOTES = 2  # steps
 
-
-@patch
-def after_step(self: Keeper, t: "Trainer"):
-    "Save if it is time; save and raise Stopped if a rank was told to stop."
-    writing = self.thread is not None and self.thread.is_alive()
-    due = self.ranks.master and not writing and t.elapsed_ms() - self.saved_ms >= self.every_ms
-    self.saved_ms = t.elapsed_ms() if due else self.saved_ms
-    flags, handle = torch.tensor([due, self.terminated], dtype=torch.int32), None
-    if self.ranks.world > 1:
-        handle = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.patient, async_op=True)
-    self.votes.append((flags, handle))
-    if len(self.votes) > LATE_VOTES:
-        flags, handle = self.votes.popleft()
-        if handle is not None:
-            handle.wait()
-        if flags.any():
-            self.save(t)
-        if flags[1]:
-            self.wait()
-            raise Stopped(f"stopped by SIGTERM after step {t.steps}; go on with {self.resume_by}")
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #fc0bdce1
-@patch
-def after_training(self: Keeper, t: "Trainer"):
-    "Save the state at the end, from which averages and artifact are made."
-    while self.votes:  # what is still under way
-        flags, handle = self.votes.popleft()
-        if handle is not None:
-            handle.wait()
-        self.terminated = self.terminated or bool(flags[1])
-    if self.step != t.steps:
-        self.save(t)
-    self.training = False
-    if self.terminated:
-        self.on_sigterm()
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #1c584302
-@patch
-def newest(self: Keeper) -> tuple[dict, dict] | None:
-    "Facts and tensors of the newest checkpoint that is whole; None without one."
-    for path in sorted(self.folder.glob("step-*"), reverse=True):
-        try:
-            facts = json.loads((path / "trainer.json").read_text())
-            if facts["sha256"] != file_hashes(path):
-                raise ValueError("its files are not what was written")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            self.set_aside(path, error)
-        else:
-            return facts, self.read_tensors(path)
-    return None
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #95397d4f
-@patch
-def set_aside(self: Keeper, path: Path, error: Exception):
-    "Give a damaged checkpoint a name that is not counted among the good ones."
-    aside = path.with_name(f"damaged-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    self.log.line(f"{path} cannot be read ({reason(error)}): "
-                  f"set aside as {aside.name}, trying an older one")
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #3177d0bb
-@patch
-def read_tensors(self: Keeper, path: Path) -> dict[str, Tensor]:
-    "The tensors of a checkpoint. Raises GolfError if PyTorch cannot load them."
-    try:
-        reader = self.dcp.FileSystemReader(path)
-        kinds = reader.read_metadata().state_dict_metadata
-        tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in kinds.items()}
-        self.dcp.load(tensors, storage_reader=reader, no_dist=True)
-        return tensors
-    except (Exception, self.dcp.api.CheckpointException) as error:
-        raise GolfError(f"{path} is as it was written, but torch {torch.__version__} cannot load it "
-                        f"({reason(error)}): go on with the torch it was written with") from error
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #ee3251e7
-@patch
-@torch.no_grad()
-def before_training(self: Keeper, t: "Trainer"):
-    "Bring a new training to the newest checkpoint, if there is one. Raises GolfError if it does not fit."
-    self.training = True
-    found = self.ranks.broadcast_object(self.newest() if self.ranks.master else None)
-    if not found:
-        return
-    facts, saved = found
-    self.step = facts["steps"]
-    for name in FACTS:
-        setattr(t, name, facts[name])
-    if t.rounded_from is not None:
-        t.project = t.make_projector(t.engine)
-    self.fill(named_tensors(t), saved)
-    for values in facts["unread"]:
-        t.reader.queue.append((torch.tensor(self.rescaled(t, values, facts), dtype=torch.float64), None))
-    t.batches.rewind(facts["loader"])
-    t.engine.publish(t.project)
-    self.saved_ms = facts["elapsed_ms"]
-    t.begun = t.now() - self.saved_ms / 1000
-    self.log.line(f"resumed:{self.folder.parent} step:{t.steps} train_time:{self.saved_ms:.0f}ms")
-
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2201
-@patch
-def fill(self: Keeper, named: dict[str, Tensor], saved: dict[str, Tensor]):
-    "Copy what was saved into live tensors. Raises GolfError if one is missing or of another shape."
-    for name, tensor in named.items():
-        if name not in saved or saved[name].shape != tensor.shape:
-            shape = tuple(saved[name].shape) if name in saved else "none"
-            raise GolfError(f"the checkpoint in {self.folder} must hold {name} {tuple(tensor.shape)}, "
-                            f"found {shape}: it is of another model")
-        tensor.copy_(saved[name])
-
-
-@patch
-def rescaled(self: Keeper, t: "Trainer", values: list[float], facts: dict) -> list[float]:
-    "An unread control vector of `facts['world']` ranks as it would be on those there are now."
-    sums = ["loss"]
-    if t.engine.clip.norm_is_sum:
-        sums.append("norm_sq")
-    for word in sums:
-        values[t.control_words.index(word)] *= self.ranks.world / facts["world"]
-    return values
-
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2203
-SPANS, SPAN = 32, 2**15  # of a large shard: so many spans are hashed, of so many tokens
+SPANS = 32    # of a large shard: so many are hashed
+SPAN = 2**15  # tokens of each
 
 
 def shard_identity(path: Path) -> str:
     "A shard's tokens, in number and hash; of more than a million, the hash of spans evenly spread over them."
-    tokens, digest = read_header(path), hashlib.sha256()
+    tokens = read_header(path)
+    digest = hashlib.sha256()
     for begin in range(0, tokens, max(SPAN, tokens // SPANS)):
         digest.update(read_span(path, begin, min(SPAN, tokens - begin)))
     return f"{tokens:,} tokens with hash {digest.hexdigest()[:16]}"
@@ -365,9 +379,12 @@ class Progress(Watcher):
     "Notes on what a run has come to, in progress.json; a second life of the run begins with them."
 
     def __init__(self, run: "Run"):
-        self.run, self.ranks, self.path = run, run.ranks, run.folder / "progress.json"
+        self.run = run
+        self.ranks = run.ranks
+        self.path = run.folder / "progress.json"
         self.identity = identity(run)
-        notes = self.ranks.broadcast_object(self.take_notes() if self.ranks.master else None)
+        notes = self.take_notes() if self.ranks.master else None
+        notes = self.ranks.broadcast_object(notes)
         if notes is None:
             raise GolfError(f"{run.folder} is a run that still goes on: wait until its processes have ended")
         if notes:
@@ -406,31 +423,27 @@ class Progress(Watcher):
         data = (self.run.folder / name).read_bytes() if self.ranks.master else None
         return self.ranks.broadcast_object(data)
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2206
-@patch
-def take_notes(self: Progress) -> dict | None:
-    "Notes of an earlier life, whose half-written files are removed; None if another process is at the run."
-    folder = self.path.parent
-    self.lock = open(folder / ".lock", "w")
-    try:
-        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
-    except OSError:
-        return None
-    for left in folder.glob(".*.tmp"):
-        left.unlink()
-    for left in folder.glob("checkpoints/.step-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    return json.loads(self.path.read_text()) if self.path.exists() else {}
+    def take_notes(self) -> dict | None:
+        "Notes of an earlier life, whose half-written files are removed; None if another process is at the run."
+        folder = self.path.parent
+        self.lock = open(folder / ".lock", "w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
+        except OSError:
+            return None
+        for left in folder.glob(".*.tmp"):
+            left.unlink()
+        for left in folder.glob("checkpoints/.step-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        return json.loads(self.path.read_text()) if self.path.exists() else {}
 
-# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2232
-@patch
-def close(self: Progress):
-    "The run has ended: remove what only a second life would need."
-    if self.ranks.master:
-        shutil.rmtree(self.path.parent / "checkpoints", ignore_errors=True)
-        for folder in {self.path.parent, self.run.folder}:  # the same, unless its disk was full
-            (folder / "progress.json").unlink(missing_ok=True)
-            (folder / ".lock").unlink(missing_ok=True)
+    def close(self):
+        "The run has ended: remove what only a second life would need."
+        if self.ranks.master:
+            shutil.rmtree(self.path.parent / "checkpoints", ignore_errors=True)
+            for folder in {self.path.parent, self.run.folder}:  # the same, unless its disk was full
+                (folder / "progress.json").unlink(missing_ok=True)
+                (folder / ".lock").unlink(missing_ok=True)
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2207
 NOTES_FORMAT = 2
@@ -453,7 +466,8 @@ def check_same(notes: dict, run: "Run", found: dict[str, str]):
             raise GolfError(f"{run.folder} is a run of {name.upper()}={value}, found {ours}: "
                             "go on with the settings it was started with")
     for name in notes["identity"] | found:
-        before, now = notes["identity"].get(name, "none"), found.get(name, "none")
+        before = notes["identity"].get(name, "none")
+        now = found.get(name, "none")
         if before != now:
             raise GolfError(f"{run.folder} is a run whose {name} must be {before}, found {now}: bring "
                             "back what it was started with, DATA_PATH={data_path} and TOKENIZER_PATH="
@@ -472,19 +486,20 @@ def load_program(path: Path | str):
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2230
 def read_keeping(env: dict[str, str]) -> tuple[float, bool]:
     "CHECKPOINT_EVERY_S (0: no checkpoints) and RESUME. Raises GolfError for what they cannot be."
-    every, resume = env.get("CHECKPOINT_EVERY_S", "60"), env.get("RESUME", "0")
+    every = env.get("CHECKPOINT_EVERY_S", "60")
+    resume = env.get("RESUME", "0").strip().lower()
     try:
         every_s = float(every)
     except ValueError:
         every_s = -1.0
     if not 0 <= every_s < 1e9:
         raise GolfError(f"CHECKPOINT_EVERY_S must be seconds, 0 for no checkpoints, found {every!r}: set it like 60")
-    if resume.strip().lower() not in YES_NO:
-        raise GolfError(f"RESUME must be 0 or 1, found {resume!r}: set it like RESUME=1")
-    return every_s, YES_NO[resume.strip().lower()]
+    if resume not in YES_NO:
+        raise GolfError(f"RESUME must be 0 or 1, found {env['RESUME']!r}: set it like RESUME=1")
+    return every_s, YES_NO[resume]
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2210
-def held_by(folder: Path) -> str:
+def run_state(folder: Path) -> str:
     "What a run directory holds already; empty for nothing."
     if (folder / "summary.json").exists():
         return "a finished run"
@@ -502,7 +517,7 @@ def open_folder(s, ranks: "Ranks", resume: bool) -> Path:
     if len(job) == 36:
         made_up = f"{s.recipe}-{s.seed}-{job[:8]}"  # the same when torchrun starts the ranks again
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
-    found = ranks.broadcast_object(held_by(folder))  # on rank 0's node
+    found = ranks.broadcast_object(run_state(folder))  # on rank 0's node
     unfinished = found == "a run that can go on"
     if resume and not unfinished:
         raise GolfError(f"{folder} must hold a run that can go on, found {found or 'none'}: "
@@ -530,8 +545,10 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
     rest = {name: value for name, value in env.items() if name not in ("CHECKPOINT_EVERY_S", "RESUME")}
     read, open_run = functions_of(program)
     s = read(rest)
+    preflight(s, ranks)
     folder = open_folder(s, ranks, resume) if every_s else None
     run = open_run(s, ranks, code, folder, quiet)
+    survive_full_disks(run)
     run.program_sha256 = getattr(program, "PROGRAM_SHA256", "")
     if not every_s:
         return run
@@ -543,19 +560,15 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2211
 def keep_script(path: str):
     "One run of the script at `path` with checkpoints; ends the process."
-    program, code = load_program(path), Path(path).read_bytes()
+    program = load_program(path)
+    code = Path(path).read_bytes()
 
     def work(ranks: "Ranks") -> str | None:
-        try:
-            run = open_kept(program, dict(os.environ), ranks, code)
-            program.main(run)
-        except GolfError as error:  # the script knows its own class
-            known = program.GolfError(str(error))
-            known.status = getattr(error, "status", 2)
-            raise known from error
+        run = open_kept(program, dict(os.environ), ranks, code)
+        program.main(run)
         return run.summary.get("over_budget")
 
-    program.as_rank(work)
+    guarded_rank(program, work)
     sys.stdout.flush()
     os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 

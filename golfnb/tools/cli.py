@@ -633,7 +633,7 @@ def manifest_shards(folder: Path, tokenizer: str | None) -> list[dict]:
     "The shards that a manifest in a folder names, once they are checked; [] where there is none."
     made = book.report.read_file(folder / "manifest.json")
     used = book.bpb.tokenizer_hash(tokenizer) if tokenizer else made.get("tokenizer_sha256")
-    book.shards.check_manifest(folder, used)
+    book.guard.check_manifest(folder, used)
     if made:
         return made["train"]["shards"] + made["val"]["shards"]
     return []

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from tqdm import tqdm
 
 from ..bpb import byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash
 from ..settings import GolfError
-from ..shards import BOS_ID, ShardWriter, WholeFile, atomic_write, find_shards, open_shard, read_header
+from ..shards import BOS_ID, ShardWriter, atomic_write, find_shards, open_shard, read_header
 
 # %% ../../nbs/tools/20_data.ipynb #1f2c0139
 DEMO_MODULES = """
@@ -57,22 +58,37 @@ def module_documents(name: str, source: str) -> list[str]:
 
     Raises SyntaxError for what is not Python.
     """
-    tree, documents = ast.parse(source), []
-    classes = [(f"class {name}.{c.name}", c) for c in ast.walk(tree) if isinstance(c, ast.ClassDef)]
-    for title, node in [(f"module {name}", tree), *classes]:
-        functions = [n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        told = [(f, doc) for f in functions if (doc := ast.get_docstring(f))]
-        parts = [(ast.get_docstring(node) or "").strip()]
-        parts += [f"def {f.name}({ast.unparse(f.args)})\n{doc}".strip() for f, doc in told]
-        if any(parts):
-            documents.append("\n\n".join([title, *filter(None, parts)]))
-    return documents
+    tree = ast.parse(source)
+    classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    found = [node_document(f"module {name}", tree)]
+    found += [node_document(f"class {name}.{c.name}", c) for c in classes]
+    return [document for document in found if document]
+
+# %% ../../nbs/tools/20_data.ipynb #38363995
+def node_document(title: str, node: ast.Module | ast.ClassDef) -> str:
+    "The docstrings of a module or class and of its functions, under a title; empty without any."
+    parts = [(ast.get_docstring(node) or "").strip()]
+    for function in node.body:
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parts.append(function_document(function))
+    parts = [part for part in parts if part]
+    return "\n\n".join([title, *parts]) if parts else ""
+
+
+def function_document(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    "Signature and docstring of a function; empty if it has no docstring."
+    doc = ast.get_docstring(function)
+    if not doc:
+        return ""
+    return f"def {function.name}({ast.unparse(function.args)})\n{doc}".strip()
 
 # %% ../../nbs/tools/20_data.ipynb #0b34b101
 def topic_documents(source: str) -> list[str]:
     "The help topics of `pydoc`, from the text of its topics.py: the values of the dictionary in it."
     found = [n.value for n in ast.parse(source).body if isinstance(getattr(n, "value", None), ast.Dict)]
-    return [text.strip() for text in ast.literal_eval(found[0]).values()] if found else []
+    if not found:
+        return []
+    return [text.strip() for text in ast.literal_eval(found[0]).values()]
 
 # %% ../../nbs/tools/20_data.ipynb #59549c9d
 def stdlib_documents(modules: Iterable[str] = tuple(DEMO_MODULES), root: Path | None = None) -> list[str]:
@@ -99,13 +115,17 @@ def documents_hash(documents: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(text.encode()).digest() for text in documents)).hexdigest()
 
 # %% ../../nbs/tools/20_data.ipynb #9fcbe245
-TEXTS, TABLES = (".txt", ".md", ".rst", ""), (".parquet", ".arrow")
+TEXTS = (".txt", ".md", ".rst", "")
+TABLES = (".parquet", ".arrow")
+DOCUMENTS = (*TEXTS, *TABLES, ".jsonl", ".jsonl.gz")
 HUB_SCHEME = "hf://datasets/"  # then OWNER/NAME, and perhaps a folder in it
 
 
 def file_kind(path: Path) -> str:
     "The extension in small letters, with what stands before .gz; a leading dot makes none."
-    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else [path.suffix]).lower()
+    if path.suffix.lower() == ".gz":
+        return "".join(path.suffixes[-2:]).lower()
+    return path.suffix.lower()
 
 
 def is_binary(path: Path) -> bool:
@@ -119,34 +139,60 @@ def find_documents(paths: Iterable[str | Path], left_out: list | None = None) ->
 
     Raises GolfError for a file of another kind, and for what is not there or holds no documents.
     """
-    kinds, found = (*TEXTS, *TABLES, ".jsonl", ".jsonl.gz"), []
-    for path in (hub_folder(p) if str(p).startswith(HUB_SCHEME) else Path(p) for p in paths):
-        if not path.is_dir():
-            if not path.exists():
-                raise GolfError(f"cannot read {path} (no such file): check the path; a data set of the hub "
-                                f"is written {HUB_SCHEME}OWNER/NAME")
-            if file_kind(path) not in kinds:
-                raise GolfError(f"documents must come as {' '.join(filter(None, kinds))} or without an "
-                                f"extension, found {path}: convert it")
+    found = []
+    for given in paths:
+        path = hub_folder(given) if str(given).startswith(HUB_SCHEME) else Path(given)
+        if path.is_dir():
+            taken, others = folder_documents(path)
+            found += taken
+            if left_out is not None:
+                left_out += others
+        else:
+            check_document(path)
             found.append(path)
-            continue
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-        shown = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        taken = [p for p in shown if (k := file_kind(p)) in kinds and not (k in TEXTS and is_binary(p))]
-        if not taken:
-            raise GolfError(f"{path} must hold documents, found {len(files)} files of other kinds: "
-                            "check the path")
-        found += taken
-        if left_out is not None:
-            left_out += sorted({*files} - {*taken})
     return found
+
+# %% ../../nbs/tools/20_data.ipynb #4d602ff6
+def check_document(path: Path) -> None:
+    "Raise GolfError for a file that is not there or cannot hold documents."
+    if not path.exists():
+        raise GolfError(f"cannot read {path} (no such file): check the path; a data set of the hub "
+                        f"is written {HUB_SCHEME}OWNER/NAME")
+    if file_kind(path) not in DOCUMENTS:
+        raise GolfError(f"documents must come as {' '.join(filter(None, DOCUMENTS))} or without an "
+                        f"extension, found {path}: convert it")
+
+# %% ../../nbs/tools/20_data.ipynb #73d014ef
+def folder_documents(folder: Path) -> tuple[list[Path], list[Path]]:
+    "The files of a directory that hold documents, and the others. Raises GolfError if none does."
+    taken = []
+    others = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and holds_documents(path):
+            taken.append(path)
+        else:
+            others.append(path)
+    if not taken:
+        raise GolfError(f"{folder} must hold documents, found {len(others)} files of other kinds: "
+                        "check the path")
+    return taken, others
+
+
+def holds_documents(path: Path) -> bool:
+    "Whether the kind of a file is one of documents, and one without a kind of its own is text."
+    kind = file_kind(path)
+    if kind in TEXTS:
+        return not is_binary(path)
+    return kind in DOCUMENTS
 
 # %% ../../nbs/tools/20_data.ipynb #8132fe79
 def document_text(data: bytes, where: str, field: str | None) -> str:
     "A document of these bytes, or of the `field` of a JSON line. Raises GolfError that says `where`."
     try:
         text = data.decode("utf-8-sig").strip()
-        text = json.loads(text)[field].strip() if field and text else text
+        if field and text:
+            text = json.loads(text)[field].strip()
         text.encode()
     except UnicodeDecodeError as e:
         byte = f"{data[e.start]:#x} at {e.start:,}"
@@ -165,29 +211,42 @@ def table_texts(path: Path, field: str) -> Iterator[str]:
     except ImportError:
         raise GolfError(f"reading {path} needs pyarrow, found none: pip install golfnb[data]") from None
     try:
-        parquet = file_kind(path) == ".parquet"
-        table = pq.ParquetFile(path) if parquet else pa.ipc.open_stream(path)
-        schema = table.schema_arrow if parquet else table.schema
-        if field not in schema.names or str(schema.field(field).type) not in ("string", "large_string"):
-            raise GolfError(f"{path} must have a column of text {field!r}, found "
-                            f"{', '.join(f'{c.name} ({c.type})' for c in schema)}: name another with --field")
-        for batch in table.iter_batches(256, columns=[field]) if parquet else table:
-            yield from ((text or "").strip() for text in batch.column(field).to_pylist())
+        if file_kind(path) == ".parquet":
+            table = pq.ParquetFile(path)
+            check_column(path, table.schema_arrow, field)
+            batches = table.iter_batches(256, columns=[field])
+        else:
+            batches = pa.ipc.open_stream(path)
+            check_column(path, batches.schema, field)
+        for batch in batches:
+            for text in batch.column(field).to_pylist():
+                yield (text or "").strip()
     except (pa.ArrowException, UnicodeDecodeError) as e:
         raise GolfError(f"{path} must be a whole {file_kind(path)} file, found {str(e)[:80]}") from None
+
+# %% ../../nbs/tools/20_data.ipynb #436e9cd2
+def check_column(path: Path, schema, field: str) -> None:
+    "Raise GolfError for a table without a column of text of that name."
+    if field not in schema.names or str(schema.field(field).type) not in ("string", "large_string"):
+        columns = ", ".join(f"{c.name} ({c.type})" for c in schema)
+        raise GolfError(f"{path} must have a column of text {field!r}, found {columns}: "
+                        "name another with --field")
 
 # %% ../../nbs/tools/20_data.ipynb #cea2759f
 def file_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
     "Place and text of each document of a file, empty ones too. Raises GolfError for what cannot be read."
     kind = file_kind(path)
     if kind in TABLES:
-        yield from ((f"{path} row {i}", text) for i, text in enumerate(table_texts(path, field), 1))
+        for i, text in enumerate(table_texts(path, field), 1):
+            yield f"{path} row {i}", text
     elif kind in TEXTS:
         yield str(path), document_text(path.read_bytes(), str(path), None)
     else:
-        with (gzip.open if kind.endswith(".gz") else open)(path, "rb") as file:
+        open_lines = gzip.open if kind.endswith(".gz") else open
+        with open_lines(path, "rb") as file:
             for i, data in enumerate(file, 1):
-                yield (where := f"{path} line {i}"), document_text(data, where, field)
+                where = f"{path} line {i}"
+                yield where, document_text(data, where, field)
 
 # %% ../../nbs/tools/20_data.ipynb #56b1e3cc
 def read_documents(paths: Iterable[str | Path], skipped: list | None = None,
@@ -210,18 +269,20 @@ def read_documents(paths: Iterable[str | Path], skipped: list | None = None,
 # %% ../../nbs/tools/20_data.ipynb #3a63d5a1
 def batches(docs: Iterable[str], characters: int) -> Iterator[list[str]]:
     "Texts in batches of at least `characters`, but for the last."
-    batch, size = [], 0
+    batch = []
+    size = 0
     for text in docs:
         batch.append(text)
         size += len(text)
         if size >= characters:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 # %% ../../nbs/tools/20_data.ipynb #feed1191
-SENTENCE_END = r"(?<=[.!?])\s+|(?<=[。！？])"
+SENTENCE_END = r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])"  # and wide marks
 BORDERS = [re.compile(border) for border in (r"\n\s*\n", r"\n", SENTENCE_END, r"\s+", "")]
 
 
@@ -235,10 +296,12 @@ def cut_texts(docs: Iterable[str], characters: int = 2000) -> Iterator[str]:
         while len(text) - start > 2 * characters:
             ends = (border.search(text, start + characters, start + 2 * characters) for border in BORDERS)
             end = next(filter(None, ends))
-            if part := text[start : end.start()].strip():
+            part = text[start : end.start()].strip()
+            if part:
                 yield part
             start = end.end()
-        if part := text[start:].strip():
+        part = text[start:].strip()
+        if part:
             yield part
 
 # %% ../../nbs/tools/20_data.ipynb #63861807
@@ -257,13 +320,14 @@ COVERAGE = 0.9999  # share of a text whose characters get pieces of their own
 
 def rare_characters(texts: Iterable[str], vocab_size: int) -> set[str]:
     "Characters of the texts that the vocabulary has no room for; none if those that COVERAGE takes fit."
-    counts, room = Counter(), vocab_size - 260
+    counts = Counter()
     for text in texts:
         counts.update(" " + text)  # SentencePiece puts a space in front
     del counts["\0"]
     ranked = counts.most_common()
     covered = np.cumsum([count for _, count in ranked])
     taken = np.searchsorted(covered, COVERAGE * covered[-1]) + 1
+    room = vocab_size - 260
     if taken <= room:
         return set()
     return {character for character, _ in ranked[3 * room // 4 :]}
@@ -274,10 +338,11 @@ def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 102
 
     The same documents give the same file. Raises GolfError if the text is too small.
     """
-    texts, model = list(cut_texts(docs, 2**20)), io.BytesIO()
+    texts = list(cut_texts(docs, 2**20))
     if not texts:
         raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces without text: bring documents")
     unread = dict.fromkeys(map(ord, {"\u2585", *rare_characters(texts, vocab_size)}), "\0")
+    model = io.BytesIO()
     try:
         spm.SentencePieceTrainer.train(
             sentence_iterator=(text.translate(unread) for text in texts), model_writer=model,
@@ -311,35 +376,49 @@ def cuts_at_spaces(sp: spm.SentencePieceProcessor) -> bool:
 # %% ../../nbs/tools/20_data.ipynb #cb0df9a3
 def cut_document(text: str) -> list[str]:
     "Parts that joined by a space are the text; a word is never cut."
-    parts, start = [], 0
-    while len(text) - start > 2 * PART_CHARACTERS and (space := _SPACE.search(text, start + PART_CHARACTERS)):
+    parts = []
+    start = 0
+    while len(text) - start > 2 * PART_CHARACTERS:
+        space = _SPACE.search(text, start + PART_CHARACTERS)
+        if space is None:
+            break
         parts.append(text[start : space.start()])
         start = space.end()
-    return [*parts, text[start:]]
+    parts.append(text[start:])
+    return parts
 
 # %% ../../nbs/tools/20_data.ipynb #339bc11e
 def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool) -> list:
     "For each text its SHA-256, its bytes, and uint16 [1 + pieces], BOS in front; `cut` as `cuts_at_spaces`."
+    parts = [[text] for text in texts]
+    if cut:
+        parts = [cut_document(text) for text in texts]
+    pieces = iter(encode_parts(sp, [part for group in parts for part in group]))
+    encoded = []
+    for text, group in zip(texts, parts, strict=True):
+        ids = [[sp.bos_id()], *(next(pieces) for _ in group)]
+        ids = np.concatenate(ids, dtype=np.uint16, casting="unsafe")
+        data = text.encode()
+        encoded.append((hashlib.sha256(data).digest(), len(data), ids))
+    return encoded
+
+# %% ../../nbs/tools/20_data.ipynb #3178d251
+def encode_parts(sp: spm.SentencePieceProcessor, parts: list[str]) -> list:
+    "The pieces of each of these texts, in one call for all: that takes several times less."
     as_arrays = {"return_type": "numpy"} if hasattr(sp, "EncodeAsNumpy") else {}  # else lists
-    parts, out = [cut_document(t) if cut and len(t) > 2 * PART_CHARACTERS else [t] for t in texts], []
-    flat = [part for group in parts for part in group]
-    encoded = sp.encode(flat, **as_arrays)
-    for i, part in enumerate(flat):
+    encoded = sp.encode(parts, **as_arrays)
+    for i, part in enumerate(parts):
         if "▁" in part:
             encoded[i] = encode_text(sp, part)
-    pieces = iter(encoded)
-    for text, group in zip(texts, parts):
-        ids, data = [[sp.bos_id()], *(next(pieces) for _ in group)], text.encode()
-        ids = np.concatenate(ids, dtype=np.uint16, casting="unsafe")
-        out.append((hashlib.sha256(data).digest(), len(data), ids))
-    return out
+    return encoded
 
 # %% ../../nbs/tools/20_data.ipynb #34d17833
 def encode_documents(docs: Iterable[str], sp: spm.SentencePieceProcessor, threads: int | None = None,
                      characters: int = 2**20) -> Iterator[tuple]:
     "What `encode_batch` gives for each document, in order; `threads` (default: one a core) work ahead."
     threads = threads or os.cpu_count() or 1
-    cut, waiting = cuts_at_spaces(sp), []
+    cut = cuts_at_spaces(sp)
+    waiting = []
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches(docs, characters):
             waiting.append(pool.submit(encode_batch, sp, batch, cut))
@@ -353,8 +432,12 @@ class ShardFiller:
     "Writes the tokens of one side, as NAME_train or NAME_val, and opens another shard when one is full."
 
     def __init__(self, folder: Path, name: str, shard_tokens: int):
-        self.folder, self.name, self.shard_tokens, self.writer = folder, name, shard_tokens, None
-        self.facts, self.shards = Counter(documents=0), []
+        self.folder = folder
+        self.name = name
+        self.shard_tokens = shard_tokens
+        self.writer = None  # of the open shard
+        self.facts = Counter(documents=0)
+        self.shards = []    # what the writers of full shards gave
 
     def add(self, ids: np.ndarray, text_bytes: int) -> None:
         "Append a document, uint16 [n] with its BOS."
@@ -377,7 +460,8 @@ class ShardFiller:
 # %% ../../nbs/tools/20_data.ipynb #c52b85de
 def check_unoccupied(folder: Path) -> None:
     "Raises GolfError for a directory that holds shards or a manifest."
-    if present := sorted(p.name for kind in ("*.bin", "manifest.json") for p in folder.glob(kind)):
+    present = sorted(p.name for kind in ("*.bin", "manifest.json") for p in folder.glob(kind))
+    if present:
         raise GolfError(f"{folder} must not hold shards yet, found {present[0]}: choose another directory")
 
 # %% ../../nbs/tools/20_data.ipynb #014a4082
@@ -389,7 +473,7 @@ def lock_folder(path: Path) -> int | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock), path.stat()):
             return lock
-    except (BlockingIOError, FileNotFoundError):  # not found: who held it has removed it by now
+    except (BlockingIOError, FileNotFoundError):  # not found: who locked it has removed it by now
         pass
     os.close(lock)
 
@@ -399,7 +483,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
     "A hidden directory to fill, renamed to `out` if no error comes. GolfError for one with shards, or in use."
     out = out.resolve()
     kept = out.is_dir() and (out.is_mount() or any(out.iterdir()))
-    hidden = (out if kept else out.parent) / f".{out.name}-building"
+    beside = out if kept else out.parent  # on the same disk
+    hidden = beside / f".{out.name}-building"
     lock = lock_folder(hidden)
     if lock is None:
         raise GolfError(f"{out} must be filled by one process, found another at it: wait until that has ended, "
@@ -429,15 +514,17 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
     `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side without
     documents, a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
     """
-    sp, whole = load_tokenizer(tokenizer), hashlib.sha256()
+    sp = load_tokenizer(tokenizer)
     if sp.vocab_size() > 65_536 or sp.bos_id() < 0:
         raise GolfError(f"a tokenizer needs BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")
     with whole_folder(Path(out_dir)) as folder:
         sides = {split: ShardFiller(folder, f"{name}_{split}", shard_tokens) for split in ("train", "val")}
+        whole = hashlib.sha256()
         bar = tqdm(encode_documents(docs, sp, threads), "documents", disable=None, leave=False)
         for digest, text_bytes, ids in bar:
             whole.update(digest)
-            sides["val" if hash_fraction(digest) < val_fraction else "train"].add(ids, text_bytes)
+            split = "val" if hash_fraction(digest) < val_fraction else "train"
+            sides[split].add(ids, text_bytes)
         for split, side in sides.items():
             side.close()
             if not side.facts["documents"]:
@@ -456,27 +543,51 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
 
     Raises GolfError for a directory that is not empty, or too few documents.
     """
-    out_dir, paths, made = Path(out_dir), find_shards(pattern), []
-    name, tokens = paths[0].stem.rpartition("_")[0], [open_shard(p) for p in paths]
+    out_dir = Path(out_dir)
+    paths = find_shards(pattern)
     check_unoccupied(out_dir)
-    if out_dir.is_dir() and (other := next(out_dir.iterdir(), None)):
+    other = next(out_dir.iterdir(), None) if out_dir.is_dir() else None
+    if other:
         raise GolfError(f"{out_dir} must be empty, found {other.name}: choose another directory")
-    offsets = np.cumsum([0, *(t.size for t in tokens)])
-    begins = [np.flatnonzero(t == BOS_ID) + o for t, o in zip(tokens, offsets)]
+    name = paths[0].stem.rpartition("_")[0]
+    shards = [open_shard(path) for path in paths]
+    edges = shard_edges(shards, count)
+    made = []
+    with whole_folder(out_dir) as folder:
+        for number, (begin, end) in enumerate(pairwise(edges)):
+            writer = ShardWriter(folder / f"{name}_{number:06d}.bin")
+            for part in stream_parts(shards, begin, end):
+                writer.write(part)
+            made.append(writer.close())
+    return made
+
+# %% ../../nbs/tools/20_data.ipynb #1302a298
+def shard_edges(shards: list[np.ndarray], count: int) -> list[int]:
+    """Where to cut the joined shards into `count` of similar length, beginning and end included.
+
+    Raises GolfError for too few documents.
+    """
+    offsets = np.cumsum([0, *(shard.size for shard in shards)])  # of each shard, and the end of all
+    begins = [np.flatnonzero(shard == BOS_ID) + offset
+              for shard, offset in zip(shards, offsets[:-1], strict=True)]
     begins = np.concatenate([*begins, offsets[-1:]])
     inner = begins[np.searchsorted(begins, offsets[-1] * np.arange(1, count) / count)]
     edges = np.unique([0, *inner, offsets[-1]]).tolist()
     if len(edges) != count + 1:
         raise GolfError(f"{count} shards need as many documents of similar length, found {begins.size - 1}: "
                         "ask for fewer")
-    with whole_folder(out_dir) as folder:
-        for number, (a, b) in enumerate(zip(edges, edges[1:])):
-            writer = ShardWriter(folder / f"{name}_{number:06d}.bin")
-            for part, o in zip(tokens, offsets.tolist()):
-                if o < b and a < o + part.size:
-                    writer.write(part[max(a - o, 0) : b - o])
-            made.append(writer.close())
-    return made
+    return edges
+
+# %% ../../nbs/tools/20_data.ipynb #598c4197
+def stream_parts(shards: list[np.ndarray], begin: int, end: int) -> Iterator[np.ndarray]:
+    "What lies from `begin` to `end` of the joined shards: a part of each that holds some of it."
+    offset = 0
+    for shard in shards:
+        first = max(begin - offset, 0)
+        last = min(end - offset, shard.size)
+        if first < last:
+            yield shard[first:last]
+        offset += shard.size
 
 # %% ../../nbs/tools/20_data.ipynb #451cdd3f
 def inspect_shard(path: str | Path, sp: spm.SentencePieceProcessor | None = None) -> dict:
@@ -507,7 +618,8 @@ def count_overlap(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> dic
         runs = (run for t in shards for run in np.split(t, np.flatnonzero(t == BOS_ID)))
         return [hashlib.sha256(run[run != BOS_ID].tobytes()).digest() for run in runs if run.size]
 
-    documents, trained = digests(val_paths), digests(train_paths)
+    documents = digests(val_paths)
+    trained = digests(train_paths)
     known = set(trained)
     return {"documents": len(documents), "shared_documents": sum(d in known for d in documents),
             "repeated": len(trained) - len(known)}
@@ -541,7 +653,7 @@ def check_fetched(path: Path, sha256: str | None) -> None:
     try:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != (sha256 or found):
+        if sha256 and found != sha256:
             raise GolfError(f"{path.name} as downloaded must have SHA-256 {sha256[:12]}..., found {found[:12]}...: "
                             "run the same command again; if it happens again, the published file is damaged")
         if path.suffix == ".bin":
@@ -558,7 +670,8 @@ def fetch_files(out: Path, repo: str, files: dict, endpoint: str | None) -> None
         hub.snapshot_download(repo, repo_type="dataset", local_dir=hidden, endpoint=endpoint, token=False,
                               allow_patterns=[file.path for file in files.values()])
     for name, file in files.items():
-        check_fetched(hidden / file.path, file.lfs and file.lfs.sha256)
+        sha256 = file.lfs.sha256 if file.lfs else None
+        check_fetched(hidden / file.path, sha256)
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (hidden / file.path).replace(out / name)
     shutil.rmtree(hidden)
@@ -570,35 +683,59 @@ def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shar
 
     `endpoint` is the hub's address. Raises GolfError where something is missing or damaged.
     """
-    out, data, model = Path(out), f"datasets/fineweb10B_sp{vocab_size}", f"tokenizers/fineweb_{vocab_size}_bpe.model"
+    out = Path(out)
+    data = f"datasets/fineweb10B_sp{vocab_size}"
+    model = f"tokenizers/fineweb_{vocab_size}_bpe.model"
     with hub_client(repo) as hub:
         tree = hub.HfApi(endpoint).list_repo_tree(repo, repo_type="dataset", recursive=True, token=False)
         listed = {file.path.removeprefix(f"{HUB_ROOT}/"): file for file in tree}
-    val, train = (sorted(fnmatch.filter(listed, f"{data}/fineweb_{split}_*.bin")) for split in ("val", "train"))
-    for names, least, what, advice in (
-        ([model] if model in listed else [], 1, model, "check --repo and --vocab-size"),
-        (val, 1, f"val shards in {data}", "check --repo"),
-        (train, train_shards, f"train shards in {data}", "ask for fewer with --train-shards"),
-    ):
-        if len(names) < least:
-            raise GolfError(f"{repo} must have at least {least} {what}, found {len(names)}: {advice}")
-    wanted = [model, *val, *train[:train_shards]]
+    wanted = published_names(listed, repo, data, model, train_shards)
     there = [name for name in wanted if (out / name).exists()]
     for name in there:
-        if (size := (out / name).stat().st_size) != listed[name].size:
-            raise GolfError(f"{out / name} must have the {listed[name].size:,} bytes of the published file, found "
-                            f"{size:,}: move it away and run the same command again")
-    if missing := {name: listed[name] for name in wanted if name not in there}:
+        check_size(out / name, listed[name].size)
+    missing = {name: listed[name] for name in wanted if name not in there}
+    if missing:
         fetch_files(out, repo, missing, endpoint)
     load_tokenizer(out / model, vocab_size)
     print(f"{out}: {len(missing)} files fetched, {len(there)} there already")
     return out / data, out / model
 
+# %% ../../nbs/tools/20_data.ipynb #37475416
+def published_names(listed: Iterable[str], repo: str, data: str, model: str,
+                    train_shards: int) -> list[str]:
+    """Which of the files that a repository lists to fetch: tokenizer, validation, training.
+
+    Raises GolfError if some are missing.
+    """
+    models = [name for name in listed if name == model]
+    val = sorted(fnmatch.filter(listed, f"{data}/fineweb_val_*.bin"))
+    train = sorted(fnmatch.filter(listed, f"{data}/fineweb_train_*.bin"))
+    for names, least, what, advice in (
+        (models, 1, model, "check --repo and --vocab-size"),
+        (val, 1, f"val shards in {data}", "check --repo"),
+        (train, train_shards, f"train shards in {data}", "ask for fewer with --train-shards"),
+    ):
+        if len(names) < least:
+            raise GolfError(f"{repo} must have at least {least} {what}, found {len(names)}: "
+                            f"{advice}")
+    return [model, *val, *train[:train_shards]]
+
+# %% ../../nbs/tools/20_data.ipynb #76ebf9e7
+def check_size(path: Path, published: int) -> None:
+    "Raise GolfError for a file of another length than the published one."
+    size = path.stat().st_size
+    if size != published:
+        raise GolfError(f"{path} must have the {published:,} bytes of the published file, found "
+                        f"{size:,}: move it away and run the same command again")
+
 # %% ../../nbs/tools/20_data.ipynb #2064a5fd
 def hub_folder(address: str | Path) -> Path:
     "The folder with the data set hf://datasets/OWNER/NAME[/FOLDER], fetched. GolfError if it cannot be had."
     words = str(address).removeprefix(HUB_SCHEME).strip("/").split("/")
-    repo, only = "/".join(words[:2]), "/".join(words[2:])
+    repo = "/".join(words[:2])
+    folder = "/".join(words[2:])
+    wanted = [f"{folder}/*"] if folder else None  # None: all
     with hub_client(str(address)) as hub:
-        return Path(hub.snapshot_download(repo, repo_type="dataset", token=False,
-                                          allow_patterns=[f"{only}/*"] if only else None), only)
+        fetched = hub.snapshot_download(repo, repo_type="dataset", token=False,
+                                        allow_patterns=wanted)
+        return Path(fetched, folder)

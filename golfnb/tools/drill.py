@@ -52,56 +52,93 @@ def processes(folder: Path) -> dict[str, int]:
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            words = null_separated(place / "cmdline")
             if not any(folder.name in word for word in words):  # a zombie has no words
                 continue
-            env = (place / "environ").read_bytes().decode(errors="replace").split("\0")
-            rank = next((word[5:] for word in env if word.startswith("RANK=")), "")
-            name = f"rank {rank}" if rank else "torchrun" if "--standalone" in words else "golfnb"
+            name = process_name(words, null_separated(place / "environ"))
             if name != "golfnb" or "golfnb.tools.cli" in words:
                 found[name] = int(place.name)
     return found
 
+# %% ../../nbs/tools/27_drill.ipynb #e18c98fc
+def null_separated(path: Path) -> list[str]:
+    "The words of a file of /proc."
+    return path.read_bytes().decode(errors="replace").split("\0")
+
+
+def process_name(words: list[str], env: list[str]) -> str:
+    "What a process of a run is, by its command and its environment."
+    for variable in env:
+        if variable.startswith("RANK="):
+            return f"rank {variable.removeprefix('RANK=')}"
+    if "--standalone" in words:
+        return "torchrun"
+    return "golfnb"
+
 # %% ../../nbs/tools/27_drill.ipynb #65b70b15
 def phase_of(folder: Path, seen: int) -> str:
     "The phase of a run whose metrics.jsonl had `seen` bytes when it was started; empty when it has ended."
-    events, summary = folder / "metrics.jsonl", read_file(folder / "progress.json").get("summary", {})
+    summary = read_file(folder / "progress.json").get("summary", {})
     if (folder / "summary.json").exists():
         return ""
+    events = folder / "metrics.jsonl"
     fresh = events.read_bytes()[seen:].decode() if events.exists() else ""
     if '"name": "building"' not in fresh:
         return "starting"
-    if "sliding_bpb" in summary or "artifact_bytes" in summary:
-        return "adapting" if "sliding_bpb" in summary else "scoring"
-    return "packing" if "ema_bpb" in summary or '"name": "training"' in fresh else "training"
+    if "sliding_bpb" in summary:
+        return "adapting"
+    if "artifact_bytes" in summary:
+        return "scoring"
+    if "ema_bpb" in summary or '"name": "training"' in fresh:
+        return "packing"
+    return "training"
 
 # %% ../../nbs/tools/27_drill.ipynb #f0b12ca4
 def kill_in(child: subprocess.Popen, folder: Path, seen: int, phase: str, lengths: dict, rng) -> dict | None:
     "Kill a process of a run in a phase; what happened, as plain data, or None if the run was past it."
-    while (now := phase_of(folder, seen)) != phase:
-        if child.poll() is not None or now not in PHASES or PHASES.index(now) > PHASES.index(phase):
-            return None
-        time.sleep(0.01)
+    if not wait_for_phase(child, folder, seen, phase):
+        return None
     time.sleep(rng.random() * lengths[phase])
     there = processes(folder)
-    victim = rng.choice([name for name in VICTIMS if name in there] or [""])
-    if not victim:
+    victims = [name for name in VICTIMS if name in there]
+    if not victims:
         return None
+    victim = rng.choice(victims)
     phase = phase_of(folder, seen) or phase  # it may have gone on meanwhile
     try:
         os.kill(there[victim], signal.SIGKILL)
     except ProcessLookupError:
         return None
     begun = time.monotonic()
-    while (left := processes(folder)) and time.monotonic() - begun < 10:
-        time.sleep(0.05)
-    gone = time.monotonic() - begun
+    left = wait_for_end(folder)
+    seconds = time.monotonic() - begun
     for pid in left.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     child.wait()
-    return {"phase": phase, "victim": victim, "seconds": gone, "left": sorted(left),
+    return {"phase": phase, "victim": victim, "seconds": seconds, "left": sorted(left),
             "half": half_files(folder)}
+
+# %% ../../nbs/tools/27_drill.ipynb #e42acfc6
+def wait_for_phase(child: subprocess.Popen, folder: Path, seen: int, phase: str) -> bool:
+    "Wait until a run is in a phase; False if it is past it, or has ended."
+    while True:
+        now = phase_of(folder, seen)
+        if now == phase:
+            return True
+        if child.poll() is not None or now not in PHASES or PHASES.index(now) > PHASES.index(phase):
+            return False
+        time.sleep(0.01)
+
+
+def wait_for_end(folder: Path, seconds: float = 10) -> dict[str, int]:
+    "Wait until no process of a run is left, but not for longer; those that are, as of `processes`."
+    begun = time.monotonic()
+    left = processes(folder)
+    while left and time.monotonic() - begun < seconds:
+        time.sleep(0.05)
+        left = processes(folder)
+    return left
 
 # %% ../../nbs/tools/27_drill.ipynb #2475fe73
 def half_files(folder: Path) -> list[str]:
@@ -118,7 +155,8 @@ def half_files(folder: Path) -> list[str]:
     for path in folder.glob("checkpoints/step-*"):
         facts = path / "trainer.json"
         whole = facts.is_file() and json.loads(facts.read_text())["sha256"] == file_hashes(path)
-        bad += [] if whole else [path.name]
+        if not whole:
+            bad.append(path.name)
     return bad
 
 # %% ../../nbs/tools/27_drill.ipynb #308ce1b1
@@ -126,11 +164,15 @@ def differences(whole: Path, folder: Path) -> list[str]:
     "Names of the files and scores in which a run that was killed differs from the whole one."
     if not (folder / "summary.json").exists():
         return ["did not end"]
-    a, b = (read_file(p / "summary.json") for p in (whole, folder))
-    names = ["losses", "steps", "skipped", "artifact_bytes", *(n for n in a if n.endswith(("_loss", "_bpb")))]
+    wanted = read_file(whole / "summary.json")
+    found = read_file(folder / "summary.json")
     files = ("raw.golf", "ema.golf", "artifact.golf")
-    different = [f for f in files if (whole / f).read_bytes() != (folder / f).read_bytes()]
-    return different + [n for n in names if a.get(n) != b.get(n)]
+    scores = [name for name in wanted if name.endswith(("_loss", "_bpb"))]
+    names = ["losses", "steps", "skipped", "artifact_bytes", *scores]
+    different = [name for name in files
+                 if (whole / name).read_bytes() != (folder / name).read_bytes()]
+    different += [name for name in names if wanted.get(name) != found.get(name)]
+    return different
 
 # %% ../../nbs/tools/27_drill.ipynb #3891bab1
 def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/drill"), say=print,
@@ -139,34 +181,53 @@ def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/dri
 
     `data` holds shards and tokenizer.model. Raises GolfError if the run that nobody touches fails.
     """
-    rng, done, lost = random.Random(seed), [], []
+    rng = random.Random(seed)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     words = small_run(recipe)
     words += [f"DATA_PATH={data}", f"TOKENIZER_PATH={data / 'tokenizer.model'}", f"RUNS_DIR={out}"]
-    begun, whole = time.monotonic(), out / f"whole-{seed}"
+    begun = time.monotonic()
+    whole = out / f"whole-{seed}"
     if start(whole, [*words, f"RUN_ID={whole.name}"]).wait():
         raise GolfError(f"drill: the run that nobody touches failed; see {whole.with_suffix('.log')}")
     lengths = {name: read_file(whole / "summary.json")["seconds"].get(name, 0.0) for name in PHASES}
     lengths["starting"] = time.monotonic() - begun - sum(lengths.values())
+    done = []
+    lost = []
     number = 0
     while len(done) < kills:
         number += 1
         folder = out / f"victim-{seed}-{number}"
-        for phase in [*sorted(rng.choices(PHASES, k=5), key=PHASES.index), None]:  # None: let it end
-            events, again = folder / "metrics.jsonl", (folder / "progress.json").exists()
-            seen = events.stat().st_size if events.exists() else 0
-            child = start(folder, ["--resume", str(folder)] if again else [*words, f"RUN_ID={folder.name}"])
-            if phase and len(done) < kills and (killed := kill_in(child, folder, seen, phase, lengths, rng)):
-                done.append(killed | {"run": folder.name})
-                say(f"{len(done):4d} {killed['victim']:9s} killed while {killed['phase']}, all gone after "
-                    f"{killed['seconds']:.1f} s", flush=True)
-            elif child.wait() or phase is None or (folder / "summary.json").exists():
-                break
-        if faults := differences(whole, folder):
+        kill_and_resume(folder, words, done, kills, lengths, rng, say)
+        faults = differences(whole, folder)
+        if faults:
             lost.append(f"{folder.name}: {', '.join(faults)}")
             say(f"LOST {lost[-1]}", flush=True)
     return {"seed": seed, "kills": done, "runs": number, "lost": lost, "seconds": time.monotonic() - begun}
+
+# %% ../../nbs/tools/27_drill.ipynb #1e539bb6
+def kill_and_resume(folder: Path, words: list[str], done: list[dict], kills: int, lengths: dict,
+                    rng, say) -> None:
+    "One run to its end, killed on the way while `done` has fewer than `kills`; it gets each kill."
+    phases = sorted(rng.choices(PHASES, k=5), key=PHASES.index)
+    for phase in [*phases, None]:  # None: let it end
+        events = folder / "metrics.jsonl"
+        seen = events.stat().st_size if events.exists() else 0
+        command = [*words, f"RUN_ID={folder.name}"]
+        if (folder / "progress.json").exists():
+            command = ["--resume", str(folder)]
+        child = start(folder, command)
+        killed = None
+        if phase and len(done) < kills:
+            killed = kill_in(child, folder, seen, phase, lengths, rng)
+        if killed:
+            done.append(killed | {"run": folder.name})
+            say(f"{len(done):4d} {killed['victim']:9s} killed while {killed['phase']}, all gone "
+                f"after {killed['seconds']:.1f} s", flush=True)
+            continue
+        status = child.wait()
+        if status != 0 or phase is None or (folder / "summary.json").exists():
+            return
 
 # %% ../../nbs/tools/27_drill.ipynb #1c5b3e6e
 def record_drill(found: dict, folder: Path | str = "nbs/results") -> Path:

@@ -449,10 +449,10 @@ def without_docstrings(text: str) -> str:
             lines[doc.lineno - 1] = before + "pass"
     return "\n".join(lines)
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #2b4963e3
 def without_comments(text: str) -> str:
     "A program without comments and blank lines."
-    lines = [""] + text.split("\n")  # counted from 1
+    lines = ["", *text.split("\n")]  # counted from 1
     kept = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         row, column = token.start

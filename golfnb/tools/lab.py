@@ -51,9 +51,12 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
     missing = [p for p in paths if not (folder / p).exists()]
     for path in missing:
         text = (source / path).read_text(encoding="utf-8")
-        atomic_write(folder / path, folded(text) if path.suffix == ".ipynb" else text)
-    notebooks, copied = (sum(p.suffix == ".ipynb" for p in group) for group in (paths, missing))
-    return copied, notebooks - copied
+        if path.suffix == ".ipynb":
+            text = folded(text)
+        atomic_write(folder / path, text)
+    notebooks = [p for p in paths if p.suffix == ".ipynb"]
+    copied = [p for p in missing if p.suffix == ".ipynb"]
+    return len(copied), len(notebooks) - len(copied)
 
 # %% ../../nbs/tools/26_lab.ipynb #acdcdbe0
 def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> None:
@@ -72,6 +75,9 @@ def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> No
     atomic_write(kept_in / "page_config.json", json.dumps(off))
     options += ["--LabApp.default_url=/lab/tree/start.ipynb", f"--LabApp.app_settings_dir={kept_in}",
                 f"--LabApp.workspaces_dir={kept_in / 'tabs'}"]
-    options += ["--allow-root"] + ["--no-browser"] * (not browser)  # rented machines have only root
-    options += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"] if port else []
+    options.append("--allow-root")  # rented machines have only root
+    if not browser:
+        options.append("--no-browser")
+    if port:
+        options += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     os.execv(sys.executable, [sys.executable, *options])

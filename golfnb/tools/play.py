@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from ..parallel_muon import Ranks
 from .report import find_artifact, open_model, open_own, read_file, run_data
 from ..run import count_tokens
 from .sampling import row_start, stream_tokens
-from ..settings import GolfError, patch
+from ..settings import GolfError
 from ..shards import BOS_ID, find_shards, read_header, read_span
 from .watch import PageHandler, Refusal, page_server, run_server
 
@@ -38,31 +38,40 @@ class TextPieces:
     "Called with one token after another, gives the text of each; a byte waits until its character is whole."
 
     def __init__(self, sp, start: bool = True):
-        self.sp, self.start = sp, start
+        self.sp = sp
+        self.start = start  # whether the next token is the first, whose space is not of the text
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __call__(self, token: int) -> str:
         "The text that this token completes."
-        piece, start, self.start = self.sp.id_to_piece(token), self.start, False
+        first = self.start
+        self.start = False
+        piece = self.sp.id_to_piece(token)
         if self.sp.is_byte(token):
             return self.decoder.decode(bytes([int(piece[3:5], 16)]))
         if self.sp.is_control(token):
             return ""
         text = "\ufffd" if self.sp.is_unknown(token) else piece.replace("▁", " ")
-        return self.decoder.decode((text.removeprefix(" ") if start else text).encode())
+        if first:
+            text = text.removeprefix(" ")
+        return self.decoder.decode(text.encode())
 
 # %% ../../nbs/tools/25b_play.ipynb #374eb206
 @torch.no_grad()
 def next_shares(model: Golf, ids: list[int]) -> Iterator[Tensor]:
     "Logarithms of the shares [n, V] of what follows each of `ids`, row by row."
     T = model.cfg.train_seq_len
+    known = 0  # of a row, the places whose shares the row before gave
     for first in range(0, row_start(len(ids), T) + 1, T - T // 2):
         row = torch.tensor([ids[first:first + T]], device=model.tok_emb.device)
-        logits = model(row, keep=row.shape[1] - (T // 2 if first else 0), rope_len=T)[0]
+        logits = model(row, keep=row.shape[1] - known, rope_len=T)[0]
         yield softcap(logits, model.cap).log_softmax(-1).cpu()
+        known = T // 2
 
 # %% ../../nbs/tools/25b_play.ipynb #63ec03c3
-LIMIT, LIKELIEST, CHUNK = 20_000, 5, 32  # characters of a text; tokens shown; targets that adapters learn at once
+LIMIT = 20_000  # characters of a text
+LIKELIEST = 5   # tokens shown
+CHUNK = 32      # targets that adapters learn at once
 
 
 class Player:
@@ -75,145 +84,159 @@ class Player:
         else:
             found = open_model(path, tokenizer, device=device)
         self.golf, self.meta, self.cfg, self.sp = found
-        self.name, self.file, self.lock = str(path), find_artifact(path), threading.Lock()
-        self.table, self.unigram = byte_table(self.sp), None
-        if train := run_data(self.file, "train"):
+        self.name = str(path)
+        self.file = find_artifact(path)
+        self.lock = threading.Lock()  # one text at a time
+        self.table = byte_table(self.sp)
+        self.unigram = None           # bits of each token [V]
+        train = run_data(self.file, "train")
+        if train:
             counts = count_tokens(find_shards(train), self.cfg.vocab_size) + 1
             self.unigram = -np.log2(counts / counts.sum())
 
-# %% ../../nbs/tools/25b_play.ipynb #435483ef
-@patch
-def encode(self: Player, text: str) -> list[int]:
-    "The tokens of a text, a document's mark first. GolfError for a text that cannot be read."
-    if len(text) > LIMIT:
-        raise GolfError(f"a text may have at most {LIMIT:,} characters, found {len(text):,}: take a part of it")
-    if odd := next((c for c in text if c == "\0" or 0xD800 <= ord(c) < 0xE000), ""):
-        raise GolfError(f"a text must be characters that UTF-8 can hold, found {ascii(odd)}: leave it out")
-    ids = encode_text(self.sp, text)
-    if self.sp.unk_id() in ids:
-        odd = next((c for c in text if self.sp.unk_id() in encode_text(self.sp, c)), "?")
-        raise GolfError(f"the tokenizer has no token for {odd!r}: leave it out")
-    return [BOS_ID, *ids]
+    def encode(self, text: str) -> list[int]:
+        "The tokens of a text, a document's mark first. GolfError for a text that cannot be read."
+        if len(text) > LIMIT:
+            raise GolfError(f"a text may have at most {LIMIT:,} characters, found {len(text):,}: take a part of it")
+        for c in text:
+            if c == "\0" or 0xD800 <= ord(c) < 0xE000:
+                raise GolfError(f"a text must be characters that UTF-8 can hold, found {c!a}: "
+                                "leave it out")
+        ids = encode_text(self.sp, text)
+        if self.sp.unk_id() in ids:
+            odd = next((c for c in text if self.sp.unk_id() in encode_text(self.sp, c)), "?")
+            raise GolfError(f"the tokenizer has no token for {odd!r}: leave it out")
+        return [BOS_ID, *ids]
 
-# %% ../../nbs/tools/25b_play.ipynb #134e5bcf
-@patch
-def shown(self: Player, token: int) -> str:
-    "A token as it is shown: its text, or a name in brackets if it has none of its own."
-    if self.sp.is_control(token) or self.sp.is_unknown(token):
-        return "⟨end of document⟩" if token == BOS_ID else f"⟨{self.sp.id_to_piece(token)}⟩"
-    text = TextPieces(self.sp, start=False)(token)
-    return text or f"⟨byte {self.sp.id_to_piece(token)[3:5]}⟩"
+    def shown(self, token: int) -> str:
+        "A token as it is shown: its text, or a name in brackets if it has none of its own."
+        if self.sp.is_control(token) or self.sp.is_unknown(token):
+            return "⟨end of document⟩" if token == BOS_ID else f"⟨{self.sp.id_to_piece(token)}⟩"
+        text = TextPieces(self.sp, start=False)(token)
+        return text or f"⟨byte {self.sp.id_to_piece(token)[3:5]}⟩"
 
+    def likeliest(self, logs: Tensor) -> list:
+        "Text and share of the likeliest tokens at each place: logs [n, V] -> n lists."
+        shares, tokens = logs.exp().topk(LIKELIEST)
+        places = []
+        for here, shares_here in zip(tokens.tolist(), shares.tolist(), strict=True):
+            pairs = zip(here, shares_here, strict=True)
+            places.append([[self.shown(token), round(share, 4)] for token, share in pairs])
+        return places
 
-@patch
-def likeliest(self: Player, logs: Tensor) -> list:
-    "Text and share of the likeliest tokens at each place: logs [n, V] -> n lists."
-    shares, tokens = logs.exp().topk(LIKELIEST)
-    return [[[self.shown(t), round(s, 4)] for t, s in zip(*row)] for row in zip(tokens.tolist(), shares.tolist())]
+    def typed(self, text: str) -> tuple[list[str], list[int]]:
+        "Text and bytes of each token of a text; a byte's token has one."
+        ids = self.encode(text)[1:]
+        pieces = typed_pieces(self.sp, ids, text)
+        sizes = []
+        for token, piece in zip(ids, pieces, strict=True):
+            size = 1 if self.sp.is_byte(token) else len(piece.encode())
+            sizes.append(size)
+        return pieces, sizes
+
+    def read(self, text: str) -> dict:
+        """What a text costs: `tokens`, each [text, bits, bytes, bits of the unigram or None, likeliest here].
+
+        `bytes`: those of the text as typed. `next`: the likeliest after it. GolfError for a text that cannot be read."""
+        ids = self.encode(text)
+        bits = []
+        likely = []
+        with self.lock:
+            for logs in next_shares(self.golf, ids):
+                begin = len(likely) + 1  # the token that the first of these shares is for
+                targets = torch.tensor(ids[begin:begin + len(logs)], dtype=torch.int64)
+                bits += (-logs[torch.arange(len(targets)), targets] / math.log(2)).tolist()
+                likely += self.likeliest(logs)
+        pieces, sizes = self.typed(text)
+        unigram = [None] * len(bits) if self.unigram is None else self.unigram[ids[1:]].tolist()
+        after = likely.pop()
+        tokens = list(zip(pieces, bits, sizes, unigram, likely, strict=True))
+        return {"tokens": tokens, "bytes": len(text.encode()), "next": after}
+
+    def verdict(self, text: str) -> str:
+        "What a text cost, in a line. Raises GolfError as `read` does."
+        found = self.read(text)
+        tokens = found["tokens"]
+        n_bytes = found["bytes"]
+        if not n_bytes:
+            return "[no text]"
+        count = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
+        words = f"{count}, {sum(bits for _, bits, *_ in tokens) / n_bytes:.2f} bits per byte"
+        if self.unigram is not None:
+            words += f", unigram {sum(unigram for *_, unigram, _ in tokens) / n_bytes:.2f}"
+        return f"[{words}]"
+
+    def write(self, text: str, count: int, temperature: float = 0.8, top_k: int = 0,
+              seed: int = 0) -> Iterator[str]:
+        "Pieces of text that continue `text`: `count` tokens, or fewer if the document ends. GolfError as `read`."
+        ids = self.encode(text)
+        pieces = TextPieces(self.sp, start=not text)
+        with self.lock:
+            for token in islice(stream_tokens(self.golf, ids, temperature, seed, top_k), count):
+                if token == BOS_ID:
+                    return
+                yield pieces(token)
+
+    def adapt(self, text: str, rate: float, tell: Callable):
+        "Score a text while adapters learn it: `tell` gets the bits of each chunk's tokens. GolfError as `read`."
+        ids = self.encode(text)
+        if len(ids) == 1:
+            raise GolfError("adapters need a text to learn from, found none: write one first")
+        row = self.cfg.train_seq_len
+        how = AdapterSettings(eval_seq_len=row, eval_stride=1, ttt_chunk_size=min(CHUNK, row // 2),
+                              ttt_lora_lr=rate, compile="0")
+        step = adapted_step(self.golf, how)
+        left = len(ids) - 1  # targets; what is behind them pads the last chunk
+
+        def watched(*given):
+            nonlocal left
+            found = step(*given)
+            bits = (found[1][0, :left] / math.log(2)).tolist()
+            left -= len(bits)
+            tell(bits)
+            return found
+
+        device = self.golf.tok_emb.device
+        with self.lock:
+            score_documents(self.golf, named_state(self.golf), torch.tensor(ids, device=device),
+                            self.table.to(device), how, Ranks(), step=watched)
+
+    def facts(self) -> dict:
+        "Name, a line on the artifact, and whether there is a unigram."
+        found = read_file(self.file.parent / "summary.json")
+        score = next((found[k] for k in ("ttt_bpb", "sliding_bpb") if isinstance(found.get(k), float)), None)
+        words = [f"{self.file.stat().st_size:,} bytes", f"{self.cfg.num_layers} blocks of {self.cfg.model_dim} channels",
+                 f"{self.cfg.vocab_size:,} tokens", f"rows of {self.cfg.train_seq_len}"]
+        if score:
+            words.append(f"its run scored {score:.3f} bits per byte")
+        return {"name": self.name, "words": ", ".join(words), "unigram": self.unigram is not None}
+
+    def starter(self) -> str:
+        "The beginning of a validation document, or a sentence if there is none at hand."
+        val = run_data(self.file, "val")
+        if not val:
+            return "What a model has seen often, it expects; what it expects, it gets for a few bits."
+        path = find_shards(val)[0]
+        tokens = read_span(path, 0, min(400, read_header(path))).tolist()
+        if BOS_ID in tokens[1:]:  # of the next document
+            tokens = tokens[:tokens.index(BOS_ID, 1)]
+        words = [t for t in tokens if BOS_ID < t < self.cfg.vocab_size]
+        text = "".join(map(TextPieces(self.sp), words))
+        border = "\n" if "\n" in text[60:600] else " "
+        return text[:600].rpartition(border)[0] or text[:600]
 
 # %% ../../nbs/tools/25b_play.ipynb #8e2be6fc
 def typed_pieces(sp, ids: list[int], text: str) -> list[str]:
     "The part of `text` behind each token; what it decodes to where the tokenizer changes the number of characters."
-    pieces = [*map(TextPieces(sp), ids)]
+    pieces = list(map(TextPieces(sp), ids))
     if sum(map(len, pieces)) != len(text):
         return pieces
-    ends = accumulate(map(len, pieces))
-    return [text[end - len(piece):end] for piece, end in zip(pieces, ends)]
-
-
-@patch
-def typed(self: Player, text: str) -> tuple[list[str], list[int]]:
-    "Text and bytes of each token of a text; a byte's token has one."
-    ids = self.encode(text)[1:]
-    pieces = typed_pieces(self.sp, ids, text)
-    return pieces, [1 if self.sp.is_byte(token) else len(piece.encode()) for token, piece in zip(ids, pieces)]
-
-# %% ../../nbs/tools/25b_play.ipynb #7e4741bf
-@patch
-def read(self: Player, text: str) -> dict:
-    """What a text costs: `tokens`, each [text, bits, bytes, bits of the unigram or None, likeliest here].
-
-    `bytes`: those of the text as typed. `next`: the likeliest after it. GolfError for a text that cannot be read."""
-    ids, bits, likely = self.encode(text), [], []
-    with self.lock:
-        for logs in next_shares(self.golf, ids):
-            targets = torch.tensor(ids[len(likely) + 1:len(likely) + 1 + len(logs)], dtype=torch.int64)
-            bits += (-logs[torch.arange(len(targets)), targets] / math.log(2)).tolist()
-            likely += self.likeliest(logs)
-    pieces, sizes = self.typed(text)
-    unigram = [None] * len(bits) if self.unigram is None else self.unigram[ids[1:]].tolist()
-    return {"tokens": [*zip(pieces, bits, sizes, unigram, likely)], "bytes": len(text.encode()), "next": likely[-1]}
-
-# %% ../../nbs/tools/25b_play.ipynb #acdcdbe0
-@patch
-def verdict(self: Player, text: str) -> str:
-    "What a text cost, in a line. Raises GolfError as `read` does."
-    found = self.read(text)
-    tokens, n_bytes = found["tokens"], found["bytes"]
-    if not n_bytes:
-        return "[no text]"
-    bits, unigram = (sum(t[i] or 0 for t in tokens) for i in (1, 3))
-    beside = "" if self.unigram is None else f", unigram {unigram / n_bytes:.2f}"
-    return f"[{len(tokens)} token{'s' * (len(tokens) > 1)}, {bits / n_bytes:.2f} bits per byte{beside}]"
-
-# %% ../../nbs/tools/25b_play.ipynb #42bad930
-@patch
-def write(self: Player, text: str, count: int, temperature: float = 0.8, top_k: int = 0,
-          seed: int = 0) -> Iterator[str]:
-    "Pieces of text that continue `text`: `count` tokens, or fewer if the document ends. GolfError as `read`."
-    ids, pieces = self.encode(text), TextPieces(self.sp, start=not text)
-    with self.lock:
-        for token in islice(stream_tokens(self.golf, ids, temperature, seed, top_k), count):
-            if token == BOS_ID:
-                return
-            yield pieces(token)
-
-# %% ../../nbs/tools/25b_play.ipynb #98b7f74f
-@patch
-def adapt(self: Player, text: str, rate: float, tell: Callable):
-    "Score a text while adapters learn it: `tell` gets the bits of each chunk's tokens. GolfError as `read`."
-    ids, row = self.encode(text), self.cfg.train_seq_len
-    if len(ids) == 1:
-        raise GolfError("adapters need a text to learn from, found none: write one first")
-    how = AdapterSettings(eval_seq_len=row, eval_stride=1, ttt_chunk_size=min(CHUNK, row // 2),
-                          ttt_lora_lr=rate, compile="0")
-    step, left = adapted_step(self.golf, how), len(ids) - 1
-
-    def watched(*given):
-        nonlocal left
-        found = step(*given)
-        bits = (found[1][0, :left] / math.log(2)).tolist()
-        left -= len(bits)
-        tell(bits)
-        return found
-
-    device = self.golf.tok_emb.device
-    with self.lock:
-        score_documents(self.golf, named_state(self.golf), torch.tensor(ids, device=device),
-                        self.table.to(device), how, Ranks(), step=watched)
-
-# %% ../../nbs/tools/25b_play.ipynb #e7ba758b
-@patch
-def facts(self: Player) -> dict:
-    "Name, a line on the artifact, and whether there is a unigram."
-    found = read_file(self.file.parent / "summary.json")
-    score = next((found[k] for k in ("ttt_bpb", "sliding_bpb") if isinstance(found.get(k), float)), None)
-    words = [f"{self.file.stat().st_size:,} bytes", f"{self.cfg.num_layers} blocks of {self.cfg.model_dim} channels",
-             f"{self.cfg.vocab_size:,} tokens", f"rows of {self.cfg.train_seq_len}"]
-    words += [f"its run scored {score:.3f} bits per byte"] if score else []
-    return {"name": self.name, "words": ", ".join(words), "unigram": self.unigram is not None}
-
-
-@patch
-def starter(self: Player) -> str:
-    "The beginning of a validation document, or a sentence if there is none at hand."
-    if not (val := run_data(self.file, "val")):
-        return "What a model has seen often, it expects; what it expects, it gets for a few bits."
-    path = find_shards(val)[0]
-    tokens = read_span(path, 0, min(400, read_header(path))).tolist()
-    ends = [i for i, t in enumerate(tokens) if t == BOS_ID and i] + [len(tokens)]
-    text = "".join(map(TextPieces(self.sp), [t for t in tokens[:ends[0]] if BOS_ID < t < self.cfg.vocab_size]))
-    return text[:600].rpartition("\n" if "\n" in text[60:600] else " ")[0] or text[:600]
+    typed = []
+    start = 0
+    for piece in pieces:
+        typed.append(text[start:start + len(piece)])
+        start += len(piece)
+    return typed
 
 # %% ../../nbs/tools/25b_play.ipynb #6d155efb
 LINES = "application/x-ndjson"
@@ -241,67 +264,71 @@ class PlayHandler(PageHandler):
         self.begin("text/html; charset=utf-8")
         self.wfile.write((package_dir() / "tools" / "play.html").read_bytes())
 
-# %% ../../nbs/tools/25b_play.ipynb #33d168bd
-@patch
-def sent_text(self: PlayHandler) -> bytes:
-    "The bytes of a request. Raises Refusal for too many, for fewer than it says, and for what is not JSON."
-    if not self.headers.get("Content-Type", "").startswith("application/json"):
-        raise Refusal(415, "a request must be JSON with its Content-Type: found another; send application/json")
-    length = self.headers.get("Content-Length", "")
-    if not (length.isascii() and length.isdecimal()):
-        raise Refusal(411, f"a request must say its length in bytes, found {length!r:.20}: reload the page")
-    if len(length) > 9 or int(length) > 12 * LIMIT:
-        raise Refusal(413, f"a request may have a length of at most {12 * LIMIT:,} bytes, found {length:.20}: "
-                           "take a shorter text")
-    try:
-        sent = self.rfile.read(int(length))
-    except TimeoutError:
-        raise Refusal(408, f"{length} bytes were announced and did not come: reload the page") from None
-    if len(sent) < int(length):
-        raise Refusal(400, f"{length} bytes were announced, found {len(sent)}: reload the page")
-    return sent
+    def sent_text(self) -> bytes:
+        "The bytes of a request. Raises Refusal for too many, for fewer than it says, and for what is not JSON."
+        if not self.headers.get("Content-Type", "").startswith("application/json"):
+            raise Refusal(415, "a request must be JSON with its Content-Type: found another; send application/json")
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise Refusal(411, f"a request must say its length in bytes, found {length!r:.20}: reload the page")
+        if len(length) > 9 or int(length) > 12 * LIMIT:
+            raise Refusal(413, f"a request may have a length of at most {12 * LIMIT:,} bytes, found {length:.20}: "
+                               "take a shorter text")
+        try:
+            sent = self.rfile.read(int(length))
+        except TimeoutError:
+            raise Refusal(408, f"{length} bytes were announced and did not come: reload the page") from None
+        if len(sent) < int(length):
+            raise Refusal(400, f"{length} bytes were announced, found {len(sent)}: reload the page")
+        return sent
 
-# %% ../../nbs/tools/25b_play.ipynb #e24ef357
-@patch
-def body(self: PlayHandler) -> dict:
-    "The JSON object that was sent; GolfError if it is none."
-    try:
-        found = json.loads(self.sent_text())
-    except (ValueError, RecursionError) as e:
-        raise GolfError(f"a request must be JSON, found other text ({e}): reload the page") from None
-    if not isinstance(found, dict):
-        raise GolfError(f"a request must be a JSON object, found a {type(found).__name__}: reload the page")
-    return found
+    def body(self) -> dict:
+        "The JSON object that was sent; GolfError if it is none."
+        try:
+            found = json.loads(self.sent_text())
+        except (ValueError, RecursionError) as e:
+            raise GolfError(f"a request must be JSON, found other text ({e}): reload the page") from None
+        if not isinstance(found, dict):
+            raise GolfError(f"a request must be a JSON object, found a {type(found).__name__}: reload the page")
+        return found
 
+    def post(self):
+        "facts, read, write or adapt, or a GolfError's sentence."
+        body = self.body()
+        players = self.server.players
+        if self.path == "/facts":
+            self.tell({"models": [p.facts() for p in players], "starter": players[0].starter()})
+            return
+        player = players[value_of(body, "model", 0, len(players) - 1)]
+        text = body.get("text")
+        if not isinstance(text, str):
+            raise GolfError(f"text must be a string, found {text!r:.40}: send one")
+        if self.path == "/read":
+            self.tell(player.read(text))
+        elif self.path == "/write":
+            self.tell_pieces(player, text, body)
+        elif self.path == "/adapt":
+            player.adapt(text, value_of(body, "rate", 0.0, 1.0), lambda bits: self.tell({"bits": bits}))
+        else:
+            raise Refusal(404, f"facts, read, write or adapt is expected, found {self.path!r:.80}; reload the page")
 
+    def tell_pieces(self, player: Player, text: str, body: dict):
+        "Send how a model goes on with a text, piece by piece; a reader who goes away ends it."
+        count = value_of(body, "tokens", 1, 2000)
+        temperature = value_of(body, "temperature", 0.0, 10.0)
+        top_k = value_of(body, "top_k", 0, 2**16)
+        seed = value_of(body, "seed", 0, 2**31)
+        with closing(player.write(text, count, temperature, top_k, seed)) as pieces:
+            for piece in pieces:
+                self.tell({"piece": piece})
+
+# %% ../../nbs/tools/25b_play.ipynb #46166f5f
 def value_of(body: dict, name: str, low, high):
     "A number of a request, of the type of `low`; GolfError if it is another or beyond low..high."
     found = body.get(name)
     if isinstance(found, bool) or not isinstance(found, (int, type(low))) or not low <= found <= high:
         raise GolfError(f"{name} must be a number from {low:,} to {high:,}, found {found!r:.40}: change it")
     return type(low)(found)
-
-# %% ../../nbs/tools/25b_play.ipynb #671847e4
-@patch
-def post(self: PlayHandler):
-    "facts, read, write or adapt, or a GolfError's sentence."
-    body, players = self.body(), self.server.players
-    if self.path == "/facts":
-        return self.tell({"models": [p.facts() for p in players], "starter": players[0].starter()})
-    player, text = players[value_of(body, "model", 0, len(players) - 1)], body.get("text")
-    if not isinstance(text, str):
-        raise GolfError(f"text must be a string, found {text!r:.40}: send one")
-    if self.path == "/read":
-        self.tell(player.read(text))
-    elif self.path == "/write":
-        limits = ("tokens", 1, 2000), ("temperature", 0.0, 10.0), ("top_k", 0, 2**16), ("seed", 0, 2**31)
-        with closing(player.write(text, *(value_of(body, *limit) for limit in limits))) as pieces:
-            for piece in pieces:
-                self.tell({"piece": piece})
-    elif self.path == "/adapt":
-        player.adapt(text, value_of(body, "rate", 0.0, 1.0), lambda bits: self.tell({"bits": bits}))
-    else:
-        raise Refusal(404, f"facts, read, write or adapt is expected, found {self.path!r:.80}; reload the page")
 
 # %% ../../nbs/tools/25b_play.ipynb #8aef0740
 def play_server(players: list[Player], port: int | None = None):
@@ -310,7 +337,7 @@ def play_server(players: list[Player], port: int | None = None):
     server.players = players
     return server
 
-
+# %% ../../nbs/tools/25b_play.ipynb #543eb503
 def play(paths: list[str], port: int | None = None, browser: bool = True, program: str | None = None) -> int:
     "Serve the page until Ctrl-C; GolfError for what is no artifact, and for a port that is taken."
     run_server(play_server([Player(p, program=program) for p in paths], port), "play", browser)

@@ -21,6 +21,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 
@@ -48,7 +49,7 @@ def artifact_file(folder: Path) -> Path | None:
     "The artifact in a run's directory, also one over the byte limit; None if there is none."
     return next(filter(Path.is_file, (folder / "artifact.golf", folder / "artifact.golf.over")), None)
 
-
+# %% ../../nbs/tools/24_report.ipynb #c7adb622
 def other_file(artifact: Path | None, record: Path | str, facts: dict) -> str:
     "A phrase if the `facts` of a record, such as summary.json, tell of another artifact; '' if not."
     wanted = facts.get("artifact_sha256")
@@ -66,7 +67,7 @@ def quantized_counts(path: Path, codecs: Mapping = CODECS) -> dict[str, np.ndarr
             counts[p.kind] += np.bincount(np.asarray(p.data, np.int64).ravel() + size // 2, minlength=size)
     return {kind: c for kind, c in counts.items() if c.any()}
 
-
+# %% ../../nbs/tools/24_report.ipynb #bac616d8
 def counts_entropy(counts: np.ndarray) -> float:
     "Bits a weight that an ideal coder needs if it knows how often each value occurs; counts [n]."
     p = counts[counts > 0] / counts.sum()
@@ -79,7 +80,8 @@ def event_of(line: str | bytes) -> dict | None:
         event = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    is_event = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if is_event else None
 
 # %% ../../nbs/tools/24_report.ipynb #59068720
 def read_run(folder: Path, codecs: Mapping = CODECS) -> dict:
@@ -87,29 +89,46 @@ def read_run(folder: Path, codecs: Mapping = CODECS) -> dict:
 
     `codecs`: of the artifact. Raises GolfError without events.
     """
-    folder, log = Path(folder), Path(folder, "metrics.jsonl")
+    folder = Path(folder)
+    events = read_run_events(folder / "metrics.jsonl")
+    summary = read_file(folder / "summary.json")
+    audit = read_file(folder / "artifact.audit.json")
+    artifact = artifact_file(folder)
+    counts = quantized_counts(artifact, codecs) if artifact else {}
+    mixed = [other_file(artifact, "summary.json", summary),
+             other_file(artifact, "artifact.audit.json", audit)]
+    mixed = list(filter(None, mixed))
+    return {"name": printable(folder.resolve().name), "folder": folder, "events": events,
+            "summary": summary, "audit": audit, "counts": counts, "mixed": mixed}
+
+# %% ../../nbs/tools/24_report.ipynb #edbd42ef
+def read_run_events(log: Path) -> list[dict]:
+    "Events of a run, each once, though a resumed run does some steps twice. GolfError without any."
     with reading(log):
         lines = log.read_bytes().splitlines() if log.is_file() else []
-        events = [event for event in map(event_of, lines) if event]
-        mark = lambda e: [e.get(key) for key in ("event", "step", "chunk", "name", "label")]
-        events = [*{str(mark(e)): e for e in events}.values()]  # a resumed run does some steps twice
-    if not events:
-        raise GolfError(f"report: events expected in {log}, found none; give a run's directory (runs/NAME)")
-    packed, names = artifact_file(folder), ("summary.json", "artifact.audit.json")
-    summary, audit = (read_file(folder / name) for name in names)
-    mixed = [other_file(packed, *record) for record in zip(names, (summary, audit))]
-    return {"name": printable(folder.resolve().name), "folder": folder, "events": events, "summary": summary,
-            "audit": audit, "counts": quantized_counts(packed, codecs) if packed else {}, "mixed": [*filter(None, mixed)]}
+        newest = {}
+        for event in map(event_of, lines):
+            if event:
+                mark = [event.get(key) for key in ("event", "step", "chunk", "name", "label")]
+                newest[str(mark)] = event
+    if not newest:
+        raise GolfError(f"report: events expected in {log}, found none; give a run's directory "
+                        "(runs/NAME)")
+    return list(newest.values())
 
 # %% ../../nbs/tools/24_report.ipynb #c8a5873b
 def find_artifact(path: str | Path) -> Path:
     "A file itself, or the artifact in a run's directory. GolfError if the directory holds none."
     path = Path(path)
-    if found := artifact_file(path) if path.is_dir() else path:
-        return found
-    raise GolfError(f"{path} must hold artifact.golf, found none; name the directory of a finished run, or a file")
+    if not path.is_dir():
+        return path
+    found = artifact_file(path)
+    if found is None:
+        raise GolfError(f"{path} must hold artifact.golf, found none; name the directory of a "
+                        "finished run, or a file")
+    return found
 
-
+# %% ../../nbs/tools/24_report.ipynb #32ffcf86
 def run_place(artifact: Path | str, name: str) -> list[Path]:
     "Where an artifact's run had a setting that is a path, [] if no summary.json beside it says so."
     config = read_file(Path(artifact).parent / "summary.json").get("config")
@@ -128,13 +147,14 @@ def find_tokenizer(artifact: str | Path, wanted: str | None = None) -> str:
     folder = Path(artifact).parent
     places = [folder / "tokenizer.model", folder / "data" / "tokenizer.model", *run_place(artifact, "tokenizer_path")]
     there = [p for p in places if p.is_file()]
-    if found := next((p for p in there if wanted in (None, tokenizer_hash(p))), None):
-        return str(found)
+    for path in there:
+        if wanted in (None, tokenizer_hash(path)):
+            return str(path)
     looked = f"another in {there[0]}" if there else f"none in {', '.join(map(str, places))}"
     raise GolfError(f"the tokenizer that {artifact} was trained with is needed, found {looked}; "
                     "give it with --tokenizer")
 
-
+# %% ../../nbs/tools/24_report.ipynb #df578c21
 def open_model(path: str | Path, tokenizer: str | None = None, **how) -> tuple:
     "Model, meta, settings and tokenizer of a run or an artifact; `how` as in `load_model`, GolfError as there."
     file = find_artifact(path)
@@ -192,7 +212,7 @@ def own_artifact(file: Path, named: str, tokenizer: str | None) -> tuple:
     check_tokenizer(meta, file, tokenizer)
     return program, meta, saved, load_tokenizer(tokenizer, saved.vocab_size)
 
-
+# %% ../../nbs/tools/24_report.ipynb #f7e89cea
 def open_own(path: str | Path, named: str, tokenizer: str | None, ranks: Ranks) -> tuple:
     "`open_model` with the program that is named."
     file = find_artifact(path)
@@ -201,7 +221,9 @@ def open_own(path: str | Path, named: str, tokenizer: str | None, ranks: Ranks) 
     return own_model(program, s, file, ranks)[0], meta, s, sp
 
 # %% ../../nbs/tools/24_report.ipynb #50f7714a
-PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLE_HEAT = 64, 256, 0.8
+PROMPT_TOKENS = 64
+SAMPLE_TOKENS = 256
+SAMPLE_HEAT = 0.8  # temperature
 
 
 def whole_lines(sp, ids: list[int]) -> list[int]:
@@ -215,7 +237,7 @@ def whole_lines(sp, ids: list[int]) -> list[int]:
             return ids[:end - 1]
     return ids
 
-
+# %% ../../nbs/tools/24_report.ipynb #816584dc
 def prompt_of(sp, tokens: list[int]) -> list[int]:
     "How the first whole document among tokens begins, its mark first: at most half of it."
     document = tokens[tokens.index(BOS_ID):] if BOS_ID in tokens else [BOS_ID, *tokens]
@@ -234,18 +256,25 @@ def sampled_text(folder: Path, program: str | None = None) -> tuple[str, str]:
     else:
         model, _, _, sp = open_model(folder)
     prompt = [BOS_ID]
-    if val := run_data(find_artifact(folder), "val"):
+    val = run_data(find_artifact(folder), "val")
+    if val:
         first = find_shards(val)[0]
         prompt = prompt_of(sp, read_span(first, 0, min(4096, read_header(first))).tolist())
     ids = generate(model, prompt, SAMPLE_TOKENS, SAMPLE_HEAT, 0)
+    begin = sp.decode(prompt[1:])
+    whole = "\n\n".join(map(sp.decode, split_documents(sp, ids[1:])))
+    return begin, whole[len(begin):]
+
+# %% ../../nbs/tools/24_report.ipynb #799421ca
+def split_documents(sp, ids: list[int]) -> list[list[int]]:
+    "Tokens cut at the marks of documents, without control tokens."
     documents = [[]]  # where the model ends one, it begins another
-    for token in ids[1:]:
+    for token in ids:
         if token == BOS_ID:
             documents.append([])
         elif not sp.is_control(token):
             documents[-1].append(token)
-    begin = sp.decode(prompt[1:])
-    return begin, "\n\n".join(map(sp.decode, documents))[len(begin):]
+    return documents
 
 # %% ../../nbs/tools/24_report.ipynb #50dd2fab
 CHART_SCRIPT = r"""
@@ -332,10 +361,12 @@ def running_mean(y: np.ndarray) -> np.ndarray:
 # %% ../../nbs/tools/24_report.ipynb #c3b35373
 def loss_chart(runs: list[dict]) -> Chart:
     "Running mean of each run's training loss, and its validation points; a single run's steps too."
-    curves, alone = [], len(runs) == 1
-    for run, line in zip(runs, LINES * len(runs)):
+    curves = []
+    alone = len(runs) == 1
+    for run, line in zip(runs, cycle(LINES)):
         prefix = "" if alone else f"{run['name']}, "
-        steps, points = (series(run["events"], kind, "step", "loss") for kind in ("step", "val"))
+        steps = series(run["events"], "step", "step", "loss")
+        points = series(run["events"], "val", "step", "loss")
         if alone and steps.size:
             curves.append(curve(steps, "training, each step", colour="--pale"))
         if steps.size:
@@ -349,10 +380,10 @@ def loss_chart(runs: list[dict]) -> Chart:
 def ttt_chart(runs: list[dict]) -> Chart | None:
     "Bits per byte of the chunks scored so far, while test-time training learns; None below two chunks."
     curves = []
-    for run, line in zip(runs, LINES * len(runs)):
+    for run, line in zip(runs, cycle(LINES)):
         points = series(run["events"], "ttt", "chunk", "bpb")
         if points.shape[1] > 1:
-            curves.append(curve(points + [[1], [0]], run["name"], **line))
+            curves.append(curve(points + np.array([[1], [0]]), run["name"], **line))
     what = "bits per byte of all that test-time training has scored, chunk by chunk"
     return Chart(what, "chunks scored", "bits per byte so far", curves, settle=True) if curves else None
 
@@ -360,7 +391,7 @@ def ttt_chart(runs: list[dict]) -> Chart | None:
 def weight_chart(counts: dict[str, np.ndarray]) -> Chart:
     "Shares of the quantized weights, a line for int6, one for int8; `counts` from `quantized_counts`."
     curves = []
-    for (kind, c), colour in zip(counts.items(), COLOURS):
+    for (kind, c), colour in zip(counts.items(), COLOURS, strict=False):
         label = f"{kind}: {int(c.sum()):,} weights, {counts_entropy(c):.2f} bits each"
         values = np.arange(c.size) - c.size // 2
         curves.append(curve(np.stack([values, c / c.sum()])[:, c > 0], label, colour=colour))
@@ -377,21 +408,29 @@ TABLES = {  # unit -> heading of the names, format of the numbers
     "bits per byte": ("stage", ".4f"), "bytes": ("part", ",d"), "milliseconds": ("step", ",.1f"),
     "seconds": ("phase", ",.1f")}
 
-
+# %% ../../nbs/tools/24_report.ipynb #cfaf3cd5
 def run_rows(run: dict) -> dict[str, list[tuple]]:
     """The rows (name, number) of a run's four tables, by the keys of TABLES; empty without data.
 
     The last row of bits per byte is the run's score.
     """
-    s, ms, ledger = run["summary"], series(run["events"], "step", "step", "ms")[1], []
-    if "artifact_bytes" in s:
-        total = s["code_bytes"] + s["artifact_bytes"]
-        room = s.get("config", {}).get("target_bytes", ARTIFACT_CAP) - total
-        ledger = [*((name, n) for name, n in s["ledger"] if n), ("total", total), ("room left", room)]
+    s = run["summary"]
+    ms = series(run["events"], "step", "step", "ms")[1]
     bpb = [(label, s[key]) for key, label in BPB_STAGES.items() if s.get(key) is not None]
     times = [(name, np.quantile(ms, q)) for name, q in QUANTILES.items() if ms.size]
     seconds = [(name, t) for name, t in s.get("seconds", {}).items() if t >= 0.05]
-    return dict(zip(TABLES, (bpb, ledger, times, seconds)))
+    ledger = ledger_rows(s)
+    return {"bits per byte": bpb, "bytes": ledger, "milliseconds": times, "seconds": seconds}
+
+# %% ../../nbs/tools/24_report.ipynb #6ca25f3e
+def ledger_rows(summary: dict) -> list[tuple]:
+    "The bytes of each part of an artifact, their sum with the code, and what is left of the limit."
+    if "artifact_bytes" not in summary:
+        return []
+    total = summary["code_bytes"] + summary["artifact_bytes"]
+    limit = summary.get("config", {}).get("target_bytes", ARTIFACT_CAP)
+    parts = [(name, n) for name, n in summary["ledger"] if n]
+    return [*parts, ("total", total), ("room left", limit - total)]
 
 # %% ../../nbs/tools/24_report.ipynb #d66a2cdb
 def run_table(summary: dict) -> str:
@@ -444,15 +483,23 @@ class Table:
     head: tuple
     rows: list[tuple]
 
-
+# %% ../../nbs/tools/24_report.ipynb #c400784e
 def html_table(table: Table) -> str:
     "A <table> in a frame that scrolls."
-    lines = ""
-    for tag, row in (("th", table.head), *(("td", row) for row in table.rows)):
-        texts = (re.sub(r"\n(.+)", r"<br><small>\1</small>", html.escape(str(c))) for c in row)
-        cells = (f"<{tag}{' class=n' * (i > 0)}>{text}</{tag}>" for i, text in enumerate(texts))
-        lines += f"<tr>{''.join(cells)}</tr>"
+    lines = html_row("th", table.head)
+    for row in table.rows:
+        lines += html_row("td", row)
     return f'<div class="frame"><table>{lines}</table></div>'
+
+# %% ../../nbs/tools/24_report.ipynb #e73a220c
+def html_row(tag: str, row: tuple) -> str:
+    "A <tr> of cells with this tag; in a cell, what stands on a second line is small."
+    cells = ""
+    for i, value in enumerate(row):
+        text = re.sub(r"\n(.+)", r"<br><small>\1</small>", html.escape(str(value)))
+        kind = "" if i == 0 else " class=n"
+        cells += f"<{tag}{kind}>{text}</{tag}>"
+    return f"<tr>{cells}</tr>"
 
 # %% ../../nbs/tools/24_report.ipynb #3f10a31b
 def note(text: str, kind: str = "note") -> str:
@@ -472,73 +519,106 @@ def script_json(value) -> str:
 # %% ../../nbs/tools/24_report.ipynb #cd0d1d3a
 def paired(runs: list[list[tuple]], form: str) -> list[tuple]:
     "Rows (name, value) of each run as rows of text (name, values); of two also the second less the first."
-    sides, table = [dict(rows) for rows in runs], []
+    sides = [dict(rows) for rows in runs]
+    table = []
     for name in dict.fromkeys(name for side in sides for name in side):
         values = [side.get(name) for side in sides]
-        row = [name, *("" if v is None else f"{v:{form}}" for v in values)]
+        row = [name, *(formatted(value, form) for value in values)]
         if len(sides) == 2:
-            row.append("" if None in values else f"{values[1] - values[0]:+{form}}")
+            difference = None if None in values else values[1] - values[0]
+            row.append(formatted(difference, f"+{form}"))
         table.append(tuple(row))
     return table
+
+# %% ../../nbs/tools/24_report.ipynb #bf6f2696
+def formatted(value, form: str) -> str:
+    "A number as text; empty for None."
+    return "" if value is None else format(value, form)
 
 # %% ../../nbs/tools/24_report.ipynb #fcf0b23c
 def unit_table(runs: list[dict], unit: str) -> Table | None:
     "One of TABLES, with a column for each run; None without rows."
-    (heading, form), names = TABLES[unit], [run["name"] for run in runs] + ["difference"] * (len(runs) == 2)
-    head = (f"{heading}\n{unit}", *names) if runs[1:] else (heading, unit)
+    heading, form = TABLES[unit]
     rows = paired([run_rows(run)[unit] for run in runs], form)
-    return Table(head, rows) if rows else None
+    if not rows:
+        return None
+    if len(runs) == 1:
+        return Table((heading, unit), rows)
+    names = [run["name"] for run in runs]
+    if len(runs) == 2:
+        names.append("difference")
+    return Table((f"{heading}\n{unit}", *names), rows)
 
 # %% ../../nbs/tools/24_report.ipynb #cef09fd8
 def settings_table(runs: list[dict]) -> Table | None:
     "The settings that differ, between the runs or from a single one's recipe; None if none does."
     first, *others = (run["summary"].get("config", {}) for run in runs)
-    specs, plain = every_setting(), lambda v: f"{v:g}" if isinstance(v, (bool, float)) else v
-    diffs, rows = [settings_diff(first, other) for other in others or [None]], []
+    diffs = [settings_diff(first, other) for other in others or [None]]
+    specs = every_setting()
+    rows = []
     for name in dict.fromkeys(name for diff in diffs for name in diff):
-        values = first[name], *(diff.get(name, (0, first[name]))[1] for diff in diffs)
+        values = [first[name], *(diff.get(name, (0, first[name]))[1] for diff in diffs)]
         meaning = specs[name].metadata["meaning"] if name in specs else ""
-        rows.append((f"{name.upper()}\n{meaning}", *map(plain, values)))
+        rows.append((f"{name.upper()}\n{meaning}", *map(plain_number, values)))
     columns = [run["name"] for run in runs] if others else ("here", "recipe")
     return Table(("setting that differs", *columns), rows) if rows else None
+
+# %% ../../nbs/tools/24_report.ipynb #991748ca
+def plain_number(value):
+    "A truth value as 0 or 1, a float without needless digits, another value as it is."
+    return f"{value:g}" if isinstance(value, (bool, float)) else value
 
 # %% ../../nbs/tools/24_report.ipynb #e4e1afff
 FACTS = {"recipe": "recipe", "seed": "seed", "steps": "steps", "world": "ranks", "device": "device"}
 
 
 def lead(runs: list[dict]) -> str:
-    "The scores at the last stage that all runs have, what they are held against, and what ran, as HTML."
-    scores, body = [dict(run_rows(run)["bits per byte"]) for run in runs], ""
-    for stage in [name for name in scores[0] if all(name in s for s in scores)][-1:]:
-        body += note(" · ".join(f"{s[stage]:.4f}" for s in scores), "score")
-        unigram, words = runs[0]["summary"].get("unigram_bpb"), ""
-        if unigram and not runs[1:]:
-            words = f": {scores[0][stage] / unigram:.0%} of the unigram's {unigram:.4f}"
-        body += note(f"bits per byte, {stage}{words}", "")
+    "The scores at the last stage that all runs have, of what baseline, and what ran, as HTML."
+    body = score_lines(runs)
     for run in runs:
-        s, name = run["summary"], f"{run['name']}: " * (len(runs) > 1)
+        s = run["summary"]
+        name = f"{run['name']}: " if len(runs) > 1 else ""
         facts = " · ".join(f"{word} {s[key]}" for key, word in FACTS.items() if key in s)
         body += note(name + (facts or "no summary: this run has not ended"))
-        body += note(name + s["over_budget"], "bad") if "over_budget" in s else ""
+        if "over_budget" in s:
+            body += note(name + s["over_budget"], "bad")
         for mixed in run.get("mixed", ()):
             body += note(f"{mixed}: what follows is not of it; golfnb score gives its own scores", "bad")
     return body
+
+# %% ../../nbs/tools/24_report.ipynb #0ca44db2
+def score_lines(runs: list[dict]) -> str:
+    "The scores at the last stage that all runs have, as HTML; empty if there is none."
+    scores = [dict(run_rows(run)["bits per byte"]) for run in runs]
+    stages = [name for name in scores[0] if all(name in s for s in scores)]
+    if not stages:
+        return ""
+    stage = stages[-1]
+    words = ""
+    unigram = runs[0]["summary"].get("unigram_bpb")
+    if unigram and len(runs) == 1:
+        words = f": {scores[0][stage] / unigram:.0%} of the unigram's {unigram:.4f}"
+    numbers = " · ".join(f"{s[stage]:.4f}" for s in scores)
+    return note(numbers, "score") + note(f"bits per byte, {stage}{words}", "")
 
 # %% ../../nbs/tools/24_report.ipynb #998d0752
 def golfnb_command() -> str:
     "`golfnb` where a shell finds it, else the path of the one beside this Python."
     beside = Path(sys.executable).with_name("golfnb")
-    return str(beside) if beside.is_file() and not shutil.which("golfnb") else "golfnb"
+    needed = beside.is_file() and not shutil.which("golfnb")
+    return str(beside) if needed else "golfnb"
 
-
+# %% ../../nbs/tools/24_report.ipynb #98c82d35
 def audit_command(folder: Path) -> str:
     "The command that audits a run's artifact, to be typed anywhere on this machine; '' without its shards."
-    file, folder = artifact_file(folder), folder.resolve()
+    file = artifact_file(folder)
     if not (file and run_data(file, "val")):
         return ""
+    folder = folder.resolve()
     words = [golfnb_command(), "score", str(folder / file.name), "--audit", "--ttt"]
     for split in ("val", "train"):
-        if shards := run_data(file, split):
+        shards = run_data(file, split)
+        if shards:
             words += [f"--{split}", str(Path(shards).absolute())]
     beside = (folder / "tokenizer.model").is_file()
     for tokenizer in run_place(file, "tokenizer_path"):
@@ -549,11 +629,15 @@ def audit_command(folder: Path) -> str:
 # %% ../../nbs/tools/24_report.ipynb #fb667ef0
 def audit_section(run: dict) -> str:
     "What the audit found, as HTML: that every condition holds, or those that do not; or how to audit."
-    if findings := run["audit"].get("findings"):
+    findings = run["audit"].get("findings")
+    if findings:
         failed = [f for f in findings if not f["passed"]]
-        legal = note(f"legal: every condition holds, in {len(findings)} findings", "good")
-        return "".join(note(f"not legal: {f['scorer']}: {f['check']} ({f['found']})", "bad") for f in failed) or legal
-    if words := audit_command(run["folder"]):
+        if not failed:
+            return note(f"legal: every condition holds, in {len(findings)} findings", "good")
+        return "".join(note(f"not legal: {f['scorer']}: {f['check']} ({f['found']})", "bad")
+                       for f in failed)
+    words = audit_command(run["folder"])
+    if words:
         return note("not audited; this audits it, and the next report says what was found:") + command(words)
     return note("not audited: an artifact and its validation shards are needed, and they are not at hand")
 
@@ -572,14 +656,24 @@ def ttt_note(runs: list[dict]) -> str:
 # %% ../../nbs/tools/24_report.ipynb #ce43eb99
 def sections(runs: list[dict]) -> dict[str, list]:
     "Title -> the parts of a section: HTML, Table, Chart; a sentence where the runs have no data for it."
-    scores, ledger, times, phases = (unit_table(runs, unit) for unit in TABLES)
-    losses, counts = loss_chart(runs), {} if runs[1:] else runs[0]["counts"]
-    audits = [note(run["name"], "") * len(runs[1:]) + audit_section(run) for run in runs]
-    parts = {"Scores": [scores, ttt_chart(runs) or ttt_note(runs)],
-             "Loss": [losses, note(LOSSES)] if losses.curves else [],
-             "Bytes": [ledger, weight_chart(counts) if counts else None], "Step times": [times], "Phases": [phases],
-             "Settings": [settings_table(runs) or note("no setting differs")], "Audit": audits}
-    return {title: [part for part in found if part] or [note("nothing yet")] for title, found in parts.items()}
+    losses = loss_chart(runs)
+    parts = {
+        "Scores": [unit_table(runs, "bits per byte"), ttt_chart(runs) or ttt_note(runs)],
+        "Loss": [losses, note(LOSSES)],
+        "Bytes": [unit_table(runs, "bytes")],
+        "Step times": [unit_table(runs, "milliseconds")],
+        "Phases": [unit_table(runs, "seconds")],
+        "Settings": [settings_table(runs) or note("no setting differs")],
+        "Audit": [audit_section(run) for run in runs],
+    }
+    if not losses.curves:
+        parts["Loss"] = []
+    if len(runs) == 1 and runs[0]["counts"]:
+        parts["Bytes"].append(weight_chart(runs[0]["counts"]))
+    if len(runs) > 1:
+        parts["Audit"] = [note(run["name"], "") + audit_section(run) for run in runs]
+    nothing = [note("nothing yet")]
+    return {title: list(filter(None, found)) or nothing for title, found in parts.items()}
 
 # %% ../../nbs/tools/24_report.ipynb #72cc43b4
 def sample_section(folder: Path, program: str | None) -> str:
@@ -589,7 +683,8 @@ def sample_section(folder: Path, program: str | None) -> str:
     except Exception as e:
         return note(f"no sampled text: {e}")
     how = f"{SAMPLE_TOKENS} tokens that the artifact drew, at temperature {SAMPLE_HEAT} with seed 0"
-    how += ", after the beginning of the validation text (grey)" if prompt else ""
+    if prompt:
+        how += ", after the beginning of the validation text (grey)"
     return f'<blockquote><span class="note">{prompt}</span>{text}…</blockquote>{note(how)}'
 
 # %% ../../nbs/tools/24_report.ipynb #6a4e0585
@@ -615,7 +710,10 @@ addEventListener("resize", drawAll);
 # %% ../../nbs/tools/24_report.ipynb #510dcc8e
 def page_html(page: Page) -> str:
     "A page as one HTML file, its charts drawn by CHART_SCRIPT."
-    names, links, body, charts = html.escape(page.names), "", "", {}
+    names = html.escape(page.names)
+    links = ""
+    body = ""
+    charts = {}  # id of the figure -> chart
     for title, parts in page.parts.items():
         mark = title.lower().replace(" ", "-")
         links += f'<a href="#{mark}">{title}</a>'
@@ -623,10 +721,11 @@ def page_html(page: Page) -> str:
         for part in parts:
             if isinstance(part, Chart):
                 charts[f"{mark}-chart"] = vars(part)
-                part = f'<figure id="{mark}-chart"></figure>'
+                body += f'<figure id="{mark}-chart"></figure>'
             elif isinstance(part, Table):
-                part = html_table(part)
-            body += part
+                body += html_table(part)
+            else:
+                body += part
     head = ('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
             f'<link rel="icon" href="data:,"><title>golfnb: {names}</title><style>{PAGE_STYLE}</style>')
     still = "<noscript>" + note("The charts are drawn by a script, and scripts are off here.") + "</noscript>"
@@ -639,15 +738,20 @@ def page_html(page: Page) -> str:
 def write_report(run_dir: Path, *others: Path, words: str = "", program: str | None = None) -> Path:
     """Write report.html into a run's directory, or for several runs compare.html beside the first.
 
-    `words`: what was found of several; `program`: the file of one's own that made the run. Raises GolfError without events, and for damaged files.
+    `words`: what was found of several; `program`: the file of one's own that made the run. Raises
+    GolfError without events, and for damaged files.
     """
     folders = [Path(run_dir), *map(Path, others)]
-    path = folders[0].parent / "compare.html" if others else folders[0] / "report.html"
     codecs = CODECS
     if program:
         codecs = CODECS | find_program(program).CODEC.known()
     with reading(" and ".join(map(str, folders))):
         page = page_of([read_run(folder, codecs) for folder in folders])
-    page.top += note(words, "said") if others else sample_section(folders[0], program)
+    if others:
+        path = folders[0].parent / "compare.html"
+        page.top += note(words, "said")
+    else:
+        path = folders[0] / "report.html"
+        page.top += sample_section(folders[0], program)
     atomic_write(path, page_html(page))
     return path

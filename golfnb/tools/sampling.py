@@ -57,10 +57,12 @@ class CachedBlock(Block):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         "Attention of q [1, Tq, H, head] over all that is kept, k and v [1, T, KV, head] now among it."
-        start, self.end = self.end, self.end + k.shape[1]
-        for kept, new in ((self.keys, k), (self.values, v)):
-            kept[:, :, start:self.end] = new.transpose(1, 2)
-        keys, values = (kept[:, :, :self.end] for kept in (self.keys, self.values))
+        start = self.end
+        self.end += k.shape[1]
+        self.keys[:, :, start:self.end] = k.transpose(1, 2)
+        self.values[:, :, start:self.end] = v.transpose(1, 2)
+        keys = self.keys[:, :, :self.end]
+        values = self.values[:, :, :self.end]
         if q.shape[1] > 1:
             return attend(q, keys.transpose(1, 2), values.transpose(1, 2), self.attention)
         heads = q.reshape(1, keys.shape[1], -1, self.head_dim)
@@ -73,27 +75,40 @@ class CachedReader:
 
     @torch.no_grad()
     def __init__(self, model: Golf):
-        cfg, self.model, self.weights, self.first = model.cfg, model, model.weights(), 0
-        room = 2, 1, cfg.num_kv_heads, cfg.train_seq_len, cfg.head_dim
-        stores = [torch.zeros(room, dtype=model.compute, device=model.tok_emb.device) for _ in model.order]
-        self.blocks = [make_block(cfg, i, model.activation, model.attention, CachedBlock, keys=keys, values=values)
-                       for i, (keys, values) in enumerate(stores)]
+        self.model = model
+        self.weights = model.weights()
+        self.first = 0  # where in the text the row begins that is kept
+        cfg = model.cfg
+        room = (1, cfg.num_kv_heads, cfg.train_seq_len, cfg.head_dim)
+        self.blocks = []
+        for i in range(len(model.order)):
+            keys = torch.zeros(room, dtype=model.compute, device=model.tok_emb.device)
+            values = torch.zeros_like(keys)
+            block = make_block(cfg, i, model.activation, model.attention, CachedBlock, keys=keys,
+                               values=values)
+            self.blocks.append(block)
 
     @torch.no_grad()
     def __call__(self, ids: list[int]) -> Tensor:
         "Capped logits [V] of the token after `ids`."
-        model, T = self.model, self.model.cfg.train_seq_len
-        first, done = row_start(len(ids), T), self.first + self.blocks[0].end
+        model = self.model
+        T = model.cfg.train_seq_len
+        first = row_start(len(ids), T)
+        done = self.first + self.blocks[0].end
         if first != self.first or done >= len(ids):  # a new row, or another text
-            self.first = done = first
+            self.first = first
+            done = first
             for block in self.blocks:
                 block.end = 0
-        row, new = torch.tensor([ids[max(first, done - 2):]], device=model.tok_emb.device), len(ids) - done
-        x0, ves = model.embed(row)[:, -new:], model.value_embeddings(row[:, -new:])
+        new = len(ids) - done
+        row = torch.tensor([ids[max(first, done - 2):]], device=model.tok_emb.device)
+        x0 = model.embed(row)[:, -new:]
+        ves = model.value_embeddings(row[:, -new:])
         cos, sin = (table[done - first:len(ids) - first] for table in model.rotary(T))
 
         def run(x, i, last):
-            return self.blocks[i].run(x, x0, self.weights[i], cos, sin, ves.get(i), 1 if last else None)
+            keep = 1 if last else None
+            return self.blocks[i].run(x, x0, self.weights[i], cos, sin, ves.get(i), keep)
 
         x = model.walk(x0, run)[:, -1]
         return softcap(F.linear(rms_norm(x), model.tok_emb.to(model.compute))[0], model.cap)
@@ -107,12 +122,15 @@ def stream_tokens(model: Golf, ids: list[int], temperature: float = 1.0, seed: i
     if not ids or not all(0 <= t < model.cfg.vocab_size for t in ids):
         raise GolfError(f"a prompt must be one or more tokens below {model.cfg.vocab_size}: found {ids[:8]}; "
                         "encode it with the model's own tokenizer")
-    text, g, read = list(ids), torch.Generator().manual_seed(seed), CachedReader(model)
+    text = list(ids)
+    generator = torch.Generator().manual_seed(seed)
+    read = CachedReader(model)
     while True:
-        text.append(draw(read(text), temperature, top_k, g))
-        yield text[-1]
+        token = draw(read(text), temperature, top_k, generator)
+        text.append(token)
+        yield token
 
-
+# %% ../../nbs/tools/25_sampling.ipynb #fdc107bd
 def generate(model: Golf, ids: list[int], n: int, temperature: float = 1.0, seed: int = 0,
              top_k: int = 0) -> list[int]:
     "The prompt `ids` and n tokens of `stream_tokens`; GolfError as there."

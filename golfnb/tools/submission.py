@@ -30,7 +30,8 @@ from ..studies.significance import LEVEL, below_target
 
 # %% ../../nbs/tools/28_submission.ipynb #07faf6d2
 MARGIN_NATS = 0.005  # by which a record beats the target: nats a token
-FULL, TEXT_BYTES = PUBLISHED_TARGETS, 151_080_000  # the published validation split: targets, bytes of text
+FULL = PUBLISHED_TARGETS  # of the published validation split
+TEXT_BYTES = 151_080_000  # of its text
 
 
 class Fault(NamedTuple):
@@ -59,25 +60,44 @@ LOG_LINES = (
 # %% ../../nbs/tools/28_submission.ipynb #42135d70
 def read_log(text: str, name: str = "train.log") -> SimpleNamespace:
     "The facts of a run's log: the groups of LOG_LINES, times, steps, score; None where it does not say."
-    facts = {"name": name, "text": (text := printable(text))}
+    text = printable(text)
+    facts = {"name": name, "text": text}
     for pattern in LOG_LINES:
-        found = re.search(f"^{pattern}$", text, re.M)
-        for key in re.compile(pattern).groupindex:
-            facts[key] = found and (int(found[key]) if found[key].isdigit() else found[key])
-    numbers = lambda pattern: [int(n) for n in re.findall(pattern, text, re.M)]
-    facts["steps"] = max(numbers(r"^step:(\d+)/"), default=None)
-    train_ms = max(numbers(r"train_time:(\d+)ms"), default=0) + sum(numbers(r"^gptq: .*, (\d+)ms of"))
-    facts |= {"train_ms": train_ms or None, "eval_ms": sum(numbers(r"eval_time:(\d+)ms"))}
+        facts |= line_facts(pattern, text)
+    steps = numbers_in(r"^step:(\d+)/", text)
+    facts["steps"] = max(steps, default=None)
+    train_ms = max(numbers_in(r"train_time:(\d+)ms", text), default=0)
+    train_ms += sum(numbers_in(r"^gptq: .*, (\d+)ms of", text))
+    facts["train_ms"] = train_ms or None
+    facts["eval_ms"] = sum(numbers_in(r"eval_time:(\d+)ms", text))
     scores = re.findall(r"^(\w+)_exact val_loss:([\d.]+) val_bpb:([\d.]+)$", text, re.M)
     exact = {label: (float(loss), float(bpb)) for label, loss, bpb in scores}
     facts["label"] = next((label for label in SCORES if label in exact), None)
     facts["val_loss"], facts["val_bpb"] = exact.get(facts["label"], (None, None))
     return SimpleNamespace(**facts)
 
+# %% ../../nbs/tools/28_submission.ipynb #8288b865
+def numbers_in(pattern: str, text: str) -> list[int]:
+    "What the group of a pattern finds in a text, line by line."
+    return [int(n) for n in re.findall(pattern, text, re.M)]
+
+
+def line_facts(pattern: str, text: str) -> dict:
+    "The groups of a pattern that fits a whole line; all None where none does."
+    found = re.search(f"^{pattern}$", text, re.M)
+    if not found:
+        return dict.fromkeys(re.compile(pattern).groupindex)
+    facts = found.groupdict()
+    for key, value in facts.items():
+        if value.isdigit():
+            facts[key] = int(value)
+    return facts
+
 # %% ../../nbs/tools/28_submission.ipynb #c2305559
 def log_rules(one: SimpleNamespace, code: bytes) -> list[tuple]:
     "The rules of a log beside the script in its folder."
-    sha, foreign = hashlib.sha256(code).hexdigest(), re.search(rb"^\s*(from|import) golfnb", code, re.M)
+    sha = hashlib.sha256(code).hexdigest()
+    foreign = re.search(rb"^\s*(from|import) golfnb", code, re.M)
     return [
         ("code", (one.code_sha256, one.code_bytes) != (sha, len(code)),
          f"{one.name} was written by a script of {one.code_bytes:,} bytes, sha256 {one.code_sha256:.12}..., "
@@ -95,7 +115,8 @@ def log_rules(one: SimpleNamespace, code: bytes) -> list[tuple]:
 # %% ../../nbs/tools/28_submission.ipynb #7cb218b1
 def audit_rules(one: SimpleNamespace, audit: dict) -> list[tuple]:
     "The rules of the audit that belongs to a log."
-    name, findings = f"audit_seed{one.seed}.json", audit.get("findings", [])
+    name = f"audit_seed{one.seed}.json"
+    findings = audit.get("findings", [])
     scorers = {f["scorer"] for f in findings}
     failed = "; ".join(f"{f['scorer']}: {f['check']} ({f['found']})" for f in findings if not f["passed"])
     adapted = scorers & {"score-first training", "adapters per document"}
@@ -116,9 +137,11 @@ SAME = ("recipe", "world", "device", "torch", "val_tokens", "unigram", "label")
 
 def seed_rules(one: SimpleNamespace, logs: list) -> list[tuple]:
     "The rules of a log among the others: a run of its own, of the same settings as the first."
-    earlier, a, b = logs[:logs.index(one)], vars(logs[0]), vars(one)
+    earlier = logs[:logs.index(one)]
     twins = ", ".join(log.name for log in earlier if log.text == one.text or log.val_bpb == one.val_bpb)
-    differ = ", ".join(f"{k} ({a[k]} and {b[k]})" for k in SAME if a[k] != b[k])
+    first = vars(logs[0])
+    ours = vars(one)
+    differ = ", ".join(f"{k} ({first[k]} and {ours[k]})" for k in SAME if first[k] != ours[k])
     return [
         ("seeds", one.name != f"train_seed{one.seed}.log",
          f"{one.name} is the log of seed {one.seed}: name each log after its own seed"),
@@ -136,7 +159,8 @@ def beats_target(bpbs: list[float], target: float, margin: float = 0.0) -> dict:
 # %% ../../nbs/tools/28_submission.ipynb #96e294fd
 def track_rules(one: SimpleNamespace, claim: dict) -> list[tuple]:
     "What a track asks of a log: the machine, the whole validation split, and its bytes counted right."
-    track, published = claim.get("track"), claim.get("vocab_size") == 1024
+    track = claim.get("track")
+    published = claim.get("vocab_size") == 1024
     timed = track in ("record", "systems")
     text_bytes = one.val_loss * one.val_tokens / (math.log(2) * one.val_bpb)
     return [
@@ -156,17 +180,20 @@ KEPT = ("val_loss", "val_bpb", "steps", "train_ms", "eval_ms", "artifact_bytes",
 def claim_numbers(logs: list, code_bytes: int, track: str, target: float | None) -> dict:
     "Every number of submission.json, from the logs; a record has a margin to the `target` (bits per byte)."
     logs = sorted(logs, key=lambda one: one.seed)
-    bpbs, first = [one.val_bpb for one in logs], logs[0]
+    first = logs[0]
+    bpbs = [one.val_bpb for one in logs]
+    spread = round(stdev(bpbs), 8) if len(bpbs) > 1 else None
     margin = MARGIN_NATS * first.val_bpb / first.val_loss if track == "record" else 0.0
+    beats = beats_target(bpbs, target, margin) if target is not None else None
     return {
         "val_loss": round(mean(one.val_loss for one in logs), 8), "val_bpb": round(mean(bpbs), 8),
-        "val_bpb_std": round(stdev(bpbs), 8) if len(bpbs) > 1 else None,
+        "val_bpb_std": spread,
         "bytes_total": max(one.artifact_bytes for one in logs) + code_bytes, "bytes_code": code_bytes,
         "seeds": [one.seed for one in logs],
         "seed_results": {str(one.seed): {k: getattr(one, k) for k in KEPT} for one in logs},
         "score": first.label, "val_tokens": first.val_tokens,
         "hardware": f"{first.world} x {first.device}", "pytorch_version": first.torch,
-        "target": beats_target(bpbs, target, margin) if target is not None else None}
+        "target": beats}
 
 # %% ../../nbs/tools/28_submission.ipynb #3cb69cd1
 WORDS = ("author", "github_id", "name", "blurb", "date")
@@ -175,19 +202,21 @@ TRACKS = ("record", "systems", "non-record")
 
 def claim_rules(claim: dict, logs: list, code_bytes: int, readme: str) -> list[tuple]:
     "The rules of submission.json and README.md: nothing is missing, and what they say follows from the logs."
-    track, target = claim.get("track"), (claim.get("target") or {}).get("target")
+    track = claim.get("track")
+    target = (claim.get("target") or {}).get("target")
     wanted = json.loads(json.dumps(claim_numbers(logs, code_bytes, track, target)))
     wrong = ", ".join(f"{k} ({json.dumps(claim.get(k)):.60}, the logs give {json.dumps(v):.60})"
                       for k, v in wanted.items() if claim.get(k) != v)
     missing = ", ".join(k for k in WORDS if not str(claim.get(k) or "").strip())
     scores = [f"{bpb:.4f}" for bpb in (wanted["val_bpb"], *(one.val_bpb for one in logs))]
-    untold, p = ", ".join(score for score in scores if score not in readme), (wanted["target"] or {}).get("p")
+    absent = ", ".join(score for score in scores if score not in readme)
+    p = (wanted["target"] or {}).get("p")
     return [
         ("submission.json", missing, f"submission.json lacks {missing}: the challenge asks for it"),
         ("submission.json", track not in TRACKS, f"track must be in {TRACKS}, found {track!r}: correct it"),
         ("score", wrong, f"submission.json differs in {wrong}: its numbers come from the logs"),
-        ("README", untold,
-         f"README.md does not tell {untold}: it must give the mean and the score of every seed"),
+        ("README", absent,
+         f"README.md does not tell {absent}: it must give the mean and the score of every seed"),
         ("significance", track == "record" and (p is None or p >= LEVEL),
          f"a record beats its target by {MARGIN_NATS} nats at p < {LEVEL}, found p = {p} against {target}: "
          "give --target BPB, run more seeds, or choose another track")]
@@ -210,18 +239,22 @@ def check_submission(folder: Path) -> list[Fault]:
         raise GolfError(f"submission: the folder {folder} expected, found none; make it first")
     paths = sorted(folder.glob("train_seed*.log"))
     missing = [n for n in ("README.md", "submission.json", "train_gpt.py") if not (folder / n).is_file()]
-    if missing := missing + ["train_seed*.log"] * (not paths):
+    if not paths:
+        missing.append("train_seed*.log")
+    if missing:
         return [Fault("files", f"{folder.name} lacks {', '.join(missing)}: add what the challenge asks for")]
     logs = [read_log(p.read_text(encoding="utf-8", errors="replace"), p.name) for p in paths]
-    if faults := broken([rule for one in logs for rule in whole_log(one)]):
+    faults = broken([rule for one in logs for rule in whole_log(one)])
+    if faults:
         return faults
-    code, readme = (folder / "train_gpt.py").read_bytes(), (folder / "README.md").read_text(encoding="utf-8")
+    code = (folder / "train_gpt.py").read_bytes()
+    readme = (folder / "README.md").read_text(encoding="utf-8")
     claim = read_file(folder / "submission.json")
     rules = claim_rules(claim, logs, len(code), readme)
     for one in logs:
         rules += [*log_rules(one, code), *seed_rules(one, logs), *track_rules(one, claim)]
         rules += audit_rules(one, read_file(folder / f"audit_seed{one.seed}.json"))
-    return [*dict.fromkeys(broken(rules))]
+    return list(dict.fromkeys(broken(rules)))
 
 # %% ../../nbs/tools/28_submission.ipynb #a5828b18
 FILES = ("train.log", "summary.json", "artifact.golf", "train_gpt.py")
@@ -235,12 +268,16 @@ def run_log(run_dir: Path) -> SimpleNamespace:
 
 def run_faults(run_dir: Path, first: Path) -> list[Fault]:
     "What is wrong with a run's directory, by itself and beside the first run's."
-    if missing := [n for n in FILES if not (run_dir / n).is_file()]:
-        over = "; this one is over the byte limit" * (run_dir / "artifact.golf.over").is_file()
+    missing = [n for n in FILES if not (run_dir / n).is_file()]
+    if missing:
+        over = ""
+        if (run_dir / "artifact.golf.over").is_file():
+            over = "; this one is over the byte limit"
         what = f"{run_dir} lacks {', '.join(missing)}: give the directory of a finished run{over}"
         return [Fault("files", what)]
-    one, summary = run_log(run_dir), read_file(run_dir / "summary.json")
-    records = (one.name, vars(one)), ("summary.json", summary)
+    one = run_log(run_dir)
+    summary = read_file(run_dir / "summary.json")
+    records = [(one.name, vars(one)), ("summary.json", summary)]
     mixed = [other_file(run_dir / "artifact.golf", *record) for record in records]
     base = read_file(first / "summary.json").get("config", {})
     differ = ", ".join(sorted(settings_diff(summary.get("config", {}), base).keys() - FREE)).upper()
@@ -252,9 +289,11 @@ def run_faults(run_dir: Path, first: Path) -> list[Fault]:
 # %% ../../nbs/tools/28_submission.ipynb #277143ba
 def run_command(claim: dict, config: dict) -> str:
     "The command that repeats a run with these settings, as far as they differ from the recipe's."
-    changed = {n: v for n, (v, _) in settings_diff(config).items() if n not in FREE}
-    changed = {n.upper(): int(v) if isinstance(v, bool) else v for n, v in changed.items()}
-    settings = {"RECIPE": config.get("recipe", "pr549"), **changed, "SEED": claim["seeds"][0]}
+    settings = {"RECIPE": config.get("recipe", "pr549")}
+    for name, (value, _) in settings_diff(config).items():
+        if name not in FREE:
+            settings[name.upper()] = int(value) if isinstance(value, bool) else value
+    settings["SEED"] = claim["seeds"][0]
     if claim["val_tokens"] < FULL or claim.get("vocab_size", 1024) != 1024:  # not where a script looks
         settings |= {"DATA_PATH": "SHARDS", "TOKENIZER_PATH": "MODEL"}
     words = " ".join(f"{k}={v}" for k, v in settings.items())
@@ -288,18 +327,26 @@ def submission_readme(claim: dict, config: dict) -> str:
     row = ("| {} | {steps:,} | {train_ms:,} ms | {eval_ms:,} ms | {val_loss:.4f} | **{val_bpb:.4f}** | "
            "{artifact_bytes:,} |")
     rows = "\n".join(row.format(seed, **r) for seed, r in claim["seed_results"].items())
-    n, test = len(claim["seeds"]), "No target was given."
-    if t := claim["target"]:
-        test = (f"Against {t['target']:.4f} bpb less {t['margin']:.4f}: one-sided t-test over {n} seeds, "
-                f"p = {t['p'] and float('%.2g' % t['p'])}.")
-    return README.format(**claim, n=n, cap=ARTIFACT_CAP, rows=rows, test=test, stage=SCORES[claim["score"]],
-                         command=run_command(claim, config))
+    n = len(claim["seeds"])
+    test = significance_sentence(claim["target"], n)
+    return README.format(**claim, n=n, cap=ARTIFACT_CAP, rows=rows, test=test,
+                         stage=SCORES[claim["score"]], command=run_command(claim, config))
+
+# %% ../../nbs/tools/28_submission.ipynb #20717a80
+def significance_sentence(target: dict | None, n: int) -> str:
+    "What README.md says of a target: the test over n seeds, with its p to two digits."
+    if not target:
+        return "No target was given."
+    p = None if target["p"] is None else float(f"{target['p']:.2g}")
+    return (f"Against {target['target']:.4f} bpb less {target['margin']:.4f}: "
+            f"one-sided t-test over {n} seeds, p = {p}.")
 
 # %% ../../nbs/tools/28_submission.ipynb #97beebfc
 @reading("the files of the runs")
 def make_submission(run_dirs: list[Path], out: Path, words: dict, target: float | None = None) -> list[Fault]:
     "Make the folder `out` of finished runs or return the rules it would break; GolfError if it exists."
-    run_dirs, out = [Path(d) for d in run_dirs], Path(out)
+    run_dirs = [Path(d) for d in run_dirs]
+    out = Path(out)
     if not run_dirs:
         raise GolfError("submission: at least one run expected, found none; name finished runs")
     if out.exists():
@@ -310,13 +357,16 @@ def make_submission(run_dirs: list[Path], out: Path, words: dict, target: float 
         return faults
     seeds = [run_log(d).seed for d in run_dirs]
     if len(set(seeds)) < len(seeds):
-        return faults + [Fault("seeds", f"each run needs a seed of its own, found {seeds}: leave one out")]
+        what = f"each run needs a seed of its own, found {seeds}: leave one out"
+        faults.append(Fault("seeds", what))
+        return faults
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as hidden:
         made = Path(hidden, "made")
         made.mkdir()
         fill_folder(made, run_dirs, words, target)
-        if not (faults := faults + check_submission(made)):
+        faults += check_submission(made)
+        if not faults:
             made.rename(out)
     return faults
 
@@ -324,7 +374,7 @@ def make_submission(run_dirs: list[Path], out: Path, words: dict, target: float 
 def fill_folder(folder: Path, run_dirs: list[Path], words: dict, target: float | None) -> None:
     "Write script, logs, audits, submission.json and README.md."
     logs = [run_log(d) for d in run_dirs]
-    for d, one in zip(run_dirs, logs):
+    for d, one in zip(run_dirs, logs, strict=True):
         (folder / f"train_seed{one.seed}.log").write_text(one.text, "utf-8")
         if (d / "artifact.audit.json").is_file():
             shutil.copy(d / "artifact.audit.json", folder / f"audit_seed{one.seed}.json")

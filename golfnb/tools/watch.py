@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 from tqdm import tqdm
 
 from .report import BPB_STAGES, CHART_SCRIPT, PAGE_STYLE, event_of, read_file, script_json
-from ..settings import GolfError, patch, printable
+from ..settings import GolfError, printable
 
 # %% ../../nbs/tools/24b_watch.ipynb #cd84fecc
 def read_events(folder: Path, start: int = 0, most: int = 1 << 20) -> tuple[list[dict], int]:
@@ -46,9 +46,11 @@ def read_events(folder: Path, start: int = 0, most: int = 1 << 20) -> tuple[list
 # %% ../../nbs/tools/24b_watch.ipynb #f493fe61
 def outlook(cfg, step_ms: float, val_tokens: int) -> tuple[float, float, float]:
     "About how many seconds training, scoring and adapting take in all, if a step takes so long."
+    training = cfg.iterations * step_ms / 1000
+    if cfg.train_cap_ms:
+        training = min(training, cfg.train_cap_ms / 1000)
     look = step_ms / 3000 * val_tokens / cfg.train_batch_tokens
-    windows, cap = cfg.eval_seq_len / cfg.eval_stride, cfg.train_cap_ms / 1000
-    training = min(cfg.iterations * step_ms / 1000, cap or float("inf"))
+    windows = cfg.eval_seq_len / cfg.eval_stride
     return training, look * (windows + 3), look * looks_adapting(cfg, windows)
 
 
@@ -60,12 +62,14 @@ def looks_adapting(cfg, windows: float) -> float:
         return 30.0
     return windows + 3 * cfg.ttt_epochs
 
-
+# %% ../../nbs/tools/24b_watch.ipynb #ba30db98
 def outlook_line(cfg, step_ms: float, val_tokens: int) -> str:
     "`outlook` as a sentence, with advice where adapting takes longer than training."
     training, scoring, adapting = outlook(cfg, step_ms, val_tokens)
     words = f"about {clock(training)} of training, {clock(scoring)} of scoring, {clock(adapting)} of adapting"
-    return f"note: {words}" + "; TTT_ENABLED=0 leaves the adapting out" * (adapting > training)
+    if adapting > training:
+        words += "; TTT_ENABLED=0 leaves the adapting out"
+    return f"note: {words}"
 
 
 def clock(seconds: float) -> str:
@@ -73,27 +77,34 @@ def clock(seconds: float) -> str:
     whole = round(seconds)
     if whole < 100:
         return f"{whole} s"
-    return f"{whole // 60}:{whole % 60:02d} min" if whole < 6000 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    if whole < 6000:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 # %% ../../nbs/tools/24b_watch.ipynb #b99ab4f9
 def foretell(folder: Path, cfg, say: Callable[[str], None] = print, wait_s: float = 1.0) -> None:
     "Wait for ten steps of a run, or its end; `say` the line of its outlook, and add it to its log."
-    times, at = [], 0
+    times = []
+    at = 0
     while len(times) < 10 and not (Path(folder) / "summary.json").exists():
         time.sleep(wait_s)
         events, at = read_events(folder, at)
         times += [e["ms"] for e in events if e["event"] == "step"]
-    if times and (tokens := val_tokens_of(folder)):
-        say(line := outlook_line(cfg, statistics.median(times), tokens))
+    tokens = val_tokens_of(folder)
+    if times and tokens:
+        line = outlook_line(cfg, statistics.median(times), tokens)
+        say(line)
         with open(Path(folder, "train.log"), "a", encoding="utf-8") as log:
             log.write(f"{line}\n")
 
-
+# %% ../../nbs/tools/24b_watch.ipynb #8d42a473
 def val_tokens_of(folder: Path) -> int:
     "Validation tokens, as the head of a run's log says; 0 if it does not."
     log = Path(folder, "train.log")
     head = log.read_text("utf-8", "replace")[:4096] if log.is_file() else ""
-    return int(head.split(" val_tokens:")[1].split()[0]) if " val_tokens:" in head else 0
+    if " val_tokens:" not in head:
+        return 0
+    return int(head.split(" val_tokens:")[1].split()[0])
 
 # %% ../../nbs/tools/24b_watch.ipynb #e612ee2e
 class Refusal(GolfError):
@@ -149,47 +160,41 @@ class PageHandler(BaseHTTPRequestHandler):
         "What http.server calls for POST."
         self.answer(self.post)
 
+    def check_asker(self):
+        "Refuse a Host that is not this machine, and a page from elsewhere, which says so in Origin."
+        host = self.headers.get("Host", "")
+        if not is_own(host):
+            raise Refusal(403, f"golfnb answers to 127.0.0.1 and localhost only, found Host {host!r:.80}; use the "
+                               "address that it printed")
+        origin = self.headers.get("Origin", f"http://{host}")
+        if origin != f"http://{host}":
+            raise Refusal(403, f"golfnb answers to its own page only, found Origin {origin!r:.80}; use the address "
+                               "that it printed")
+
+    def answer(self, work: Callable[[], None]):
+        "Do the work; what it raises becomes a status and a sentence, and a bug of ours is called one."
+        try:
+            self.check_asker()
+            work()
+        except Refusal as refusal:
+            self.refuse(refusal.status, str(refusal))
+        except GolfError as error:
+            self.refuse(400, str(error))
+        except (ConnectionError, TimeoutError):
+            raise  # `handle` knows that the reader has gone
+        except Exception as error:
+            self.refuse(500, f"golfnb failed here ({type(error).__name__}: {error!s:.200}), which is a fault of its own")
+
+    def refuse(self, status: int, sentence: str):
+        "Send a sentence as text."
+        if not self.started:
+            self.begin("text/plain; charset=utf-8", status)
+        self.wfile.write(f"{sentence}\n".encode("utf-8", "replace"))
+
 # %% ../../nbs/tools/24b_watch.ipynb #92952d43
 def is_own(host: str) -> bool:
     "Whether a Host header names this machine; a foreign page that got its own name pointed here names itself."
     return host.split(":")[0] in ("127.0.0.1", "localhost")
-
-
-@patch
-def check_asker(self: PageHandler):
-    "Refuse a Host that is not this machine, and a page from elsewhere, which says so in Origin."
-    host = self.headers.get("Host", "")
-    if not is_own(host):
-        raise Refusal(403, f"golfnb answers to 127.0.0.1 and localhost only, found Host {host!r:.80}; use the "
-                           "address that it printed")
-    origin = self.headers.get("Origin", f"http://{host}")
-    if origin != f"http://{host}":
-        raise Refusal(403, f"golfnb answers to its own page only, found Origin {origin!r:.80}; use the address "
-                           "that it printed")
-
-# %% ../../nbs/tools/24b_watch.ipynb #f8dde524
-@patch
-def answer(self: PageHandler, work: Callable[[], None]):
-    "Do the work; what it raises becomes a status and a sentence, and a bug of ours is called one."
-    try:
-        self.check_asker()
-        work()
-    except Refusal as refusal:
-        self.refuse(refusal.status, str(refusal))
-    except GolfError as error:
-        self.refuse(400, str(error))
-    except (ConnectionError, TimeoutError):
-        raise  # `handle` knows that the reader has gone
-    except Exception as error:
-        self.refuse(500, f"golfnb failed here ({type(error).__name__}: {error!s:.200}), which is a fault of its own")
-
-
-@patch
-def refuse(self: PageHandler, status: int, sentence: str):
-    "Send a sentence as text."
-    if not self.started:
-        self.begin("text/plain; charset=utf-8", status)
-    self.wfile.write(f"{sentence}\n".encode("utf-8", "replace"))
 
 # %% ../../nbs/tools/24b_watch.ipynb #d6bbfd78
 def page_handler(routes: dict[str, Callable[[dict], tuple[str, bytes] | None]]) -> type:
@@ -203,23 +208,26 @@ def page_handler(routes: dict[str, Callable[[dict], tuple[str, bytes] | None]]) 
             if found is None:
                 raise Refusal(404, f"there is nothing at {url.path!r:.80}; use the address that golfnb printed")
             kind, body = found
-            self.begin(f"{kind}; charset=utf-8", rules=RULES if url.path == "/report" else ASKING_RULES)
+            rules = RULES if url.path == "/report" else ASKING_RULES
+            self.begin(f"{kind}; charset=utf-8", rules=rules)
             self.wfile.write(body)
     return Handler
 
 # %% ../../nbs/tools/24b_watch.ipynb #9955fb8b
 def page_server(handler: type, port: int | None = None, first: int = 8899) -> ThreadingHTTPServer:
     "A server on 127.0.0.1, on `port` or the first free one from `first` on; GolfError if it is taken."
-    for number in [port] if port else range(first, first + 100):
+    ports = [port] if port else range(first, first + 100)
+    for number in ports:
         try:
             server = ThreadingHTTPServer(("127.0.0.1", number), handler)
             server.daemon_threads = True
             return server
         except (OSError, OverflowError) as e:
             problem = getattr(e, "strerror", None) or e
-    raise GolfError(f"cannot listen on port {port or f'{first} to {first + 99}'} ({problem}): choose another with --port")
+    tried = port or f"{first} to {first + 99}"
+    raise GolfError(f"cannot listen on port {tried} ({problem}): choose another with --port")
 
-
+# %% ../../nbs/tools/24b_watch.ipynb #da94cf6d
 def run_server(server: ThreadingHTTPServer, name: str, browser: bool = True) -> None:
     "Say where a server is, open the browser if asked to, and serve until Ctrl-C."
     address = f"http://127.0.0.1:{server.server_port}/"
@@ -241,15 +249,33 @@ def news(folder: Path, start: int = 0) -> dict:
     "What a page needs that has seen the events up to byte `start`."
     folder = Path(folder)
     events, end = read_events(folder, start)
-    log, metrics = folder / "train.log", folder / "metrics.jsonl"
-    lines = [line for line in tail(log).splitlines() if line.strip()]
+    lines = [line for line in tail(folder / "train.log").splitlines() if line.strip()]
     summary = read_file(folder / "summary.json")
-    scores = [(words, summary[key]) for key, words in BPB_STAGES.items() if summary.get(key) is not None]
-    return {"events": events, "next": end, "log": lines[-LOG_LINES:],
-            "notes": [line for line in lines if line.startswith("note: ")],
-            "silent_s": time.time() - metrics.stat().st_mtime if metrics.is_file() else None,
-            "ended": bool(summary), "score": scores[-1] if scores else None,
-            "report": (folder / "report.html").is_file(), "resumable": (folder / "progress.json").is_file()}
+    return {
+        "events": events, "next": end,
+        "log": lines[-LOG_LINES:],
+        "notes": [line for line in lines if line.startswith("note: ")],
+        "silent_s": seconds_since(folder / "metrics.jsonl"),
+        "ended": bool(summary), "score": last_score(summary),
+        "report": (folder / "report.html").is_file(),
+        "resumable": (folder / "progress.json").is_file(),
+    }
+
+# %% ../../nbs/tools/24b_watch.ipynb #adbdb4d8
+def seconds_since(path: Path) -> float | None:
+    "How long ago a file was written; None where there is none."
+    if not path.is_file():
+        return None
+    return time.time() - path.stat().st_mtime
+
+
+def last_score(summary: dict) -> tuple[str, float] | None:
+    "The last stage that has a score, in words, and its bits per byte; None if there is none."
+    found = None
+    for key, words in BPB_STAGES.items():
+        if summary.get(key) is not None:
+            found = (words, summary[key])
+    return found
 
 # %% ../../nbs/tools/24b_watch.ipynb #bc58b914
 def tail(path: Path, most: int = 1 << 20) -> str:
@@ -269,15 +295,23 @@ def watch_routes(folder: Path) -> dict[str, Callable]:
 
     def report(query: dict):
         path = folder / "report.html"
-        return ("text/html", path.read_bytes()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        return "text/html", path.read_bytes()
 
     def tell(query: dict):
-        start = query.get("from", "0")
-        found = news(folder, int(start) if start.isascii() and start.isdigit() and len(start) < 16 else 0)
+        found = news(folder, byte_number(query.get("from", "0")))
         return "application/json", json.dumps(found).encode()
+
     return {"/": lambda query: ("text/html", page), "/news": tell, "/report": report}
 
+# %% ../../nbs/tools/24b_watch.ipynb #e20cc47a
+def byte_number(text: str) -> int:
+    "The place in a file that a page asks for; the beginning if it is no number."
+    plain = text.isascii() and text.isdigit() and len(text) < 16
+    return int(text) if plain else 0
 
+# %% ../../nbs/tools/24b_watch.ipynb #aade5fe3
 def watch(folder: Path, port: int | None = None, browser: bool = True) -> None:
     "Serve the page of a run, which may not have begun, until Ctrl-C. Raises GolfError if the port is taken."
     if not Path(folder, "metrics.jsonl").is_file():
@@ -386,10 +420,11 @@ def follow_events(folder: Path, follow: bool = False, wait_s: float = 1.0) -> It
         ended = (Path(folder) / "summary.json").exists()
         events, at = read_events(folder, at)
         yield from events
-        if not events and (ended or not follow):
+        if events:
+            continue
+        if ended or not follow:
             return
-        if not events:
-            time.sleep(wait_s)
+        time.sleep(wait_s)
 
 # %% ../../nbs/tools/24b_watch.ipynb #3a9fe0a6
 def log_run(folder: Path, write: Callable, follow: bool = False) -> int:
@@ -413,14 +448,18 @@ def extra(module: str, name: str):
     except ImportError:
         raise GolfError(f"log: {name} is needed, found none; run `pip install golfnb[track]`") from None
 
-
+# %% ../../nbs/tools/24b_watch.ipynb #a01c64d3
 def to_tensorboard(folder: Path, out: Path, follow: bool = False) -> int:
     "Write a run's numbers as a TensorBoard log; how many events. Raises GolfError without the package."
     with extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(out)) as writer:
-        return log_run(folder, lambda kind, _, at, numbers: [
-            writer.add_scalar(f"{kind}/{name}", value, at) for name, value in numbers.items()], follow)
 
+        def write(kind, _, at, numbers):
+            for name, value in numbers.items():
+                writer.add_scalar(f"{kind}/{name}", value, at)
 
+        return log_run(folder, write, follow)
+
+# %% ../../nbs/tools/24b_watch.ipynb #71cc9a34
 def to_wandb(folder: Path, project: str, follow: bool = False) -> int:
     "Send a run's numbers to Weights & Biases; how many events. Raises GolfError without the package."
     wandb = extra("wandb", "wandb")
@@ -428,15 +467,20 @@ def to_wandb(folder: Path, project: str, follow: bool = False) -> int:
     with wandb.init(project=project, name=Path(folder).resolve().name, config=config) as run:
         for kind, (x, _) in SERIES.items():
             run.define_metric(f"{kind}/*", step_metric=f"{kind}/{x}")
-        return log_run(folder, lambda kind, x, at, numbers: run.log(
-            {f"{kind}/{name}": value for name, value in {x: at, **numbers}.items()}), follow)
+
+        def write(kind, x, at, numbers):
+            run.log({f"{kind}/{name}": value for name, value in {x: at, **numbers}.items()})
+
+        return log_run(folder, write, follow)
 
 # %% ../../nbs/tools/24b_watch.ipynb #ee1ab2f4
 class Bar:
     "A log that shows how far things are as a bar on the terminal; `shown` False, or no terminal: not at all."
 
     def __init__(self, shown: bool = True):
-        self.bar, self.what, self.disable = None, "", None if shown else True
+        self.bar = None
+        self.what = ""  # what it shows
+        self.disable = None if shown else True  # None: where there is no terminal
 
     @property
     def at(self) -> tuple:
@@ -449,7 +493,8 @@ class Bar:
         what, done, total, _ = note
         if self.bar is None or self.what != what or done < self.bar.n:
             self.close()
-            self.what, self.bar = what, tqdm(total=total, desc=what, leave=False, disable=self.disable)
+            self.what = what
+            self.bar = tqdm(total=total, desc=what, leave=False, disable=self.disable)
         self.bar.update(done - self.bar.n)
 
     def line(self, text: str):
@@ -469,7 +514,8 @@ class Bar:
 # %% ../../nbs/tools/24b_watch.ipynb #f09558e8
 def follow_bar(folder: Path, ended: threading.Event, wait_s: float = 0.5) -> None:
     "A bar on the terminal that follows what a run writes of how far it is, until `ended` is set."
-    bar, metrics = Bar(), Path(folder, "metrics.jsonl")
+    bar = Bar()
+    metrics = Path(folder, "metrics.jsonl")
     at = metrics.stat().st_size if metrics.is_file() else 0  # before that, an earlier life
     while not ended.wait(wait_s):
         events, at = read_events(folder, at)

@@ -1,0 +1,113 @@
+"""The guard: what is looked at before a run, full disks, lost ranks, and the one sentence with which a rank ends."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from golfnb.parallel_muon import Ranks
+from golfnb.settings import GolfError
+from golfnb.shards import atomic_write
+from golfnb.tools import guard
+
+ENDING = """
+import os
+import sys
+import torch
+from golfnb import run
+from golfnb.settings import GolfError
+from golfnb.tools import guard
+guard.full_gpu_sentence = lambda ranks: f"rank {ranks.rank} is full"
+
+class OurError(run.GolfError):
+    status = 5
+
+def work(ranks):
+    WORK
+
+guard.guarded_rank(run, work)
+print("on")
+"""
+
+
+@pytest.mark.parametrize("work, status, said", [
+    ("raise GolfError('no shard')", 2, "golfnb: no shard\n"),
+    ("raise OurError('stopped')", 5, "golfnb: stopped\n"),
+    ("return 'too large'", 3, "golfnb: too large\n"),
+    ("raise torch.OutOfMemoryError('CUDA out of memory')", 2, "golfnb: rank 0 is full\n"),
+    ("raise RuntimeError('NCCL timeout')", 4, "golfnb: rank 0 lost the others in a collective (NCCL timeout)"),
+    ("os.kill(os.getpid(), 2)", 130, "golfnb: interrupted\n"),
+    ("return None", 0, "")])
+def test_a_rank_ends_with_a_sentence_and_a_status(work, status, said):
+    done = subprocess.run([sys.executable, "-c", ENDING.replace("WORK", work)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == status and done.stderr.startswith(said) and done.stderr.count("\n") == bool(said), done.stderr
+    assert done.stdout == ("on\n" if status == 0 else "")
+
+
+def test_a_fault_of_the_program_keeps_its_traceback():
+    done = subprocess.run([sys.executable, "-c", ENDING.replace("WORK", "raise RuntimeError('shapes differ')")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "shapes differ" in done.stderr
+
+
+@pytest.fixture
+def run_with(tmp_path, monkeypatch):
+    "A run with a folder, which survives full disks; and TMPDIR."
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    run = SimpleNamespace(folder=tmp_path / "runs" / "x")
+    guard.survive_full_disks(run)
+    return run
+
+
+def full_below(folder: Path, name: str, data: str):
+    "Write a file, but no disk below a folder has room."
+    def write(where: Path):
+        if where.is_relative_to(folder):
+            raise GolfError(f"cannot write {where / name}") from OSError(28, "No space left on device")
+        atomic_write(where / name, data)
+    return write
+
+
+def test_after_a_full_disk_all_files_go_elsewhere(tmp_path, run_with, capsys):
+    first = run_with.folder
+    run_with.save(full_below(first, "raw.golf", "weights"))
+    assert (run_with.folder / "raw.golf").read_text() == "weights" and run_with.folder.is_relative_to(tmp_path / "tmp")
+    run_with.save(lambda where: atomic_write(where / "ema.golf", "more"))
+    assert sorted(p.name for p in run_with.folder.iterdir()) == ["ema.golf", "raw.golf"] and not first.exists()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(run_with.folder) in said and "raw.golf" in said
+
+
+def test_other_errors_of_a_write_are_raised(run_with):
+    def write(where: Path):
+        raise GolfError("over the budget")
+
+    before = run_with.folder
+    with pytest.raises(GolfError, match="over the budget"):
+        run_with.save(write)
+    assert run_with.folder == before
+
+
+def test_a_folder_without_room_is_refused_and_none_is_made(tmp_path, monkeypatch):
+    guard.check_room(tmp_path / "a" / "b")
+    monkeypatch.setattr(guard.shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 20))
+    with pytest.raises(GolfError, match="3 MiB"):
+        guard.check_room(tmp_path / "a" / "b")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GolfError, match="RUNS_DIR"):
+        guard.check_room(tmp_path / "file" / "b")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_gpu_too_small_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * 2**30))
+    assert "rank 3" in guard.full_gpu_sentence(Ranks(3, 8)) and "24 GiB" in guard.full_gpu_sentence(Ranks(3, 8))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(GolfError, match="cannot be written"):
+        guard.check_room(tmp_path / "runs")
