@@ -10,7 +10,8 @@ and new files. Of it are checked:
     pytest          the test files that changed, that import a changed module or one that imports
                     a changed module, and, if a notebook changed, that read notebooks
 
-Slow test files run only if they changed themselves. `make test` is the whole.
+Slow test files run only if they changed themselves; BROAD ones, which check the whole rather than
+a chapter, also if the module changed that they are named after. `make test` is the whole.
 """
 import ast
 import json
@@ -26,6 +27,7 @@ from conftest import LONG, ROOT
 from tiny import TINY, run_quietly, tiny_data
 
 FOLDERS_ON_PATH = ("tests", "book")  # their files are imported by their bare names
+BROAD = ("test_demo", "test_fuzz", "test_joiner", "test_lab", "test_overwrite", "test_submission", "test_watch")
 
 
 def git(root: Path, *words: str) -> list[str]:
@@ -83,14 +85,14 @@ def imported(root: Path, path: Path) -> set[str]:
 
 @dataclass
 class Selection:
-    "Paths relative to the root: notebooks and test files to run, and slow test files left out."
+    "Paths relative to the root: notebooks and test files to run, and test files left out."
     notebooks: list[Path]
     tests: list[Path]
     left_out: list[Path]
 
 
-def select(root: Path, changed: list[Path], slow: tuple[str, ...]) -> Selection:
-    "What checks the `changed` files; `slow` are stems of test files."
+def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[str, ...] = ()) -> Selection:
+    "What checks the `changed` files; `slow` and `broad` are stems of test files."
     notebooks = [path for path in changed if path.suffix == ".ipynb" and (root / path).exists()]
     modules = {module_name(path) for path in changed if path.suffix == ".py"}
     for notebook in notebooks:
@@ -99,13 +101,15 @@ def select(root: Path, changed: list[Path], slow: tuple[str, ...]) -> Selection:
         modules.add("nbformat")  # imported by the tests that read notebooks
     package = [path.relative_to(root) for path in sorted((root / "golfnb").rglob("*.py"))]
     importers = {module_name(path) for path in package if imported(root, path) & modules}
+    named_after = {f"test_{module.split('.')[-1]}" for module in modules}
+    put_off = {*slow, *set(broad) - named_after}
     tests, left_out = [], []
     for path in sorted((root / "tests").glob("test_*.py")):
         path = path.relative_to(root)
         if path in changed:
             tests.append(path)
         elif imported(root, path) & (modules | importers):
-            chosen = left_out if path.stem in slow else tests
+            chosen = left_out if path.stem in put_off else tests
             chosen.append(path)
     return Selection(notebooks, tests, left_out)
 
@@ -135,11 +139,11 @@ def checks(chosen: Selection) -> list[list[str]]:
 def main() -> int:
     start = time.perf_counter()
     changed = changed_paths(ROOT)
-    chosen = select(ROOT, changed, LONG)
+    chosen = select(ROOT, changed, LONG, BROAD)
     print(f"{len(changed)} files differ from main: {len(chosen.notebooks)} notebooks and "
           f"{len(chosen.tests)} test files to run", flush=True)
     if chosen.left_out:
-        print(f"left out, because they are slow: {' '.join(map(str, chosen.left_out))}", flush=True)
+        print(f"left out, because they take long: {' '.join(map(str, chosen.left_out))}", flush=True)
     smoke_run()
     commands = checks(chosen) if changed else []
     for command in commands:

@@ -16,7 +16,7 @@ import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
 from golfnb.tools import cli
-from golfnb.tools.cli import (COMMANDS, chapter_source, constants, main_cli, read_command, read_settings, setting_lines,
+from golfnb.tools.cli import (COMMANDS, GROUPS, chapter_source, constants, main_cli, read_command, read_settings, setting_lines,
                               settings_help)
 from golfnb.tools.programs import RECIPES, every_setting, recipe_program, setting_groups
 from golfnb.tools.report import find_tokenizer
@@ -276,6 +276,7 @@ def test_help_lists_every_command_once(tmp_path):
     done = golfnb("--help", cwd=tmp_path)
     for command in COMMANDS:
         assert len(re.findall(rf"^    {command}\s", done.stdout, re.M)) == 1, command
+    assert re.findall(r"^(\w.*):$", done.stdout, re.M) == ["options", *GROUPS], "every command has its group"
     some = golfnb("data", "--help", cwd=tmp_path)
     assert some.returncode == 0 and re.findall(r"^    (data \w+)", some.stdout, re.M) == [name for name in COMMANDS if name.startswith("data ")]
 

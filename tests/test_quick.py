@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from quick import changed_paths, select
+from quick import BROAD, changed_paths, select
 
 FILES = {
     "golfnb/__init__.py": "",
@@ -39,9 +39,9 @@ def tree(tmp_path):
     return tmp_path
 
 
-def chosen(tree: Path, *changed: str | Path, slow=()) -> tuple[list[str], list[str]]:
+def chosen(tree: Path, *changed: str | Path, slow=(), broad=()) -> tuple[list[str], list[str]]:
     "Stems of the tests to run, and of those left out."
-    found = select(tree, [Path(path) for path in changed], slow)
+    found = select(tree, [Path(path) for path in changed], slow, broad)
     return [path.stem for path in found.tests], [path.stem for path in found.left_out]
 
 
@@ -71,6 +71,13 @@ def test_slow_files_are_left_out_unless_they_changed(tree):
     assert chosen(tree, "golfnb/train.py", slow=slow) == (["test_play", "test_train"], ["test_cli"])
     tests, left_out = chosen(tree, "golfnb/train.py", "tests/test_cli.py", slow=slow)
     assert (tests, left_out) == (["test_cli", "test_play", "test_train"], [])
+
+
+def test_a_broad_file_runs_for_itself_and_for_the_module_it_is_named_after(tree):
+    assert chosen(tree, "golfnb/train.py", broad=["test_play"]) == (["test_cli", "test_train"], ["test_play"])
+    for changed in ("golfnb/tools/play.py", "tests/test_play.py"):
+        assert chosen(tree, changed, broad=["test_play"]) == (["test_play"], [])
+    assert all((Path(__file__).parent / f"{stem}.py").is_file() for stem in BROAD)
 
 
 def test_what_differs_is_what_was_committed_changed_deleted_or_added_since_main(tree):

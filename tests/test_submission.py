@@ -121,7 +121,7 @@ def test_a_record_needs_its_machine_and_its_proof(runs, tmp_path, capsys):
 
 
 def test_bad_input_is_one_sentence(runs, folder, tmp_path):
-    for bad, words in ((lambda: check_submission(tmp_path / "no"), "no"), (lambda: make_submission(runs, folder, WORDS), f"{folder.name} .*exists"), (lambda: make_submission([], tmp_path, WORDS), "one run")):
+    for bad, words in ((lambda: check_submission(tmp_path / "no"), str(tmp_path / "no")), (lambda: make_submission(runs, folder, WORDS), f"{folder.name} .*exists"), (lambda: make_submission([], tmp_path, WORDS), "one run")):
         with pytest.raises(GolfError, match=words):
             bad()
 
