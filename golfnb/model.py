@@ -179,7 +179,9 @@ class Block:
 
     def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, last_n=None):
         "Queries [B, last_n, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q, k, v = self.linear(last_positions(n, last_n), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
+        q = self.linear(last_positions(n, last_n), w.q, 0)
+        k = self.linear(n, w.k, 1)
+        v = self.linear(n, w.v, 2)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 

@@ -51,7 +51,7 @@ class MachineModel:
     update: "512x1536" (stored shape, short side first) -> [fixed us, us a matrix] of a recorded update.
     memory_gbps: bytes of a pass over memory, read and written, over its time; 0 leaves such passes out.
     prepare_us: what local clipping takes beyond its passes over memory.
-    between: [latency_us, bandwidth_gbytes_per_s] of the link between nodes, where the bandwidth is what a node sends.
+    between: [latency_us, bandwidth_gbytes_per_s] of the link between nodes, of what a node sends.
     """
     latency_us: float
     bandwidth_gbytes_per_s: float
@@ -110,8 +110,8 @@ class Event:
     end_us: float
 
 # %% ../nbs/story/07_plan.ipynb #a67b9988
-def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes=0, clip="local", stacked=False,
-            nodes: int = 1, two_level: bool = False) -> list:
+def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes=0, clip="local",
+            stacked=False, nodes: int = 1, two_level: bool = False) -> list:
     """The timeline (list of `Event`) of one optimizer step, from the end of backward to the last gather.
 
     `small_bytes`: of all replicated gradients, all-reduced first; `clip`: "local" or "global"; `stacked`:

@@ -66,7 +66,8 @@ def std_scale(w: Tensor, k: float) -> Tensor:
 def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
-    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the standard deviation; 0: GPTQ-lite.
+    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the deviation
+    of the weights, see `std_scale`; 0: GPTQ-lite.
     Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
     """
     if w.ndim != 2 or not torch.isfinite(w).all():

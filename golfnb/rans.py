@@ -78,10 +78,14 @@ def rans_streams(size: int) -> int:
 
 def rans_encode(raw: bytes, shapes: list) -> bytes:
     "A coded section of tensors [rows, cols]; at most 8 columns: items of so many bytes (arXiv 1402.3392)."
-    symbols, streams, words = np.frombuffer(raw, np.uint8), rans_streams(len(raw)), []
+    symbols = np.frombuffer(raw, np.uint8)
+    streams = rans_streams(len(raw))
+    words = []
     tried = (rans_model(symbols, shapes, n) for n in RANS_FINENESS if n == 0 or shapes[0][1] > 8)
     _, front, index, f = min(tried, key=lambda model: model[0])
-    begin, f, x = (np.cumsum(f, 1) - f).astype(np.uint32).ravel(), f.ravel(), np.full(streams, 2**16, np.uint32)
+    begin = (np.cumsum(f, 1) - f).astype(np.uint32).ravel()
+    f = f.ravel()
+    x = np.full(streams, 2**16, np.uint32)
     for at in range((len(raw) - 1) // streams * streams, -1, -streams):
         now = index[at:at + streams]
         head, often = x[:len(now)], f[now]

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 3e2b3d6548276eee
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 5b673ef7abee56a6
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1498,7 +1498,9 @@ class Block:
 
     def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, last_n=None):
         "Queries [B, last_n, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q, k, v = self.linear(last_positions(n, last_n), w.q, 0), self.linear(n, w.k, 1), self.linear(n, w.v, 2)
+        q = self.linear(last_positions(n, last_n), w.q, 0)
+        k = self.linear(n, w.k, 1)
+        v = self.linear(n, w.v, 2)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
@@ -2031,12 +2033,15 @@ def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
 class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
-    `group` is their process group (None: that of all ranks), `long_timeout_group` one whose collectives may wait for
-    minutes; `node` of `nodes` is this machine, 0 that of rank 0, and `local` the rank's place on it.
+    `group` is their process group (None: that of all ranks), `long_timeout_group` one whose collectives
+    may wait for minutes; `node` of `nodes` is this machine, 0 that of rank 0; `local` is the rank's place
+    on it.
     """
 
-    def __init__(self, rank=0, world=1, device="cpu", long_timeout_group=None, group=None, local=None, node=0, nodes=1):
-        self.rank, self.world, self.device, self.long_timeout_group = rank, world, torch.device(device), long_timeout_group
+    def __init__(self, rank=0, world=1, device="cpu", long_timeout_group=None, group=None, local=None, node=0,
+                 nodes=1):
+        self.rank, self.world, self.device = rank, world, torch.device(device)
+        self.long_timeout_group = long_timeout_group
         self.group, self.local = group, rank if local is None else local
         self.node, self.nodes, self.is_rank0 = node, nodes, rank == 0
 
@@ -2132,7 +2137,8 @@ class ShardedBank:
         shard = replica.detach()[self.slots.start:self.slots.stop]
         self.fp32_shard = shard.to(torch.promote_types(replica.dtype, torch.float32), copy=True)
         self.grad, self.rounded = torch.zeros_like(shard), torch.zeros_like(shard)
-        scales = torch.tensor(spec.row_scales()[self.slots.start:self.slots.stop], dtype=self.fp32_shard.dtype)
+        scales = spec.row_scales()[self.slots.start:self.slots.stop]
+        scales = torch.tensor(scales, dtype=self.fp32_shard.dtype)
         self.shape_lr_scale = scales.unsqueeze(-1).to(replica.device)
         self.sum = self.handle = None
         self.state = rule.state(self)
@@ -2171,7 +2177,8 @@ class StepScalars:
     """The numbers that every rule reads in a step, as tensors on the GPU.
 
     0-dim: `lr_schedule` scales the learning rates, `momentum`, `clip_coef`, `count` of the steps taken,
-    and `grads_finite`, False when the step is skipped. `extra` [n]: what the small rule added to the control vector.
+    and `grads_finite`, False when the step is skipped. `extra` [n]: what the small rule added to the
+    control vector.
     """
 
     def __init__(self, extra: Tensor, dtype: torch.dtype):
@@ -2531,7 +2538,8 @@ class Engine:
         "Count the step and update every flat group, whose gradients are sums over the ranks."
         self.scalars.count += self.scalars.grads_finite
         for g in self.groups:
-            self.small_rule.update(g, g.grad.to(g.full) * (self.scalars.clip_coef / self.ranks.world), self.scalars)
+            grad = g.grad.to(g.full) * (self.scalars.clip_coef / self.ranks.world)
+            self.small_rule.update(g, grad, self.scalars)
 
     def tensors(self) -> list:
         "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
@@ -2563,7 +2571,8 @@ class Engine:
 
     def state(self) -> list:
         "Every tensor that a step changes on this rank (parameters follow from the masters)."
-        return [t for part in self.parts for t in (part.fp32_shard, *part.state.values())] + [self.scalars.count]
+        tensors = [t for part in self.parts for t in (part.fp32_shard, *part.state.values())]
+        return [*tensors, self.scalars.count]
 
     def restore(self, saved: list):
         "Back to a copy of `state()`, and publish."
@@ -2582,7 +2591,8 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         rates |= dict.fromkeys(roles.get(role, {}), rule.rates(role))
     for dtype in sorted({p.dtype for p in params.values()}, key=lambda d: -d.itemsize):
         some = {k: p for k, p in params.items() if p.dtype == dtype}
-        made.append(FlatGroup(some, rates, rule, tail=0 if made else len(CONTROL_SCALARS) + rule.extra_scalars))
+        tail = 0 if made else len(CONTROL_SCALARS) + rule.extra_scalars
+        made.append(FlatGroup(some, rates, rule, tail=tail))
     return made
 
 
@@ -3438,7 +3448,8 @@ def std_scale(w: Tensor, k: float) -> Tensor:
 def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
 
-    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the standard deviation; 0: GPTQ-lite.
+    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the deviation
+    of the weights, see `std_scale`; 0: GPTQ-lite.
     Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
     """
     if w.ndim != 2 or not torch.isfinite(w).all():

@@ -214,7 +214,7 @@ def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=
 @pytest.mark.parametrize("clip, accum, runs", [(ClipEach, 1, 1), (ClipMean, 1, 1), (ClipEach, 2, 1), (ClipMean, 2, 1), (ClipEach, 2, 2)])
 def test_a_recorded_backward_trains_as_the_plain_one(clip, accum, runs, monkeypatch):
     "Gradients stand at fixed places and the engine takes them away after each: nothing may be lost, kept or counted twice; an engine that moves the parameters asks for a new recording."
-    monkeypatch.setattr("golfnb.train.Recorded", Replayed)
+    monkeypatch.setattr("golfnb.train.CudaGraphed", Replayed)
     MADE.clear()
     losses, masters, _ = stepped(recorded, clip, accum, runs=runs)
     plain, others, _ = stepped(plain_backward, clip, accum)
