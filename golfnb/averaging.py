@@ -33,10 +33,6 @@ class NoAverage:
         "Copies, in at least fp32, of the weights to export."
         return wide_copy(self.newest)
 
-    def share_of_initial_weights(self, steps: float) -> float:
-        "How much of the exported weights will be initial weights after `steps`: ratio."
-        return 0.0
-
     def state(self) -> dict[str, list[Tensor]]:
         "Name -> live tensors that a checkpoint must keep."
         return {}
@@ -64,10 +60,6 @@ class Ema(NoAverage):
     def weights(self) -> list[Tensor]:
         "Copies of the average."
         return wide_copy(self.tensors)
-
-    def share_of_initial_weights(self, steps: float) -> float:
-        "What the decay leaves of them."
-        return self.decay ** steps
 
     def state(self) -> dict[str, list[Tensor]]:
         "The average itself."
@@ -142,10 +134,6 @@ class EmaAndSwa(NoAverage):
         if self.swa.is_empty():
             return self.ema.weights()
         return [torch.lerp(a, b, 0.5) for a, b in zip(self.ema.tensors, self.swa.tensors)]
-
-    def share_of_initial_weights(self, steps: float) -> float:
-        "Half of the EMA's."
-        return self.ema.share_of_initial_weights(steps) / 2
 
     def state(self) -> dict[str, list[Tensor]]:
         "That of both."

@@ -30,7 +30,7 @@ from .loader import Loader, batch_problems, grad_accum
 from .model import ComputeSettings, Golf, load_named, named_state, saved_settings
 from .parallel_muon import Engine, Ranks, start_ranks, stop_ranks
 from .evaluate import plain_loss, sliding_loss
-from .train import (EmaAdvice, RunLog, StepGraph, Trainer, backward_pass, check_score, compiled,
+from .train import (RunLog, StepGraph, Trainer, backward_pass, check_score, compiled,
                           rehearse, train, training_loss, undone)
 from .quantize import NothingFits, Nearest, calibrate, calibration_batches, fit_state
 from .artifact import Plain, ledger_rows, open_own, pack_bytes, save_artifact, save_weights
@@ -341,7 +341,7 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
         with run.phase("compiling"), undone(p.engine, batches):
             rehearse(trainer(now=lambda: 0.0), partial(step, p), run.log)
         with run.phase("training"):
-            t = train(trainer(log=run.log), partial(step, p), validate, [EmaAdvice(), *run.extras])
+            t = train(trainer(log=run.log), partial(step, p), validate, run.extras)
     run.trained(t)
     with run.phase("packing"):
         remark = t.average.remark()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LATE_STEPS', 'TrainSettings', 'momentum_schedule', 'lr_schedule', 'LateReader', 'training_loss', 'compiled',
            'backward_pass', 'micro_batches', 'StepGraph', 'RunLog', 'GridProjector', 'Trainer', 'Extra', 'train',
-           'EmaAdvice', 'undone', 'rehearse']
+           'undone', 'rehearse']
 
 # %% ../nbs/story/08b_train.ipynb #11bd76f1
 import json
@@ -438,10 +438,10 @@ class Extra:
 
 
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
-          extras: Sequence[Extra] = ()) -> Trainer:
+          extras: Sequence = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
 
-    `validate()` gives nats a token and bits per byte; `extras` are called around the steps.
+    `validate()` gives nats a token and bits per byte; `extras`, each as `Extra`, are called around the steps.
     """
     for extra in extras:
         extra.before_training(t)
@@ -458,25 +458,6 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
         t.validate(validate)
     t.finish()
     return t
-
-# %% ../nbs/story/08b_train.ipynb #86870aad
-class EmaAdvice(Extra):
-    "Says once, when the number of steps is known, if the average will keep much of its start."
-
-    def __init__(self):
-        self.done = False
-
-    def after_step(self, t: Trainer):
-        "Look at the average once; a line of the log if over a tenth of it will be initial weights."
-        if self.done or t.starts[-1] < t.settings.train_cap_ms / 20:
-            return
-        self.done = True
-        expected = t.expected_steps()
-        share = t.average.share_of_initial_weights(expected)
-        if share > 0.1:
-            better = max(0.0, 1 - 5 / expected)
-            t.log.line(f"note: after {expected:.0f} steps {share:.0%} of the average is initial "
-                       f"weights; set EMA_DECAY={better:.3g}, or train longer")
 
 # %% ../nbs/story/08b_train.ipynb #fe963e56
 @contextmanager

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 5b673ef7abee56a6
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 92ffaa37985f3540
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -226,61 +226,31 @@ def finite(summary: dict) -> dict:
 
 
 # ---- golfnb/shards.py ----
-class WholeFile:
-    """A file that gets its name only when it is closed; on any error before that, nothing is left of it.
-
-    Use it in a `with`. Makes missing directories. Raises GolfError if it cannot write, as on a full disk.
-    """
-
-    def __init__(self, path: str | Path):
-        self.path, self.file = Path(path), None
-        self.temp = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-        with self.attempt():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.temp, "wb", buffering=2**20)
-
-    def write(self, data: bytes) -> None:
-        "Append bytes."
-        with self.attempt():
-            self.file.write(data)
-
-    def close(self) -> None:
-        "Force the bytes to disk and rename the file."
-        with self.attempt():
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            os.replace(self.temp, self.path)
-
-    def __enter__(self) -> "WholeFile": return self
-    def __exit__(self, kind, *_) -> None: self.abort() if kind else self.close()
-
-    @contextmanager
-    def attempt(self):
-        "Runs a step; if it fails, deletes the temporary file and turns a disk error into a GolfError."
-        try:
-            yield
-        except BaseException as error:
-            self.abort()
-            if not isinstance(error, OSError):
-                raise
-            free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else 0
-            raise GolfError(f"cannot write {self.path} ({error.strerror}; {free:,} bytes free on its disk): "
-                            "free some space or write elsewhere") from error
-
-    def abort(self) -> None:
-        "Delete the temporary file; does nothing once the file has its name."
-        with suppress(OSError):  # what is still in the buffer would not fit either
-            if self.file:
-                self.file.close()
-        with suppress(OSError):
-            self.temp.unlink(missing_ok=True)
+def cannot_write(path: Path, error: OSError) -> GolfError:
+    "What to raise where a file cannot be written."
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+    return GolfError(f"cannot write {path} ({error.strerror}; {free:,} bytes free on its disk): "
+                     "free some space or write elsewhere")
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
     "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
-    with WholeFile(path) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+    path = Path(path)
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    if isinstance(data, str):
+        data = data.encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temp, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)  # it is there only if something failed
 
 
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
@@ -1955,10 +1925,6 @@ class NoAverage:
         "Copies, in at least fp32, of the weights to export."
         return wide_copy(self.newest)
 
-    def share_of_initial_weights(self, steps: float) -> float:
-        "How much of the exported weights will be initial weights after `steps`: ratio."
-        return 0.0
-
     def state(self) -> dict[str, list[Tensor]]:
         "Name -> live tensors that a checkpoint must keep."
         return {}
@@ -1986,10 +1952,6 @@ class Ema(NoAverage):
     def weights(self) -> list[Tensor]:
         "Copies of the average."
         return wide_copy(self.tensors)
-
-    def share_of_initial_weights(self, steps: float) -> float:
-        "What the decay leaves of them."
-        return self.decay ** steps
 
     def state(self) -> dict[str, list[Tensor]]:
         "The average itself."
@@ -3325,34 +3287,11 @@ def check_score(what: str, loss: float):
         raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
 
 
-class Extra:
-    "What hangs on a run and watches it. Derive from it, and override what you need."
-
-    def before_training(self, t: Trainer):
-        "The trainer stands at step 0."
-
-    def after_step(self, t: Trainer):
-        "A step has been launched; its loss is not known yet."
-
-    def after_training(self, t: Trainer):
-        "The last step has been launched."
-
-    def note(self, stage: str):
-        "A stage of the run has come to its end."
-
-    def result(self, stage: str):
-        "What a stage gave in an earlier life of the run, on every rank; None if it did not come to its end."
-        return None
-
-    def close(self):
-        "The run has come to its end."
-
-
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
-          extras: Sequence[Extra] = ()) -> Trainer:
+          extras: Sequence = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
 
-    `validate()` gives nats a token and bits per byte; `extras` are called around the steps.
+    `validate()` gives nats a token and bits per byte; `extras`, each as `Extra`, are called around the steps.
     """
     for extra in extras:
         extra.before_training(t)
@@ -3369,25 +3308,6 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
         t.validate(validate)
     t.finish()
     return t
-
-
-class EmaAdvice(Extra):
-    "Says once, when the number of steps is known, if the average will keep much of its start."
-
-    def __init__(self):
-        self.done = False
-
-    def after_step(self, t: Trainer):
-        "Look at the average once; a line of the log if over a tenth of it will be initial weights."
-        if self.done or t.starts[-1] < t.settings.train_cap_ms / 20:
-            return
-        self.done = True
-        expected = t.expected_steps()
-        share = t.average.share_of_initial_weights(expected)
-        if share > 0.1:
-            better = max(0.0, 1 - 5 / expected)
-            t.log.line(f"note: after {expected:.0f} steps {share:.0%} of the average is initial "
-                       f"weights; set EMA_DECAY={better:.3g}, or train longer")
 
 
 @contextmanager
@@ -4194,7 +4114,7 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
         with run.phase("compiling"), undone(p.engine, batches):
             rehearse(trainer(now=lambda: 0.0), partial(step, p), run.log)
         with run.phase("training"):
-            t = train(trainer(log=run.log), partial(step, p), validate, [EmaAdvice(), *run.extras])
+            t = train(trainer(log=run.log), partial(step, p), validate, run.extras)
     run.trained(t)
     with run.phase("packing"):
         remark = t.average.remark()

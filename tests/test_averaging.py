@@ -5,6 +5,7 @@ import torch
 from golfnb.averaging import AveragingSettings, Ema, EmaAndSwa, NoAverage, Swa
 from golfnb.settings import GolfError
 from golfnb.studies.variants import AVERAGES
+from golfnb.tools.guard import share_of_initial_weights
 
 
 def path(steps=12, dtype=torch.float64, seed=0):
@@ -85,7 +86,7 @@ def test_the_four_averages_of_one_path():
         for mode, wanted in {"none": last, "ema": ema.tensors[i], "swa": swa, "ema+swa": (ema.tensors[i] + swa) / 2}.items():
             assert torch.allclose(found[mode][i], wanted, atol=1e-14), mode
     assert [average.remark() for average in made.values()] == [""] * 4
-    shares = {mode: average.share_of_initial_weights(10) for mode, average in made.items()}
+    shares = {mode: share_of_initial_weights(average.state(), 0.9, 10) for mode, average in made.items()}
     assert shares == {"ema": 0.9 ** 10, "swa": 0.0, "ema+swa": 0.9 ** 10 / 2, "none": 0.0}
     assert {mode: [*average.state()] for mode, average in made.items()} == {"ema": ["ema"], "swa": ["swa", "snapshots"], "ema+swa": ["ema", "swa", "snapshots"], "none": []}
 

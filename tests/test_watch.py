@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 from score_workers import DOCS, golf_on, random_state, random_table, texts
-from tiny import TINY, golfnb, one_sentence, run_quietly, settings_for, tiny_data
+from tiny import TINY, golfnb, one_sentence, settings_for, tiny_data
 from workers import Batches, Clock, machine, settings, trained
 
 from golfnb import evaluate, quantize, train, ttt
 from golfnb.tools import watch
+from golfnb.tools.checkpoint import open_kept
+from golfnb.tools.guard import EmaAdvice
 from golfnb.adapters import score_documents
 from golfnb.parallel_muon import Ranks
 from golfnb.recipes import demo
@@ -50,6 +52,11 @@ def data(tmp_path_factory):
     return tiny_data(tmp_path_factory.mktemp("data"))
 
 
+def guarded_run(env: dict[str, str]):
+    "A whole run of demo, as `golfnb train` runs it, but without checkpoints."
+    demo.main(open_kept(demo, {**env, "CHECKPOINT_EVERY_S": "0"}, Ranks(), quiet=True))
+
+
 @pytest.fixture(scope="module")
 def slow_run(data, tmp_path_factory):
     "A run whose every part takes long by its log's clock: when it wrote its lines, and its folder."
@@ -59,7 +66,7 @@ def slow_run(data, tmp_path_factory):
     patch.setattr(train.RunLog, "line", lambda log, text: (log.files and spoken.append((clock.t, text)), real(log, text)))
     for module, name, seconds in ((demo, "micro_batches", 12), (evaluate, "token_nll", 9), (quantize, "best_clip", 1.5), (ttt, "adapt_steps", 3)):
         patch.setattr(module, name, clock.slowly(getattr(module, name), seconds))
-    run_quietly(demo, {**TINY, **data, "EMA_DECAY": "0.997", "ITERATIONS": "6", "WARMUP_STEPS": "4", "VAL_BATCH_SIZE": "16384", "RUNS_DIR": str(folder), "RUN_ID": "slow"})
+    guarded_run({**TINY, **data, "EMA_DECAY": "0.997", "ITERATIONS": "6", "WARMUP_STEPS": "4", "VAL_BATCH_SIZE": "16384", "RUNS_DIR": str(folder), "RUN_ID": "slow"})
     patch.undo()
     return spoken, folder / "slow"
 
@@ -103,7 +110,7 @@ def test_what_the_average_will_hold_is_said_before(slow_run):
         (cfg, model, engine), said = machine(env, Ranks()), []
         log = train.RunLog(quiet=True)
         log.line = said.append
-        done = trained(cfg, train.training_loss(model, model.cap), Batches(cfg, Ranks(), 8), engine, log=log, now=Clock(0.001), extras=[train.EmaAdvice()])
+        done = trained(cfg, train.training_loss(model, model.cap), Batches(cfg, Ranks(), 8), engine, log=log, now=Clock(0.001), extras=[EmaAdvice()])
         told = [int(n) for n in re.findall(r"note: after (\d+) steps", "\n".join(said))]
         assert len(told) == times and told == [pytest.approx(done.steps, rel=0.5)] * times, (told, done.steps)
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
-from .guard import guarded_rank, preflight, survive_full_disks
+from .guard import EmaAdvice, guarded_rank, preflight, survive_full_disks
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Ranks
@@ -549,6 +549,7 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
     folder = open_folder(s, ranks, resume) if every_s else None
     run = open_run(s, ranks, code, folder, quiet)
     survive_full_disks(run)
+    run.extras.append(EmaAdvice())
     run.program_sha256 = getattr(program, "PROGRAM_SHA256", "")
     if not every_s:
         return run
