@@ -35,7 +35,8 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "programs": "golfnb.tools.programs"}
+NEW = {name: f"golfnb.tools.{name}" for name in ("guard", "programs")}  # they never had another name
+TOOLS = MOVED | NEW
 
 
 class Chapters:
