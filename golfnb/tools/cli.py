@@ -35,7 +35,7 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "programs": "golfnb.tools.programs"}
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs"}
 
 
 class Chapters:
