@@ -272,6 +272,11 @@ def test_help_imports_nothing_heavy(tmp_path):
         told_without("torch", tmp_path, "bench", "--help")
 
 
+def test_every_chapter_that_a_command_asks_for_is_there():
+    asked = {node.attr for node in ast.walk(ast.parse(Path(cli.__file__).read_text())) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "book"}
+    assert "guard" in asked and all(getattr(cli.book, name).__name__.startswith("golfnb") for name in asked)
+
+
 def test_help_lists_every_command_once(tmp_path):
     done = golfnb("--help", cwd=tmp_path)
     for command in COMMANDS:

@@ -35,8 +35,7 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-NEW = {name: f"golfnb.tools.{name}" for name in ("guard", "programs")}  # they never had another name
-TOOLS = MOVED | NEW
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs"}
 
 
 class Chapters:
