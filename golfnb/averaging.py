@@ -102,7 +102,9 @@ class Swa(NoAverage):
 
     def weights(self) -> list[Tensor]:
         "Copies of the mean, or of the last weights if no snapshot was taken; waits for the GPU."
-        return wide_copy(self.newest if self.is_empty() else self.tensors)
+        if self.is_empty():
+            return wide_copy(self.newest)
+        return wide_copy(self.tensors)
 
     def state(self) -> dict[str, list[Tensor]]:
         "The mean, and of how many."

@@ -21,4 +21,7 @@ def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
 def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     "Views [rows, cols] of all matrices by name, in layout order; gradients flow back into the banks."
     views = (v for b in layout.banks for v in b.views(banks[b.name]))
-    return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
+    named = {}
+    for (_, _, matrix), stored in zip(layout, views, strict=True):
+        named[matrix.name] = stored.T if matrix.transposed else stored
+    return named

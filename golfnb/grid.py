@@ -31,7 +31,8 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
 # %% ../nbs/story/10_grid.ipynb #59515daf
 def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
     "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
-    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
+    least = 1.0 / qmax if floor else FP16_TINY
+    scale = (clip / qmax).clamp(least, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 
@@ -75,7 +76,8 @@ def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
-    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
+    least = 1.0 / 127 if floor else FP16_TINY
+    scale = (clip / 127).clamp(least, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 

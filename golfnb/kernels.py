@@ -36,7 +36,9 @@ HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
 def usable_kernels(device: str | torch.device, dtype: torch.dtype, wanted=KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
     cuda = triton is not None and torch.device(device).type == "cuda"
-    return frozenset(wanted if cuda and dtype in (torch.bfloat16, torch.float16) else ())
+    if cuda and dtype in (torch.bfloat16, torch.float16):
+        return frozenset(wanted)
+    return frozenset()
 
 
 @functools.cache
@@ -302,7 +304,8 @@ def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: b
     count, half = triton.cdiv(M, BM) * triton.cdiv(N, BN), [BM, BN // 2]
     if waves and a.is_cuda:
         count = min(count, waves * torch.cuda.get_device_properties(a.device).multi_processor_count)
-    parts = (a, [BM, BK]), (b, [BK, BN] if backward else [BN, BK]), (z, half), (out, half)
+    b_block = [BK, BN] if backward else [BN, BK]
+    parts = (a, [BM, BK]), (b, b_block), (z, half), (out, half)
     jitted(mlp_product_kernel)[(count,)](
         *(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward,
         SAVE=save, FLAT=bool(flat), BM=BM, BN=BN, BK=BK, num_warps=num_warps, num_stages=num_stages)
@@ -310,9 +313,11 @@ def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: b
 # %% ../nbs/story/09_kernels.ipynb #2768f5b0
 @kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save, int[] tiles) -> (Tensor, Tensor)")
 def mlp_up_op(launch, n, up, slope, save, tiles):
-    h, z = n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
+    h = n.new_empty(n.shape[0], up.shape[0])
+    z = torch.empty_like(h) if save else n.new_empty(0, up.shape[0])
     if launch:
-        mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, tiles, False, save)
+        stored = z if save else h  # where nothing is saved, the kernel does not write there
+        mlp_launch(n.contiguous(), up.contiguous(), stored, h, slope, tiles, False, save)
     return h, z
 
 

@@ -234,14 +234,14 @@ class CoprimeSampler(WindowSampler):
 
     def place(self) -> dict:
         "Steps, random generator and the walk over each shard."
-        cursors = [astuple(cursor) if cursor else None for cursor in self.cursors]
+        cursors = [cursor and astuple(cursor) for cursor in self.cursors]
         return {"steps": self.steps, "rng": self.rng.bit_generator.state, "cursors": cursors}
 
     def go_to(self, place: dict) -> None:
         "Take them up."
         self.steps = int(place["steps"])
         self.rng.bit_generator.state = place["rng"]
-        self.cursors = [Cursor(*cursor) if cursor else None for cursor in place["cursors"]]
+        self.cursors = [cursor and Cursor(*cursor) for cursor in place["cursors"]]
 
     def next_block(self, shard: int) -> int:
         "The token at which a shard's next block begins; an exhausted shard begins a new pass."

@@ -40,7 +40,7 @@ def rans_frequencies(counts: np.ndarray) -> np.ndarray:
     counts = counts if counts.any() else np.eye(1, 256, dtype=np.int64)[0]
     f = np.maximum(counts * 2**RANS_BITS // counts.sum(), counts > 0)
     while rest := 2**RANS_BITS - int(f.sum()):
-        f[f.argmax()] += 1 if rest > 0 else -1
+        f[f.argmax()] += np.sign(rest)
     return f.astype(np.uint32)
 
 # %% ../nbs/story/11_rans.ipynb #a2ccfdae

@@ -76,8 +76,14 @@ class WholeFile:
             self.file.close()
             os.replace(self.temp, self.path)
 
-    def __enter__(self) -> "WholeFile": return self
-    def __exit__(self, kind, *_) -> None: self.abort() if kind else self.close()
+    def __enter__(self) -> "WholeFile":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind:
+            self.abort()
+        else:
+            self.close()
 
     @contextmanager
     def attempt(self):

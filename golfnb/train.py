@@ -159,11 +159,14 @@ class StepGraph:
         if places != self.places:
             self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
             self.graphed = CudaGraphed(self.differentiate, ids.device)
-        earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of other micro-batches
+        earlier = {}  # copies, by parameter: of other micro-batches
+        for p in self.params:
+            if p.grad is not None:
+                earlier[p] = p.grad.clone()
         self.ids.copy_(ids), self.targets.copy_(targets)
         self.graphed()
-        for p, grad, sofar in zip(self.params, self.grads, earlier):
-            p.grad = grad if sofar is None else sofar.add_(grad)
+        for p, grad in zip(self.params, self.grads, strict=True):
+            p.grad = earlier[p].add_(grad) if p in earlier else grad
         return self.loss.clone()
 
 # %% ../nbs/story/08b_train.ipynb #8c815e23
@@ -235,14 +238,17 @@ class GridProjector:
     def __init__(self, engine: Engine, floor: bool):
         self.floor, self.runs = floor, {}
         for name, bank in engine.banks.items():
-            self.runs[name], end = [], 0
+            self.runs[name] = []
+            end = 0
             kinds = [m and (m.quant, m.transposed) for m in bank.spec.slots(bank.ranks.rank)]
             for kind, run in groupby(kinds):
                 start, end = end, end + len(list(run))
-                if kind and kind[0] == "int6":
-                    w = bank.fp32_shard[start:end]
-                    ratio = clip_ratio(w.mT if kind[1] else w, floor=floor)
-                    self.runs[name].append((start, end, kind[1], ratio))
+                if kind is None or kind[0] != "int6":
+                    continue
+                flip = kind[1]
+                w = bank.fp32_shard[start:end]
+                rows = w.mT if flip else w
+                self.runs[name].append((start, end, flip, clip_ratio(rows, floor=floor)))
 
     def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
         "A copy of bank `name`'s shard `master [n, r, c]` with every int6 matrix on its grid."

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 92ffaa37985f3540
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 4a951ff41508b33e
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -786,7 +786,10 @@ def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
 def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     "Views [rows, cols] of all matrices by name, in layout order; gradients flow back into the banks."
     views = (v for b in layout.banks for v in b.views(banks[b.name]))
-    return {m.name: v.T if m.transposed else v for (_, _, m), v in zip(layout, views)}
+    named = {}
+    for (_, _, matrix), stored in zip(layout, views, strict=True):
+        named[matrix.name] = stored.T if matrix.transposed else stored
+    return named
 
 
 # ---- golfnb/layers.py ----
@@ -1015,7 +1018,9 @@ HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
 def usable_kernels(device: str | torch.device, dtype: torch.dtype, wanted=KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
     cuda = triton is not None and torch.device(device).type == "cuda"
-    return frozenset(wanted if cuda and dtype in (torch.bfloat16, torch.float16) else ())
+    if cuda and dtype in (torch.bfloat16, torch.float16):
+        return frozenset(wanted)
+    return frozenset()
 
 
 @functools.cache
@@ -1281,7 +1286,8 @@ def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: b
     count, half = triton.cdiv(M, BM) * triton.cdiv(N, BN), [BM, BN // 2]
     if waves and a.is_cuda:
         count = min(count, waves * torch.cuda.get_device_properties(a.device).multi_processor_count)
-    parts = (a, [BM, BK]), (b, [BK, BN] if backward else [BN, BK]), (z, half), (out, half)
+    b_block = [BK, BN] if backward else [BN, BK]
+    parts = (a, [BM, BK]), (b, b_block), (z, half), (out, half)
     jitted(mlp_product_kernel)[(count,)](
         *(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward,
         SAVE=save, FLAT=bool(flat), BM=BM, BN=BN, BK=BK, num_warps=num_warps, num_stages=num_stages)
@@ -1289,9 +1295,11 @@ def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: b
 
 @kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save, int[] tiles) -> (Tensor, Tensor)")
 def mlp_up_op(launch, n, up, slope, save, tiles):
-    h, z = n.new_empty(n.shape[0], up.shape[0]), n.new_empty(n.shape[0] if save else 0, up.shape[0])
+    h = n.new_empty(n.shape[0], up.shape[0])
+    z = torch.empty_like(h) if save else n.new_empty(0, up.shape[0])
     if launch:
-        mlp_launch(n.contiguous(), up.contiguous(), z if save else h, h, slope, tiles, False, save)
+        stored = z if save else h  # where nothing is saved, the kernel does not write there
+        mlp_launch(n.contiguous(), up.contiguous(), stored, h, slope, tiles, False, save)
     return h, z
 
 
@@ -2884,7 +2892,8 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
 
 def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
     "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
-    scale = (clip / qmax).clamp(1.0 / qmax if floor else FP16_TINY, FP16_HUGE)
+    least = 1.0 / qmax if floor else FP16_TINY
+    scale = (clip / qmax).clamp(least, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 
@@ -2928,7 +2937,8 @@ def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
-    scale = (clip / 127).clamp(1.0 / 127 if floor else FP16_TINY, FP16_HUGE)
+    least = 1.0 / 127 if floor else FP16_TINY
+    scale = (clip / 127).clamp(least, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
@@ -3059,11 +3069,14 @@ class StepGraph:
         if places != self.places:
             self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
             self.graphed = CudaGraphed(self.differentiate, ids.device)
-        earlier = [None if p.grad is None else p.grad.clone() for p in self.params]  # of other micro-batches
+        earlier = {}  # copies, by parameter: of other micro-batches
+        for p in self.params:
+            if p.grad is not None:
+                earlier[p] = p.grad.clone()
         self.ids.copy_(ids), self.targets.copy_(targets)
         self.graphed()
-        for p, grad, sofar in zip(self.params, self.grads, earlier):
-            p.grad = grad if sofar is None else sofar.add_(grad)
+        for p, grad in zip(self.params, self.grads, strict=True):
+            p.grad = earlier[p].add_(grad) if p in earlier else grad
         return self.loss.clone()
 
 
