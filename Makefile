@@ -4,7 +4,7 @@
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
 # make book-check  every page of it in a headless Chromium, on desktop and phone, light and dark
-# make export  nbdev_clean, nbdev_export, whole classes, golfnb script, nbdev_readme: golfnb/*.py, the script and README.md from the notebooks
+# make export  nbdev_clean, nbdev_export, tests/exported.py, golfnb script, nbdev_readme: golfnb/*.py, the script and README.md from the notebooks
 
 SHELL := /bin/bash
 BIN := .venv/bin

@@ -1,6 +1,27 @@
 """Train the best language model that fits into 16,000,000 bytes. The names below come from the chapters, loaded when first used."""
 __version__ = "0.1.0"
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors, which do not follow _HOME
+    from .any_model import ParallelMuon as ParallelMuon
+    from .artifact import load_model as load_model
+    from .artifact import save_artifact as save_artifact
+    from .bpb import bits_per_byte as bits_per_byte
+    from .bpb import byte_table as byte_table
+    from .bpb import load_tokenizer as load_tokenizer
+    from .loader import Loader as Loader
+    from .model import Golf as Golf
+    from .newton_schulz import polar_express as polar_express
+    from .newton_schulz import quintic as quintic
+    from .parallel_muon import start_ranks as start_ranks
+    from .parallel_muon import stop_ranks as stop_ranks
+    from .settings import GolfError as GolfError
+    from .shards import open_shard as open_shard
+    from .tools.programs import find_program as find_program
+    from .tools.programs import settings_of as settings_of
+    from .tools.sampling import generate as generate
+
 _HOME = {
     "ParallelMuon": "any_model", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
     "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",

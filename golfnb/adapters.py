@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bpb import ByteTable, target_bytes
-from .settings import GolfError, setting
-from .layers import rms_norm, token_nll
 from .evaluate import EvalSettings, counted, total_score
+from .layers import rms_norm, token_nll
 from .model import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
 from .parallel_muon import Ranks, CudaGraphed
 from .quantize import deal_jobs
+from .settings import GolfError, setting
 from .shards import BOS_ID
 from .train import RunLog, compiled
 from .ttt import Case, Ledger, Trial, audit_scorer, finding, log_score, steps_between_lines

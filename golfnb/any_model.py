@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['linear_weights', 'head_weight', 'hidden_matrices', 'module_layout', 'find_ranks', 'start_alike', 'PerParameterRule',
-           'ParallelMuon', 'check_numbers']
+           'ParallelMuon', 'check_numbers', 'check_parameter']
 
 # %% ../nbs/reference/17_any_model.ipynb #aa5f77f6
 import logging
@@ -17,10 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .banks import make_banks
-from .settings import GolfError
 from .layout import Layout, Matrix, group_matrices
-from .parallel_muon import (AdamW, ClipMean, Engine, FlatGroup, StepScalars, Muon, NoClip, Ranks,
-                                  ShardedBank, adamw_step)
+from .parallel_muon import (
+    AdamW,
+    ClipMean,
+    Engine,
+    FlatGroup,
+    StepScalars,
+    Muon,
+    NoClip,
+    Ranks,
+    ShardedBank,
+    adamw_step,
+)
+from .settings import GolfError
 
 # %% ../nbs/reference/17_any_model.ipynb #65a9b7ad
 def linear_weights(module: nn.Module) -> dict[str, bool]:
@@ -276,7 +286,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.grad_views, live = self.views(self.buffers), self.views({n: r.data for n, r in replicas.items()})
         for n, p in (self.banked | self.rest).items():
             view = live.get(n, p.data)
-            aligned = view.is_cpu or view.is_cuda and view.data_ptr() % 16 == 0
+            aligned = view.is_cpu or (view.is_cuda and view.data_ptr() % 16 == 0)
             p.data = torch.from_dlpack(view) if aligned else view
             if p.grad is not None and p.grad.dtype != p.dtype:
                 p.grad = None
@@ -385,14 +395,7 @@ class ParallelMuon(torch.optim.Optimizer):
             raise GolfError("ParallelMuon takes its parameters from the module it was made for: "
                             "make a new one after the module has changed")
         for name, p, holders, address in self.watched:
-            if p.data_ptr() != address:
-                raise GolfError(f"the storage of {name} has moved since ParallelMuon was made: "
-                                "convert the model first, and set values by p.copy_(...) or load_state_dict")
-            if any(m._parameters.get(attribute) is not p for m, attribute in holders):
-                raise GolfError(f"{name} is no longer the parameter ParallelMuon was made for (assign=True?): "
-                                "load values into it, or make ParallelMuon again")
-            if p.grad is not None and p.grad.is_sparse:
-                raise GolfError(f"the gradient of {name} is sparse: make the embedding with sparse=False")
+            check_parameter(name, p, holders, address)
         for name, p in self.idle:
             if p.requires_grad and p.grad is not None:
                 raise GolfError(f"{name} was frozen when ParallelMuon was made and has a gradient now: "
@@ -442,7 +445,7 @@ class ParallelMuon(torch.optim.Optimizer):
         for n, p in (self.banked | self.rest).items():
             state = states[n]
             needs = ("master", "momentum_buffer") if n in self.banked else ("exp_avg", "exp_avg_sq", "step")
-            missing = any(k not in state or k != "step" and state[k].shape != p.shape for k in needs)
+            missing = any(k not in state or (k != "step" and state[k].shape != p.shape) for k in needs)
             if missing and (state or p.requires_grad):
                 found = ", ".join(f"{k} {tuple(t.shape)}" for k, t in state.items()) or "nothing"
                 raise GolfError(f"the saved state does not fit: expected {', '.join(needs)} of {n}, {tuple(p.shape)}, "
@@ -470,3 +473,15 @@ def check_numbers(**numbers: float):
         ratio = name in ("momentum", "beta1", "beta2")
         if not 0 <= x < (1 if ratio else float("inf")):
             raise GolfError(f"ParallelMuon needs {name} from 0 {'to below 1' if ratio else 'up'}: found {x}")
+
+# %% ../nbs/reference/17_any_model.ipynb #302b4394
+def check_parameter(name: str, p: nn.Parameter, holders: list, address: int):
+    "GolfError if a parameter has left its place, or has a gradient that cannot be averaged here."
+    if p.data_ptr() != address:
+        raise GolfError(f"the storage of {name} has moved since ParallelMuon was made: "
+                        "convert the model first, and set values by p.copy_(...) or load_state_dict")
+    if any(m._parameters.get(attribute) is not p for m, attribute in holders):
+        raise GolfError(f"{name} is no longer the parameter ParallelMuon was made for (assign=True?): "
+                        "load values into it, or make ParallelMuon again")
+    if p.grad is not None and p.grad.is_sparse:
+        raise GolfError(f"the gradient of {name} is sparse: make the embedding with sparse=False")

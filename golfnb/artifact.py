@@ -18,18 +18,26 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from .bpb import tokenizer_hash
-from .settings import BaseSettings, GolfError, read_json, reading, setting
 from .model import Golf, ModelSettings, load_named, model_from_settings
-from .quantize import FLOATS, INT_MAX, KIND_DTYPES, Packed, dequantize_state, entropy_bits
-from .quantize import pack_plain, unpack_plain
+from .quantize import (
+    FLOATS,
+    INT_MAX,
+    KIND_DTYPES,
+    Packed,
+    dequantize_state,
+    entropy_bits,
+    pack_plain,
+    unpack_plain,
+)
 from .rans import rans_decode, rans_encode
+from .settings import BaseSettings, GolfError, read_json, reading, setting
 from .shards import atomic_write
 
 # %% ../nbs/story/11b_artifact.ipynb #7fc8e696

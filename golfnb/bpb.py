@@ -19,7 +19,7 @@ import torch
 from .settings import GolfError
 
 # %% ../nbs/story/01_bpb.ipynb #06e8cbc2
-def bits_per_byte(nll_sum: float, byte_count: float) -> float:
+def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
     "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
     if byte_count <= 0:
         raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .bpb import ByteTable, bits_per_byte, target_bytes
-from .settings import BaseSettings, GolfError, setting
 from .layers import token_nll
 from .loader import grad_accum
 from .parallel_muon import Ranks
+from .settings import BaseSettings, GolfError, setting
 
 # %% ../nbs/story/12_evaluate.ipynb #e968f639
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:

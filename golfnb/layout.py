@@ -8,7 +8,7 @@ __all__ = ['SMALL_MATRIX', 'Matrix', 'BankSpec', 'Layout', 'group_matrices', 'La
 
 # %% ../nbs/story/05_layout.ipynb #ebe91579
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod, sqrt
 
 from .settings import BaseSettings, GolfError, setting

@@ -19,10 +19,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .banks import make_banks, unbank
-from .kernels import (KERNELS, MLP_DOWN_TILES, MLP_UP_TILES, fused_exclusive, fused_heads, fused_mlp,
-                            heads_fit, mlp_fit, usable_kernels)
-from .layers import (attend, bigram_rows, exclusive, mix_norm, qk_norm_rope_gain, ready_attention,
-                           rms_norm, rotary_tables, scaled_norm, smear, squared_leaky)
+from .kernels import (
+    KERNELS,
+    MLP_DOWN_TILES,
+    MLP_UP_TILES,
+    fused_exclusive,
+    fused_heads,
+    fused_mlp,
+    heads_fit,
+    mlp_fit,
+    usable_kernels,
+)
+from .layers import (
+    attend,
+    bigram_rows,
+    exclusive,
+    mix_norm,
+    qk_norm_rope_gain,
+    ready_attention,
+    rms_norm,
+    rotary_tables,
+    scaled_norm,
+    smear,
+    squared_leaky,
+)
 from .layout import SMALL_MATRIX, Layout, LayoutSettings, bank_per_shape, mlp_in_one_bank
 from .settings import BaseSettings, GolfError, setting, settings_from
 
@@ -54,7 +74,7 @@ class ModelSettings(LayoutSettings):
 
     def problems(self) -> Iterator[str]:
         "What makes the model impossible."
-        yield from super(ModelSettings, self).problems()
+        yield from super().problems()
         if self.vocab_size > 65_536:
             yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
                    f"found {self.vocab_size}: use a smaller tokenizer")

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .settings import GolfError
 from .kernels import check_runnable, jitted, tl, triton, usable_kernels
+from .settings import GolfError
 
 # %% ../nbs/story/04_newton_schulz.ipynb #308a1840
 def polar_factor(G: Tensor) -> Tensor:

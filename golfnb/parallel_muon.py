@@ -19,11 +19,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from .settings import BaseSettings, GolfError, setting
+
 from .kernels import check_runnable, jitted, tl, triton, usable_kernels
 from .layout import BankSpec, Layout
 from .newton_schulz import quintic
 from .plan import CommSchedule, check_comm_schedule, comm_schedule
+from .settings import BaseSettings, GolfError, setting
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #ad399378
 class Ranks:

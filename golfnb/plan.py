@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from .settings import GolfError
 from .layout import BankSpec, Layout
 from .newton_schulz import newton_schulz_flops
+from .settings import GolfError
 
 # %% ../nbs/story/07_plan.ipynb #d53d54a9
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MachineModel:
     update: dict = field(default_factory=dict)
     memory_gbps: float = 0.0
     prepare_us: float = 0.0
-    between: tuple[float, float] = ()
+    between: tuple[float, ...] = ()
 
 # %% ../nbs/story/07_plan.ipynb #1130552b
 def read_machine_model(path: Path | str) -> MachineModel:
@@ -109,6 +109,27 @@ class Event:
     start_us: float
     end_us: float
 
+# %% ../nbs/story/07_plan.ipynb #a67b9987
+def prepared_us(layout: Layout, links: MachineModel, clip: str, stacked: bool) -> float:
+    "When the first gradient can be sent, after stacking and local clipping."
+    passes = 0
+    prepare_us = 0.0
+    if clip == "local":
+        passes += 5  # copy 2, norm 1, scale 2
+        prepare_us = links.prepare_us
+    if stacked:
+        passes += 2
+    if not links.memory_gbps:
+        return prepare_us
+    copied = passes * 2 * sum(b.numel for b in layout.banks)
+    return copied / (links.memory_gbps * 1e3) + prepare_us
+
+
+def check_hosts(links: MachineModel, nodes: int):
+    "Raise GolfError for several nodes on links that do not say what goes between them."
+    if nodes > 1 and not links.between:
+        raise GolfError("these links do not say what goes between nodes: set between=(latency_us, gbps)")
+
 # %% ../nbs/story/07_plan.ipynb #a67b9988
 def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes=0, clip="local",
             stacked=False, nodes: int = 1, two_level: bool = False) -> list:
@@ -120,13 +141,9 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
     for several nodes on links that do not say what goes between them.
     """
     check_comm_schedule(plan, layout)
-    if nodes > 1 and not links.between:
-        raise GolfError("these links do not say what goes between nodes: set between=(latency_us, gbps)")
+    check_hosts(links, nodes)
     events, free, arrived = [], {"net": 0.0, "gpu": 0.0}, {}
-    passes = 5 * (clip == "local") + 2 * stacked  # clipping: copy 2, norm 1, scale 2
-    copied = passes * 2 * sum(b.numel for b in layout.banks)
-    gate = copied / (links.memory_gbps * 1e3) if links.memory_gbps else 0.0
-    gate += links.prepare_us * (clip == "local")
+    gate = prepared_us(layout, links, clip, stacked)
 
     def place(name, stream, ready, us):
         start = max(ready, free[stream])

@@ -19,13 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .settings import BaseSettings, GolfError, setting
-from .grid import best_clip, dequantize_rows, quantize_int8, quantize_rows, row_scale
 from .evaluate import counted
-from .grid import CLIP_QUANTILES, row_clip
+from .grid import (
+    CLIP_QUANTILES,
+    best_clip,
+    dequantize_rows,
+    quantize_int8,
+    quantize_rows,
+    row_clip,
+    row_scale,
+)
 from .layout import SMALL_MATRIX
 from .model import BLOCK_MATRICES, Block, Golf, make_block, quant_kind
 from .parallel_muon import Ranks
+from .settings import BaseSettings, GolfError, setting
 
 # %% ../nbs/story/10b_quantize.ipynb #af0837fd
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from itertools import chain
+from typing import Any
 
 # %% ../nbs/reference/00_settings.ipynb #ccd27a71
 class GolfError(Exception):
@@ -44,8 +45,8 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
 }
 
 # %% ../nbs/reference/00_settings.ipynb #63fe3277
-def setting(default, meaning: str, *choices: str, bounds: str = "") -> Field:
-    """A dataclass field with its meaning and its bounds.
+def setting(default, meaning: str, *choices: str, bounds: str = "") -> Any:
+    """A dataclass field with its meaning and its bounds; any type, as that of `field`.
 
     `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds` is a key of BOUNDS.
     """

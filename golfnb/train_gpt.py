@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 4a951ff41508b33e
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d1a7c596bbbcbb56
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -40,13 +40,13 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod, sqrt
 from pathlib import Path
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 # ---- golfnb/settings.py ----
@@ -75,8 +75,8 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
 }
 
 
-def setting(default, meaning: str, *choices: str, bounds: str = "") -> Field:
-    """A dataclass field with its meaning and its bounds.
+def setting(default, meaning: str, *choices: str, bounds: str = "") -> Any:
+    """A dataclass field with its meaning and its bounds; any type, as that of `field`.
 
     `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds` is a key of BOUNDS.
     """
@@ -225,370 +225,87 @@ def finite(summary: dict) -> dict:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
 
 
-# ---- golfnb/shards.py ----
-def cannot_write(path: Path, error: OSError) -> GolfError:
-    "What to raise where a file cannot be written."
-    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-    return GolfError(f"cannot write {path} ({error.strerror}; {free:,} bytes free on its disk): "
-                     "free some space or write elsewhere")
+# ---- golfnb/bpb.py ----
+def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
+    "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
+    if byte_count <= 0:
+        raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
+    return float(nll_sum) / math.log(2) / float(byte_count)
 
 
-def atomic_write(path: str | Path, data: bytes | str) -> None:
-    "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
-    path = Path(path)
-    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    if isinstance(data, str):
-        data = data.encode()
+def tokenizer_bytes(path: str | Path) -> bytes:
+    "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temp, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, "
+                        "it is missing; set TOKENIZER_PATH, or fetch or train it") from None
     except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        with suppress(OSError):
-            temp.unlink(missing_ok=True)  # it is there only if something failed
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
+                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
 
 
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-HEADER_BYTES = 1024
-
-
-@contextmanager
-def shard_file(path: str | Path):
-    "An open shard and its number of tokens. Raises GolfError if it is missing, damaged or no shard."
+def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
+    "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
+    sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
     try:
-        with open(path, "rb", buffering=0) as file:
-            stat = os.fstat(file.fileno())
-            yield file, _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
-    except OSError as error:
-        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
+        sp.LoadFromSerializedProto(data)
+        sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
+    except (RuntimeError, ValueError) as error:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
+                        "damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
+    if (found := sp.get_piece_size()) != (vocab_size or found):
+        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
+                        f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
+    return sp
 
 
-def read_header(path: str | Path) -> int:
-    "The tokens in a shard. Raises GolfError as `shard_file` does."
-    with shard_file(path) as (_, tokens):
-        return tokens
-
-
-@lru_cache(maxsize=None)
-def _checked_header(path: str, size: int, mtime_ns: int) -> int:
-    "The tokens that the header of a file of this size and time promises."
-    magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-    wanted = HEADER_BYTES + 2 * max(tokens, 0)
-    for wrong, sentence in (
-        (size < HEADER_BYTES + 2, f"have a header of {HEADER_BYTES} bytes and at least one token, "
-                                  f"found {size} bytes: it is empty or cut off, build it again"),
-        (magic != SHARD_MAGIC, f"start with magic {SHARD_MAGIC}, found {magic}: it is no token shard"),
-        (version != SHARD_VERSION, f"be of version {SHARD_VERSION}, found {version}: build it again"),
-        (tokens < 1 or size != wanted, f"have {wanted:,} bytes for its {tokens:,} tokens, found {size:,}: "
-                                       "it is cut off or damaged, copy or build it again"),
-    ):
-        if wrong:
-            raise GolfError(f"shard {path} must {sentence}")
-    return tokens
-
-
-def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
-    """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
-
-    Raises GolfError as `shard_file` does, if the shard no longer has `expected` tokens, or if it ends early.
-    """
-    with shard_file(path) as (file, tokens):
-        if tokens != (expected or tokens):
-            raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
-                            f"found {tokens:,}: do not change shards in use")
-        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
-    if part.size < count:
-        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
-    return part
-
-
-def find_shards(pattern: str | Path) -> list[Path]:
-    "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError if there is none."
-    text = str(pattern)
-    found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
-    if not found:
-        raise GolfError(f"no shard matches {text}: expected at least one file, found none; "
-                        "check the directory (DATA_PATH) and the pattern")
-    return [Path(p) for p in found]
-
-
-def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
-    "The tokens of all matching shards, uint16 [n]. Raises GolfError unless all are below `vocab_size`."
-    parts = []
-    for path in find_shards(pattern):
-        parts.append(read_span(path, 0, read_header(path)))
-        if vocab_size and parts[-1].max() >= vocab_size:
-            at = int(np.argmax(parts[-1] >= vocab_size))
-            raise GolfError(f"tokens of {path} must be below the vocabulary size {vocab_size}, found "
-                            f"{parts[-1][at]} at position {at:,}: the shard belongs to another tokenizer")
-    return np.concatenate(parts).astype(np.uint16, copy=False)
-
-
-def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
-    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
-    tokens = read_tokens(pattern, vocab_size=vocab_size)
-    rows = (tokens.size - 1) // seq_len
-    if rows < 1:
-        raise GolfError(f"validation must hold at least one window of {seq_len} tokens and one more, found "
-                        f"{tokens.size} tokens in {pattern}: use more validation text or a shorter window")
-    return tokens[: rows * seq_len + 1]
-
-
-# ---- golfnb/loader.py ----
-class WindowSampler:
-    """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
-
-    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
-    micro-batches.
-
-    An order of windows derives from this class and says five things:
-
-    - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out, in a
-      form of its own; the same list on every rank, so what is random comes from a seed that all share
-    - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
-    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
-      order, corpus or turn
-    - `go_to(place)`: go there; the next plan is then what it would have been
-    """
-    order = ""
-    vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
-
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
-                 accum: int = 1):
-        self.paths = list(paths)
-        self.rank = rank
-        self.world = world
-        self.rows = rows
-        self.seq_len = seq_len
-        self.accum = accum
-        self.windows = rows * world * accum  # of a step
-        self.turn = 0                        # the micro-batch that comes next
-        self.tokens = [read_header(path) for path in self.paths]
-        self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
-
-    def __iter__(self) -> "WindowSampler": return self
-
-    def __next__(self) -> np.ndarray:
-        if self.turn == 0:
-            self.plan_step()
-        parts = self.world * self.accum
-        part = self.turn * self.world + self.rank
-        self.turn = (self.turn + 1) % self.accum
-        return np.stack([self.window(place) for place in self.planned[part::parts]])
-
-    def plan_step(self) -> None:
-        "Plan the windows of a step, and keep where the order stood before."
-        self.before = self.place()
-        self.planned = self.plan()
-
-    def read(self, shard: int, begin: int, count: int) -> np.ndarray:
-        "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
-        part = read_span(self.paths[shard], begin, count, self.tokens[shard])
-        if part.size and part.max() >= self.vocab_size:
-            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
-                            f"{self.paths[shard]}: the shard belongs to another tokenizer")
-        return part
-
-    def state(self) -> dict:
-        "The place after the last batch, as JSON."
-        place = self.before if self.turn else self.place()
-        return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
-
-    def load_state(self, state: dict) -> None:
-        "Go to a place that `state` gave. Raises GolfError for another order or corpus."
-        found = (state.get("order"), state.get("corpus"))
-        if found != (self.order, self.corpus):
-            raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
-                            f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
-        self.go_to(state)
-        self.turn = int(state["turn"])
-        if self.turn:
-            self.plan_step()
-
-
-class SequentialSampler(WindowSampler):
-    """The baseline's order: the joined shards, round and round.
-
-    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-batch.
-    """
-    order = "sequential"
-
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
-                 accum: int = 1, spans: int = 0):
-        super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.spans = spans or world * accum
-        self.position = 0                   # in the stream, where the next step begins
-        self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
-        self.total = int(self.ends[-1])
-
-    def plan(self) -> list[int]:
-        "Where the windows of the next step begin in the stream; a rank gets neighbours."
-        n = np.arange(self.windows)
-        spans_before = n * self.spans // self.windows
-        starts = (self.position + n * self.seq_len + spans_before) % self.total
-        self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
-        parts = starts.reshape(-1, self.rows)
-        return parts.T.ravel().tolist()  # a card for every part, then the next
-
-    def place(self) -> dict:
-        "The position is all."
-        return {"position": self.position}
-
-    def go_to(self, place: dict) -> None:
-        "Take it up."
-        self.position = int(place["position"])
-
-    def locate(self, position: int) -> tuple[int, int]:
-        "Shard and offset of a token of the stream; after the last shard comes the first."
-        position %= self.total
-        shard = int(np.searchsorted(self.ends, position, side="right"))
-        begin = int(self.ends[shard]) - self.tokens[shard]
-        return shard, position - begin
-
-    def window(self, position: int) -> np.ndarray:
-        "The tokens from a position of the stream on, uint16 [seq_len + 1]."
-        pieces = []
-        missing = self.seq_len + 1
-        while missing > 0:
-            shard, offset = self.locate(position)
-            piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
-            pieces.append(piece)
-            position += len(piece)
-            missing -= len(piece)
-        return np.concatenate(pieces)
-
-
-def grad_accum(world: int) -> int:
-    "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
-    return max(1, 8 // world)
+def tokenizer_hash(path: str | Path) -> str:
+    "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
+    return hashlib.sha256(tokenizer_bytes(path)).hexdigest()
 
 
 @dataclass
-class LoaderSettings(BaseSettings):
-    "What one training step reads."
-    data_path: str = setting("./data/datasets/fineweb10B_sp1024",
-                             "directory of NAME_train_*.bin and NAME_val_*.bin: path")
-    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
-    seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
+class ByteTable:
+    """The bytes of text behind every token of a vocabulary of V pieces.
 
-    def rows_per_micro(self, world: int, seq_len: int) -> int:
-        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-batch."
-        return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
-
-
-def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[str]:
-    "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
-    tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
-    if tokens % part:
-        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, in number a "
-               f"multiple of {world} ranks x {grad_accum(world)} micro-batches, found {tokens} tokens: "
-               f"set it to {max(1, tokens // part) * part} or use another number of ranks")
-
-
-Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
-
-
-class Loader:
-    """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
-
-    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
-    batches are built ahead.
+    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one more byte, for a space,
+    unless the token before is a boundary. `boundary` bool [V]: the token stands for no text.
     """
+    base: torch.Tensor
+    leading_space: torch.Tensor
+    boundary: torch.Tensor
 
-    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int,
-                 depth: int = 4):
-        self.sampler = sampler
-        sampler.vocab_size = vocab_size
-        self.device = torch.device(device)
-        cuda = self.device.type == "cuda"
-        shape = (sampler.rows, sampler.seq_len + 1)
-        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
-        self.stream = torch.cuda.Stream(self.device) if cuda else None
-        self.thread = None
-        self.rewind(sampler.state())
+    def to(self, device: torch.device | str) -> "ByteTable":
+        "The same table on another device."
+        return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
 
-    def __iter__(self) -> "Loader": return self
-    def __enter__(self) -> "Loader": return self
-    def __exit__(self, *_) -> None: self.close()
 
-    def state(self) -> dict:
-        "The sampler's state after the last batch handed out, as JSON."
-        return self.given
+def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
+    "The byte table of a tokenizer, on the CPU."
+    rows = []
+    for i in range(sp.get_piece_size()):
+        piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
+        text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
+        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
+    base, leading, boundary = map(torch.tensor, zip(*rows))
+    return ByteTable(base.to(torch.int16), leading, boundary)
 
-    def close(self) -> None:
-        "Stop the thread, wait for it and for copies; may be called twice."
-        if self.thread is not None:
-            self.running = False
-            self.free.put(None)
-            self.thread.join()
-            self.thread = None
-            if self.stream:
-                self.stream.synchronize()
 
-    def rewind(self, state: dict) -> None:
-        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
-        self.close()
-        self.sampler.load_state(state)
-        self.free = queue.SimpleQueue()   # buffers to fill
-        self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
-        self.sent = deque()               # batches on their way to the device
-        self.copied = []                  # buffers that a copy still reads
-        for buffer in self.buffers:
-            self.free.put(buffer)
-        self.given = self.sampler.state()
-        self.running = True
-        self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
-        self.thread.start()
+def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    "Bytes of text behind each target, given the token before it; all int64, of one shape."
+    return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
-    def feed(self) -> None:
-        "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
-        try:
-            while (buffer := self.free.get()) is not None and self.running:
-                buffer.numpy()[:] = next(self.sampler).view(np.int16)
-                self.ready.put((buffer, self.sampler.state()))
-        except BaseException as error:
-            self.ready.put(error)
 
-    def send(self, buffer: torch.Tensor, state: dict) -> None:
-        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
-        with torch.cuda.stream(self.stream):  # does nothing where there is no stream
-            narrow = buffer.to(self.device, non_blocking=True)
-            self.copied.append((buffer, self.stream and self.stream.record_event()))
-            wide = narrow.long() & 0xFFFF
-            batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
-        self.sent.append((batch, state, self.stream and self.stream.record_event()))
-
-    def __next__(self) -> Batch:
-        "The next batch, ready for the current stream. Raises an error of the thread, then on every call."
-        if self.thread is None:
-            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
-        for buffer, event in self.copied:  # a step ago
-            if event is not None:
-                event.synchronize()
-            self.free.put(buffer)
-        self.copied = []
-        while not self.sent or len(self.sent) < 2 and not self.ready.empty():
-            built = self.ready.get()
-            if isinstance(built, BaseException):
-                self.ready.put(built)  # for the next call
-                if not self.sent:
-                    raise built
-                break
-            self.send(*built)
-        batch, self.given, arrived = self.sent.popleft()
-        if arrived is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(arrived)
-            for tensor in batch:
-                tensor.record_stream(current)  # keeps its memory while in use
-        return batch
+def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
+    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. Raises GolfError for another V."
+    counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
+    if counts.shape != table.base.shape:
+        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "
+                        f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
+    tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
+    log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
+    return bits_per_byte(-log_prob[tokens[1:]].sum(), target_bytes(table, tokens[:-1], tokens[1:]).sum())
 
 
 # ---- golfnb/layout.py ----
@@ -1365,7 +1082,7 @@ class ModelSettings(LayoutSettings):
 
     def problems(self) -> Iterator[str]:
         "What makes the model impossible."
-        yield from super(ModelSettings, self).problems()
+        yield from super().problems()
         if self.vocab_size > 65_536:
             yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
                    f"found {self.vocab_size}: use a smaller tokenizer")
@@ -1813,6 +1530,372 @@ class FusedBlock(Block):
         return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
 
 
+# ---- golfnb/shards.py ----
+def cannot_write(path: Path, error: OSError) -> GolfError:
+    "What to raise where a file cannot be written."
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+    return GolfError(f"cannot write {path} ({error.strerror}; {free:,} bytes free on its disk): "
+                     "free some space or write elsewhere")
+
+
+def atomic_write(path: str | Path, data: bytes | str) -> None:
+    "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
+    path = Path(path)
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    if isinstance(data, str):
+        data = data.encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temp, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)  # it is there only if something failed
+
+
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+HEADER_BYTES = 1024
+
+
+@contextmanager
+def shard_file(path: str | Path):
+    "An open shard and its number of tokens. Raises GolfError if it is missing, damaged or no shard."
+    try:
+        with open(path, "rb", buffering=0) as file:
+            stat = os.fstat(file.fileno())
+            yield file, _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
+
+
+def read_header(path: str | Path) -> int:
+    "The tokens in a shard. Raises GolfError as `shard_file` does."
+    with shard_file(path) as (_, tokens):
+        return tokens
+
+
+@lru_cache(maxsize=None)
+def _checked_header(path: str, size: int, mtime_ns: int) -> int:
+    "The tokens that the header of a file of this size and time promises."
+    magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    wanted = HEADER_BYTES + 2 * max(tokens, 0)
+    for wrong, sentence in (
+        (size < HEADER_BYTES + 2, f"have a header of {HEADER_BYTES} bytes and at least one token, "
+                                  f"found {size} bytes: it is empty or cut off, build it again"),
+        (magic != SHARD_MAGIC, f"start with magic {SHARD_MAGIC}, found {magic}: it is no token shard"),
+        (version != SHARD_VERSION, f"be of version {SHARD_VERSION}, found {version}: build it again"),
+        (tokens < 1 or size != wanted, f"have {wanted:,} bytes for its {tokens:,} tokens, found {size:,}: "
+                                       "it is cut off or damaged, copy or build it again"),
+    ):
+        if wrong:
+            raise GolfError(f"shard {path} must {sentence}")
+    return tokens
+
+
+def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
+    """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
+
+    Raises GolfError as `shard_file` does, if the shard no longer has `expected` tokens, or if it ends early.
+    """
+    with shard_file(path) as (file, tokens):
+        if tokens != (expected or tokens):
+            raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
+                            f"found {tokens:,}: do not change shards in use")
+        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
+    if part.size < count:
+        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
+                        f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
+    return part
+
+
+def find_shards(pattern: str | Path) -> list[Path]:
+    "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError if there is none."
+    text = str(pattern)
+    found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
+    if not found:
+        raise GolfError(f"no shard matches {text}: expected at least one file, found none; "
+                        "check the directory (DATA_PATH) and the pattern")
+    return [Path(p) for p in found]
+
+
+def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
+    "The tokens of all matching shards, uint16 [n]. Raises GolfError unless all are below `vocab_size`."
+    parts = []
+    for path in find_shards(pattern):
+        parts.append(read_span(path, 0, read_header(path)))
+        if vocab_size and parts[-1].max() >= vocab_size:
+            at = int(np.argmax(parts[-1] >= vocab_size))
+            raise GolfError(f"tokens of {path} must be below the vocabulary size {vocab_size}, found "
+                            f"{parts[-1][at]} at position {at:,}: the shard belongs to another tokenizer")
+    return np.concatenate(parts).astype(np.uint16, copy=False)
+
+
+def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
+    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
+    tokens = read_tokens(pattern, vocab_size=vocab_size)
+    rows = (tokens.size - 1) // seq_len
+    if rows < 1:
+        raise GolfError(f"validation must hold at least one window of {seq_len} tokens and one more, found "
+                        f"{tokens.size} tokens in {pattern}: use more validation text or a shorter window")
+    return tokens[: rows * seq_len + 1]
+
+
+# ---- golfnb/loader.py ----
+class WindowSampler:
+    """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
+
+    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
+    micro-batches.
+
+    An order of windows derives from this class and says five things:
+
+    - `order`: its name in saved states
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out, in a
+      form of its own; the same list on every rank, so what is random comes from a seed that all share
+    - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
+    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
+      order, corpus or turn
+    - `go_to(place)`: go there; the next plan is then what it would have been
+    """
+    order = ""
+    vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1):
+        self.paths = list(paths)
+        self.rank = rank
+        self.world = world
+        self.rows = rows
+        self.seq_len = seq_len
+        self.accum = accum
+        self.windows = rows * world * accum  # of a step
+        self.turn = 0                        # the micro-batch that comes next
+        self.tokens = [read_header(path) for path in self.paths]
+        self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
+
+    def __iter__(self) -> "WindowSampler": return self
+
+    def __next__(self) -> np.ndarray:
+        if self.turn == 0:
+            self.plan_step()
+        parts = self.world * self.accum
+        part = self.turn * self.world + self.rank
+        self.turn = (self.turn + 1) % self.accum
+        return np.stack([self.window(place) for place in self.planned[part::parts]])
+
+    def plan_step(self) -> None:
+        "Plan the windows of a step, and keep where the order stood before."
+        self.before = self.place()
+        self.planned = self.plan()
+
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray:
+        "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
+        part = read_span(self.paths[shard], begin, count, self.tokens[shard])
+        if part.size and part.max() >= self.vocab_size:
+            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
+                            f"{self.paths[shard]}: the shard belongs to another tokenizer")
+        return part
+
+    def state(self) -> dict:
+        "The place after the last batch, as JSON."
+        place = self.before if self.turn else self.place()
+        return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
+
+    def load_state(self, state: dict) -> None:
+        "Go to a place that `state` gave. Raises GolfError for another order or corpus."
+        found = (state.get("order"), state.get("corpus"))
+        if found != (self.order, self.corpus):
+            raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
+                            f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
+        self.go_to(state)
+        self.turn = int(state["turn"])
+        if self.turn:
+            self.plan_step()
+
+
+class SequentialSampler(WindowSampler):
+    """The baseline's order: the joined shards, round and round.
+
+    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-batch.
+    """
+    order = "sequential"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1, spans: int = 0):
+        super().__init__(paths, rank, world, rows, seq_len, accum)
+        self.spans = spans or world * accum
+        self.position = 0                   # in the stream, where the next step begins
+        self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
+        self.total = int(self.ends[-1])
+
+    def plan(self) -> list[int]:
+        "Where the windows of the next step begin in the stream; a rank gets neighbours."
+        n = np.arange(self.windows)
+        spans_before = n * self.spans // self.windows
+        starts = (self.position + n * self.seq_len + spans_before) % self.total
+        self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
+        parts = starts.reshape(-1, self.rows)
+        return parts.T.ravel().tolist()  # a card for every part, then the next
+
+    def place(self) -> dict:
+        "The position is all."
+        return {"position": self.position}
+
+    def go_to(self, place: dict) -> None:
+        "Take it up."
+        self.position = int(place["position"])
+
+    def locate(self, position: int) -> tuple[int, int]:
+        "Shard and offset of a token of the stream; after the last shard comes the first."
+        position %= self.total
+        shard = int(np.searchsorted(self.ends, position, side="right"))
+        begin = int(self.ends[shard]) - self.tokens[shard]
+        return shard, position - begin
+
+    def window(self, position: int) -> np.ndarray:
+        "The tokens from a position of the stream on, uint16 [seq_len + 1]."
+        pieces = []
+        missing = self.seq_len + 1
+        while missing > 0:
+            shard, offset = self.locate(position)
+            piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
+            pieces.append(piece)
+            position += len(piece)
+            missing -= len(piece)
+        return np.concatenate(pieces)
+
+
+def grad_accum(world: int) -> int:
+    "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
+    return max(1, 8 // world)
+
+
+@dataclass
+class LoaderSettings(BaseSettings):
+    "What one training step reads."
+    data_path: str = setting("./data/datasets/fineweb10B_sp1024",
+                             "directory of NAME_train_*.bin and NAME_val_*.bin: path")
+    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
+    seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
+
+    def rows_per_micro(self, world: int, seq_len: int) -> int:
+        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-batch."
+        return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
+
+
+def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[str]:
+    "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
+    tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
+    if tokens % part:
+        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, in number a "
+               f"multiple of {world} ranks x {grad_accum(world)} micro-batches, found {tokens} tokens: "
+               f"set it to {max(1, tokens // part) * part} or use another number of ranks")
+
+
+Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
+
+
+class Loader:
+    """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
+
+    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
+    batches are built ahead.
+    """
+
+    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int,
+                 depth: int = 4):
+        self.sampler = sampler
+        sampler.vocab_size = vocab_size
+        self.device = torch.device(device)
+        cuda = self.device.type == "cuda"
+        shape = (sampler.rows, sampler.seq_len + 1)
+        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
+        self.stream = torch.cuda.Stream(self.device) if cuda else None
+        self.thread = None
+        self.rewind(sampler.state())
+
+    def __iter__(self) -> "Loader": return self
+    def __enter__(self) -> "Loader": return self
+    def __exit__(self, *_) -> None: self.close()
+
+    def state(self) -> dict:
+        "The sampler's state after the last batch handed out, as JSON."
+        return self.given
+
+    def close(self) -> None:
+        "Stop the thread, wait for it and for copies; may be called twice."
+        if self.thread is not None:
+            self.running = False
+            self.free.put(None)
+            self.thread.join()
+            self.thread = None
+            if self.stream:
+                self.stream.synchronize()
+
+    def rewind(self, state: dict) -> None:
+        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
+        self.close()
+        self.sampler.load_state(state)
+        self.free = queue.SimpleQueue()   # buffers to fill
+        self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
+        self.sent = deque()               # batches on their way to the device
+        self.copied = []                  # buffers that a copy still reads
+        for buffer in self.buffers:
+            self.free.put(buffer)
+        self.given = self.sampler.state()
+        self.running = True
+        self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
+        self.thread.start()
+
+    def feed(self) -> None:
+        "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
+        try:
+            while (buffer := self.free.get()) is not None and self.running:
+                buffer.numpy()[:] = next(self.sampler).view(np.int16)
+                self.ready.put((buffer, self.sampler.state()))
+        except BaseException as error:
+            self.ready.put(error)
+
+    def send(self, buffer: torch.Tensor, state: dict) -> None:
+        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
+        with torch.cuda.stream(self.stream):  # does nothing where there is no stream
+            narrow = buffer.to(self.device, non_blocking=True)
+            self.copied.append((buffer, self.stream and self.stream.record_event()))
+            wide = narrow.long() & 0xFFFF
+            batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
+        self.sent.append((batch, state, self.stream and self.stream.record_event()))
+
+    def __next__(self) -> Batch:
+        "The next batch, ready for the current stream. Raises an error of the thread, then on every call."
+        if self.thread is None:
+            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
+        for buffer, event in self.copied:  # a step ago
+            if event is not None:
+                event.synchronize()
+            self.free.put(buffer)
+        self.copied = []
+        while not self.sent or len(self.sent) < 2 and not self.ready.empty():
+            built = self.ready.get()
+            if isinstance(built, BaseException):
+                self.ready.put(built)  # for the next call
+                if not self.sent:
+                    raise built
+                break
+            self.send(*built)
+        batch, self.given, arrived = self.sent.popleft()
+        if arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(arrived)
+            for tensor in batch:
+                tensor.record_stream(current)  # keeps its memory while in use
+        return batch
+
+
 # ---- golfnb/newton_schulz.py ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 
@@ -1911,66 +1994,6 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
             a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric, SIDE=side, BK=64,
             num_warps=4, num_stages=stages)
     return out
-
-
-# ---- golfnb/averaging.py ----
-def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
-    "Copies in at least fp32: in bf16 an average would swallow its small steps."
-    return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
-
-
-class NoAverage:
-    "Exports the last weights. `tensors`: the weights before the first step, in the order of all later calls."
-
-    def __init__(self, tensors: list[Tensor]):
-        self.newest = tensors
-
-    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
-        "Take in the weights after `step`, made at `lr_schedule` of the peak learning rate; never waits."
-        self.newest = tensors
-
-    def weights(self) -> list[Tensor]:
-        "Copies, in at least fp32, of the weights to export."
-        return wide_copy(self.newest)
-
-    def state(self) -> dict[str, list[Tensor]]:
-        "Name -> live tensors that a checkpoint must keep."
-        return {}
-
-    def remark(self) -> str:
-        "What the log should say of the exported weights, or nothing; waits for the GPU."
-        return ""
-
-
-class Ema(NoAverage):
-    "E = decay*E + (1-decay)*W after every step (PR #549), from a copy of `tensors`, the initial weights."
-
-    def __init__(self, tensors: list[Tensor], decay: float = 0.997):
-        if not 0 <= decay < 1:
-            raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
-        self.tensors = wide_copy(tensors)
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
-        "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
-        now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
-        torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
-
-    def weights(self) -> list[Tensor]:
-        "Copies of the average."
-        return wide_copy(self.tensors)
-
-    def state(self) -> dict[str, list[Tensor]]:
-        "The average itself."
-        return {"ema": self.tensors}
-
-
-@dataclass
-class AveragingSettings(BaseSettings):
-    "How the averages of the weights are taken."
-    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
-    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps", bounds="> 0")
 
 
 # ---- golfnb/plan.py ----
@@ -2685,89 +2708,6 @@ class EngineSettings(BaseSettings):
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
 
 
-# ---- golfnb/bpb.py ----
-def bits_per_byte(nll_sum: float, byte_count: float) -> float:
-    "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
-    if byte_count <= 0:
-        raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
-    return float(nll_sum) / math.log(2) / float(byte_count)
-
-
-def tokenizer_bytes(path: str | Path) -> bytes:
-    "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, "
-                        "it is missing; set TOKENIZER_PATH, or fetch or train it") from None
-    except OSError as error:
-        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
-                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
-
-
-def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
-    "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
-    sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
-    try:
-        sp.LoadFromSerializedProto(data)
-        sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
-    except (RuntimeError, ValueError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
-                        "damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
-    if (found := sp.get_piece_size()) != (vocab_size or found):
-        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
-                        f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
-    return sp
-
-
-def tokenizer_hash(path: str | Path) -> str:
-    "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
-    return hashlib.sha256(tokenizer_bytes(path)).hexdigest()
-
-
-@dataclass
-class ByteTable:
-    """The bytes of text behind every token of a vocabulary of V pieces.
-
-    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one more byte, for a space,
-    unless the token before is a boundary. `boundary` bool [V]: the token stands for no text.
-    """
-    base: torch.Tensor
-    leading_space: torch.Tensor
-    boundary: torch.Tensor
-
-    def to(self, device: torch.device | str) -> "ByteTable":
-        "The same table on another device."
-        return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
-
-
-def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The byte table of a tokenizer, on the CPU."
-    rows = []
-    for i in range(sp.get_piece_size()):
-        piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
-        text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
-        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
-    base, leading, boundary = map(torch.tensor, zip(*rows))
-    return ByteTable(base.to(torch.int16), leading, boundary)
-
-
-def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    "Bytes of text behind each target, given the token before it; all int64, of one shape."
-    return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
-
-
-def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
-    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. Raises GolfError for another V."
-    counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
-    if counts.shape != table.base.shape:
-        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "
-                        f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
-    tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
-    log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
-    return bits_per_byte(-log_prob[tokens[1:]].sum(), target_bytes(table, tokens[:-1], tokens[1:]).sum())
-
-
 # ---- golfnb/evaluate.py ----
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     """First tokens `starts [W]` of windows of min(seq_len, n_targets) tokens that score every target once.
@@ -2941,6 +2881,365 @@ def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     scale = (clip / 127).clamp(least, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
+
+
+# ---- golfnb/quantize.py ----
+KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
+FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+INT_MAX = {"int6": 31, "int8": 127}  # largest integer of the kinds that have a scale per row
+
+
+@dataclass
+class Packed:
+    "One tensor as it is stored: `data` in its shape (bf16 as uint16), for integers a `scale` fp16 [rows]."
+    kind: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    scale: np.ndarray | None = None
+
+
+def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
+    "Store a tensor of any shape as floats; GolfError, naming it, if it is not finite in that kind."
+    rounded = w.detach().to(FLOATS[kind]).cpu().contiguous()
+    if not torch.isfinite(rounded).all():
+        raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: "
+                        "the run has diverged, export earlier weights")
+    return Packed(kind, tuple(w.shape), (rounded.view(torch.uint16) if kind == "bf16" else rounded).numpy())
+
+
+def unpack_plain(packed: Packed) -> torch.Tensor:
+    "The floats that were stored, bit for bit, in their shape and dtype."
+    return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
+
+
+def std_scale(w: Tensor, k: float) -> Tensor:
+    "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
+    wide = w if w.dtype == torch.float64 else w.float()
+    return row_scale(k * wide.square().mean(-1).sqrt(), 31)
+
+
+@torch.no_grad()
+def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
+    """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
+
+    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the deviation
+    of the weights, see `std_scale`; 0: GPTQ-lite.
+    Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
+    """
+    if w.ndim != 2 or not torch.isfinite(w).all():
+        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape"
+                        f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
+    if kind == "int8":
+        q, scale = quantize_int8(w, scale_floor)
+    elif not k:
+        q, scale, _ = best_clip(w, 31, scale_floor)
+    else:
+        scale = std_scale(w, k)
+        q = quantize_rows(w.to(scale.dtype), scale, 31)
+    return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
+
+
+def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX, log=None) -> dict:
+    "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
+    kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
+    return {name: pack_rows(name, named[name], kind, scale_floor, k) if kind in INT_MAX else
+            pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
+
+
+def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
+    "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
+    state = {}
+    for name, p in packed.items():
+        if p.kind in INT_MAX:
+            scale = torch.from_numpy(p.scale.astype(np.float32))
+            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), scale).bfloat16().float()
+        else:
+            plain = unpack_plain(p)
+            state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
+    return state
+
+
+# ---- golfnb/artifact.py ----
+ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
+PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
+SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
+
+
+@dataclass
+class ArtifactSettings(BaseSettings):
+    "The file that is judged."
+    target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
+
+
+class Plain:
+    """No compression. Other codecs derive from it and have a `name` and both functions of their own.
+
+    `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
+    """
+    name = "none"
+
+    def check(self) -> None:
+        "Raise GolfError if a package that it needs is missing; a run asks before it trains."
+
+    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
+        "The name to record for a section, and the bytes to store."
+        return self.name, raw
+
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+        "The `size` bytes of a section, one more if there are more. Any exception means damage."
+        return stored
+
+    def known(self) -> dict[str, "Plain"]:
+        "Name -> codec, for every name that `compress` may record."
+        return {self.name: self}
+
+
+class Lzma(Plain):
+    "xz, as the published scripts have it."
+    name = "lzma"
+
+    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
+        "Preset 6, with a checksum of its own."
+        return self.name, lzma.compress(raw, preset=6)
+
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+        "A section again; the decoder has a limit of memory."
+        return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
+
+
+def whole_stream(coder, stored: bytes, size: int) -> bytes:
+    "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
+    found = coder.decompress(stored, size + 1)
+    if len(found) <= size and (not coder.eof or coder.unused_data):
+        raise EOFError
+    return found
+
+
+def decompress_section(stored: bytes, name: str, shapes: list,
+                       codecs: Mapping[str, Plain]) -> bytes:
+    """The bytes of tensors of these [rows, cols], in bounded memory.
+
+    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for
+    another name and for damage.
+    """
+    if not isinstance(name, str) or name not in codecs:
+        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
+                        f"{name!r:.60}: read it with the version or the program that wrote it")
+    size = sum(map(math.prod, shapes))
+    try:
+        raw = codecs[name].decompress(stored, size, shapes)
+        found = f"{len(raw):,}" if len(raw) <= size else "more"
+    except GolfError:
+        raise
+    except Exception as error:  # each codec has its own error types
+        found = type(error).__name__
+    if found != f"{size:,}":
+        raise GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
+                        "damaged or of a later version, copy or make it again")
+    return raw
+
+
+def section_plan(tensors: list) -> dict[str, list]:
+    "Bytes [rows, cols] of the tensors in each section, in order; of floats and scales a number is a row."
+    plan = {kind: [tuple(shape) for _, k, shape in tensors if k == kind] for kind in KIND_DTYPES}
+    plan["scale"] = [shape[:1] for kind in INT_MAX for shape in plan[kind]]
+    for section in set(plan) - set(INT_MAX):
+        plan[section] = [(sum(map(math.prod, plan[section])), np.dtype(SECTIONS[section]).itemsize)]
+    return {section: plan[section] for section in SECTIONS if sum(map(math.prod, plan[section]))}
+
+
+def seal(header: bytes, payload: bytes) -> bytes:
+    "A container of a deflated header and its sections: magic, version, length and checksum in front."
+    front = struct.pack("<8sII", ARTIFACT_MAGIC, ARTIFACT_VERSION, len(header))
+    return front + hashlib.sha256(front + header + payload).digest() + header + payload
+
+
+def refuse_word(codec) -> None:
+    "Raise GolfError for the name of a codec where the codec itself is wanted."
+    if isinstance(codec, str):
+        raise GolfError("a codec must be an object of golfnb.artifact, found the word "
+                        f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
+                        "Brotli() or Zstd()")
+
+
+def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
+    """The container of a packed state, its sections stored by `codec`.
+
+    `meta` holds facts that JSON can hold: settings, tokenizer_sha256, vocab_size, recipe, seed, steps.
+    """
+    refuse_word(codec)
+    tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
+    parts = {section: [] for section in SECTIONS}
+    for p in (packed[name] for name, _, _ in tensors):
+        parts[p.kind].append(p.data.astype(KIND_DTYPES[p.kind], copy=False).tobytes())
+        if p.kind in INT_MAX:
+            parts["scale"].append(p.scale.astype("<f2").tobytes())
+    sections = []
+    payload = b""
+    for section, shapes in section_plan(tensors).items():
+        name, stored = codec.compress(b"".join(parts[section]), shapes)
+        sections.append([section, name, len(stored)])
+        payload += stored
+    header = {"meta": meta, "tensors": tensors, "sections": sections}
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return seal(zlib.compress(text.encode(), 9), payload)
+
+
+def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
+    "(deflated header, payload) of a container whose checksum is right; raises GolfError."
+    if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
+        raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
+                        f"or more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
+    version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
+    if version != ARTIFACT_VERSION:
+        raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
+                        "the golfnb that wrote it")
+    rest = memoryview(data)[PREFIX_BYTES:]
+    found = hashlib.sha256(data[:16])
+    found.update(rest)
+    if found.digest() != checksum:
+        raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
+                        f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
+    return rest[:length], rest[length:]
+
+
+def open_own(data: bytes) -> tuple[dict, memoryview]:
+    "(header, payload) of a container that this program wrote; raises GolfError for damage."
+    text, payload = open_sealed(data)
+    return json.loads(zlib.decompress(text)), payload
+
+
+def decode_sections(header: dict, payload: memoryview,
+                    codecs: Mapping[str, Plain]) -> dict[str, Packed]:
+    "The tensors of a container by name; raises GolfError as `decompress_section` does."
+    tensors = header["tensors"]
+    streams = {}
+    packed = {}
+    for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
+        raw = decompress_section(payload[:length], codec, shapes, codecs)
+        payload = payload[length:]
+        streams[section] = np.frombuffer(raw, SECTIONS[section])
+
+    def take(section: str, shape: list) -> np.ndarray:
+        values, streams[section] = np.split(streams[section], [math.prod(shape)])
+        return values.reshape(shape)
+
+    for name, kind, shape in tensors:
+        scale = take("scale", shape[:1]) if kind in INT_MAX else None
+        packed[name] = Packed(kind, tuple(shape), take(kind, shape), scale)
+    return packed
+
+
+def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
+    """(meta, `Packed` tensors by name) of a container that this program packed with `codec`.
+
+    Raises GolfError for damage.
+    """
+    refuse_word(codec)
+    header, payload = open_own(data)
+    return header["meta"], decode_sections(header, payload, codec.known())
+
+
+def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
+                  cap: float = math.inf, code_bytes: int = 0) -> int:
+    """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
+
+    Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
+    """
+    path, data = Path(path), pack_bytes(packed, meta, codec)
+    kept, total = path.with_name(path.name + ".over"), len(data) + code_bytes
+    atomic_write(path if total <= cap else kept, data)
+    if total > cap:
+        raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,}"
+                        f" too many): the artifact is kept as {kept}, make a smaller one with "
+                        f"`golfnb quantize {path.parent} --target-bytes {cap}`")
+    kept.unlink(missing_ok=True)
+    return len(data)
+
+
+def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict) -> int:
+    "Save unquantized weights, whole or not at all; returns the bytes. Raises GolfError for other dtypes."
+    kinds = {dtype: kind for kind, dtype in FLOATS.items()}
+    for name, w in named.items():
+        if w.dtype not in kinds:
+            raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64, found {w.dtype}: convert it")
+    plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
+    return save_artifact(path, plain, meta, Plain())
+
+
+LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls", scale="row scales")
+
+
+def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
+    "(part, bytes) of a submission: the script, every section of its file, overhead."
+    rows = [("code", code_bytes)]
+    overhead = file_bytes
+    for section, _, length in header["sections"]:
+        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), length))
+        overhead -= length
+    rows.append(("overhead", overhead))
+    return rows
+
+
+# ---- golfnb/averaging.py ----
+def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
+    "Copies in at least fp32: in bf16 an average would swallow its small steps."
+    return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
+
+
+class NoAverage:
+    "Exports the last weights. `tensors`: the weights before the first step, in the order of all later calls."
+
+    def __init__(self, tensors: list[Tensor]):
+        self.newest = tensors
+
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
+        "Take in the weights after `step`, made at `lr_schedule` of the peak learning rate; never waits."
+        self.newest = tensors
+
+    def weights(self) -> list[Tensor]:
+        "Copies, in at least fp32, of the weights to export."
+        return wide_copy(self.newest)
+
+    def state(self) -> dict[str, list[Tensor]]:
+        "Name -> live tensors that a checkpoint must keep."
+        return {}
+
+    def remark(self) -> str:
+        "What the log should say of the exported weights, or nothing; waits for the GPU."
+        return ""
+
+
+class Ema(NoAverage):
+    "E = decay*E + (1-decay)*W after every step (PR #549), from a copy of `tensors`, the initial weights."
+
+    def __init__(self, tensors: list[Tensor], decay: float = 0.997):
+        if not 0 <= decay < 1:
+            raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
+        self.tensors = wide_copy(tensors)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
+        "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
+        now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
+        torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
+
+    def weights(self) -> list[Tensor]:
+        "Copies of the average."
+        return wide_copy(self.tensors)
+
+    def state(self) -> dict[str, list[Tensor]]:
+        "The average itself."
+        return {"ema": self.tensors}
+
+
+@dataclass
+class AveragingSettings(BaseSettings):
+    "How the averages of the weights are taken."
+    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
+    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps", bounds="> 0")
 
 
 # ---- golfnb/train.py ----
@@ -3342,485 +3641,6 @@ def rehearse(t: Trainer, step: Callable, log: RunLog):
             log.line(f"warmup_step:{n}/{count}")
 
 
-# ---- golfnb/quantize.py ----
-KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
-FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
-INT_MAX = {"int6": 31, "int8": 127}  # largest integer of the kinds that have a scale per row
-
-
-@dataclass
-class Packed:
-    "One tensor as it is stored: `data` in its shape (bf16 as uint16), for integers a `scale` fp16 [rows]."
-    kind: str
-    shape: tuple[int, ...]
-    data: np.ndarray
-    scale: np.ndarray | None = None
-
-
-def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
-    "Store a tensor of any shape as floats; GolfError, naming it, if it is not finite in that kind."
-    rounded = w.detach().to(FLOATS[kind]).cpu().contiguous()
-    if not torch.isfinite(rounded).all():
-        raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: "
-                        "the run has diverged, export earlier weights")
-    return Packed(kind, tuple(w.shape), (rounded.view(torch.uint16) if kind == "bf16" else rounded).numpy())
-
-
-def unpack_plain(packed: Packed) -> torch.Tensor:
-    "The floats that were stored, bit for bit, in their shape and dtype."
-    return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
-
-
-def std_scale(w: Tensor, k: float) -> Tensor:
-    "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
-    wide = w if w.dtype == torch.float64 else w.float()
-    return row_scale(k * wide.square().mean(-1).sqrt(), 31)
-
-
-@torch.no_grad()
-def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
-    """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
-
-    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the deviation
-    of the weights, see `std_scale`; 0: GPTQ-lite.
-    Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
-    """
-    if w.ndim != 2 or not torch.isfinite(w).all():
-        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape"
-                        f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
-    if kind == "int8":
-        q, scale = quantize_int8(w, scale_floor)
-    elif not k:
-        q, scale, _ = best_clip(w, 31, scale_floor)
-    else:
-        scale = std_scale(w, k)
-        q = quantize_rows(w.to(scale.dtype), scale, 31)
-    return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
-
-
-def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX, log=None) -> dict:
-    "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
-    kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
-    return {name: pack_rows(name, named[name], kind, scale_floor, k) if kind in INT_MAX else
-            pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
-
-
-def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
-    "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
-    state = {}
-    for name, p in packed.items():
-        if p.kind in INT_MAX:
-            scale = torch.from_numpy(p.scale.astype(np.float32))
-            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), scale).bfloat16().float()
-        else:
-            plain = unpack_plain(p)
-            state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
-    return state
-
-
-# ---- golfnb/artifact.py ----
-ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
-PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
-SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
-
-
-@dataclass
-class ArtifactSettings(BaseSettings):
-    "The file that is judged."
-    target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
-
-
-class Plain:
-    """No compression. Other codecs derive from it and have a `name` and both functions of their own.
-
-    `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
-    """
-    name = "none"
-
-    def check(self) -> None:
-        "Raise GolfError if a package that it needs is missing; a run asks before it trains."
-
-    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
-        "The name to record for a section, and the bytes to store."
-        return self.name, raw
-
-    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
-        "The `size` bytes of a section, one more if there are more. Any exception means damage."
-        return stored
-
-    def known(self) -> dict[str, "Plain"]:
-        "Name -> codec, for every name that `compress` may record."
-        return {self.name: self}
-
-
-class Lzma(Plain):
-    "xz, as the published scripts have it."
-    name = "lzma"
-
-    def compress(self, raw: bytes, shapes: list) -> tuple[str, bytes]:
-        "Preset 6, with a checksum of its own."
-        return self.name, lzma.compress(raw, preset=6)
-
-    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
-        "A section again; the decoder has a limit of memory."
-        return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
-
-
-def whole_stream(coder, stored: bytes, size: int) -> bytes:
-    "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
-    found = coder.decompress(stored, size + 1)
-    if len(found) <= size and (not coder.eof or coder.unused_data):
-        raise EOFError
-    return found
-
-
-def decompress_section(stored: bytes, name: str, shapes: list,
-                       codecs: Mapping[str, Plain]) -> bytes:
-    """The bytes of tensors of these [rows, cols], in bounded memory.
-
-    `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for
-    another name and for damage.
-    """
-    if not isinstance(name, str) or name not in codecs:
-        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
-                        f"{name!r:.60}: read it with the version or the program that wrote it")
-    size = sum(map(math.prod, shapes))
-    try:
-        raw = codecs[name].decompress(stored, size, shapes)
-        found = f"{len(raw):,}" if len(raw) <= size else "more"
-    except GolfError:
-        raise
-    except Exception as error:  # each codec has its own error types
-        found = type(error).__name__
-    if found != f"{size:,}":
-        raise GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
-                        "damaged or of a later version, copy or make it again")
-    return raw
-
-
-def section_plan(tensors: list) -> dict[str, list]:
-    "Bytes [rows, cols] of the tensors in each section, in order; of floats and scales a number is a row."
-    plan = {kind: [tuple(shape) for _, k, shape in tensors if k == kind] for kind in KIND_DTYPES}
-    plan["scale"] = [shape[:1] for kind in INT_MAX for shape in plan[kind]]
-    for section in set(plan) - set(INT_MAX):
-        plan[section] = [(sum(map(math.prod, plan[section])), np.dtype(SECTIONS[section]).itemsize)]
-    return {section: plan[section] for section in SECTIONS if sum(map(math.prod, plan[section]))}
-
-
-def seal(header: bytes, payload: bytes) -> bytes:
-    "A container of a deflated header and its sections: magic, version, length and checksum in front."
-    front = struct.pack("<8sII", ARTIFACT_MAGIC, ARTIFACT_VERSION, len(header))
-    return front + hashlib.sha256(front + header + payload).digest() + header + payload
-
-
-def refuse_word(codec) -> None:
-    "Raise GolfError for the name of a codec where the codec itself is wanted."
-    if isinstance(codec, str):
-        raise GolfError("a codec must be an object of golfnb.artifact, found the word "
-                        f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
-                        "Brotli() or Zstd()")
-
-
-def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
-    """The container of a packed state, its sections stored by `codec`.
-
-    `meta` holds facts that JSON can hold: settings, tokenizer_sha256, vocab_size, recipe, seed, steps.
-    """
-    refuse_word(codec)
-    tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
-    parts = {section: [] for section in SECTIONS}
-    for p in (packed[name] for name, _, _ in tensors):
-        parts[p.kind].append(p.data.astype(KIND_DTYPES[p.kind], copy=False).tobytes())
-        if p.kind in INT_MAX:
-            parts["scale"].append(p.scale.astype("<f2").tobytes())
-    sections = []
-    payload = b""
-    for section, shapes in section_plan(tensors).items():
-        name, stored = codec.compress(b"".join(parts[section]), shapes)
-        sections.append([section, name, len(stored)])
-        payload += stored
-    header = {"meta": meta, "tensors": tensors, "sections": sections}
-    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return seal(zlib.compress(text.encode(), 9), payload)
-
-
-def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
-    "(deflated header, payload) of a container whose checksum is right; raises GolfError."
-    if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
-        raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
-                        f"or more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
-    version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
-    if version != ARTIFACT_VERSION:
-        raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
-                        "the golfnb that wrote it")
-    rest = memoryview(data)[PREFIX_BYTES:]
-    found = hashlib.sha256(data[:16])
-    found.update(rest)
-    if found.digest() != checksum:
-        raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
-                        f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
-    return rest[:length], rest[length:]
-
-
-def open_own(data: bytes) -> tuple[dict, memoryview]:
-    "(header, payload) of a container that this program wrote; raises GolfError for damage."
-    text, payload = open_sealed(data)
-    return json.loads(zlib.decompress(text)), payload
-
-
-def decode_sections(header: dict, payload: memoryview,
-                    codecs: Mapping[str, Plain]) -> dict[str, Packed]:
-    "The tensors of a container by name; raises GolfError as `decompress_section` does."
-    tensors = header["tensors"]
-    streams = {}
-    packed = {}
-    for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
-        raw = decompress_section(payload[:length], codec, shapes, codecs)
-        payload = payload[length:]
-        streams[section] = np.frombuffer(raw, SECTIONS[section])
-
-    def take(section: str, shape: list) -> np.ndarray:
-        values, streams[section] = np.split(streams[section], [math.prod(shape)])
-        return values.reshape(shape)
-
-    for name, kind, shape in tensors:
-        scale = take("scale", shape[:1]) if kind in INT_MAX else None
-        packed[name] = Packed(kind, tuple(shape), take(kind, shape), scale)
-    return packed
-
-
-def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
-    """(meta, `Packed` tensors by name) of a container that this program packed with `codec`.
-
-    Raises GolfError for damage.
-    """
-    refuse_word(codec)
-    header, payload = open_own(data)
-    return header["meta"], decode_sections(header, payload, codec.known())
-
-
-def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
-                  cap: float = math.inf, code_bytes: int = 0) -> int:
-    """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
-
-    Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
-    """
-    path, data = Path(path), pack_bytes(packed, meta, codec)
-    kept, total = path.with_name(path.name + ".over"), len(data) + code_bytes
-    atomic_write(path if total <= cap else kept, data)
-    if total > cap:
-        raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,}"
-                        f" too many): the artifact is kept as {kept}, make a smaller one with "
-                        f"`golfnb quantize {path.parent} --target-bytes {cap}`")
-    kept.unlink(missing_ok=True)
-    return len(data)
-
-
-def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict) -> int:
-    "Save unquantized weights, whole or not at all; returns the bytes. Raises GolfError for other dtypes."
-    kinds = {dtype: kind for kind, dtype in FLOATS.items()}
-    for name, w in named.items():
-        if w.dtype not in kinds:
-            raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64, found {w.dtype}: convert it")
-    plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
-    return save_artifact(path, plain, meta, Plain())
-
-
-LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls", scale="row scales")
-
-
-def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
-    "(part, bytes) of a submission: the script, every section of its file, overhead."
-    rows = [("code", code_bytes)]
-    overhead = file_bytes
-    for section, _, length in header["sections"]:
-        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), length))
-        overhead -= length
-    rows.append(("overhead", overhead))
-    return rows
-
-
-# ---- golfnb/ttt.py ----
-class Ledger:
-    "What was scored and learnt, in order; `spans` [documents, 2]: first targets, and one past the last."
-
-    def __init__(self, spans):
-        self.spans, self.history = np.asarray(spans), []  # history: "score" or "train", documents, a, b
-        self.upto = self.spans[:, 0].copy()               # the next target to score in each document
-
-    def scored(self, docs, a, b):
-        "Targets a .. b-1 of `docs` got their score. GolfError unless they follow what was scored before."
-        docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
-        once, follow = len(set(docs.tolist())) == len(docs), (a == self.upto[docs]) & (a <= b)
-        if not once or not (follow & (b <= self.spans[docs, 1])).all():
-            raise GolfError("targets must be scored once, from left to right: expected those from "
-                            f"{self.upto[docs][:4]} on, found {a[:4]}; start a new pass")
-        self.upto[docs] = b
-        self.history.append(("score", docs, a, b))
-
-    def train(self, docs, a, b):
-        "Ask before an update with targets a .. b-1 of `docs`. GolfError if one of them has no score."
-        docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
-        if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-            raise GolfError(f"an update may use scored targets of its own document only: wanted {a[:4]} to "
-                            f"{b[:4]}, scored up to {self.upto[docs][:4]}; score the chunk first")
-        self.history.append(("train", docs, a, b))
-
-
-@dataclass
-class TttSettings(EvalSettings, ComputeSettings):
-    "Legal score-first test-time training."
-    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
-    ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
-    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
-    ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
-    ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
-    ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
-    ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
-
-    def tokens_adapted(self, world: int) -> int:
-        "Tokens in one update of each of `world` ranks."
-        return min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len)
-
-    def problems(self) -> Iterator[str]:
-        "A chunk that holds no row."
-        yield from super().problems()
-        if self.ttt_chunk_tokens < self.eval_seq_len:
-            yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
-                   f"found {self.ttt_chunk_tokens}: raise it")
-
-
-def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[tuple[int, int]]:
-    "First window of each chunk of `chunk` targets, and one past its last; windows hold `row` tokens."
-    owner, n_chunks = (starts + row - keeps) // chunk, -(-(int(starts[-1]) + row) // chunk)
-    bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
-    return list(zip(bounds[:-1], bounds[1:]))
-
-
-def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, int, int]]:
-    "Per step of an epoch: this rank's first row, one past its last (maybe none), and the rows of all ranks."
-    shares = [share_of(n_rows, Ranks(r, ranks.world)) for r in range(ranks.world)]
-    steps = []
-    for j in range(0, max(hi - lo for lo, hi in shares), batch_seqs):
-        cuts = [(min(lo + j, hi), min(lo + j + batch_seqs, hi)) for lo, hi in shares]
-        steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
-    return steps
-
-
-def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
-               inside: Ranks | None) -> Engine:
-    "An SGD engine on a model: masters as decoded, the mean gradient clipped."
-    load_named(model, state)
-    model.zero_grad(set_to_none=True)
-    rule = Sgd(cfg.ttt_lr)
-    clip = ClipMean(cfg.ttt_grad_clip)
-    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, clip, inside)
-    banks, others = engine.gather()
-    for name, view in published_views(model, banks, others).items():
-        view.copy_(state[name])
-    engine.load(banks, others)
-    return engine
-
-
-def row_loss(model: Callable, cap: float) -> Callable:
-    "The loss (ids [B, T], targets [B, T], weights [B]) -> sum of each row's mean times its weight."
-    def loss_of(ids, targets, weights):
-        nats = F.cross_entropy(softcap(model(ids), cap).flatten(0, -2), targets.flatten(), reduction="none")
-        return (nats.view(targets.shape).mean(1) * weights).sum()
-    return loss_of
-
-
-class ChunkTrainer:
-    "SGD on the scored chunks of a stream: an engine, and a step whose rows stand at a fixed place."
-
-    def __init__(self, model: Golf, state: dict, tokens: Tensor, cfg: TttSettings, ranks: Ranks,
-                 ledger: Ledger, loss_fn: Callable | None = None, inside: Ranks | None = None):
-        self.tokens, self.cfg, self.ledger, device = tokens, cfg, ledger, tokens.device
-        self.engine = ttt_engine(model, state, cfg, ranks, inside)
-        self.params = list(model.parameters())
-        self.loss_fn = loss_fn or compiled(row_loss(model, model.cap), cfg, device)
-        rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
-        self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
-        self.weights = torch.zeros(rows, dtype=self.engine.full, device=device)
-        self.graphed = CudaGraphed(self.backward, device)
-
-    def backward(self):
-        "Gradients of the rows in `ids`, weighted by `weights`, into `grads`."
-        loss = self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights)
-        self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
-
-    def learn(self, first: int, length: int, lr_schedule: float):
-        "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
-        ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
-        n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
-        for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs, ranks) * self.cfg.ttt_epochs:
-            self.ledger.train(0, first, first + n_rows * seq)
-            rows = (a + place).clamp(max=n_rows - 1)
-            self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
-            self.weights.copy_(place < b - a).mul_(ranks.world / total)
-            self.graphed()
-            for p, g in zip(self.params, self.grads):
-                p.grad = g
-            self.engine.step(lr_schedule, self.cfg.ttt_momentum)
-
-
-def steps_between_lines(steps: int) -> int:
-    "About a hundred lines a pass: to read a score, the CPU waits for the device."
-    return max(1, steps // 100)
-
-
-def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
-    """A line and an event with the score up to `step` of `steps`; `sums` [3]: nats, bytes, targets.
-
-    Raises GolfError for a score that is NaN or infinite: the weights are, too.
-    """
-    nats, n_bytes, count = sums.tolist()
-    if not math.isfinite(nats):
-        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
-                        f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
-    if log is None or n_bytes == 0:
-        return
-    bpb = bits_per_byte(nats, n_bytes)
-    log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
-    log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
-
-
-def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
-                forward: Callable | None = None, loss_fn: Callable | None = None,
-                log: RunLog | None = None, out: Tensor | None = None, freeze: Callable | None = None,
-                inside: Ranks | None = None) -> tuple[float, float, Ledger]:
-    """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
-
-    `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
-    rank; all must call. `forward(ids, last_n)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
-    what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
-    (None: all). GolfError if any rule would be broken.
-    """
-    n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
-    row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
-    parts = chunk_windows(starts, keeps, row, chunk)
-    ledger = Ledger([[0, n]])
-    every = steps_between_lines(len(parts))
-    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn, inside)
-    model.freeze = freeze
-    batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
-    sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
-    for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
-        a, b = (lo + i for i in share_of(hi - lo, ranks))
-        sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch, out)
-        ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
-        if log is not None and c % every == 0 and c + 1 < len(parts):
-            log_score(log, ranks.sum(sums.clone()), c, len(parts))
-        if c + 1 < len(parts):
-            trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
-    model.freeze = None
-    found = total_score(sums, n, ranks)
-    log_score(log, sums, len(parts) - 1, len(parts))
-    return *found, ledger
-
-
 # ---- golfnb/run.py ----
 @dataclass
 class RunSettings(BaseSettings):
@@ -4176,6 +3996,186 @@ def start(program: str, main: Callable, group: type, own: Mapping, words: Mappin
     as_rank(work)
     sys.stdout.flush()
     os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
+
+
+# ---- golfnb/ttt.py ----
+class Ledger:
+    "What was scored and learnt, in order; `spans` [documents, 2]: first targets, and one past the last."
+
+    def __init__(self, spans):
+        self.spans, self.history = np.asarray(spans), []  # history: "score" or "train", documents, a, b
+        self.upto = self.spans[:, 0].copy()               # the next target to score in each document
+
+    def scored(self, docs, a, b):
+        "Targets a .. b-1 of `docs` got their score. GolfError unless they follow what was scored before."
+        docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
+        once, follow = len(set(docs.tolist())) == len(docs), (a == self.upto[docs]) & (a <= b)
+        if not once or not (follow & (b <= self.spans[docs, 1])).all():
+            raise GolfError("targets must be scored once, from left to right: expected those from "
+                            f"{self.upto[docs][:4]} on, found {a[:4]}; start a new pass")
+        self.upto[docs] = b
+        self.history.append(("score", docs, a, b))
+
+    def train(self, docs, a, b):
+        "Ask before an update with targets a .. b-1 of `docs`. GolfError if one of them has no score."
+        docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
+        if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
+            raise GolfError(f"an update may use scored targets of its own document only: wanted {a[:4]} to "
+                            f"{b[:4]}, scored up to {self.upto[docs][:4]}; score the chunk first")
+        self.history.append(("train", docs, a, b))
+
+
+@dataclass
+class TttSettings(EvalSettings, ComputeSettings):
+    "Legal score-first test-time training."
+    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
+    ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
+    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
+    ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
+    ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
+    ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
+    ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
+
+    def tokens_adapted(self, world: int) -> int:
+        "Tokens in one update of each of `world` ranks."
+        return min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len)
+
+    def problems(self) -> Iterator[str]:
+        "A chunk that holds no row."
+        yield from super().problems()
+        if self.ttt_chunk_tokens < self.eval_seq_len:
+            yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
+                   f"found {self.ttt_chunk_tokens}: raise it")
+
+
+def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[tuple[int, int]]:
+    "First window of each chunk of `chunk` targets, and one past its last; windows hold `row` tokens."
+    owner, n_chunks = (starts + row - keeps) // chunk, -(-(int(starts[-1]) + row) // chunk)
+    bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
+    return list(pairwise(bounds))
+
+
+def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, int, int]]:
+    "Per step of an epoch: this rank's first row, one past its last (maybe none), and the rows of all ranks."
+    shares = [share_of(n_rows, Ranks(r, ranks.world)) for r in range(ranks.world)]
+    steps = []
+    for j in range(0, max(hi - lo for lo, hi in shares), batch_seqs):
+        cuts = [(min(lo + j, hi), min(lo + j + batch_seqs, hi)) for lo, hi in shares]
+        steps.append((*cuts[ranks.rank], sum(b - a for a, b in cuts)))
+    return steps
+
+
+def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
+               inside: Ranks | None) -> Engine:
+    "An SGD engine on a model: masters as decoded, the mean gradient clipped."
+    load_named(model, state)
+    model.zero_grad(set_to_none=True)
+    rule = Sgd(cfg.ttt_lr)
+    clip = ClipMean(cfg.ttt_grad_clip)
+    engine = Engine(model.role_params(), model.layout, ranks, rule, rule, clip, inside)
+    banks, others = engine.gather()
+    for name, view in published_views(model, banks, others).items():
+        view.copy_(state[name])
+    engine.load(banks, others)
+    return engine
+
+
+def row_loss(model: Callable, cap: float) -> Callable:
+    "The loss (ids [B, T], targets [B, T], weights [B]) -> sum of each row's mean times its weight."
+    def loss_of(ids, targets, weights):
+        nats = F.cross_entropy(softcap(model(ids), cap).flatten(0, -2), targets.flatten(), reduction="none")
+        return (nats.view(targets.shape).mean(1) * weights).sum()
+    return loss_of
+
+
+class ChunkTrainer:
+    "SGD on the scored chunks of a stream: an engine, and a step whose rows stand at a fixed place."
+
+    def __init__(self, model: Golf, state: dict, tokens: Tensor, cfg: TttSettings, ranks: Ranks,
+                 ledger: Ledger, loss_fn: Callable | None = None, inside: Ranks | None = None):
+        self.tokens, self.cfg, self.ledger, device = tokens, cfg, ledger, tokens.device
+        self.engine = ttt_engine(model, state, cfg, ranks, inside)
+        self.params = list(model.parameters())
+        self.loss_fn = loss_fn or compiled(row_loss(model, model.cap), cfg, device)
+        rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
+        self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
+        self.weights = torch.zeros(rows, dtype=self.engine.full, device=device)
+        self.graphed = CudaGraphed(self.backward, device)
+
+    def backward(self):
+        "Gradients of the rows in `ids`, weighted by `weights`, into `grads`."
+        loss = self.loss_fn(self.ids[:, :-1], self.ids[:, 1:], self.weights)
+        self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+
+    def learn(self, first: int, length: int, lr_schedule: float):
+        "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
+        ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
+        n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
+        for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs, ranks) * self.cfg.ttt_epochs:
+            self.ledger.train(0, first, first + n_rows * seq)
+            rows = (a + place).clamp(max=n_rows - 1)
+            self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
+            self.weights.copy_(place < b - a).mul_(ranks.world / total)
+            self.graphed()
+            for p, g in zip(self.params, self.grads):
+                p.grad = g
+            self.engine.step(lr_schedule, self.cfg.ttt_momentum)
+
+
+def steps_between_lines(steps: int) -> int:
+    "About a hundred lines a pass: to read a score, the CPU waits for the device."
+    return max(1, steps // 100)
+
+
+def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
+    """A line and an event with the score up to `step` of `steps`; `sums` [3]: nats, bytes, targets.
+
+    Raises GolfError for a score that is NaN or infinite: the weights are, too.
+    """
+    nats, n_bytes, count = sums.tolist()
+    if not math.isfinite(nats):
+        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
+                        f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
+    if log is None or n_bytes == 0:
+        return
+    bpb = bits_per_byte(nats, n_bytes)
+    log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
+    log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
+
+
+def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
+                forward: Callable | None = None, loss_fn: Callable | None = None,
+                log: RunLog | None = None, out: Tensor | None = None, freeze: Callable | None = None,
+                inside: Ranks | None = None) -> tuple[float, float, Ledger]:
+    """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
+
+    `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
+    rank; all must call. `forward(ids, last_n)` gives logits (default: the model), `loss_fn` is a `row_loss`;
+    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
+    what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
+    (None: all). GolfError if any rule would be broken.
+    """
+    n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
+    row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
+    parts = chunk_windows(starts, keeps, row, chunk)
+    ledger = Ledger([[0, n]])
+    every = steps_between_lines(len(parts))
+    trainer = ChunkTrainer(model, state, tokens, cfg, ranks, ledger, loss_fn, inside)
+    model.freeze = freeze
+    batch, starts = min(cfg.rows_per_score(ranks.world), len(starts)), starts.to(tokens.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=tokens.device)
+    for c, (lo, hi) in enumerate(counted(parts, "adapting", log, n)):
+        a, b = (lo + i for i in share_of(hi - lo, ranks))
+        sums += score_windows(forward, tokens, table, starts[a:b], keeps[a:b], row, batch, out)
+        ledger.scored(0, ledger.upto, ledger.upto + int(keeps[lo:hi].sum()))
+        if log is not None and c % every == 0 and c + 1 < len(parts):
+            log_score(log, ranks.sum(sums.clone()), c, len(parts))
+        if c + 1 < len(parts):
+            trainer.learn(c * chunk, chunk, 0.5 * (1 + math.cos(math.pi * c / (len(parts) - 1))))
+    model.freeze = None
+    found = total_score(sums, n, ranks)
+    log_score(log, sums, len(parts) - 1, len(parts))
+    return *found, ledger
 
 
 # ---- golfnb/recipes/pr549.py ----

@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bpb import ByteTable, bits_per_byte, target_bytes
-from .settings import GolfError, setting
-from .evaluate import EvalSettings, counted, plain_loss, score_windows, share_of, sliding_loss
-from .evaluate import total_score, window_batches, windows
+from .evaluate import (
+    EvalSettings,
+    counted,
+    plain_loss,
+    score_windows,
+    share_of,
+    sliding_loss,
+    total_score,
+    window_batches,
+    windows,
+)
 from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
 from .parallel_muon import ClipMean, Engine, Ranks, CudaGraphed, Sgd
+from .settings import GolfError, setting
 from .shards import BOS_ID, check_disjoint, open_shard
 from .train import RunLog, compiled
 
@@ -82,7 +92,7 @@ def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[t
     "First window of each chunk of `chunk` targets, and one past its last; windows hold `row` tokens."
     owner, n_chunks = (starts + row - keeps) // chunk, -(-(int(starts[-1]) + row) // chunk)
     bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
-    return list(zip(bounds[:-1], bounds[1:]))
+    return list(pairwise(bounds))
 
 # %% ../nbs/story/13_ttt.ipynb #5b59e79a
 def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, int, int]]:
@@ -421,17 +431,24 @@ def worst(findings: list[dict]) -> list[dict]:
     return [*{(f["scorer"], f["check"]): f for f in passed + failed}.values()]  # a later one replaces it
 
 # %% ../nbs/story/13_ttt.ipynb #713d5ec0
+def audit_case(run: Callable, case: Case, table: ByteTable, vocab: int) -> list[dict]:
+    "Findings on a scorer in one case; `run(tokens, cfg, probing)` is a Trial."
+    def again(tokens: Tensor) -> Trial:
+        return run(tokens, case.cfg, False)
+
+    base = run(case.tokens, case.cfg, True)
+    found = audit_prefix(again, case.tokens, base, vocab, case.spans, case.flips)
+    found += audit_distribution(base)
+    if len(case.spans):
+        found += audit_order(base, case.spans, case.row)
+    return found + audit_single_pass(base, table)
+
+
 def audit_scorer(name: str, run: Callable, cases: list[Case], table: ByteTable, vocab: int) -> list[dict]:
     "Findings on a scorer in some cases; `run(tokens, cfg, probing)` is a Trial."
     found = []
     for case in cases:
-        base = run(case.tokens, case.cfg, True)
-        again = lambda tokens: run(tokens, case.cfg, False)
-        found += audit_prefix(again, case.tokens, base, vocab, case.spans, case.flips)
-        found += audit_distribution(base)
-        if len(case.spans):
-            found += audit_order(base, case.spans, case.row)
-        found += audit_single_pass(base, table)
+        found += audit_case(run, case, table, vocab)
     return worst([f | {"scorer": name} for f in found])
 
 # %% ../nbs/story/13_ttt.ipynb #5d5b436c

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import nbformat
-import whole_classes
+import exported
 from forked import fork_kernel
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
@@ -133,7 +133,7 @@ def from_text(path: Path) -> None:
     jupytext("--to", "ipynb", "--update", "-o", path, TEXT / f"{path.stem}.py")
     nbformat.write(clean(nbformat.read(path, as_version=4)), path)
     nb_export(path, lib_path=str(ROOT / "golfnb"))
-    whole_classes.rewrite(ROOT / "golfnb")
+    exported.rewrite(ROOT / "golfnb")
 
 
 def main(argv: list[str]) -> int:

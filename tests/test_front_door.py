@@ -1,4 +1,5 @@
 """`import golfnb` offers what a user needs, and loads nothing heavy before it is asked."""
+import ast
 import email
 import os
 import re
@@ -15,6 +16,13 @@ import pytest
 @pytest.mark.parametrize("name", golfnb.__all__)
 def test_a_name_of_the_front_door_says_what_it_is(name):
     assert name in dir(golfnb) and getattr(golfnb, name).__doc__ and getattr(golfnb, name).__module__.startswith("golfnb.")
+
+
+def test_editors_are_told_of_every_name_and_its_home():
+    tree = ast.parse(Path(golfnb.__file__).read_text())
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    told = {n.names[0].asname: n.module for n in block.body}
+    assert told == golfnb._HOME
 
 
 def test_the_front_door_is_light_and_hides_no_module():

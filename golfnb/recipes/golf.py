@@ -10,19 +10,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
+from ..artifact import ArtifactSettings, Best, unpack_bytes
+from ..averaging import Ema
 from ..layout import mlp_in_one_bank
+from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
 from ..newton_schulz import quintic
-from ..averaging import Ema
 from ..parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Muon, Ranks
-from ..train import (GridProjector, Trainer, TrainSettings, lr_schedule, micro_batches,
-                          momentum_schedule)
 from ..quantize import Nearest, dequantize_state, quantize_state
-from ..artifact import ArtifactSettings, Best, unpack_bytes
+from ..run import (
+    Run,
+    RunSettings,
+    fit_to_budget,
+    make_backward,
+    make_forward,
+    train_and_average,
+    weight_dtype,
+)
+from ..train import (
+    GridProjector,
+    Trainer,
+    TrainSettings,
+    lr_schedule,
+    micro_batches,
+    momentum_schedule,
+)
 from ..ttt import TttSettings, score_first
-from ..run import (Run, RunSettings, fit_to_budget, make_backward, make_forward,
-                        train_and_average, weight_dtype)
 
 # %% ../../nbs/recipes/golf.ipynb #a0d00106
 @dataclass

@@ -10,19 +10,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
+from ..artifact import ArtifactSettings, Lzma, unpack_bytes
+from ..averaging import Ema
+from ..evaluate import EvalSettings
 from ..layout import bank_per_shape
+from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 from ..model import Golf, ModelSettings, WeightedSkips, init_model, load_named
 from ..newton_schulz import quintic
-from ..averaging import Ema
 from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
-from ..evaluate import EvalSettings
+from ..quantize import (
+    Gptq,
+    QuantSettings,
+    dequantize_state,
+    int6_matrices,
+    quantize_state,
+    shared_out,
+)
+from ..run import (
+    Run,
+    RunSettings,
+    cap_before_gptq,
+    hessians_in_time,
+    make_backward,
+    make_forward,
+    reserve_problems,
+    train_and_average,
+    weight_dtype,
+)
 from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from ..quantize import (Gptq, QuantSettings, dequantize_state, int6_matrices,
-                             quantize_state, shared_out)
-from ..artifact import ArtifactSettings, Lzma, unpack_bytes
-from ..run import (Run, RunSettings, cap_before_gptq, hessians_in_time, make_backward,
-                        make_forward, reserve_problems, train_and_average, weight_dtype)
 
 # %% ../../nbs/recipes/pr1060.ipynb #a0d06006
 @dataclass

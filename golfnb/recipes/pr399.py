@@ -10,18 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
+from ..artifact import ArtifactSettings, Lzma, unpack_bytes
+from ..averaging import Ema
+from ..evaluate import EvalSettings
 from ..layout import bank_per_shape
+from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 from ..model import Golf, ModelSettings, WeightedSkips, init_model, load_named
 from ..newton_schulz import quintic
-from ..averaging import Ema
 from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
-from ..evaluate import EvalSettings
-from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from ..quantize import dequantize_state, quantize_state
-from ..artifact import ArtifactSettings, Lzma, unpack_bytes
-from ..run import (Run, RunSettings, make_backward, make_forward, train_and_average,
-                        weight_dtype)
+from ..run import Run, RunSettings, make_backward, make_forward, train_and_average, weight_dtype
+from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 
 # %% ../../nbs/recipes/pr399.ipynb #a0d39906
 @dataclass

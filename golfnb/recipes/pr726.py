@@ -10,19 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
-from ..layout import bank_per_shape
-from ..model import (FreezeBlocks, Golf, ModelSettings, WeightedSkips, init_model,
-                          load_named)
-from ..newton_schulz import quintic
-from ..averaging import Ema
-from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
-from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from ..quantize import dequantize_state, quantize_state
 from ..artifact import ArtifactSettings, Lzma, unpack_bytes
+from ..averaging import Ema
+from ..layout import bank_per_shape
+from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
+from ..model import FreezeBlocks, Golf, ModelSettings, WeightedSkips, init_model, load_named
+from ..newton_schulz import quintic
+from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
+from ..quantize import dequantize_state, quantize_state
+from ..run import Run, RunSettings, make_backward, make_forward, train_and_average, weight_dtype
+from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from ..ttt import TttSettings, score_first
-from ..run import (Run, RunSettings, make_backward, make_forward, train_and_average,
-                        weight_dtype)
 
 # %% ../../nbs/recipes/pr726.ipynb #a0d72606
 @dataclass

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from whole_classes import is_patch, obstacle, rewrite, whole
+from exported import is_patch, obstacle, relative, rewrite, whole
 
 GOLFNB = Path(__file__).resolve().parent.parent / "golfnb"
 HEAD = '''"""Shapes."""
@@ -150,12 +150,21 @@ def test_a_quoted_annotation_and_a_special_name_do_not_hold_a_method_back():
     assert "    def g(self, other: 'A') -> 'A': return other.__class__()\n" in whole(code) and "patch" not in whole(code)
 
 
+def test_imports_over_several_lines_are_relative():
+    text = "from golfnb.run import (\n    Run,\n)\nfrom golfnb.tools.data import (\n    read,\n)\nTEXT = 'from golfnb.run import start'\n"
+    assert relative(text, "golfnb") == text.replace("golfnb.run import (", ".run import (").replace("golfnb.tools", ".tools")
+    assert relative(text, "golfnb/tools") == text.replace("golfnb.run import (", "..run import (").replace("golfnb.tools.data", ".data")
+
+
 def test_only_generated_modules_are_rewritten(tmp_path):
-    (tmp_path / "made.py").write_text(BEFORE)
-    (tmp_path / "hand.py").write_text(SMALL + "@patch\ndef g(self: A): pass\n")
-    rewrite(tmp_path)
-    assert (tmp_path / "made.py").read_text() == AFTER
-    assert "@patch\n" in (tmp_path / "hand.py").read_text()
+    package = tmp_path / "golfnb"
+    package.mkdir()
+    (package / "made.py").write_text(BEFORE + "from golfnb.run import (\n    Run,\n)\n")
+    (package / "hand.py").write_text(SMALL + "@patch\ndef g(self: A): pass\n")
+    rewrite(package)
+    made = (package / "made.py").read_text()
+    assert "    def area(self" in made and "from .run import (\n" in made
+    assert "@patch\n" in (package / "hand.py").read_text()
 
 
 def test_no_class_of_golfnb_is_in_pieces():
