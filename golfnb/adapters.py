@@ -20,7 +20,7 @@ from .bpb import ByteTable, target_bytes
 from .evaluate import EvalSettings, counted, total_score
 from .layers import rms_norm, token_nll
 from .model import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
-from .parallel_muon import Ranks, CudaGraphed
+from .parallel_muon import CudaGraphed, Ranks
 from .quantize import deal_jobs
 from .settings import GolfError, setting
 from .shards import BOS_ID

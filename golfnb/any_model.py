@@ -23,11 +23,11 @@ from .parallel_muon import (
     ClipMean,
     Engine,
     FlatGroup,
-    StepScalars,
     Muon,
     NoClip,
     Ranks,
     ShardedBank,
+    StepScalars,
     adamw_step,
 )
 from .settings import GolfError

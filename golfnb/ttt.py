@@ -33,7 +33,7 @@ from .evaluate import (
 )
 from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
-from .parallel_muon import ClipMean, Engine, Ranks, CudaGraphed, Sgd
+from .parallel_muon import ClipMean, CudaGraphed, Engine, Ranks, Sgd
 from .settings import GolfError, setting
 from .shards import BOS_ID, check_disjoint, open_shard
 from .train import RunLog, compiled
