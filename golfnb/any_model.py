@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,11 @@ def head_weight(module: nn.Module) -> str | None:
     blocks = []
     for path, m in module.named_modules():
         kinds = Counter(type(k) for k in m.children())
-        for name, k in m.named_children() if isinstance(m, (nn.ModuleList, nn.Sequential)) else ():
-            if next(k.children(), None) is not None and (isinstance(m, nn.ModuleList) or kinds[type(k)] > 1):
+        if not isinstance(m, (nn.ModuleList, nn.Sequential)):
+            continue
+        for name, k in m.named_children():
+            repeated = isinstance(m, nn.ModuleList) or kinds[type(k)] > 1
+            if repeated and next(k.children(), None) is not None:
                 blocks.append(f"{path}.{name}.".lstrip("."))
     outside = [n for n in linear_weights(module) if not n.startswith(tuple(blocks))]
     return outside[-1] if outside else None
@@ -82,7 +86,8 @@ def module_layout(module: nn.Module, world: int, filter=None, transposable: bool
                             f"{tuple(named[n].shape)}, to AdamW by filter, or convert the module")
         a, b = named[n].shape
         turned, flipped = stored.get(n, False), transposable and a < b
-        shape, group = (b, a) if turned else (a, b), f"{b}x{a}" if flipped else f"{a}x{b}"
+        shape = (b, a) if turned else (a, b)
+        group = f"{b}x{a}" if flipped else f"{a}x{b}"
         rows.append(Matrix(n, *shape, group=group, transposed=turned != flipped))
     return group_matrices(rows, world)
 
@@ -180,6 +185,13 @@ class PerParameterRule(Muon):
             adamw_step(*tensors, lr[i], wd[i], ok[i], count, beta1, beta2, eps)
         part.rounded.copy_(master)
 
+# %% ../nbs/reference/17_any_model.ipynb #7df89db1
+def multipliers(parameters: dict[str, nn.Parameter], rule: Callable | None) -> list[float]:
+    "What `rule(name, parameter)` gives for each, 1 without a rule."
+    if rule is None:
+        return [1.0] * len(parameters)
+    return [float(rule(name, p)) for name, p in parameters.items()]
+
 # %% ../nbs/reference/17_any_model.ipynb #7df89dc4
 class ParallelMuon(torch.optim.Optimizer):
     """Parallel Muon (parameter-golf PR #399) for any module: Muon, sharded over the ranks; AdamW on the rest.
@@ -217,9 +229,10 @@ class ParallelMuon(torch.optim.Optimizer):
         self.watch(module)
         groups = []
         for ps, how in ((self.banked, matrices), (self.rest, others)):
-            factors = {name: [float(mul(n, p)) if mul else 1.0 for n, p in ps.items()]
-                       for name, mul in (("lr_mul", lr_mul), ("wd_mul", wd_mul))}
-            groups.append(dict(params=list(ps.values()), param_names=list(ps), **how, **factors))
+            group = dict(params=list(ps.values()), param_names=list(ps), **how)
+            group["lr_mul"] = multipliers(ps, lr_mul)
+            group["wd_mul"] = multipliers(ps, wd_mul)
+            groups.append(group)
         super().__init__(groups, matrices)  # schedulers look at the defaults
         del self.param_groups[1]["momentum"]
         self.show_state()
@@ -260,10 +273,14 @@ class ParallelMuon(torch.optim.Optimizer):
         self.rest = {n: p for n, p in named.items() if n not in chosen}
         self.index = {n: i for i, n in enumerate([*self.banked, *self.rest])}
 
+    def turned(self, name: str, slot: Tensor) -> Tensor:
+        "A view of a slot in the shape of its parameter."
+        return slot.T if name in self.flipped else slot
+
     def views(self, banks: dict[str, Tensor]) -> dict[str, Tensor]:
         "Name -> view of its slot in `banks` (name -> [slots, rows, cols]), in the parameter's shape."
         slots = {m.name: banks[b.name][i] for b, i, m in self.layout}
-        return {n: slots[n].T if n in self.flipped else slots[n] for n in self.banked}
+        return {n: self.turned(n, slots[n]) for n in self.banked}
 
     @torch.no_grad()
     def fill_banks(self, module: nn.Module, replica_dtype, max_norm: float):
@@ -276,7 +293,8 @@ class ParallelMuon(torch.optim.Optimizer):
         replicas = {n: nn.Parameter(b.to(replica_dtype or b.dtype)) for n, b in start.items()}
         roles = {"bank": replicas, "table": {}, "scalar": {}}
         for n, p in self.rest.items():
-            roles["table" if p.numel() >= PerParameterRule.large else "scalar"][n] = p
+            role = "table" if p.numel() >= PerParameterRule.large else "scalar"
+            roles[role][n] = p
         low = torch.bfloat16 if some.is_cuda and some.dtype != torch.float64 else None
         rule = PerParameterRule(self.index, low)
         clip = ClipMean(max_norm) if max_norm else NoClip()
@@ -296,12 +314,17 @@ class ParallelMuon(torch.optim.Optimizer):
         for p in self.banked.values():
             self.state[p] = dict.fromkeys(("master", "momentum_buffer"))
         for bank in self.engine.banks.values():
-            for m, *slots in zip(bank.spec.slots(self.ranks.rank), bank.fp32_shard, bank.state["momentum_buffer"]):
-                for what, slot in zip(("master", "momentum_buffer"), slots) if m else ():
-                    self.state[self.banked[m.name]][what] = slot.T if m.name in self.flipped else slot
+            held = bank.fp32_shard, bank.state["momentum_buffer"]
+            for m, master, momentum in zip(bank.spec.slots(self.ranks.rank), *held):
+                if m is None:  # padding
+                    continue
+                state = self.state[self.banked[m.name]]
+                state["master"] = self.turned(m.name, master)
+                state["momentum_buffer"] = self.turned(m.name, momentum)
         for g in self.engine.groups:
             for what, flat in g.state.items():
-                for n, view in (zip(g.params, flat) if what == "step" else g.view(flat).items()):
+                views = dict(zip(g.params, flat)) if what == "step" else g.view(flat)
+                for n, view in views.items():
                     self.state[self.rest[n]][what] = view
 
     def collect_gradients(self):
@@ -322,9 +345,11 @@ class ParallelMuon(torch.optim.Optimizer):
         has = [float(p.grad is not None) for g in groups for p in g["params"]]
         numbers = [float(g["lr"]) * x for g in groups for x in g["lr_mul"]]
         numbers += [float(g["weight_decay"]) * x for g in groups for x in g["wd_mul"]]
-        numbers += [first["momentum"], *rest["betas"], rest["eps"]]
-        words = has + [float(x) if self.ranks.is_rank0 else 0.0 for x in numbers]
-        there.copy_(torch.tensor(words, dtype=there.dtype, pin_memory=there.is_cuda), non_blocking=True)
+        numbers += [float(x) for x in (first["momentum"], *rest["betas"], rest["eps"])]
+        if not self.ranks.is_rank0:  # they are summed over the ranks
+            numbers = [0.0] * len(numbers)
+        sent = torch.tensor(has + numbers, dtype=there.dtype, pin_memory=there.is_cuda)
+        there.copy_(sent, non_blocking=True)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -371,8 +396,9 @@ class ParallelMuon(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True):
         "Drop all gradients; with `set_to_none=False` those that exist become zeros, banked ones in the buffer."
         torch.optim.Optimizer.zero_grad(self, set_to_none)
-        for buffer in () if set_to_none else self.buffers.values():
-            buffer.zero_()
+        if not set_to_none:
+            for buffer in self.buffers.values():
+                buffer.zero_()
         for n, p in self.banked.items():
             p.grad = None if p.grad is None else self.grad_views[n]
 
@@ -420,8 +446,10 @@ class ParallelMuon(torch.optim.Optimizer):
         banks, whole, live = self.engine.banks.values(), {p: {} for p in self.state}, self.state
         for part in self.engine.parts:  # weights may have been written since the last step
             self.engine.bank_rule.follow(part)
-        for what in ("master", "momentum_buffer"):
-            found, _ = self.engine.gather([b.fp32_shard if what == "master" else b.state[what] for b in banks])
+        held = {"master": [b.fp32_shard for b in banks],
+                "momentum_buffer": [b.state["momentum_buffer"] for b in banks]}
+        for what, shards in held.items():
+            found, _ = self.engine.gather(shards)
             for n, view in self.views({k: b.cpu() for k, b in found.items()}).items():
                 whole[self.banked[n]][what] = view.clone(memory_format=torch.contiguous_format)
         for p in self.rest.values():
@@ -461,8 +489,9 @@ class ParallelMuon(torch.optim.Optimizer):
             ours |= {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for n, p in (self.banked | self.rest).items():
             for what, view in self.state[p].items():
+                missing = p if what == "master" else view  # what stands for a value that was not saved
                 if view is not None:
-                    view.copy_(states[n].get(what, p if what == "master" else view))
+                    view.copy_(states[n].get(what, missing))
         self.engine.publish()
         torch.autograd.graph.increment_version([*self.banked.values(), *self.rest.values()])
 
@@ -470,9 +499,11 @@ class ParallelMuon(torch.optim.Optimizer):
 def check_numbers(**numbers: float):
     "GolfError for a number no optimizer can use."
     for name, x in numbers.items():
-        ratio = name in ("momentum", "beta1", "beta2")
-        if not 0 <= x < (1 if ratio else float("inf")):
-            raise GolfError(f"ParallelMuon needs {name} from 0 {'to below 1' if ratio else 'up'}: found {x}")
+        limit, bounds = float("inf"), "from 0 up"
+        if name in ("momentum", "beta1", "beta2"):
+            limit, bounds = 1, "from 0 to below 1"
+        if not 0 <= x < limit:
+            raise GolfError(f"ParallelMuon needs {name} {bounds}: found {x}")
 
 # %% ../nbs/reference/17_any_model.ipynb #302b4394
 def check_parameter(name: str, p: nn.Parameter, holders: list, address: int):

@@ -414,13 +414,15 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
     """
     path, data = Path(path), pack_bytes(packed, meta, codec)
-    kept, total = path.with_name(path.name + ".over"), len(data) + code_bytes
-    atomic_write(path if total <= cap else kept, data)
+    total = len(data) + code_bytes
+    over = path.with_name(path.name + ".over")
     if total > cap:
+        atomic_write(over, data)
         raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,}"
-                        f" too many): the artifact is kept as {kept}, make a smaller one with "
+                        f" too many): the artifact is kept as {over}, make a smaller one with "
                         f"`golfnb quantize {path.parent} --target-bytes {cap}`")
-    kept.unlink(missing_ok=True)
+    atomic_write(path, data)
+    over.unlink(missing_ok=True)
     return len(data)
 
 # %% ../nbs/story/11b_artifact.ipynb #4b56f645

@@ -78,8 +78,13 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
     "The byte table of a tokenizer, on the CPU."
     rows = []
     for i in range(sp.get_piece_size()):
-        piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
-        text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
+        piece = sp.id_to_piece(i)
+        silent = sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
+        text = piece.removeprefix("▁").replace("▁", " ")
+        if silent:
+            text = ""
+        elif sp.is_byte(i):
+            text = "?"  # one byte, whatever it is
         rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
     base, leading, boundary = map(torch.tensor, zip(*rows))
     return ByteTable(base.to(torch.int16), leading, boundary)
@@ -99,7 +104,10 @@ def encode_text(sp: spm.SentencePieceProcessor, text: str) -> list[int]:
     zeros, found = (c for c in text if c in "\0▁"), []
     for token in ids:
         is_mark = token == zero and next(zeros, "") == "▁"
-        found += mark if is_mark else [token]
+        if is_mark:
+            found += mark
+        else:
+            found.append(token)
     return found
 
 # %% ../nbs/story/01_bpb.ipynb #71de3c95

@@ -85,7 +85,8 @@ class BankSpec:
 
     def slots(self, rank: int) -> list[Matrix | None]:
         "The rank's matrices in slot order, None where a slot is padding."
-        return [self.matrices[i] if i < self.real else None for i in self.shard(rank)]
+        padded = [*self.matrices, *[None] * self.padding]
+        return [padded[i] for i in self.shard(rank)]
 
     def row_scales(self) -> list[list[float]]:
         "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."

@@ -52,13 +52,15 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     X = X.mT if tall else X
     fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
     fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
-    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if fused else plain_product
+    norm = X.norm(dim=(-2, -1), keepdim=True) * scale + eps
+    add = kernel_product if fused else plain_product
     X = torch.div(X, norm, out=X.new_empty(X.shape)) if fused else X / norm  # rows lie together
     for a, b, c in coeffs:
         A = torch.bmm(X, X.mT)
         A = add(A, A, c, b, symmetric=True)
         X = add(A, X, 1.0, a)
-    return (X.mT if tall else X).reshape(G.shape)
+    X = X.mT if tall else X
+    return X.reshape(G.shape)
 
 # %% ../nbs/story/04_newton_schulz.ipynb #132e3664
 def first_steps(coeffs: tuple, steps: int) -> tuple:

@@ -6,8 +6,8 @@
 __all__ = ['CONTROL_SCALARS', 'Ranks', 'start_ranks', 'stop_ranks', 'gather_into', 'wait_all', 'ShardedBank', 'StepScalars',
            'Sgd', 'nesterov_step', 'master_step', 'Muon', 'nesterov_kernel', 'nesterov_kernels', 'master_kernel',
            'master_kernels', 'FlatGroup', 'adamw_step', 'AdamW', 'record_graph', 'CudaGraphed', 'Engine', 'flat_groups',
-           'NoClip', 'squared_norm', 'clip_coef', 'clip_each', 'clip_mean', 'ClipMean', 'ClipEach', 'Inside',
-           'Crossing', 'inside_node', 'EngineSettings']
+           'NoClip', 'squared_norm', 'set_scalar', 'clip_coef', 'clip_each', 'clip_mean', 'ClipMean', 'ClipEach',
+           'Inside', 'Crossing', 'inside_node', 'EngineSettings']
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #ef592cd3
 import gc
@@ -39,7 +39,8 @@ class Ranks:
                  nodes=1):
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.long_timeout_group = long_timeout_group
-        self.group, self.local = group, rank if local is None else local
+        self.group = group
+        self.local = rank if local is None else local
         self.node, self.nodes, self.is_rank0 = node, nodes, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
@@ -90,15 +91,19 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
                         "lower --nproc_per_node")
     if cuda:
         torch.cuda.set_device(local)
+    device = gpu if cuda else torch.device("cpu")
     if world == 1:
-        return Ranks(device=gpu if cuda else "cpu")
-    limit = timedelta(seconds=min(timeout_s, 40.0) if nodes > 1 else timeout_s)
+        return Ranks(device=device)
+    if nodes > 1:
+        timeout_s = min(timeout_s, 40.0)
+    limit = timedelta(seconds=timeout_s)
     store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # old keys are kept
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store,
-                            timeout=limit, device_id=gpu if cuda else None)
+    backend, device_id = ("nccl", gpu) if cuda else ("gloo", None)
+    dist.init_process_group(backend, rank=rank, world_size=world, store=store, timeout=limit,
+                            device_id=device_id)
     long_timeout_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return Ranks(rank, world, gpu if cuda else "cpu", long_timeout_group, None, local, node, nodes)
+    return Ranks(rank, world, device, long_timeout_group, None, local, node, nodes)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #c9b51a42
 def stop_ranks(ranks: Ranks):
@@ -258,8 +263,10 @@ class Muon:
         "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
         momentum = shard.state["momentum_buffer"]
         fused = bool(usable_kernels(momentum.device, momentum.dtype))
-        ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
-        last = master_kernels if fused else master_step
+        first, last = nesterov_step, master_step
+        if fused:
+            first, last = nesterov_kernels, master_kernels
+        ahead = first(momentum, grad, mu, ok)
         last(shard.fp32_shard, self.direction(shard, ahead), lr, wd, shard.shape_lr_scale, ok, shard.rounded)
 
     def direction(self, shard: ShardedBank, ahead: Tensor) -> Tensor:
@@ -339,7 +346,8 @@ class FlatGroup:
         for k, view in self.view(self.rounded).items():
             params[k].data = view
         self.fp32_shard = self.rounded.to(self.full) if rule.masters else self.rounded
-        self.wire = self.rounded.new_zeros(at + tail, dtype=self.full if tail else None)
+        wire_dtype = self.full if tail else self.rounded.dtype
+        self.wire = self.rounded.new_zeros(at + tail, dtype=wire_dtype)
         self.grad, self.tail = self.wire[:at], self.wire[at:]
         self.state = rule.state(self)
 
@@ -353,8 +361,10 @@ class FlatGroup:
 
     def collect(self):
         "Copy this rank's gradients into `grad`; each `.grad` becomes None, a missing one counts as zeros."
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params.values()]
+        grads = []
         for p in self.params.values():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grads.append(grad)
             p.grad = None
         torch.cat(self.spaced(grads), out=self.grad)
 
@@ -382,7 +392,8 @@ class AdamW:
 
     def rates(self, role: str) -> tuple[float, float]:
         "(learning rate, weight decay) of the parameters of a role."
-        return self.table_lr if role == "table" else self.lr, self.wd
+        lr = self.table_lr if role == "table" else self.lr
+        return lr, self.wd
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
@@ -413,13 +424,16 @@ class CudaGraphed:
     "A function on fixed tensors; on CUDA recorded after `eager` calls, on the calling stream, then replayed."
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
-        self.fn, self.left, self.graph = fn, eager if device.type == "cuda" else -1, None
+        self.fn, self.graph = fn, None
+        self.left = eager if device.type == "cuda" else -1  # calls until it is recorded; -1: never
 
     def __call__(self):
         if self.graph is None and self.left == 0:
-            here, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-            on_default = here == torch.cuda.default_stream()  # which cannot be recorded
-            record_graph(self.fn, self.graph, None if on_default else here)
+            self.graph = torch.cuda.CUDAGraph()
+            here = torch.cuda.current_stream()
+            if here == torch.cuda.default_stream():  # which cannot be recorded
+                here = None
+            record_graph(self.fn, self.graph, here)
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -481,8 +495,12 @@ class Engine:
         "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
         for g in self.groups:
             g.rounded.copy_(g.fp32_shard)
-        masters = {n: self.banks[n].fp32_shard for n in self.plan.work}
-        wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
+        handles = []
+        for name in self.plan.work:
+            bank = self.banks[name]
+            weights = project(name, bank.fp32_shard) if project else bank.fp32_shard
+            handles.append(bank.publish(weights))
+        wait_all(handles)
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> Tensor:
         "After backward: start this step's communication; returns the summed control vector [scalars]."
@@ -492,14 +510,15 @@ class Engine:
         words = [elapsed_ms, float(stop)] if self.ranks.is_rank0 else [0.0, 0.0]
         words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
         self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
-        self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
+        self.control[2] = 0.0 if loss is None else loss.detach()
         grads = self.clip.before_sending(self, grads)
         for wire in [g.wire for g in self.groups] or [self.control]:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
             self.banks[n].reduce(grads.pop(n))
-        for b in self.banks.values() if self.debug else ():
-            b.replica.data.fill_(float("nan"))
+        if self.debug:
+            for b in self.banks.values():
+                b.replica.data.fill_(float("nan"))
         return self.control
 
     def finish(self, lr_schedule=1.0, momentum: float = 0.99, project=None):
@@ -507,11 +526,12 @@ class Engine:
 
         `lr_schedule` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
         """
-        for scalar, value in ((self.scalars.lr_schedule, lr_schedule), (self.scalars.momentum, momentum)):
-            scalar.copy_(value) if isinstance(value, Tensor) else scalar.fill_(value)
+        set_scalar(self.scalars.lr_schedule, lr_schedule)
+        set_scalar(self.scalars.momentum, momentum)
         self.clip.after_arrival(self)
         self.scalars.grads_finite.copy_(torch.isfinite(self.norm_sq))
-        ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
+        ready = torch.cuda.current_stream().record_event() if self.streams else None
+        handles = []
         for n in self.plan.work:
             bank, stream = self.banks[n], self.streams.get(n)
             with torch.cuda.stream(stream):  # does nothing where there is no stream
@@ -626,6 +646,14 @@ class NoClip:
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
     "Sum of squares of all entries of all tensors, 0-dim."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
+
+# %% ../nbs/story/07b_parallel_muon.ipynb #b9e072a9
+def set_scalar(scalar: Tensor, value: Tensor | float):
+    "Write a number, or one that lies on the device, into a 0-dim tensor; waits for nothing."
+    if isinstance(value, Tensor):
+        scalar.copy_(value)
+    else:
+        scalar.fill_(value)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #cca88cb9
 def clip_coef(norm_sq: Tensor, max_norm: float) -> Tensor:

@@ -84,7 +84,8 @@ def transfer_us(n_bytes: float, world: int, links: MachineModel, kind: str = "",
     latency, gbps = links.collectives.get(kind, (links.latency_us, links.bandwidth_gbytes_per_s))
     if nodes > 1:
         latency, gbps = max(latency, links.between[0]), min(gbps, links.between[1])
-    return latency + (2 if kind == "all-reduce" else 1) * n_bytes * (world - 1) / world / (gbps * 1e3)
+    rounds = 2 if kind == "all-reduce" else 1
+    return latency + rounds * n_bytes * (world - 1) / world / (gbps * 1e3)
 
 # %% ../nbs/story/07_plan.ipynb #b657b65c
 def update_time_us(bank: BankSpec, links: MachineModel) -> float:
@@ -151,11 +152,14 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
         events.append(Event(name, stream, start, start + us))
         return start + us
 
-    def send(what, kind, ready, n_bytes, over=1 if two_level else nodes, world=layout.world):
+    flat_nodes = 1 if two_level else nodes
+    all_ranks = layout.world * nodes if two_level else layout.world
+
+    def send(what, kind, ready, n_bytes, over=flat_nodes, world=layout.world):
         return place(f"{kind} {what}", "net", ready, transfer_us(n_bytes, world, links, kind, over))
 
     if small_bytes:
-        send("small", "all-reduce", gate, small_bytes, nodes, layout.world * (nodes if two_level else 1))
+        send("small", "all-reduce", gate, small_bytes, nodes, all_ranks)
     for name in plan.scatter:
         arrived[name] = send(name, "scatter", gate, n_bytes := 2 * layout.bank(name).numel)
         if two_level and nodes > 1:  # its ranks share the node's link: together they send the whole bank

@@ -55,7 +55,9 @@ def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     if not torch.isfinite(rounded).all():
         raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: "
                         "the run has diverged, export earlier weights")
-    return Packed(kind, tuple(w.shape), (rounded.view(torch.uint16) if kind == "bf16" else rounded).numpy())
+    if kind == "bf16":
+        rounded = rounded.view(torch.uint16)  # NumPy has no bf16
+    return Packed(kind, tuple(w.shape), rounded.numpy())
 
 
 def unpack_plain(packed: Packed) -> torch.Tensor:
@@ -93,8 +95,13 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: flo
 def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX, log=None) -> dict:
     "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
-    return {name: pack_rows(name, named[name], kind, scale_floor, k) if kind in INT_MAX else
-            pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
+    packed = {}
+    for name, kind in counted(kinds.items(), "quantizing", log):
+        if kind in INT_MAX:
+            packed[name] = pack_rows(name, named[name], kind, scale_floor, k)
+        else:
+            packed[name] = pack_plain(name, named[name], kind)
+    return packed
 
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
@@ -314,7 +321,9 @@ def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callab
         size, bits = measure(packed), bits_per_weight(k)
         if size <= target_bytes:
             found.setdefault(size, packed)
-        if (max(found) >= SIZE_GOOD * target_bytes or k == K_FINEST) if found else k == K_COARSEST:
+        good = bool(found) and (max(found) >= SIZE_GOOD * target_bytes or k == K_FINEST)
+        hopeless = not found and k == K_COARSEST
+        if good or hopeless:
             break
     if not found:
         error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes {size:,}; "

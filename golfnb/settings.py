@@ -84,7 +84,8 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
     name, kind, choices = spec.name.upper(), type(spec.default), spec.metadata["choices"]
     try:
         value = YES_NO[text.strip().lower()] if kind is bool else kind(text)
-        fits = value.isprintable() if kind is str else abs(value) < (2**64 if kind is int else math.inf)
+        limit = 2**64 if kind is int else math.inf
+        fits = value.isprintable() if kind is str else abs(value) < limit
     except (KeyError, ValueError):
         fits = False
     if not fits:
@@ -213,12 +214,16 @@ def check_json(value, depth: int = 20) -> None:
     "Raise ValueError for what `read_json` refuses."
     values = list(value.values()) if isinstance(value, dict) else []
     for number in (v for v in values if isinstance(v, (int, float))):
-        if not abs(number) < (2**63 if type(number) is int else math.inf):
+        limit = 2**63 if type(number) is int else math.inf
+        if not abs(number) < limit:
             raise ValueError(f"the number {number!s:.20}")
-    if isinstance(value, str) and CONTROLS.search(value) or not depth:
-        raise ValueError("characters that steer a terminal" if depth else "lists within lists without end")
-    for part in [*value, *values] if isinstance(value, (dict, list)) else ():
-        check_json(part, depth - 1)
+    if not depth:
+        raise ValueError("lists within lists without end")
+    if isinstance(value, str) and CONTROLS.search(value):
+        raise ValueError("characters that steer a terminal")
+    if isinstance(value, (dict, list)):
+        for part in [*value, *values]:
+            check_json(part, depth - 1)
 
 # %% ../nbs/reference/00_settings.ipynb #58a72e8e
 def read_json(text: str | bytes, what) -> dict:
@@ -237,7 +242,11 @@ def read_json(text: str | bytes, what) -> dict:
 # %% ../nbs/reference/00_settings.ipynb #a0de0002
 def finite(summary: dict) -> dict:
     "A summary with None for every number that is not finite."
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+    kept = dict(summary)
+    for name, value in summary.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            kept[name] = None
+    return kept
 
 # %% ../nbs/reference/00_settings.ipynb #45ebf322
 def settings_from(group: type, values: Mapping):

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d1a7c596bbbcbb56
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 776026bdf92be5e3
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -114,7 +114,8 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
     name, kind, choices = spec.name.upper(), type(spec.default), spec.metadata["choices"]
     try:
         value = YES_NO[text.strip().lower()] if kind is bool else kind(text)
-        fits = value.isprintable() if kind is str else abs(value) < (2**64 if kind is int else math.inf)
+        limit = 2**64 if kind is int else math.inf
+        fits = value.isprintable() if kind is str else abs(value) < limit
     except (KeyError, ValueError):
         fits = False
     if not fits:
@@ -222,7 +223,11 @@ def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapp
 
 def finite(summary: dict) -> dict:
     "A summary with None for every number that is not finite."
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+    kept = dict(summary)
+    for name, value in summary.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            kept[name] = None
+    return kept
 
 
 # ---- golfnb/bpb.py ----
@@ -285,8 +290,13 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
     "The byte table of a tokenizer, on the CPU."
     rows = []
     for i in range(sp.get_piece_size()):
-        piece, silent = sp.id_to_piece(i), sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
-        text = "" if silent else "?" if sp.is_byte(i) else piece.removeprefix("▁").replace("▁", " ")
+        piece = sp.id_to_piece(i)
+        silent = sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
+        text = piece.removeprefix("▁").replace("▁", " ")
+        if silent:
+            text = ""
+        elif sp.is_byte(i):
+            text = "?"  # one byte, whatever it is
         rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
     base, leading, boundary = map(torch.tensor, zip(*rows))
     return ByteTable(base.to(torch.int16), leading, boundary)
@@ -380,7 +390,8 @@ class BankSpec:
 
     def slots(self, rank: int) -> list[Matrix | None]:
         "The rank's matrices in slot order, None where a slot is padding."
-        return [self.matrices[i] if i < self.real else None for i in self.shard(rank)]
+        padded = [*self.matrices, *[None] * self.padding]
+        return [padded[i] for i in self.shard(rank)]
 
     def row_scales(self) -> list[list[float]]:
         "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."
@@ -1921,13 +1932,15 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     X = X.mT if tall else X
     fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
     fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
-    norm, add = X.norm(dim=(-2, -1), keepdim=True) * scale + eps, kernel_product if fused else plain_product
+    norm = X.norm(dim=(-2, -1), keepdim=True) * scale + eps
+    add = kernel_product if fused else plain_product
     X = torch.div(X, norm, out=X.new_empty(X.shape)) if fused else X / norm  # rows lie together
     for a, b, c in coeffs:
         A = torch.bmm(X, X.mT)
         A = add(A, A, c, b, symmetric=True)
         X = add(A, X, 1.0, a)
-    return (X.mT if tall else X).reshape(G.shape)
+    X = X.mT if tall else X
+    return X.reshape(G.shape)
 
 
 def first_steps(coeffs: tuple, steps: int) -> tuple:
@@ -2035,7 +2048,8 @@ class Ranks:
                  nodes=1):
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.long_timeout_group = long_timeout_group
-        self.group, self.local = group, rank if local is None else local
+        self.group = group
+        self.local = rank if local is None else local
         self.node, self.nodes, self.is_rank0 = node, nodes, rank == 0
 
     def sum(self, t: Tensor) -> Tensor:
@@ -2086,15 +2100,19 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
                         "lower --nproc_per_node")
     if cuda:
         torch.cuda.set_device(local)
+    device = gpu if cuda else torch.device("cpu")
     if world == 1:
-        return Ranks(device=gpu if cuda else "cpu")
-    limit = timedelta(seconds=min(timeout_s, 40.0) if nodes > 1 else timeout_s)
+        return Ranks(device=device)
+    if nodes > 1:
+        timeout_s = min(timeout_s, 40.0)
+    limit = timedelta(seconds=timeout_s)
     store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # old keys are kept
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store,
-                            timeout=limit, device_id=gpu if cuda else None)
+    backend, device_id = ("nccl", gpu) if cuda else ("gloo", None)
+    dist.init_process_group(backend, rank=rank, world_size=world, store=store, timeout=limit,
+                            device_id=device_id)
     long_timeout_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return Ranks(rank, world, gpu if cuda else "cpu", long_timeout_group, None, local, node, nodes)
+    return Ranks(rank, world, device, long_timeout_group, None, local, node, nodes)
 
 
 def stop_ranks(ranks: Ranks):
@@ -2254,8 +2272,10 @@ class Muon:
         "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
         momentum = shard.state["momentum_buffer"]
         fused = bool(usable_kernels(momentum.device, momentum.dtype))
-        ahead = (nesterov_kernels if fused else nesterov_step)(momentum, grad, mu, ok)
-        last = master_kernels if fused else master_step
+        first, last = nesterov_step, master_step
+        if fused:
+            first, last = nesterov_kernels, master_kernels
+        ahead = first(momentum, grad, mu, ok)
         last(shard.fp32_shard, self.direction(shard, ahead), lr, wd, shard.shape_lr_scale, ok, shard.rounded)
 
     def direction(self, shard: ShardedBank, ahead: Tensor) -> Tensor:
@@ -2335,7 +2355,8 @@ class FlatGroup:
         for k, view in self.view(self.rounded).items():
             params[k].data = view
         self.fp32_shard = self.rounded.to(self.full) if rule.masters else self.rounded
-        self.wire = self.rounded.new_zeros(at + tail, dtype=self.full if tail else None)
+        wire_dtype = self.full if tail else self.rounded.dtype
+        self.wire = self.rounded.new_zeros(at + tail, dtype=wire_dtype)
         self.grad, self.tail = self.wire[:at], self.wire[at:]
         self.state = rule.state(self)
 
@@ -2349,8 +2370,10 @@ class FlatGroup:
 
     def collect(self):
         "Copy this rank's gradients into `grad`; each `.grad` becomes None, a missing one counts as zeros."
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params.values()]
+        grads = []
         for p in self.params.values():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grads.append(grad)
             p.grad = None
         torch.cat(self.spaced(grads), out=self.grad)
 
@@ -2378,7 +2401,8 @@ class AdamW:
 
     def rates(self, role: str) -> tuple[float, float]:
         "(learning rate, weight decay) of the parameters of a role."
-        return self.table_lr if role == "table" else self.lr, self.wd
+        lr = self.table_lr if role == "table" else self.lr
+        return lr, self.wd
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
@@ -2409,13 +2433,16 @@ class CudaGraphed:
     "A function on fixed tensors; on CUDA recorded after `eager` calls, on the calling stream, then replayed."
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
-        self.fn, self.left, self.graph = fn, eager if device.type == "cuda" else -1, None
+        self.fn, self.graph = fn, None
+        self.left = eager if device.type == "cuda" else -1  # calls until it is recorded; -1: never
 
     def __call__(self):
         if self.graph is None and self.left == 0:
-            here, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-            on_default = here == torch.cuda.default_stream()  # which cannot be recorded
-            record_graph(self.fn, self.graph, None if on_default else here)
+            self.graph = torch.cuda.CUDAGraph()
+            here = torch.cuda.current_stream()
+            if here == torch.cuda.default_stream():  # which cannot be recorded
+                here = None
+            record_graph(self.fn, self.graph, here)
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -2477,8 +2504,12 @@ class Engine:
         "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
         for g in self.groups:
             g.rounded.copy_(g.fp32_shard)
-        masters = {n: self.banks[n].fp32_shard for n in self.plan.work}
-        wait_all([self.banks[n].publish(project(n, m) if project else m) for n, m in masters.items()])
+        handles = []
+        for name in self.plan.work:
+            bank = self.banks[name]
+            weights = project(name, bank.fp32_shard) if project else bank.fp32_shard
+            handles.append(bank.publish(weights))
+        wait_all(handles)
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> Tensor:
         "After backward: start this step's communication; returns the summed control vector [scalars]."
@@ -2488,14 +2519,15 @@ class Engine:
         words = [elapsed_ms, float(stop)] if self.ranks.is_rank0 else [0.0, 0.0]
         words = torch.tensor(words, dtype=self.control.dtype, pin_memory=self.control.is_cuda)
         self.control[:2].copy_(words, non_blocking=True)  # without waiting for the GPU
-        self.control[2].fill_(0.0) if loss is None else self.control[2].copy_(loss.detach())
+        self.control[2] = 0.0 if loss is None else loss.detach()
         grads = self.clip.before_sending(self, grads)
         for wire in [g.wire for g in self.groups] or [self.control]:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
             self.banks[n].reduce(grads.pop(n))
-        for b in self.banks.values() if self.debug else ():
-            b.replica.data.fill_(float("nan"))
+        if self.debug:
+            for b in self.banks.values():
+                b.replica.data.fill_(float("nan"))
         return self.control
 
     def finish(self, lr_schedule=1.0, momentum: float = 0.99, project=None):
@@ -2503,11 +2535,12 @@ class Engine:
 
         `lr_schedule` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
         """
-        for scalar, value in ((self.scalars.lr_schedule, lr_schedule), (self.scalars.momentum, momentum)):
-            scalar.copy_(value) if isinstance(value, Tensor) else scalar.fill_(value)
+        set_scalar(self.scalars.lr_schedule, lr_schedule)
+        set_scalar(self.scalars.momentum, momentum)
         self.clip.after_arrival(self)
         self.scalars.grads_finite.copy_(torch.isfinite(self.norm_sq))
-        ready, handles = torch.cuda.current_stream().record_event() if self.streams else None, []
+        ready = torch.cuda.current_stream().record_event() if self.streams else None
+        handles = []
         for n in self.plan.work:
             bank, stream = self.banks[n], self.streams.get(n)
             with torch.cuda.stream(stream):  # does nothing where there is no stream
@@ -2622,6 +2655,14 @@ class NoClip:
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
     "Sum of squares of all entries of all tensors, 0-dim."
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
+
+
+def set_scalar(scalar: Tensor, value: Tensor | float):
+    "Write a number, or one that lies on the device, into a 0-dim tensor; waits for nothing."
+    if isinstance(value, Tensor):
+        scalar.copy_(value)
+    else:
+        scalar.fill_(value)
 
 
 def clip_coef(norm_sq: Tensor, max_norm: float) -> Tensor:
@@ -2904,7 +2945,9 @@ def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     if not torch.isfinite(rounded).all():
         raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: "
                         "the run has diverged, export earlier weights")
-    return Packed(kind, tuple(w.shape), (rounded.view(torch.uint16) if kind == "bf16" else rounded).numpy())
+    if kind == "bf16":
+        rounded = rounded.view(torch.uint16)  # NumPy has no bf16
+    return Packed(kind, tuple(w.shape), rounded.numpy())
 
 
 def unpack_plain(packed: Packed) -> torch.Tensor:
@@ -2942,8 +2985,13 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: flo
 def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX, log=None) -> dict:
     "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
-    return {name: pack_rows(name, named[name], kind, scale_floor, k) if kind in INT_MAX else
-            pack_plain(name, named[name], kind) for name, kind in counted(kinds.items(), "quantizing", log)}
+    packed = {}
+    for name, kind in counted(kinds.items(), "quantizing", log):
+        if kind in INT_MAX:
+            packed[name] = pack_rows(name, named[name], kind, scale_floor, k)
+        else:
+            packed[name] = pack_plain(name, named[name], kind)
+    return packed
 
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
@@ -3148,13 +3196,15 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
     """
     path, data = Path(path), pack_bytes(packed, meta, codec)
-    kept, total = path.with_name(path.name + ".over"), len(data) + code_bytes
-    atomic_write(path if total <= cap else kept, data)
+    total = len(data) + code_bytes
+    over = path.with_name(path.name + ".over")
     if total > cap:
+        atomic_write(over, data)
         raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,}"
-                        f" too many): the artifact is kept as {kept}, make a smaller one with "
+                        f" too many): the artifact is kept as {over}, make a smaller one with "
                         f"`golfnb quantize {path.parent} --target-bytes {cap}`")
-    kept.unlink(missing_ok=True)
+    atomic_write(path, data)
+    over.unlink(missing_ok=True)
     return len(data)
 
 
@@ -4155,7 +4205,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
     (None: all). GolfError if any rule would be broken.
     """
-    n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
+    n, chunk = tokens.numel() - 1, cfg.ttt_chunk_tokens
+    forward = model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger = Ledger([[0, n]])

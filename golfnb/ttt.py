@@ -195,7 +195,8 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
     what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
     (None: all). GolfError if any rule would be broken.
     """
-    n, chunk, forward = tokens.numel() - 1, cfg.ttt_chunk_tokens, model if forward is None else forward
+    n, chunk = tokens.numel() - 1, cfg.ttt_chunk_tokens
+    forward = model if forward is None else forward
     row, (starts, keeps) = min(cfg.eval_seq_len, n), windows(n, cfg.eval_seq_len, cfg.eval_stride)
     parts = chunk_windows(starts, keeps, row, chunk)
     ledger = Ledger([[0, n]])
@@ -281,7 +282,9 @@ class Trial:
     def learn(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         "`row_loss`; notes the rows, as -1 where the targets are not the inputs moved by one."
         rows = torch.cat([ids, targets[:, -1:]], 1)[weights != 0]
-        self.rows.append(rows if torch.equal(ids[:, 1:], targets[:, :-1]) else torch.full_like(rows, -1))
+        if not torch.equal(ids[:, 1:], targets[:, :-1]):
+            rows = torch.full_like(rows, -1)
+        self.rows.append(rows)
         return self.loss_of(ids, targets, weights)
 
     @torch.no_grad()
@@ -364,7 +367,8 @@ def audit_order(trial: Trial, spans, row: int) -> Iterator[dict]:
     for what, *columns in trial.history:
         events = [tuple(map(int, event)) for event in zip(*columns)]
         for d, a, b in events:
-            if not (a == upto[d] if what == "score" else spans[d, 0] <= a < b <= upto[d]):
+            in_order = a == upto[d] if what == "score" else spans[d, 0] <= a < b <= upto[d]
+            if not in_order:
                 wrong.append(f"{what} of targets {a} to {b} when those before {upto[d]} were scored")
             upto[d] = b if what == "score" else upto[d]
         if what == "train":
