@@ -441,7 +441,7 @@ def audit_case(run: Callable, case: Case, table: ByteTable, vocab: int) -> list[
         return run(tokens, case.cfg, False)
 
     base = run(case.tokens, case.cfg, True)
-    found = audit_prefix(again, case.tokens, base, vocab, case.spans, case.flips)
+    found = list(audit_prefix(again, case.tokens, base, vocab, case.spans, case.flips))
     found += audit_distribution(base)
     if len(case.spans):
         found += audit_order(base, case.spans, case.row)
