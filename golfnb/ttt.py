@@ -445,7 +445,8 @@ def audit_case(run: Callable, case: Case, table: ByteTable, vocab: int) -> list[
     found += audit_distribution(base)
     if len(case.spans):
         found += audit_order(base, case.spans, case.row)
-    return found + audit_single_pass(base, table)
+    found += audit_single_pass(base, table)
+    return found
 
 
 def audit_scorer(name: str, run: Callable, cases: list[Case], table: ByteTable, vocab: int) -> list[dict]:
