@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d1a7c596bbbcbb56
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 1ba462b0cbd57f9f
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3660,7 +3660,8 @@ class RunSettings(BaseSettings):
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
         super().check()
-        for problem in batch_problems(self, self.train_seq_len, world):
+        s: Any = self  # of a program: it has the numbers of the loader and of the model too
+        for problem in batch_problems(s, s.train_seq_len, world):
             raise GolfError(problem)
 
 
@@ -3673,7 +3674,8 @@ def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
 
 def keep_traces():
     "Let torch keep the traced training and scoring graphs on disk, where its version knows how."
-    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    inductor: Any = import_module("torch._inductor.config")
+    functorch: Any = import_module("torch._functorch.config")
     if (hasattr(inductor, "unsafe_marked_cacheable_functions")
             and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions")):
         functions = ("_backend_from_string", "_sdpa_kernel")
@@ -3681,7 +3683,7 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 
-def make_backward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
+def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callable:
     """What training calls for a micro-batch: `backward(ids, targets, accum)`, as `backward_pass` says.
 
     It is compiled, and recorded, where the settings ask for it.
@@ -3709,8 +3711,8 @@ def run_in(folder: Path) -> str:
     return ""
 
 
-def run_folder(s: RunSettings, ranks: Ranks) -> Path:
-    "The directory for a run; raises GolfError if another run lies there."
+def run_folder(s, ranks: Ranks) -> Path:
+    "A run's directory, by the settings `s` of a program; raises GolfError if another run lies there."
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
     found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
@@ -3734,14 +3736,14 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
 class Run:
     """What the stages of a program share: data, folder, log, scores.
 
-    `code`: the bytes of the script that runs; they count against the budget. `val [N + 1]`: validation
-    tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the training tokens.
-    `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang on the run.
-    `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
+    `settings`: of a program. `code`: the bytes of the script that runs; they count against the budget.
+    `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the
+    training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang
+    on the run. `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
     Raises GolfError for whatever is wrong with the data.
     """
 
-    def __init__(self, settings: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+    def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
                  quiet: bool = False):
         s = settings
         data = Path(s.data_path)
@@ -3915,9 +3917,12 @@ class Run:
         return self.summary
 
 
-def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+def open_run(s, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
              quiet: bool = False) -> Run:
-    "Check the settings, read the data, and make the `Run`. Raises GolfError for whatever is wrong."
+    """Check the settings `s` of a program, read the data, and make the `Run`.
+
+    Raises GolfError for whatever is wrong.
+    """
     s.check(ranks.world)
     return Run(s, ranks, code, folder, quiet)
 
@@ -3976,6 +3981,7 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
         print(f"golfnb: {problem}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(status)
+    assert ranks is not None  # had they not started, the process would have ended
     stop_ranks(ranks)
 
 
