@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 1ba462b0cbd57f9f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 94621271e99f35e0
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -724,8 +724,12 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no Triton on this machine: the plain functions of chapter 03 do everything
-    triton = TensorDescriptor = None
-    tl = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+    triton: Any = None
+    TensorDescriptor: Any = None
+    tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+
+# Triton reads the annotations of kernels, and they are no types:
+# pyright: reportInvalidTypeForm=false
 
 
 KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b
@@ -877,7 +881,7 @@ class FusedHeads(torch.autograd.Function):
         return q, k, qkv[..., (q.shape[2] + keys) * q.shape[3]:].unflatten(-1, (keys, q.shape[3]))
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):
+    def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]  # one each output
         n, weight, gain, cos, sin, qkv = ctx.saved_tensors
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
@@ -1037,7 +1041,7 @@ class FusedMlp(torch.autograd.Function):
         return F.linear(h, down).view(*n.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx, dm):
+    def backward(ctx, dm):  # pyright: ignore[reportIncompatibleMethodOverride]  # one each output
         n, up, down, h, z = ctx.saved_tensors
         dm = dm.flatten(0, -2)
         dz = mlp_down_grad_op(dm, down, z, *ctx.rest)
