@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 94621271e99f35e0
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b4e3f8ece7874986
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1255,6 +1255,7 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
+    __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
@@ -1309,15 +1310,17 @@ class Golf(torch.nn.Module):
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
         mix = self.resid_mix.to(self.compute)
-        freeze = torch.is_grad_enabled() and self.freeze is not None
+        freeze = self.freeze if torch.is_grad_enabled() else None
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
         stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
-        stack = stack if freeze else joined(stack, kernels)
+        stack = joined(stack, kernels) if freeze is None else stack
         blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
-        return [joined(w, kernels) for w in self.freeze(blocks)] if freeze else blocks
+        if freeze is None:
+            return blocks
+        return [joined(w, kernels) for w in freeze(blocks)]
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -1340,6 +1343,7 @@ class Golf(torch.nn.Module):
 
         `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
         half, outputs = self.cfg.num_layers // 2, {}
+        skips = ()
         if half:
             skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
         for place, i in enumerate(self.order):
@@ -1388,6 +1392,7 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
     if "heads" in kernels:
         w = w._replace(qkv=torch.cat((q, k, v), dim=-2))
     if "fold" in kernels:
+        assert w.attn_scale is not None and w.mlp_scale is not None  # nothing is folded twice
         out, down = folded_weight(out, w.attn_scale), folded_weight(down, w.mlp_scale)
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
@@ -1403,7 +1408,7 @@ def published_names(model: Golf) -> dict[str, tuple]:
     "Published name -> (parameter, index into it) for everything that is not in a bank."
     cfg = model.cfg
     present = {*model.tables, *model.scalars}
-    names = {name: (param, ...) for name, param in WHOLE.items() if param in present}
+    names: dict[str, tuple] = {name: (param, ...) for name, param in WHOLE.items() if param in present}
     for j in range(len(cfg.ve_layer_list)):
         names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
     for i in range(cfg.num_layers):
@@ -1412,14 +1417,14 @@ def published_names(model: Golf) -> dict[str, tuple]:
     return names
 
 
-def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, Tensor]:
+def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
     "Views of full banks and other parameters (tensors by their names here) under the published names."
     views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
     return views | unbank(model.layout, banks)
 
 
 @torch.no_grad()
-def named_state(model: Golf, banks: Mapping | None = None, others: Mapping | None = None) -> dict:
+def named_state(model: Golf, banks: dict | None = None, others: Mapping | None = None) -> dict:
     "Copies of the weights, or of these banks and other parameters in their place, under the published names."
     own = model.role_params()
     views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
@@ -1516,10 +1521,11 @@ class FusedBlock(Block):
     kernels: frozenset = KERNELS
     tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
 
-    def heads(self, n, w, cos, sin, ve, last_n):
+    def heads(self, n, w, cos, sin, ve=None, last_n=None):
         "As `Block.heads`."
         if "heads" not in self.kernels or last_n not in (None, n.shape[1]):
             return Block.heads(self, n, w, cos, sin, ve, last_n)
+        assert w.qkv is not None  # `joined` made it
         q, k, v = fused_heads(n, w.qkv, w.gain, cos, sin, w.k.shape[0] // self.head_dim)
         return q, k, v if ve is None else v + ve.view(v.shape)
 
@@ -1531,7 +1537,8 @@ class FusedBlock(Block):
         "As `Block.mlp`."
         if "mlp" not in self.kernels:
             return Block.mlp(self, n, w)
-        return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
+        activation: Any = self.activation  # one with a kernel, or "mlp" would not be here
+        return scaled(activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
 
 
 # ---- golfnb/shards.py ----
