@@ -30,8 +30,8 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
     TensorDescriptor: Any = None
     tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
 
-# Triton reads the annotations of kernels, and they are no types:
-# pyright: reportInvalidTypeForm=false
+# Triton reads the annotations of kernels, and they are no types; a backward names its outputs' gradients:
+# pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
 # %% ../nbs/story/09_kernels.ipynb #6647f71a
 KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b
@@ -183,7 +183,7 @@ class FusedHeads(torch.autograd.Function):
         return q, k, qkv[..., (q.shape[2] + keys) * q.shape[3]:].unflatten(-1, (keys, q.shape[3]))
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]  # one each output
+    def backward(ctx, dq, dk, dv):
         n, weight, gain, cos, sin, qkv = ctx.saved_tensors
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
@@ -343,7 +343,7 @@ class FusedMlp(torch.autograd.Function):
         return F.linear(h, down).view(*n.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx, dm):  # pyright: ignore[reportIncompatibleMethodOverride]  # one each output
+    def backward(ctx, dm):
         n, up, down, h, z = ctx.saved_tensors
         dm = dm.flatten(0, -2)
         dz = mlp_down_grad_op(dm, down, z, *ctx.rest)

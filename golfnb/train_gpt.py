@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b4e3f8ece7874986
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source f84861ea25477542
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import chain, pairwise
 from math import prod, sqrt
@@ -728,8 +728,8 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
     TensorDescriptor: Any = None
     tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
 
-# Triton reads the annotations of kernels, and they are no types:
-# pyright: reportInvalidTypeForm=false
+# Triton reads the annotations of kernels, and they are no types; a backward names its outputs' gradients:
+# pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
 
 KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b
@@ -881,7 +881,7 @@ class FusedHeads(torch.autograd.Function):
         return q, k, qkv[..., (q.shape[2] + keys) * q.shape[3]:].unflatten(-1, (keys, q.shape[3]))
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]  # one each output
+    def backward(ctx, dq, dk, dv):
         n, weight, gain, cos, sin, qkv = ctx.saved_tensors
         dqkv, dgain = heads_grad_op(dq, dk, dv, qkv, gain, cos, sin)
         flat = dqkv.flatten(0, 1)
@@ -1041,7 +1041,7 @@ class FusedMlp(torch.autograd.Function):
         return F.linear(h, down).view(*n.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx, dm):  # pyright: ignore[reportIncompatibleMethodOverride]  # one each output
+    def backward(ctx, dm):
         n, up, down, h, z = ctx.saved_tensors
         dm = dm.flatten(0, -2)
         dz = mlp_down_grad_op(dm, down, z, *ctx.rest)
@@ -1590,7 +1590,7 @@ def read_header(path: str | Path) -> int:
         return tokens
 
 
-@lru_cache(maxsize=None)
+@cache
 def _checked_header(path: str, size: int, mtime_ns: int) -> int:
     "The tokens that the header of a file of this size and time promises."
     magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
@@ -1674,6 +1674,10 @@ class WindowSampler:
     - `go_to(place)`: go there; the next plan is then what it would have been
     """
     order = ""
+    plan: Callable[..., list]
+    window: Callable[..., np.ndarray]
+    place: Callable[..., dict]
+    go_to: Callable[..., None]
     vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
 
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
@@ -1890,7 +1894,7 @@ class Loader:
                 event.synchronize()
             self.free.put(buffer)
         self.copied = []
-        while not self.sent or len(self.sent) < 2 and not self.ready.empty():
+        while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
             built = self.ready.get()
             if isinstance(built, BaseException):
                 self.ready.put(built)  # for the next call
@@ -2751,7 +2755,7 @@ def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
 
 
 @torch.no_grad()
-def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
+def score_windows(model, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
                   batch_seqs: int, out: Tensor | None = None, log=None) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 
@@ -3329,7 +3333,7 @@ def training_loss(model: Callable, cap: float) -> Callable:
 
 def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callable:
     "`fn` under torch.compile where the settings ask for it."
-    if cfg.compile == "0" or cfg.compile == "auto" and device.type != "cuda":
+    if cfg.compile == "0" or (cfg.compile == "auto" and device.type != "cuda"):
         return fn
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)  # blocks of several kinds, many shapes
@@ -3355,6 +3359,7 @@ def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: in
         total = loss if total is None else total + loss
         if accum > 1:
             engine.accumulate()
+    assert total is not None  # a step has a micro-batch at least
     return total
 
 
@@ -3383,7 +3388,8 @@ class StepGraph:
         for p in self.params:
             if p.grad is not None:
                 earlier[p] = p.grad.clone()
-        self.ids.copy_(ids), self.targets.copy_(targets)
+        self.ids.copy_(ids)
+        self.targets.copy_(targets)
         self.graphed()
         for p, grad in zip(self.params, self.grads, strict=True):
             p.grad = earlier[p].add_(grad) if p in earlier else grad
@@ -3398,12 +3404,16 @@ class RunLog:
 
     def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
         names = (f"train.node{node}.log",) if node else ("train.log", "metrics.jsonl")
-        names = names if folder is not None and writes else ()
         self.loud, self.reported = writes and not quiet and not node, set()
-        self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
+        self.files = []
+        if folder is not None and writes:
+            for name in names:
+                self.files.append(open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8"))
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
-        self.at, self.pacing, self.spoke = ("starting", 0, 0, 0), None, time.perf_counter()
+        self.at: tuple[str, float, float, float] = ("starting", 0, 0, 0)
+        self.pacing = None
+        self.spoke = time.perf_counter()
         threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
 
     def line(self, text: str):
@@ -3436,6 +3446,8 @@ class RunLog:
 
     def listen(self):
         "A thread: an event each second of how far the run is, and a line if there was none for eight."
+        first = 0
+        begun = 0.0
         with suppress(ReferenceError, ValueError):  # the log is gone, or closed
             while not time.sleep(1.0) and self.files:
                 (what, done, total, tokens), now = self.at, time.perf_counter()
@@ -3556,7 +3568,7 @@ class Trainer:
 
     def check_weights(self):
         "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
-        bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
+        bad = torch.stack([torch.isfinite(t).logical_not().sum() for t in self.engine.tensors()]).sum()
         if self.engine.ranks.sum(bad).item() > 0:
             raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
                             f"{DIVERGED}")
