@@ -51,7 +51,7 @@ def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
 
 # %% ../nbs/story/12_evaluate.ipynb #3497cdd7
 @torch.no_grad()
-def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
+def score_windows(model, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
                   batch_seqs: int, out: Tensor | None = None, log=None) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 

@@ -11,6 +11,7 @@ import functools
 import os
 from collections import namedtuple
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,12 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no Triton on this machine: the plain functions of chapter 03 do everything
-    triton = TensorDescriptor = None
-    tl = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+    triton: Any = None
+    TensorDescriptor: Any = None
+    tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+
+# Triton reads the annotations of kernels, and they are no types; a backward names its outputs' gradients:
+# pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
 # %% ../nbs/story/09_kernels.ipynb #6647f71a
 KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b

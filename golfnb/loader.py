@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 from collections import deque, namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -40,6 +40,10 @@ class WindowSampler:
     - `go_to(place)`: go there; the next plan is then what it would have been
     """
     order = ""
+    plan: Callable[..., list]
+    window: Callable[..., np.ndarray]
+    place: Callable[..., dict]
+    go_to: Callable[..., None]
     vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
 
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
@@ -379,7 +383,7 @@ class Loader:
                 event.synchronize()
             self.free.put(buffer)
         self.copied = []
-        while not self.sent or len(self.sent) < 2 and not self.ready.empty():
+        while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
             built = self.ready.get()
             if isinstance(built, BaseException):
                 self.ready.put(built)  # for the next call

@@ -12,7 +12,7 @@ __all__ = ['BLOCK_MATRICES', 'WHOLE', 'CONTROL_NAMES', 'ModelSettings', 'Compute
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -257,6 +257,7 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 # %% ../nbs/story/05c_model.ipynb #5b26b1b4
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
+    __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
@@ -311,15 +312,17 @@ class Golf(torch.nn.Module):
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
         mix = self.resid_mix.to(self.compute)
-        freeze = torch.is_grad_enabled() and self.freeze is not None
+        freeze = self.freeze if torch.is_grad_enabled() else None
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
         stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
-        stack = stack if freeze else joined(stack, kernels)
+        stack = joined(stack, kernels) if freeze is None else stack
         blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
-        return [joined(w, kernels) for w in self.freeze(blocks)] if freeze else blocks
+        if freeze is None:
+            return blocks
+        return [joined(w, kernels) for w in freeze(blocks)]
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -342,6 +345,7 @@ class Golf(torch.nn.Module):
 
         `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
         half, outputs = self.cfg.num_layers // 2, {}
+        skips = ()
         if half:
             skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
         for place, i in enumerate(self.order):
@@ -390,6 +394,7 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
     if "heads" in kernels:
         w = w._replace(qkv=torch.cat((q, k, v), dim=-2))
     if "fold" in kernels:
+        assert w.attn_scale is not None and w.mlp_scale is not None  # nothing is folded twice
         out, down = folded_weight(out, w.attn_scale), folded_weight(down, w.mlp_scale)
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
@@ -407,7 +412,8 @@ class FreezeBlocks:
         frozen = []
         for w in blocks[:self.count]:
             detached = [None if t is None else t.detach() for t in w[self.first:]]
-            frozen.append(BlockWeights(*w[:self.first], *detached))
+            kept = w[:self.first]
+            frozen.append(BlockWeights(*kept, *detached))  # pyright: ignore[reportArgumentType]  # None stays
         return frozen + blocks[self.count:]
 
 
@@ -426,7 +432,7 @@ def published_names(model: Golf) -> dict[str, tuple]:
     "Published name -> (parameter, index into it) for everything that is not in a bank."
     cfg = model.cfg
     present = {*model.tables, *model.scalars}
-    names = {name: (param, ...) for name, param in WHOLE.items() if param in present}
+    names: dict[str, tuple] = {name: (param, ...) for name, param in WHOLE.items() if param in present}
     for j in range(len(cfg.ve_layer_list)):
         names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
     for i in range(cfg.num_layers):
@@ -435,14 +441,14 @@ def published_names(model: Golf) -> dict[str, tuple]:
     return names
 
 # %% ../nbs/story/05c_model.ipynb #36340d53
-def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, Tensor]:
+def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
     "Views of full banks and other parameters (tensors by their names here) under the published names."
     views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
     return views | unbank(model.layout, banks)
 
 # %% ../nbs/story/05c_model.ipynb #336b3fd4
 @torch.no_grad()
-def named_state(model: Golf, banks: Mapping | None = None, others: Mapping | None = None) -> dict:
+def named_state(model: Golf, banks: dict | None = None, others: Mapping | None = None) -> dict:
     "Copies of the weights, or of these banks and other parameters in their place, under the published names."
     own = model.role_params()
     views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
@@ -561,10 +567,11 @@ class FusedBlock(Block):
     kernels: frozenset = KERNELS
     tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
 
-    def heads(self, n, w, cos, sin, ve, last_n):
+    def heads(self, n, w, cos, sin, ve=None, last_n=None):
         "As `Block.heads`."
         if "heads" not in self.kernels or last_n not in (None, n.shape[1]):
             return Block.heads(self, n, w, cos, sin, ve, last_n)
+        assert w.qkv is not None  # `joined` made it
         q, k, v = fused_heads(n, w.qkv, w.gain, cos, sin, w.k.shape[0] // self.head_dim)
         return q, k, v if ve is None else v + ve.view(v.shape)
 
@@ -576,4 +583,5 @@ class FusedBlock(Block):
         "As `Block.mlp`."
         if "mlp" not in self.kernels:
             return Block.mlp(self, n, w)
-        return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
+        activation: Any = self.activation  # one with a kernel, or "mlp" would not be here
+        return scaled(activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)

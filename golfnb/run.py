@@ -19,21 +19,33 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from .settings import BaseSettings, GolfError, finite, read_settings, setting
+from .artifact import Plain, ledger_rows, open_own, pack_bytes, save_artifact, save_weights
 from .bpb import byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
-from .shards import atomic_write, find_shards, read_header, read_span, val_tokens
+from .evaluate import plain_loss, sliding_loss
 from .loader import Loader, batch_problems, grad_accum
 from .model import ComputeSettings, Golf, load_named, named_state, saved_settings
 from .parallel_muon import Engine, Ranks, start_ranks, stop_ranks
-from .evaluate import plain_loss, sliding_loss
-from .train import (RunLog, StepGraph, Trainer, backward_pass, check_score, compiled,
-                          rehearse, train, training_loss, undone)
-from .quantize import NothingFits, Nearest, calibrate, calibration_batches, fit_state
-from .artifact import Plain, ledger_rows, open_own, pack_bytes, save_artifact, save_weights
+from .quantize import Nearest, NothingFits, calibrate, calibration_batches, fit_state
+from .settings import BaseSettings, GolfError, finite, read_settings, setting
+from .shards import atomic_write, find_shards, read_header, read_span, val_tokens
+from .train import (
+    RunLog,
+    StepGraph,
+    Trainer,
+    TrainSettings,
+    backward_pass,
+    check_score,
+    compiled,
+    rehearse,
+    train,
+    training_loss,
+    undone,
+)
 
 # %% ../nbs/reference/16_run.ipynb #d0de1601
 @dataclass
@@ -54,7 +66,8 @@ class RunSettings(BaseSettings):
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
         super().check()
-        for problem in batch_problems(self, self.train_seq_len, world):
+        s: Any = self  # of a program: it has the numbers of the loader and of the model too
+        for problem in batch_problems(s, s.train_seq_len, world):
             raise GolfError(problem)
 
 # %% ../nbs/reference/16_run.ipynb #86088a64
@@ -67,7 +80,8 @@ def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
 # %% ../nbs/reference/16_run.ipynb #a9621aae
 def keep_traces():
     "Let torch keep the traced training and scoring graphs on disk, where its version knows how."
-    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    inductor: Any = import_module("torch._inductor.config")
+    functorch: Any = import_module("torch._functorch.config")
     if (hasattr(inductor, "unsafe_marked_cacheable_functions")
             and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions")):
         functions = ("_backend_from_string", "_sdpa_kernel")
@@ -75,7 +89,7 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 # %% ../nbs/reference/16_run.ipynb #a0de1602
-def make_backward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
+def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callable:
     """What training calls for a micro-batch: `backward(ids, targets, accum)`, as `backward_pass` says.
 
     It is compiled, and recorded, where the settings ask for it.
@@ -103,8 +117,8 @@ def run_in(folder: Path) -> str:
     return ""
 
 # %% ../nbs/reference/16_run.ipynb #d0de1620
-def run_folder(s: RunSettings, ranks: Ranks) -> Path:
-    "The directory for a run; raises GolfError if another run lies there."
+def run_folder(s, ranks: Ranks) -> Path:
+    "A run's directory, by the settings `s` of a program; raises GolfError if another run lies there."
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
     found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
@@ -128,14 +142,14 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
 class Run:
     """What the stages of a program share: data, folder, log, scores.
 
-    `code`: the bytes of the script that runs; they count against the budget. `val [N + 1]`: validation
-    tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the training tokens.
-    `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang on the run.
-    `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
+    `settings`: of a program. `code`: the bytes of the script that runs; they count against the budget.
+    `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the
+    training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang
+    on the run. `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
     Raises GolfError for whatever is wrong with the data.
     """
 
-    def __init__(self, settings: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+    def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
                  quiet: bool = False):
         s = settings
         data = Path(s.data_path)
@@ -309,9 +323,12 @@ class Run:
         return self.summary
 
 # %% ../nbs/reference/16_run.ipynb #a0de1605
-def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+def open_run(s, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
              quiet: bool = False) -> Run:
-    "Check the settings, read the data, and make the `Run`. Raises GolfError for whatever is wrong."
+    """Check the settings `s` of a program, read the data, and make the `Run`.
+
+    Raises GolfError for whatever is wrong.
+    """
     s.check(ranks.world)
     return Run(s, ranks, code, folder, quiet)
 
@@ -372,15 +389,18 @@ def fit_to_budget(run: Run, packed: dict, averaged: dict, model: Golf, int6: Nea
         return e.packed
 
 # %% ../nbs/reference/16_run.ipynb #a0de1608
-def cap_before_gptq(s: RunSettings) -> float:
-    "Milliseconds of training after which a run with GPTQ stops, so that its reserve is left; 0: no cap."
+def cap_before_gptq(s) -> float:
+    """Milliseconds of training after which a run with GPTQ stops, so that its reserve is left; 0: no cap.
+
+    `s`: the settings of a program.
+    """
     if s.max_wallclock_seconds == 0:
         return 0.0
     return 1000 * s.max_wallclock_seconds - s.gptq_reserve_ms
 
 # %% ../nbs/reference/16_run.ipynb #a6a3a450
-def reserve_problems(s: RunSettings) -> Iterator[str]:
-    "A reserve for GPTQ that leaves no time to train."
+def reserve_problems(s) -> Iterator[str]:
+    "In the settings `s` of a program: a reserve for GPTQ that leaves no time to train."
     if s.max_wallclock_seconds > 0 and cap_before_gptq(s) <= 0:
         yield (f"GPTQ_RESERVE_MS must be less than MAX_WALLCLOCK_SECONDS={s.max_wallclock_seconds:g}, "
                f"found {s.gptq_reserve_ms:g} ms: lower it or train longer")
@@ -430,6 +450,7 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
         print(f"golfnb: {problem}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(status)
+    assert ranks is not None  # had they not started, the process would have ended
     stop_ranks(ranks)
 
 # %% ../nbs/reference/16_run.ipynb #a0de1611

@@ -15,8 +15,9 @@ import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
@@ -57,18 +58,19 @@ class WholeFile:
     """
 
     def __init__(self, path: str | Path):
-        self.path, self.file = Path(path), None
+        self.path = Path(path)
+        self.file: Any = None  # until it is open
         self.temp = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
         with self.attempt():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.temp, "wb", buffering=2**20)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data, /) -> None:
         "Append bytes."
         with self.attempt():
             self.file.write(data)
 
-    def close(self) -> None:
+    def close(self) -> object:
         "Force the bytes to disk and rename the file."
         with self.attempt():
             self.file.flush()
@@ -76,7 +78,7 @@ class WholeFile:
             self.file.close()
             os.replace(self.temp, self.path)
 
-    def __enter__(self) -> "WholeFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -125,7 +127,7 @@ class ShardWriter(WholeFile):
         self.tokens, self.digest = 0, hashlib.sha256()
         super().write(shard_header(0))
 
-    def write(self, tokens: np.ndarray) -> None:
+    def write(self, tokens: np.ndarray, /) -> None:
         "Append tokens, uint16 [n]."
         data = np.ascontiguousarray(tokens, "<u2").tobytes()
         super().write(data)
@@ -169,7 +171,7 @@ def read_header(path: str | Path) -> int:
         return tokens
 
 # %% ../nbs/story/02_shards.ipynb #e0071a99
-@lru_cache(maxsize=None)
+@cache
 def _checked_header(path: str, size: int, mtime_ns: int) -> int:
     "The tokens that the header of a file of this size and time promises."
     magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import torch
 
-from .settings import GolfError, setting
-from .loader import Loader, grad_accum
-from .evaluate import counted
-from .layers import softcap_loss
-from .model import ComputeSettings
-from .grid import clip_ratio, round_to_grid
 from .averaging import AveragingSettings, NoAverage
-from .parallel_muon import CONTROL_SCALARS, Engine, CudaGraphed
+from .evaluate import counted
+from .grid import clip_ratio, round_to_grid
+from .layers import softcap_loss
+from .loader import Loader, grad_accum
+from .model import ComputeSettings
+from .parallel_muon import CONTROL_SCALARS, CudaGraphed, Engine
+from .settings import GolfError, setting
 
 # %% ../nbs/story/08b_train.ipynb #9c6773e7
 @dataclass
@@ -109,7 +109,7 @@ def training_loss(model: Callable, cap: float) -> Callable:
 # %% ../nbs/story/08b_train.ipynb #fcfd533b
 def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callable:
     "`fn` under torch.compile where the settings ask for it."
-    if cfg.compile == "0" or cfg.compile == "auto" and device.type != "cuda":
+    if cfg.compile == "0" or (cfg.compile == "auto" and device.type != "cuda"):
         return fn
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)  # blocks of several kinds, many shapes
@@ -135,6 +135,7 @@ def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: in
         total = loss if total is None else total + loss
         if accum > 1:
             engine.accumulate()
+    assert total is not None  # a step has a micro-batch at least
     return total
 
 # %% ../nbs/story/08b_train.ipynb #b8515255
@@ -163,7 +164,8 @@ class StepGraph:
         for p in self.params:
             if p.grad is not None:
                 earlier[p] = p.grad.clone()
-        self.ids.copy_(ids), self.targets.copy_(targets)
+        self.ids.copy_(ids)
+        self.targets.copy_(targets)
         self.graphed()
         for p, grad in zip(self.params, self.grads, strict=True):
             p.grad = earlier[p].add_(grad) if p in earlier else grad
@@ -178,12 +180,16 @@ class RunLog:
 
     def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
         names = (f"train.node{node}.log",) if node else ("train.log", "metrics.jsonl")
-        names = names if folder is not None and writes else ()
         self.loud, self.reported = writes and not quiet and not node, set()
-        self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
+        self.files = []
+        if folder is not None and writes:
+            for name in names:
+                self.files.append(open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8"))
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
-        self.at, self.pacing, self.spoke = ("starting", 0, 0, 0), None, time.perf_counter()
+        self.at: tuple[str, float, float, float] = ("starting", 0, 0, 0)
+        self.pacing = None
+        self.spoke = time.perf_counter()
         threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
 
     def line(self, text: str):
@@ -216,6 +222,8 @@ class RunLog:
 
     def listen(self):
         "A thread: an event each second of how far the run is, and a line if there was none for eight."
+        first = 0
+        begun = 0.0
         with suppress(ReferenceError, ValueError):  # the log is gone, or closed
             while not time.sleep(1.0) and self.files:
                 (what, done, total, tokens), now = self.at, time.perf_counter()
@@ -366,7 +374,7 @@ class Trainer:
 
     def check_weights(self):
         "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
-        bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
+        bad = torch.stack([torch.isfinite(t).logical_not().sum() for t in self.engine.tensors()]).sum()
         if self.engine.ranks.sum(bad).item() > 0:
             raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
                             f"{DIVERGED}")

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 776026bdf92be5e3
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 74c43fe619c93f4f
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import chain, pairwise
 from math import prod, sqrt
@@ -735,8 +735,12 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no Triton on this machine: the plain functions of chapter 03 do everything
-    triton = TensorDescriptor = None
-    tl = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+    triton: Any = None
+    TensorDescriptor: Any = None
+    tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+
+# Triton reads the annotations of kernels, and they are no types; a backward names its outputs' gradients:
+# pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
 
 KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b
@@ -1262,6 +1266,7 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
+    __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
@@ -1316,15 +1321,17 @@ class Golf(torch.nn.Module):
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "What every block reads, as views of the banks, or joined as `kernels` want it."
         mix = self.resid_mix.to(self.compute)
-        freeze = torch.is_grad_enabled() and self.freeze is not None
+        freeze = self.freeze if torch.is_grad_enabled() else None
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
         stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
-        stack = stack if freeze else joined(stack, kernels)
+        stack = joined(stack, kernels) if freeze is None else stack
         blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
-        return [joined(w, kernels) for w in self.freeze(blocks)] if freeze else blocks
+        if freeze is None:
+            return blocks
+        return [joined(w, kernels) for w in freeze(blocks)]
 
     def embed(self, ids: Tensor) -> Tensor:
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
@@ -1347,6 +1354,7 @@ class Golf(torch.nn.Module):
 
         `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
         half, outputs = self.cfg.num_layers // 2, {}
+        skips = ()
         if half:
             skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
         for place, i in enumerate(self.order):
@@ -1395,6 +1403,7 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
     if "heads" in kernels:
         w = w._replace(qkv=torch.cat((q, k, v), dim=-2))
     if "fold" in kernels:
+        assert w.attn_scale is not None and w.mlp_scale is not None  # nothing is folded twice
         out, down = folded_weight(out, w.attn_scale), folded_weight(down, w.mlp_scale)
         w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
     return w
@@ -1410,7 +1419,7 @@ def published_names(model: Golf) -> dict[str, tuple]:
     "Published name -> (parameter, index into it) for everything that is not in a bank."
     cfg = model.cfg
     present = {*model.tables, *model.scalars}
-    names = {name: (param, ...) for name, param in WHOLE.items() if param in present}
+    names: dict[str, tuple] = {name: (param, ...) for name, param in WHOLE.items() if param in present}
     for j in range(len(cfg.ve_layer_list)):
         names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
     for i in range(cfg.num_layers):
@@ -1419,14 +1428,14 @@ def published_names(model: Golf) -> dict[str, tuple]:
     return names
 
 
-def published_views(model: Golf, banks: Mapping, others: Mapping) -> dict[str, Tensor]:
+def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
     "Views of full banks and other parameters (tensors by their names here) under the published names."
     views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
     return views | unbank(model.layout, banks)
 
 
 @torch.no_grad()
-def named_state(model: Golf, banks: Mapping | None = None, others: Mapping | None = None) -> dict:
+def named_state(model: Golf, banks: dict | None = None, others: Mapping | None = None) -> dict:
     "Copies of the weights, or of these banks and other parameters in their place, under the published names."
     own = model.role_params()
     views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
@@ -1523,10 +1532,11 @@ class FusedBlock(Block):
     kernels: frozenset = KERNELS
     tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
 
-    def heads(self, n, w, cos, sin, ve, last_n):
+    def heads(self, n, w, cos, sin, ve=None, last_n=None):
         "As `Block.heads`."
         if "heads" not in self.kernels or last_n not in (None, n.shape[1]):
             return Block.heads(self, n, w, cos, sin, ve, last_n)
+        assert w.qkv is not None  # `joined` made it
         q, k, v = fused_heads(n, w.qkv, w.gain, cos, sin, w.k.shape[0] // self.head_dim)
         return q, k, v if ve is None else v + ve.view(v.shape)
 
@@ -1538,7 +1548,8 @@ class FusedBlock(Block):
         "As `Block.mlp`."
         if "mlp" not in self.kernels:
             return Block.mlp(self, n, w)
-        return scaled(self.activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
+        activation: Any = self.activation  # one with a kernel, or "mlp" would not be here
+        return scaled(activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
 
 
 # ---- golfnb/shards.py ----
@@ -1590,7 +1601,7 @@ def read_header(path: str | Path) -> int:
         return tokens
 
 
-@lru_cache(maxsize=None)
+@cache
 def _checked_header(path: str, size: int, mtime_ns: int) -> int:
     "The tokens that the header of a file of this size and time promises."
     magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
@@ -1674,6 +1685,10 @@ class WindowSampler:
     - `go_to(place)`: go there; the next plan is then what it would have been
     """
     order = ""
+    plan: Callable[..., list]
+    window: Callable[..., np.ndarray]
+    place: Callable[..., dict]
+    go_to: Callable[..., None]
     vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
 
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
@@ -1890,7 +1905,7 @@ class Loader:
                 event.synchronize()
             self.free.put(buffer)
         self.copied = []
-        while not self.sent or len(self.sent) < 2 and not self.ready.empty():
+        while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
             built = self.ready.get()
             if isinstance(built, BaseException):
                 self.ready.put(built)  # for the next call
@@ -2781,7 +2796,7 @@ def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
 
 
 @torch.no_grad()
-def score_windows(model: Callable, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
+def score_windows(model, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
                   batch_seqs: int, out: Tensor | None = None, log=None) -> Tensor:
     """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
 
@@ -3368,7 +3383,7 @@ def training_loss(model: Callable, cap: float) -> Callable:
 
 def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callable:
     "`fn` under torch.compile where the settings ask for it."
-    if cfg.compile == "0" or cfg.compile == "auto" and device.type != "cuda":
+    if cfg.compile == "0" or (cfg.compile == "auto" and device.type != "cuda"):
         return fn
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)  # blocks of several kinds, many shapes
@@ -3394,6 +3409,7 @@ def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: in
         total = loss if total is None else total + loss
         if accum > 1:
             engine.accumulate()
+    assert total is not None  # a step has a micro-batch at least
     return total
 
 
@@ -3422,7 +3438,8 @@ class StepGraph:
         for p in self.params:
             if p.grad is not None:
                 earlier[p] = p.grad.clone()
-        self.ids.copy_(ids), self.targets.copy_(targets)
+        self.ids.copy_(ids)
+        self.targets.copy_(targets)
         self.graphed()
         for p, grad in zip(self.params, self.grads, strict=True):
             p.grad = earlier[p].add_(grad) if p in earlier else grad
@@ -3437,12 +3454,16 @@ class RunLog:
 
     def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
         names = (f"train.node{node}.log",) if node else ("train.log", "metrics.jsonl")
-        names = names if folder is not None and writes else ()
         self.loud, self.reported = writes and not quiet and not node, set()
-        self.files = [open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8") for name in names]
+        self.files = []
+        if folder is not None and writes:
+            for name in names:
+                self.files.append(open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8"))
         for f in (f for f in self.files if f.tell()):
             f.write("\n")  # an earlier life may have ended within a line
-        self.at, self.pacing, self.spoke = ("starting", 0, 0, 0), None, time.perf_counter()
+        self.at: tuple[str, float, float, float] = ("starting", 0, 0, 0)
+        self.pacing = None
+        self.spoke = time.perf_counter()
         threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
 
     def line(self, text: str):
@@ -3475,6 +3496,8 @@ class RunLog:
 
     def listen(self):
         "A thread: an event each second of how far the run is, and a line if there was none for eight."
+        first = 0
+        begun = 0.0
         with suppress(ReferenceError, ValueError):  # the log is gone, or closed
             while not time.sleep(1.0) and self.files:
                 (what, done, total, tokens), now = self.at, time.perf_counter()
@@ -3595,7 +3618,7 @@ class Trainer:
 
     def check_weights(self):
         "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
-        bad = sum(torch.isfinite(t).logical_not().sum() for t in self.engine.tensors())
+        bad = torch.stack([torch.isfinite(t).logical_not().sum() for t in self.engine.tensors()]).sum()
         if self.engine.ranks.sum(bad).item() > 0:
             raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
                             f"{DIVERGED}")
@@ -3710,7 +3733,8 @@ class RunSettings(BaseSettings):
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
         super().check()
-        for problem in batch_problems(self, self.train_seq_len, world):
+        s: Any = self  # of a program: it has the numbers of the loader and of the model too
+        for problem in batch_problems(s, s.train_seq_len, world):
             raise GolfError(problem)
 
 
@@ -3723,7 +3747,8 @@ def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
 
 def keep_traces():
     "Let torch keep the traced training and scoring graphs on disk, where its version knows how."
-    inductor, functorch = import_module("torch._inductor.config"), import_module("torch._functorch.config")
+    inductor: Any = import_module("torch._inductor.config")
+    functorch: Any = import_module("torch._functorch.config")
     if (hasattr(inductor, "unsafe_marked_cacheable_functions")
             and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions")):
         functions = ("_backend_from_string", "_sdpa_kernel")
@@ -3731,7 +3756,7 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 
-def make_backward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
+def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callable:
     """What training calls for a micro-batch: `backward(ids, targets, accum)`, as `backward_pass` says.
 
     It is compiled, and recorded, where the settings ask for it.
@@ -3759,8 +3784,8 @@ def run_in(folder: Path) -> str:
     return ""
 
 
-def run_folder(s: RunSettings, ranks: Ranks) -> Path:
-    "The directory for a run; raises GolfError if another run lies there."
+def run_folder(s, ranks: Ranks) -> Path:
+    "A run's directory, by the settings `s` of a program; raises GolfError if another run lies there."
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
     found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
@@ -3784,14 +3809,14 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
 class Run:
     """What the stages of a program share: data, folder, log, scores.
 
-    `code`: the bytes of the script that runs; they count against the budget. `val [N + 1]`: validation
-    tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the training tokens.
-    `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang on the run.
-    `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
+    `settings`: of a program. `code`: the bytes of the script that runs; they count against the budget.
+    `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the
+    training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang
+    on the run. `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
     Raises GolfError for whatever is wrong with the data.
     """
 
-    def __init__(self, settings: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+    def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
                  quiet: bool = False):
         s = settings
         data = Path(s.data_path)
@@ -3965,9 +3990,12 @@ class Run:
         return self.summary
 
 
-def open_run(s: RunSettings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
+def open_run(s, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
              quiet: bool = False) -> Run:
-    "Check the settings, read the data, and make the `Run`. Raises GolfError for whatever is wrong."
+    """Check the settings `s` of a program, read the data, and make the `Run`.
+
+    Raises GolfError for whatever is wrong.
+    """
     s.check(ranks.world)
     return Run(s, ranks, code, folder, quiet)
 
@@ -4026,6 +4054,7 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
         print(f"golfnb: {problem}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(status)
+    assert ranks is not None  # had they not started, the process would have ended
     stop_ranks(ranks)
 
 
