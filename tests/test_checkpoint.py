@@ -246,7 +246,7 @@ def life(tmp_path):
     (data / "manifest.json").unlink()
     def begin(code=b"script", made=demo, **more):
         run = open_kept(made, env | more, Ranks(), code, quiet=True)
-        keeper, progress = run.extras
+        _, keeper, progress = run.extras
         keeper.close()
         progress.lock.close()
         run.log.close()
