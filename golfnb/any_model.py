@@ -314,8 +314,8 @@ class ParallelMuon(torch.optim.Optimizer):
         for p in self.banked.values():
             self.state[p] = dict.fromkeys(("master", "momentum_buffer"))
         for bank in self.engine.banks.values():
-            held = bank.fp32_shard, bank.state["momentum_buffer"]
-            for m, master, momentum in zip(bank.spec.slots(self.ranks.rank), *held):
+            tensors = bank.fp32_shard, bank.state["momentum_buffer"]
+            for m, master, momentum in zip(bank.spec.slots(self.ranks.rank), *tensors):
                 if m is None:  # padding
                     continue
                 state = self.state[self.banked[m.name]]
@@ -446,9 +446,9 @@ class ParallelMuon(torch.optim.Optimizer):
         banks, whole, live = self.engine.banks.values(), {p: {} for p in self.state}, self.state
         for part in self.engine.parts:  # weights may have been written since the last step
             self.engine.bank_rule.follow(part)
-        held = {"master": [b.fp32_shard for b in banks],
-                "momentum_buffer": [b.state["momentum_buffer"] for b in banks]}
-        for what, shards in held.items():
+        shared = {"master": [b.fp32_shard for b in banks],
+                  "momentum_buffer": [b.state["momentum_buffer"] for b in banks]}
+        for what, shards in shared.items():
             found, _ = self.engine.gather(shards)
             for n, view in self.views({k: b.cpu() for k, b in found.items()}).items():
                 whole[self.banked[n]][what] = view.clone(memory_format=torch.contiguous_format)

@@ -126,7 +126,7 @@ def prepared_us(layout: Layout, links: MachineModel, clip: str, stacked: bool) -
     return copied / (links.memory_gbps * 1e3) + prepare_us
 
 
-def check_hosts(links: MachineModel, nodes: int):
+def check_nodes(links: MachineModel, nodes: int):
     "Raise GolfError for several nodes on links that do not say what goes between them."
     if nodes > 1 and not links.between:
         raise GolfError("these links do not say what goes between nodes: set between=(latency_us, gbps)")
@@ -142,7 +142,7 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
     for several nodes on links that do not say what goes between them.
     """
     check_comm_schedule(plan, layout)
-    check_hosts(links, nodes)
+    check_nodes(links, nodes)
     events, free, arrived = [], {"net": 0.0, "gpu": 0.0}, {}
     gate = prepared_us(layout, links, clip, stacked)
 

@@ -42,13 +42,15 @@ from ..parallel_muon import Ranks
 from ..plan import read_machine_model
 from ..quantize import QuantSettings
 from ..recipes import pr549
-from ..run import RunSettings, as_rank, device_name
+from .. import run as core
+from ..run import RunSettings, device_name
 from ..settings import GolfError, one_spelling
 from ..shards import atomic_write, find_shards, write_shard
 from .variants import Variant, read_variant
 from ..tools.programs import DEFAULT_RECIPE, RECIPES, recipe_program
 from ..train import RunLog, Trainer, lr_schedule, micro_batches, momentum_schedule, rehearse, undone
 from ..ttt import TttSettings
+from ..tools.guard import guarded_rank
 
 # %% ../../nbs/studies/30_bench.ipynb #afd7d2be
 def wait_for(device: torch.device | str = "cpu") -> None:
@@ -636,4 +638,4 @@ def run_series(events: list[dict]) -> dict[str, list]:
 #| eval: false
 if __name__ == "__main__":
     this = replace(BenchJob(**json.loads(sys.argv[1])), imported=time.time())
-    as_rank(lambda ranks: measure_part(this, ranks, os.environ), timeout_s=300.0)
+    guarded_rank(core, lambda ranks: measure_part(this, ranks, os.environ), timeout_s=300.0)

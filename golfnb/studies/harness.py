@@ -44,13 +44,15 @@ from ..parallel_muon import ClipEach, Engine, Ranks, clip_coef, squared_norm, st
 from ..quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_state, quantize_state,
                              shared_out)
 from ..recipes import golf
-from ..run import RunSettings, as_rank, device_name, open_run, train_and_average
+from .. import run as core
+from ..run import RunSettings, device_name, open_run, train_and_average
 from ..settings import GolfError, one_spelling
 from ..shards import find_shards, read_header, val_tokens
 from .significance import errors_below, student_tail
 from .variants import Variant, read_variant
 from ..train import RunLog, Trainer, rehearse, train, undone
 from ..ttt import TttSettings
+from ..tools.guard import guarded_rank
 
 # %% ../../nbs/studies/35_harness.ipynb #377b1fee
 class Lab:
@@ -656,4 +658,4 @@ def was_projected(run: Path) -> bool:
 # %% ../../nbs/studies/35_harness.ipynb #9138546a
 #| eval: false
 if __name__ == "__main__":
-    as_rank(lambda ranks: STUDIES[sys.argv[1]](sys.argv[2:], ranks), timeout_s=600.0)
+    guarded_rank(core, lambda ranks: STUDIES[sys.argv[1]](sys.argv[2:], ranks), timeout_s=600.0)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FACTS', 'LATE_VOTES', 'NOTES_FORMAT', 'MAY_DIFFER', 'named_tensors', 'by_matrix', 'frozen_clips', 'plain_facts',
-           'Stopped', 'Watcher', 'Keeper', 'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping',
-           'run_state', 'open_folder', 'functions_of', 'open_kept', 'keep_script']
+           'Stopped', 'Keeper', 'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping', 'run_state',
+           'open_folder', 'functions_of', 'open_kept', 'keep_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #7eb9a1b0
 import fcntl
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
-from .guard import EmaAdvice, guarded_rank, preflight, survive_full_disks
+from .guard import EmaAdvice, Watcher, guarded_rank, preflight, survive_full_disks
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Ranks
@@ -93,17 +93,6 @@ def plain_facts(t: "Trainer") -> dict:
 class Stopped(GolfError):
     "SIGTERM ended the run; what it needs to go on is in its folder."
     status = 5  # of the process
-
-# %% ../../nbs/tools/22_checkpoint.ipynb #c2de2220
-class Watcher:
-    "What hangs on a run and does nothing: `golfnb.train.Extra` once more, since a script has its own."
-
-    def before_training(self, t: "Trainer"): "As in `Extra`."
-    def after_step(self, t: "Trainer"): "As in `Extra`."
-    def after_training(self, t: "Trainer"): "As in `Extra`."
-    def note(self, stage: str): "As in `Extra`."
-    def result(self, stage: str): "As in `Extra`."
-    def close(self): "As in `Extra`."
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #2f6f9265
 class Keeper(Watcher):
