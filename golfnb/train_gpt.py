@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 74c43fe619c93f4f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 8d4adb179e9d849f
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -164,18 +164,39 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
                             "torchrun ... -m golfnb.tools.checkpoint SCRIPT")
 
 
-DONE_BY = {  # published word -> value -> a recipe whose program does it
-    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
-    "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
-    "CLIP": {"local": "pr549", "global": "golf"},
-    "SKIP_GATE": {"one": "pr549", "sigmoid": "golf"},
-    "QAT_BANKS": {"0": "pr549", "1": "golf"},
-    "SCALE_FLOOR": {"0": "golf", "1": "pr549"},
-    "CODEC": {"lzma": "pr549", "best": "golf"},
-    "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
-    "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
-    "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
+THEIRS = ("pr549", "pr399", "pr726", "pr1060")
+OURS = ("golf", "demo")
+ADAPTING = ("pr549", "golf", "demo", "pr726")  # recipes with test-time training
+PUBLISHED = {  # published word -> value -> the recipes whose program does it
+    "LOADER": {"sequential": ("pr549", "pr399", "pr1060"), "coprime": ("pr726", "golf", "demo")},
+    "PLAN": {"pr399": THEIRS, "shared_mlp": OURS},
+    "LINKS": {"flat": THEIRS + OURS},
+    "CLIP": {"local": THEIRS, "global": OURS},
+    "NS": {"ns5": THEIRS + OURS},
+    "SKIP_GATE": {"one": THEIRS, "sigmoid": OURS},
+    "AVERAGING": {"ema": THEIRS + OURS},
+    "EMA_ENABLED": {"1": THEIRS + OURS},
+    "LATE_QAT": {"1": OURS},
+    "QAT_BANKS": {"0": THEIRS, "1": OURS},
+    "SCALE_FLOOR": {"0": OURS, "1": THEIRS},
+    "CODEC": {"lzma": THEIRS, "best": OURS},
+    "USE_GPTQ": {"0": ("pr549", "pr399", "pr726", "golf", "demo"), "1": ("pr1060",)},
+    "TTT_ENABLED": {"0": ("pr399", "pr1060"), "1": ADAPTING},
+    "TTT_FORM": {"chunks": ADAPTING},
+    "TTT_FREEZE_BLOCKS": {"0": ("pr549", "golf", "demo"), "2": ("pr726",)},
+    "TTT_FREEZE_SCOPE": {"all": ("pr726",)},
 }
+
+
+def published_words(group: type, own: Mapping) -> dict[str, str]:
+    "The published words that are true of a program with these `Settings` and `OWN`, but for its settings."
+    settings = [spec.name.upper() for spec in fields(group)]
+    found = {}
+    for word, values in PUBLISHED.items():
+        for value, recipes in values.items():
+            if own["recipe"] in recipes and word not in settings:
+                found[word] = value
+    return found
 
 
 def one_spelling(text: str) -> str:
@@ -192,19 +213,19 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
         found = one_spelling(env.get(name, true))
         if found == true:
             continue
-        other = DONE_BY.get(name, {}).get(found)
+        others = PUBLISHED[name].get(found)
         advice = "leave it out, or copy this program and give it that part: no recipe has it"
-        if other is not None:
-            advice = f"leave it out, or run recipe {other}, whose program does it"
+        if others is not None:
+            advice = f"leave it out, or run recipe {others[0]}, whose program does it"
         raise GolfError(f"{name} must be {true} in recipe {recipe}, found {env[name]!r}: {advice}")
 
 
-def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapping[str, str]):
+def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     """The settings of a program: a `group` with the recipe's `own` numbers, changed by `env`.
 
-    `words` are the published words that are true of the program; one of `own` is `recipe`. Names that are
-    no settings are ignored. Raises GolfError for a value that does not parse, and for a word or a recipe
-    that is not this program's. What does not fit together is found by the group's `check`.
+    One of `own` is `recipe`. Names that are no settings are ignored. Raises GolfError for a value that does
+    not parse, and for a published word or a recipe that is not this program's. What does not fit together
+    is found by the group's `check`.
     """
     recipe = own["recipe"]
     refuse_keeping(env)
@@ -212,11 +233,11 @@ def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapp
     if env.get("RECIPE", recipe) != recipe:
         raise GolfError(f"RECIPE must be {recipe} in this program, found {env['RECIPE']!r}: leave it out, or "
                         "run the program of that recipe")
-    refuse_words(recipe, words, env)
+    refuse_words(recipe, published_words(group, own), env)
     values = dict(own)
     for spec in fields(group):
         name = spec.name.upper()
-        if name in env and name not in words and name != "RECIPE":
+        if name in env and name != "RECIPE":
             values[spec.name] = parse_setting(spec, env[name])
     return group(**values)
 
@@ -4058,15 +4079,14 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     stop_ranks(ranks)
 
 
-def start(program: str, main: Callable, group: type, own: Mapping, words: Mapping,
-          program_sha256: str = "") -> None:
+def start(program: str, main: Callable, group: type, own: Mapping, program_sha256: str = "") -> None:
     """Run the program in the file `program` as torchrun starts it, and end the process.
 
     `main(run)` is its run. Settings come from the environment, as `read_settings` says; the file's bytes
     count against the budget. `program_sha256`: as of `Run`.
     """
     def work(ranks: Ranks) -> str | None:
-        s = read_settings(group, own, words, os.environ)
+        s = read_settings(group, own, os.environ)
         run = open_run(s, ranks, Path(program).read_bytes())
         run.program_sha256 = program_sha256
         main(run)
@@ -4266,12 +4286,6 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 
 
 OWN = dict(recipe="pr549")
-WORDS = {  # published words that are true of this program
-    "LOADER": "sequential", "PLAN": "pr399", "LINKS": "flat", "CLIP": "local", "NS": "ns5",
-    "SKIP_GATE": "one", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "0",
-    "SCALE_FLOOR": "1", "CODEC": "lzma", "USE_GPTQ": "0", "TTT_FORM": "chunks",
-    "TTT_FREEZE_BLOCKS": "0",
-}
 CODEC = Lzma()
 ADAPT = score_first  # test-time training
 
@@ -4357,4 +4371,4 @@ def main(run: Run) -> dict:
 
 
 if __name__ == "__main__":
-    start(__file__, main, Settings, OWN, WORDS)
+    start(__file__, main, Settings, OWN)
