@@ -30,11 +30,13 @@ def sizes(settings: type, own: Mapping) -> str:
     s = settings(**own)
     model = Golf(s, bank_per_shape(s, 1), device="meta")
     parameters = sum(p.numel() for p in model.parameters())
-    return (f"{parameters / 1e6:.1f} million parameters: {s.num_layers} blocks {s.model_dim} channels "
-            f"wide, {s.num_heads} heads of queries and {s.num_kv_heads} of keys and values, an MLP of "
-            f"{s.mlp_dim:,} channels, and {s.vocab_size:,} tokens in the vocabulary. A step takes "
-            f"{s.train_batch_tokens:,} tokens in rows of {s.train_seq_len:,}, and there are at most "
-            f"{s.iterations:,} steps.")
+    model_size = (f"{parameters / 1e6:.1f} million parameters: {s.num_layers} blocks "
+                  f"{s.model_dim} channels wide, {s.num_heads} heads of queries and "
+                  f"{s.num_kv_heads} of keys and values, an MLP of {s.mlp_dim:,} channels, and "
+                  f"{s.vocab_size:,} tokens in the vocabulary.")
+    training = (f"A step takes {s.train_batch_tokens:,} tokens in rows of {s.train_seq_len:,}, "
+                f"and there are at most {s.iterations:,} steps.")
+    return f"{model_size} {training}"
 
 
 def measured(name: str, results: Path) -> list[dict]:
