@@ -108,12 +108,33 @@ def test_a_finished_run_is_not_overwritten(trained):
     assert (run / "train_gpt.py").stat().st_mtime_ns == before
 
 
-def test_score_from_the_file_alone_gives_the_runs_numbers(trained, score):
-    done = score("--ttt", *SCORING)
+def test_a_score_takes_its_settings_from_the_run(trained, score):
+    "Those that `golfnb train` was given, which summary.json has; the command line may say others."
+    root, run, _, _ = trained
+    done = golfnb("score", run, "--ttt", cwd=root)
     assert done.returncode == 0, done.stderr
     found = exact(done.stdout, "val_bpb")
+    assert found["final_int6_sliding_window"] == pytest.approx(summary(run)["sliding_bpb"], abs=1e-6)
+    assert found["legal_ttt"] == pytest.approx(summary(run)["ttt_bpb"], abs=1e-4)
+    line = re.search(r"^settings: .*", done.stdout, re.M)[0]
+    for word in SCORING:
+        assert f" {word}" in line
+    assert "runs/tiny/summary.json" in line
+    other = golfnb("score", run, "EVAL_STRIDE=64", cwd=root)
+    assert "stride 64" in other.stdout and " EVAL_STRIDE=64 " in other.stdout
+    assert exact(other.stdout, "val_bpb")["final_int6_sliding_window"] != pytest.approx(summary(run)["sliding_bpb"], abs=1e-6)
+
+
+def test_a_score_without_its_runs_summary_says_so(trained, score, tmp_path):
+    "A file on its own, then beside the summary of another run."
+    copy = shutil.copy(trained[1] / "artifact.golf", tmp_path / "copy.golf")
+    for steps in (None, 5):
+        if steps:
+            (tmp_path / "summary.json").write_text(json.dumps(summary(trained[1]) | {"steps": steps}))
+        done = score(artifact=copy)
+        assert done.returncode == 0 and "stride 64" in done.stdout and "no summary.json of its run" in done.stdout, done.stderr
+    found = exact(score(*SCORING, artifact=copy).stdout, "val_bpb")
     assert found["final_int6_sliding_window"] == pytest.approx(summary(trained[1])["sliding_bpb"], abs=1e-6)
-    assert found["legal_ttt"] == pytest.approx(summary(trained[1])["ttt_bpb"], abs=1e-4)
 
 
 def test_score_gives_the_same_numbers_on_two_ranks(score):
@@ -171,12 +192,23 @@ def test_a_file_packed_again_stands_beside_and_is_scored_by_the_command_told(tra
     assert before["artifact_sha256"] == sha and f"artifact_sha256:{sha}" in (run / "train.log").read_text()
     done = golfnb("quantize", run, "--target-bytes", int(0.9 * before["total_bytes"]), cwd=root)
     assert done.returncode == 0 and hashlib.sha256((run / "artifact.golf").read_bytes()).hexdigest() == sha, "the scored file stays"
-    words = shlex.split(re.search(r"^this file has no score yet: golfnb (.*)$", done.stdout, re.M)[1])
+    words = shlex.split(re.search(r"^this file has no score yet: .*?golfnb (.*)$", done.stdout, re.M)[1])
     assert words[:2] == ["score", str(run / "artifact.requantized.golf")] and words[-1] == "--ttt"
-    done = golfnb(*words[:-1], *SCORING, cwd=root)
+    done = golfnb(*words[:-1], cwd=root)
     assert done.returncode == 0 and "summary.json" in done.stdout and words[1] in done.stdout, done.stderr
     assert exact(done.stdout, "val_bpb")["final_int6_sliding_window"] > before["sliding_bpb"] - 0.01
-    assert "another file" not in golfnb("score", run / "artifact.golf", *words[2:-1], *SCORING, cwd=root).stdout
+    assert "another file" not in golfnb("score", run / "artifact.golf", *words[2:-1], cwd=root).stdout
+
+
+def test_a_file_packed_to_another_place_is_scored_by_the_command_told(trained, tmp_path):
+    root, run, _, _ = trained
+    done = golfnb("quantize", run, "-o", tmp_path / "same.golf", cwd=root)
+    assert "settings: those of the run, from " in done.stdout
+    words = shlex.split(re.search(r"^this file has no score yet: .*?golfnb (.*)$", done.stdout, re.M)[1])
+    assert {"EVAL_STRIDE=32", "TTT_CHUNK_TOKENS=1024", "--ttt"} <= {*words}
+    done = golfnb(*words, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert exact(done.stdout, "val_bpb") == pytest.approx({"final_int6_sliding_window": summary(run)["sliding_bpb"], "legal_ttt": summary(run)["ttt_bpb"]}, abs=1e-4)
 
 
 def test_quantize_again_and_below_what_is_possible(trained, tmp_path):

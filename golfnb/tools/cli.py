@@ -810,17 +810,6 @@ def recipe_copy_command(args) -> int:
           "DATA_PATH=SHARDS TOKENIZER_PATH=MODEL")
     return 0
 
-# %% ../../nbs/tools/23_cli.ipynb #3ebd74c3
-@reading("what summary.json and the file of weights say of the run")
-def run_settings(program, folder: Path, meta: dict):
-    "A run's settings: its summary's, else its program's with the model's numbers in a container's `meta`."
-    s = book.programs.settings_of(program, {})
-    found = book.report.read_file(folder / "summary.json").get("config", meta.get("settings", {}))
-    known = {name: value for name, value in found.items() if hasattr(s, name)}
-    s = settings_from(type(s), vars(s) | known)
-    s.data_path = os.environ.get("DATA_PATH", s.data_path)
-    return s
-
 # %% ../../nbs/tools/23_cli.ipynb #ec073eb9
 class Packing:
     "What a program's `pack` asks of a run, for weights that lie in a file."
@@ -890,6 +879,34 @@ def print_ledger(path: Path | str, code: int, cap: int) -> None:
     facts = {"artifact_bytes": Path(path).stat().st_size, "code_bytes": code, "config": {"target_bytes": cap}}
     print(book.report.run_table(facts | {"ledger": book.artifact.artifact_ledger(path, code)}))
 
+# %% ../../nbs/tools/23_cli.ipynb #a4664a61
+def scoring_words(program, s, ttt: bool) -> dict[str, str]:
+    "The settings that a score depends on, and the program's own ones, as on a command line."
+    starts = ("eval_", "val_batch_", "ttt_") if ttt else ("eval_", "val_batch_")
+    names = [name for name in vars(s) if name.startswith(starts) and name != "ttt_enabled"]
+    names += [spec.name for spec in book.programs.setting_groups(program).get(program.Settings, [])]
+    return {name.upper(): setting_text(getattr(s, name)) for name in names}
+
+
+def settings_source(file: Path, meta: dict) -> str:
+    "Where the settings of a file's run are from."
+    if book.report.run_config(file, meta):
+        return f"those of the run, from {file.parent / 'summary.json'}"
+    return f"the program's own, since no summary.json of its run lies beside {file}"
+
+
+def next_score(program, s, path: Path, meta: dict, own: str | None) -> str:
+    "The command that scores a file packed again, with the run's settings where no summary.json says them."
+    words = ["score", str(path), "--val", f"{s.data_path}/*_val_*.bin", "--tokenizer", s.tokenizer_path]
+    if own:
+        words += ["--program", own]
+    if not book.report.run_config(path, meta):
+        usual = scoring_words(program, book.programs.settings_of(program, {}), ttt=True)
+        words += [f"{n}={v}" for n, v in scoring_words(program, s, ttt=True).items() if v != usual[n]]
+    if getattr(s, "ttt_enabled", False):
+        words.append("--ttt")
+    return f"{this_command()} {shlex.join(words)}"
+
 # %% ../../nbs/tools/23_cli.ipynb #c0eddae5
 @command("quantize", "pack a run's averaged weights again, to a byte target if one is given",
          arg("run_dir", metavar="RUN_DIR", type=Path),
@@ -903,11 +920,13 @@ def quantize_command(args) -> int:
     check_output(path, "golfnb container", *(args.run_dir / n for n in ("raw.golf", "ema.golf", "artifact.golf")))
     meta, named = book.artifact.load_weights(weights)
     program = book.report.program_of(meta, args.program, weights)
-    s = run_settings(program, args.run_dir, meta)
+    s = book.report.run_settings(program, weights, meta)
+    s.data_path = os.environ.get("DATA_PATH", s.data_path)
     s.target_bytes = args.target_bytes or s.target_bytes
     code = script.read_bytes() if script.is_file() else b""
     ranks = book.parallel_muon.start_ranks()
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
+    print(f"settings: {settings_source(weights, meta)}", flush=True)
     p = program.build(s, ranks)
     book.model.load_named(p.model, named)
     with closing(book.watch.Bar()) as bar:
@@ -918,9 +937,7 @@ def quantize_command(args) -> int:
             program.pack(run, p, named)
     print(path)
     print_ledger(path, len(code), s.target_bytes)
-    ttt = " --ttt" if getattr(s, "ttt_enabled", False) else ""
-    print(f"this file has no score yet: golfnb score {path} --val '{s.data_path}/*_val_*.bin' "
-          f"--tokenizer {s.tokenizer_path}{own_words(args.program)}{ttt}")
+    print(f"this file has no score yet: {next_score(program, s, path, meta, args.program)}")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #9d4eb7e9
@@ -979,9 +996,9 @@ def score_command(args) -> int:
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
-def score_settings(program, model_settings, given: dict[str, str], adapters: bool):
-    "The settings to score an artifact with, and `given` ones; GolfError for one that the model fixes."
-    for name in vars(model_settings):
+def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], adapters: bool):
+    "The settings of a `run`, changed by `given` ones; GolfError for one of the `fixed`, which the artifact has."
+    for name in fixed:
         if name.upper() in given:
             raise GolfError(f"score: {name.upper()} is fixed by the artifact; leave it out")
 
@@ -990,8 +1007,7 @@ def score_settings(program, model_settings, given: dict[str, str], adapters: boo
         "What the program reads, and what chapter 13b does."
 
     group = WithAdapters if adapters else program.Settings
-    s = book.settings.read_settings(group, program.OWN, program.WORDS, given)
-    book.report.with_model(s, model_settings)
+    s = book.settings.read_settings(group, vars(run), program.WORDS, given)
     s.train_batch_tokens = 8 * s.train_seq_len  # nothing is trained, but the check wants whole rows
     s.check()
     return s
@@ -1011,20 +1027,26 @@ class Scored:
 
 def open_scored(args, ranks) -> Scored:
     "The artifact that the arguments name. Raises GolfError."
-    import torch
-
     report = book.report
     file = args.file
-    more = adapter_names() if args.adapters else ()
+    meta = book.artifact.read_meta(file)
+    program = report.program_of(meta, args.program, file)
+    given = read_settings(args.settings, program, more=adapter_names() if args.adapters else ())
+    run = report.run_settings(program, file, meta)
+    s = score_settings(program, run, meta.get("settings", ()), given, args.adapters)
     if args.program:
-        program, meta, saved, sp = report.own_artifact(file, args.program, args.tokenizer)
-        s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
+        sp = report.tokenizer_of(file, meta, args.tokenizer, s.vocab_size)
         return Scored(file, program, *report.own_model(program, s, file, ranks), s, meta, sp)
-    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    golf, meta, saved, sp = report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
-    program = report.program_of(meta, None, file)
-    s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
+    dtype = book.run.weight_dtype(s, ranks.device)
+    golf, _, _, sp = report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
     return Scored(file, program, golf, book.train.compiled(golf, s, ranks.device), s, meta, sp)
+
+
+def settings_line(args, scored: Scored) -> str:
+    "The settings that a score depends on, and where they are from."
+    words = scoring_words(scored.program, scored.settings, args.ttt or args.adapters)
+    line = " ".join(f"{name}={value}" for name, value in words.items())
+    return f"settings: {line}; {settings_source(scored.file, scored.meta)}, but for what was given here"
 
 # %% ../../nbs/tools/23_cli.ipynb #51e7b127
 def silent(*words, **options) -> None:
@@ -1049,6 +1071,7 @@ def score_file(args, ranks) -> tuple:
     mixed = book.report.other_file(file, record, book.report.read_file(record))
     if mixed:
         say(f"note: {mixed}; the scores below are of {file}")
+    say(settings_line(args, scored))
     workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)
@@ -1127,6 +1150,15 @@ def audit_file(args, scored: Scored, tokens, table, findings: list) -> int:
     return 0 if audit["legal"] else 1
 
 # %% ../../nbs/tools/23_cli.ipynb #745d68ae
+def note_settings(program: str | None, *paths: str) -> None:
+    "Say of files of a program of one's own where the run's settings are not at hand."
+    files = [book.report.find_artifact(path) for path in paths if program]
+    for file in files:
+        meta = book.artifact.read_meta(file)
+        if not book.report.run_config(file, meta):
+            print(f"note: settings are {settings_source(file, meta)}", file=sys.stderr)
+
+
 def ask() -> str | None:
     "A line from the terminal, None at its end."
     try:
@@ -1154,6 +1186,7 @@ def write_on(player, text: str, args) -> None:
 def sample_command(args) -> int:
     if (args.prompt is None) != args.interactive:
         raise GolfError("sample: a PROMPT or -i is expected, found both or neither; choose one")
+    note_settings(args.program, args.file)
     player = book.play.Player(args.file, args.tokenizer, args.program)
     if not args.interactive:
         print(printable(args.prompt), end="")
@@ -1175,6 +1208,7 @@ def play_command(args) -> int:
     files = [args.file]
     if args.second:
         files.append(args.second)
+    note_settings(args.program, *files)
     return book.play.play(files, args.port, not args.no_browser, args.program)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e9d511
