@@ -127,6 +127,17 @@ def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
     assert done.returncode == 0 and (root / "again.golf").read_bytes() == (root / "runs/a/artifact.golf").read_bytes(), done.stderr
 
 
+def test_its_file_is_inspected_alone_and_exported_with_its_program(place):
+    "Where its bytes are stands in the header; its codec is the program's own."
+    root, _ = place
+    done = golfnb("artifact", "inspect", "runs/a/artifact.golf", cwd=root)
+    assert done.returncode == 0 and re.search(r"int6 weights .* tensors, .* stored as bz2 in ", done.stdout) and "room left" in done.stdout, done.stderr
+    refused(golfnb("artifact", "export", "runs/a/artifact.golf", "w.safetensors", cwd=root), "codec bz2, .*--program")
+    assert golfnb("artifact", "export", "runs/a/artifact.golf", "w.safetensors", "--program", "mine.py", cwd=root).returncode == 0
+    assert golfnb("artifact", "import", "w.safetensors", "back.golf", cwd=root).returncode == 0
+    refused(golfnb("artifact", "export", "runs/a/artifact.golf", "w.safetensors", "--program", "golf", cwd=root), "must be of recipe golf")
+
+
 def test_it_is_opened_with_the_program_that_made_it_alone(place):
     root, _ = place
     for command in (["score", "runs/a"], ["sample", "runs/a", "x"], ["quantize", "runs/a"]):
@@ -204,6 +215,8 @@ def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
     for name, changed, words in (
             ("recipe.py", text.replace('recipe="mine"', 'recipe="golf"'), "recipe.py .*recipe='golf'"),
             ("codec.py", text.replace("CODEC = Bzip()", "CODEC = Brotli()").replace("import ArtifactSettings,", "import ArtifactSettings, Brotli,"), "brotli"),
+            ("fault.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(decompress=lambda *_: b''))()"), "'bz2' .*found 0 bytes"),
+            ("taken.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(name='lzma'))()"), "Faulty .*found 'lzma'"),
             ("alias.py", text.replace("from acts import Bzip, SlowSkips, squared_gelu", "import acts\nfrom acts import Bzip, SlowSkips, squared_gelu"), "alias.py line .*import"),
             ("builtin.py", text + "\n\ndef sum(x): return x\n", "builtin.py line .*sum ")):
         (tmp_path / name).write_text(changed)

@@ -316,7 +316,7 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
     book.checkpoint.read_keeping({**os.environ, **settings})
     s = settings_for(program, settings)
     s.check(ranks)
-    program.CODEC.check()  # or its package is missed after the training
+    book.artifact.check_codec(program.CODEC)  # or its faults are found after the training
     folder = Path(s.runs_dir, s.run_id or f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     check_new_run(folder)
     script = folder / "train_gpt.py"
@@ -782,6 +782,7 @@ def script_command(args) -> int:
     program, _ = named_program(args.program, args.recipe)
     output = Path(args.output)
     check_output(output, "script of golfnb", book.programs.program_path(program))
+    book.artifact.check_names(program.CODEC)
     print(f"{output}: recipe {program.OWN['recipe']}, {write_script(output, program, args.pack)}")
     return 0
 
@@ -944,25 +945,48 @@ def quantize_command(args) -> int:
 @command("artifact inspect", "header and bytes per part of an artifact; needs no tokenizer",
          arg("file", metavar="FILE"))
 def artifact_inspect_command(args) -> int:
-    meta, packed = book.artifact.load_artifact(args.file)
-    print(f"{args.file}: {len(packed)} tensors, checksum verified")
+    header = book.artifact.container_header(args.file)
+    meta = header["meta"]
+    print(f"{args.file}: {len(header['tensors'])} tensors, checksum verified")
     settings = meta.get("settings")
     if isinstance(settings, dict):
         meta["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
+    for part, tensors, decoded, codec, stored in book.artifact.section_rows(header):
+        print(f"  {part:24s} {tensors} tensors, {decoded:,} bytes, stored as {printable(codec)} in {stored:,}")
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)
     return 0
 
+# %% ../../nbs/tools/23_cli.ipynb #78a3929e
+def codecs_for(file: str, named: str | None) -> dict:
+    "The codecs to read a file with: golfnb's and, if it is named, those of the program that made it. Raises GolfError."
+    artifact = book.artifact
+    header = artifact.container_header(file)
+    codecs = dict(artifact.CODECS)
+    if named:
+        codecs |= book.report.program_of(header["meta"], named, file).CODEC.known()
+    for _, _, _, codec, _ in artifact.section_rows(header):
+        if not isinstance(codec, str) or codec not in codecs:
+            raise GolfError(f"{file} is stored with the codec {printable(codec):.60}, of a program of your own: give its "
+                            "file with --program")
+    return codecs
+
 
 @command("artifact export", "write the weights, dequantized, as safetensors with their published names",
-         arg("file", metavar="FILE"), arg("out", metavar="OUT.safetensors"))
+         arg("file", metavar="FILE"), arg("out", metavar="OUT.safetensors"), OWN_PROGRAM)
+def artifact_export_command(args) -> int:
+    check_output(args.out, "safetensors file", args.file)
+    book.artifact.export_safetensors(args.file, args.out, codecs_for(args.file, args.program))
+    print(f"{args.out}: {Path(args.out).stat().st_size:,} bytes")
+    return 0
+
+
 @command("artifact import", "read exported weights back into a container, unquantized",
          arg("file", metavar="FILE.safetensors"), arg("out", metavar="OUT"))
-def artifact_convert_command(args) -> int:
-    way = args.argv[1]
-    check_output(args.out, {"export": "safetensors file", "import": "golfnb container"}[way], args.file)
-    getattr(book.artifact, f"{way}_safetensors")(args.file, args.out)
+def artifact_import_command(args) -> int:
+    check_output(args.out, "golfnb container", args.file)
+    book.artifact.import_safetensors(args.file, args.out)
     print(f"{args.out}: {Path(args.out).stat().st_size:,} bytes")
     return 0
 
