@@ -71,6 +71,17 @@ def test_train_prints_the_table_and_leaves_everything(trained):
     assert page.count("<figure id=") == 2 + (chunks > 1) and not re.search(r'(src|href)="(?!data:,)[^"#]', page)
 
 
+def test_the_log_says_whose_the_training_loss_is(trained):
+    "On two ranks a step's line has rank 0's own loss, and the event has both."
+    _, run, _, done = trained
+    assert re.search(r"^note: train_loss is of rank 0's micro-batches, .*mean of all ranks$", done.stdout, re.M)
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [e for e in events if e["event"] == "step"]
+    printed = [float(x) for x in re.findall(r"^step:\d+/4 train_loss:(\S+)", (run / "train.log").read_text(), re.M)]
+    assert printed == pytest.approx([e["own_loss"] for e in steps], abs=6e-5)
+    assert summary(run)["losses"] == [e["loss"] for e in steps] != [e["own_loss"] for e in steps]
+
+
 def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, tmp_path):
     from golfnb.tools.report import sampled_text, write_report
 
@@ -301,7 +312,20 @@ def test_help_imports_nothing_heavy(tmp_path):
     for argv in (["--help"], ["score", "--help"]):
         assert told_without("torch numpy matplotlib sentencepiece", tmp_path, *argv).startswith("usage:")
     with pytest.raises(AssertionError, match="torch"):  # this can fail
-        told_without("torch", tmp_path, "bench", "--help")
+        told_without("torch", tmp_path, "doctor")
+
+
+def test_helps_and_recipes_are_read_from_source(tmp_path):
+    "As an import would tell them, without importing torch."
+    from golfnb.studies.bench import BENCHES, bench_function
+    from golfnb.studies.harness import STUDIES
+
+    for command, functions in (("bench", {what: bench_function(what) for what in BENCHES}), ("study", STUDIES)):
+        said = told_without("torch", tmp_path, command, "--help")
+        lines = [f"  {name:13s}{function.__doc__ or 'variants side by side'}" for name, function in functions.items()]
+        assert said.endswith("\n" + "\n".join(lines) + "\n")
+    assert "def build(s: Settings" in told_without("torch", tmp_path, "recipe", "show", "golf")
+    assert "recipe mine" in told_without("torch", tmp_path, "recipe", "copy", "golf", "mine.py")
 
 
 def test_every_chapter_that_a_command_asks_for_is_there():

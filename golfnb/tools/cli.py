@@ -35,7 +35,7 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs"}
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
 
 
 class Chapters:
@@ -1321,9 +1321,35 @@ def submission_command(args) -> int:
     return 1 if faults else 0
 
 # %% ../../nbs/tools/23_cli.ipynb #3aa38512
-def listing(functions: dict[str, Callable]) -> str:
+def listing(docs: dict[str, str | None]) -> str:
     "Name and docstring of each function, for a command's --help."
-    return "\n".join(f"  {name:13s}{f.__doc__ or 'variants side by side'}" for name, f in functions.items())
+    return "\n".join(f"  {name:13s}{doc or 'variants side by side'}" for name, doc in docs.items())
+
+
+def function_docs(module: str) -> dict[str, str | None]:
+    "The docstrings of a module's functions, read and not imported."
+    functions = [node for node in chapter_source(module).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_docstring(node) for node in functions}
+
+
+def bench_help() -> str:
+    "What can be measured, and what a sample of it is."
+    docs = {}
+    for what, (module, _) in constants(chapter_source("studies.bench"))["BENCHES"].items():
+        name = "bench_step" if what == "phases" else f"bench_{what}"
+        docs[what] = function_docs(f"studies.{module}")[name]
+    return listing(docs)
+
+
+def study_help() -> str:
+    "The studies: functions below `@study`, and calls of `trainings`."
+    docs = {}
+    for node in chapter_source("studies.harness").body:
+        if isinstance(node, ast.FunctionDef) and "study" in map(ast.unparse, node.decorator_list):
+            docs[node.name] = ast.get_docstring(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "trainings":
+            docs[node.value.args[0].value] = None
+    return listing(docs)
 
 # %% ../../nbs/tools/23_cli.ipynb #b57329e7
 @command("bench", "measure step, phases, startup, eval, links, optimizer, kernels, ... on this machine",
@@ -1336,7 +1362,7 @@ def listing(functions: dict[str, Callable]) -> str:
          arg("--only", metavar="WAY", help="optimizer: plans, or a part of the name of a way, e.g. NS5"),
          arg("--sets", nargs="+", metavar="SET", help="kernels: what to switch on, e.g. heads+xsa+fold+mlp"),
          arg("-o", dest="out", metavar="FILE", help="default: nbs/results/WHAT_DEVICE_RANKS.json"),
-         epilog=lambda: listing({what: book.bench.bench_function(what) for what in book.bench.BENCHES}))
+         epilog=bench_help)
 def bench_command(args) -> int:
     b = book.bench
     what = args.what
@@ -1361,7 +1387,7 @@ def bench_command(args) -> int:
 @command("study", "run one of the studies behind the book's chapters 36 and on",
          arg("name", metavar="NAME"),
          arg("words", nargs="*", metavar="WORDS", help="settings NAME=VALUE, NPROC=N, run directories"),
-         epilog=lambda: listing(book.studies.STUDIES))
+         epilog=study_help)
 def study_command(args) -> int:
     if args.name not in book.studies.STUDIES:
         raise GolfError(f"study: one of {', '.join(book.studies.STUDIES)} expected, found {args.name}")
