@@ -206,8 +206,8 @@ class Zstd(Plain):
 # %% ../nbs/story/11b_artifact.ipynb #374f6740
 def section_damage(name: str, size: int, found: str) -> GolfError:
     "The error for a section that does not decode to its size."
-    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is damaged "
-                     "or of a later version, copy or make it again")
+    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
+                     "damaged or of a later version, copy or make it again")
 
 
 def decompress_section(stored: bytes, name: str, shapes: list,
@@ -415,13 +415,13 @@ def check_values(name: str, p: Packed) -> None:
 def check_names(codec: Plain) -> None:
     "Raise GolfError for what is no codec, and for one with the name of one of CODECS that decodes otherwise."
     if not isinstance(codec, Plain):
-        raise GolfError(f"a codec must be an object whose class derives from golfnb.artifact.Plain, found {codec!r:.60}: "
-                        "write CODEC = Best(), or one of your own")
+        raise GolfError("a codec must be an object whose class derives from golfnb.artifact.Plain, "
+                        f"found {codec!r:.60}: write CODEC = Best(), or one of your own")
     for name, part in codec.known().items():
         known = CODECS.get(name)
         if known and type(part).decompress is not type(known).decompress:
-            raise GolfError(f"codec {type(part).__name__} must have a name of its own, found {name!r}, that of "
-                            f"golfnb's {type(known).__name__}: give it another `name`")
+            raise GolfError(f"codec {type(part).__name__} must have a name of its own, found {name!r}, "
+                            f"that of golfnb's {type(known).__name__}: give it another `name`")
 
 
 @contextmanager
@@ -441,14 +441,14 @@ def stored_again(codec: Plain, raw: bytes, shapes: list) -> bytes:
         name, stored = codec.compress(raw, shapes)
     known = codec.known()
     if name not in known:
-        raise GolfError(f"codec {codec.name!r} must record one of the names in its `known` ({', '.join(known)}), "
+        raise GolfError(f"codec {codec.name!r} must record a name of its `known` ({', '.join(known)}), "
                         f"found {name!r}: return one of these from `compress`")
     with codec_faults(codec, "decompress"):
         return bytes(known[name].decompress(bytes(stored), len(raw), shapes))
 
 
 def check_codec(codec: Plain) -> None:
-    "Raise GolfError for a codec that lacks its package, has a name taken, or does not give back what it stored."
+    "Raise GolfError for a codec that lacks its package, or does not give back what it stored."
     check_names(codec)
     codec.check()
     integers = (np.arange(64 * 48 + 20 * 30) % 63 - 31).astype(np.int8)
@@ -456,8 +456,9 @@ def check_codec(codec: Plain) -> None:
     for raw, shapes in ((integers.tobytes(), [(64, 48), (20, 30)]), (numbers.tobytes(), [(100, 2)])):
         found = stored_again(codec, raw, shapes)
         if found != raw:
-            raise GolfError(f"codec {codec.name!r} must give a section back as it was, found {len(found):,} bytes for "
-                            f"{len(raw):,}, or other ones: mend its `compress` or `decompress`")
+            size = f"{len(found):,} bytes" if len(found) != len(raw) else "other bytes"
+            raise GolfError(f"codec {codec.name!r} must give back the {len(raw):,} bytes of a section, "
+                            f"found {size}: mend its `compress` or `decompress`")
 
 # %% ../nbs/story/11b_artifact.ipynb #df96ae76
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,

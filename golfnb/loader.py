@@ -39,8 +39,6 @@ class WindowSampler:
     - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
       order, corpus or turn
     - `go_to(place)`: go there; the next plan is then what it would have been
-
-    A `Loader` tries them with `check` before it reads anything. Raises GolfError without shards.
     """
     order = ""
     plan: Callable[..., list]
@@ -108,11 +106,12 @@ class WindowSampler:
         try:
             return json.dumps(self.place(), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, for checkpoints, found "
-                            f"one that cannot be written ({error}): give plain numbers, texts and lists") from error
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, for "
+                            f"checkpoints, found one that cannot be written ({error}): give plain numbers, "
+                            "texts and lists") from error
 
     def check(self) -> None:
-        "Raise GolfError for an order that lacks a part, or whose plan or place cannot be used; it stays where it is."
+        "Raise GolfError for an order that lacks a part or cannot plan and go back; it stays where it is."
         name = type(self).__name__
         for part in ("order", "plan", "window", "place", "go_to"):
             if not getattr(self, part, None):
@@ -129,8 +128,8 @@ class WindowSampler:
             raise GolfError(f"{name} must plan {self.windows} windows and go back to where it stood, found "
                             f"{type(error).__name__}: {error}: mend its plan, place or go_to") from error
         if planned != self.windows:
-            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, found {planned}: "
-                            "plan as many as self.windows")
+            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
+                            f"found {planned}: plan as many as self.windows")
 
 # %% ../nbs/story/02b_loader.ipynb #3e2d0ed1
 class SequentialSampler(WindowSampler):

@@ -1070,7 +1070,8 @@ def settings_line(args, scored: Scored) -> str:
     "The settings that a score depends on, and where they are from."
     words = scoring_words(scored.program, scored.settings, args.ttt or args.adapters)
     line = " ".join(f"{name}={value}" for name, value in words.items())
-    return f"settings: {line}; {settings_source(scored.file, scored.meta)}, but for what was given here"
+    given = f", but {' '.join(args.settings)} given here" if args.settings else ""
+    return f"settings: {line}; {settings_source(scored.file, scored.meta)}{given}"
 
 # %% ../../nbs/tools/23_cli.ipynb #51e7b127
 def silent(*words, **options) -> None:
