@@ -457,15 +457,14 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     stop_ranks(ranks)
 
 # %% ../nbs/reference/16_run.ipynb #a0de1611
-def start(program: str, main: Callable, group: type, own: Mapping, words: Mapping,
-          program_sha256: str = "") -> None:
+def start(program: str, main: Callable, group: type, own: Mapping, program_sha256: str = "") -> None:
     """Run the program in the file `program` as torchrun starts it, and end the process.
 
     `main(run)` is its run. Settings come from the environment, as `read_settings` says; the file's bytes
     count against the budget. `program_sha256`: as of `Run`.
     """
     def work(ranks: Ranks) -> str | None:
-        s = read_settings(group, own, words, os.environ)
+        s = read_settings(group, own, os.environ)
         run = open_run(s, ranks, Path(program).read_bytes())
         run.program_sha256 = program_sha256
         main(run)

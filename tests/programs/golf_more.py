@@ -45,12 +45,6 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 
 
 OWN = dict(recipe="golf", bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11)
-WORDS = {  # published words that are true of this program
-    "LOADER": "coprime", "PLAN": "shared_mlp", "LINKS": "flat", "CLIP": "global", "NS": "ns5",
-    "SKIP_GATE": "sigmoid", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "1",
-    "SCALE_FLOOR": "0", "CODEC": "best", "USE_GPTQ": "1", "TTT_FORM": "adapters",
-    "TTT_FREEZE_BLOCKS": "0", "LATE_QAT": "1",
-}
 CODEC = Best()
 PROJECTOR = partial(GridProjector, floor=False)  # what rounds the weights of late steps
 

@@ -27,12 +27,6 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 
 
 OWN = dict(recipe="two_level")
-WORDS = {  # published words that are true of this program
-    "LOADER": "sequential", "PLAN": "pr399", "LINKS": "two_level", "CLIP": "local", "NS": "ns5",
-    "SKIP_GATE": "one", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "0",
-    "SCALE_FLOOR": "1", "CODEC": "lzma", "USE_GPTQ": "0", "TTT_FORM": "chunks",
-    "TTT_FREEZE_BLOCKS": "0",
-}
 CODEC = Lzma()
 ADAPT = score_first  # test-time training
 
