@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .bpb import bits_per_byte as bits_per_byte
     from .bpb import byte_table as byte_table
     from .bpb import load_tokenizer as load_tokenizer
+    from .grouping import param_groups as param_groups
     from .loader import Loader as Loader
     from .model import Golf as Golf
     from .newton_schulz import polar_express as polar_express
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .tools.sampling import generate as generate
 
 _HOME = {
-    "ParallelMuon": "any_model", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
+    "ParallelMuon": "any_model", "param_groups": "grouping", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
     "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
     "find_program": "tools.programs", "settings_of": "tools.programs", "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact", "GolfError": "settings",
 }
