@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 74c43fe619c93f4f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b613cdc7c7b2b66a
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -164,18 +164,39 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
                             "torchrun ... -m golfnb.tools.checkpoint SCRIPT")
 
 
-DONE_BY = {  # published word -> value -> a recipe whose program does it
-    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
-    "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
-    "CLIP": {"local": "pr549", "global": "golf"},
-    "SKIP_GATE": {"one": "pr549", "sigmoid": "golf"},
-    "QAT_BANKS": {"0": "pr549", "1": "golf"},
-    "SCALE_FLOOR": {"0": "golf", "1": "pr549"},
-    "CODEC": {"lzma": "pr549", "best": "golf"},
-    "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
-    "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
-    "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
+THEIRS = ("pr549", "pr399", "pr726", "pr1060")
+OURS = ("golf", "demo")
+ADAPTING = ("pr549", "golf", "demo", "pr726")  # recipes with test-time training
+PUBLISHED = {  # published word -> value -> the recipes whose program does it
+    "LOADER": {"sequential": ("pr549", "pr399", "pr1060"), "coprime": ("pr726", "golf", "demo")},
+    "PLAN": {"pr399": THEIRS, "shared_mlp": OURS},
+    "LINKS": {"flat": THEIRS + OURS},
+    "CLIP": {"local": THEIRS, "global": OURS},
+    "NS": {"ns5": THEIRS + OURS},
+    "SKIP_GATE": {"one": THEIRS, "sigmoid": OURS},
+    "AVERAGING": {"ema": THEIRS + OURS},
+    "EMA_ENABLED": {"1": THEIRS + OURS},
+    "LATE_QAT": {"1": OURS},
+    "QAT_BANKS": {"0": THEIRS, "1": OURS},
+    "SCALE_FLOOR": {"0": OURS, "1": THEIRS},
+    "CODEC": {"lzma": THEIRS, "best": OURS},
+    "USE_GPTQ": {"0": ("pr549", "pr399", "pr726", "golf", "demo"), "1": ("pr1060",)},
+    "TTT_ENABLED": {"0": ("pr399", "pr1060"), "1": ADAPTING},
+    "TTT_FORM": {"chunks": ADAPTING},
+    "TTT_FREEZE_BLOCKS": {"0": ("pr549", "golf", "demo"), "2": ("pr726",)},
+    "TTT_FREEZE_SCOPE": {"all": ("pr726",)},
 }
+
+
+def published_words(group: type, own: Mapping) -> dict[str, str]:
+    "The published words that are true of a program with these `Settings` and `OWN`, but for its settings."
+    settings = [spec.name.upper() for spec in fields(group)]
+    found = {}
+    for word, values in PUBLISHED.items():
+        for value, recipes in values.items():
+            if own["recipe"] in recipes and word not in settings:
+                found[word] = value
+    return found
 
 
 def one_spelling(text: str) -> str:
@@ -192,19 +213,19 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
         found = one_spelling(env.get(name, true))
         if found == true:
             continue
-        other = DONE_BY.get(name, {}).get(found)
+        others = PUBLISHED[name].get(found)
         advice = "leave it out, or copy this program and give it that part: no recipe has it"
-        if other is not None:
-            advice = f"leave it out, or run recipe {other}, whose program does it"
+        if others is not None:
+            advice = f"leave it out, or run recipe {others[0]}, whose program does it"
         raise GolfError(f"{name} must be {true} in recipe {recipe}, found {env[name]!r}: {advice}")
 
 
-def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapping[str, str]):
+def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     """The settings of a program: a `group` with the recipe's `own` numbers, changed by `env`.
 
-    `words` are the published words that are true of the program; one of `own` is `recipe`. Names that are
-    no settings are ignored. Raises GolfError for a value that does not parse, and for a word or a recipe
-    that is not this program's. What does not fit together is found by the group's `check`.
+    One of `own` is `recipe`. Names that are no settings are ignored. Raises GolfError for a value that does
+    not parse, and for a published word or a recipe that is not this program's. What does not fit together
+    is found by the group's `check`.
     """
     recipe = own["recipe"]
     refuse_keeping(env)
@@ -212,11 +233,11 @@ def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapp
     if env.get("RECIPE", recipe) != recipe:
         raise GolfError(f"RECIPE must be {recipe} in this program, found {env['RECIPE']!r}: leave it out, or "
                         "run the program of that recipe")
-    refuse_words(recipe, words, env)
+    refuse_words(recipe, published_words(group, own), env)
     values = dict(own)
     for spec in fields(group):
         name = spec.name.upper()
-        if name in env and name not in words and name != "RECIPE":
+        if name in env and name != "RECIPE":
             values[spec.name] = parse_setting(spec, env[name])
     return group(**values)
 
@@ -1694,6 +1715,8 @@ class WindowSampler:
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
                  accum: int = 1):
         self.paths = list(paths)
+        if not self.paths:
+            raise GolfError("a sampler must have shards to read, found none: give it the paths of some")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -1742,6 +1765,36 @@ class WindowSampler:
         self.turn = int(state["turn"])
         if self.turn:
             self.plan_step()
+
+    def saved_place(self) -> str:
+        "The place as JSON. Raises GolfError for one that JSON cannot hold."
+        try:
+            return json.dumps(self.place(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, for "
+                            f"checkpoints, found one that cannot be written ({error}): give plain numbers, "
+                            "texts and lists") from error
+
+    def check(self) -> None:
+        "Raise GolfError for an order that lacks a part or cannot plan and go back; it stays where it is."
+        name = type(self).__name__
+        for part in ("order", "plan", "window", "place", "go_to"):
+            if not getattr(self, part, None):
+                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found no {part}: "
+                                "see the docstring of WindowSampler")
+        try:
+            place = self.saved_place()
+            planned = len(self.plan())
+            self.saved_place()
+            self.go_to(json.loads(place))
+        except GolfError:
+            raise
+        except Exception as error:
+            raise GolfError(f"{name} must plan {self.windows} windows and go back to where it stood, found "
+                            f"{type(error).__name__}: {error}: mend its plan, place or go_to") from error
+        if planned != self.windows:
+            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
+                            f"found {planned}: plan as many as self.windows")
 
 
 class SequentialSampler(WindowSampler):
@@ -1843,6 +1896,7 @@ class Loader:
         self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
+        sampler.check()
         self.rewind(sampler.state())
 
     def __iter__(self) -> "Loader": return self
@@ -3079,6 +3133,12 @@ def whole_stream(coder, stored: bytes, size: int) -> bytes:
     return found
 
 
+def section_damage(name: str, size: int, found: str) -> GolfError:
+    "The error for a section that does not decode to its size."
+    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
+                     "damaged or of a later version, copy or make it again")
+
+
 def decompress_section(stored: bytes, name: str, shapes: list,
                        codecs: Mapping[str, Plain]) -> bytes:
     """The bytes of tensors of these [rows, cols], in bounded memory.
@@ -3092,14 +3152,12 @@ def decompress_section(stored: bytes, name: str, shapes: list,
     size = sum(map(math.prod, shapes))
     try:
         raw = codecs[name].decompress(stored, size, shapes)
-        found = f"{len(raw):,}" if len(raw) <= size else "more"
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
-        found = type(error).__name__
-    if found != f"{size:,}":
-        raise GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
-                        "damaged or of a later version, copy or make it again")
+        raise section_damage(name, size, type(error).__name__) from error
+    if len(raw) != size:
+        raise section_damage(name, size, f"{len(raw):,}" if len(raw) < size else "more")
     return raw
 
 
@@ -3180,7 +3238,7 @@ def decode_sections(header: dict, payload: memoryview,
     streams = {}
     packed = {}
     for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
-        raw = decompress_section(payload[:length], codec, shapes, codecs)
+        raw = decompress_section(bytes(payload[:length]), codec, shapes, codecs)
         payload = payload[length:]
         streams[section] = np.frombuffer(raw, SECTIONS[section])
 
@@ -3886,6 +3944,9 @@ class Run:
                       f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        if world > 1:
+            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is the mean "
+                          "of all ranks")
         if not code:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
@@ -4009,13 +4070,13 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`, `make_projector` is as `Trainer`
-    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is as
+    `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:
@@ -4058,15 +4119,14 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     stop_ranks(ranks)
 
 
-def start(program: str, main: Callable, group: type, own: Mapping, words: Mapping,
-          program_sha256: str = "") -> None:
+def start(program: str, main: Callable, group: type, own: Mapping, program_sha256: str = "") -> None:
     """Run the program in the file `program` as torchrun starts it, and end the process.
 
     `main(run)` is its run. Settings come from the environment, as `read_settings` says; the file's bytes
     count against the budget. `program_sha256`: as of `Run`.
     """
     def work(ranks: Ranks) -> str | None:
-        s = read_settings(group, own, words, os.environ)
+        s = read_settings(group, own, os.environ)
         run = open_run(s, ranks, Path(program).read_bytes())
         run.program_sha256 = program_sha256
         main(run)
@@ -4266,12 +4326,6 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 
 
 OWN = dict(recipe="pr549")
-WORDS = {  # published words that are true of this program
-    "LOADER": "sequential", "PLAN": "pr399", "LINKS": "flat", "CLIP": "local", "NS": "ns5",
-    "SKIP_GATE": "one", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "0",
-    "SCALE_FLOOR": "1", "CODEC": "lzma", "USE_GPTQ": "0", "TTT_FORM": "chunks",
-    "TTT_FREEZE_BLOCKS": "0",
-}
 CODEC = Lzma()
 ADAPT = score_first  # test-time training
 
@@ -4283,7 +4337,7 @@ class Parts:
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
     forward: Callable   # (ids, last_n): logits
-    average: Callable   # (tensors): the average of the weights
+    make_average: Callable  # (tensors): an average that begins with these weights
 
 
 def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,
@@ -4357,4 +4411,4 @@ def main(run: Run) -> dict:
 
 
 if __name__ == "__main__":
-    start(__file__, main, Settings, OWN, WORDS)
+    start(__file__, main, Settings, OWN)

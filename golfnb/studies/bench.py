@@ -44,7 +44,7 @@ from ..quantize import QuantSettings
 from ..recipes import pr549
 from .. import run as core
 from ..run import RunSettings, device_name
-from ..settings import GolfError, one_spelling
+from ..settings import GolfError, one_spelling, published_words
 from ..shards import atomic_write, find_shards, write_shard
 from .variants import Variant, read_variant
 from ..tools.programs import DEFAULT_RECIPE, RECIPES, recipe_program
@@ -189,7 +189,8 @@ def unsaid_values(recipe: str) -> dict:
     values = {"ttt_freeze_scope": "all"}
     for group in OPTIONAL:
         values |= asdict(group())
-    for words in (pr549.WORDS, known_program(recipe).WORDS):
+    for program in (pr549, known_program(recipe)):
+        words = published_words(program.Settings, program.OWN)
         values |= {name.lower(): word for name, word in words.items()}
     return values
 
@@ -303,7 +304,7 @@ def slowest_rank(samples: dict[str, list[float]], ranks: Ranks) -> dict[str, lis
 
 # %% ../../nbs/studies/30_bench.ipynb #c00af5e7
 BENCHES = {  # what -> the module whose `bench_<what>` each rank calls, the options of its command
-    **dict.fromkeys(("step", "phases"), ("bench", "against steps warmup")),
+    "step": ("bench", "against steps warmup"), "phases": ("bench", "against steps warmup"),
     "startup": ("bench", "rounds"), "eval": ("bench", "rounds tokens"), "threads": ("bench", "rounds"),
     "kernels": ("timing", "sets"), "attention": ("timing", ""), "trace": ("timing", "warmup"),
     "scaling": ("timing", ""), "links": ("baselines", "rounds"),

@@ -21,7 +21,7 @@ from ..newton_schulz import polar_express, quintic
 from ..parallel_muon import ClipEach, ClipMean, Ranks
 from ..recipes import golf, pr549
 from ..run import RunSettings
-from ..settings import BaseSettings, GolfError, one_spelling, parse_setting
+from ..settings import BaseSettings, GolfError, one_spelling, parse_setting, published_words
 from .packed import packed_data
 from ..tools.programs import DEFAULT_RECIPE, find_program, settings_of
 from ..train import GridProjector, RunLog, Trainer
@@ -59,10 +59,14 @@ class Variant:
         for word, value in words.items():
             found.pop(word, None)
             value = one_spelling(value)
-            if value != self.program.WORDS.get(word):
+            if value != self.own_words().get(word):
                 check_word(self.program, word, value)
                 found[word] = value
         return replace(self, words=found)
+
+    def own_words(self) -> dict[str, str]:
+        "The published words that are true of the program as it is."
+        return published_words(self.program.Settings, self.program.OWN)
 
     def change(self, **numbers) -> "Variant":
         "The same with other settings."
@@ -70,7 +74,7 @@ class Variant:
 
     def word(self, name: str) -> str | None:
         "What a published word would say of it; None where the program does not tell."
-        return {**self.program.WORDS, **self.words}.get(name)
+        return {**self.own_words(), **self.words}.get(name)
 
     def exchanged(self) -> dict:
         "Name -> part, of those that are exchanged."
@@ -90,7 +94,7 @@ class Variant:
         found = self.exchanged()
         p = self.program.build(self.settings, ranks, **{k: v for k, v in found.items() if k in BUILT})
         if "average" in found:
-            p.average = found["average"](self.settings)
+            p.make_average = found["average"](self.settings)
         return p
 
     def loader(self, paths: list[Path], ranks: Ranks) -> Loader:
@@ -108,7 +112,7 @@ class Variant:
 
     def trainer(self, p, batches: Loader, log: RunLog | None = None, **clock) -> Trainer:
         "A trainer at step 0 of the parts that `build` made; `clock` may give another `now`."
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(self.settings, p.engine, batches, average, log, make_projector=self.projector(),
                        **clock)
 
