@@ -89,8 +89,6 @@ class Place:
 
 def expert_counts(module: nn.Module) -> set[int]:
     "Lengths of the lists of modules and of the batches of matrices in a module and its children."
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return set()
     found = {len(part) for part in module.children() if isinstance(part, nn.ModuleList)}
     for part in (module, *module.children()):
         batches = [p for p in part._parameters.values() if p is not None and p.ndim == 3]

@@ -279,7 +279,8 @@ def test_a_matrix_of_any_class_and_name_is_for_muon():
 def test_routers_are_told_by_the_number_of_experts():
     found = in_blocks(Experts)
     assert found["route.kernel"] == ADAMW and found["shared.weight"] == found["experts.5.up.weight"] == MUON
-    assert in_blocks(lambda: Holds(w=(4, 8, 12), gate=(4, 12), turned=(12, 4), other=(5, 12))) == {"w": MUON, "gate": ADAMW, "turned": ADAMW, "other": MUON}
+    assert in_blocks(lambda: Holds(w=(4, 8, 12), gate=(4, 12), turned=(12, 4), other=(5, 12), square=(4, 4))) == {"w": MUON, "gate": ADAMW, "turned": ADAMW, "other": MUON, "square": MUON}
+    assert in_blocks(lambda: Holds(nn.Conv1d(8, 8, 3), w=(8, 16)))["w"] == MUON, "filters are no experts"
 
 
 @pytest.mark.parametrize("make, name", [
@@ -337,9 +338,13 @@ def test_shared_parameters_have_one_rule():
     model = TwoHeads()
     model.blocks[1].up.weight = model.blocks[0].up.weight
     model.stem.weight = model.blocks[2].down.weight
+    model.late = nn.Linear(64, 32)
+    model.late.weight = model.blocks[1].down.weight
     found = rules(model)
     assert found["blocks.0.up.weight"] == "muon" and "blocks.1.up.weight" not in found
-    assert found["stem.weight"] == "adamw" and "blocks.2.down.weight" not in found, "outside at one of its places"
+    assert found["stem.weight"] == "adamw" and "blocks.2.down.weight" not in found, "outside at its first place"
+    assert found["blocks.1.down.weight"] == "adamw", "outside at its second place"
+    assert rules(model, heads=["blocks.1.up"])["blocks.0.up.weight"] == "adamw", "a head at its second place"
     assert rules(nn.ModuleList([Block(4)] * 3)) == {"0.norm.weight": "adamw", "0.norm.bias": "adamw", "0.up.weight": "muon", "0.up.bias": "adamw", "0.down.weight": "muon", "0.down.bias": "adamw"}
 
 
@@ -366,9 +371,6 @@ def test_heads_are_names_of_parameters_or_modules():
     for heads in (["blocks.1"], ["blocks.1.up", "blocks.1.down.weight"], "blocks.1", ("actor", "blocks.1")):
         found = rules(model, heads=heads)
         assert found["blocks.1.up.weight"] == found["blocks.1.down.weight"] == "adamw" and found["blocks.0.up.weight"] == "muon"
-    tied = nn.ModuleDict({"tokens": nn.Linear(4, 4), "blocks": layers()})
-    tied["lm_head"] = tied["blocks"][0].up
-    assert rules(tied, heads=["lm_head"])["blocks.0.up.weight"] == "adamw", "by the name of another place"
 
 
 @pytest.mark.parametrize("head", ["mtp_head", "act", "blocks.1.u", "blocks.7"])
