@@ -345,13 +345,13 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`, `make_projector` is as `Trainer`
-    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is as
+    `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 5921b1d7c69f2d51
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b613cdc7c7b2b66a
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -4070,13 +4070,13 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`, `make_projector` is as `Trainer`
-    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is as
+    `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:
@@ -4337,7 +4337,7 @@ class Parts:
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
     forward: Callable   # (ids, last_n): logits
-    average: Callable   # (tensors): the average of the weights
+    make_average: Callable  # (tensors): an average that begins with these weights
 
 
 def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,
