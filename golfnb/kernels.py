@@ -11,6 +11,7 @@ __all__ = ['KERNELS', 'HEAD_ROWS', 'XSA_ROWS', 'Tiles', 'MLP_UP_TILES', 'MLP_DOW
 import functools
 import os
 from collections import namedtuple
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,7 @@ HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
 
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype,
-                   wanted=KERNELS) -> frozenset[str]:
+                   wanted: Iterable[str] = KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
     cuda = triton is not None and torch.device(device).type == "cuda"
     if cuda and dtype in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 2370cd3860cc87d4
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source e169000966e3cdc5
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -804,7 +804,7 @@ HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
 
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype,
-                   wanted=KERNELS) -> frozenset[str]:
+                   wanted: Iterable[str] = KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
     cuda = triton is not None and torch.device(device).type == "cuda"
     if cuda and dtype in (torch.bfloat16, torch.float16):

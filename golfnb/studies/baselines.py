@@ -27,11 +27,14 @@ from ..loader import grad_accum
 from ..model import Golf, init_model
 from ..newton_schulz import newton_schulz_flops
 from ..parallel_muon import (ClipEach, StepScalars, Muon, NoClip, Ranks, CudaGraphed, ShardedBank,
-                                  gather_into)
+                                  gather_into, wait_all)
 from ..plan import MachineModel, CommSchedule, finish_us, predict, read_machine_model
 from ..run import device_name, weight_dtype
 from .variants import Variant, read_variant
 from ..train import compiled, training_loss
+
+# torch gives out torch._foreach_copy_ without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
 
 # %% ../../nbs/studies/34_baselines.ipynb #700ada51
 def candidate_buckets(cfg: LayoutSettings, world: int) -> list[str]:
@@ -109,8 +112,8 @@ def collectives(ranks: Ranks, size: int) -> dict[str, Callable]:
     n = max(1, size // 2 // ranks.world)
     full = torch.randn(ranks.world, n, 1, device=ranks.device).bfloat16()
     shard = torch.randn(1, n, 1, device=ranks.device).bfloat16()
-    return {"scatter": lambda: ranks.scatter_mean(full, shard).wait(),
-            "gather": lambda: gather_into(full, shard, ranks).wait(),
+    return {"scatter": lambda: wait_all([ranks.scatter_mean(full, shard)]),
+            "gather": lambda: wait_all([gather_into(full, shard, ranks)]),
             "all-reduce": lambda: ranks.sum(full)}
 
 # %% ../../nbs/studies/34_baselines.ipynb #968fa12b
@@ -181,7 +184,7 @@ class LooseBank(torch.nn.Module):
             p.grad = None
 
 # %% ../../nbs/studies/34_baselines.ipynb #d8d6c7cf
-def separate(model: BucketGolf) -> BucketGolf:
+def separate(model: Golf) -> Golf:
     "Make every slot of a model's banks a parameter of its own; the weights stay as they are."
     for spec in model.layout.banks:
         model.banks[spec.name] = LooseBank(spec, model.banks.pop(spec.name))
@@ -258,7 +261,8 @@ def machine_model_of(samples: dict[str, list[float]], world: int, bank_bytes: in
     mid = {name: median(values) for name, values in samples.items()}
     memory = 2 * 4 * (1 << 24) / (mid["pass"] * 1e3)
     prepare = max(0.0, mid["local"] - mid["none"] - 5 * bank_bytes / (memory * 1e3))
-    return MachineModel(*sent.get("scatter", [0.0, 1e6]), rate, mid["launch"], sent, update, memory, prepare)
+    latency, bandwidth = sent.get("scatter", [0.0, 1e6])
+    return MachineModel(latency, bandwidth, rate, mid["launch"], sent, update, memory, prepare)
 
 # %% ../../nbs/studies/34_baselines.ipynb #07f223b5
 def points_of(samples: dict[str, list[float]]) -> dict[str, dict[float, list[float]]]:
@@ -319,12 +323,15 @@ class BatchedMuon:
     def step(self) -> None:
         "Momentum, Newton-Schulz, decay; gradients are dropped."
         for bank, scale, momentum in zip(self.banks, self.scales, self.momenta, strict=True):
+            grad = bank.grad
+            if grad is None:
+                continue
             if isinstance(bank, LooseBank):
                 weights = torch.stack(list(bank.slots))
-                self.update(weights, bank.grad, scale, momentum)
+                self.update(weights, grad, scale, momentum)
                 torch._foreach_copy_(list(bank.slots), list(weights.unbind(0)))
             else:
-                self.update(bank.data, bank.grad, scale, momentum)
+                self.update(bank.data, grad, scale, momentum)
             bank.grad = None
 
     def update(self, weights: Tensor, grad: Tensor, scale: Tensor, momentum: Tensor) -> None:
@@ -348,10 +355,11 @@ class LossModule(torch.nn.Module):
         self.forward = training_loss(model, model.cap)
 
 # %% ../../nbs/studies/34_baselines.ipynb #5a67e7aa
-def torch_muon(model: BucketGolf, variant: Variant) -> torch.optim.Muon:
+def torch_muon(model: Golf, variant: Variant) -> torch.optim.Muon:
     "PyTorch's own Muon on a model whose matrices are parameters of their own."
     s = variant.settings
-    slots = [p for bank in model.role_params()["bank"].values() for p in bank.slots]
+    banks = [bank for bank in model.banks.values() if isinstance(bank, LooseBank)]
+    slots = [p for bank in banks for p in bank.slots]
     return torch.optim.Muon(slots, s.matrix_lr, s.muon_wd, s.muon_momentum, adjust_lr_fn="original",
                             ns_steps=s.muon_backend_steps)
 
@@ -393,7 +401,8 @@ class DdpRig(Rig):
         "Forward and backward of a step's micro-batches; DDP sends with the last."
         accum = grad_accum(self.ranks.world)
         for i in range(accum):
-            self.loss.require_backward_grad_sync = i + 1 == accum
+            if isinstance(self.loss, DistributedDataParallel):
+                self.loss.require_backward_grad_sync = i + 1 == accum
             batch = next(self.loader)
             (self.loss(batch.ids, batch.targets) / accum).backward()
 
@@ -463,7 +472,7 @@ def plan_facts(rig: TailRig, links: MachineModel | None) -> dict:
              "padding": layout.padding_waste(), "small_bytes": rig.small_bytes,
              "sent_bytes": round(2 * bank_bytes * (world - 1) / world)}
     if links:
-        clip = rig.variant.word("CLIP")
+        clip = rig.variant.word("CLIP") or ""
         stacked = rig.plan == "pr125"
         events = predict(rig.engine.plan, layout, links, rig.small_bytes, clip, stacked=stacked)
         facts["predicted_device_ms"] = finish_us(events) / 1e3
@@ -473,7 +482,7 @@ def plan_facts(rig: TailRig, links: MachineModel | None) -> dict:
 def bench_optimizer(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict]:
     "ms of ways of running Muon, and of plans on random gradients: tail (CPU's clock), device (events)."
     variant = read_variant(env)
-    file = job.links or result_path("links", device_name(ranks), ranks.world)
+    file = Path(job.links or result_path("links", device_name(ranks), ranks.world))
     links = read_machine_model(file) if job.links or file.is_file() else None
     if ranks.is_rank0:
         found = file if links else "none measured (golfnb bench links), nothing is predicted"

@@ -28,9 +28,11 @@ from itertools import pairwise
 from math import comb
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 
 from .. import __version__
@@ -45,7 +47,7 @@ from ..plan import read_machine_model
 from ..quantize import QuantSettings
 from ..recipes import pr549
 from .. import run as core
-from ..run import RunSettings, device_name
+from ..run import ProgramSettings, device_name
 from ..settings import GolfError, one_spelling
 from ..shards import atomic_write, find_shards, write_shard
 from .variants import Variant, read_variant
@@ -170,7 +172,7 @@ def read_result(name: str, folder: Path | str = "nbs/results") -> dict:
     path = Path(folder) / f"{name}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        found["samples"], found["unit"]
+        _ = found["samples"], found["unit"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise GolfError(f"{path}: expected a result file of golfnb bench, found {type(e).__name__}; "
                         "measure it again") from e
@@ -206,7 +208,8 @@ def settings_diff(config: dict, base: dict | None = None) -> dict[str, tuple]:
     recipe = says_recipe.get("recipe", DEFAULT_RECIPE)
     if base is None:
         program = known_program(recipe)
-        base = asdict(program.Settings(**program.OWN)) | {"recipe": recipe}
+        own: dict[str, Any] = program.OWN
+        base = asdict(program.Settings(**own)) | {"recipe": recipe}
     base = unsaid_values(recipe) | base
     found = {}
     for name, value in config.items():
@@ -224,7 +227,7 @@ def changed_settings(variant: Variant) -> dict:
     return {"recipe": variant.settings.recipe} | numbers | words
 
 # %% ../../nbs/studies/30_bench.ipynb #90b2dfc6
-def bench_shards(s: RunSettings, ranks: Ranks, scratch: Path | str, batches: int = 4) -> tuple[list[Path], str]:
+def bench_shards(s: ProgramSettings, ranks: Ranks, scratch: Path | str, batches: int = 4) -> tuple[list[Path], str]:
     "Training shards and what they hold: those of DATA_PATH, else random tokens of `batches` in `scratch`."
     data = Path(s.data_path)
     path = Path(scratch) / "fineweb_train_000000.bin"
@@ -464,7 +467,7 @@ def ask_for_ms(worker: subprocess.Popen) -> dict[str, list[float]]:
     "One sample of a process that answers with ms. Raises GolfError if it has ended."
     with suppress(BrokenPipeError):
         print(file=worker.stdin, flush=True)
-    answer = worker.stdout.readline()
+    answer = worker.stdout.readline() if worker.stdout else ""
     if not answer:
         raise GolfError("bench: a process that measures threads must answer, found that it has ended; see above")
     return {"": [float(answer)]}
@@ -485,7 +488,7 @@ def bench_threads(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
     bare = {n: v for n, v in env.items() if not n.startswith(("OMP_", "GOMP_", "KMP_"))}
     bare["OMP_NUM_THREADS"] = str(usable_cores())
     samples = {}
-    facts = {"cores": usable_cores()}
+    facts: dict[str, Any] = {"cores": usable_cores()}
     for load in ("idle", "busy"):
         with ExitStack() as stack:
             if load == "busy":
@@ -556,6 +559,7 @@ def run_bench(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:
     if job.links:
         read_machine_model(job.links)
     samples = {}
+    part = {}
     with tempfile.TemporaryDirectory(prefix="golfnb-bench-") as scratch:
         job = replace(job, scratch=scratch)
         for prefix, world, more in launches_of(job, nproc):
@@ -569,7 +573,7 @@ def run_bench(job: BenchJob, nproc: int, settings: dict[str, str]) -> int:
     facts = part["facts"]
     unit = part["unit"]
     path = Path(job.out or result_path(job.what, facts["device"], nproc))
-    note = bench_function(job.what).__doc__
+    note = bench_function(job.what).__doc__ or ""
     record_result(path.stem, samples, unit, note, facts, path.parent, part["source"])
     print_samples(samples, unit)
     print(f"{path}: written", flush=True)
@@ -640,4 +644,4 @@ def run_series(events: list[dict]) -> dict[str, list]:
 #| eval: false
 if __name__ == "__main__":
     this = replace(BenchJob(**json.loads(sys.argv[1])), imported=time.time())
-    guarded_rank(core, lambda ranks: measure_part(this, ranks, os.environ), timeout_s=300.0)
+    guarded_rank(core, lambda ranks: measure_part(this, ranks, dict(os.environ)), timeout_s=300.0)

@@ -108,7 +108,8 @@ def slot_shapes(slot: Matrix | tuple[Matrix, ...] | None) -> list[tuple[int, int
 def cut_batch(cut: Cut) -> tuple[int, int, int]:
     "How many matrices a cut holds, and their two sides, the smaller first."
     in_slot = (cut.stop - cut.start) // prod(cut.stored)
-    return ((cut.last - cut.first) * in_slot, *sorted(cut.stored))
+    short, long = sorted(cut.stored)
+    return (cut.last - cut.first) * in_slot, short, long
 
 # %% ../../nbs/studies/33_buckets.ipynb #fc1b499a
 class CutMuon(Muon):

@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from itertools import repeat
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from ..artifact import (Best, Lzma, Rans, Zlib, load_artifact, load_model, load_weights,
                              open_container, pack_bytes, unpack_bytes)
-from ..averaging import NoAverage
+from ..averaging import EmaAndSwa, NoAverage
 from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
                           result_path, run_rounds, timed_block, unsaid_values, where_measured)
 from ..bpb import byte_table, load_tokenizer
@@ -48,7 +49,7 @@ from ..quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_stat
                              shared_out)
 from ..recipes import golf
 from .. import run as core
-from ..run import RunSettings, device_name, open_run, train_and_average
+from ..run import ProgramSettings, device_name, open_run, train_and_average
 from ..settings import GolfError, one_spelling
 from ..shards import find_shards, read_header, val_tokens
 from .significance import errors_below, student_tail
@@ -57,11 +58,14 @@ from ..train import RunLog, Trainer, rehearse, train, undone
 from ..ttt import TttSettings
 from ..tools.guard import guarded_rank
 
+# torch gives out torch._foreach_mul_ without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
+
 # %% ../../nbs/studies/35_harness.ipynb #377b1fee
 class Lab:
     "What the runs of a study share; of its `words`, NAME=VALUE go to `env`, the others are `files`."
 
-    def __init__(self, words: list[str] = (), ranks: Ranks | None = None):
+    def __init__(self, words: Sequence[str] = (), ranks: Ranks | None = None):
         self.env = {**os.environ, **dict(w.split("=", 1) for w in words if "=" in w)}
         self.files = [w for w in words if "=" not in w]
         self.ranks = ranks or start_ranks()
@@ -105,7 +109,7 @@ STUDIES = {}
 def study(work: Callable) -> Callable:
     "Make a function of the lab a command: words to exit status; the word NPROC=N starts it on N ranks."
     @wraps(work)
-    def command(words: list[str] = (), ranks: Ranks | None = None) -> int:
+    def command(words: Sequence[str] = (), ranks: Ranks | None = None) -> int:
         nproc = next((int(w[6:]) for w in words if w.startswith("NPROC=")), 0)
         if nproc and not ranks:
             return launch_module(["golfnb.studies.harness", work.__name__, *words], nproc, {})
@@ -155,7 +159,7 @@ class Kind:
         return variant.change(**self.numbers).exchange(**self.words)
 
 # %% ../../nbs/studies/35_harness.ipynb #a15647ac
-def start_skips(model: Golf, s: RunSettings, world: int, value: float, frozen_steps: int):
+def start_skips(model: Golf, s: ProgramSettings, world: int, value: float, frozen_steps: int):
     "All skip weights at `value`; for the first `frozen_steps` their gradient is zero."
     model.skip_weights.data.fill_(value)
     if not frozen_steps:
@@ -183,7 +187,7 @@ GATES = {name: plain_skips(*how) for name, how in STARTS.items()}
 GATES["sigmoid"] = Kind(words={"SKIP_GATE": "sigmoid"})
 
 # %% ../../nbs/studies/35_harness.ipynb #5dc5537f
-def set_dtypes(model: Golf, s: RunSettings, world: int, narrow: tuple[str, ...]):
+def set_dtypes(model: Golf, s: ProgramSettings, world: int, narrow: tuple[str, ...]):
     "Banks (`matrix`), tables (`table`) and rotary tables (`buffer`) in bf16 if `narrow` has them, else fp32."
     model.banks.to(dtype_of("matrix", narrow))
     for name in model.tables:
@@ -207,7 +211,7 @@ DTYPES = {name: Kind(prepare=partial(set_dtypes, narrow=narrow), state=dtype_of(
           for name, narrow in NARROW.items()}
 
 # %% ../../nbs/studies/35_harness.ipynb #649b4543
-def score(lab: Lab, s: RunSettings, forward: Callable, limit: int = 0) -> tuple[float, float]:
+def score(lab: Lab, s: ProgramSettings, forward: Callable, limit: int = 0) -> tuple[float, float]:
     "Nats a token and bits per byte of a model as it is, on all validation tokens or about the first `limit`."
     val, table = lab.val
     length = s.train_seq_len
@@ -363,6 +367,8 @@ def average_scores(lab: Lab, p, variant: Variant, done: Trainer) -> dict[str, li
     s = variant.settings
     ttt = variant.group(TttSettings, lab.env)
     both = done.average
+    if not isinstance(both, EmaAndSwa):
+        raise GolfError("this study needs a run of both averages: set AVERAGING=ema+swa")
     averages = {"ema": both.ema, "swa": both.swa, "ema+swa": both, "none": NoAverage(p.engine.tensors())}
     val, table = lab.val
     part = val[:lab.tokens // s.train_seq_len * s.train_seq_len + 1]
@@ -441,7 +447,7 @@ def checkpoints(lab: Lab):
     variant = lab.variant()
     rig = Rig(variant, lab.ranks, lab.paths).warm(variant.settings.warmup_steps)
     with tempfile.TemporaryDirectory() as folder:
-        keeper = Keeper(lab.ranks.broadcast_object(folder), math.inf, lab.ranks, RunLog(quiet=True))
+        keeper = Keeper(Path(lab.ranks.broadcast_object(folder)), math.inf, lab.ranks, RunLog(quiet=True))
 
         def block(keep: bool) -> dict[str, list[float]]:
             turns = iter(range(steps))
@@ -485,7 +491,7 @@ def loader(lab: Lab):
     lab.keep("loader_cpu", rates, "M tokens/s", "Loader, one rank, one core", {"batches": count})
 
 # %% ../../nbs/studies/35_harness.ipynb #2b02eca4
-def clip_as_eight(m, s: RunSettings, world: int):
+def clip_as_eight(m, s: ProgramSettings, world: int):
     "With fewer ranks than 8 and CLIP=local, clip each micro-batch's gradient as a rank of 8 clips its own."
     accum = grad_accum(world)
     if accum == 1 or not isinstance(m.engine.clip, ClipEach):
@@ -504,7 +510,10 @@ def clip_as_eight(m, s: RunSettings, world: int):
         for p, *parts in zip(params, *clipped, strict=True):
             p.grad = None
             if last and parts[0] is not None:
-                p.grad = sum(g.float() for g in parts).to(p.dtype)
+                total = torch.zeros_like(parts[0], dtype=torch.float32)
+                for grad in parts:
+                    total += grad.float()
+                p.grad = total.to(p.dtype)
         if last:
             clipped.clear()
 
@@ -554,14 +563,15 @@ def keep_parity(lab: Lab, folder: Path, losses: list[Tensor]) -> None:
     lab.keep(path.stem, samples, found["unit"], found["note"], found["facts"] | {"clip_as": 8})
 
 # %% ../../nbs/studies/35_harness.ipynb #684cb7fe
-GRIDS = {"floor": (True, None), "GPTQ-lite": (False, None)}
+GRIDS = {"floor": (True, 0.0), "GPTQ-lite": (False, 0.0)}
 GRIDS |= {f"k = {k:g}": (False, k) for k in (5.5, 6.0, 9.0, 12.85, 24.0)}
 
 
 def synthetic_state(seed: int = 0) -> dict:
     "The full model with Gaussian matrices: spread 0.04 (tables 0.3), rows a quarter apart in the logarithm."
     g = torch.Generator().manual_seed(seed)
-    s = golf.Settings(**golf.OWN)
+    own: dict[str, Any] = golf.OWN
+    s = golf.Settings(**own)
     state = named_state(Golf(s, mlp_in_one_bank(s, 1), skips=SigmoidSkips()))
     for name, w in state.items():
         if w.ndim == 2 and w.numel() > 65_536:

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]  # torch gives it out
 from torch.profiler import ProfilerActivity, profile
 
 from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
@@ -26,9 +26,9 @@ from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rou
 from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
                             usable_kernels, xsa_grad_op, xsa_op)
 from ..layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
-from ..model import Golf, ModelSettings
+from ..model import Golf
 from ..parallel_muon import Ranks, record_graph
-from ..run import RunSettings
+from ..run import ProgramSettings
 from ..settings import GolfError
 from .variants import Variant, read_variant
 from ..train import StepGraph, backward_pass, compiled, training_loss
@@ -66,7 +66,7 @@ def measured_rates(device: torch.device) -> dict[str, float]:
     return {"copy": 2 * big.nbytes / took["copy"], "product": 2 * size**3 / took["product"]}
 
 # %% ../../nbs/studies/32_timing.ipynb #4302e278
-def product_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
+def product_cases(s: ProgramSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of the products of one block and of the head."
     d, kv, hidden = s.model_dim, s.kv_dim, s.mlp_dim
     shapes = {"qkv": (d + 2 * kv, d), "out": (d, d), "up": (hidden, d), "down": (d, hidden),
@@ -86,7 +86,7 @@ def product_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, 
     return cases
 
 # %% ../../nbs/studies/32_timing.ipynb #9c08962e
-def kernel_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
+def kernel_cases(s: ProgramSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of the kernels of chapter 09; none where no kernel runs."
     if not usable_kernels(device, torch.bfloat16):
         return {}
@@ -94,7 +94,7 @@ def kernel_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, t
     return attention_kernels(s, rows, make) | mlp_kernels(s, rows, make)
 
 # %% ../../nbs/studies/32_timing.ipynb #24e65ad8
-def attention_kernels(s: RunSettings, rows: int, make: Callable) -> dict[str, tuple]:
+def attention_kernels(s: ProgramSettings, rows: int, make: Callable) -> dict[str, tuple]:
     "Those of attention; `make(*size)` gives random bf16 tensors."
     T, H, KV, D = s.train_seq_len, s.num_heads, s.num_kv_heads, s.head_dim
     qkv = make(rows, T, (H + 2 * KV) * D)
@@ -110,7 +110,7 @@ def attention_kernels(s: RunSettings, rows: int, make: Callable) -> dict[str, tu
             "xsa backward": (lambda: xsa_grad_op(q, q, v), head * (3 * H + 2 * KV), 0)}
 
 # %% ../../nbs/studies/32_timing.ipynb #adaad720
-def mlp_kernels(s: RunSettings, rows: int, make: Callable) -> dict[str, tuple]:
+def mlp_kernels(s: ProgramSettings, rows: int, make: Callable) -> dict[str, tuple]:
     "Those of the MLP."
     d, hidden = s.model_dim, s.mlp_dim
     n = rows * s.train_seq_len
@@ -149,7 +149,7 @@ def check_sets(sets: list[str]) -> list[str]:
     return list(dict.fromkeys(sets)) or DEFAULT_SETS
 
 # %% ../../nbs/studies/32_timing.ipynb #436af71c
-def whole_pass(words: str, model: Golf, s: ModelSettings) -> Callable:
+def whole_pass(words: str, model: Golf, s: ProgramSettings) -> Callable:
     "A function (ids, targets) -> loss that leaves gradients, with a set's kernels, compiled as `s` says."
     wanted = set(words.split("+")) - {"plain", "graph"}
     twin = copy.copy(model)  # the same parameters
@@ -216,7 +216,7 @@ def device_events(step: Callable, device: torch.device) -> list[dict]:
         step()
         wait_for(device)
     found = [{"name": e.name, "stream": e.device_resource_id, "start": e.time_range.start,
-              "length": e.time_range.elapsed_us()} for e in prof.events()
+              "length": e.time_range.elapsed_us()} for e in prof.events() or ()
              if (e.device_type == DeviceType.CUDA) == cuda and not e.is_user_annotation]
     return sorted(found, key=lambda e: e["start"])
 
@@ -247,7 +247,7 @@ def bench_kernels(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, di
     return samples | whole, "ms", {**facts, "rows": rows, "seq_len": s.train_seq_len, **more}
 
 # %% ../../nbs/studies/32_timing.ipynb #cecf5720
-def attention_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str, tuple]:
+def attention_cases(s: ProgramSettings, rows: int, device: torch.device) -> dict[str, tuple]:
     "Name -> (function, bytes, operations) of each backend, also with key heads repeated or heads first."
     T, H, KV, D = s.train_seq_len, s.num_heads, s.num_kv_heads, s.head_dim
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -266,7 +266,7 @@ def attention_cases(s: RunSettings, rows: int, device: torch.device) -> dict[str
     return cases
 
 # %% ../../nbs/studies/32_timing.ipynb #4637c531
-def attention_backends(s: RunSettings, device: torch.device) -> tuple[str, str]:
+def attention_backends(s: ProgramSettings, device: torch.device) -> tuple[str, str]:
     "The two that a device has: cuDNN and FlashAttention, of a package if one is installed."
     if device.type != "cuda":
         return "flash", "math"
@@ -279,10 +279,11 @@ def attention_backends(s: RunSettings, device: torch.device) -> tuple[str, str]:
 def attention_calls(qkv: list[Tensor], backend: str) -> tuple[Callable, Callable]:
     "Attention of q, k, v [rows, T, heads, D] by a backend: without a gradient, and with backward."
     inputs = [t.detach().requires_grad_() for t in qkv]
+    q, k, v = inputs
     dy = torch.randn_like(qkv[0])
 
     def forward():
-        return attend(*inputs, backend)
+        return attend(q, k, v, backend)
 
     def both():
         return torch.autograd.grad(forward(), inputs, dy)

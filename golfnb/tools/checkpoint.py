@@ -28,7 +28,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,9 +40,12 @@ from ..shards import atomic_write, read_header, read_span
 from .guard import EmaAdvice, Watcher, guarded_rank, preflight, survive_full_disks
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
-    from golfnb.parallel_muon import Ranks
+    from golfnb.parallel_muon import Engine, Ranks
     from golfnb.run import Run
-    from golfnb.train import RunLog, Trainer
+    from golfnb.train import GridProjector, RunLog, Trainer
+
+# torch gives out torch._foreach_copy_ without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #f13feda3
 def named_tensors(t: "Trainer") -> dict[str, Tensor]:
@@ -59,8 +62,8 @@ def named_tensors(t: "Trainer") -> dict[str, Tensor]:
     for part, tensors in zip(engine.parts, parts, strict=True):
         for what, tensor in tensors.items():
             named |= by_matrix(part, what, tensor)
-    if t.project:
-        named |= frozen_clips(t)
+    if t.project is not None:
+        named |= frozen_clips(t.engine, t.project)
     return named
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #ddb1b08c
@@ -72,11 +75,11 @@ def by_matrix(part, what: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{matrix.name} {what}": tensor[i] for i, matrix in enumerate(slots) if matrix}
 
 
-def frozen_clips(t: "Trainer") -> dict[str, Tensor]:
+def frozen_clips(engine: "Engine", project: "GridProjector") -> dict[str, Tensor]:
     "The clip of each row that is rounded, by the names of the matrices."
     named = {}
-    for name, runs in t.project.runs.items():
-        bank = t.engine.banks[name]
+    for name, runs in project.runs.items():
+        bank = engine.banks[name]
         slots = bank.spec.slots(bank.ranks.rank)
         for start, _, _, ratio in runs:
             named |= {f"{slots[i].name} clip": row for i, row in enumerate(ratio, start)}
@@ -111,7 +114,9 @@ class Keeper(Watcher):
         self.log = log
         self.dcp = import_module("torch.distributed.checkpoint")  # slow, so only where it is needed
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
+        self.group: Any = None
+        if ranks.world > 1:
+            self.group = dist.new_group(backend="gloo")
         self.buffers = {}     # name -> tensor in CPU memory
         self.votes = deque()  # (flags, collective) of the last steps
         self.saved_ms = 0.0   # time of training at the last checkpoint
@@ -197,7 +202,7 @@ class Keeper(Watcher):
         if not self.ranks.is_rank0:
             dist.gather_object(self.buffers, group=self.group)
             return {}
-        parts = [None] * self.ranks.world
+        parts: list[Any] = [None] * self.ranks.world
         dist.gather_object(self.buffers, parts, group=self.group)
         return {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -299,7 +304,7 @@ class Keeper(Watcher):
         self.step = facts["steps"]
         for name in FACTS:
             setattr(t, name, facts[name])
-        if t.rounded_from is not None:
+        if t.rounded_from is not None and t.make_projector is not None:
             t.project = t.make_projector(t.engine)
         self.fill(named_tensors(t), saved)
         for values in facts["unread"]:
@@ -354,7 +359,7 @@ def shard_identity(path: Path) -> str:
     tokens = read_header(path)
     digest = hashlib.sha256()
     for begin in range(0, tokens, max(SPAN, tokens // SPANS)):
-        digest.update(read_span(path, begin, min(SPAN, tokens - begin)))
+        digest.update(read_span(path, begin, min(SPAN, tokens - begin)).data)
     return f"{tokens:,} tokens with hash {digest.hexdigest()[:16]}"
 
 
@@ -363,7 +368,7 @@ def identity(run: "Run") -> dict[str, str]:
     val = run.val.cpu().numpy().astype(np.uint16)
     return {"tokenizer": f"a file with hash {run.tokenizer_sha256[:16]}",
             "script": f"{len(run.code):,} bytes with hash {hashlib.sha256(run.code).hexdigest()[:16]}",
-            "validation": f"{val.size:,} tokens with hash {hashlib.sha256(val).hexdigest()[:16]}",
+            "validation": f"{val.size:,} tokens with hash {hashlib.sha256(val.data).hexdigest()[:16]}",
             **{path.name: shard_identity(path) for path in run.train_paths}}
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2205
@@ -467,8 +472,10 @@ def check_same(notes: dict, run: "Run", found: dict[str, str]):
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2209
 def load_program(path: Path | str):
-    "A training script as a module; nothing of it runs yet."
+    "A training script as a module; nothing of it runs yet. GolfError if it is no .py file."
     spec = importlib.util.spec_from_file_location("golfnb_program", path)
+    if spec is None or spec.loader is None:
+        raise GolfError(f"a training script must be a .py file, found {path}: rename it")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.dont_write_bytecode = True  # beside the script

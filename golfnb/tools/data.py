@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece as spm
@@ -87,7 +88,8 @@ def function_document(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 # %% ../../nbs/tools/20_data.ipynb #0b34b101
 def topic_documents(source: str) -> list[str]:
     "The help topics of `pydoc`, from the text of its topics.py: the values of the dictionary in it."
-    found = [n.value for n in ast.parse(source).body if isinstance(getattr(n, "value", None), ast.Dict)]
+    values = [getattr(n, "value", None) for n in ast.parse(source).body]
+    found = [value for value in values if isinstance(value, ast.Dict)]
     if not found:
         return []
     return [text.strip() for text in ast.literal_eval(found[0]).values()]
@@ -407,7 +409,9 @@ def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool) ->
 # %% ../../nbs/tools/20_data.ipynb #3178d251
 def encode_parts(sp: spm.SentencePieceProcessor, parts: list[str]) -> list:
     "The pieces of each of these texts, in one call for all: that takes several times less."
-    as_arrays = {"return_type": "numpy"} if hasattr(sp, "EncodeAsNumpy") else {}  # else lists
+    as_arrays: dict[str, Any] = {}  # lists
+    if hasattr(sp, "EncodeAsNumpy"):
+        as_arrays = {"return_type": "numpy"}
     encoded = sp.encode(parts, **as_arrays)
     for i, part in enumerate(parts):
         if "▁" in part:
@@ -564,7 +568,7 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
     return made
 
 # %% ../../nbs/tools/20_data.ipynb #1302a298
-def shard_edges(shards: list[np.ndarray], count: int) -> list[int]:
+def shard_edges(shards: Sequence[np.ndarray], count: int) -> list[int]:
     """Where to cut the joined shards into `count` of similar length, beginning and end included.
 
     Raises GolfError for too few documents.
@@ -581,7 +585,7 @@ def shard_edges(shards: list[np.ndarray], count: int) -> list[int]:
     return edges
 
 # %% ../../nbs/tools/20_data.ipynb #598c4197
-def stream_parts(shards: list[np.ndarray], begin: int, end: int) -> Iterator[np.ndarray]:
+def stream_parts(shards: Sequence[np.ndarray], begin: int, end: int) -> Iterator[np.ndarray]:
     "What lies from `begin` to `end` of the joined shards: a part of each that holds some of it."
     offset = 0
     for shard in shards:
@@ -597,7 +601,7 @@ def inspect_shard(path: str | Path, sp: spm.SentencePieceProcessor | None = None
     tokens = open_shard(path)
     facts = {"path": str(path), "tokens": tokens.size, "documents": int(np.count_nonzero(tokens == BOS_ID)),
              "starts_with_bos": bool(tokens[0] == BOS_ID), "highest_token": int(tokens.max()),
-             "sha256": hashlib.sha256(tokens).hexdigest()}
+             "sha256": hashlib.sha256(tokens.data).hexdigest()}
     if not sp:
         return facts
     if facts["highest_token"] >= sp.vocab_size():
@@ -690,7 +694,7 @@ def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shar
     model = f"tokenizers/fineweb_{vocab_size}_bpe.model"
     with hub_client(repo) as hub:
         tree = hub.HfApi(endpoint).list_repo_tree(repo, repo_type="dataset", recursive=True, token=False)
-        listed = {file.path.removeprefix(f"{HUB_ROOT}/"): file for file in tree}
+        listed: dict[str, Any] = {file.path.removeprefix(f"{HUB_ROOT}/"): file for file in tree}
     wanted = published_names(listed, repo, data, model, train_shards)
     there = [name for name in wanted if (out / name).exists()]
     for name in there:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from ..shards import check_disjoint, find_shards, read_header
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Ranks
-    from golfnb.run import Run, RunSettings
+    from golfnb.run import ProgramSettings, Run
     from golfnb.train import Trainer
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d0006
@@ -60,7 +60,7 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
 ITEM_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
-def item_bytes(s: "RunSettings", device: torch.device) -> int:
+def item_bytes(s: "ProgramSettings", device: torch.device) -> int:
     "Bytes of a weight on a device."
     name = s.weight_dtype
     if name == "auto":
@@ -68,7 +68,7 @@ def item_bytes(s: "RunSettings", device: torch.device) -> int:
     return ITEM_BYTES[name]
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d000a
-def bytes_needed(s: "RunSettings", world: int, item: int) -> int:
+def bytes_needed(s: "ProgramSettings", world: int, item: int) -> int:
     "Least bytes of a rank with `item` bytes a number: weights, gradients, optimizer, activations."
     layer = 2 * s.model_dim * (s.model_dim + s.kv_dim + s.mlp_dim)
     matrices = s.num_layers * layer
@@ -80,12 +80,13 @@ def bytes_needed(s: "RunSettings", world: int, item: int) -> int:
     numbers = 4 * replicated + 2 * matrices + 2 * matrices // world
     tokens = s.rows_per_micro(world, s.train_seq_len) * s.train_seq_len
     if getattr(s, "ttt_enabled", False):
-        tokens = max(tokens, s.tokens_adapted(world))
+        adapting: Any = s  # which has those of a TttSettings too
+        tokens = max(tokens, adapting.tokens_adapted(world))
     a_token = s.num_layers * (2 * s.model_dim + s.mlp_dim) + s.vocab_size
     return item * (numbers + tokens * a_token)
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d000b
-def check_memory(s: "RunSettings", ranks: "Ranks") -> None:
+def check_memory(s: "ProgramSettings", ranks: "Ranks") -> None:
     "Raise GolfError for sizes that the memory of this rank's device cannot hold."
     if ranks.device.type == "cuda":
         room = torch.cuda.get_device_properties(ranks.device).total_memory
@@ -110,7 +111,7 @@ def check_room(folder: Path, least_mib: int = 64) -> None:
         raise GolfError(f"{folder} has {free} MiB free, a run needs at least {least_mib}: make room or set RUNS_DIR")
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d0011
-def preflight(s: "RunSettings", ranks: "Ranks") -> None:
+def preflight(s: "ProgramSettings", ranks: "Ranks") -> None:
     "Raise GolfError for settings, shards, memory or a disk with which the run `s` cannot go well on these ranks."
     s.check(ranks.world)
     check_memory(s, ranks)
@@ -153,7 +154,7 @@ class Watcher:
     def after_step(self, t: "Trainer"): "As in `Extra`."
     def after_training(self, t: "Trainer"): "As in `Extra`."
     def note(self, stage: str): "As in `Extra`."
-    def result(self, stage: str): "As in `Extra`."
+    def result(self, stage: str) -> bytes | None: "As in `Extra`."
     def close(self): "As in `Extra`."
 
 
@@ -252,6 +253,8 @@ def guarded_rank(core: ModuleType, work: Callable, timeout_s: float = 60.0) -> N
     except (GolfError, core.GolfError) as error:
         end_rank(str(error), getattr(error, "status", 2))
     except torch.OutOfMemoryError:
+        if ranks is None:
+            raise
         end_rank(full_gpu_sentence(ranks), 2)
     except RuntimeError as error:
         if not is_lost_rank(error):

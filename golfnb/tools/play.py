@@ -13,7 +13,7 @@ import codecs
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -169,7 +169,7 @@ class Player:
         return f"[{words}]"
 
     def write(self, text: str, count: int, temperature: float = 0.8, top_k: int = 0,
-              seed: int = 0) -> Iterator[str]:
+              seed: int = 0) -> Generator[str, None, None]:
         "Pieces of text that continue `text`: `count` tokens, or fewer if the document ends. GolfError as `read`."
         ids = self.encode(text)
         pieces = TextPieces(self.sp, start=not text)
@@ -245,7 +245,8 @@ LINES = "application/x-ndjson"
 
 
 class PlayHandler(PageHandler):
-    "Answers the page; `server.players` are its artifacts."
+    "Answers the page; `players` are its artifacts."
+    players: list[Player]
 
     def tell(self, line: dict):
         "Send a line of JSON."
@@ -297,7 +298,7 @@ class PlayHandler(PageHandler):
     def post(self):
         "facts, read, write or adapt, or a GolfError's sentence."
         body = self.body()
-        players = self.server.players
+        players = self.players
         if self.path == "/facts":
             self.tell({"models": [p.facts() for p in players], "starter": players[0].starter()})
             return
@@ -335,9 +336,11 @@ def value_of(body: dict, name: str, low, high):
 # %% ../../nbs/tools/25b_play.ipynb #8aef0740
 def play_server(players: list[Player], port: int | None = None):
     "A server of the page for these artifacts, on the loopback address. Raises GolfError if no port is free."
-    server = page_server(PlayHandler, port, 8800)
-    server.players = players
-    return server
+    class Handler(PlayHandler):
+        pass
+
+    Handler.players = players
+    return page_server(Handler, port, 8800)
 
 # %% ../../nbs/tools/25b_play.ipynb #543eb503
 def play(paths: list[str], port: int | None = None, browser: bool = True, program: str | None = None) -> int:

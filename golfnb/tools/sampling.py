@@ -53,11 +53,11 @@ def draw(logits: Tensor, temperature: float, top_k: int, g: torch.Generator) -> 
     return int(torch.multinomial(shares, 1, generator=g))
 
 # %% ../../nbs/tools/25_sampling.ipynb #63ec03c3
-@dataclass
+@dataclass(kw_only=True)
 class CachedBlock(Block):
     "A block that keeps its keys and values [1, KV, row, head], of which the first `end` are filled."
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    keys: Tensor
+    values: Tensor
     end: int = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -64,7 +64,7 @@ LOG_LINES = (
 def read_log(text: str, name: str = "train.log") -> SimpleNamespace:
     "The facts of a run's log: the groups of LOG_LINES, times, steps, score; None where it does not say."
     text = printable(text)
-    facts = {"name": name, "text": text}
+    facts: dict[str, Any] = {"name": name, "text": text}
     for pattern in LOG_LINES:
         facts |= line_facts(pattern, text)
     steps = numbers_in(r"^step:(\d+)/", text)
@@ -180,7 +180,7 @@ def track_rules(one: SimpleNamespace, claim: dict) -> list[tuple]:
 KEPT = ("val_loss", "val_bpb", "steps", "train_ms", "eval_ms", "artifact_bytes", "artifact_sha256")
 
 
-def claim_numbers(logs: list, code_bytes: int, track: str, target: float | None) -> dict:
+def claim_numbers(logs: list, code_bytes: int, track: str | None, target: float | None) -> dict:
     "Every number of submission.json, from the logs; a record has a margin to the `target` (bits per byte)."
     logs = sorted(logs, key=lambda one: one.seed)
     first = logs[0]

@@ -127,7 +127,7 @@ class PageHandler(BaseHTTPRequestHandler):
     timeout = 60  # seconds without a byte
     started = False
 
-    def log_message(self, *words):
+    def log_message(self, format, *args):
         "Nothing: the terminal is for sentences."
 
     def begin(self, kind: str, status: int = 200, rules: str = ASKING_RULES):
@@ -147,11 +147,11 @@ class PageHandler(BaseHTTPRequestHandler):
         except (ConnectionError, TimeoutError):
             pass
 
-    def get(self):
+    def get(self) -> None:
         "Answer GET."
         raise Refusal(405, "this address is asked with POST")
 
-    def post(self):
+    def post(self) -> None:
         "Answer POST."
         raise Refusal(405, "this address is asked with GET")
 
@@ -220,13 +220,14 @@ def page_handler(routes: dict[str, Callable[[dict], tuple[str, bytes] | None]]) 
 def page_server(handler: type, port: int | None = None, first: int = 8899) -> ThreadingHTTPServer:
     "A server on 127.0.0.1, on `port` or the first free one from `first` on; GolfError if it is taken."
     ports = [port] if port else range(first, first + 100)
+    problem = ""
     for number in ports:
         try:
             server = ThreadingHTTPServer(("127.0.0.1", number), handler)
             server.daemon_threads = True
             return server
         except (OSError, OverflowError) as e:
-            problem = getattr(e, "strerror", None) or e
+            problem = getattr(e, "strerror", None) or str(e)
     tried = port or f"{first} to {first + 99}"
     raise GolfError(f"cannot listen on port {tried} ({problem}): choose another with --port")
 
