@@ -12,8 +12,9 @@ __all__ = ['linear_weights', 'head_weight', 'hidden_matrices', 'module_layout', 
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,11 @@ from .parallel_muon import (
     adamw_step,
 )
 from .settings import GolfError
+
+# torch gives out torch._foreach_copy_ and its like without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
+# and that of torch's optimizers a `step` gives a float, which is None without a closure:
+# pyright: reportIncompatibleMethodOverride=false
 
 # %% ../nbs/reference/17_any_model.ipynb #65a9b7ad
 def linear_weights(module: nn.Module) -> dict[str, bool]:
@@ -111,7 +117,8 @@ def start_alike(module: nn.Module, layout: Layout, ranks: Ranks, call: str = "")
     "Give every rank rank 0's parameters and buffers. GolfError on all if modules, layouts or `call`s differ."
     if ranks.world == 1:
         return
-    tensors, lists = [*module.named_parameters(), *module.named_buffers()], [None] * ranks.world
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lists: list[Any] = [None] * ranks.world
     words = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
     words += [f"slot {i} of {b.name}: {m.name}" for b, i, m in layout] + [call, "nothing more"]
     dist.all_gather_object(lists, words, group=ranks.long_timeout_group)
@@ -151,10 +158,13 @@ class PerParameterRule(Muon):
 
     def state(self, part: ShardedBank | FlatGroup) -> dict[str, Tensor]:
         "Muon's, or AdamW's and the steps that each parameter has taken. Notes which parameters a part holds."
-        shard, device = isinstance(part, ShardedBank), part.fp32_shard.device
-        names = [m and m.name for m in part.spec.slots(part.ranks.rank)] if shard else list(part.params)
-        self.places[part] = torch.tensor([self.index.get(n, 0) for n in names], device=device)  # 0: padding
-        if shard:
+        device = part.fp32_shard.device
+        if isinstance(part, ShardedBank):
+            names = [m.name if m else "" for m in part.spec.slots(part.ranks.rank)]  # padding has none
+        else:
+            names = list(part.params)
+        self.places[part] = torch.tensor([self.index.get(n, 0) for n in names], device=device)
+        if isinstance(part, ShardedBank):
             return Muon.state(self, part)
         sizes = [part.params[n].numel() + part.gaps[n].numel() for n in names]
         small = torch.tensor([size for size in sizes if size < self.large], dtype=torch.long)
@@ -166,9 +176,13 @@ class PerParameterRule(Muon):
 
     def follow(self, part: ShardedBank | FlatGroup):
         "Bring weights that were written in the module into the masters of a shard or a flat group."
-        shard, master = isinstance(part, ShardedBank), part.fp32_shard
-        live = part.replica.data[part.slots.start:part.slots.stop] if shard else part.rounded
-        published = part.rounded if shard else master.to(live.dtype)
+        master = part.fp32_shard
+        if isinstance(part, ShardedBank):
+            live = part.replica.data[part.slots.start:part.slots.stop]
+            published = part.rounded
+        else:
+            live = part.rounded
+            published = master.to(live.dtype)
         torch.where(live == published, master, live.to(master.dtype), out=master)
 
     def update(self, part: ShardedBank | FlatGroup, grad: Tensor, scalars: StepScalars):
@@ -183,8 +197,8 @@ class PerParameterRule(Muon):
         *_, first, second, steps = part.state.values()
         steps += ok
         for a, b, i in self.spans[part]:
-            tensors, count = [t[a:b] for t in (master, grad, first, second)], steps[i].clamp(min=1)
-            adamw_step(*tensors, lr[i], wd[i], ok[i], count, beta1, beta2, eps)
+            adamw_step(master[a:b], grad[a:b], first[a:b], second[a:b], lr[i], wd[i], ok[i],
+                       steps[i].clamp(min=1), beta1, beta2, eps)
         part.rounded.copy_(master)
 
 # %% ../nbs/reference/17_any_model.ipynb #7df89db1
@@ -231,7 +245,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.watch(module)
         groups = []
         for ps, how in ((self.banked, matrices), (self.rest, others)):
-            group = dict(params=list(ps.values()), param_names=list(ps), **how)
+            group: dict[str, Any] = dict(params=list(ps.values()), param_names=list(ps), **how)
             group["lr_mul"] = multipliers(ps, lr_mul)
             group["wd_mul"] = multipliers(ps, wd_mul)
             groups.append(group)
@@ -335,7 +349,7 @@ class ParallelMuon(torch.optim.Optimizer):
         fresh = [(view, grad) for view, grad in views if grad is not None and grad is not view]
         missing = [view for view, grad in views if grad is None]
         if fresh:
-            torch._foreach_copy_(*(list(x) for x in zip(*fresh, strict=True)))
+            torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
         if missing:
             torch._foreach_zero_(missing)
         for n, bank in self.engine.banks.items():
@@ -445,7 +459,8 @@ class ParallelMuon(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         "Whole state by parameter, on the CPU of every rank; every rank must call it. Fits any number of ranks."
         self.wait_for_ranks("state_dict")
-        banks, whole, live = self.engine.banks.values(), {p: {} for p in self.state}, self.state
+        banks, live = self.engine.banks.values(), self.state
+        whole = defaultdict(dict, {p: {} for p in live})
         for part in self.engine.parts:  # weights may have been written since the last step
             self.engine.bank_rule.follow(part)
         shared = {"master": [b.fp32_shard for b in banks],

@@ -192,7 +192,7 @@ class Brotli(Plain):
         coder = optional("brotli", "brotli").Decompressor()
         return coder.process(stored, output_buffer_limit=size + 1)
 
-
+# %% ../nbs/story/11b_artifact.ipynb #7538767c
 class Zstd(Plain):
     "Of the package zstandard."
     name = "zstd"
@@ -262,7 +262,7 @@ def refuse_word(codec) -> None:
                         f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
                         "Brotli() or Zstd()")
 
-
+# %% ../nbs/story/11b_artifact.ipynb #7c4b035c
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     """The container of a packed state, its sections stored by `codec`.
 

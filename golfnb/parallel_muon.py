@@ -257,14 +257,14 @@ class Muon:
         self.steps = steps
         self.product_dtype = product_dtype
 
-    def state(self, shard: ShardedBank) -> dict[str, Tensor]:
+    def state(self, part: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
-        return {"momentum_buffer": torch.zeros_like(shard.grad)}
+        return {"momentum_buffer": torch.zeros_like(part.grad)}
 
-    def update(self, shard: ShardedBank, grad: Tensor, scalars: StepScalars):
+    def update(self, part: ShardedBank, grad: Tensor, scalars: StepScalars):
         "One step of a shard from its mean gradient `grad` [n, r, c], in place."
         lr = scalars.lr_schedule * self.lr
-        self.move(shard, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
+        self.move(part, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
 
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
         "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."

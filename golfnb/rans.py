@@ -64,7 +64,7 @@ def level_range(levels: list, fineness: int) -> tuple[int, int]:
     low, high = (int(np.searchsorted(below, n)) for n in (max(edge, 1), below[-1] - edge + 1))
     return max(low, high - RANS_CONTEXTS + 1), high
 
-
+# %% ../nbs/story/11_rans.ipynb #e2ada7af
 def rans_model(symbols: np.ndarray, shapes: list, fineness: int) -> tuple:
     "A section's bytes, head, index of context and symbol [n], frequencies [contexts, 256]."
     cuts = np.cumsum([0] + [r * c for r, c in shapes])

@@ -501,7 +501,7 @@ class Extra:
     def close(self):
         "The run has come to its end."
 
-
+# %% ../nbs/story/08b_train.ipynb #2de39550
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
           extras: Sequence = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.

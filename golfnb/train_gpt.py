@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source e169000966e3cdc5
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 840ee28b69a7997b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -185,18 +185,39 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
                             "the script: torchrun ... -m golfnb.tools.checkpoint SCRIPT")
 
 
-DONE_BY = {  # published word -> value -> a recipe whose program does it
-    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
-    "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
-    "CLIP": {"local": "pr549", "global": "golf"},
-    "SKIP_GATE": {"one": "pr549", "sigmoid": "golf"},
-    "QAT_BANKS": {"0": "pr549", "1": "golf"},
-    "SCALE_FLOOR": {"0": "golf", "1": "pr549"},
-    "CODEC": {"lzma": "pr549", "best": "golf"},
-    "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
-    "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
-    "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
+THEIRS = ("pr549", "pr399", "pr726", "pr1060")
+OURS = ("golf", "demo")
+ADAPTING = ("pr549", "golf", "demo", "pr726")  # recipes with test-time training
+PUBLISHED = {  # published word -> value -> the recipes whose program does it
+    "LOADER": {"sequential": ("pr549", "pr399", "pr1060"), "coprime": ("pr726", "golf", "demo")},
+    "PLAN": {"pr399": THEIRS, "shared_mlp": OURS},
+    "LINKS": {"flat": THEIRS + OURS},
+    "CLIP": {"local": THEIRS, "global": OURS},
+    "NS": {"ns5": THEIRS + OURS},
+    "SKIP_GATE": {"one": THEIRS, "sigmoid": OURS},
+    "AVERAGING": {"ema": THEIRS + OURS},
+    "EMA_ENABLED": {"1": THEIRS + OURS},
+    "LATE_QAT": {"1": OURS},
+    "QAT_BANKS": {"0": THEIRS, "1": OURS},
+    "SCALE_FLOOR": {"0": OURS, "1": THEIRS},
+    "CODEC": {"lzma": THEIRS, "best": OURS},
+    "USE_GPTQ": {"0": ("pr549", "pr399", "pr726", "golf", "demo"), "1": ("pr1060",)},
+    "TTT_ENABLED": {"0": ("pr399", "pr1060"), "1": ADAPTING},
+    "TTT_FORM": {"chunks": ADAPTING},
+    "TTT_FREEZE_BLOCKS": {"0": ("pr549", "golf", "demo"), "2": ("pr726",)},
+    "TTT_FREEZE_SCOPE": {"all": ("pr726",)},
 }
+
+
+def published_words(group: type, own: Mapping) -> dict[str, str]:
+    "Published words that are true of a program with these `Settings` and `OWN`, settings aside."
+    settings = [spec.name.upper() for spec in fields(group)]
+    found = {}
+    for word, values in PUBLISHED.items():
+        for value, recipes in values.items():
+            if own["recipe"] in recipes and word not in settings:
+                found[word] = value
+    return found
 
 
 def one_spelling(text: str) -> str:
@@ -213,20 +234,19 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
         found = one_spelling(env.get(name, true))
         if found == true:
             continue
-        other = DONE_BY.get(name, {}).get(found)
+        others = PUBLISHED[name].get(found)
         advice = "leave it out, or copy this program and give it that part: no recipe has it"
-        if other is not None:
-            advice = f"leave it out, or run recipe {other}, whose program does it"
+        if others is not None:
+            advice = f"leave it out, or run recipe {others[0]}, whose program does it"
         raise GolfError(f"{name} must be {true} in recipe {recipe}, found {env[name]!r}: {advice}")
 
 
-def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapping[str, str]):
+def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     """The settings of a program: a `group` with the recipe's `own` numbers, changed by `env`.
 
-    `words` are the published words that are true of the program; one of `own` is `recipe`.
-    Names that are no settings are ignored. Raises GolfError for a value that does not
-    parse, and for a word or a recipe that is not this program's. What does not fit together
-    is found by the group's `check`.
+    One of `own` is `recipe`. Names that are no settings are ignored. Raises GolfError for a value
+    that does not parse, and for a published word or a recipe that is not this program's. What does
+    not fit together is found by the group's `check`.
     """
     recipe = own["recipe"]
     refuse_keeping(env)
@@ -234,11 +254,11 @@ def read_settings(group: type, own: Mapping, words: Mapping[str, str], env: Mapp
     if env.get("RECIPE", recipe) != recipe:
         raise GolfError(f"RECIPE must be {recipe} in this program, found {env['RECIPE']!r}: leave "
                         "it out, or run the program of that recipe")
-    refuse_words(recipe, words, env)
+    refuse_words(recipe, published_words(group, own), env)
     values = dict(own)
     for spec in fields(group):
         name = spec.name.upper()
-        if name in env and name not in words and name != "RECIPE":
+        if name in env and name != "RECIPE":
             values[spec.name] = parse_setting(spec, env[name])
     return group(**values)
 
@@ -2452,14 +2472,14 @@ class Muon:
         self.steps = steps
         self.product_dtype = product_dtype
 
-    def state(self, shard: ShardedBank) -> dict[str, Tensor]:
+    def state(self, part: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
-        return {"momentum_buffer": torch.zeros_like(shard.grad)}
+        return {"momentum_buffer": torch.zeros_like(part.grad)}
 
-    def update(self, shard: ShardedBank, grad: Tensor, scalars: StepScalars):
+    def update(self, part: ShardedBank, grad: Tensor, scalars: StepScalars):
         "One step of a shard from its mean gradient `grad` [n, r, c], in place."
         lr = scalars.lr_schedule * self.lr
-        self.move(shard, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
+        self.move(part, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
 
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
         "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
@@ -4309,14 +4329,14 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged
     weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`,
-    `make_projector` is as `Trainer` takes it; `step(p, trainer)` is one step. The
-    model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is
+    as `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights
+    in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:
@@ -4360,7 +4380,7 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     stop_ranks(ranks)
 
 
-def start(program: str, main: Callable, group: type, own: Mapping, words: Mapping,
+def start(program: str, main: Callable, group: type, own: Mapping,
           program_sha256: str = "") -> None:
     """Run the program in the file `program` as torchrun starts it, and end the process.
 
@@ -4368,7 +4388,7 @@ def start(program: str, main: Callable, group: type, own: Mapping, words: Mappin
     bytes count against the budget. `program_sha256`: as of `Run`.
     """
     def work(ranks: Ranks) -> str | None:
-        s = read_settings(group, own, words, os.environ)
+        s = read_settings(group, own, os.environ)
         run = open_run(s, ranks, Path(program).read_bytes())
         run.program_sha256 = program_sha256
         main(run)
@@ -4594,12 +4614,6 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 
 
 OWN = dict(recipe="pr549")
-WORDS = {  # published words that are true of this program
-    "LOADER": "sequential", "PLAN": "pr399", "LINKS": "flat", "CLIP": "local", "NS": "ns5",
-    "SKIP_GATE": "one", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "0",
-    "SCALE_FLOOR": "1", "CODEC": "lzma", "USE_GPTQ": "0", "TTT_FORM": "chunks",
-    "TTT_FREEZE_BLOCKS": "0",
-}
 CODEC = Lzma()
 ADAPT = score_first  # test-time training
 
@@ -4611,7 +4625,7 @@ class Parts:
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
     forward: Callable   # (ids, last_n): logits
-    average: Callable   # (tensors): the average of the weights
+    make_average: Callable  # (tensors): an average that begins with these weights
 
 
 def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,
@@ -4685,4 +4699,4 @@ def main(run: Run) -> dict:
 
 
 if __name__ == "__main__":
-    start(__file__, main, Settings, OWN, WORDS)
+    start(__file__, main, Settings, OWN)

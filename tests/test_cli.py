@@ -16,7 +16,7 @@ import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
 from golfnb.tools import cli
-from golfnb.tools.cli import (COMMANDS, GROUPS, chapter_source, constants, main_cli, read_command, read_settings, setting_lines,
+from golfnb.tools.cli import (COMMANDS, GROUPS, chapter_source, main_cli, read_command, read_settings, setting_lines,
                               settings_help)
 from golfnb.tools.programs import RECIPES, every_setting, recipe_program, setting_groups
 from golfnb.tools.report import find_tokenizer
@@ -308,7 +308,6 @@ def test_the_help_reads_from_the_source_what_an_import_would_tell(name):
             if spec.metadata["choices"]:
                 words += f" ({', '.join(spec.metadata['choices'])})"
             assert line.strip().startswith(start) and line.endswith(f" {words}"), line
-    assert constants(chapter_source(f"recipes.{name}"))["WORDS"] == program.WORDS
 
 
 def test_the_package_is_the_command(tmp_path):

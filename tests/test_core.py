@@ -12,7 +12,7 @@ STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks"
          "grid", "quantize", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
 RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726")
-RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "WORDS", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
+RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
 AHEAD = {  # imports of a story's chapter from a later one
     ("model", "kernels"), ("newton_schulz", "kernels"), ("parallel_muon", "kernels"), ("quantize", "evaluate"), ("train", "evaluate"), ("train", "grid")}
 

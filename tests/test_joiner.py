@@ -126,11 +126,11 @@ def test_a_program_that_starts_itself_keeps_its_last_lines(tmp_path):
 
 
 def test_a_recipe_is_started_as_recipes_are(tmp_path):
-    recipe = "Settings = OWN = WORDS = 1\n\n\ndef main(): pass\n"
+    recipe = "Settings = OWN = 1\n\n\ndef main(): pass\n"
     put(tmp_path, {"mine.py": recipe, "golfnb/run.py": "def start(*what): print(what[2:])\n\n\ndef other(): pass\n"})
     text = join_program(tmp_path / "mine.py", package=tmp_path / "golfnb")
     assert text.split(END_WITH_TORCHRUN)[1].strip() == ("# ---- golfnb/run.py ----\ndef start(*what): print(what[2:])\n\n\n# ---- mine.py ----\n" + recipe
-                                                        + '\n\nif __name__ == "__main__":\n    start(__file__, main, Settings, OWN, WORDS)')
+                                                        + '\n\nif __name__ == "__main__":\n    start(__file__, main, Settings, OWN)')
 
 
 def test_in_one_file_the_last_wins_as_python_has_it(tmp_path):

@@ -14,16 +14,22 @@ import pytest
 
 import golfnb.tools.launcher as launcher
 from golfnb.tools.joiner import END_WITH_TORCHRUN, pack_program
-from golfnb.tools.launcher import TORCHRUN, package_dir, relay_errors, run_script, usable_cores
+from golfnb.tools.launcher import TORCHRUN, Relay, first_failures, package_dir, run_script, usable_cores
 from golfnb.tools.programs import recipe_program, script_text
 
 
-def test_relay_passes_tracebacks_of_ranks_and_drops_torchruns():
-    lines = ["Traceback (most recent call last):\n", "ValueError: ours\n", "E1121 01:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: 1) local_rank: 0 (pid: 2) of binary: p\n",
-             "Traceback (most recent call last):\n", "ChildFailedError\n"]
+def told(lines: list[str], status: int) -> tuple[int, list[str]]:
+    "The status of a run whose ranks say these lines, when torchrun ends with `status`; and what is passed on."
     out = []
-    assert relay_errors(lines, out.append) == 1 and out == lines[:2]
-    assert relay_errors(["warning: x\n"], out.append) == 0 and out[-1] == "warning: x\n"
+    relay = Relay(out.append)
+    for line in lines:
+        relay.take(line)
+    return relay.finish(status), out
+
+
+def test_relay_passes_tracebacks_and_warnings_on():
+    lines = ["Traceback (most recent call last):\n", "ValueError: ours\n", "warning: x\n"]
+    assert told(lines, 1) == (1, lines) and told(lines, 0) == (0, lines)
 
 
 def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
@@ -35,6 +41,10 @@ def test_torchrun_says_it_once_and_hands_on_the_status(tmp_path):
     said.clear()
     assert run_script(path, 2, {}, said.append) == 1
     assert len(said) == 1 and re.fullmatch("golfnb: rank 1 .*signal 9.*\n", said[0])
+    path.write_text("raise ValueError('ours')\n")
+    said.clear()
+    assert run_script(path, 1, {}, said.append) == 1
+    assert said[0].startswith("Traceback") and said[-1] == "ValueError: ours\n" and "ChildFailedError" not in "".join(said)
 
 
 ENVIRONMENT = """import json, os
@@ -112,29 +122,25 @@ def test_a_quota_of_a_control_group_counts(tmp_path, monkeypatch, line, files, c
     assert usable_cores(groups, tmp_path) == cores
 
 
-E = "E1121 01:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {}) local_rank: {} (pid: 2) of binary: p\n"
-W = "W1121 01:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:1] "
 LOST = "golfnb: rank 0 lost the others in a collective (closed): see which rank ended first, and why\n"
+STOPPED = "golfnb: stopped by SIGTERM after step 7\n"
+KILLED = "golfnb: rank 1 was ended by signal 9; the others were stopped\n"
 
 
-def report(**codes: int) -> list[str]:
-    "torchrun's last words: rank r<i> has process id 10<i>."
-    return "".join(f"[0]:\n  time      : now\n  rank      : {r[1:]} (local_rank: {r[1:]})\n  exitcode  : {c} (pid: 10{r[1:]})\n  error_file: <N/A>\n" for r, c in codes.items()).splitlines(True)
+@pytest.mark.parametrize("codes, ranks, code", [
+    ({0: 4, 1: -9}, [1], -9), ({0: 4, 1: -9, 2: -15}, [1], -9), ({0: -15, 1: -15}, [0, 1], -15), ({0: 5, 1: -9}, [1], -9), ({0: 4, 1: 1}, [1], 1),
+    ({0: -9, 1: 2}, [1], 2), ({0: -9, 1: -11}, [1], -11), ({0: 4, 1: -15}, [0], 4), ({0: -9, 1: 4, 2: -9}, [0, 2], -9), ({1: 130}, [1], 130)])
+def test_the_rank_that_began_is_blamed(codes, ranks, code):
+    assert first_failures(codes) == (ranks, code)
 
 
-@pytest.mark.parametrize("lines, status, words", [
-    ([LOST, E.format(4, 0), *report(r0=4, r1=-9)], -9, "rank 1 .*signal 9"),
-    ([LOST, W + "Sending process 102 closing signal SIGTERM\n", E.format(4, 0), *report(r0=4, r1=-9, r2=-15)], -9, "rank 1 .*signal 9"),
-    ([W + "Sending process 100 closing signal SIGTERM\n", E.format(-15, 1), *report(r0=-15, r1=-15)], -15, "rank 1 .*signal 15"),
-    ([W + "Sending process 101 closing signal SIGTERM\n", W + "Unable to shutdown process 101 via 15, forcefully exiting via 9\n", LOST, E.format(4, 0), *report(r0=4, r1=-9)], 4, re.escape(LOST[8:-1])),
-    ([W + "Received 15 death signal, shutting down workers\n", LOST, "Traceback (most recent call last):\n"], 143, "signal 15"),
-    ([W + "Received 15 death signal, shutting down workers\n", "golfnb: stopped by SIGTERM after step 7\n", LOST], 5, "SIGTERM .*step 7"),
-    (["golfnb: interrupted\n", W + "Received 2 death signal, shutting down workers\n"], 130, "interrupted"),
-    ([W + "Sending process 100 closing signal SIGTERM\n", "golfnb: stopped by SIGTERM; go on\n", E.format(-9, 1), *report(r0=5, r1=-9)], -9, "rank 1 .*signal 9"),
-    ([E.format(130, 1), *report(r1=130)], 130, "interrupted")])
-def test_who_ended_a_run_is_said_once(lines, status, words):
-    out = []
-    assert relay_errors(lines, out.append) == status
+@pytest.mark.parametrize("lines, ended, status, words", [
+    ([LOST, KILLED], 1, 1, "rank 1 .*signal 9"), ([LOST, LOST], 4, 4, re.escape(LOST[8:-1])), ([LOST], 143, 143, "signal 15"),
+    ([STOPPED, LOST], 143, 5, "SIGTERM .*step 7"), ([STOPPED], 5, 5, "SIGTERM .*step 7"), (["golfnb: interrupted\n"], 130, 130, "interrupted"),
+    ([STOPPED, KILLED], 1, 1, "rank 1 .*signal 9"), ([], 130, 130, "interrupted"), (["golfnb: no shard\n", STOPPED, LOST], 2, 2, "no shard")])
+def test_who_ended_a_run_is_said_once(lines, ended, status, words):
+    found, out = told(lines, ended)
+    assert found == status
     assert len(out) == 1 and re.fullmatch(f"golfnb: .*{words}.*\n", out[0])
 
 

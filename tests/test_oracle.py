@@ -26,7 +26,7 @@ def place(tmp_path_factory):
 
 def numbers_of(module: types.ModuleType, settings: dict[str, str]) -> dict:
     "What a program's module, or its script's, comes to."
-    s = getattr(module, "read_settings", read_settings)(module.Settings, module.OWN, module.WORDS, settings)
+    s = getattr(module, "read_settings", read_settings)(module.Settings, module.OWN, settings)
     run = getattr(module, "open_run", open_run)(s, getattr(module, "Ranks", Ranks)())
     return module.main(run)
 

@@ -10,7 +10,7 @@ from tiny import loaded
 from golfnb.parallel_muon import Ranks
 from golfnb.recipes import difference, figures, program_text
 from golfnb.tools.guard import check_memory
-from golfnb.settings import DONE_BY, NOT_BUILT, GolfError, one_spelling, read_settings
+from golfnb.settings import NOT_BUILT, PUBLISHED, GolfError, one_spelling, published_words, read_settings
 from golfnb.tools.programs import RECIPES
 
 PROGRAMS = {name: import_module(f"golfnb.recipes.{name}") for name in RECIPES}
@@ -19,7 +19,11 @@ each = pytest.mark.parametrize("name", RECIPES)
 
 def settings_of(name: str, given: dict[str, str] | None = None):
     program = PROGRAMS[name]
-    return read_settings(program.Settings, program.OWN, program.WORDS, given or {})
+    return read_settings(program.Settings, program.OWN, given or {})
+
+
+def words_of(name: str) -> dict[str, str]:
+    return published_words(PROGRAMS[name].Settings, PROGRAMS[name].OWN)
 
 
 @each
@@ -31,7 +35,7 @@ def test_numbers_and_words_are_those_of_the_recipe(name):
     for spec in fields(s):
         if spec.name in known:
             assert getattr(s, spec.name) == getattr(theirs, spec.name), spec.name
-    for word, value in PROGRAMS[name].WORDS.items():
+    for word, value in words_of(name).items():
         if word not in ("EMA_ENABLED", "LATE_QAT"):
             found = getattr(theirs, word.lower())
             assert one_spelling(str(found)) == value, word
@@ -40,26 +44,21 @@ def test_numbers_and_words_are_those_of_the_recipe(name):
         s.check(world)
 
 
-def test_a_word_is_done_by_the_recipe_that_is_named():
-    for word, values in DONE_BY.items():
-        for value, name in values.items():
-            program = PROGRAMS[name]
-            assert program.WORDS.get(word, value) == value, (word, value)
-            assert word in program.WORDS or word == "TTT_ENABLED"
-    named = {word for program in PROGRAMS.values() for word in program.WORDS}
-    for word in named & DONE_BY.keys():
-        assert {program.WORDS[word] for program in PROGRAMS.values() if word in program.WORDS} <= DONE_BY[word].keys()
+def test_every_recipe_says_each_word_once():
+    for word, values in PUBLISHED.items():
+        names = [name for recipes in values.values() for name in recipes]
+        assert len(names) == len(set(names)) and set(names) <= set(RECIPES), word
 
 
 @each
 def test_a_word_is_accepted_where_it_is_true_and_refused_elsewhere(name):
-    words = PROGRAMS[name].WORDS
+    words = words_of(name)
     assert settings_of(name, {"RECIPE": name, **words}) == settings_of(name)
     for word, true in words.items():
-        for other, doer in DONE_BY.get(word, {"nonsense": None}).items():
+        for other, doers in {**PUBLISHED[word], "nonsense": ()}.items():
             if other == true:
                 continue
-            advice = f"recipe {doer}" if doer else "no recipe"
+            advice = f"recipe {doers[0]}" if doers else "no recipe"
             with pytest.raises(GolfError, match=f"^{word} .*{true} .*{name}, .*'{other}'.*{advice}") as e:
                 settings_of(name, {word: other})
             assert "\n" not in str(e.value)
@@ -107,7 +106,7 @@ def test_sizes_beyond_memory_are_refused():
 
 def test_a_page_tells_what_differs_and_what_was_measured(tmp_path):
     changed = [line for line in difference("demo", "golf").splitlines() if line.startswith(("+", "-")) and not line.startswith(("+++", "---"))]
-    assert changed[0].startswith('-"""') and any("OWN" in line for line in changed) and not any("WORDS" in line for line in changed)
+    assert changed[0].startswith('-"""') and any("OWN" in line for line in changed)
     assert not [line for line in program_text("golf") if line.startswith(("# %%", "__all__")) or line.endswith("'main']")]
     (tmp_path / "published.json").write_text('{"facts": {"rows": [{"run": "PR #1", "bpb": [1.5, 2.5], "steps": [10], "bytes": [], "how": "sliding window"}]}}')
     assert "| published, PR #1 | 8 | 10 | 2.0000 |  | not stated |\n| golfnb | | | not run | | |" in figures("golf", "PR #1", tmp_path)

@@ -14,7 +14,7 @@ from golfnb.loader import grad_accum
 from golfnb.model import Golf, SavedModel, saved_settings
 from golfnb.parallel_muon import Ranks
 from golfnb.tools.guard import check_memory, preflight
-from golfnb.settings import IGNORED, NOT_BUILT, GolfError, printable, read_json, settings_from
+from golfnb.settings import IGNORED, NOT_BUILT, GolfError, printable, published_words, read_json, settings_from
 from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_groups, setting_specs, settings_of
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
@@ -65,7 +65,7 @@ def test_every_setting_has_a_meaning_a_unit_and_its_type():
 def test_a_program_names_real_settings_once_and_they_fit(name):
     program = find_program(name)
     specs = setting_specs(program)
-    assert set(program.OWN) <= set(specs) and not {word.lower() for word in program.WORDS} & set(specs)
+    assert set(program.OWN) <= set(specs) and not {word.lower() for word in published_words(program.Settings, program.OWN)} & set(specs)
     grouped = [spec.name for group in setting_groups(program).values() for spec in group]
     assert sorted(grouped) == sorted(specs)
     s = settings_of(program, {})
@@ -85,7 +85,8 @@ def test_the_demo_forgets_its_first_weights():
     ("golf", (0.5, 2816, 112, 11, 3500), "coprime global - 0 1 0 sigmoid shared_mlp"),
 ])
 def test_the_table_of_recipes(name, numbers, words):
-    s, found = load({"RECIPE": name}), find_program(name).WORDS
+    s, program = load({"RECIPE": name}), find_program(name)
+    found = published_words(program.Settings, program.OWN)
     assert numbers == (s.negative_slope, s.bigram_vocab_size, s.bigram_dim, s.xsa_last_n, s.warmdown_iters)
     names = ("LOADER", "CLIP", "TTT_ENABLED", "TTT_FREEZE_BLOCKS", "QAT_BANKS", "SCALE_FLOOR", "SKIP_GATE", "PLAN")
     assert words.split() == [found.get(word, "-") for word in names]
@@ -194,7 +195,8 @@ def test_what_a_file_says_of_a_model_survives_json(name):
     saved = saved_settings(meta_model(find_program(name), load({"RECIPE": name})))
     again = settings_from(SavedModel, json.loads(json.dumps(saved)))
     assert dataclasses.asdict(again) == saved
-    assert (again.plan, again.skip_gate) == (find_program(name).WORDS["PLAN"], find_program(name).WORDS["SKIP_GATE"])
+    words = published_words(find_program(name).Settings, find_program(name).OWN)
+    assert (again.plan, again.skip_gate) == (words["PLAN"], words["SKIP_GATE"])
     found = settings_from(SavedModel, saved | {"mlp_mult": 3}).mlp_mult
     assert found == 3.0 and type(found) is float
 

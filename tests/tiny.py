@@ -63,13 +63,10 @@ def model_settings(s, plan: str = "pr399", skip_gate: str = "one") -> dict:
 
 def known_names() -> set[str]:
     "Every name that a program of golfnb takes from the environment."
-    from golfnb.settings import DONE_BY, IGNORED, NOT_BUILT
-    from golfnb.tools.programs import RECIPES, every_setting, recipe_program
+    from golfnb.settings import IGNORED, NOT_BUILT, PUBLISHED
+    from golfnb.tools.programs import every_setting
 
-    found = {name.upper() for name in every_setting()} | {*DONE_BY, *IGNORED, *NOT_BUILT, "RECIPE"}
-    for recipe in RECIPES:
-        found |= set(recipe_program(recipe).WORDS)
-    return found
+    return {name.upper() for name in every_setting()} | {*PUBLISHED, *IGNORED, *NOT_BUILT, "RECIPE"}
 
 
 def clean_env(**more) -> dict[str, str]:

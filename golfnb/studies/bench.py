@@ -47,10 +47,10 @@ from ..plan import read_machine_model
 from ..quantize import QuantSettings
 from ..recipes import pr549
 from .. import run as core
-from ..run import ProgramSettings, device_name
-from ..settings import GolfError, one_spelling
+from ..run import device_name
+from ..settings import GolfError, one_spelling, published_words
 from ..shards import atomic_write, find_shards, write_shard
-from .variants import Variant, read_variant
+from .variants import ProgramSettings, Variant, read_variant
 from ..tools.programs import DEFAULT_RECIPE, RECIPES, recipe_program
 from ..train import RunLog, Trainer, lr_schedule, micro_batches, momentum_schedule, rehearse, undone
 from ..ttt import TttSettings
@@ -193,7 +193,8 @@ def unsaid_values(recipe: str) -> dict:
     values = {"ttt_freeze_scope": "all"}
     for group in OPTIONAL:
         values |= asdict(group())
-    for words in (pr549.WORDS, known_program(recipe).WORDS):
+    for program in (pr549, known_program(recipe)):
+        words = published_words(program.Settings, program.OWN)
         values |= {name.lower(): word for name, word in words.items()}
     return values
 

@@ -49,17 +49,14 @@ from ..quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_stat
                              shared_out)
 from ..recipes import golf
 from .. import run as core
-from ..run import ProgramSettings, device_name, open_run, train_and_average
+from ..run import device_name, open_run, train_and_average
 from ..settings import GolfError, one_spelling
 from ..shards import find_shards, read_header, val_tokens
 from .significance import errors_below, student_tail
-from .variants import Variant, read_variant
+from .variants import ProgramSettings, Variant, read_variant
 from ..train import RunLog, Trainer, rehearse, train, undone
 from ..ttt import TttSettings
 from ..tools.guard import guarded_rank
-
-# torch gives out torch._foreach_mul_ without saying so to type checkers:
-# pyright: reportPrivateImportUsage=false
 
 # %% ../../nbs/studies/35_harness.ipynb #377b1fee
 class Lab:
@@ -503,7 +500,8 @@ def clip_as_eight(m, s: ProgramSettings, world: int):
     def accumulate():
         grads = [p.grad for p in params]
         norm_sq = accum**2 * squared_norm(grads, torch.float32)
-        torch._foreach_mul_(grads, clip_coef(norm_sq, s.grad_clip_norm))
+        factor = clip_coef(norm_sq, s.grad_clip_norm)
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]  # torch has it
         add_up()  # takes the banks' gradients away
         clipped.append([copied_grad(p) for p in params])
         last = len(clipped) == accum

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..loader import Loader, WindowSampler, grad_accum
-from ..run import Run, ProgramSettings
+from ..run import Run
 from ..shards import BOS_ID
 
 # %% ../../nbs/studies/34b_packed.ipynb #66f486cd
@@ -120,8 +120,8 @@ class PackedSampler(WindowSampler):
         return row
 
 # %% ../../nbs/studies/34b_packed.ipynb #c164c2d5
-def packed_sampler(s: ProgramSettings, paths: Sequence[Path], rank: int, world: int) -> PackedSampler:
-    "The windows of one of `world` ranks, in the sizes of a recipe's settings."
+def packed_sampler(s, paths: Sequence[Path], rank: int, world: int) -> PackedSampler:
+    "The windows of one of `world` ranks, in the sizes of a program's settings `s`."
     rows = s.rows_per_micro(world, s.train_seq_len)
     return PackedSampler(paths, rank, world, rows, s.train_seq_len, s.seed, grad_accum(world))
 

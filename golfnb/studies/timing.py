@@ -28,9 +28,8 @@ from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, ml
 from ..layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
 from ..model import Golf
 from ..parallel_muon import Ranks, record_graph
-from ..run import ProgramSettings
 from ..settings import GolfError
-from .variants import Variant, read_variant
+from .variants import ProgramSettings, Variant, read_variant
 from ..train import StepGraph, backward_pass, compiled, training_loss
 
 # %% ../../nbs/studies/32_timing.ipynb #83644525

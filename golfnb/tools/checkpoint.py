@@ -532,7 +532,7 @@ def functions_of(program) -> tuple:
     core = program
     if not hasattr(program, "read_settings"):  # a recipe's module; a script has its own
         from golfnb import run as core
-    return partial(core.read_settings, program.Settings, program.OWN, program.WORDS), core.open_run
+    return partial(core.read_settings, program.Settings, program.OWN), core.open_run
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b2
 def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":

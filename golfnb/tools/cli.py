@@ -144,7 +144,8 @@ def known_settings(programs: list) -> set[str]:
     s = book.settings
     found = {"RECIPE", *s.KEEPING, *s.NOT_BUILT, *s.IGNORED}
     for program in programs:
-        found |= set(program.WORDS) | {name.upper() for name in book.programs.setting_specs(program)}
+        found |= {name.upper() for name in book.programs.setting_specs(program)}
+        found |= set(s.published_words(program.Settings, program.OWN))
     return found
 
 # %% ../../nbs/tools/23_cli.ipynb #74d3d812
@@ -224,14 +225,12 @@ def settings_help() -> str:
              "settings, by chapter; what a recipe sets otherwise is OWN in `golfnb recipe show NAME`,",
              "what a program of your own adds is in its Settings:"]
     groups = {}
-    words = set()
     for name in ("pr549", *recipes):
         groups |= setting_lines(f"recipes.{name}", "Settings")
-        words |= set(constants(chapter_source(f"recipes.{name}"))["WORDS"])
     for (module, name), settings in groups.items():
         if settings:
             lines += [f"\n{module} ({name})", *settings]
-    also = ", ".join((*sorted(words), *book.settings.IGNORED, *book.settings.NOT_BUILT))
+    also = ", ".join((*book.settings.PUBLISHED, *book.settings.IGNORED, *book.settings.NOT_BUILT))
     return "\n".join([
         *lines,
         "\nCHECKPOINT_EVERY_S=60: seconds between checkpoints; 0: none",
@@ -993,7 +992,7 @@ def score_settings(program, model_settings, given: dict[str, str], adapters: boo
         "What the program reads, and what chapter 13b does."
 
     group = WithAdapters if adapters else program.Settings
-    s = book.settings.read_settings(group, program.OWN, program.WORDS, given)
+    s = book.settings.read_settings(group, program.OWN, given)
     book.report.with_model(s, model_settings)
     s.train_batch_tokens = 8 * s.train_seq_len  # nothing is trained, but the check wants whole rows
     s.check()

@@ -30,9 +30,14 @@ from ..settings import GolfError
 from ..shards import check_disjoint, find_shards, read_header
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
+    from golfnb.loader import LoaderSettings
+    from golfnb.model import ModelSettings
     from golfnb.parallel_muon import Ranks
-    from golfnb.run import ProgramSettings, Run
-    from golfnb.train import Trainer
+    from golfnb.run import Run, RunSettings
+    from golfnb.train import Trainer, TrainSettings
+
+    class ProgramSettings(RunSettings, LoaderSettings, ModelSettings, TrainSettings):
+        "What the settings of every program have, of what is asked here."
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d0006
 def check_manifest(folder: Path, tokenizer_sha256: str) -> None:

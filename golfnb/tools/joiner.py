@@ -271,7 +271,7 @@ START = """from golfnb.run import start
 
 
 if __name__ == "__main__":
-    start(__file__, main, Settings, OWN, WORDS)
+    start(__file__, main, Settings, OWN)
 """
 
 # %% ../../nbs/tools/20b_joiner.ipynb #19333bab
@@ -295,7 +295,7 @@ def read_file(path: Path, package: Path, start: str = "") -> SourceFile:
 
 # %% ../../nbs/tools/20b_joiner.ipynb #fd1e897a
 RESERVED = ("build", "data", "step", "pack", "score", "main",
-            "Parts", "Settings", "OWN", "WORDS", "CODEC", "ADAPT", "PROJECTOR")
+            "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR")
 
 # %% ../../nbs/tools/20b_joiner.ipynb #baf94cab
 def check_reserved(file: SourceFile) -> None:

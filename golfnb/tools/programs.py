@@ -39,7 +39,7 @@ def recipe_program(name: str) -> ModuleType:
     return import_module(f"golfnb.recipes.{name}")
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2007
-TAKEN = ("OWN", "WORDS", "CODEC", "Settings", "build", "data", "step", "pack", "score", "main")
+TAKEN = ("OWN", "CODEC", "Settings", "build", "data", "step", "pack", "score", "main")
 
 # %% ../../nbs/tools/20c_programs.ipynb #ad88496e
 def file_program(path: Path | str) -> ModuleType:
@@ -85,7 +85,7 @@ def find_program(name: str | Path) -> ModuleType:
 # %% ../../nbs/tools/20c_programs.ipynb #7cdb3a18
 def settings_of(program: ModuleType, env: Mapping[str, str]):
     "A program's settings, changed by an environment; errors as of `read_settings`."
-    return read_settings(program.Settings, program.OWN, program.WORDS, env)
+    return read_settings(program.Settings, program.OWN, env)
 
 # %% ../../nbs/tools/20c_programs.ipynb #e3103568
 def program_path(program: ModuleType) -> Path:
@@ -128,12 +128,11 @@ def program_source(recipe: str) -> str:
 
 
 def copied_program(recipe: str, name: str) -> str:
-    "The text of a recipe's program as one of your own, called `name`; no published word is said of it. Raises GolfError."
+    "The text of a recipe's program as one of your own, called `name`. Raises GolfError."
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in RECIPES:
         raise GolfError(f"a copy must have a name of its own, of letters, digits and _, found {name!r}: "
                         "call its file mine.py")
-    text = program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
-    return re.sub(r"(?ms)^WORDS = \{.*?^\}", "WORDS = {}  # published words that are true of this program: say them here", text)
+    return program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2021
 OWN_START = """from golfnb.run import start
@@ -141,7 +140,7 @@ OWN_START = """from golfnb.run import start
 PROGRAM_SHA256 = "{sha256}"
 
 if __name__ == "__main__":
-    start(__file__, main, Settings, OWN, WORDS, PROGRAM_SHA256)
+    start(__file__, main, Settings, OWN, PROGRAM_SHA256)
 """
 
 # %% ../../nbs/tools/20c_programs.ipynb #7341977b

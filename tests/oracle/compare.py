@@ -40,10 +40,10 @@ SCORES = (
     "artifact_bytes", "artifact_sha256")
 PROGRAM = """import sys
 sys.path.insert(0, {folder!r})
-from {module} import OWN, WORDS, Settings, main
+from {module} import OWN, Settings, main
 from golfnb.run import start
 if __name__ == "__main__":
-    start(__file__, main, Settings, OWN, WORDS)
+    start(__file__, main, Settings, OWN)
 """
 FORMS = ("oracle", "program", "script", "packed")
 Job = tuple[str, int, str]  # case, ranks, form

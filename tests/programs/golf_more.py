@@ -45,12 +45,6 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 
 
 OWN = dict(recipe="golf", bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11)
-WORDS = {  # published words that are true of this program
-    "LOADER": "coprime", "PLAN": "shared_mlp", "LINKS": "flat", "CLIP": "global", "NS": "ns5",
-    "SKIP_GATE": "sigmoid", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "1",
-    "SCALE_FLOOR": "0", "CODEC": "best", "USE_GPTQ": "1", "TTT_FORM": "adapters",
-    "TTT_FREEZE_BLOCKS": "0", "LATE_QAT": "1",
-}
 CODEC = Best()
 PROJECTOR = partial(GridProjector, floor=False)  # what rounds the weights of late steps
 
@@ -62,7 +56,7 @@ class Parts:
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
     forward: Callable   # (ids, last_n): logits
-    average: Callable   # (tensors): the average of the weights
+    make_average: Callable  # (tensors): an average that begins with these weights
 
 
 def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipMean, orthogonalize=quintic,

@@ -27,12 +27,6 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 
 
 OWN = dict(recipe="two_level")
-WORDS = {  # published words that are true of this program
-    "LOADER": "sequential", "PLAN": "pr399", "LINKS": "two_level", "CLIP": "local", "NS": "ns5",
-    "SKIP_GATE": "one", "AVERAGING": "ema", "EMA_ENABLED": "1", "QAT_BANKS": "0",
-    "SCALE_FLOOR": "1", "CODEC": "lzma", "USE_GPTQ": "0", "TTT_FORM": "chunks",
-    "TTT_FREEZE_BLOCKS": "0",
-}
 CODEC = Lzma()
 ADAPT = score_first  # test-time training
 
@@ -45,7 +39,7 @@ class Parts:
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
     forward: Callable   # (ids, last_n): logits
-    average: Callable   # (tensors): the average of the weights
+    make_average: Callable  # (tensors): an average that begins with these weights
 
 
 def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,
