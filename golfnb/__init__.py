@@ -1,6 +1,13 @@
-"""Train the best language model that fits into 16,000,000 bytes. The names below come from the chapters, loaded when first used."""
+"""Train the best language model that fits into 16,000,000 bytes.
+
+The names below come from the chapters, loaded when first used.
+"""
 __version__ = "0.1.0"
 
+import importlib
+import importlib.machinery
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors, which do not follow _HOME
@@ -23,25 +30,33 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .tools.programs import settings_of as settings_of
     from .tools.sampling import generate as generate
 
+__all__ = [
+    "ParallelMuon", "param_groups", "start_ranks", "stop_ranks", "quintic", "polar_express",
+    "open_shard",
+    "Loader", "load_tokenizer", "byte_table", "bits_per_byte", "find_program", "settings_of",
+    "Golf", "generate", "save_artifact", "load_model", "GolfError",
+]
 _HOME = {
-    "ParallelMuon": "any_model", "param_groups": "grouping", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
-    "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
-    "find_program": "tools.programs", "settings_of": "tools.programs", "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact", "GolfError": "settings",
+    "ParallelMuon": "any_model", "param_groups": "grouping", "start_ranks": "parallel_muon",
+    "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
+    "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb",
+    "bits_per_byte": "bpb", "find_program": "tools.programs", "settings_of": "tools.programs",
+    "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact",
+    "load_model": "artifact", "GolfError": "settings",
 }
-_TOOLS = ("checkpoint", "cli", "data", "drill", "lab", "launcher", "play", "report", "sampling", "submission", "watch")
+_TOOLS = ("checkpoint", "cli", "data", "drill", "lab", "launcher", "play", "report", "sampling",
+          "submission", "watch")
 _STUDIES = ("baselines", "bench", "buckets", "significance", "timing")
-MOVED = {**{name: f"golfnb.tools.{name}" for name in _TOOLS}, **{name: f"golfnb.studies.{name}" for name in _STUDIES}}
-__all__ = list(_HOME)
+MOVED = {**{name: f"golfnb.tools.{name}" for name in _TOOLS},
+         **{name: f"golfnb.studies.{name}" for name in _STUDIES}}
 
 
 def __getattr__(name: str):
-    from importlib import import_module
-
     if name in MOVED:
-        return import_module(f"golfnb.{name}")
+        return importlib.import_module(f"golfnb.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'golfnb' has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f"golfnb.{_HOME[name]}"), name)
+    globals()[name] = found = getattr(importlib.import_module(f"golfnb.{_HOME[name]}"), name)
     return found
 
 
@@ -50,35 +65,25 @@ def __dir__():
 
 
 class _OldNames:
-    "Finds modules by the names of version 0.1.0, with a warning: `golfnb.report` is `golfnb.tools.report`."
+    """Finds modules by the names of version 0.1.0, with a warning.
 
-    @staticmethod
-    def find_spec(name: str, path=None, target=None):
-        from importlib.machinery import ModuleSpec
+    `golfnb.report` is `golfnb.tools.report`.
+    """
 
-        short = name.removeprefix("golfnb.")
-        if short != name and short in MOVED:
-            return ModuleSpec(name, _OldNames)
+    def find_spec(self, fullname, path=None, target=None):
+        short = fullname.removeprefix("golfnb.")
+        if short != fullname and short in MOVED:
+            # what derives from importlib.abc.Loader has to import it, which takes 30 ms
+            return importlib.machinery.ModuleSpec(fullname, self)  # pyright: ignore[reportArgumentType]
 
-    @staticmethod
-    def create_module(spec):
+    def create_module(self, spec):
         return None
 
-    @staticmethod
-    def exec_module(module):
-        import sys
-        import warnings
-        from importlib import import_module
-
+    def exec_module(self, module):
         new = MOVED[module.__name__.removeprefix("golfnb.")]
-        warnings.warn(f"{module.__name__} is now {new}; the old name goes with the next version", DeprecationWarning, stacklevel=2)
-        sys.modules[module.__name__] = import_module(new)
+        warnings.warn(f"{module.__name__} is now {new}; the old name goes with the next version",
+                      DeprecationWarning, stacklevel=2)
+        sys.modules[module.__name__] = importlib.import_module(new)
 
 
-def _find_old_names():
-    import sys
-
-    sys.meta_path.append(_OldNames)
-
-
-_find_old_names()
+sys.meta_path.append(_OldNames())

@@ -19,7 +19,10 @@ def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
 
 # %% ../nbs/story/05b_banks.ipynb #ffa20c9d
 def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "Views [rows, cols] of all matrices by name, in layout order; gradients flow back into the banks."
+    """Views [rows, cols] of all matrices by name, in layout order.
+
+    Gradients flow back into the banks.
+    """
     views = (v for b in layout.banks for v in b.views(banks[b.name]))
     named = {}
     for (_, _, matrix), stored in zip(layout, views, strict=True):

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b613cdc7c7b2b66a
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b983f97489062e05
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -67,9 +67,12 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
             "choose a usual number"),
     ">= 0": (lambda v: v >= 0 and in_32_bits(v), "be 0 or more and fit into int32 or float32",
              "choose 0 or a usual number"),
-    "0 to 10000": (lambda v: 0 <= v <= 10_000, "be 0 or more and at most 10000", "choose a usual number"),
-    "1 to 10000": (lambda v: 1 <= v <= 10_000, "be above 0 and at most 10000", "choose a usual number"),
-    "[0, 1)": (lambda v: 0 <= v <= 1 - 2**-24 and in_32_bits(v), "lie in [0, 1) as float32 holds it",
+    "0 to 10000": (lambda v: 0 <= v <= 10_000, "be 0 or more and at most 10000",
+                   "choose a usual number"),
+    "1 to 10000": (lambda v: 1 <= v <= 10_000, "be above 0 and at most 10000",
+                   "choose a usual number"),
+    "[0, 1)": (lambda v: 0 <= v <= 1 - 2**-24 and in_32_bits(v),
+               "lie in [0, 1) as float32 holds it",
                "choose a ratio below 1"),
     "[0, 2^63)": (lambda v: 0 <= v < 2**63, "be 0 or more and below 2^63", "choose another number"),
 }
@@ -78,7 +81,8 @@ BOUNDS = {  # word -> (test, what is expected, what to do)
 def setting(default, meaning: str, *choices: str, bounds: str = "") -> Any:
     """A dataclass field with its meaning and its bounds; any type, as that of `field`.
 
-    `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds` is a key of BOUNDS.
+    `meaning` ends in its unit; `choices` are the words allowed, if not all
+    are; `bounds` is a key of BOUNDS.
     """
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
 
@@ -109,27 +113,44 @@ WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: 
 YES_NO = {"1": True, "true": True, "0": False, "false": False}
 
 
-def parse_setting(spec: Field, text: str) -> bool | int | float | str:
-    "The value of a setting from its text. Raises GolfError if it does not parse or is none of the choices."
-    name, kind, choices = spec.name.upper(), type(spec.default), spec.metadata["choices"]
+def parsed(kind: type, text: str) -> bool | int | float | str | None:
+    "What a text says as a bool, an int, a finite float or printable text; None if it does not."
+    if kind is bool:
+        return YES_NO.get(text.strip().lower())
+    if kind is str:
+        return text if text.isprintable() else None
     try:
-        value = YES_NO[text.strip().lower()] if kind is bool else kind(text)
-        limit = 2**64 if kind is int else math.inf
-        fits = value.isprintable() if kind is str else abs(value) < limit
-    except (KeyError, ValueError):
-        fits = False
-    if not fits:
-        example = spec.default if kind is str else +spec.default
-        raise GolfError(f"{name} must be {WANTED[kind]}, found {text!r}: set it like {name}={example}")
+        value = kind(text)
+    except ValueError:
+        return None
+    limit = 2**64 if kind is int else math.inf
+    return value if abs(value) < limit else None
+
+
+def parse_setting(spec: Field, text: str) -> bool | int | float | str:
+    """The value of a setting from its text.
+
+    Raises GolfError if it does not parse or is none of the choices.
+    """
+    name, choices = spec.name.upper(), spec.metadata["choices"]
+    default: Any = spec.default
+    kind = type(default)
+    value = parsed(kind, text)
+    if value is None:
+        example = int(default) if kind is bool else default
+        raise GolfError(f"{name} must be {WANTED[kind]}, found {text!r}: "
+                        f"set it like {name}={example}")
     if choices and value not in choices:
-        raise GolfError(f"{name} must be one of {', '.join(choices)}, found {text!r}: choose one of these")
+        raise GolfError(f"{name} must be one of {', '.join(choices)}, found "
+                        f"{text!r}: choose one of these")
     return value
 
 
 IGNORED = ("EMBED_LR", "HEAD_LR", "SWA_ENABLED")  # untied embeddings; an average that is never read
 NOT_BUILT = {  # name -> the value that is accepted
     "TIE_EMBEDDINGS": 1.0, "QAT_ENABLED": 0.0, "QUANT_CLIP_RANGE": 31.0, "MUON_BETA2": 0.95,
-    "MTP_NUM_HEADS": 0.0, "MTP_LOSS_WEIGHT": 0.2, "LAWA_ENABLED": 0.0, "LAWA_K": 10.0, "LAWA_FREQ": 100.0,
+    "MTP_NUM_HEADS": 0.0, "MTP_LOSS_WEIGHT": 0.2, "LAWA_ENABLED": 0.0, "LAWA_K": 10.0,
+    "LAWA_FREQ": 100.0,
     "DTG_ENABLED": 0.0, "GATED_ATTENTION": 0.0, "VALUE_RESIDUAL": 0.0}
 KEEPING = ("CHECKPOINT_EVERY_S", "RESUME")  # what `golfnb train` reads
 
@@ -151,17 +172,17 @@ def refuse_not_built(env: Mapping[str, str]) -> None:
         value = published_number(name, env[name])
         accepted = NOT_BUILT.get(name, value)
         if value != accepted:
-            raise GolfError(f"{name} is not built in golfnb and must stay {accepted:g}, found {env[name]!r}: "
-                            f"leave it out, or set it to {accepted:g}")
+            raise GolfError(f"{name} is not built in golfnb and must stay {accepted:g}, found "
+                            f"{env[name]!r}: leave it out, or set it to {accepted:g}")
 
 
 def refuse_keeping(env: Mapping[str, str]) -> None:
     "Raise GolfError where a script that keeps no checkpoints is asked for some."
     for name in KEEPING:
         if env.get(name, "0").strip().lower() not in ("", "0", "0.0", "false"):
-            raise GolfError(f"{name} must stay 0 where torchrun starts a script alone, found {env[name]!r}: "
-                            "leave it out, or start golfnb.tools.checkpoint with the script: "
-                            "torchrun ... -m golfnb.tools.checkpoint SCRIPT")
+            raise GolfError(f"{name} must stay 0 where torchrun starts a script alone, found "
+                            f"{env[name]!r}: leave it out, or start golfnb.tools.checkpoint with "
+                            "the script: torchrun ... -m golfnb.tools.checkpoint SCRIPT")
 
 
 THEIRS = ("pr549", "pr399", "pr726", "pr1060")
@@ -189,7 +210,7 @@ PUBLISHED = {  # published word -> value -> the recipes whose program does it
 
 
 def published_words(group: type, own: Mapping) -> dict[str, str]:
-    "The published words that are true of a program with these `Settings` and `OWN`, but for its settings."
+    "Published words that are true of a program with these `Settings` and `OWN`, settings aside."
     settings = [spec.name.upper() for spec in fields(group)]
     found = {}
     for word, values in PUBLISHED.items():
@@ -223,16 +244,16 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
 def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     """The settings of a program: a `group` with the recipe's `own` numbers, changed by `env`.
 
-    One of `own` is `recipe`. Names that are no settings are ignored. Raises GolfError for a value that does
-    not parse, and for a published word or a recipe that is not this program's. What does not fit together
-    is found by the group's `check`.
+    One of `own` is `recipe`. Names that are no settings are ignored. Raises GolfError for a value
+    that does not parse, and for a published word or a recipe that is not this program's. What does
+    not fit together is found by the group's `check`.
     """
     recipe = own["recipe"]
     refuse_keeping(env)
     refuse_not_built(env)
     if env.get("RECIPE", recipe) != recipe:
-        raise GolfError(f"RECIPE must be {recipe} in this program, found {env['RECIPE']!r}: leave it out, or "
-                        "run the program of that recipe")
+        raise GolfError(f"RECIPE must be {recipe} in this program, found {env['RECIPE']!r}: leave "
+                        "it out, or run the program of that recipe")
     refuse_words(recipe, published_words(group, own), env)
     values = dict(own)
     for spec in fields(group):
@@ -253,9 +274,10 @@ def finite(summary: dict) -> dict:
 
 # ---- golfnb/bpb.py ----
 def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
-    "Bits per byte of a text, from its summed loss in nats and its bytes. Raises GolfError for no bytes."
+    "Bits per byte of a text, from its summed loss in nats and its bytes. GolfError for no bytes."
     if byte_count <= 0:
-        raise GolfError(f"bits per byte need at least one byte of text, found {byte_count}: check the shards")
+        raise GolfError("bits per byte need at least one byte of text, found "
+                        f"{byte_count}: check the shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
 
@@ -264,25 +286,27 @@ def tokenizer_bytes(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found none, "
-                        "it is missing; set TOKENIZER_PATH, or fetch or train it") from None
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
+                        ".model file, found none, it is missing; set TOKENIZER_PATH, "
+                        "or fetch or train it") from None
     except OSError as error:
         raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
                         "set TOKENIZER_PATH to a SentencePiece .model file") from None
 
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
-    "Load a SentencePiece model. Raises GolfError if it is missing, damaged or not of `vocab_size` pieces."
+    "Load a SentencePiece model. GolfError if it is missing, damaged or not of `vocab_size` pieces."
     sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
     try:
         sp.LoadFromSerializedProto(data)
         sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
     except (RuntimeError, ValueError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece .model file, found a "
-                        "damaged one; set TOKENIZER_PATH, or fetch or train it again") from error
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
+                        ".model file, found a damaged one; set TOKENIZER_PATH, or "
+                        "fetch or train it again") from error
     if (found := sp.get_piece_size()) != (vocab_size or found):
-        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found {found}: "
-                        f"set VOCAB_SIZE={found} or use the matching tokenizer and shards")
+        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found "
+                        f"{found}: set VOCAB_SIZE={found} or use the matching tokenizer and shards")
     return sp
 
 
@@ -295,8 +319,9 @@ def tokenizer_hash(path: str | Path) -> str:
 class ByteTable:
     """The bytes of text behind every token of a vocabulary of V pieces.
 
-    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one more byte, for a space,
-    unless the token before is a boundary. `boundary` bool [V]: the token stands for no text.
+    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one
+    more byte, for a space, unless the token before is a boundary. `boundary` bool
+    [V]: the token stands for no text.
     """
     base: torch.Tensor
     leading_space: torch.Tensor
@@ -304,7 +329,8 @@ class ByteTable:
 
     def to(self, device: torch.device | str) -> "ByteTable":
         "The same table on another device."
-        return ByteTable(self.base.to(device), self.leading_space.to(device), self.boundary.to(device))
+        return ByteTable(self.base.to(device), self.leading_space.to(device),
+                         self.boundary.to(device))
 
 
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
@@ -319,7 +345,7 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
         elif sp.is_byte(i):
             text = "?"  # one byte, whatever it is
         rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
-    base, leading, boundary = map(torch.tensor, zip(*rows))
+    base, leading, boundary = map(torch.tensor, zip(*rows, strict=True))
     return ByteTable(base.to(torch.int16), leading, boundary)
 
 
@@ -329,14 +355,16 @@ def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> 
 
 
 def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
-    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. Raises GolfError for another V."
+    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. GolfError for another V."
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
     if counts.shape != table.base.shape:
-        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, found shape "
-                        f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
+        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, "
+                        f"found shape {tuple(counts.shape)}: count with "
+                        "numpy.bincount(tokens, minlength=vocab_size)")
     tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
     log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
-    return bits_per_byte(-log_prob[tokens[1:]].sum(), target_bytes(table, tokens[:-1], tokens[1:]).sum())
+    return bits_per_byte(-log_prob[tokens[1:]].sum(),
+                         target_bytes(table, tokens[:-1], tokens[1:]).sum())
 
 
 # ---- golfnb/layout.py ----
@@ -347,8 +375,8 @@ SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
 class Matrix:
     """One logical matrix, [rows, cols] of F.linear, and how it is stored.
 
-    `name` is that in a state dict, `group` its bank; `transposed` means stored as [cols, rows]; with at most
-    `small` elements it is packed as fp16.
+    `name` is that in a state dict, `group` its bank; `transposed` means stored as [cols, rows];
+    with at most `small` elements it is packed as fp16.
     """
     name: str
     rows: int
@@ -375,7 +403,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class BankSpec:
-    "Matrices of one stored shape, in slot order, padded to a multiple of the `world` ranks that share them."
+    "Matrices of one stored shape, in slot order, padded to a multiple of the `world` ranks."
     name: str
     matrices: tuple[Matrix, ...]
     world: int
@@ -415,16 +443,17 @@ class BankSpec:
         return [padded[i] for i in self.shard(rank)]
 
     def row_scales(self) -> list[list[float]]:
-        "The learning-rate scale of each slot, a list of one number for all its rows; 1 in the padding."
+        "The learning-rate scale of each slot, a list of one number for its rows; 1 in the padding."
         return [[m.shape_lr_scale] for m in self.matrices] + [[1.0]] * self.padding
 
     def views(self, bank) -> list:
-        "Its matrices as stored: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
+        "Its matrices: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
         return list(bank.unbind(0)[:self.real])
 
     def batches(self) -> list[list[tuple[int, int, int]]]:
-        "The update's batches as (matrices, short side, long side): a list for each rank, or one for all."
-        return [[(self.per_rank, *sorted(self.matrices[0].stored))]]
+        "The update's batches (matrices, short side, long side): a list for each rank, or for all."
+        short, long = sorted(self.matrices[0].stored)
+        return [[(self.per_rank, short, long)]]
 
 
 @dataclass(frozen=True)
@@ -449,19 +478,22 @@ class Layout:
         for b in self.banks:
             if b.name == name:
                 return b
-        raise GolfError(f"no bank is named {name!r}: the layout has {', '.join(b.name for b in self.banks)}")
+        raise GolfError(f"no bank is named {name!r}: the layout has "
+                        f"{', '.join(b.name for b in self.banks)}")
 
 
 def group_matrices(matrices: list[Matrix], world: int) -> Layout:
     "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
     if world < 1 or not matrices:
-        raise GolfError(f"a layout needs at least one rank and one matrix: found {world} and {len(matrices)}")
+        raise GolfError("a layout needs at least one rank and one matrix: found "
+                        f"{world} and {len(matrices)}")
     groups, names = {}, [m.name for m in matrices]
     for m in matrices:
         groups.setdefault(m.group, []).append(m)
         if (first := groups[m.group][0]).stored != m.stored:
-            raise GolfError(f"matrices of a bank must have one stored shape: {m.group!r} has {first.name} of "
-                            f"{first.stored} and {m.name} of {m.stored}; transpose or move one")
+            raise GolfError(f"matrices of a bank must have one stored shape: {m.group!r} "
+                            f"has {first.name} of {first.stored} and {m.name} of "
+                            f"{m.stored}; transpose or move one")
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise GolfError(f"matrix names must be unique: {twice[0]!r} appears twice")
     return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
@@ -473,9 +505,11 @@ class LayoutSettings(BaseSettings):
     num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
     model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
     num_heads: int = setting(8, "query heads: count", bounds="> 0")
-    num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count", bounds="> 0")
+    num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count",
+                                bounds="> 0")
     mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    small_tensor: int = setting(65_536, "tensors of at most so many elements are stored as fp16: elements")
+    small_tensor: int = setting(65_536,
+                                "tensors of at most so many elements are stored as fp16: elements")
 
     @property
     def head_dim(self) -> int:
@@ -504,21 +538,23 @@ class LayoutSettings(BaseSettings):
                 yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
 
 
-def block_layout(cfg: LayoutSettings, world: int, mlp: list[tuple]) -> Layout:
+def block_layout(cfg: LayoutSettings, world: int,
+                 mlp: list[tuple[str, int, int, str, bool]]) -> Layout:
     "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
     d = cfg.model_dim
     kv = cfg.kv_dim
     attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
                  ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False)]
     matrices = []
-    for kind, *where in attention + mlp:
+    for kind, rows, cols, bank, transposed in attention + mlp:
         for i in range(cfg.num_layers):
-            matrices.append(Matrix(f"blocks.{i}.{kind}.weight", *where, cfg.small_tensor))
+            name = f"blocks.{i}.{kind}.weight"
+            matrices.append(Matrix(name, rows, cols, bank, transposed, cfg.small_tensor))
     return group_matrices(matrices, world)
 
 
 def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
-    "The published layout of the model's blocks over `world` ranks: a bank for each shape (PR #399)."
+    "The published layout of the blocks over `world` ranks: a bank for each shape (PR #399)."
     up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
     down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
     return block_layout(cfg, world, [up, down])
@@ -533,7 +569,10 @@ def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
 
 
 def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "Views [rows, cols] of all matrices by name, in layout order; gradients flow back into the banks."
+    """Views [rows, cols] of all matrices by name, in layout order.
+
+    Gradients flow back into the banks.
+    """
     views = (v for b in layout.banks for v in b.views(banks[b.name]))
     named = {}
     for (_, _, matrix), stored in zip(layout, views, strict=True):
@@ -551,7 +590,7 @@ NORM_EPS = 1.1920929e-07  # float32's machine epsilon
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    "x [..., D] divided by the root mean square of its last axis (RMSNorm, arXiv 1910.07467), without weight."
+    "x [..., D] over the root mean square of its last axis (RMSNorm, arXiv 1910.07467), no weight."
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
 
 
@@ -561,19 +600,20 @@ def scaled_norm(x: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def mix_norm(x: Tensor, x0: Tensor, mix: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    "A block's first step: the stream x and the input x0 [B, T, D] mixed by mix [2, D], and the norm of that."
+    "A block's first step: x and x0 [B, T, D], mixed by mix [2, D], and the norm of that."
     m = mix.to(x.dtype)
     x_in = m[0] * x + m[1] * x0
     return x_in, scaled_norm(x_in, scale)
 
 
 def rotary_base(T: int, rope_dims: int, base: float, train_len: int) -> float:
-    "RoPE's base for rows of T tokens: NTK-scaled beyond `train_len` (two channels turn alike with any base)."
+    "RoPE's base for rows of T tokens: NTK-scaled beyond `train_len`."
     long = T > train_len and rope_dims > 2
     return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if long else base
 
 
-def rotary_tables(T: int, rope_dims: int, base: float, train_len: int, device: str | torch.device = "cpu",
+def rotary_tables(T: int, rope_dims: int, base: float, train_len: int,
+                  device: str | torch.device = "cpu",
                   dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     "Cosines and sines of position times frequency (RoPE, arXiv 2104.09864): [T, rope_dims/2] each."
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -593,7 +633,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1).to(x.dtype)
 
 
-def qk_norm_rope_gain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+def qk_norm_rope_gain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
+                      gain: Tensor) -> tuple[Tensor, Tensor]:
     """Norm per head (arXiv 2010.04245) and rotation of q and k, then the gain [H] on q.
 
     q [B, Tq, H, D] are the last Tq positions; k [B, T, KV, D]; cos and sin as in `rotate`."""
@@ -602,13 +643,17 @@ def qk_norm_rope_gain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, gain: Tens
     return q, rotate(rms_norm(k), cos, sin)
 
 
-FLASH_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}  # choice -> module
+# choice -> module
+FLASH_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 
 def attention_backend(device: str | torch.device, choice: str = "auto") -> list[SDPBackend]:
-    "Attention backends for this device, best first, the chosen one before all. Raises GolfError if unknown."
+    """Attention backends for this device, best first, the chosen one before all.
+
+    Raises GolfError if unknown.
+    """
     names = BACKENDS | dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION)
     if choice != "auto" and choice not in names:
         raise GolfError(f"ATTENTION must be auto, {', '.join(names)}: found {choice!r}")
@@ -620,7 +665,8 @@ def attention_backend(device: str | torch.device, choice: str = "auto") -> list[
 def attend(q: Tensor, k: Tensor, v: Tensor, choice: str = "auto") -> Tensor:
     """Causal grouped-query attention (arXiv 2305.13245), scaled by 1/sqrt(D).
 
-    q [B, Tq, H, D] are the last Tq positions; k and v [B, T, KV, D], where H is a multiple of KV."""
+    q [B, Tq, H, D] are the last Tq positions; k and v [B, T, KV, D], where
+    H is a multiple of KV."""
     Tq, T, mask = q.shape[1], k.shape[1], None
     if Tq < T:
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
@@ -628,7 +674,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, choice: str = "auto") -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with sdpa_kernel(attention_backend(q.device, choice), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                           scale=1 / math.sqrt(q.shape[-1]), enable_gqa=mask is None)
+                                           scale=1 / math.sqrt(q.shape[-1]),
+                                           enable_gqa=mask is None)
     return y.transpose(1, 2)
 
 
@@ -636,14 +683,16 @@ def flash_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "`attend` by the flash backend only; no other may step in."
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                              enable_gqa=True).transpose(1, 2)
 
 
 def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float:
     "The flash backend's largest relative distance from the plain formula, in output and gradients."
     ways = [(lambda q, k, v: attend(q, k, v, "math"), torch.float32), (flash_alone, torch.bfloat16)]
     if torch.device(device).type == "cuda":  # as the model runs it
-        flash = torch.compile(lambda q, k, v: attend(q, k, v, "flash"), dynamic=False, fullgraph=True)
+        flash = torch.compile(lambda q, k, v: attend(q, k, v, "flash"), dynamic=False,
+                              fullgraph=True)
         ways.append((flash, torch.bfloat16))
     draw, found = torch.Generator(device).manual_seed(0), []
     *qkv, dy = [torch.randn(2, 160, h, head_dim, generator=draw, device=device).bfloat16()
@@ -654,7 +703,8 @@ def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float
             y = way(*inputs)
             found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))])
     exact, *others = found
-    apart = [(a.float() - b).norm() / b.norm() for other in others for a, b in zip(other, exact)]
+    pairs = [pair for other in others for pair in zip(other, exact, strict=True)]
+    apart = [(a.float() - b).norm() / b.norm() for a, b in pairs]
     return float(torch.stack(apart).max())
 
 
@@ -685,7 +735,8 @@ def flash_problem(choice: str, device: str, heads: int, keys: int, head_dim: int
     return problem
 
 
-def ready_attention(choice: str, device: str | torch.device, heads: int, keys: int, head_dim: int) -> str:
+def ready_attention(choice: str, device: str | torch.device, heads: int, keys: int,
+                    head_dim: int) -> str:
     """The choice to give `attend` on this device, tried out; auto warns if FlashAttention-3 fails.
 
     Raises GolfError if the choice is unknown, or names a package that fails."""
@@ -696,7 +747,8 @@ def ready_attention(choice: str, device: str | torch.device, heads: int, keys: i
         return choice
     problem = flash_problem(wanted, str(device), heads, keys, head_dim)
     if problem and choice != "auto":
-        raise GolfError(f"ATTENTION={choice} cannot be had here: {problem}; mend it, or use ATTENTION=auto")
+        raise GolfError(f"ATTENTION={choice} cannot be had here: {problem}; "
+                        "mend it, or use ATTENTION=auto")
     if problem:
         warnings.warn(f"golfnb: FlashAttention-3 is installed and not used: {problem}; "
                       "cuDNN's attention takes its place", stacklevel=2)
@@ -704,7 +756,8 @@ def ready_attention(choice: str, device: str | torch.device, heads: int, keys: i
 
 
 def exclusive(y: Tensor, v: Tensor) -> Tensor:
-    """XSA (parameter-golf PR #399 and #549): y [B, T, H, D] without its component along v [B, T, KV, D].
+    """XSA (parameter-golf PR #399 and #549): y [B, T, H, D] without its
+    component along v [B, T, KV, D].
 
     y is attention's output, v the values of the same positions."""
     B, T, H, D = y.shape
@@ -728,7 +781,7 @@ def bigram_rows(ids: Tensor, rows: int) -> Tensor:
 
 
 def smear(x: Tensor, gate: Tensor) -> Tensor:
-    "SmearGate (PR #399): x [B, T, D] blended with the position before it (zero at first) by a gate [D]."
+    "SmearGate (PR #399): x [B, T, D] blended with the position before it by a gate [D]."
     g = torch.sigmoid(gate.to(x.dtype))
     before = F.pad(x, (0, 0, 1, 0))[:, :-1]
     return (1 - g) * x + g * before
@@ -740,14 +793,15 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 def softcap_loss(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
-    "Training's loss, a mean in nats: logits [B, T, V] as the head gives them, int64 targets [B, T]."
+    "Training's loss, a mean in nats, of the head's logits [B, T, V] and int64 targets [B, T]."
     return F.cross_entropy(softcap(logits, cap).flatten(0, -2), targets.flatten())
 
 
 def token_nll(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
-    "Evaluation's nats of every target [B, T]: capped logits are rounded to the logits' dtype first."
+    "Evaluation's nats of every target [B, T], from capped logits rounded to their dtype."
     capped = widen(softcap(logits, cap).to(logits.dtype))
-    return F.cross_entropy(capped.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+    return F.cross_entropy(capped.flatten(0, -2), targets.flatten(),
+                           reduction="none").view(targets.shape)
 
 
 # ---- golfnb/kernels.py ----
@@ -760,15 +814,17 @@ except ImportError:  # no Triton on this machine: the plain functions of chapter
     TensorDescriptor: Any = None
     tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
 
-# Triton reads the annotations of kernels, and they are no types; a backward names its outputs' gradients:
+# Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
 
-KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})  # fold: chapter 05c; ns: chapters 04 and 07b
+# fold: chapter 05c; ns: chapters 04 and 07b
+KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})
 HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
 
 
-def usable_kernels(device: str | torch.device, dtype: torch.dtype, wanted=KERNELS) -> frozenset[str]:
+def usable_kernels(device: str | torch.device, dtype: torch.dtype,
+                   wanted: Iterable[str] = KERNELS) -> frozenset[str]:
     "Those of `wanted` that may run on tensors of this device and dtype."
     cuda = triton is not None and torch.device(device).type == "cuda"
     if cuda and dtype in (torch.bfloat16, torch.float16):
@@ -786,12 +842,15 @@ def check_runnable(x: Tensor):
     "Raise GolfError where neither CUDA nor the interpreter can run a kernel on x."
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
     if triton is None or not (interpreted or usable_kernels(x.device, x.dtype)):
-        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on {x.device}; "
-                        "use its plain twin instead")
+        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on "
+                        f"{x.device}; use its plain twin instead")
 
 
 def kernel_op(name: str, schema: str, grad=None):
-    "Decorator: `op(launch, *args)` makes outputs, filled if `launch`; `grad(ctx, *douts)` is its gradient."
+    """Decorator: `op(launch, *args)` makes outputs, filled if `launch`.
+
+    `grad(ctx, *douts)` is its gradient.
+    """
     def register(op):
         def run(*args):
             check_runnable(args[0])
@@ -806,13 +865,14 @@ def kernel_op(name: str, schema: str, grad=None):
 
 
 def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr,
-                         D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+                         D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
+                         ROWS: tl.constexpr):
     "q and k from qkv: norm, rotation, gain; programs over (head, block of ROWS tokens, batch)."
     head, first = tl.program_id(0), tl.program_id(1) * ROWS
-    token = (tl.program_id(2) * T + first).to(tl.int64)             # the block's first token in the batch
+    token = (tl.program_id(2) * T + first).to(tl.int64)  # the block's first token in the batch
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]    # the whole head: [ROWS, D]
     i3, g = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
-    j = tl.arange(0, HALF)[None, None, :]                           # the rotated pair: [ROWS, 2, HALF]
+    j = tl.arange(0, HALF)[None, None, :]  # the rotated pair: [ROWS, 2, HALF]
     live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (g < 2) & (j < HALF)
     qkv += token * ROW + head * D
     x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
@@ -826,11 +886,13 @@ def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV:
     pair = (a * c + b * tl.where(g == 0, s, -s)) * r[:, None, None]
     if head < H:
         q += token * (H * D) + head * D
-        tl.store(q + i * (H * D) + d, (x * r[:, None]).to(q.dtype.element_ty), mask=live & (d >= 2 * HALF))
+        tl.store(q + i * (H * D) + d, (x * r[:, None]).to(q.dtype.element_ty),
+                 mask=live & (d >= 2 * HALF))
         tl.store(q + i3 * (H * D) + g * HALF + j, pair.to(q.dtype.element_ty), mask=live3)
     else:
         k += token * (KV * D) + (head - H) * D
-        tl.store(k + i * (KV * D) + d, (x * r[:, None]).to(k.dtype.element_ty), mask=live & (d >= 2 * HALF))
+        tl.store(k + i * (KV * D) + d, (x * r[:, None]).to(k.dtype.element_ty),
+                 mask=live & (d >= 2 * HALF))
         tl.store(k + i3 * (KV * D) + g * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
 
 
@@ -842,7 +904,8 @@ def heads_op(launch, qkv, gain, cos, sin, heads, keys):
     if launch:
         given = (t.contiguous() for t in (qkv, cos, sin, gain))
         jitted(heads_forward_kernel)[(heads + keys, triton.cdiv(T, HEAD_ROWS), B)](
-            *given, *outs, T, NORM_EPS, H=heads, KV=keys, D=D, ROW=C, HALF=cos.shape[-1], ROWS=HEAD_ROWS)
+            *given, *outs, T, NORM_EPS, H=heads, KV=keys, D=D, ROW=C, HALF=cos.shape[-1],
+            ROWS=HEAD_ROWS)
     return outs
 
 
@@ -856,12 +919,13 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
     i3, g = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
     j = tl.arange(0, HALF)[None, None, :]
     live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (g < 2) & (j < HALF)
-    tail = live & (d >= 2 * HALF)                                            # coordinates that do not rotate
+    tail = live & (d >= 2 * HALF)  # coordinates that do not rotate
     qkv += token * ROW + head * D
     dqkv += token * ROW + head * D
     if head >= H + KV:
         dv += token * (KV * D) + (head - H - KV) * D
-        tl.store(dqkv + i * ROW + d, tl.load(dv + i * (KV * D) + d, mask=live, other=0.0), mask=live)
+        tl.store(dqkv + i * ROW + d,
+                 tl.load(dv + i * (KV * D) + d, mask=live, other=0.0), mask=live)
     else:
         c = tl.load(cos + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
         s = tl.load(sin + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
@@ -869,13 +933,15 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
             dq += token * (H * D) + head * D
             e = tl.load(dq + i * (H * D) + d, mask=tail, other=0.0).to(tl.float32)
             a = tl.load(dq + i3 * (H * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-            b = tl.load(dq + i3 * (H * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+            b = tl.load(dq + i3 * (H * D) + (1 - g) * HALF + j, mask=live3,
+                        other=0.0).to(tl.float32)
             w = tl.load(gain + head).to(dqkv.dtype.element_ty).to(tl.float32)
         else:
             dk += token * (KV * D) + (head - H) * D
             e = tl.load(dk + i * (KV * D) + d, mask=tail, other=0.0).to(tl.float32)
             a = tl.load(dk + i3 * (KV * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-            b = tl.load(dk + i3 * (KV * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+            b = tl.load(dk + i3 * (KV * D) + (1 - g) * HALF + j, mask=live3,
+                        other=0.0).to(tl.float32)
             w = 1.0
         x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
         x3 = tl.load(qkv + i3 * ROW + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
@@ -888,19 +954,23 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
         dx3 = e3 * rw[:, None, None] - x3 * back[:, None, None]
         tl.store(dqkv + i3 * ROW + g * HALF + j, dx3.to(dqkv.dtype.element_ty), mask=live3)
         if head < H:
-            part = (head * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
+            part = (head * tl.num_programs(2)
+                    + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
             tl.store(dgain + part, tl.sum(dot * r))
 
 
-@kernel_op("heads_grad", "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor gain, Tensor cos, Tensor sin) "
+@kernel_op("heads_grad",
+           "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor gain, Tensor cos, Tensor sin) "
            "-> (Tensor, Tensor)")
 def heads_grad_op(launch, dq, dk, dv, qkv, gain, cos, sin):
     (B, T, H, D), KV, blocks = dq.shape, dk.shape[2], (dq.shape[1] + HEAD_ROWS - 1) // HEAD_ROWS
-    outs = qkv.new_empty(qkv.shape), qkv.new_empty(H, B * blocks, dtype=torch.float32)  # dqkv, parts of dgain
+    # dqkv, parts of dgain
+    outs = qkv.new_empty(qkv.shape), qkv.new_empty(H, B * blocks, dtype=torch.float32)
     if launch:
         given = (t.contiguous() for t in (dq, dk, dv, qkv, cos, sin, gain))
         jitted(heads_backward_kernel)[(H + 2 * KV, blocks, B)](
-            *given, *outs, T, NORM_EPS, H=H, KV=KV, D=D, ROW=qkv.shape[2], HALF=cos.shape[-1], ROWS=HEAD_ROWS)
+            *given, *outs, T, NORM_EPS, H=H, KV=KV, D=D, ROW=qkv.shape[2], HALF=cos.shape[-1],
+            ROWS=HEAD_ROWS)
     return outs
 
 
@@ -922,7 +992,7 @@ class FusedHeads(torch.autograd.Function):
 
 
 def fused_heads(n: Tensor, weight: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, keys: int):
-    "q, k, v [B, T, heads, D] of n [B, T, C]: one product by Q, K and V joined, then `qk_norm_rope_gain`."
+    "q, k, v [B, T, heads, D] of n [B, T, C]: one product for all, then `qk_norm_rope_gain`."
     return FusedHeads.apply(n, weight, gain, cos, sin, keys)
 
 
@@ -931,7 +1001,8 @@ def heads_fit(head_dim: int, rope_dims: int) -> bool:
     return 2 <= rope_dims <= head_dim and all(n & (n - 1) == 0 for n in (rope_dims // 2, head_dim))
 
 
-def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr,
+                       ROWS: tl.constexpr):
     "out = y less its part along v; programs over (key head, block of ROWS tokens)."
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     d = tl.arange(0, D)[None, :]
@@ -941,7 +1012,8 @@ def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr
     for i in tl.static_range(GROUP):
         at = row * (tl.num_programs(0) * GROUP * D) + (tl.program_id(0) * GROUP + i) * D + d
         t = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + at, (t - tl.sum(t * u, 1, keep_dims=True) * u).to(out.dtype.element_ty), mask=live)
+        tl.store(out + at,
+                 (t - tl.sum(t * u, 1, keep_dims=True) * u).to(out.dtype.element_ty), mask=live)
 
 
 def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr,
@@ -967,7 +1039,7 @@ def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl
 
 
 def rows_apart(v: Tensor) -> Tensor:
-    "v [B, T, KV, D] if its tokens lie at one distance and its heads side by side, else a contiguous copy."
+    "v [B, T, KV, D] if tokens lie at one distance and heads side by side, else a contiguous copy."
     B, T, KV, D = v.shape
     even = v.stride(3) == 1 and v.stride(2) == D and (B == 1 or v.stride(0) == T * v.stride(1))
     return v if even else v.contiguous()
@@ -984,7 +1056,8 @@ def xsa_grad_op(launch, dout, y, v):
     return outs
 
 
-@kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor", lambda ctx, dout: xsa_grad_op(dout, *ctx.saved_tensors))
+@kernel_op("xsa", "(Tensor y, Tensor v) -> Tensor",
+           lambda ctx, dout: xsa_grad_op(dout, *ctx.saved_tensors))
 def xsa_op(launch, y, v):
     (B, T, H, D), KV, out = y.shape, v.shape[2], y.new_empty(y.shape)
     if launch:
@@ -1003,7 +1076,8 @@ def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAV
                        FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     "Tiles of the product with the activation in the epilogue, or with its derivative."
     across = tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0), flatten=FLAT):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0),
+                         flatten=FLAT):
         row, col = (tile // across) * BM, (tile % across) * BN
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for at in tl.range(0, K, BK):
@@ -1029,7 +1103,8 @@ def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAV
                 out.store([row, here], (t * t).to(out.dtype))
 
 
-Tiles = namedtuple("Tiles", "BM BN BK num_warps num_stages waves FLAT", defaults=(128, 128, 64, 4, 3, 2, 1))
+Tiles = namedtuple("Tiles", "BM BN BK num_warps num_stages waves FLAT",
+                   defaults=(128, 128, 64, 4, 3, 2, 1))
 MLP_UP_TILES, MLP_DOWN_TILES = Tiles(), Tiles(waves=0, FLAT=0)
 
 
@@ -1042,11 +1117,13 @@ def mlp_launch(a, b, z, out, slope: float, tiles: Tiles, backward: bool, save: b
     b_block = [BK, BN] if backward else [BN, BK]
     parts = (a, [BM, BK]), (b, b_block), (z, half), (out, half)
     jitted(mlp_product_kernel)[(count,)](
-        *(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope, BACKWARD=backward,
+        *(TensorDescriptor.from_tensor(t, block) for t, block in parts), M, N, K, slope,
+        BACKWARD=backward,
         SAVE=save, FLAT=bool(flat), BM=BM, BN=BN, BK=BK, num_warps=num_warps, num_stages=num_stages)
 
 
-@kernel_op("mlp_up", "(Tensor n, Tensor up, float slope, bool save, int[] tiles) -> (Tensor, Tensor)")
+@kernel_op("mlp_up",
+           "(Tensor n, Tensor up, float slope, bool save, int[] tiles) -> (Tensor, Tensor)")
 def mlp_up_op(launch, n, up, slope, save, tiles):
     h = n.new_empty(n.shape[0], up.shape[0])
     z = torch.empty_like(h) if save else n.new_empty(0, up.shape[0])
@@ -1056,7 +1133,8 @@ def mlp_up_op(launch, n, up, slope, save, tiles):
     return h, z
 
 
-@kernel_op("mlp_down_grad", "(Tensor dm, Tensor down, Tensor z, float slope, int[] tiles) -> Tensor")
+@kernel_op("mlp_down_grad",
+           "(Tensor dm, Tensor down, Tensor z, float slope, int[] tiles) -> Tensor")
 def mlp_down_grad_op(launch, dm, down, z, slope, tiles):
     dz = torch.empty_like(z)
     if launch:
@@ -1080,8 +1158,9 @@ class FusedMlp(torch.autograd.Function):
         return (dz @ up).view(n.shape), dz.T @ n.flatten(0, -2), dm.T @ h, None, None, None, None
 
 
-def fused_mlp(n: Tensor, up: Tensor, down: Tensor, slope: float, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
-    "Twin of linear, `squared_leaky`, linear: n [..., D] -> [..., D] by up [hidden, D] and down [D, hidden]."
+def fused_mlp(n: Tensor, up: Tensor, down: Tensor, slope: float,
+              tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
+    "Twin of linear, `squared_leaky`, linear of n [..., D]: up [hidden, D], down [D, hidden]."
     return FusedMlp.apply(n, up, down, slope, torch.is_grad_enabled(), *map(list, tiles))
 
 
@@ -1094,22 +1173,28 @@ def mlp_fit(hidden: int, D: int, dtype: torch.dtype) -> bool:
 @dataclass
 class ModelSettings(LayoutSettings):
     "Shapes of the transformer."
-    vocab_size: int = setting(1024, "pieces of the tokenizer, rows of the token table: count", bounds="> 0")
+    vocab_size: int = setting(1024, "pieces of the tokenizer, rows of the token table: count",
+                              bounds="> 0")
     train_seq_len: int = setting(2048, "length of a training row: tokens", bounds="> 0")
     rope_base: float = setting(10_000.0, "base of the rotary frequencies: number", bounds="> 0")
     rope_dims: int = setting(16, "channels of each head that are rotated: channels", bounds="> 0")
-    rope_train_len: int = setting(1024, "row length from which RoPE is NTK-scaled: tokens", bounds="> 0")
-    logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits", bounds="> 0")
+    rope_train_len: int = setting(1024, "row length from which RoPE is NTK-scaled: tokens",
+                                  bounds="> 0")
+    logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits",
+                                   bounds="> 0")
     qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
     ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
     xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0")
-    negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio", bounds="[0, 1)")
-    tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number", bounds="> 0")
+    negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio",
+                                    bounds="[0, 1)")
+    tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number",
+                                         bounds="> 0")
     bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
     bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
     ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
     ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
-    ve_layers: str = setting("9,10", "blocks that add a value embedding, numbered from 0: list of blocks")
+    ve_layers: str = setting("9,10",
+                             "blocks that add a value embedding, numbered from 0: list of blocks")
 
     @property
     def ve_layer_list(self) -> list[int]:
@@ -1128,23 +1213,34 @@ class ModelSettings(LayoutSettings):
         if self.train_seq_len * self.rope_dims > 2**24:
             yield (f"TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the rotary tables), found "
                    f"{self.train_seq_len} x {self.rope_dims}: shorten the row")
-        if self.bigram_vocab_size < 0 or self.bigram_vocab_size == 1:
-            yield f"BIGRAM_VOCAB_SIZE must be 0 or at least 2, found {self.bigram_vocab_size}: change it"
-        parts = [p.strip() for p in self.ve_layers.split(",") if p.strip()]
-        blocks = {int(p) for p in parts if p.isdecimal() and len(p) < 9 and int(p) < self.num_layers}
-        if self.ve_enabled and not 0 < len(parts) == len(blocks):
-            yield (f"VE_LAYERS must name at least one block of 0..{self.num_layers - 1} and none twice, "
-                   f"parted by commas: found {self.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
+        yield from table_problems(self)
+
+
+def table_problems(cfg: ModelSettings) -> Iterator[str]:
+    "Sentences on a bigram table and on value embeddings that are impossible."
+    if cfg.bigram_vocab_size < 0 or cfg.bigram_vocab_size == 1:
+        yield ("BIGRAM_VOCAB_SIZE must be 0 or at least 2, "
+               f"found {cfg.bigram_vocab_size}: change it")
+    parts = [p.strip() for p in cfg.ve_layers.split(",") if p.strip()]
+    numbers = [int(p) for p in parts if p.isdecimal() and len(p) < 9]
+    blocks = {n for n in numbers if n < cfg.num_layers}
+    if cfg.ve_enabled and not 0 < len(parts) == len(blocks):
+        yield (f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none "
+               f"twice, parted by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 "
+               "or VE_ENABLED=0")
 
 
 @dataclass
 class ComputeSettings(BaseSettings):
     "How a model is computed on this machine."
-    weight_dtype: str = setting("auto", "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
+    weight_dtype: str = setting("auto",
+                                "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
                                 "auto", "bf16", "fp32", "fp64")
-    attention: str = setting("auto", "attention backend; auto: the fastest that works here (chapter 03)",
+    attention: str = setting("auto",
+                             "attention backend; auto: the fastest that works here (chapter 03)",
                              "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
-    compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only", "auto", "0", "1")
+    compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only",
+                           "auto", "0", "1")
 
 
 def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
@@ -1174,7 +1270,8 @@ class WeightedSkips:
 def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[int, ...]]:
     "Small parameters, stacked over the layers where each has one: name -> shape."
     L, D = cfg.num_layers, cfg.model_dim
-    shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D), "q_gain": (L, cfg.num_heads),
+    shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D),
+              "q_gain": (L, cfg.num_heads),
               "smear_gate": (D,)}
     if L > 1:
         shapes["skip_weights"] = skips.weight_shape(L // 2, D)
@@ -1182,7 +1279,8 @@ def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[i
         shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
     if cfg.ve_enabled:
         blocks = len(cfg.ve_layer_list)
-        shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (), "ve_layer_scales": (blocks,)}
+        shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (),
+                   "ve_layer_scales": (blocks,)}
     return shapes
 
 
@@ -1203,7 +1301,7 @@ class BlockWeights(NamedTuple):
     mlp_scale: Tensor | None    # [D]; None: multiplied into `down` already
     mix: Tensor                 # [2, D]
     gain: Tensor                # [H]
-    qkv: Tensor | None = None   # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
+    qkv: Tensor | None = None  # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
 
 
 @dataclass
@@ -1232,7 +1330,8 @@ class Block:
         q = self.linear(last_positions(n, last_n), w.q, 0)
         k = self.linear(n, w.k, 1)
         v = self.linear(n, w.v, 2)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v if ve is None else v + ve))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim))
+                   for t in (q, k, v if ve is None else v + ve))
         return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
 
     def mlp(self, n: Tensor, w: BlockWeights) -> Tensor:
@@ -1241,9 +1340,11 @@ class Block:
         return scaled(self.linear(h, w.down, 5), w.mlp_scale)
 
     def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, last_n=None) -> Tensor:
-        """The block's output, at the last `last_n` positions if given: x [B, T, D] -> [B, last_n, D].
+        """The block's output, at the last `last_n` positions if given: x
+        [B, T, D] -> [B, last_n, D].
 
-        x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value embedding; cos, sin as in `rotate`."""
+        x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value
+        embedding; cos, sin as in `rotate`."""
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
         q, k, v = self.heads(n, w, cos, sin, ve, last_n)
         y = self.attend(q, k, v)
@@ -1309,7 +1410,8 @@ class Golf(torch.nn.Module):
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
         self.freeze: Callable | None = None  # such as FreezeBlocks
-        self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
+        self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads,
+                                         cfg.head_dim)
         self.kernels = frozenset()
         self.blocks = [make_block(cfg, i, self.activation, self.attention) for i in self.order]
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
@@ -1320,9 +1422,11 @@ class Golf(torch.nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         for shapes, kind in ((tables, dtype), (scalars, wide)):
             for name, shape in shapes.items():
-                setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
+                setattr(self, name,
+                        torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
         self.rope = cfg.rope_dims, cfg.rope_base, cfg.rope_train_len
-        for name, table in zip(("cos", "sin"), rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)):
+        rotary = rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)
+        for name, table in zip(("cos", "sin"), rotary, strict=True):
             self.register_buffer(f"rotary_{name}", table, persistent=False)
         if usable := usable_kernels(device, dtype, kernels):
             self.fuse(usable)
@@ -1346,10 +1450,13 @@ class Golf(torch.nn.Module):
         L, banks = self.cfg.num_layers, self.banks.items()
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
-        kinds = [stack.mT if flipped else stack for stack, flipped in kinds]  # [blocks, rows, columns]
+        # [blocks, rows, columns]
+        kinds = [stack.mT if flipped else stack for stack, flipped in kinds]
         stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
         stack = joined(stack, kernels) if freeze is None else stack
-        blocks = [BlockWeights(*w) for w in zip(*([None] * L if t is None else t.unbind(0) for t in stack))]
+        columns = [[None] * L if t is None else t.unbind(0) for t in stack]
+        # a bank may end in padding
+        blocks = [BlockWeights(*w) for w in zip(*columns, strict=False)]
         if freeze is None:
             return blocks
         return [joined(w, kernels) for w in freeze(blocks)]
@@ -1358,7 +1465,8 @@ class Golf(torch.nn.Module):
         "Tokens [B, T] as the blocks' input x0 [B, T, D]."
         x = F.embedding(ids, self.tok_emb).to(self.compute)
         if self.cfg.bigram_vocab_size:
-            pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]), self.bigram_table).to(x.dtype)
+            pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]),
+                               self.bigram_table).to(x.dtype)
             x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
         return smear(rms_norm(x), self.smear_gate)
 
@@ -1368,7 +1476,8 @@ class Golf(torch.nn.Module):
             return {}
         ve = F.embedding(ids, self.ve_table).to(self.compute)
         ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
-        return {i: ve * s for i, s in zip(self.ve_blocks, self.ve_layer_scales.to(ve.dtype).unbind(0))}
+        scales = self.ve_layer_scales.to(ve.dtype).unbind(0)
+        return {i: ve * s for i, s in zip(self.ve_blocks, scales, strict=True)}
 
     def run_blocks(self, x: Tensor, run: Callable) -> Tensor:
         """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
@@ -1386,19 +1495,24 @@ class Golf(torch.nn.Module):
                 outputs[i] = x
         return x
 
-    def forward(self, ids: Tensor, last_n: int | None = None, rope_len: int | None = None) -> Tensor:
-        """Logits [B, last_n, V] before the cap, of tokens [B, T]; all positions if `last_n` is None.
+    def forward(self, ids: Tensor, last_n: int | None = None,
+                rope_len: int | None = None) -> Tensor:
+        """Logits [B, last_n, V] before the cap, of tokens [B, T]; all
+        positions if `last_n` is None.
 
-        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a `last_n`
-        that is not in 1..T."""
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a
+        `last_n` that is not in 1..T."""
         T = ids.shape[1]
         if last_n is not None and not 1 <= last_n <= T:
             raise GolfError(f"last_n must be between 1 and the row length {T}: found {last_n}")
-        x0, values, weights = self.embed(ids), self.value_embeddings(ids), self.weights(self.kernels)
+        x0 = self.embed(ids)
+        values = self.value_embeddings(ids)
+        weights = self.weights(self.kernels)
         cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
 
         def run(x, i, last):
-            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i), last_n if last else None)
+            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i),
+                                      last_n if last else None)
 
         return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
 
@@ -1420,7 +1534,8 @@ def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
     "Weights of a block, or of all blocks, as these kernels want them."
-    q, k, v, out, down = (t[:len(w.gain)] if t.ndim == 3 else t for t in (w.q, w.k, w.v, w.out, w.down))
+    q, k, v, out, down = (t[:len(w.gain)] if t.ndim == 3 else t
+                          for t in (w.q, w.k, w.v, w.out, w.down))
     if "heads" in kernels:
         w = w._replace(qkv=torch.cat((q, k, v), dim=-2))
     if "fold" in kernels:
@@ -1430,8 +1545,10 @@ def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
     return w
 
 
-WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table", "bigram.scale": "bigram_scale",
-         "bigram.proj.weight": "bigram_proj", "smear.gate": "smear_gate", "skip_weights": "skip_weights",
+WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table",
+         "bigram.scale": "bigram_scale",
+         "bigram.proj.weight": "bigram_proj", "smear.gate": "smear_gate",
+         "skip_weights": "skip_weights",
          "ve_shared.embed.weight": "ve_table", "ve_shared.proj.weight": "ve_proj",
          "ve_shared.scale": "ve_scale"}
 
@@ -1440,7 +1557,8 @@ def published_names(model: Golf) -> dict[str, tuple]:
     "Published name -> (parameter, index into it) for everything that is not in a bank."
     cfg = model.cfg
     present = {*model.tables, *model.scalars}
-    names: dict[str, tuple] = {name: (param, ...) for name, param in WHOLE.items() if param in present}
+    names: dict[str, tuple] = {name: (param, ...)
+                               for name, param in WHOLE.items() if param in present}
     for j in range(len(cfg.ve_layer_list)):
         names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
     for i in range(cfg.num_layers):
@@ -1450,17 +1568,18 @@ def published_names(model: Golf) -> dict[str, tuple]:
 
 
 def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
-    "Views of full banks and other parameters (tensors by their names here) under the published names."
+    "Views of full banks and other parameters (by their names here) under the published names."
     views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
     return views | unbank(model.layout, banks)
 
 
 @torch.no_grad()
 def named_state(model: Golf, banks: dict | None = None, others: Mapping | None = None) -> dict:
-    "Copies of the weights, or of these banks and other parameters in their place, under the published names."
+    "Copies of the weights, or of these banks and others, under the published names."
     own = model.role_params()
     views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
-    return {name: view.detach().clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+    return {name: view.detach().clone(memory_format=torch.contiguous_format)
+            for name, view in views.items()}
 
 
 @torch.no_grad()
@@ -1473,18 +1592,20 @@ def load_named(model: Golf, state: Mapping[str, Tensor]):
     if wrong := sorted(set(views) ^ set(state)):
         kind = "lack" if wrong[0] in views else "have the unknown"
         raise GolfError(f"these weights do not belong to this model: they {kind} {wrong[0]!r} "
-                        f"({len(wrong)} names differ); build the model from the settings saved with them")
+                        f"({len(wrong)} names differ); build the model from the settings "
+                        "saved with them")
     for name, view in views.items():
         one = view.shape == (1,) and state[name].ndim == 0  # as older files have it
         if view.shape != state[name].shape and not one:
             raise GolfError(f"tensor {name} must have shape {tuple(view.shape)}: found "
-                            f"{tuple(state[name].shape)}; build the model from the settings saved with it")
+                            f"{tuple(state[name].shape)}; build the model from the settings "
+                            "saved with it")
     for name, view in views.items():
         view.copy_(state[name])
 
 
 def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
-    "All random tensors of a fresh model by published name, drawn on a CPU in the published order (PR #549)."
+    "All random tensors of a fresh model by published name, drawn in the published order (PR #549)."
     g, tables, out = torch.Generator().manual_seed(seed), table_shapes(cfg), {}
     scalars = scalar_shapes(cfg, WeightedSkips())  # for skips nothing is drawn
 
@@ -1498,19 +1619,22 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
         normal(tables[table], 1.0)  # thrown away
         rows = normal(tables[table], 0.01) if kind == "ve_shared" else torch.zeros(tables[table])
         out[f"{kind}.embed.weight"] = rows
-        torch.nn.init.kaiming_uniform_(torch.empty(scalars[proj]), a=math.sqrt(5), generator=g)  # thrown away
+        # thrown away
+        torch.nn.init.kaiming_uniform_(torch.empty(scalars[proj]), a=math.sqrt(5), generator=g)
     out["tok_emb.weight"] = normal(tables["tok_emb"], cfg.tied_embed_init_std)
     shapes = {m.name: (m.rows, m.cols) for _, _, m in bank_per_shape(cfg, 1)}
     for i in range(cfg.num_layers):
-        for name in (f"blocks.{i}.{part}.weight" for part in ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")):
+        for name in (f"blocks.{i}.{part}.weight"
+                     for part in ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")):
             out[name] = orthogonal(shapes[name])
     return out | {f"{kind}.proj.weight": orthogonal(scalars[proj]) for kind, _, proj in kinds}
 
 
 def init_model(model: Golf, cfg: ModelSettings, seed: int):
-    "Fill a fresh model: the published draws for `seed`, constants for the rest, rounded to bfloat16 once."
+    "Fill a fresh model: published draws for `seed`, constants for the rest, rounded to bfloat16."
     constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
-                "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05, "ve_scale": 0.1}
+                "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05,
+                "ve_scale": 0.1}
     state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
     for name, (param, _) in published_names(model).items():
         state[name].fill_(constant.get(param, 0.0))
@@ -1534,12 +1658,13 @@ def saved_settings(model: Golf) -> dict:
     return values | {"plan": plan, "skip_gate": model.skips.word}
 
 
-CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear", "ve_layer_scales",
+CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear",
+                 "ve_layer_scales",
                  "ve_shared.scale", "bigram.scale")
 
 
 def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> str:
-    "How an artifact stores the tensor of this name: fp16 up to `small` elements, else fp32, int6 or int8."
+    "How an artifact stores this tensor: fp16 up to `small` elements, else fp32, int6 or int8."
     if math.prod(shape) <= small:
         return "fp16"
     if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
@@ -1607,7 +1732,7 @@ HEADER_BYTES = 1024
 
 @contextmanager
 def shard_file(path: str | Path):
-    "An open shard and its number of tokens. Raises GolfError if it is missing, damaged or no shard."
+    "An open shard and its number of tokens. GolfError if it is missing, damaged or no shard."
     try:
         with open(path, "rb", buffering=0) as file:
             stat = os.fstat(file.fileno())
@@ -1630,9 +1755,12 @@ def _checked_header(path: str, size: int, mtime_ns: int) -> int:
     for wrong, sentence in (
         (size < HEADER_BYTES + 2, f"have a header of {HEADER_BYTES} bytes and at least one token, "
                                   f"found {size} bytes: it is empty or cut off, build it again"),
-        (magic != SHARD_MAGIC, f"start with magic {SHARD_MAGIC}, found {magic}: it is no token shard"),
-        (version != SHARD_VERSION, f"be of version {SHARD_VERSION}, found {version}: build it again"),
-        (tokens < 1 or size != wanted, f"have {wanted:,} bytes for its {tokens:,} tokens, found {size:,}: "
+        (magic != SHARD_MAGIC,
+         f"start with magic {SHARD_MAGIC}, found {magic}: it is no token shard"),
+        (version != SHARD_VERSION,
+         f"be of version {SHARD_VERSION}, found {version}: build it again"),
+        (tokens < 1 or size != wanted,
+         f"have {wanted:,} bytes for its {tokens:,} tokens, found {size:,}: "
                                        "it is cut off or damaged, copy or build it again"),
     ):
         if wrong:
@@ -1643,7 +1771,8 @@ def _checked_header(path: str, size: int, mtime_ns: int) -> int:
 def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
     """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
 
-    Raises GolfError as `shard_file` does, if the shard no longer has `expected` tokens, or if it ends early.
+    Raises GolfError as `shard_file` does, if the shard no longer has
+    `expected` tokens, or if it ends early.
     """
     with shard_file(path) as (file, tokens):
         if tokens != (expected or tokens):
@@ -1652,12 +1781,13 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
         part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
     if part.size < count:
         raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
+                        f"{count - part.size:,} of them missing: it is cut off or damaged, "
+                        "build it again")
     return part
 
 
 def find_shards(pattern: str | Path) -> list[Path]:
-    "The shards that a path or a pattern with * and ? names, sorted. Raises GolfError if there is none."
+    "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
     text = str(pattern)
     found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
     if not found:
@@ -1667,14 +1797,15 @@ def find_shards(pattern: str | Path) -> list[Path]:
 
 
 def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
-    "The tokens of all matching shards, uint16 [n]. Raises GolfError unless all are below `vocab_size`."
+    "The tokens of all matching shards, uint16 [n]. GolfError unless all are below `vocab_size`."
     parts = []
     for path in find_shards(pattern):
         parts.append(read_span(path, 0, read_header(path)))
         if vocab_size and parts[-1].max() >= vocab_size:
             at = int(np.argmax(parts[-1] >= vocab_size))
-            raise GolfError(f"tokens of {path} must be below the vocabulary size {vocab_size}, found "
-                            f"{parts[-1][at]} at position {at:,}: the shard belongs to another tokenizer")
+            raise GolfError(f"tokens of {path} must be below the vocabulary size "
+                            f"{vocab_size}, found {parts[-1][at]} at position {at:,}: the "
+                            "shard belongs to another tokenizer")
     return np.concatenate(parts).astype(np.uint16, copy=False)
 
 
@@ -1683,8 +1814,9 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
     tokens = read_tokens(pattern, vocab_size=vocab_size)
     rows = (tokens.size - 1) // seq_len
     if rows < 1:
-        raise GolfError(f"validation must hold at least one window of {seq_len} tokens and one more, found "
-                        f"{tokens.size} tokens in {pattern}: use more validation text or a shorter window")
+        raise GolfError(f"validation must hold at least one window of {seq_len} tokens and "
+                        f"one more, found {tokens.size} tokens in {pattern}: use more "
+                        "validation text or a shorter window")
     return tokens[: rows * seq_len + 1]
 
 
@@ -1698,11 +1830,12 @@ class WindowSampler:
     An order of windows derives from this class and says five things:
 
     - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out, in a
-      form of its own; the same list on every rank, so what is random comes from a seed that all share
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are
+      dealt out, in a form of its own; the same list on every rank, so what is random
+      comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
-    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no key named
-      order, corpus or turn
+    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no
+      key named order, corpus or turn
     - `go_to(place)`: go there; the next plan is then what it would have been
     """
     order = ""
@@ -1743,11 +1876,15 @@ class WindowSampler:
         self.planned = self.plan()
 
     def read(self, shard: int, begin: int, count: int) -> np.ndarray:
-        "Tokens of a shard. GolfError if there are fewer, one is too large, or the shard has changed."
+        """Tokens of a shard.
+
+        GolfError if there are fewer, one is too large, or the shard has changed.
+        """
         part = read_span(self.paths[shard], begin, count, self.tokens[shard])
         if part.size and part.max() >= self.vocab_size:
-            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, found {part.max()} in "
-                            f"{self.paths[shard]}: the shard belongs to another tokenizer")
+            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, "
+                            f"found {part.max()} in {self.paths[shard]}: the shard "
+                            "belongs to another tokenizer")
         return part
 
     def state(self) -> dict:
@@ -1759,8 +1896,9 @@ class WindowSampler:
         "Go to a place that `state` gave. Raises GolfError for another order or corpus."
         found = (state.get("order"), state.get("corpus"))
         if found != (self.order, self.corpus):
-            raise GolfError(f"a saved loader state must be of order and corpus {(self.order, self.corpus)}, "
-                            f"found {found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
+            raise GolfError("a saved loader state must be of order and corpus "
+                            f"{(self.order, self.corpus)}, found {found}: go on with the same "
+                            "shards, TRAIN_SEQ_LEN and LOADER")
         self.go_to(state)
         self.turn = int(state["turn"])
         if self.turn:
@@ -1800,7 +1938,8 @@ class WindowSampler:
 class SequentialSampler(WindowSampler):
     """The baseline's order: the joined shards, round and round.
 
-    A step is cut into `spans`, each a token longer than its rows; 0: one for each rank and micro-batch.
+    A step is cut into `spans`, each a token longer than its rows; 0: one
+    for each rank and micro-batch.
     """
     order = "sequential"
 
@@ -1850,7 +1989,7 @@ class SequentialSampler(WindowSampler):
 
 
 def grad_accum(world: int) -> int:
-    "Micro-steps of a step on `world` ranks, so that a rank holds at most an eighth of the batch at once."
+    "Micro-steps of a step: a rank holds at most an eighth of the batch at once."
     return max(1, 8 // world)
 
 
@@ -1859,8 +1998,10 @@ class LoaderSettings(BaseSettings):
     "What one training step reads."
     data_path: str = setting("./data/datasets/fineweb10B_sp1024",
                              "directory of NAME_train_*.bin and NAME_val_*.bin: path")
-    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens", bounds="> 0")
-    seed: int = setting(1337, "seed of initial weights and loader's order: integer", bounds="[0, 2^63)")
+    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens",
+                                      bounds="> 0")
+    seed: int = setting(1337, "seed of initial weights and loader's order: integer",
+                        bounds="[0, 2^63)")
 
     def rows_per_micro(self, world: int, seq_len: int) -> int:
         "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-batch."
@@ -1871,16 +2012,18 @@ def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[st
     "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
     tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
     if tokens % part:
-        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, in number a "
-               f"multiple of {world} ranks x {grad_accum(world)} micro-batches, found {tokens} tokens: "
-               f"set it to {max(1, tokens // part) * part} or use another number of ranks")
+        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, "
+               f"in number a multiple of {world} ranks x {grad_accum(world)} "
+               f"micro-batches, found {tokens} tokens: set it to "
+               f"{max(1, tokens // part) * part} or use another number of ranks")
 
 
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 
 class Loader:
-    """An endless iterator over batches on a device, built ahead by a thread. Use it in a `with`, or close it.
+    """An endless iterator over batches on a device, built ahead by a thread.
+    Use it in a `with`, or close it.
 
     It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
     batches are built ahead.
@@ -1893,7 +2036,8 @@ class Loader:
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
         shape = (sampler.rows, sampler.seq_len + 1)
-        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
+        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda)
+                        for _ in range(depth)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
         sampler.check()
@@ -1950,15 +2094,19 @@ class Loader:
             batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
         self.sent.append((batch, state, self.stream and self.stream.record_event()))
 
-    def __next__(self) -> Batch:
-        "The next batch, ready for the current stream. Raises an error of the thread, then on every call."
-        if self.thread is None:
-            raise GolfError("the loader must be open, found it closed: make a new Loader, or rewind this one")
-        for buffer, event in self.copied:  # a step ago
+    def take_back(self) -> None:
+        "Wait for the copies that were under way a step ago, and give the thread their buffers."
+        for buffer, event in self.copied:
             if event is not None:
                 event.synchronize()
             self.free.put(buffer)
         self.copied = []
+
+    def send_ahead(self) -> None:
+        """Send this call's batch, and the following one if it is built.
+
+        Raises an error of the thread.
+        """
         while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
             built = self.ready.get()
             if isinstance(built, BaseException):
@@ -1967,6 +2115,17 @@ class Loader:
                     raise built
                 break
             self.send(*built)
+
+    def __next__(self) -> Batch:
+        """The next batch, ready for the current stream.
+
+        Raises an error of the thread, then on every call.
+        """
+        if self.thread is None:
+            raise GolfError("the loader must be open, found it closed: make a "
+                            "new Loader, or rewind this one")
+        self.take_back()
+        self.send_ahead()
         batch, self.given, arrived = self.sent.popleft()
         if arrived is not None:
             current = torch.cuda.current_stream(self.device)
@@ -1980,14 +2139,19 @@ class Loader:
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 
 
-def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
-    "alpha * a @ b + beta * b for a [n, M, M] and b [n, M, N]; `symmetric`: the result equals its transpose."
+def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float,
+                  symmetric: bool = False) -> Tensor:
+    """alpha * a @ b + beta * b for a [n, M, M] and b [n, M, N].
+
+    `symmetric`: the result equals its transpose.
+    """
     return torch.baddbmm(b, a, b, beta=beta, alpha=alpha)
 
 
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
-    """Each matrix of G [..., r, c] orthogonal, in three products a step; zero ones stay zero (PR #399).
+    """Each matrix of G [..., r, c] orthogonal, in three products a step;
+    zero ones stay zero (PR #399).
 
     A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
     `dtype` of products and result, None: G's; `kernels`: use Triton where it can run. Raises
@@ -2000,7 +2164,8 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
     fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
-    fused = fused and not (X.requires_grad and torch.is_grad_enabled())  # a kernel has no derivative
+    # a kernel has no derivative
+    fused = fused and not (X.requires_grad and torch.is_grad_enabled())
     norm = X.norm(dim=(-2, -1), keepdim=True) * scale + eps
     add = kernel_product if fused else plain_product
     X = torch.div(X, norm, out=X.new_empty(X.shape)) if fused else X / norm  # rows lie together
@@ -2036,7 +2201,10 @@ def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tens
 
 def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
                       SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
-    "One tile of `plain_product`, whose result has M rows and N columns; _slot, _row and _col are strides."
+    """One tile of `plain_product`, whose result has M rows and N columns.
+
+    _slot, _row and _col are strides.
+    """
     across = tl.cdiv(N, SIDE)
     first, left = tl.program_id(0) // across * SIDE, tl.program_id(0) % across * SIDE
     if SYMMETRIC:
@@ -2049,7 +2217,8 @@ def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_co
     x, acc = b + k[:, None] * b_row, tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for at in tl.range(0, M, BK):
         left_part = tl.load(a, mask=(row[:, None] < M) & (k[None, :] < M - at), other=0.0)
-        acc = tl.dot(left_part, tl.load(x, mask=(k[:, None] < M - at) & (col[None, :] < N), other=0.0), acc)
+        acc = tl.dot(left_part,
+                     tl.load(x, mask=(k[:, None] < M - at) & (col[None, :] < N), other=0.0), acc)
         a += BK * a_col
         x += BK * b_row
     live = (row[:, None] < M) & (col[None, :] < N)
@@ -2063,7 +2232,8 @@ def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_co
             tl.store(out + col[:, None] * N + row[None, :], tl.trans(found), mask=mirrored)
 
 
-def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: bool = False) -> Tensor:
+def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float,
+                   symmetric: bool = False) -> Tensor:
     "`plain_product` in one launch, sums in fp32. Raises GolfError where no kernel can run."
     check_runnable(a)
     n, M, N = b.shape
@@ -2073,7 +2243,8 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
     out = b.new_empty(n, M, N)
     with torch.cuda.device_of(a):  # Triton launches on the current device
         jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
-            a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric, SIDE=side, BK=64,
+            a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric,
+            SIDE=side, BK=64,
             num_warps=4, num_stages=stages)
     return out
 
@@ -2081,22 +2252,23 @@ def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float, symmetric: b
 # ---- golfnb/plan.py ----
 @dataclass(frozen=True)
 class CommSchedule:
-    "The communication schedule: banks in order of their reduce-scatters, and of their updates and gathers."
+    "The communication schedule: banks in order of reduce-scatters, and of updates and gathers."
     scatter: tuple[str, ...]
     work: tuple[str, ...]
 
 
 def check_comm_schedule(plan: CommSchedule, layout: Layout):
-    "Raises GolfError unless both orders name every bank once: a bank left out would never be updated."
+    "Raises GolfError unless both orders name every bank once: else one is never updated."
     banks = sorted(b.name for b in layout.banks)
     for what, order in (("scatter", plan.scatter), ("work", plan.work)):
         if sorted(order) != banks:
-            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} exactly once: "
-                            f"found {', '.join(order) or 'nothing'}; make it with comm_schedule(layout)")
+            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} "
+                            f"exactly once: found {', '.join(order) or 'nothing'}; make "
+                            "it with comm_schedule(layout)")
 
 
 def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
-    "Both orders by unpadded size; `order` is big_first or small_first. Raises GolfError for another word."
+    "Both orders by unpadded size; `order` is big_first or small_first. GolfError for another word."
     if order not in ("big_first", "small_first"):
         raise GolfError(f"a plan's order must be big_first or small_first: found {order!r}")
     size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
@@ -2105,6 +2277,10 @@ def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
 
 
 # ---- golfnb/parallel_muon.py ----
+# torch gives these names out without saying so to type checkers: torch._foreach_copy_, dist.rendezvous
+# pyright: reportPrivateImportUsage=false
+
+
 class Ranks:
     """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
 
@@ -2113,8 +2289,9 @@ class Ranks:
     on it.
     """
 
-    def __init__(self, rank=0, world=1, device="cpu", long_timeout_group=None, group=None, local=None, node=0,
-                 nodes=1):
+    def __init__(self, rank: int = 0, world: int = 1, device: str | torch.device = "cpu",
+                 long_timeout_group=None, group=None, local: int | None = None, node: int = 0,
+                 nodes: int = 1):
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.long_timeout_group = long_timeout_group
         self.group = group
@@ -2328,14 +2505,14 @@ class Muon:
         self.steps = steps
         self.product_dtype = product_dtype
 
-    def state(self, shard: ShardedBank) -> dict[str, Tensor]:
+    def state(self, part: ShardedBank) -> dict[str, Tensor]:
         "What the rule keeps of a shard."
-        return {"momentum_buffer": torch.zeros_like(shard.grad)}
+        return {"momentum_buffer": torch.zeros_like(part.grad)}
 
-    def update(self, shard: ShardedBank, grad: Tensor, scalars: StepScalars):
+    def update(self, part: ShardedBank, grad: Tensor, scalars: StepScalars):
         "One step of a shard from its mean gradient `grad` [n, r, c], in place."
         lr = scalars.lr_schedule * self.lr
-        self.move(shard, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
+        self.move(part, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
 
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
         "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
@@ -2431,7 +2608,7 @@ class FlatGroup:
 
     def spaced(self, tensors: list) -> list:
         "The tensors of all parameters, flat, each followed by the zeros that keep the next one aligned."
-        return [t for k, p in zip(self.params, tensors) for t in (p.reshape(-1), self.gaps[k])]
+        return [t for k, p in zip(self.params, tensors, strict=True) for t in (p.reshape(-1), self.gaps[k])]
 
     def view(self, flat: Tensor) -> dict:
         "Name -> view of `flat` [n] in that parameter's shape."
@@ -2465,7 +2642,7 @@ class AdamW:
     masters, extra_scalars = False, 0
 
     def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
-                 betas: tuple = (0.9, 0.95), eps: float = 1e-8):
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8):
         self.lr, self.table_lr, self.wd, self.betas, self.eps = lr, table_lr, wd, betas, eps
 
     def rates(self, role: str) -> tuple[float, float]:
@@ -2479,10 +2656,11 @@ class AdamW:
 
     def update(self, group: FlatGroup, grad: Tensor, scalars: StepScalars):
         "One step of a flat group from its mean gradient `grad` [n], segment by segment, in place."
-        count, numbers = scalars.count.clamp(min=1), (*self.betas, self.eps)
+        count, weight = scalars.count.clamp(min=1), group.fp32_shard
+        first, second = group.state["exp_avg"], group.state["exp_avg_sq"]
         for a, b, lr, wd in group.segments:
-            tensors = [t[a:b] for t in (group.fp32_shard, grad, *group.state.values())]
-            adamw_step(*tensors, scalars.lr_schedule * lr, wd, scalars.grads_finite, count, *numbers)
+            adamw_step(weight[a:b], grad[a:b], first[a:b], second[a:b], scalars.lr_schedule * lr, wd,
+                       scalars.grads_finite, count, *self.betas, self.eps)
         group.rounded.copy_(group.fp32_shard)
 
 
@@ -2559,7 +2737,7 @@ class Engine:
         self.bank_steps = {n: CudaGraphed(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
         self.publish()
 
-    def step(self, lr_schedule=1.0, momentum: float = 0.99):
+    def step(self, lr_schedule: float | Tensor = 1.0, momentum: float = 0.99):
         "`launch` and `finish` in one call: gradients in, new weights out."
         self.launch()
         self.finish(lr_schedule, momentum)
@@ -2599,7 +2777,8 @@ class Engine:
                 b.replica.data.fill_(float("nan"))
         return self.control
 
-    def finish(self, lr_schedule=1.0, momentum: float = 0.99, project=None):
+    def finish(self, lr_schedule: float | Tensor = 1.0, momentum: float = 0.99,
+               project: Callable | None = None):
         """Update everything and publish.
 
         `lr_schedule` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
@@ -2613,7 +2792,7 @@ class Engine:
         for n in self.plan.work:
             bank, stream = self.banks[n], self.streams.get(n)
             with torch.cuda.stream(stream):  # does nothing where there is no stream
-                if stream is not None:
+                if stream is not None and ready is not None:
                     stream.wait_event(ready)
                 bank.arrive()
                 self.bank_steps[n]()
@@ -2647,10 +2826,10 @@ class Engine:
         """
         tensors = self.tensors() if tensors is None else tensors
         banks, others = {}, {}
-        for (name, bank), shard in zip(self.banks.items(), tensors):
+        for (name, bank), shard in zip(self.banks.items(), tensors, strict=False):  # the groups' follow
             banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
             wait_all([gather_into(banks[name], shard.contiguous(), bank.ranks)])
-        for g, flat in zip(self.groups, tensors[len(banks):]):
+        for g, flat in zip(self.groups, tensors[len(banks):], strict=False):  # or none of these
             others.update({k: v.clone() for k, v in g.view(flat.to(g.fp32_shard.dtype)).items()})
         return banks, others
 
@@ -2776,7 +2955,7 @@ class ClipEach(NoClip):
 
     def __init__(self, max_norm: float):
         self.max_norm = max_norm
-        self.engine = None  # whose gradients are staged
+        self.engine: Engine | None = None  # whose gradients are staged
         self.staged = {}    # bank name -> gradient, where the recording reads it
         self.wires = {}     # bank name -> what is sent
 
@@ -2786,17 +2965,17 @@ class ClipEach(NoClip):
             self.engine = engine
             self.staged = {n: torch.empty_like(g) for n, g in grads.items()}
             self.wires = {n: torch.empty_like(engine.banks[n].replica.data) for n in grads}
-            self.graphed = CudaGraphed(lambda: self.scale_staged(), engine.device)
+            self.graphed = CudaGraphed(lambda: self.scale_staged(engine), engine.device)
         torch._foreach_copy_(list(self.staged.values()), [grads[n] for n in self.staged])
         self.graphed()
         return dict(self.wires)
 
-    def scale_staged(self):
+    def scale_staged(self, engine: Engine):
         "Measure this rank's gradient and scale it: banks into `wires`, the small ones in place."
-        small = [group.grad for group in self.engine.groups]
-        norm_sq = squared_norm([*self.staged.values(), *small], self.engine.full)
-        self.engine.norm_sq.copy_(norm_sq)
-        factor = clip_coef(self.engine.norm_sq, self.max_norm)
+        small = [group.grad for group in engine.groups]
+        norm_sq = squared_norm([*self.staged.values(), *small], engine.full)
+        engine.norm_sq.copy_(norm_sq)
+        factor = clip_coef(engine.norm_sq, self.max_norm)
         for n, g in self.staged.items():
             torch.mul(g, factor.view(1, 1, 1), out=self.wires[n])
         for g in small:
@@ -2820,13 +2999,15 @@ class EngineSettings(BaseSettings):
 
 # ---- golfnb/evaluate.py ----
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
-    """First tokens `starts [W]` of windows of min(seq_len, n_targets) tokens that score every target once.
+    """First tokens `starts [W]` of windows of min(seq_len, n_targets)
+    tokens that score every target once.
 
-    `keeps [W]`: how many of its last targets a window scores. Raises GolfError for a stride over a row.
+    `keeps [W]`: how many of its last targets a window scores. Raises
+    GolfError for a stride over a row.
     """
     if n_targets < 1 or not 1 <= stride <= seq_len:
-        raise GolfError(f"scoring needs targets, and EVAL_STRIDE from 1 to the row length {seq_len}: found "
-                        f"{n_targets} targets and stride {stride}")
+        raise GolfError("scoring needs targets, and EVAL_STRIDE from 1 to the row length "
+                        f"{seq_len}: found {n_targets} targets and stride {stride}")
     row = min(seq_len, n_targets)
     later = -(-(n_targets - row) // stride)
     starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
@@ -2834,15 +3015,19 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
-    "Batches (first window, one past the last, last_n) of at most `batch_seqs` windows of equal `keeps [W]`."
+    "Batches (first window, one past the last, last_n) of `batch_seqs` windows of equal `keeps`."
     same, counts = torch.unique_consecutive(keeps, return_counts=True)
-    groups = zip(same.tolist(), counts.tolist(), counts.cumsum(0).tolist())
+    ends = counts.cumsum(0)
+    groups = zip(same.tolist(), counts.tolist(), ends.tolist(), strict=True)
     return [(a, min(a + batch_seqs, end), last_n) for last_n, n, end in groups
             for a in range(end - n, end, batch_seqs)]
 
 
 def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
-    "The items; before each, `log.at` says: `what`, how many are done, how many there are, tokens in all."
+    """The items.
+
+    Before each, `log.at` says: `what`, how many are done, how many there are, tokens in all.
+    """
     for i, item in enumerate(items := list(items)):
         if log is not None:
             log.at = what, i, len(items), tokens
@@ -2852,14 +3037,16 @@ def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
 @torch.no_grad()
 def score_windows(model, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
                   batch_seqs: int, out: Tensor | None = None, log=None) -> Tensor:
-    """Score some windows of `row` tokens on this rank alone; returns fp64 [3]: nats, bytes, count of targets.
+    """Score some windows of `row` tokens on this rank alone; returns fp64 [3]:
+    nats, bytes, count of targets.
 
-    `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`; a forward
-    takes `batch_seqs` rows. `out [N]` receives each target's nats.
+    `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`;
+    a forward takes `batch_seqs` rows. `out [N]` receives each target's nats.
     """
     total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
     starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
-    for a, b, last_n in counted(window_batches(keeps, batch_seqs), "scoring", log, tokens.numel() - 1):
+    for a, b, last_n in counted(window_batches(keeps, batch_seqs), "scoring", log,
+                                tokens.numel() - 1):
         first = starts[a:b]
         filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
         ids = tokens[filled[:, None] + span].long()
@@ -2879,7 +3066,10 @@ def share_of(n: int, ranks: Ranks) -> tuple[int, int]:
 
 
 def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
-    "Nats a token and bits per byte of all ranks' `sums [3]`; raises GolfError unless they hold `n` targets."
+    """Nats a token and bits per byte of all ranks' `sums [3]`.
+
+    Raises GolfError unless they hold `n` targets.
+    """
     nll, n_bytes, count = ranks.sum_late(sums).tolist()
     if count != n:
         raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
@@ -2888,8 +3078,12 @@ def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
 
 
 def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
-                 batch_seqs: int, ranks: Ranks, out: Tensor | None = None, log=None) -> tuple[float, float]:
-    "Nats a token and bits per byte of a stream in `windows`, as `score_windows`; every rank must call."
+                 batch_seqs: int, ranks: Ranks, out: Tensor | None = None,
+                 log=None) -> tuple[float, float]:
+    """Nats a token and bits per byte of a stream in `windows`, as `score_windows`.
+
+    Every rank must call.
+    """
     n = tokens.numel() - 1
     starts, keeps = windows(n, seq_len, stride)
     lo, hi = share_of(len(starts), ranks)
@@ -2908,12 +3102,15 @@ def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, 
 class EvalSettings(BaseSettings):
     "How validation is cut into windows."
     eval_seq_len: int = setting(2048, "length of a validation window: tokens", bounds="> 0")
-    eval_stride: int = setting(64, "targets scored by each window after the first: tokens", bounds="> 0")
-    val_batch_size: int = setting(524_288, "size of a validation forward, all ranks: tokens", bounds="> 0")
+    eval_stride: int = setting(64, "targets scored by each window after the first: tokens",
+                               bounds="> 0")
+    val_batch_size: int = setting(524_288, "size of a validation forward, all ranks: tokens",
+                                  bounds="> 0")
 
     def rows_per_score(self, world: int, row: int = 0) -> int:
         "Rows of `row` tokens (0: EVAL_SEQ_LEN) in a scoring forward of each of `world` ranks."
-        return max(1, self.val_batch_size // ((row or self.eval_seq_len) * world * grad_accum(world)))
+        return max(1,
+                   self.val_batch_size // ((row or self.eval_seq_len) * world * grad_accum(world)))
 
     def problems(self) -> Iterator[str]:
         "A stride that would leave targets out."
@@ -2924,14 +3121,15 @@ class EvalSettings(BaseSettings):
 
 
 # ---- golfnb/grid.py ----
-CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)  # GPTQ-lite's candidates; 1.0 is the row maximum
+# GPTQ-lite's candidates; 1.0 is the row maximum
+CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
 FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
 FP16_HUGE = 65504.0                                     # and the largest
 
 
 def row_clip(w: Tensor, quantile: float) -> Tensor:
-    "The row-wise quantile of |w| [..., rows, cols], linear between neighbours; [..., rows], fp32 at least."
+    "Row-wise quantiles [..., rows] of |w| [..., rows, cols], linear between neighbours."
     magnitude = w.abs() if w.dtype == torch.float64 else w.abs().float()
     if quantile >= 1.0:
         return magnitude.amax(-1)
@@ -2941,14 +3139,14 @@ def row_clip(w: Tensor, quantile: float) -> Tensor:
 
 
 def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
-    "Distance of two grid points for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
+    "Step of the grid for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
     least = 1.0 / qmax if floor else FP16_TINY
     scale = (clip / qmax).clamp(least, FP16_HUGE)
     return scale.to(torch.float16).to(clip.dtype)
 
 
 def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
-    "The nearest grid points of w [..., rows, cols], int8 up to qmax; ties go to even; `scale` [..., rows]."
+    "The nearest grid points of w [..., rows, cols] by `scale` [..., rows]: int8, ties to even."
     return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
 
 
@@ -2958,25 +3156,29 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def finite_matrix(w: Tensor) -> Tensor:
-    "w [..., rows, cols] in fp32 at least. Raises GolfError if it is no matrix, empty, or holds a NaN or inf."
+    """w [..., rows, cols] in fp32 at least.
+
+    Raises GolfError if it is no matrix, empty, or holds a NaN or inf.
+    """
     if (bad := int((~torch.isfinite(w)).sum())) or w.ndim < 2 or not w.numel():
-        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor "
-                        f"of shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
+        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or "
+                        f"inf in a tensor of shape {tuple(w.shape)}; check the checkpoint, "
+                        "store other tensors as fp16")
     return w if w.dtype == torch.float64 else w.float()
 
 
 def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
-    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES. Raises
-    GolfError for a NaN or inf.
+    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES.
+    Raises GolfError for a NaN or inf.
     """
     wide, tried = finite_matrix(w), []
     for quantile in CLIP_QUANTILES:
         scale = row_scale(row_clip(wide, quantile), qmax, floor)
         q = quantize_rows(wide, scale, qmax)
         tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
-    qs, scales, errors = map(torch.stack, zip(*tried))
+    qs, scales, errors = map(torch.stack, zip(*tried, strict=True))
     index = (errors > errors.amin(0)).cumprod(0).sum(0)  # the first of those with the least error
     pick = index.expand(1, *index.shape)[..., None]
     q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
@@ -2984,7 +3186,10 @@ def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, T
 
 
 def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
-    "As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows]. Raises GolfError for a NaN."
+    """As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows].
+
+    Raises GolfError for a NaN.
+    """
     wide = finite_matrix(w)
     clip = row_clip(wide, INT8_QUANTILE)
     least = 1.0 / 127 if floor else FP16_TINY
@@ -2994,14 +3199,16 @@ def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
 
 
 # ---- golfnb/quantize.py ----
-KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8", "bf16": "<u2"}
-FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8",
+               "bf16": "<u2"}
+FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
+          "bf16": torch.bfloat16}
 INT_MAX = {"int6": 31, "int8": 127}  # largest integer of the kinds that have a scale per row
 
 
 @dataclass
 class Packed:
-    "One tensor as it is stored: `data` in its shape (bf16 as uint16), for integers a `scale` fp16 [rows]."
+    "A tensor as stored: `data` in its shape (bf16 as uint16), for integers a `scale` fp16 [rows]."
     kind: str
     shape: tuple[int, ...]
     data: np.ndarray
@@ -3012,8 +3219,8 @@ def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     "Store a tensor of any shape as floats; GolfError, naming it, if it is not finite in that kind."
     rounded = w.detach().to(FLOATS[kind]).cpu().contiguous()
     if not torch.isfinite(rounded).all():
-        raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: "
-                        "the run has diverged, export earlier weights")
+        raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of "
+                        "range: the run has diverged, export earlier weights")
     if kind == "bf16":
         rounded = rounded.view(torch.uint16)  # NumPy has no bf16
     return Packed(kind, tuple(w.shape), rounded.numpy())
@@ -3025,7 +3232,7 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
 
 
 def std_scale(w: Tensor, k: float) -> Tensor:
-    "int6 scales [rows] = k * std(row) / 31 of w [rows, cols], std about zero (parameter-golf PR #1794)."
+    "int6 scales [rows] of w [rows, cols]: k * std(row) / 31, about zero (parameter-golf PR #1794)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), 31)
 
@@ -3039,8 +3246,9 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: flo
     Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
     """
     if w.ndim != 2 or not torch.isfinite(w).all():
-        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape"
-                        f" {tuple(w.shape)}: the run has diverged or the name is misspelt")
+        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found "
+                        f"NaN, infinity or shape {tuple(w.shape)}: the run has "
+                        "diverged or the name is misspelt")
     if kind == "int8":
         q, scale = quantize_int8(w, scale_floor)
     elif not k:
@@ -3051,8 +3259,12 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: flo
     return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
 
 
-def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX, log=None) -> dict:
-    "Named weights as name -> Packed, as PR #399: fp16 up to `small` elements; arguments as of `pack_rows`."
+def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX,
+                   log=None) -> dict:
+    """Named weights as name -> Packed, as PR #399: fp16 up to `small` elements.
+
+    Arguments as of `pack_rows`.
+    """
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
     packed = {}
     for name, kind in counted(kinds.items(), "quantizing", log):
@@ -3067,12 +3279,13 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
     state = {}
     for name, p in packed.items():
-        if p.kind in INT_MAX:
-            scale = torch.from_numpy(p.scale.astype(np.float32))
-            state[name] = dequantize_rows(torch.from_numpy(np.array(p.data)), scale).bfloat16().float()
-        else:
+        if p.scale is None:
             plain = unpack_plain(p)
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
+        else:
+            scale = torch.from_numpy(p.scale.astype(np.float32))
+            integers = torch.from_numpy(np.array(p.data))
+            state[name] = dequantize_rows(integers, scale).bfloat16().float()
     return state
 
 
@@ -3086,11 +3299,13 @@ SECTIONS = {**KIND_DTYPES, "scale": "<f2"}  # numpy dtypes, in the file's order
 @dataclass
 class ArtifactSettings(BaseSettings):
     "The file that is judged."
-    target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes", bounds="> 0")
+    target_bytes: int = setting(ARTIFACT_CAP, "artifact and code together at most: bytes",
+                                bounds="> 0")
 
 
 class Plain:
-    """No compression. Other codecs derive from it and have a `name` and both functions of their own.
+    """No compression. Other codecs derive from it and have a `name` and
+    both functions of their own.
 
     `shapes`: the bytes [rows, cols] of each tensor in a section, one after the other.
     """
@@ -3103,7 +3318,7 @@ class Plain:
         "The name to record for a section, and the bytes to store."
         return self.name, raw
 
-    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes | memoryview:
         "The `size` bytes of a section, one more if there are more. Any exception means damage."
         return stored
 
@@ -3120,12 +3335,12 @@ class Lzma(Plain):
         "Preset 6, with a checksum of its own."
         return self.name, lzma.compress(raw, preset=6)
 
-    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
         "A section again; the decoder has a limit of memory."
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
 
-def whole_stream(coder, stored: bytes, size: int) -> bytes:
+def whole_stream(coder, stored: bytes | memoryview, size: int) -> bytes:
     "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
@@ -3135,8 +3350,8 @@ def whole_stream(coder, stored: bytes, size: int) -> bytes:
 
 def section_damage(name: str, size: int, found: str) -> GolfError:
     "The error for a section that does not decode to its size."
-    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
-                     "damaged or of a later version, copy or make it again")
+    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: "
+                     "the file is damaged or of a later version, copy or make it again")
 
 
 def decompress_section(stored: bytes, name: str, shapes: list,
@@ -3150,6 +3365,7 @@ def decompress_section(stored: bytes, name: str, shapes: list,
         raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
                         f"{name!r:.60}: read it with the version or the program that wrote it")
     size = sum(map(math.prod, shapes))
+    raw = b""
     try:
         raw = codecs[name].decompress(stored, size, shapes)
     except GolfError:
@@ -3162,7 +3378,10 @@ def decompress_section(stored: bytes, name: str, shapes: list,
 
 
 def section_plan(tensors: list) -> dict[str, list]:
-    "Bytes [rows, cols] of the tensors in each section, in order; of floats and scales a number is a row."
+    """Bytes [rows, cols] of the tensors in each section, in order.
+
+    Of floats and scales a number is a row.
+    """
     plan = {kind: [tuple(shape) for _, k, shape in tensors if k == kind] for kind in KIND_DTYPES}
     plan["scale"] = [shape[:1] for kind in INT_MAX for shape in plan[kind]]
     for section in set(plan) - set(INT_MAX):
@@ -3171,7 +3390,7 @@ def section_plan(tensors: list) -> dict[str, list]:
 
 
 def seal(header: bytes, payload: bytes) -> bytes:
-    "A container of a deflated header and its sections: magic, version, length and checksum in front."
+    "A container of deflated header and sections: magic, version, length and checksum in front."
     front = struct.pack("<8sII", ARTIFACT_MAGIC, ARTIFACT_VERSION, len(header))
     return front + hashlib.sha256(front + header + payload).digest() + header + payload
 
@@ -3187,14 +3406,15 @@ def refuse_word(codec) -> None:
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     """The container of a packed state, its sections stored by `codec`.
 
-    `meta` holds facts that JSON can hold: settings, tokenizer_sha256, vocab_size, recipe, seed, steps.
+    `meta` holds facts that JSON can hold: settings, tokenizer_sha256,
+    vocab_size, recipe, seed, steps.
     """
     refuse_word(codec)
     tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
     parts = {section: [] for section in SECTIONS}
     for p in (packed[name] for name, _, _ in tensors):
         parts[p.kind].append(p.data.astype(KIND_DTYPES[p.kind], copy=False).tobytes())
-        if p.kind in INT_MAX:
+        if p.scale is not None:
             parts["scale"].append(p.scale.astype("<f2").tobytes())
     sections = []
     payload = b""
@@ -3210,18 +3430,20 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
 def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
     "(deflated header, payload) of a container whose checksum is right; raises GolfError."
     if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
-        raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes "
-                        f"or more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
+        raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have "
+                        f"{PREFIX_BYTES} bytes or more, found {data[:8]!r} in {len(data)}: it "
+                        "is another kind of file or cut off")
     version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
     if version != ARTIFACT_VERSION:
-        raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
-                        "the golfnb that wrote it")
+        raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: "
+                        "read it with the golfnb that wrote it")
     rest = memoryview(data)[PREFIX_BYTES:]
     found = hashlib.sha256(data[:16])
     found.update(rest)
     if found.digest() != checksum:
         raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
-                        f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
+                        f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or "
+                        "make it again")
     return rest[:length], rest[length:]
 
 
@@ -3237,7 +3459,8 @@ def decode_sections(header: dict, payload: memoryview,
     tensors = header["tensors"]
     streams = {}
     packed = {}
-    for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
+    for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values(),
+                                                strict=True):
         raw = decompress_section(bytes(payload[:length]), codec, shapes, codecs)
         payload = payload[length:]
         streams[section] = np.frombuffer(raw, SECTIONS[section])
@@ -3273,16 +3496,16 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     over = path.with_name(path.name + ".over")
     if total > cap:
         atomic_write(over, data)
-        raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} ({total - cap:,}"
-                        f" too many): the artifact is kept as {over}, make a smaller one with "
-                        f"`golfnb quantize {path.parent} --target-bytes {cap}`")
+        raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} "
+                        f"({total - cap:,} too many): the artifact is kept as {over}, make a "
+                        f"smaller one with `golfnb quantize {path.parent} --target-bytes {cap}`")
     atomic_write(path, data)
     over.unlink(missing_ok=True)
     return len(data)
 
 
 def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict) -> int:
-    "Save unquantized weights, whole or not at all; returns the bytes. Raises GolfError for other dtypes."
+    "Save unquantized weights, whole or not at all; returns the bytes. GolfError for other dtypes."
     kinds = {dtype: kind for kind, dtype in FLOATS.items()}
     for name, w in named.items():
         if w.dtype not in kinds:
@@ -3291,7 +3514,8 @@ def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict
     return save_artifact(path, plain, meta, Plain())
 
 
-LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls", scale="row scales")
+LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls",
+                    scale="row scales")
 
 
 def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[str, int]]:
@@ -3306,19 +3530,29 @@ def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[st
 
 
 # ---- golfnb/averaging.py ----
+# torch gives out torch._foreach_lerp_ and its like without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
+
+
 def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
     "Copies in at least fp32: in bf16 an average would swallow its small steps."
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
 
 class NoAverage:
-    "Exports the last weights. `tensors`: the weights before the first step, in the order of all later calls."
+    """Exports the last weights.
+
+    `tensors`: the weights before the first step, in the order of all later calls.
+    """
 
     def __init__(self, tensors: list[Tensor]):
         self.newest = tensors
 
-    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
-        "Take in the weights after `step`, made at `lr_schedule` of the peak learning rate; never waits."
+    def update(self, tensors: list[Tensor], step: int, lr_schedule: Tensor | float):
+        """Take in the weights after `step`, made at `lr_schedule` of the peak learning rate.
+
+        Never waits.
+        """
         self.newest = tensors
 
     def weights(self) -> list[Tensor]:
@@ -3335,11 +3569,12 @@ class NoAverage:
 
 
 class Ema(NoAverage):
-    "E = decay*E + (1-decay)*W after every step (PR #549), from a copy of `tensors`, the initial weights."
+    "E = decay*E + (1-decay)*W after every step (PR #549), from the initial weights `tensors`."
 
     def __init__(self, tensors: list[Tensor], decay: float = 0.997):
         if not 0 <= decay < 1:
-            raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
+            raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 "
+                            "keeps only the last weights")
         self.tensors = wide_copy(tensors)
         self.decay = decay
 
@@ -3361,8 +3596,10 @@ class Ema(NoAverage):
 @dataclass
 class AveragingSettings(BaseSettings):
     "How the averages of the weights are taken."
-    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio", bounds="[0, 1)")
-    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps", bounds="> 0")
+    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio",
+                               bounds="[0, 1)")
+    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps",
+                             bounds="> 0")
 
 
 # ---- golfnb/train.py ----
@@ -3370,18 +3607,25 @@ class AveragingSettings(BaseSettings):
 class TrainSettings(AveragingSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
     iterations: int = setting(9000, "training steps at most: steps", bounds="> 0")
-    warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps", bounds=">= 0")
+    warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps",
+                                  bounds=">= 0")
     warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards: steps",
                                bounds="0 to 10000")
-    max_wallclock_seconds: float = setting(600.0, "training time; 0: no limit: seconds", bounds=">= 0")
-    val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps", bounds=">= 0")
-    train_log_every: int = setting(500, "steps between logged losses; 0: ten in all: steps", bounds=">= 0")
+    max_wallclock_seconds: float = setting(600.0, "training time; 0: no limit: seconds",
+                                           bounds=">= 0")
+    val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps",
+                                  bounds=">= 0")
+    train_log_every: int = setting(500, "steps between logged losses; 0: ten in all: steps",
+                                   bounds=">= 0")
     muon_momentum: float = setting(0.99, "Muon momentum once warmed up: ratio", bounds="[0, 1)")
-    muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio", bounds="[0, 1)")
+    muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio",
+                                                bounds="[0, 1)")
     muon_momentum_warmup_steps: int = setting(1500, "linear momentum warm-up: steps", bounds=">= 0")
-    late_qat_threshold: float = setting(0.15, "share of the peak learning rate below which weights are "
+    late_qat_threshold: float = setting(0.15,
+                                        "share of the peak learning rate below which weights are "
                                         "published on the grid, where a recipe does so: ratio")
-    step_graph: bool = setting(True, "on CUDA, record forward and backward as one CUDA graph: 0 or 1")
+    step_graph: bool = setting(True,
+                               "on CUDA, record forward and backward as one CUDA graph: 0 or 1")
 
     @property
     def train_cap_ms(self) -> float:
@@ -3397,8 +3641,12 @@ def momentum_schedule(s: TrainSettings, step: int) -> float:
     return start + (s.muon_momentum - start) * done
 
 
-def lr_schedule(s: TrainSettings, step: int, elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
-    "Share of the peak learning rate for the step about to run; under a cap a tensor, from rank 0's clock."
+def lr_schedule(s: TrainSettings, step: int,
+                elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
+    """Share of the peak learning rate for the step about to run.
+
+    Under a cap a tensor, from rank 0's clock.
+    """
     cap = s.train_cap_ms
     down = s.warmdown_iters
     if down <= 0:
@@ -3421,7 +3669,8 @@ class LateReader:
 
     def push(self, t: torch.Tensor) -> list | None:
         "Queue `t`; returns the values pushed `LATE_STEPS` ago, or None while there are none."
-        on_cpu = t.to("cpu", non_blocking=True, copy=True)  # from a GPU: into pinned memory, without waiting
+        # from a GPU: into pinned memory, without waiting
+        on_cpu = t.to("cpu", non_blocking=True, copy=True)
         event = torch.cuda.current_stream().record_event() if t.is_cuda else None
         self.queue.append((on_cpu, event))
         return self.pop() if len(self.queue) > LATE_STEPS else None
@@ -3448,8 +3697,12 @@ def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callab
     return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
-def backward_pass(loss_fn: Callable, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-    "Forward and backward of one of `accum` micro-batches; returns its share of the mean loss, detached."
+def backward_pass(loss_fn: Callable, ids: torch.Tensor, targets: torch.Tensor,
+                  accum: int) -> torch.Tensor:
+    """Forward and backward of one of `accum` micro-batches.
+
+    Returns its share of the mean loss, detached.
+    """
     loss = loss_fn(ids, targets) / accum
     loss.backward()
     return loss.detach()
@@ -3472,7 +3725,10 @@ def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: in
 
 
 class StepGraph:
-    "A loss function whose `backward` is recorded on CUDA and then replayed; `params` get the gradients."
+    """A loss function whose `backward` is recorded on CUDA and then replayed.
+
+    `params` get the gradients.
+    """
 
     def __init__(self, loss_fn: Callable, params: list):
         self.loss_fn, self.params, self.places = loss_fn, params, None
@@ -3484,13 +3740,17 @@ class StepGraph:
     def differentiate(self):
         "Loss and gradients of the fixed batch."
         loss = self.loss_fn(self.ids, self.targets) / self.accum
-        self.loss, self.grads = loss.detach(), torch.autograd.grad(loss, self.params, allow_unused=True)
+        self.loss = loss.detach()
+        self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
     def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
         "What `backward_pass` does; shapes and `accum` are the same in all calls."
         places = [p.data_ptr() for p in self.params]
         if places != self.places:
-            self.ids, self.targets, self.accum, self.places = ids.clone(), targets.clone(), accum, places
+            self.ids = ids.clone()
+            self.targets = targets.clone()
+            self.accum = accum
+            self.places = places
             self.graphed = CudaGraphed(self.differentiate, ids.device)
         earlier = {}  # copies, by parameter: of other micro-batches
         for p in self.params:
@@ -3507,7 +3767,8 @@ class StepGraph:
 class RunLog:
     """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
 
-    A `node` that is not rank 0's has no events and train.node1.log: on a shared disk it would collide.
+    A `node` that is not rank 0's has no events and train.node1.log: on a
+    shared disk it would collide.
     """
 
     def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
@@ -3540,7 +3801,10 @@ class RunLog:
                 f.close()
 
     def put(self, text: str, *files):
-        "Write a line to open files and flush; what cannot be written is told, once for each kind of error."
+        """Write a line to open files and flush.
+
+        What cannot be written is told, once for each kind of error.
+        """
         for f in files:
             try:
                 print(f"{text}\n", end="", file=f, flush=True)  # in one piece: a thread writes too
@@ -3549,33 +3813,38 @@ class RunLog:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
                 if e.errno not in self.reported:
                     self.reported.add(e.errno)
-                    self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its lines go "
-                             "to train.log as soon as there is room", sys.stderr)
+                    self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its "
+                             "lines go to train.log as soon as there is room", sys.stderr)
 
     def listen(self):
-        "A thread: an event each second of how far the run is, and a line if there was none for eight."
+        "A thread: an event each second on how far the run is, a line if there was none for eight."
         first = 0
         begun = 0.0
         with suppress(ReferenceError, ValueError):  # the log is gone, or closed
             while not time.sleep(1.0) and self.files:
                 (what, done, total, tokens), now = self.at, time.perf_counter()
-                if self.pacing != (what, done > 1):  # the first part warms up and says nothing of the pace
+                # the first part warms up and says nothing of the pace
+                if self.pacing != (what, done > 1):
                     self.pacing, first, begun = (what, done > 1), done, now
                 pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
                 speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
-                left = f"{(total - done) / pace:.0f} s left" if pace else f"{now - begun:.0f} s so far"
+                left = f"{now - begun:.0f} s so far"
+                if pace:
+                    left = f"{(total - done) / pace:.0f} s left"
                 self.event("progress", what=what, done=done, total=total, left=left)
                 if now - self.spoke > 8:
                     self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
 
 
 class Trainer:
-    """What a run knows of its steps: clock, losses, log. Only `stop_clock` and `finish` wait for the device.
+    """What a run knows of its steps: clock, losses, log. Only `stop_clock`
+    and `finish` wait for the device.
 
-    `average` takes in the weights after each step; `make_projector(engine)`, if given, makes what rounds the
-    weights that late steps publish. `losses`: mean loss of each step, nats a token. `train_ms`: training
-    time. `skipped`: steps left out for a gradient that was not finite. `val_loss`, `val_bpb`: of the last
-    validation. `rounded_from`: the first step, counted from 0, that published rounded weights.
+    `average` takes in the weights after each step; `make_projector(engine)`, if given, makes what
+    rounds the weights that late steps publish. `losses`: mean loss of each step, nats a token.
+    `train_ms`: training time. `skipped`: steps left out for a gradient that was not finite.
+    `val_loss`, `val_bpb`: of the last validation. `rounded_from`: the first step, counted from 0,
+    that published rounded weights.
     """
     control_scalars = CONTROL_SCALARS
 
@@ -3610,7 +3879,10 @@ class Trainer:
         return min(self.settings.iterations, in_time)
 
     def clock(self) -> tuple[float, bool]:
-        "Called as a step begins: its time in milliseconds, and whether to stop; what rank 0 says counts."
+        """Called as a step begins: its time in milliseconds, and whether to stop.
+
+        What rank 0 says counts.
+        """
         elapsed = self.elapsed_ms()
         self.starts.append(elapsed)
         expected = self.expected_steps()
@@ -3621,13 +3893,16 @@ class Trainer:
         return elapsed, stop
 
     def launch(self, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
-        "Start the step's communication; time and stop travel with the gradients. Returns the control vector."
+        """Start the step's communication; time and stop travel with the gradients.
+
+        Returns the control vector.
+        """
         if self.steps == 0:
             self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
         return self.engine.launch(loss, elapsed_ms, stop)
 
     def push(self, control: torch.Tensor, loss: torch.Tensor):
-        "Called as a step ends: its control vector and this rank's loss, to be read two steps later."
+        "Called as a step ends: control vector and this rank's loss, to be read two steps later."
         self.steps += 1
         scalars = self.engine.scalars  # what the step was made with, whatever schedule gave it
         more = torch.stack([loss.to(control.dtype).view(()), scalars.lr_schedule.to(control.dtype),
@@ -3663,7 +3938,10 @@ class Trainer:
         self.engine.publish()
 
     def count_skipped(self, step: int, norm_sq: float):
-        "Note whether a step was skipped. Raises GolfError after MOST_SKIPPED in a row, on all ranks alike."
+        """Note whether a step was skipped.
+
+        Raises GolfError after MOST_SKIPPED in a row, on all ranks alike.
+        """
         if math.isfinite(norm_sq):
             self.skipped_in_a_row = 0
             return
@@ -3671,22 +3949,24 @@ class Trainer:
         self.skipped_in_a_row += 1
         self.log.line(f"step:{step} skipped: the gradient was not finite")
         if self.skipped_in_a_row == MOST_SKIPPED:
-            raise GolfError(f"the gradient must be finite, found NaN or infinity in the {MOST_SKIPPED} steps "
-                            f"up to step {step}: {DIVERGED}")
+            raise GolfError("the gradient must be finite, found NaN or infinity in the "
+                            f"{MOST_SKIPPED} steps up to step {step}: {DIVERGED}")
 
     def check_weights(self):
         "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
-        bad = torch.stack([torch.isfinite(t).logical_not().sum() for t in self.engine.tensors()]).sum()
+        bad = torch.stack([torch.isfinite(t).logical_not().sum()
+                           for t in self.engine.tensors()]).sum()
         if self.engine.ranks.sum(bad).item() > 0:
-            raise GolfError(f"the weights must be finite, found NaN or infinity after step {self.steps}: "
-                            f"{DIVERGED}")
+            raise GolfError("the weights must be finite, found NaN or infinity after "
+                            f"step {self.steps}: {DIVERGED}")
 
     def read(self, values: list):
-        "Take in the next unread step: control scalars, this rank's own loss, learning rate, momentum."
+        "Take in the next unread step: control scalars, own loss, learning rate, momentum."
         s = self.settings
         step = len(self.losses)
         own_loss, rate, momentum = values[-3:]
-        control = dict(zip(self.control_scalars, values))
+        # a rule's numbers may follow
+        control = dict(zip(self.control_scalars, values, strict=False))
         world = self.engine.ranks.world
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0
@@ -3697,14 +3977,15 @@ class Trainer:
             norm_sq = norm_sq / world
         begin = self.starts[step]
         end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
-        self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss, ms=end - begin,
+        self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss,
+                       ms=end - begin,
                        train_ms=end, multiplier=round(rate, 7), momentum=round(momentum, 7),
                        grad_norm=norm_sq ** 0.5)
         step += 1
         logged = s.train_log_every > 0 and step % s.train_log_every == 0
         if step < 11 or logged or step == s.iterations:
-            self.log.line(f"step:{step}/{s.iterations} train_loss:{own_loss:.4f} train_time:{end:.0f}ms "
-                          f"step_avg:{end / step:.2f}ms")
+            self.log.line(f"step:{step}/{s.iterations} train_loss:{own_loss:.4f} "
+                          f"train_time:{end:.0f}ms step_avg:{end / step:.2f}ms")
 
     def validate(self, score: Callable):
         "Score the weights with the clock stopped; `score()` gives nats a token and bits per byte."
@@ -3715,7 +3996,8 @@ class Trainer:
         self.log.line(f"step:{self.steps}/{self.settings.iterations} val_loss:{self.val_loss:.4f} "
                       f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
                       f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
-        self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb, train_ms=self.train_ms)
+        self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb,
+                       train_ms=self.train_ms)
         self.engine.publish(project=self.project)
         self.begun = self.now() - self.train_ms / 1000
 
@@ -3734,7 +4016,8 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
           extras: Sequence = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
 
-    `validate()` gives nats a token and bits per byte; `extras`, each as `Extra`, are called around the steps.
+    `validate()` gives nats a token and bits per byte; `extras`, each as
+    `Extra`, are called around the steps.
     """
     for extra in extras:
         extra.before_training(t)
@@ -3779,7 +4062,8 @@ class RunSettings(BaseSettings):
     recipe: str = setting("pr549", "name of the program that runs: its recipe")
     run_id: str = setting("", "name of the run's directory; empty: recipe, seed and time")
     runs_dir: str = setting("runs", "directory that holds the run directories: path")
-    tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model: path")
+    tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model",
+                                  "SentencePiece model: path")
 
     def problems(self) -> Iterator[str]:
         "A name that is no name of a directory."
@@ -3810,12 +4094,14 @@ def keep_traces():
     if (hasattr(inductor, "unsafe_marked_cacheable_functions")
             and hasattr(functorch, "autograd_cache_allow_custom_autograd_functions")):
         functions = ("_backend_from_string", "_sdpa_kernel")
-        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{f}": "golfnb" for f in functions}
+        inductor.unsafe_marked_cacheable_functions |= {f"torch.nn.attention.{f}": "golfnb"
+                                                       for f in functions}
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 
 def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callable:
-    """What training calls for a micro-batch: `backward(ids, targets, accum)`, as `backward_pass` says.
+    """What training calls for a micro-batch: `backward(ids, targets,
+    accum)`, as `backward_pass` says.
 
     It is compiled, and recorded, where the settings ask for it.
     """
@@ -3826,7 +4112,7 @@ def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callab
 
 
 def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Callable:
-    "What scoring calls: `forward(ids, last_n)`, the model's, compiled where the settings ask for it."
+    "What scoring calls: the model's `forward(ids, last_n)`, compiled where the settings ask."
     forward = compiled(model, s, device)
     if forward is not model:
         keep_traces()
@@ -3843,7 +4129,7 @@ def run_in(folder: Path) -> str:
 
 
 def run_folder(s, ranks: Ranks) -> Path:
-    "A run's directory, by the settings `s` of a program; raises GolfError if another run lies there."
+    "A run's directory, by the settings `s` of a program. GolfError if another run lies there."
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
     found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
@@ -3853,7 +4139,7 @@ def run_folder(s, ranks: Ranks) -> Path:
 
 
 def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) -> np.ndarray:
-    "How often each token occurs among the first `limit`, int64 [V]; raises GolfError for one too large."
+    "How often each token occurs among the first `limit`, int64 [V]. GolfError for one too large."
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
         tokens = read_span(path, 0, min(limit - int(counts.sum()), read_header(path)))
@@ -3867,11 +4153,11 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
 class Run:
     """What the stages of a program share: data, folder, log, scores.
 
-    `settings`: of a program. `code`: the bytes of the script that runs; they count against the budget.
-    `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a unigram of the
-    training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras` (each an `Extra`) hang
-    on the run. `program_sha256`: of a program of one's own, empty for a recipe of golfnb.
-    Raises GolfError for whatever is wrong with the data.
+    `settings`: of a program. `code`: the bytes of the script that runs; they count against the
+    budget. `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a
+    unigram of the training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras`
+    (each an `Extra`) hang on the run. `program_sha256`: of a program of one's own, empty for a
+    recipe of golfnb. Raises GolfError for whatever is wrong with the data.
     """
 
     def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
@@ -3909,7 +4195,7 @@ class Run:
             extra.note(stage)
 
     def once(self, stage: str, work: Callable):
-        "What a stage gives: `work()`, unless an extra has the result from an earlier life of the run."
+        "What a stage gives: `work()`, unless an extra has it from an earlier life of the run."
         for extra in self.extras:
             found = extra.result(stage)
             if found is not None:
@@ -3918,8 +4204,10 @@ class Run:
         self.note(stage)
         return made
 
-    def scored(self, label: str, name: str, score: Callable, exact: bool = True) -> tuple[float, float]:
-        """Call `score`, log its line (and one of eight digits), and keep it in the summary under `name`.
+    def scored(self, label: str, name: str, score: Callable,
+               exact: bool = True) -> tuple[float, float]:
+        """Call `score`, log its line (and one of eight digits), and keep it
+        in the summary under `name`.
 
         Raises GolfError for a score that is not finite, before it is kept.
         """
@@ -3940,8 +4228,9 @@ class Run:
     def begin(self):
         "Write the log's first lines, and keep the script in the run's folder."
         s, code, world = self.settings, self.code, self.ranks.world
-        self.log.line(f"golfnb recipe:{s.recipe} seed:{s.seed} world_size:{world} grad_accum_steps:"
-                      f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
+        self.log.line(f"golfnb recipe:{s.recipe} seed:{s.seed} world_size:{world} "
+                      f"grad_accum_steps:{grad_accum(world)} device:{device_name(self.ranks)} "
+                      f"torch:{torch.__version__}")
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
         if world > 1:
@@ -3955,38 +4244,42 @@ class Run:
             atomic_write(kept, code)
 
     def plain_score(self, forward: Callable) -> tuple[float, float]:
-        "Nats a token and bits per byte of `forward(ids, last_n)` in disjoint rows of training length."
+        "Nats a token and bits per byte of `forward(ids, last_n)` in rows of training length."
         s = self.settings
         rows = s.rows_per_score(self.ranks.world, s.train_seq_len)
-        return plain_loss(forward, self.val, self.table, s.train_seq_len, rows, self.ranks, self.log)
+        return plain_loss(forward, self.val, self.table, s.train_seq_len, rows,
+                          self.ranks, self.log)
 
     def sliding_score(self, forward: Callable) -> tuple[float, float]:
         "Nats a token and bits per byte of `forward(ids, last_n)` in sliding windows."
         s = self.settings
         rows = s.rows_per_score(self.ranks.world)
-        return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride, rows, self.ranks,
-                            log=self.log)
+        return sliding_loss(forward, self.val, self.table, s.eval_seq_len, s.eval_stride,
+                            rows, self.ranks, log=self.log)
 
     def score_artifact(self, forward: Callable) -> None:
         "Score what was read back from the file: plain rows, then sliding windows."
         self.scored("final_int6_roundtrip", "int6", lambda: self.plain_score(forward))
-        loss, bpb = self.scored("final_int6_sliding_window", "sliding", lambda: self.sliding_score(forward))
+        loss, bpb = self.scored("final_int6_sliding_window", "sliding",
+                                lambda: self.sliding_score(forward))
         self.log.line(f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} "
                       "(the artifact's score again, by the name of published logs)")
 
     def trained(self, t: Trainer):
         "Take what training came to into the summary."
         self.summary.update(raw_loss=t.val_loss, raw_bpb=t.val_bpb, losses=t.losses, steps=t.steps,
-                            skipped=t.skipped, train_ms=t.train_ms, step_ms=t.train_ms / max(t.steps, 1))
+                            skipped=t.skipped, train_ms=t.train_ms,
+                            step_ms=t.train_ms / max(t.steps, 1))
         if self.ranks.device.type == "cuda":
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             self.summary["peak_bytes"] = peak
             self.log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
 
     def meta(self, model: Golf) -> dict:
-        "What a file of weights says of itself: settings to build the model, tokenizer, recipe, seed, steps."
+        "What a file of weights says of itself: the model's settings, tokenizer, recipe, seed."
         s = self.settings
-        found = {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256, "seed": s.seed,
+        found = {"settings": saved_settings(model), "tokenizer_sha256": self.tokenizer_sha256,
+                 "seed": s.seed,
                  "vocab_size": s.vocab_size, "recipe": s.recipe, "steps": self.summary["steps"]}
         if self.program_sha256:
             found["program_sha256"] = self.program_sha256
@@ -3996,7 +4289,8 @@ class Run:
         "Call `write(folder)` with the run's folder."
         write(self.folder)
 
-    def save_state(self, name: str, model: Golf, engine: Engine, tensors: list | None = None) -> dict:
+    def save_state(self, name: str, model: Golf, engine: Engine,
+                   tensors: list | None = None) -> dict:
         "Write the masters, or `tensors`, by published names; returns them. Every rank must call."
         state = named_state(model, *engine.gather(tensors))
         if self.ranks.is_rank0:
@@ -4005,7 +4299,10 @@ class Run:
         return state
 
     def write_artifact(self, packed: dict, model: Golf, codec: Plain) -> bytes:
-        "Write the artifact, log its size, return its bytes; too large it is artifact.golf.over. For rank 0."
+        """Write the artifact, log its size, return its bytes; too large it is artifact.golf.over.
+
+        For rank 0.
+        """
         s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
         self.log.at = "compressing", 0, 0, 0
         try:
@@ -4040,8 +4337,9 @@ class Run:
     def finish(self) -> dict:
         "Write the summary and close what hangs on the run; returns the summary."
         s = self.settings
-        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed, world=self.ranks.world,
-                            device=device_name(self.ranks), seconds=self.seconds, config=asdict(s))
+        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed,
+                            world=self.ranks.world, device=device_name(self.ranks),
+                            seconds=self.seconds, config=asdict(s))
         if self.ranks.is_rank0:
             text = json.dumps(finite(self.summary), indent=1) + "\n"
             self.save(lambda folder: atomic_write(folder / "summary.json", text))
@@ -4068,10 +4366,12 @@ def device_name(ranks: Ranks) -> str:
 
 def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
-    """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
+    """Rehearse, train, write raw.golf and ema.golf; returns the averaged
+    weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is as
-    `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is
+    as `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights
+    in it.
     """
     s = run.settings
 
@@ -4100,7 +4400,8 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
 
 
 def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
-    """Start the ranks, call `work(ranks)`, stop them. What it returns, or raises as GolfError, is said.
+    """Start the ranks, call `work(ranks)`, stop them. What it returns, or
+    raises as GolfError, is said.
 
     The process then ends at once, since the other ranks may be waiting in a collective.
     """
@@ -4119,11 +4420,12 @@ def as_rank(work: Callable, timeout_s: float = 60.0) -> None:
     stop_ranks(ranks)
 
 
-def start(program: str, main: Callable, group: type, own: Mapping, program_sha256: str = "") -> None:
+def start(program: str, main: Callable, group: type, own: Mapping,
+          program_sha256: str = "") -> None:
     """Run the program in the file `program` as torchrun starts it, and end the process.
 
-    `main(run)` is its run. Settings come from the environment, as `read_settings` says; the file's bytes
-    count against the budget. `program_sha256`: as of `Run`.
+    `main(run)` is its run. Settings come from the environment, as `read_settings` says; the file's
+    bytes count against the budget. `program_sha256`: as of `Run`.
     """
     def work(ranks: Ranks) -> str | None:
         s = read_settings(group, own, os.environ)
@@ -4139,14 +4441,21 @@ def start(program: str, main: Callable, group: type, own: Mapping, program_sha25
 
 # ---- golfnb/ttt.py ----
 class Ledger:
-    "What was scored and learnt, in order; `spans` [documents, 2]: first targets, and one past the last."
+    """What was scored and learnt, in order.
+
+    `spans` [documents, 2]: first targets, and one past the last.
+    """
 
     def __init__(self, spans):
-        self.spans, self.history = np.asarray(spans), []  # history: "score" or "train", documents, a, b
-        self.upto = self.spans[:, 0].copy()               # the next target to score in each document
+        self.spans = np.asarray(spans)
+        self.history = []  # "score" or "train", documents, a, b
+        self.upto = self.spans[:, 0].copy()  # the next target to score in each document
 
     def scored(self, docs, a, b):
-        "Targets a .. b-1 of `docs` got their score. GolfError unless they follow what was scored before."
+        """Targets a .. b-1 of `docs` got their score.
+
+        GolfError unless they follow what was scored before.
+        """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
         once, follow = len(set(docs.tolist())) == len(docs), (a == self.upto[docs]) & (a <= b)
         if not once or not (follow & (b <= self.spans[docs, 1])).all():
@@ -4156,11 +4465,15 @@ class Ledger:
         self.history.append(("score", docs, a, b))
 
     def train(self, docs, a, b):
-        "Ask before an update with targets a .. b-1 of `docs`. GolfError if one of them has no score."
+        """Ask before an update with targets a .. b-1 of `docs`.
+
+        GolfError if one of them has no score.
+        """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
         if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-            raise GolfError(f"an update may use scored targets of its own document only: wanted {a[:4]} to "
-                            f"{b[:4]}, scored up to {self.upto[docs][:4]}; score the chunk first")
+            raise GolfError("an update may use scored targets of its own document only: "
+                            f"wanted {a[:4]} to {b[:4]}, scored up to "
+                            f"{self.upto[docs][:4]}; score the chunk first")
         self.history.append(("train", docs, a, b))
 
 
@@ -4168,12 +4481,16 @@ class Ledger:
 class TttSettings(EvalSettings, ComputeSettings):
     "Legal score-first test-time training."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
-    ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step", bounds=">= 0")
-    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes", bounds="0 to 10000")
-    ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens", bounds="> 0")
+    ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step",
+                            bounds=">= 0")
+    ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes",
+                              bounds="0 to 10000")
+    ttt_chunk_tokens: int = setting(32_768, "tokens scored before they are trained on: tokens",
+                                    bounds="> 0")
     ttt_momentum: float = setting(0.9, "SGD momentum: ratio", bounds="[0, 1)")
     ttt_batch_seqs: int = setting(32, "rows of one update, per rank: rows", bounds="> 0")
-    ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm", bounds=">= 0")
+    ttt_grad_clip: float = setting(1.0, "largest L2 norm of the averaged gradient: norm",
+                                   bounds=">= 0")
 
     def tokens_adapted(self, world: int) -> int:
         "Tokens in one update of each of `world` ranks."
@@ -4183,19 +4500,22 @@ class TttSettings(EvalSettings, ComputeSettings):
         "A chunk that holds no row."
         yield from super().problems()
         if self.ttt_chunk_tokens < self.eval_seq_len:
-            yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} tokens, "
-                   f"found {self.ttt_chunk_tokens}: raise it")
+            yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} "
+                   f"tokens, found {self.ttt_chunk_tokens}: raise it")
 
 
 def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[tuple[int, int]]:
-    "First window of each chunk of `chunk` targets, and one past its last; windows hold `row` tokens."
+    """First window of each chunk of `chunk` targets, and one past its last.
+
+    Windows hold `row` tokens.
+    """
     owner, n_chunks = (starts + row - keeps) // chunk, -(-(int(starts[-1]) + row) // chunk)
     bounds = torch.searchsorted(owner, torch.arange(n_chunks + 1)).tolist()
     return list(pairwise(bounds))
 
 
 def adapt_steps(n_rows: int, batch_seqs: int, ranks: Ranks) -> list[tuple[int, int, int]]:
-    "Per step of an epoch: this rank's first row, one past its last (maybe none), and the rows of all ranks."
+    "Per step of an epoch: this rank's first row, one past its last, and the rows of all ranks."
     shares = [share_of(n_rows, Ranks(r, ranks.world)) for r in range(ranks.world)]
     steps = []
     for j in range(0, max(hi - lo for lo, hi in shares), batch_seqs):
@@ -4222,7 +4542,8 @@ def ttt_engine(model: Golf, state: dict, cfg: TttSettings, ranks: Ranks,
 def row_loss(model: Callable, cap: float) -> Callable:
     "The loss (ids [B, T], targets [B, T], weights [B]) -> sum of each row's mean times its weight."
     def loss_of(ids, targets, weights):
-        nats = F.cross_entropy(softcap(model(ids), cap).flatten(0, -2), targets.flatten(), reduction="none")
+        nats = F.cross_entropy(softcap(model(ids), cap).flatten(0, -2), targets.flatten(),
+                               reduction="none")
         return (nats.view(targets.shape).mean(1) * weights).sum()
     return loss_of
 
@@ -4236,7 +4557,8 @@ class ChunkTrainer:
         self.engine = ttt_engine(model, state, cfg, ranks, inside)
         self.params = list(model.parameters())
         self.loss_fn = loss_fn or compiled(row_loss(model, model.cap), cfg, device)
-        rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world), cfg.ttt_batch_seqs)
+        rows = min(-(-(cfg.ttt_chunk_tokens // cfg.eval_seq_len) // ranks.world),
+                   cfg.ttt_batch_seqs)
         self.ids = torch.zeros(rows, cfg.eval_seq_len + 1, dtype=torch.int64, device=device)
         self.weights = torch.zeros(rows, dtype=self.engine.full, device=device)
         self.graphed = CudaGraphed(self.backward, device)
@@ -4247,16 +4569,21 @@ class ChunkTrainer:
         self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
     def learn(self, first: int, length: int, lr_schedule: float):
-        "TTT_EPOCHS passes over a chunk's rows. GolfError, before anything moves, if they have no score yet."
+        """TTT_EPOCHS passes over a chunk's rows.
+
+        GolfError, before anything moves, if they have no score yet.
+        """
         ranks, seq, device = self.engine.ranks, self.cfg.eval_seq_len, self.tokens.device
-        n_rows, place, span = length // seq, *(torch.arange(n, device=device) for n in self.ids.shape)
-        for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs, ranks) * self.cfg.ttt_epochs:
+        n_rows, place, span = length // seq, *(torch.arange(n, device=device)
+                                               for n in self.ids.shape)
+        for a, b, total in adapt_steps(n_rows, self.cfg.ttt_batch_seqs,
+                                       ranks) * self.cfg.ttt_epochs:
             self.ledger.train(0, first, first + n_rows * seq)
             rows = (a + place).clamp(max=n_rows - 1)
             self.ids.copy_(self.tokens[first + rows[:, None] * seq + span])
             self.weights.copy_(place < b - a).mul_(ranks.world / total)
             self.graphed()
-            for p, g in zip(self.params, self.grads):
+            for p, g in zip(self.params, self.grads, strict=True):
                 p.grad = g
             self.engine.step(lr_schedule, self.cfg.ttt_momentum)
 
@@ -4273,8 +4600,8 @@ def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
     """
     nats, n_bytes, count = sums.tolist()
     if not math.isfinite(nats):
-        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after step "
-                        f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
+        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after "
+                        f"step {step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
     if log is None or n_bytes == 0:
         return
     bpb = bits_per_byte(nats, n_bytes)
@@ -4282,17 +4609,18 @@ def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
     log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
 
 
-def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings, ranks: Ranks,
-                forward: Callable | None = None, loss_fn: Callable | None = None,
-                log: RunLog | None = None, out: Tensor | None = None, freeze: Callable | None = None,
+def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings,
+                ranks: Ranks, forward: Callable | None = None, loss_fn: Callable | None = None,
+                log: RunLog | None = None, out: Tensor | None = None,
+                freeze: Callable | None = None,
                 inside: Ranks | None = None) -> tuple[float, float, Ledger]:
     """Legal test-time training (parameter-golf PR #549): nats per token, bits per byte, the ledger.
 
-    `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same on every
-    rank; all must call. `forward(ids, last_n)` gives logits (default: the model), `loss_fn` is a `row_loss`;
-    `out` [N] receives each target's nats where it was scored. `freeze`, such as FreezeBlocks(2), says
-    what does not learn; `inside` are the ranks that share the banks, as many as the model's layout is for
-    (None: all). GolfError if any rule would be broken.
+    `state` is the decoded artifact; the model keeps what it learns. `tokens` [N + 1] are the same
+    on every rank; all must call. `forward(ids, last_n)` gives logits (default: the model),
+    `loss_fn` is a `row_loss`; `out` [N] receives each target's nats where it was scored. `freeze`,
+    such as FreezeBlocks(2), says what does not learn; `inside` are the ranks that share the banks,
+    as many as the model's layout is for (None: all). GolfError if any rule would be broken.
     """
     n, chunk = tokens.numel() - 1, cfg.ttt_chunk_tokens
     forward = model if forward is None else forward

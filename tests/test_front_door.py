@@ -22,7 +22,7 @@ def test_editors_are_told_of_every_name_and_its_home():
     tree = ast.parse(Path(golfnb.__file__).read_text())
     (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     told = {n.names[0].asname: n.module for n in block.body}
-    assert told == golfnb._HOME
+    assert told == golfnb._HOME and sorted(golfnb.__all__) == sorted(told)
 
 
 def test_the_front_door_is_light_and_hides_no_module():

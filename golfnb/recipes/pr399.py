@@ -19,7 +19,14 @@ from ..model import Golf, ModelSettings, WeightedSkips, init_model, load_named
 from ..newton_schulz import quintic
 from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
 from ..quantize import dequantize_state, quantize_state
-from ..run import Run, RunSettings, make_backward, make_forward, train_and_average, weight_dtype
+from ..run import (
+    Run,
+    RunSettings,
+    make_backward,
+    make_forward,
+    train_and_average,
+    weight_dtype,
+)
 from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 
 # %% ../../nbs/recipes/pr399.ipynb #a0d39906
