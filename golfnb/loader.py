@@ -8,6 +8,7 @@ __all__ = ['RAMP_STEPS', 'Batch', 'WindowSampler', 'SequentialSampler', 'Cursor'
 
 # %% ../nbs/story/02b_loader.ipynb #31806d61
 import hashlib
+import json
 import math
 import queue
 import threading
@@ -49,6 +50,8 @@ class WindowSampler:
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
                  accum: int = 1):
         self.paths = list(paths)
+        if not self.paths:
+            raise GolfError("a sampler must have shards to read, found none: give it the paths of some")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -97,6 +100,36 @@ class WindowSampler:
         self.turn = int(state["turn"])
         if self.turn:
             self.plan_step()
+
+    def saved_place(self) -> str:
+        "The place as JSON. Raises GolfError for one that JSON cannot hold."
+        try:
+            return json.dumps(self.place(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, for "
+                            f"checkpoints, found one that cannot be written ({error}): give plain numbers, "
+                            "texts and lists") from error
+
+    def check(self) -> None:
+        "Raise GolfError for an order that lacks a part or cannot plan and go back; it stays where it is."
+        name = type(self).__name__
+        for part in ("order", "plan", "window", "place", "go_to"):
+            if not getattr(self, part, None):
+                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found no {part}: "
+                                "see the docstring of WindowSampler")
+        try:
+            place = self.saved_place()
+            planned = len(self.plan())
+            self.saved_place()
+            self.go_to(json.loads(place))
+        except GolfError:
+            raise
+        except Exception as error:
+            raise GolfError(f"{name} must plan {self.windows} windows and go back to where it stood, found "
+                            f"{type(error).__name__}: {error}: mend its plan, place or go_to") from error
+        if planned != self.windows:
+            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
+                            f"found {planned}: plan as many as self.windows")
 
 # %% ../nbs/story/02b_loader.ipynb #3e2d0ed1
 class SequentialSampler(WindowSampler):
@@ -321,6 +354,7 @@ class Loader:
         self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
+        sampler.check()
         self.rewind(sampler.state())
 
     def __iter__(self) -> "Loader": return self

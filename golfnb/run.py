@@ -219,6 +219,9 @@ class Run:
                       f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        if world > 1:
+            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is the mean "
+                          "of all ranks")
         if not code:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
@@ -342,13 +345,13 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`, `make_projector` is as `Trainer`
-    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is as
+    `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 8d4adb179e9d849f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b613cdc7c7b2b66a
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1715,6 +1715,8 @@ class WindowSampler:
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
                  accum: int = 1):
         self.paths = list(paths)
+        if not self.paths:
+            raise GolfError("a sampler must have shards to read, found none: give it the paths of some")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -1763,6 +1765,36 @@ class WindowSampler:
         self.turn = int(state["turn"])
         if self.turn:
             self.plan_step()
+
+    def saved_place(self) -> str:
+        "The place as JSON. Raises GolfError for one that JSON cannot hold."
+        try:
+            return json.dumps(self.place(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, for "
+                            f"checkpoints, found one that cannot be written ({error}): give plain numbers, "
+                            "texts and lists") from error
+
+    def check(self) -> None:
+        "Raise GolfError for an order that lacks a part or cannot plan and go back; it stays where it is."
+        name = type(self).__name__
+        for part in ("order", "plan", "window", "place", "go_to"):
+            if not getattr(self, part, None):
+                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found no {part}: "
+                                "see the docstring of WindowSampler")
+        try:
+            place = self.saved_place()
+            planned = len(self.plan())
+            self.saved_place()
+            self.go_to(json.loads(place))
+        except GolfError:
+            raise
+        except Exception as error:
+            raise GolfError(f"{name} must plan {self.windows} windows and go back to where it stood, found "
+                            f"{type(error).__name__}: {error}: mend its plan, place or go_to") from error
+        if planned != self.windows:
+            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
+                            f"found {planned}: plan as many as self.windows")
 
 
 class SequentialSampler(WindowSampler):
@@ -1864,6 +1896,7 @@ class Loader:
         self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda) for _ in range(depth)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
+        sampler.check()
         self.rewind(sampler.state())
 
     def __iter__(self) -> "Loader": return self
@@ -3100,6 +3133,12 @@ def whole_stream(coder, stored: bytes, size: int) -> bytes:
     return found
 
 
+def section_damage(name: str, size: int, found: str) -> GolfError:
+    "The error for a section that does not decode to its size."
+    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
+                     "damaged or of a later version, copy or make it again")
+
+
 def decompress_section(stored: bytes, name: str, shapes: list,
                        codecs: Mapping[str, Plain]) -> bytes:
     """The bytes of tensors of these [rows, cols], in bounded memory.
@@ -3113,14 +3152,12 @@ def decompress_section(stored: bytes, name: str, shapes: list,
     size = sum(map(math.prod, shapes))
     try:
         raw = codecs[name].decompress(stored, size, shapes)
-        found = f"{len(raw):,}" if len(raw) <= size else "more"
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
-        found = type(error).__name__
-    if found != f"{size:,}":
-        raise GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the file is "
-                        "damaged or of a later version, copy or make it again")
+        raise section_damage(name, size, type(error).__name__) from error
+    if len(raw) != size:
+        raise section_damage(name, size, f"{len(raw):,}" if len(raw) < size else "more")
     return raw
 
 
@@ -3201,7 +3238,7 @@ def decode_sections(header: dict, payload: memoryview,
     streams = {}
     packed = {}
     for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values()):
-        raw = decompress_section(payload[:length], codec, shapes, codecs)
+        raw = decompress_section(bytes(payload[:length]), codec, shapes, codecs)
         payload = payload[length:]
         streams[section] = np.frombuffer(raw, SECTIONS[section])
 
@@ -3907,6 +3944,9 @@ class Run:
                       f"{grad_accum(world)} device:{device_name(self.ranks)} torch:{torch.__version__}")
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        if world > 1:
+            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is the mean "
+                          "of all ranks")
         if not code:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
@@ -4030,13 +4070,13 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
                       make_projector: Callable | None = None) -> dict:
     """Rehearse, train, write raw.golf and ema.golf; returns the averaged weights by published names.
 
-    `p` has a `model`, an `engine`, a `forward` and `average(tensors)`, `make_projector` is as `Trainer`
-    takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
+    `p` has a `model`, an `engine`, a `forward` and `make_average(tensors)`; `make_projector` is as
+    `Trainer` takes it; `step(p, trainer)` is one step. The model ends with the averaged weights in it.
     """
     s = run.settings
 
     def trainer(**clock) -> Trainer:
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(s, p.engine, batches, average, make_projector=make_projector, **clock)
 
     def validate() -> tuple[float, float]:
@@ -4297,7 +4337,7 @@ class Parts:
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
     forward: Callable   # (ids, last_n): logits
-    average: Callable   # (tensors): the average of the weights
+    make_average: Callable  # (tensors): an average that begins with these weights
 
 
 def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,

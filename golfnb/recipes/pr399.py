@@ -40,7 +40,7 @@ class Parts:
     engine: Engine
     backward: Callable  # (ids, targets, accum): the gradients of a micro-batch
     forward: Callable   # (ids, last_n): logits
-    average: Callable   # (tensors): the average of the weights
+    make_average: Callable  # (tensors): an average that begins with these weights
 
 
 def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthogonalize=quintic,

@@ -94,7 +94,7 @@ class Variant:
         found = self.exchanged()
         p = self.program.build(self.settings, ranks, **{k: v for k, v in found.items() if k in BUILT})
         if "average" in found:
-            p.average = found["average"](self.settings)
+            p.make_average = found["average"](self.settings)
         return p
 
     def loader(self, paths: list[Path], ranks: Ranks) -> Loader:
@@ -112,7 +112,7 @@ class Variant:
 
     def trainer(self, p, batches: Loader, log: RunLog | None = None, **clock) -> Trainer:
         "A trainer at step 0 of the parts that `build` made; `clock` may give another `now`."
-        average = p.average(p.engine.tensors())
+        average = p.make_average(p.engine.tensors())
         return Trainer(self.settings, p.engine, batches, average, log, make_projector=self.projector(),
                        **clock)
 

@@ -46,7 +46,7 @@ def order_of_blame(code: int) -> int:
         return 4
     if code == LOST_OTHERS:
         return 3
-    if code == -signal.SIGKILL:  # after 30 s torchrun ends a rank so that did not stop
+    if code == -signal.SIGKILL:  # torchrun ends a rank like this that did not stop when asked
         return 2
     return 1 if code < 0 else 0
 
