@@ -10,8 +10,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
-from math import prod
-from operator import add
 
 from .settings import GolfError
 
@@ -119,25 +117,24 @@ class OwnerPlan:
         return sha256(repr(said).encode()).hexdigest()
 
 # %% ../nbs/reference/17b_owners.ipynb #eae0d2c1
-def item_costs(items: Sequence[WorkItem], steps: int) -> list[tuple[int, ...]]:
-    "What is balanced: the FLOPs of each item, and its bytes, apart for each itemsize."
-    sizes = sorted({item.itemsize for item in items})
-    return [(item.work(steps), *(item.bytes if item.itemsize == size else 0 for size in sizes))
-            for item in items]
+def bound(parts: Sequence[int], world: int) -> int:
+    "What no plan goes below: the mean over ranks, rounded up, or the largest part if that is more."
+    return max(-(-sum(parts) // world), *parts, 1)
 
 
-def choose_owners(costs: Sequence[tuple[int, ...]], numbers: Sequence[int],
+def choose_owners(works: Sequence[int], sizes: Sequence[int], numbers: Sequence[int],
                   world: int) -> list[int]:
     "The rank of each item: largest items first, each to the rank that has least to do with it."
-    bounds = [max(-(-sum(column) // world), *column) for column in zip(*costs)]
-    scale = [prod(bounds) // bound for bound in bounds]  # makes costs of two kinds comparable
-    shares = [tuple(c * s for c, s in zip(cost, scale)) for cost in costs]
-    loads = [(0,) * len(bounds)] * world
+    work_bound, size_bound = bound(works, world), bound(sizes, world)
+    costs = [(work * size_bound, size * work_bound) for work, size in zip(works, sizes)]
+    loads = [(0, 0)] * world
     owners = [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: (-max(shares[i]), numbers[i], i)):
-        after = [max(map(add, load, shares[i])) for load in loads]
-        owners[i] = after.index(min(after))
-        loads[owners[i]] = tuple(map(add, loads[owners[i]], shares[i]))
+    for i in sorted(range(len(costs)), key=lambda i: (-max(costs[i]), numbers[i], i)):
+        work, size = costs[i]
+        after = [max(has_work + work, has_size + size) for has_work, has_size in loads]
+        rank = after.index(min(after))
+        owners[i] = rank
+        loads[rank] = (loads[rank][0] + work, loads[rank][1] + size)
     return owners
 
 # %% ../nbs/reference/17b_owners.ipynb #62590992
@@ -233,7 +230,8 @@ def plan_owners(items: Sequence[WorkItem], world: int, steps: int = 5,
             raise GolfError(f"{name} must be at least 1, found {number}: raise it")
     check_batches(items)
     numbers = batch_numbers(items)
-    owners = choose_owners(item_costs(items, steps), numbers, world)
+    works = [item.work(steps) for item in items]
+    owners = choose_owners(works, [item.bytes for item in items], numbers, world)
     buckets: list[Bucket] = []
     for itemsize in sorted({item.itemsize for item in items}, reverse=True):
         stocks = stocks_of(items, numbers, owners, world, itemsize)

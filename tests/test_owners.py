@@ -79,9 +79,9 @@ def test_every_plan_places_every_item_once_within_its_limits(case):
 @given(cases())
 def test_no_rank_has_more_than_a_proven_multiple_of_the_bound(case):
     items, world, cap = case
-    plan = plan_owners([WorkItem(i.rows, i.cols, (i.rows, i.cols)) for i in items], world, max_share_bytes=cap)
+    plan = plan_owners(items, world, max_share_bytes=cap)
     assert max(plan.busiest()) <= 3  # two loads: no more than two before the last item, and one for it
-    if plan.items:
+    if len({i.itemsize for i in items}) == 1:
         largest = max(i.bytes for i in plan.items)
         busiest = max(map(plan.bytes, range(world)))
         assert plan.sent() / world <= busiest + (len(plan.buckets) - 1) * largest
@@ -107,9 +107,14 @@ def test_llamas_are_balanced_on_any_number_of_ranks(layers, d):
             assert found <= max(1.1, wanted + 1e-9), (world, found, wanted)
         assert max(least) <= 1.1 or (layers, world) == (12, 32), "the one case where no plan of whole matrices can"
         assert plan.sent() / world <= 1.03 * max(map(plan.bytes, range(world))), "hardly more than the busiest rank needs"
-        assert max(map(plan.calls, range(world))) <= 4 * len(plan.buckets), "four shapes, four calls"
+        assert max(map(plan.calls, range(world))) <= len(plan.buckets) + 4, "four shapes: cut once a bucket at most"
         if len(plan.buckets) == 1:
             assert plan.sent() / world <= max(1.1, least[1]) * bound_of_bytes(plan) + 1
+
+
+def test_a_smaller_room_is_taken_where_the_limit_would_pad():
+    plan = plan_owners(llama(12, 2048), 8, max_share_bytes=256 << 20)
+    assert plan.sent() / 8 <= 1.05 * max(map(plan.bytes, range(8)))
 
 
 def test_two_bytes_an_element_send_half():
@@ -132,8 +137,7 @@ def test_plans_of_few_items_are_near_the_best_there_is():
 
 
 def test_both_loads_count():
-    flops_only = [(8, 1), (8, 1), (0, 8), (0, 8)]
-    owners = choose_owners(flops_only, [0, 0, 1, 1], 2)
+    owners = choose_owners(works=[8, 8, 0, 0], sizes=[1, 1, 8, 8], numbers=[0, 0, 1, 1], world=2)
     assert sorted(owners[:2]) == sorted(owners[2:]) == [0, 1]
 
 
@@ -158,6 +162,7 @@ def test_a_digest_tells_plans_apart_and_keys_do_not_enter_it():
     renamed = [WorkItem(i.rows, i.cols, batch=("other", i.batch)) for i in items]
     assert plan_owners(renamed, 4).digest() == one, "an object as a key may have another hash or repr on each rank"
     apart = [WorkItem(i.rows, i.cols, batch=n) for n, i in enumerate(items)]
+    assert plan_owners([WorkItem(4, 4, "a")] * 2, 1).digest() != plan_owners([WorkItem(4, 4, "a"), WorkItem(4, 4, "b")], 1).digest()
     others = [plan_owners(items, 3), plan_owners(items, 4, steps=6), plan_owners(items[:-1], 4), plan_owners(items[::-1], 4),
               plan_owners(apart, 4), plan_owners(items, 4, max_share_bytes=1 << 20), plan_owners(llama(2, 768, 2), 4)]
     assert len({one, *(p.digest() for p in others)}) == len(others) + 1
@@ -195,4 +200,4 @@ def test_a_thousand_matrices_are_planned_quickly():
     start = process_time()  # of this process: other work on the machine leaves it alone
     plan = plan_owners([WorkItem(*s, batch=s) for s in shapes], 128)
     assert process_time() - start < 5
-    assert max(plan.busiest()) <= 1.1
+    assert max(plan.busiest()) <= 1.1 and plan.padding() <= 0.2
