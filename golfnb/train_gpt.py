@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 840ee28b69a7997b
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 3cea1d4058b274a0
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1830,9 +1830,8 @@ class WindowSampler:
     An order of windows derives from this class and says five things:
 
     - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are
-      dealt out, in a form of its own; the same list on every rank, so what is random
-      comes from a seed that all share
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out,
+      in a form of its own; the same list on every rank, so chance comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
     - `place()`: where the order stands between two steps, a dict that JSON can hold, with no
       key named order, corpus or turn
@@ -1848,6 +1847,8 @@ class WindowSampler:
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
                  accum: int = 1):
         self.paths = list(paths)
+        if not self.paths:
+            raise GolfError("a sampler must have shards to read, found none: give it their paths")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -1901,6 +1902,40 @@ class WindowSampler:
         self.turn = int(state["turn"])
         if self.turn:
             self.plan_step()
+
+    def saved_place(self) -> str:
+        "The place as JSON. Raises GolfError for one that JSON cannot hold."
+        try:
+            return json.dumps(self.place(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, "
+                            f"for checkpoints, found one that cannot be written ({error}): give "
+                            "plain numbers, texts and lists") from error
+
+    def check(self) -> None:
+        """Raise GolfError for an order that lacks a part or cannot plan and go back.
+
+        It stays where it is.
+        """
+        name = type(self).__name__
+        for part in ("order", "plan", "window", "place", "go_to"):
+            if not getattr(self, part, None):
+                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found "
+                                f"no {part}: see the docstring of WindowSampler")
+        try:
+            place = self.saved_place()
+            planned = len(self.plan())
+            self.saved_place()
+            self.go_to(json.loads(place))
+        except GolfError:
+            raise
+        except Exception as error:
+            raise GolfError(f"{name} must plan {self.windows} windows and go back to where "
+                            f"it stood, found {type(error).__name__}: {error}: mend its "
+                            "plan, place or go_to") from error
+        if planned != self.windows:
+            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
+                            f"found {planned}: plan as many as self.windows")
 
 
 class SequentialSampler(WindowSampler):
@@ -2008,6 +2043,7 @@ class Loader:
                         for _ in range(depth)]
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self.thread = None
+        sampler.check()
         self.rewind(sampler.state())
 
     def __iter__(self) -> "Loader": return self
@@ -3285,7 +3321,7 @@ class Plain:
         "The name to record for a section, and the bytes to store."
         return self.name, raw
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes | memoryview:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "The `size` bytes of a section, one more if there are more. Any exception means damage."
         return stored
 
@@ -3302,12 +3338,12 @@ class Lzma(Plain):
         "Preset 6, with a checksum of its own."
         return self.name, lzma.compress(raw, preset=6)
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "A section again; the decoder has a limit of memory."
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
 
-def whole_stream(coder, stored: bytes | memoryview, size: int) -> bytes:
+def whole_stream(coder, stored: bytes, size: int) -> bytes:
     "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
@@ -3315,8 +3351,14 @@ def whole_stream(coder, stored: bytes | memoryview, size: int) -> bytes:
     return found
 
 
-def decompress_section(stored: bytes | memoryview, name: str, shapes: list,
-                       codecs: Mapping[str, Plain]) -> bytes | memoryview:
+def section_damage(name: str, size: int, found: str) -> GolfError:
+    "The error for a section that does not decode to its size."
+    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the "
+                     "file is damaged or of a later version, copy or make it again")
+
+
+def decompress_section(stored: bytes, name: str, shapes: list,
+                       codecs: Mapping[str, Plain]) -> bytes:
     """The bytes of tensors of these [rows, cols], in bounded memory.
 
     `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for
@@ -3326,17 +3368,14 @@ def decompress_section(stored: bytes | memoryview, name: str, shapes: list,
         raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
                         f"{name!r:.60}: read it with the version or the program that wrote it")
     size = sum(map(math.prod, shapes))
-    raw = b""
     try:
         raw = codecs[name].decompress(stored, size, shapes)
-        found = f"{len(raw):,}" if len(raw) <= size else "more"
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
-        found = type(error).__name__
-    if found != f"{size:,}":
-        raise GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: "
-                        "the file is damaged or of a later version, copy or make it again")
+        raise section_damage(name, size, type(error).__name__) from error
+    if len(raw) != size:
+        raise section_damage(name, size, f"{len(raw):,}" if len(raw) < size else "more")
     return raw
 
 
@@ -3424,7 +3463,7 @@ def decode_sections(header: dict, payload: memoryview,
     packed = {}
     for (section, codec, length), shapes in zip(header["sections"], section_plan(tensors).values(),
                                                 strict=True):
-        raw = decompress_section(payload[:length], codec, shapes, codecs)
+        raw = decompress_section(bytes(payload[:length]), codec, shapes, codecs)
         payload = payload[length:]
         streams[section] = np.frombuffer(raw, SECTIONS[section])
 
@@ -4196,6 +4235,9 @@ class Run:
                       f"torch:{torch.__version__}")
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        if world > 1:
+            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is "
+                          "the mean of all ranks")
         if not code:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")

@@ -1,6 +1,8 @@
 """The container: round trips, damage, hostile headers, disks, parts. Everything here is at most a few dozen KB."""
+import bz2
 import hashlib
 import json
+import lzma
 import random
 import re
 import struct
@@ -457,3 +459,67 @@ def test_safetensors_there_and_back(tiny, tmp_path):
         with pytest.raises(GolfError, match=f"{name}.*safetensors"):
             import_safetensors(tmp_path / name, tmp_path / "c.golf")
     assert not (tmp_path / "c.golf").exists()
+
+
+# --- a codec of one's own
+
+class Bzip(Plain):
+    "One of one's own; it keeps the types of what it is given."
+    name = "bz2"
+    given = []
+
+    def compress(self, raw, shapes):
+        self.given.append(type(raw))
+        return self.name, bz2.compress(raw)
+
+    def decompress(self, stored, size, shapes):
+        self.given.append(type(stored))
+        return bz2.decompress(stored)
+
+
+def test_a_codec_gets_bytes_and_its_own_error_is_kept(monkeypatch):
+    monkeypatch.setattr(Bzip, "given", [])
+    data = pack_bytes(toy(), {}, Bzip())
+    assert same(unpack_bytes(data, Bzip())[1], toy()) and same(unpack_foreign(data, Bzip().known())[1], toy())
+    assert set(Bzip.given) == {bytes}
+    error = ZeroDivisionError("of the codec")
+    monkeypatch.setattr(Bzip, "decompress", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(GolfError) as raised:
+        unpack_bytes(data, Bzip())
+    assert raised.value.__cause__ is error
+
+
+def fails(*_):
+    raise ValueError("there is a fault")
+
+
+FAULTY = {  # what is wrong -> (the codec's methods, what the sentence says, whether another error is its cause)
+    "compress raises": ({"compress": fails}, "'bz2' .*compress.* ValueError: there is a fault", True),
+    "compress gives nothing": ({"compress": lambda *_: None}, "'bz2' .*compress.* TypeError", True),
+    "decompress raises": ({"decompress": fails}, "'bz2' .*decompress.* ValueError: there is a fault", True),
+    "decompress gives less": ({"decompress": lambda self, stored, *_: bz2.decompress(stored)[:-1]}, "'bz2' .*3,672 bytes of a section, found 3,671 bytes", False),
+    "decompress gives others": ({"decompress": lambda self, stored, size, _: bytes(size)}, "'bz2' .*found other bytes", False),
+    "an unknown name": ({"compress": lambda self, raw, _: ("bz9", raw)}, "'bz2' .*known.* found 'bz9'", False),
+    "the name of another": ({"name": "lzma"}, "codec Faulty .* found 'lzma', .*Lzma", False),
+    "no name": ({"name": Plain.name}, "codec Faulty .* found 'none'", False),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_faulty_codec_is_found_before_the_training(fault):
+    parts, words, chained = FAULTY[fault]
+    with pytest.raises(GolfError, match=words) as raised:
+        artifact.check_codec(type("Faulty", (Bzip,), parts)())
+    assert (raised.value.__cause__ is not None) == chained
+    with pytest.raises(GolfError, match="Bzip"):
+        artifact.check_codec(Bzip)
+
+
+def test_codecs_that_work_pass():
+    class Harder(Lzma):
+        "Another way to store, the same to read."
+        def compress(self, raw, shapes):
+            return self.name, lzma.compress(raw, preset=6 | lzma.PRESET_EXTREME)
+
+    for codec in (*STDLIB_CODECS, Bzip(), Harder()):
+        artifact.check_codec(codec)

@@ -71,6 +71,17 @@ def test_train_prints_the_table_and_leaves_everything(trained):
     assert page.count("<figure id=") == 2 + (chunks > 1) and not re.search(r'(src|href)="(?!data:,)[^"#]', page)
 
 
+def test_the_log_says_whose_the_training_loss_is(trained):
+    "On two ranks a step's line has rank 0's own loss, and the event has both."
+    _, run, _, done = trained
+    assert re.search(r"^note: train_loss is of rank 0's micro-batches, .*mean of all ranks$", done.stdout, re.M)
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [e for e in events if e["event"] == "step"]
+    printed = [float(x) for x in re.findall(r"^step:\d+/4 train_loss:(\S+)", (run / "train.log").read_text(), re.M)]
+    assert printed == pytest.approx([e["own_loss"] for e in steps], abs=6e-5)
+    assert summary(run)["losses"] == [e["loss"] for e in steps] != [e["own_loss"] for e in steps]
+
+
 def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, tmp_path):
     from golfnb.tools.report import sampled_text, write_report
 
@@ -108,12 +119,33 @@ def test_a_finished_run_is_not_overwritten(trained):
     assert (run / "train_gpt.py").stat().st_mtime_ns == before
 
 
-def test_score_from_the_file_alone_gives_the_runs_numbers(trained, score):
-    done = score("--ttt", *SCORING)
+def test_a_score_takes_its_settings_from_the_run(trained, score):
+    "Those that `golfnb train` was given, which summary.json has; the command line may say others."
+    root, run, _, _ = trained
+    done = golfnb("score", run, "--ttt", cwd=root)
     assert done.returncode == 0, done.stderr
     found = exact(done.stdout, "val_bpb")
+    assert found["final_int6_sliding_window"] == pytest.approx(summary(run)["sliding_bpb"], abs=1e-6)
+    assert found["legal_ttt"] == pytest.approx(summary(run)["ttt_bpb"], abs=1e-4)
+    line = re.search(r"^settings: .*", done.stdout, re.M)[0]
+    for word in SCORING:
+        assert f" {word}" in line
+    assert "runs/tiny/summary.json" in line
+    other = golfnb("score", run, "EVAL_STRIDE=64", cwd=root)
+    assert "stride 64" in other.stdout and " EVAL_STRIDE=64 " in other.stdout
+    assert exact(other.stdout, "val_bpb")["final_int6_sliding_window"] != pytest.approx(summary(run)["sliding_bpb"], abs=1e-6)
+
+
+def test_a_score_without_its_runs_summary_says_so(trained, score, tmp_path):
+    "A file on its own, then beside the summary of another run."
+    copy = shutil.copy(trained[1] / "artifact.golf", tmp_path / "copy.golf")
+    for steps in (None, 5):
+        if steps:
+            (tmp_path / "summary.json").write_text(json.dumps(summary(trained[1]) | {"steps": steps}))
+        done = score(artifact=copy)
+        assert done.returncode == 0 and "stride 64" in done.stdout and "no summary.json of its run" in done.stdout, done.stderr
+    found = exact(score(*SCORING, artifact=copy).stdout, "val_bpb")
     assert found["final_int6_sliding_window"] == pytest.approx(summary(trained[1])["sliding_bpb"], abs=1e-6)
-    assert found["legal_ttt"] == pytest.approx(summary(trained[1])["ttt_bpb"], abs=1e-4)
 
 
 def test_score_gives_the_same_numbers_on_two_ranks(score):
@@ -171,12 +203,23 @@ def test_a_file_packed_again_stands_beside_and_is_scored_by_the_command_told(tra
     assert before["artifact_sha256"] == sha and f"artifact_sha256:{sha}" in (run / "train.log").read_text()
     done = golfnb("quantize", run, "--target-bytes", int(0.9 * before["total_bytes"]), cwd=root)
     assert done.returncode == 0 and hashlib.sha256((run / "artifact.golf").read_bytes()).hexdigest() == sha, "the scored file stays"
-    words = shlex.split(re.search(r"^this file has no score yet: golfnb (.*)$", done.stdout, re.M)[1])
+    words = shlex.split(re.search(r"^this file has no score yet: .*?golfnb (.*)$", done.stdout, re.M)[1])
     assert words[:2] == ["score", str(run / "artifact.requantized.golf")] and words[-1] == "--ttt"
-    done = golfnb(*words[:-1], *SCORING, cwd=root)
+    done = golfnb(*words[:-1], cwd=root)
     assert done.returncode == 0 and "summary.json" in done.stdout and words[1] in done.stdout, done.stderr
     assert exact(done.stdout, "val_bpb")["final_int6_sliding_window"] > before["sliding_bpb"] - 0.01
-    assert "another file" not in golfnb("score", run / "artifact.golf", *words[2:-1], *SCORING, cwd=root).stdout
+    assert "another file" not in golfnb("score", run / "artifact.golf", *words[2:-1], cwd=root).stdout
+
+
+def test_a_file_packed_to_another_place_is_scored_by_the_command_told(trained, tmp_path):
+    root, run, _, _ = trained
+    done = golfnb("quantize", run, "-o", tmp_path / "same.golf", cwd=root)
+    assert "settings: those of the run, from " in done.stdout
+    words = shlex.split(re.search(r"^this file has no score yet: .*?golfnb (.*)$", done.stdout, re.M)[1])
+    assert {"EVAL_STRIDE=32", "TTT_CHUNK_TOKENS=1024", "--ttt"} <= {*words}
+    done = golfnb(*words, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert exact(done.stdout, "val_bpb") == pytest.approx({"final_int6_sliding_window": summary(run)["sliding_bpb"], "legal_ttt": summary(run)["ttt_bpb"]}, abs=1e-4)
 
 
 def test_quantize_again_and_below_what_is_possible(trained, tmp_path):
@@ -269,7 +312,20 @@ def test_help_imports_nothing_heavy(tmp_path):
     for argv in (["--help"], ["score", "--help"]):
         assert told_without("torch numpy matplotlib sentencepiece", tmp_path, *argv).startswith("usage:")
     with pytest.raises(AssertionError, match="torch"):  # this can fail
-        told_without("torch", tmp_path, "bench", "--help")
+        told_without("torch", tmp_path, "doctor")
+
+
+def test_helps_and_recipes_are_read_from_source(tmp_path):
+    "As an import would tell them, without importing torch."
+    from golfnb.studies.bench import BENCHES, bench_function
+    from golfnb.studies.harness import STUDIES
+
+    for command, functions in (("bench", {what: bench_function(what) for what in BENCHES}), ("study", STUDIES)):
+        said = told_without("torch", tmp_path, command, "--help")
+        lines = [f"  {name:13s}{function.__doc__ or 'variants side by side'}" for name, function in functions.items()]
+        assert said.endswith("\n" + "\n".join(lines) + "\n")
+    assert "def build(s: Settings" in told_without("torch", tmp_path, "recipe", "show", "golf")
+    assert "recipe mine" in told_without("torch", tmp_path, "recipe", "copy", "golf", "mine.py")
 
 
 def test_every_chapter_that_a_command_asks_for_is_there():

@@ -196,6 +196,53 @@ def test_an_order_of_ones_own_needs_what_its_docstring_lists(paths):
             assert torch.equal(next(loader).ids, batch.ids)
 
 
+def random_order(**parts) -> type:
+    "An order of windows at random places, but for some `parts`; None: it lacks that one."
+    def start(self, *given):
+        WindowSampler.__init__(self, *given)
+        self.rng = np.random.default_rng(1)
+
+    whole = {"order": "random", "__init__": start, "window": lambda self, begin: self.read(0, begin, self.seq_len + 1),
+             "plan": lambda self: self.rng.integers(self.tokens[0] - self.seq_len, size=self.windows).tolist(),
+             "place": lambda self: {"rng": self.rng.bit_generator.state}, "go_to": lambda self, place: setattr(self.rng.bit_generator, "state", place["rng"])}
+    return type("Mine", (WindowSampler,), {name: part for name, part in (whole | parts).items() if part is not None})
+
+
+def later(self):
+    "A place that JSON can hold at the start, and no more after a step."
+    return {"at": 0 if self.rng.bit_generator.state == np.random.default_rng(1).bit_generator.state else np.int64(7)}
+
+
+FAULTY = {  # what is wrong -> (the parts, what the sentence says)
+    **{f"no {part}": ({part: None}, f"Mine .*found no {part}") for part in ("order", "plan", "window", "place", "go_to")},
+    "a place that JSON cannot hold": ({"place": lambda self: {"at": np.zeros(2)}}, "place.. of Mine .*JSON .*ndarray"),
+    "a place that JSON cannot hold later": ({"place": later}, "place.. of Mine .*JSON .*int64"),
+    "no window at all": ({"plan": lambda self: []}, "plan of Mine .*the 12 windows .*found 0"),
+    "too many windows": ({"plan": lambda self: [0] * 13}, "plan of Mine .*the 12 windows .*found 13"),
+    "an order over nothing": ({"plan": lambda self: [3 % 0]}, "Mine .*ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_faulty_order_is_refused_before_anything_is_read(paths, fault):
+    parts, words = FAULTY[fault]
+    before = threading.active_count()
+    with pytest.raises(GolfError, match=words) as raised:
+        Loader(random_order(**parts)(paths, 0, 2, 3, 4, 2), "cpu", 65_536)
+    assert "\n" not in str(raised.value) and threading.active_count() == before
+    with pytest.raises(GolfError, match="shards"):
+        SequentialSampler([], 0, 1, 2, 8)
+
+
+def test_trying_an_order_leaves_it_where_it_is(paths):
+    orders = [random_order()(paths, 0, 1, 4, 16)] + [order(paths, 0, 1, 4, 16, *more) for order, more in ORDERS]
+    plain = [random_order()(paths, 0, 1, 4, 16)] + [order(paths, 0, 1, 4, 16, *more) for order, more in ORDERS]
+    for tried, other in zip(orders, plain, strict=True):
+        for _ in range(3):
+            tried.check()
+            assert (next(tried) == next(other)).all()
+
+
 @pytest.mark.parametrize("device", PLACES, ids=str)
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_loader_gives_the_samplers_batches(paths, device, depth):

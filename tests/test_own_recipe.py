@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
 
 WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
-SCORING = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=32", "VAL_BATCH_SIZE=65536", "TTT_CHUNK_TOKENS=1024", "TTT_EPOCHS=1", "TTT_BATCH_SEQS=32"]
 ACTS = '''"""Parts that golfnb has not."""
 import bz2
 
@@ -22,9 +22,9 @@ from golfnb.artifact import Plain
 from golfnb.model import SigmoidSkips
 
 
-def squared_gelu(z):
+def squared_gelu(z, gain):
     "Of the feed-forward layers."
-    return F.gelu(z).square()
+    return gain * F.gelu(z).square()
 
 
 class Bzip(Plain):
@@ -43,10 +43,10 @@ class SlowSkips(SigmoidSkips):
     start = -3.0
     word = "slow"
 '''
-EDITS = (("from golfnb.loader import", "from acts import Bzip, SlowSkips, squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), squared_gelu)"),
+EDITS = (("from golfnb.loader import", "from acts import Bzip, SlowSkips, squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
          ("          skips=SigmoidSkips)", "          skips=SlowSkips)"), ("import Golf, ModelSettings, SigmoidSkips, init_model", "import Golf, ModelSettings, init_model"),
          ("CODEC = Best()", "CODEC = Bzip()"), ("import ArtifactSettings, Best, unpack_bytes", "import ArtifactSettings, unpack_bytes"),
-         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n'), ("from golfnb.ttt import", "from golfnb.settings import setting\nfrom golfnb.ttt import"),
+         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n'), ("from golfnb.ttt import", "from golfnb.settings import setting\nfrom golfnb.ttt import"),
          ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n"))
 
 
@@ -71,7 +71,7 @@ def place(tmp_path_factory):
     assert done.returncode == 0 and "train mine.py" in done.stdout, done.stderr
     (root / "mine.py").write_text(edited((root / "mine.py").read_text()))
     (root / "acts.py").write_text(ACTS)
-    done = golfnb("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=a", "RISE=2", cwd=root)
+    done = golfnb("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=a", "RISE=2", "GAIN=0.5", cwd=root)
     assert done.returncode == 0 and "play runs/a --program mine.py" in done.stdout and "no report" not in done.stdout, done.stdout[-600:] + done.stderr
     return root, data
 
@@ -106,18 +106,35 @@ def test_the_recipes_are_listed_shown_and_copied(tmp_path):
 
 
 def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
+    "With the numbers that its run was given, also those that no recipe has: summary.json says them."
     root, _ = place
-    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", *SCORING, cwd=root)
+    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", cwd=root)
     found = [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", done.stdout)]
     assert done.returncode == 0 and found == pytest.approx([summary(root / "runs/a")[f"{name}_bpb"] for name in ("sliding", "ttt")], abs=1e-5), done.stderr
-    two = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", *SCORING, "--nproc", 2, cwd=root)
+    two = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--nproc", 2, cwd=root)
     assert two.returncode == 0 and [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", two.stdout)] == pytest.approx(found, abs=1e-5), two.stderr
-    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", *SCORING, "--audit", cwd=root)
+    assert " GAIN=0.5" in done.stdout and " GAIN=0.5" in two.stdout
+    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--audit", cwd=root)
     assert "score-first training: " in done.stdout and "FAILS  score-first" not in done.stdout and "FAILS  sliding" not in done.stdout, done.stderr
     assert (root / "runs/a/artifact.audit.json").is_file()
-    assert golfnb("sample", "runs/a", "Return", "--tokens", 4, "--program", "mine.py", cwd=root).returncode == 0
+    sampled = golfnb("sample", "runs/a", "Return", "--tokens", 4, "--program", "mine.py", cwd=root)
+    assert sampled.returncode == 0 and not sampled.stderr
+    shutil.copy(root / "runs/a/artifact.golf", root / "alone.golf")
+    sampled = golfnb("sample", "alone.golf", "Return", "--tokens", 4, "--program", "mine.py", "--tokenizer", root / "data/tokenizer.model", cwd=root)
+    assert sampled.returncode == 0 and "no summary.json of its run" in sampled.stderr
     done = golfnb("quantize", "runs/a", "--program", "mine.py", "-o", "again.golf", cwd=root)
     assert done.returncode == 0 and (root / "again.golf").read_bytes() == (root / "runs/a/artifact.golf").read_bytes(), done.stderr
+
+
+def test_its_file_is_inspected_alone_and_exported_with_its_program(place):
+    "Where its bytes are stands in the header; its codec is the program's own."
+    root, _ = place
+    done = golfnb("artifact", "inspect", "runs/a/artifact.golf", cwd=root)
+    assert done.returncode == 0 and re.search(r"int6 weights .* tensors, .* stored as bz2 in ", done.stdout) and "room left" in done.stdout, done.stderr
+    refused(golfnb("artifact", "export", "runs/a/artifact.golf", "w.safetensors", cwd=root), "codec bz2, .*--program")
+    assert golfnb("artifact", "export", "runs/a/artifact.golf", "w.safetensors", "--program", "mine.py", cwd=root).returncode == 0
+    assert golfnb("artifact", "import", "w.safetensors", "back.golf", cwd=root).returncode == 0
+    refused(golfnb("artifact", "export", "runs/a/artifact.golf", "w.safetensors", "--program", "golf", cwd=root), "must be of recipe golf")
 
 
 def test_it_is_opened_with_the_program_that_made_it_alone(place):
@@ -139,7 +156,7 @@ def test_its_script_gives_the_same_losses(place):
     root, data = place
     assert golfnb("script", "mine.py", "--pack", "-o", "alone/train_gpt.py", cwd=root).returncode == 0
     settings = dict(word.split("=", 1) for word in [*WORDS, *data])
-    done = torchrun(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a", "RISE": "2"}, root / "alone")
+    done = torchrun(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a", "RISE": "2", "GAIN": "0.5"}, root / "alone")
     assert done.returncode == 0, done.stderr[-2000:]
     ours, theirs = summary(root / "alone/runs/a"), summary(root / "runs/a")
     assert ours["losses"] == theirs["losses"] and ours["ttt_bpb"] == theirs["ttt_bpb"]
@@ -197,6 +214,8 @@ def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
     for name, changed, words in (
             ("recipe.py", text.replace('recipe="mine"', 'recipe="golf"'), "recipe.py .*recipe='golf'"),
             ("codec.py", text.replace("CODEC = Bzip()", "CODEC = Brotli()").replace("import ArtifactSettings,", "import ArtifactSettings, Brotli,"), "brotli"),
+            ("fault.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(decompress=lambda *_: b''))()"), "'bz2' .*found 0 bytes"),
+            ("taken.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(name='lzma'))()"), "Faulty .*found 'lzma'"),
             ("alias.py", text.replace("from acts import Bzip, SlowSkips, squared_gelu", "import acts\nfrom acts import Bzip, SlowSkips, squared_gelu"), "alias.py line .*import"),
             ("builtin.py", text + "\n\ndef sum(x): return x\n", "builtin.py line .*sum ")):
         (tmp_path / name).write_text(changed)

@@ -309,7 +309,7 @@ def slowest_rank(samples: dict[str, list[float]], ranks: Ranks) -> dict[str, lis
 
 # %% ../../nbs/studies/30_bench.ipynb #c00af5e7
 BENCHES = {  # what -> the module whose `bench_<what>` each rank calls, the options of its command
-    **dict.fromkeys(("step", "phases"), ("bench", "against steps warmup")),
+    "step": ("bench", "against steps warmup"), "phases": ("bench", "against steps warmup"),
     "startup": ("bench", "rounds"), "eval": ("bench", "rounds tokens"), "threads": ("bench", "rounds"),
     "kernels": ("timing", "sets"), "attention": ("timing", ""), "trace": ("timing", "warmup"),
     "scaling": ("timing", ""), "links": ("baselines", "rounds"),

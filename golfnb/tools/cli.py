@@ -38,7 +38,7 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs"}
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
 
 
 class Chapters:
@@ -318,7 +318,7 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
     book.checkpoint.read_keeping({**os.environ, **settings})
     s = settings_for(program, settings)
     s.check(ranks)
-    program.CODEC.check()  # or its package is missed after the training
+    book.artifact.check_codec(program.CODEC)  # or its faults are found after the training
     folder = Path(s.runs_dir, s.run_id or f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     check_new_run(folder)
     script = folder / "train_gpt.py"
@@ -784,6 +784,7 @@ def script_command(args) -> int:
     program, _ = named_program(args.program, args.recipe)
     output = Path(args.output)
     check_output(output, "script of golfnb", book.programs.program_path(program))
+    book.artifact.check_names(program.CODEC)
     print(f"{output}: recipe {program.OWN['recipe']}, {write_script(output, program, args.pack)}")
     return 0
 
@@ -811,17 +812,6 @@ def recipe_copy_command(args) -> int:
     print(f"{args.file}: recipe {args.file.stem}, a copy of {args.name}; train with: {this_command()} train {args.file} "
           "DATA_PATH=SHARDS TOKENIZER_PATH=MODEL")
     return 0
-
-# %% ../../nbs/tools/23_cli.ipynb #3ebd74c3
-@reading("what summary.json and the file of weights say of the run")
-def run_settings(program, folder: Path, meta: dict):
-    "A run's settings: its summary's, else its program's with the model's numbers in a container's `meta`."
-    s = book.programs.settings_of(program, {})
-    found = book.report.read_file(folder / "summary.json").get("config", meta.get("settings", {}))
-    known = {name: value for name, value in found.items() if hasattr(s, name)}
-    s = settings_from(type(s), vars(s) | known)
-    s.data_path = os.environ.get("DATA_PATH", s.data_path)
-    return s
 
 # %% ../../nbs/tools/23_cli.ipynb #ec073eb9
 class Packing:
@@ -892,6 +882,34 @@ def print_ledger(path: Path | str, code: int, cap: int) -> None:
     facts = {"artifact_bytes": Path(path).stat().st_size, "code_bytes": code, "config": {"target_bytes": cap}}
     print(book.report.run_table(facts | {"ledger": book.artifact.artifact_ledger(path, code)}))
 
+# %% ../../nbs/tools/23_cli.ipynb #a4664a61
+def scoring_words(program, s, ttt: bool) -> dict[str, str]:
+    "The settings that a score depends on, and the program's own ones, as on a command line."
+    starts = ("eval_", "val_batch_", "ttt_") if ttt else ("eval_", "val_batch_")
+    names = [name for name in vars(s) if name.startswith(starts) and name != "ttt_enabled"]
+    names += [spec.name for spec in book.programs.setting_groups(program).get(program.Settings, [])]
+    return {name.upper(): setting_text(getattr(s, name)) for name in names}
+
+
+def settings_source(file: Path, meta: dict) -> str:
+    "Where the settings of a file's run are from."
+    if book.report.run_config(file, meta):
+        return f"those of the run, from {file.parent / 'summary.json'}"
+    return f"the program's own, since no summary.json of its run lies beside {file}"
+
+
+def next_score(program, s, path: Path, meta: dict, own: str | None) -> str:
+    "The command that scores a file packed again, with the run's settings where no summary.json says them."
+    words = ["score", str(path), "--val", f"{s.data_path}/*_val_*.bin", "--tokenizer", s.tokenizer_path]
+    if own:
+        words += ["--program", own]
+    if not book.report.run_config(path, meta):
+        usual = scoring_words(program, book.programs.settings_of(program, {}), ttt=True)
+        words += [f"{n}={v}" for n, v in scoring_words(program, s, ttt=True).items() if v != usual[n]]
+    if getattr(s, "ttt_enabled", False):
+        words.append("--ttt")
+    return f"{this_command()} {shlex.join(words)}"
+
 # %% ../../nbs/tools/23_cli.ipynb #c0eddae5
 @command("quantize", "pack a run's averaged weights again, to a byte target if one is given",
          arg("run_dir", metavar="RUN_DIR", type=Path),
@@ -905,11 +923,13 @@ def quantize_command(args) -> int:
     check_output(path, "golfnb container", *(args.run_dir / n for n in ("raw.golf", "ema.golf", "artifact.golf")))
     meta, named = book.artifact.load_weights(weights)
     program = book.report.program_of(meta, args.program, weights)
-    s = run_settings(program, args.run_dir, meta)
+    s = book.report.run_settings(program, weights, meta)
+    s.data_path = os.environ.get("DATA_PATH", s.data_path)
     s.target_bytes = args.target_bytes or s.target_bytes
     code = script.read_bytes() if script.is_file() else b""
     ranks = book.parallel_muon.start_ranks()
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
+    print(f"settings: {settings_source(weights, meta)}", flush=True)
     p = program.build(s, ranks)
     book.model.load_named(p.model, named)
     with closing(book.watch.Bar()) as bar:
@@ -920,34 +940,55 @@ def quantize_command(args) -> int:
             program.pack(run, p, named)
     print(path)
     print_ledger(path, len(code), s.target_bytes)
-    ttt = " --ttt" if getattr(s, "ttt_enabled", False) else ""
-    print(f"this file has no score yet: golfnb score {path} --val '{s.data_path}/*_val_*.bin' "
-          f"--tokenizer {s.tokenizer_path}{own_words(args.program)}{ttt}")
+    print(f"this file has no score yet: {next_score(program, s, path, meta, args.program)}")
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #9d4eb7e9
 @command("artifact inspect", "header and bytes per part of an artifact; needs no tokenizer",
          arg("file", metavar="FILE"))
 def artifact_inspect_command(args) -> int:
-    meta, packed = book.artifact.load_artifact(args.file)
-    print(f"{args.file}: {len(packed)} tensors, checksum verified")
+    header = book.artifact.container_header(args.file)
+    meta = header["meta"]
+    print(f"{args.file}: {len(header['tensors'])} tensors, checksum verified")
     settings = meta.get("settings")
     if isinstance(settings, dict):
         meta["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
+    for part, tensors, decoded, codec, stored in book.artifact.section_rows(header):
+        print(f"  {part:24s} {tensors} tensors, {decoded:,} bytes, stored as {printable(codec)} in {stored:,}")
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)
     return 0
 
+# %% ../../nbs/tools/23_cli.ipynb #78a3929e
+def codecs_for(file: str, named: str | None) -> dict:
+    "The codecs to read a file with: golfnb's and, if it is named, those of the program that made it. Raises GolfError."
+    artifact = book.artifact
+    header = artifact.container_header(file)
+    codecs = dict(artifact.CODECS)
+    if named:
+        codecs |= book.report.program_of(header["meta"], named, file).CODEC.known()
+    for _, _, _, codec, _ in artifact.section_rows(header):
+        if not isinstance(codec, str) or codec not in codecs:
+            raise GolfError(f"{file} is stored with the codec {printable(codec):.60}, of a program of your own: give its "
+                            "file with --program")
+    return codecs
+
 
 @command("artifact export", "write the weights, dequantized, as safetensors with their published names",
-         arg("file", metavar="FILE"), arg("out", metavar="OUT.safetensors"))
+         arg("file", metavar="FILE"), arg("out", metavar="OUT.safetensors"), OWN_PROGRAM)
+def artifact_export_command(args) -> int:
+    check_output(args.out, "safetensors file", args.file)
+    book.artifact.export_safetensors(args.file, args.out, codecs_for(args.file, args.program))
+    print(f"{args.out}: {Path(args.out).stat().st_size:,} bytes")
+    return 0
+
+
 @command("artifact import", "read exported weights back into a container, unquantized",
          arg("file", metavar="FILE.safetensors"), arg("out", metavar="OUT"))
-def artifact_convert_command(args) -> int:
-    way = args.argv[1]
-    check_output(args.out, {"export": "safetensors file", "import": "golfnb container"}[way], args.file)
-    getattr(book.artifact, f"{way}_safetensors")(args.file, args.out)
+def artifact_import_command(args) -> int:
+    check_output(args.out, "golfnb container", args.file)
+    book.artifact.import_safetensors(args.file, args.out)
     print(f"{args.out}: {Path(args.out).stat().st_size:,} bytes")
     return 0
 
@@ -981,9 +1022,9 @@ def score_command(args) -> int:
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
-def score_settings(program, model_settings, given: dict[str, str], adapters: bool):
-    "The settings to score an artifact with, and `given` ones; GolfError for one that the model fixes."
-    for name in vars(model_settings):
+def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], adapters: bool):
+    "The settings of a `run`, changed by `given` ones; GolfError for one of the `fixed`, which the artifact has."
+    for name in fixed:
         if name.upper() in given:
             raise GolfError(f"score: {name.upper()} is fixed by the artifact; leave it out")
 
@@ -992,8 +1033,7 @@ def score_settings(program, model_settings, given: dict[str, str], adapters: boo
         "What the program reads, and what chapter 13b does."
 
     group = WithAdapters if adapters else program.Settings
-    s = book.settings.read_settings(group, program.OWN, given)
-    book.report.with_model(s, model_settings)
+    s = book.settings.read_settings(group, vars(run), given)
     s.train_batch_tokens = 8 * s.train_seq_len  # nothing is trained, but the check wants whole rows
     s.check()
     return s
@@ -1013,20 +1053,27 @@ class Scored:
 
 def open_scored(args, ranks) -> Scored:
     "The artifact that the arguments name. Raises GolfError."
-    import torch
-
     report = book.report
     file = args.file
-    more = adapter_names() if args.adapters else ()
+    meta = book.artifact.read_meta(file)
+    program = report.program_of(meta, args.program, file)
+    given = read_settings(args.settings, program, more=adapter_names() if args.adapters else ())
+    run = report.run_settings(program, file, meta)
+    s = score_settings(program, run, meta.get("settings", ()), given, args.adapters)
     if args.program:
-        program, meta, saved, sp = report.own_artifact(file, args.program, args.tokenizer)
-        s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
+        sp = report.tokenizer_of(file, meta, args.tokenizer, s.vocab_size)
         return Scored(file, program, *report.own_model(program, s, file, ranks), s, meta, sp)
-    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    golf, meta, saved, sp = report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
-    program = report.program_of(meta, None, file)
-    s = score_settings(program, saved, read_settings(args.settings, program, more=more), args.adapters)
+    dtype = book.run.weight_dtype(s, ranks.device)
+    golf, _, _, sp = report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
     return Scored(file, program, golf, book.train.compiled(golf, s, ranks.device), s, meta, sp)
+
+
+def settings_line(args, scored: Scored) -> str:
+    "The settings that a score depends on, and where they are from."
+    words = scoring_words(scored.program, scored.settings, args.ttt or args.adapters)
+    line = " ".join(f"{name}={value}" for name, value in words.items())
+    given = f", but {' '.join(args.settings)} given here" if args.settings else ""
+    return f"settings: {line}; {settings_source(scored.file, scored.meta)}{given}"
 
 # %% ../../nbs/tools/23_cli.ipynb #51e7b127
 def silent(*words, **options) -> None:
@@ -1051,6 +1098,7 @@ def score_file(args, ranks) -> tuple:
     mixed = book.report.other_file(file, record, book.report.read_file(record))
     if mixed:
         say(f"note: {mixed}; the scores below are of {file}")
+    say(settings_line(args, scored))
     workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)
@@ -1129,6 +1177,15 @@ def audit_file(args, scored: Scored, tokens, table, findings: list) -> int:
     return 0 if audit["legal"] else 1
 
 # %% ../../nbs/tools/23_cli.ipynb #745d68ae
+def note_settings(program: str | None, *paths: str) -> None:
+    "Say of files of a program of one's own where the run's settings are not at hand."
+    files = [book.report.find_artifact(path) for path in paths if program]
+    for file in files:
+        meta = book.artifact.read_meta(file)
+        if not book.report.run_config(file, meta):
+            print(f"note: settings are {settings_source(file, meta)}", file=sys.stderr)
+
+
 def ask() -> str | None:
     "A line from the terminal, None at its end."
     try:
@@ -1156,6 +1213,7 @@ def write_on(player, text: str, args) -> None:
 def sample_command(args) -> int:
     if (args.prompt is None) != args.interactive:
         raise GolfError("sample: a PROMPT or -i is expected, found both or neither; choose one")
+    note_settings(args.program, args.file)
     player = book.play.Player(args.file, args.tokenizer, args.program)
     if not args.interactive:
         print(printable(args.prompt), end="")
@@ -1177,6 +1235,7 @@ def play_command(args) -> int:
     files = [args.file]
     if args.second:
         files.append(args.second)
+    note_settings(args.program, *files)
     return book.play.play(files, args.port, not args.no_browser, args.program)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e9d511
@@ -1265,9 +1324,35 @@ def submission_command(args) -> int:
     return 1 if faults else 0
 
 # %% ../../nbs/tools/23_cli.ipynb #3aa38512
-def listing(functions: dict[str, Callable]) -> str:
+def listing(docs: dict[str, str | None]) -> str:
     "Name and docstring of each function, for a command's --help."
-    return "\n".join(f"  {name:13s}{f.__doc__ or 'variants side by side'}" for name, f in functions.items())
+    return "\n".join(f"  {name:13s}{doc or 'variants side by side'}" for name, doc in docs.items())
+
+
+def function_docs(module: str) -> dict[str, str | None]:
+    "The docstrings of a module's functions, read and not imported."
+    functions = [node for node in chapter_source(module).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_docstring(node) for node in functions}
+
+
+def bench_help() -> str:
+    "What can be measured, and what a sample of it is."
+    docs = {}
+    for what, (module, _) in constants(chapter_source("studies.bench"))["BENCHES"].items():
+        name = "bench_step" if what == "phases" else f"bench_{what}"
+        docs[what] = function_docs(f"studies.{module}")[name]
+    return listing(docs)
+
+
+def study_help() -> str:
+    "The studies: functions below `@study`, and calls of `trainings`."
+    docs = {}
+    for node in chapter_source("studies.harness").body:
+        if isinstance(node, ast.FunctionDef) and "study" in map(ast.unparse, node.decorator_list):
+            docs[node.name] = ast.get_docstring(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "trainings":
+            docs[node.value.args[0].value] = None
+    return listing(docs)
 
 # %% ../../nbs/tools/23_cli.ipynb #b57329e7
 @command("bench", "measure step, phases, startup, eval, links, optimizer, kernels, ... on this machine",
@@ -1280,7 +1365,7 @@ def listing(functions: dict[str, Callable]) -> str:
          arg("--only", metavar="WAY", help="optimizer: plans, or a part of the name of a way, e.g. NS5"),
          arg("--sets", nargs="+", metavar="SET", help="kernels: what to switch on, e.g. heads+xsa+fold+mlp"),
          arg("-o", dest="out", metavar="FILE", help="default: nbs/results/WHAT_DEVICE_RANKS.json"),
-         epilog=lambda: listing({what: book.bench.bench_function(what) for what in book.bench.BENCHES}))
+         epilog=bench_help)
 def bench_command(args) -> int:
     b = book.bench
     what = args.what
@@ -1305,7 +1390,7 @@ def bench_command(args) -> int:
 @command("study", "run one of the studies behind the book's chapters 36 and on",
          arg("name", metavar="NAME"),
          arg("words", nargs="*", metavar="WORDS", help="settings NAME=VALUE, NPROC=N, run directories"),
-         epilog=lambda: listing(book.studies.STUDIES))
+         epilog=study_help)
 def study_command(args) -> int:
     if args.name not in book.studies.STUDIES:
         raise GolfError(f"study: one of {', '.join(book.studies.STUDIES)} expected, found {args.name}")

@@ -9,11 +9,11 @@ __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOS
            'COLOURS', 'LINES', 'BPB_STAGES', 'QUANTILES', 'TABLES', 'PAGE_STYLE', 'DRAW_ALL',
            'read_file', 'artifact_file', 'other_file', 'quantized_counts', 'counts_entropy',
            'event_of', 'read_run', 'find_artifact', 'run_place', 'run_data', 'find_tokenizer',
-           'open_model', 'program_of', 'decoded', 'own_model', 'with_model', 'own_artifact',
-           'open_own', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve', 'series',
-           'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows', 'run_table',
-           'Table', 'html_table', 'note', 'command', 'script_json', 'paired', 'golfnb_command',
-           'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
+           'open_model', 'program_of', 'decoded', 'own_model', 'run_config', 'run_settings',
+           'tokenizer_of', 'open_own', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve',
+           'series', 'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows',
+           'run_table', 'Table', 'html_table', 'note', 'command', 'script_json', 'paired',
+           'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
 import hashlib
@@ -34,7 +34,7 @@ import numpy as np
 from ..artifact import ARTIFACT_CAP, CODECS, check_tokenizer, load_model, read_container, read_meta
 from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
-from ..model import ModelSettings, load_named
+from ..model import load_named
 from ..parallel_muon import Ranks
 from ..quantize import dequantize_state
 from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
@@ -198,30 +198,41 @@ def own_model(program: ModuleType, s, file: Path, ranks: Ranks) -> tuple:
     return parts.model, parts.forward
 
 # %% ../../nbs/tools/24_report.ipynb #ff7c6dac
-def with_model(s, saved: ModelSettings):
-    "The settings `s` with a model's numbers, as a file has them."
-    for name, value in vars(saved).items():
-        if hasattr(s, name):
-            setattr(s, name, value)
-    return s
+def run_config(file: Path, meta: dict) -> dict:
+    "The settings of a file's run, from the summary.json beside it; {} if there is none, or it is of another run."
+    summary = read_file(file.parent / "summary.json")
+    config = summary.get("config")
+    of_this_run = all(summary.get(name) == meta.get(name) for name in ("recipe", "seed", "steps"))
+    return config if of_this_run and isinstance(config, dict) else {}
+
+
+@reading("what summary.json and the file of weights say of the run")
+def run_settings(program: ModuleType, file: Path, meta: dict):
+    "The settings that a file was trained with: `run_config`, else the program's own; the model's are the file's."
+    values = dict(vars(settings_of(program, {})))
+    config = run_config(file, meta)
+    found = config | meta.get("settings", {})
+    values |= {name: value for name, value in found.items() if name in values}
+    if not config:  # the program's own batch may not be whole rows of this length
+        row = 8 * values["train_seq_len"]
+        values["train_batch_tokens"] = row * max(1, values["train_batch_tokens"] // row)
+    return settings_from(program.Settings, values)
 
 # %% ../../nbs/tools/24_report.ipynb #a0de2404
-def own_artifact(file: Path, named: str, tokenizer: str | None) -> tuple:
-    "Program, meta, the model's numbers and the tokenizer of a file that the program `named` made. GolfError if not."
-    meta = read_meta(file)
-    program = program_of(meta, named, file)
-    numbers = {name: value for name, value in meta["settings"].items() if name in ModelSettings.__dataclass_fields__}
-    saved = settings_from(ModelSettings, numbers)  # its parts are the program's own
-    tokenizer = tokenizer or find_tokenizer(file, meta.get("tokenizer_sha256"))
-    check_tokenizer(meta, file, tokenizer)
-    return program, meta, saved, load_tokenizer(tokenizer, saved.vocab_size)
+def tokenizer_of(file: Path, meta: dict, named: str | None, vocab_size: int):
+    "The tokenizer that a file was trained with, the one that is `named` or one at hand. GolfError for another."
+    path = named or find_tokenizer(file, meta.get("tokenizer_sha256"))
+    check_tokenizer(meta, file, path)
+    return load_tokenizer(path, vocab_size)
 
 # %% ../../nbs/tools/24_report.ipynb #f7e89cea
 def open_own(path: str | Path, named: str, tokenizer: str | None, ranks: Ranks) -> tuple:
     "`open_model` with the program that is named."
     file = find_artifact(path)
-    program, meta, saved, sp = own_artifact(file, named, tokenizer)
-    s = with_model(settings_of(program, {}), saved)
+    meta = read_meta(file)
+    program = program_of(meta, named, file)
+    s = run_settings(program, file, meta)
+    sp = tokenizer_of(file, meta, tokenizer, s.vocab_size)
     return own_model(program, s, file, ranks)[0], meta, s, sp
 
 # %% ../../nbs/tools/24_report.ipynb #50f7714a
