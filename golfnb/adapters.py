@@ -43,7 +43,7 @@ class AdapterSettings(EvalSettings, ComputeSettings):
     ttt_batch_size: int = setting(64, "documents adapted side by side, per rank: documents",
                                   bounds="> 0")
 
-
+# %% ../nbs/story/13b_adapters.ipynb #7202c743
 def adapter_problems(cfg: AdapterSettings) -> Iterator[str]:
     "Chunks that do not fit into half a row."
     if not 2 <= cfg.ttt_chunk_size <= cfg.eval_seq_len // 2:

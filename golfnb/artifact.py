@@ -75,7 +75,7 @@ class Plain:
         "The name to record for a section, and the bytes to store."
         return self.name, raw
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes | memoryview:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "The `size` bytes of a section, one more if there are more. Any exception means damage."
         return stored
 
@@ -92,7 +92,7 @@ class Lzma(Plain):
         "Preset 6, with a checksum of its own."
         return self.name, lzma.compress(raw, preset=6)
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "A section again; the decoder has a limit of memory."
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
@@ -107,12 +107,12 @@ class Zlib(Plain):
         coders = [zlib.compressobj(9, zlib.DEFLATED, 15, 9, way) for way in ways]
         return self.name, min((coder.compress(raw) + coder.flush() for coder in coders), key=len)
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "Either way."
         return whole_stream(zlib.decompressobj(), stored, size)
 
 # %% ../nbs/story/11b_artifact.ipynb #8da54f42
-def whole_stream(coder, stored: bytes | memoryview, size: int) -> bytes:
+def whole_stream(coder, stored: bytes, size: int) -> bytes:
     "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
@@ -128,7 +128,7 @@ class Rans(Plain):
         "Coded by frequencies that follow rows and columns."
         return self.name, rans_encode(raw, shapes)
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "As many values as `shapes` say."
         return rans_decode(stored, shapes)
 
@@ -188,7 +188,7 @@ class Brotli(Plain):
         "At the highest quality."
         return self.name, optional("brotli", "brotli").compress(raw, quality=11)
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "A section again."
         coder = optional("brotli", "brotli").Decompressor()
         return coder.process(stored, output_buffer_limit=size + 1)
@@ -207,7 +207,7 @@ class Zstd(Plain):
         coder = optional("zstandard", "zstandard").ZstdCompressor(level=22)
         return self.name, coder.compress(raw)
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "A section again; the decoder has a limit of memory."
         coder = optional("zstandard", "zstandard").ZstdDecompressor(max_window_size=2**27)
         return coder.stream_reader(stored).read(size + 1)
@@ -215,8 +215,8 @@ class Zstd(Plain):
 # %% ../nbs/story/11b_artifact.ipynb #374f6740
 def section_damage(name: str, size: int, found: str) -> GolfError:
     "The error for a section that does not decode to its size."
-    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: "
-                     "the file is damaged or of a later version, copy or make it again")
+    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the "
+                     "file is damaged or of a later version, copy or make it again")
 
 
 def decompress_section(stored: bytes, name: str, shapes: list,
@@ -230,7 +230,6 @@ def decompress_section(stored: bytes, name: str, shapes: list,
         raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
                         f"{name!r:.60}: read it with the version or the program that wrote it")
     size = sum(map(math.prod, shapes))
-    raw = b""
     try:
         raw = codecs[name].decompress(stored, size, shapes)
     except GolfError:
@@ -435,36 +434,41 @@ def check_values(name: str, p: Packed) -> None:
 
 # %% ../nbs/story/11b_artifact.ipynb #9374cb03
 def check_names(codec: Plain) -> None:
-    "Raise GolfError for what is no codec, and for one with the name of one of CODECS that decodes otherwise."
+    "Raise GolfError for what is no codec, and for one that takes the name of another in CODECS."
     if not isinstance(codec, Plain):
         raise GolfError("a codec must be an object whose class derives from golfnb.artifact.Plain, "
                         f"found {codec!r:.60}: write CODEC = Best(), or one of your own")
     for name, part in codec.known().items():
         known = CODECS.get(name)
         if known and type(part).decompress is not type(known).decompress:
-            raise GolfError(f"codec {type(part).__name__} must have a name of its own, found {name!r}, "
-                            f"that of golfnb's {type(known).__name__}: give it another `name`")
+            raise GolfError(f"codec {type(part).__name__} must have a name of its "
+                            f"own, found {name!r}, that of golfnb's "
+                            f"{type(known).__name__}: give it another `name`")
 
 
 @contextmanager
 def codec_faults(codec: Plain, step: str) -> Iterator[None]:
-    "Work of a codec; whatever it raises becomes the cause of a GolfError that names codec and step."
+    """Work of a codec.
+
+    Whatever it raises becomes the cause of a GolfError that names codec and step.
+    """
     try:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise GolfError(f"codec {codec.name!r} must {step} a section, found {reason:.300}: mend its "
-                        f"`{step}`") from error
+        raise GolfError(f"codec {codec.name!r} must {step} a section, found {reason:.300}: "
+                        f"mend its `{step}`") from error
 
 # %% ../nbs/story/11b_artifact.ipynb #5507df5d
 def stored_again(codec: Plain, raw: bytes, shapes: list) -> bytes:
-    "What a codec gives back of a section; raises GolfError for one that fails, and for an unknown name."
+    "What a codec gives back of a section. GolfError for one that fails, and for an unknown name."
     with codec_faults(codec, "compress"):
         name, stored = codec.compress(raw, shapes)
     known = codec.known()
     if name not in known:
-        raise GolfError(f"codec {codec.name!r} must record a name of its `known` ({', '.join(known)}), "
-                        f"found {name!r}: return one of these from `compress`")
+        raise GolfError(f"codec {codec.name!r} must record a name of its "
+                        f"`known` ({', '.join(known)}), found {name!r}: return "
+                        "one of these from `compress`")
     with codec_faults(codec, "decompress"):
         return bytes(known[name].decompress(bytes(stored), len(raw), shapes))
 
@@ -475,12 +479,13 @@ def check_codec(codec: Plain) -> None:
     codec.check()
     integers = (np.arange(64 * 48 + 20 * 30) % 63 - 31).astype(np.int8)
     numbers = np.linspace(-2, 2, 100, dtype="<f2")
-    for raw, shapes in ((integers.tobytes(), [(64, 48), (20, 30)]), (numbers.tobytes(), [(100, 2)])):
+    for raw, shapes in ((integers.tobytes(), [(64, 48), (20, 30)]),
+                        (numbers.tobytes(), [(100, 2)])):
         found = stored_again(codec, raw, shapes)
         if found != raw:
             size = f"{len(found):,} bytes" if len(found) != len(raw) else "other bytes"
-            raise GolfError(f"codec {codec.name!r} must give back the {len(raw):,} bytes of a section, "
-                            f"found {size}: mend its `compress` or `decompress`")
+            raise GolfError(f"codec {codec.name!r} must give back the {len(raw):,} bytes of a "
+                            f"section, found {size}: mend its `compress` or `decompress`")
 
 # %% ../nbs/story/11b_artifact.ipynb #df96ae76
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
@@ -522,7 +527,7 @@ def read_container(path: str | Path, codecs: Mapping[str, Plain],
 
 
 def container_header(path: str | Path) -> dict:
-    "The header of anybody's file; nothing is decoded. Raises GolfError if missing or damaged."
+    "The header of anybody's file; nothing is decoded. GolfError if missing or damaged."
     with naming(path):
         return open_container(Path(path).read_bytes())[0]
 
@@ -582,13 +587,14 @@ def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, in
 
 
 def section_rows(header: dict) -> list[tuple[str, int, int, str, int]]:
-    "Of each section in a header: part, tensors, their bytes once decoded, name of the codec, stored bytes."
+    "Of each section in a header: part, tensors, decoded bytes, name of the codec, stored bytes."
     rows = []
     for section, codec, stored in header["sections"]:
         kinds = INT_MAX if section == "scale" else {section}
         tensors = sum(kind in kinds for _, kind, _ in header["tensors"])
         decoded = sum(map(math.prod, section_plan(header["tensors"])[section]))
-        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), tensors, decoded, codec, stored))
+        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), tensors, decoded,
+                     codec, stored))
     return rows
 
 # %% ../nbs/story/11b_artifact.ipynb #a80b11c8

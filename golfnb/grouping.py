@@ -386,7 +386,7 @@ def named_members(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
     "Names and parameters of a group, as they are given to an optimizer or as it keeps them."
     params = list(group["params"])
     if "param_names" in group:
-        return list(zip(group["param_names"], params))
+        return list(zip(group["param_names"], params, strict=True))
     return [p if isinstance(p, tuple) else (f"parameter.{i}", p) for i, p in enumerate(params)]
 
 
@@ -427,7 +427,7 @@ def group_table(groups: Iterable[dict[str, Any]]) -> str:
     everything = max(totals.total(), 1)
     lines = [("rule", "parameters", "shapes", "elements", "share")]
     lines += [(*words, f"{n:,}", f"{100 * n / everything:.1f} %") for *words, n in rows]
-    wa, wb, wc, wd, we = (max(map(len, column)) for column in zip(*lines))
+    wa, wb, wc, wd, we = (max(map(len, column)) for column in zip(*lines, strict=True))
     return "\n".join(f"{a:{wa}}  {b:{wb}}  {c:{wc}}  {d:>{wd}}  {e:>{we}}"
                      for a, b, c, d, e in lines)
 

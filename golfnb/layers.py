@@ -55,7 +55,7 @@ def rotary_base(T: int, rope_dims: int, base: float, train_len: int) -> float:
     long = T > train_len and rope_dims > 2
     return base * (T / train_len) ** (rope_dims / (rope_dims - 2)) if long else base
 
-
+# %% ../nbs/story/03_layers.ipynb #9cca0036
 def rotary_tables(T: int, rope_dims: int, base: float, train_len: int,
                   device: str | torch.device = "cpu",
                   dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

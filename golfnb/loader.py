@@ -36,9 +36,8 @@ class WindowSampler:
     An order of windows derives from this class and says five things:
 
     - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are
-      dealt out, in a form of its own; the same list on every rank, so what is random
-      comes from a seed that all share
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out,
+      in a form of its own; the same list on every rank, so chance comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
     - `place()`: where the order stands between two steps, a dict that JSON can hold, with no
       key named order, corpus or turn
@@ -55,7 +54,7 @@ class WindowSampler:
                  accum: int = 1):
         self.paths = list(paths)
         if not self.paths:
-            raise GolfError("a sampler must have shards to read, found none: give it the paths of some")
+            raise GolfError("a sampler must have shards to read, found none: give it their paths")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -115,17 +114,20 @@ class WindowSampler:
         try:
             return json.dumps(self.place(), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, for "
-                            f"checkpoints, found one that cannot be written ({error}): give plain numbers, "
-                            "texts and lists") from error
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, "
+                            f"for checkpoints, found one that cannot be written ({error}): give "
+                            "plain numbers, texts and lists") from error
 
     def check(self) -> None:
-        "Raise GolfError for an order that lacks a part or cannot plan and go back; it stays where it is."
+        """Raise GolfError for an order that lacks a part or cannot plan and go back.
+
+        It stays where it is.
+        """
         name = type(self).__name__
         for part in ("order", "plan", "window", "place", "go_to"):
             if not getattr(self, part, None):
-                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found no {part}: "
-                                "see the docstring of WindowSampler")
+                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found "
+                                f"no {part}: see the docstring of WindowSampler")
         try:
             place = self.saved_place()
             planned = len(self.plan())
@@ -134,8 +136,9 @@ class WindowSampler:
         except GolfError:
             raise
         except Exception as error:
-            raise GolfError(f"{name} must plan {self.windows} windows and go back to where it stood, found "
-                            f"{type(error).__name__}: {error}: mend its plan, place or go_to") from error
+            raise GolfError(f"{name} must plan {self.windows} windows and go back to where "
+                            f"it stood, found {type(error).__name__}: {error}: mend its "
+                            "plan, place or go_to") from error
         if planned != self.windows:
             raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
                             f"found {planned}: plan as many as self.windows")

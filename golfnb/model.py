@@ -425,7 +425,7 @@ def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
     "Rows of weight [..., out, in] times scale [..., out], multiplied in float32 and rounded once."
     return (weight * scale[..., None]).to(weight.dtype)
 
-
+# %% ../nbs/story/05c_model.ipynb #7f91934b
 def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
     "Weights of a block, or of all blocks, as these kernels want them."
     q, k, v, out, down = (t[:len(w.gain)] if t.ndim == 3 else t

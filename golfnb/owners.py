@@ -77,7 +77,7 @@ class OwnerPlan:
 
     def owned(self, rank: int) -> list[WorkItem]:
         "The items that a rank updates."
-        return [item for item, owner in zip(self.items, self.owners) if owner == rank]
+        return [item for item, owner in zip(self.items, self.owners, strict=True) if owner == rank]
 
     def work(self, rank: int) -> int:
         "FLOPs of a rank's updates."
@@ -126,7 +126,8 @@ def choose_owners(works: Sequence[int], sizes: Sequence[int], numbers: Sequence[
                   world: int) -> list[int]:
     "The rank of each item: largest items first, each to the rank that has least to do with it."
     work_bound, size_bound = bound(works, world), bound(sizes, world)
-    costs = [(work * size_bound, size * work_bound) for work, size in zip(works, sizes)]
+    costs = [(work * size_bound, size * work_bound)
+             for work, size in zip(works, sizes, strict=True)]
     loads = [(0, 0)] * world
     owners = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-max(costs[i]), numbers[i], i)):
@@ -183,7 +184,7 @@ def cut(stocks: Sequence[Stock], items: Sequence[WorkItem], room: int, gaps: boo
 def most_calls(buckets: Sequence[Bucket], numbers: Sequence[int]) -> int:
     "Stacks of the rank that has most of them."
     counts = [[len({numbers[i] for i in share}) for share in bucket.shares] for bucket in buckets]
-    return max(map(sum, zip(*counts)))
+    return max(map(sum, zip(*counts, strict=True)))
 
 
 def best_cut(stocks: Sequence[Stock], items: Sequence[WorkItem], numbers: Sequence[int],
@@ -194,7 +195,8 @@ def best_cut(stocks: Sequence[Stock], items: Sequence[WorkItem], numbers: Sequen
     rooms = [-(-max(totals) // parts) for parts in range(fewest, fewest + 4)]
     ways = [cut(stocks, items, room, gaps) for room in rooms for gaps in (False, True)]
     sent = [sum(bucket.share_elements for bucket in way) for way in ways]
-    good = [way for way, elements in zip(ways, sent) if 100 * elements <= 101 * min(sent)]
+    good = [way for way, elements in zip(ways, sent, strict=True)
+            if 100 * elements <= 101 * min(sent)]
     return min(good, key=lambda way: (most_calls(way, numbers), len(way)))
 
 # %% ../nbs/reference/17b_owners.ipynb #6b68b48e

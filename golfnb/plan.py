@@ -24,7 +24,7 @@ class CommSchedule:
     scatter: tuple[str, ...]
     work: tuple[str, ...]
 
-
+# %% ../nbs/story/07_plan.ipynb #51685fb9
 def check_comm_schedule(plan: CommSchedule, layout: Layout):
     "Raises GolfError unless both orders name every bank once: else one is never updated."
     banks = sorted(b.name for b in layout.banks)

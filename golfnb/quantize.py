@@ -294,7 +294,7 @@ class Nearest:
         "A matrix [rows, cols] packed; errors as `pack_rows`."
         return pack_rows(name, w, "int6", self.scale_floor, k)
 
-
+# %% ../nbs/story/10b_quantize.ipynb #ce5997b5
 class Gptq(Nearest):
     "A way to int6: GPTQ with `hessians` [cols, cols] by matrix name; without one to the nearest."
 

@@ -113,7 +113,7 @@ def rans_encode(raw: bytes, shapes: list) -> bytes:
     return front + x.astype("<u4").tobytes() + b"".join(reversed(words))
 
 # %% ../nbs/story/11_rans.ipynb #13d33216
-def read_tables(stored: bytes | memoryview, shapes: list) -> tuple[np.ndarray, np.ndarray, int]:
+def read_tables(stored: bytes, shapes: list) -> tuple[np.ndarray, np.ndarray, int]:
     """Contexts uint8 [values], frequencies uint32 [contexts, 256], bytes read.
 
     Raises errors for damage.
@@ -132,7 +132,7 @@ def read_tables(stored: bytes | memoryview, shapes: list) -> tuple[np.ndarray, n
     return np.concatenate(contexts), frequencies, start
 
 # %% ../nbs/story/11_rans.ipynb #36bf3b30
-def rans_decode(stored: bytes | memoryview, shapes: list) -> bytes:
+def rans_decode(stored: bytes, shapes: list) -> bytes:
     """The section that `rans_encode` coded, by numpy alone.
 
     ValueError, struct.error or zlib.error for damage.

@@ -229,8 +229,8 @@ class Run:
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
         if world > 1:
-            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is the mean "
-                          "of all ranks")
+            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is "
+                          "the mean of all ranks")
         if not code:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")

@@ -535,7 +535,7 @@ def undone(engine: Engine, batches: Loader) -> Iterator[None]:
     engine.restore(saved)
     batches.rewind(place)
 
-
+# %% ../nbs/story/08b_train.ipynb #d16e01b8
 def rehearse(t: Trainer, step: Callable, log: RunLog):
     "Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time."
     count = t.settings.warmup_steps

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b983f97489062e05
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 3cea1d4058b274a0
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1830,9 +1830,8 @@ class WindowSampler:
     An order of windows derives from this class and says five things:
 
     - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are
-      dealt out, in a form of its own; the same list on every rank, so what is random
-      comes from a seed that all share
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out,
+      in a form of its own; the same list on every rank, so chance comes from a seed that all share
     - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
     - `place()`: where the order stands between two steps, a dict that JSON can hold, with no
       key named order, corpus or turn
@@ -1849,7 +1848,7 @@ class WindowSampler:
                  accum: int = 1):
         self.paths = list(paths)
         if not self.paths:
-            raise GolfError("a sampler must have shards to read, found none: give it the paths of some")
+            raise GolfError("a sampler must have shards to read, found none: give it their paths")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -1909,17 +1908,20 @@ class WindowSampler:
         try:
             return json.dumps(self.place(), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, for "
-                            f"checkpoints, found one that cannot be written ({error}): give plain numbers, "
-                            "texts and lists") from error
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, "
+                            f"for checkpoints, found one that cannot be written ({error}): give "
+                            "plain numbers, texts and lists") from error
 
     def check(self) -> None:
-        "Raise GolfError for an order that lacks a part or cannot plan and go back; it stays where it is."
+        """Raise GolfError for an order that lacks a part or cannot plan and go back.
+
+        It stays where it is.
+        """
         name = type(self).__name__
         for part in ("order", "plan", "window", "place", "go_to"):
             if not getattr(self, part, None):
-                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found no {part}: "
-                                "see the docstring of WindowSampler")
+                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found "
+                                f"no {part}: see the docstring of WindowSampler")
         try:
             place = self.saved_place()
             planned = len(self.plan())
@@ -1928,8 +1930,9 @@ class WindowSampler:
         except GolfError:
             raise
         except Exception as error:
-            raise GolfError(f"{name} must plan {self.windows} windows and go back to where it stood, found "
-                            f"{type(error).__name__}: {error}: mend its plan, place or go_to") from error
+            raise GolfError(f"{name} must plan {self.windows} windows and go back to where "
+                            f"it stood, found {type(error).__name__}: {error}: mend its "
+                            "plan, place or go_to") from error
         if planned != self.windows:
             raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
                             f"found {planned}: plan as many as self.windows")
@@ -3318,7 +3321,7 @@ class Plain:
         "The name to record for a section, and the bytes to store."
         return self.name, raw
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes | memoryview:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "The `size` bytes of a section, one more if there are more. Any exception means damage."
         return stored
 
@@ -3335,12 +3338,12 @@ class Lzma(Plain):
         "Preset 6, with a checksum of its own."
         return self.name, lzma.compress(raw, preset=6)
 
-    def decompress(self, stored: bytes | memoryview, size: int, shapes: list) -> bytes:
+    def decompress(self, stored: bytes, size: int, shapes: list) -> bytes:
         "A section again; the decoder has a limit of memory."
         return whole_stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**26), stored, size)
 
 
-def whole_stream(coder, stored: bytes | memoryview, size: int) -> bytes:
+def whole_stream(coder, stored: bytes, size: int) -> bytes:
     "A stream, at most one byte beyond `size`; EOFError if it is cut off or something follows it."
     found = coder.decompress(stored, size + 1)
     if len(found) <= size and (not coder.eof or coder.unused_data):
@@ -3350,8 +3353,8 @@ def whole_stream(coder, stored: bytes | memoryview, size: int) -> bytes:
 
 def section_damage(name: str, size: int, found: str) -> GolfError:
     "The error for a section that does not decode to its size."
-    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: "
-                     "the file is damaged or of a later version, copy or make it again")
+    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the "
+                     "file is damaged or of a later version, copy or make it again")
 
 
 def decompress_section(stored: bytes, name: str, shapes: list,
@@ -3365,7 +3368,6 @@ def decompress_section(stored: bytes, name: str, shapes: list,
         raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
                         f"{name!r:.60}: read it with the version or the program that wrote it")
     size = sum(map(math.prod, shapes))
-    raw = b""
     try:
         raw = codecs[name].decompress(stored, size, shapes)
     except GolfError:
@@ -4234,8 +4236,8 @@ class Run:
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
         if world > 1:
-            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is the mean "
-                          "of all ranks")
+            self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is "
+                          "the mean of all ranks")
         if not code:
             return
         self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")

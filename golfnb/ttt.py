@@ -476,7 +476,7 @@ class Case:
     spans: Sequence[Sequence[int]] | np.ndarray = ()
     row: int = 0
 
-
+# %% ../nbs/story/13_ttt.ipynb #1f595b45
 def worst(findings: list[dict]) -> list[dict]:
     "One finding for each scorer and check: one that failed, if there is one."
     passed = [f for f in findings if f["passed"]]
