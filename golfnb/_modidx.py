@@ -264,6 +264,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                  'golfnb.exchange.block_of': ('reference/exchange.html#block_of', 'golfnb/exchange.py'),
                                  'golfnb.exchange.check_placement': ('reference/exchange.html#check_placement', 'golfnb/exchange.py'),
                                  'golfnb.exchange.check_view': ('reference/exchange.html#check_view', 'golfnb/exchange.py'),
+                                 'golfnb.exchange.copy_each': ('reference/exchange.html#copy_each', 'golfnb/exchange.py'),
                                  'golfnb.exchange.cut_matrices': ('reference/exchange.html#cut_matrices', 'golfnb/exchange.py'),
                                  'golfnb.exchange.cut_shares': ('reference/exchange.html#cut_shares', 'golfnb/exchange.py'),
                                  'golfnb.exchange.find_group': ('reference/exchange.html#find_group', 'golfnb/exchange.py'),

@@ -12,7 +12,7 @@ __all__ = ['Rule', 'OptimizerError', 'is_dtensor', 'Matrix', 'matrices_of', 'hel
 # %% ../nbs/reference/17d_exchange.ipynb #cfd93c19
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -299,6 +299,12 @@ def cut_shares(flat: Tensor, shares: Sequence[Sequence[Matrix]]) -> list[Tensor]
     rows = zip(flat, shares, strict=True)
     return [part for row, share in rows for part in cut_matrices(row, share)]
 
+
+def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
+    "Copy each of `contents` to its place."
+    for place, content in zip(places, contents, strict=True):
+        place.copy_(content)
+
 # %% ../nbs/reference/17d_exchange.ipynb #1c9a2330
 Rule = Callable[[Matrix, Tensor, slice], Tensor]  # a matrix, the gradient of rows of it, the rows
 
@@ -351,8 +357,7 @@ class ReplicatedBucket(Bucket):
             self.held = [gradient(m) for m in self.mine]
             return
         flat = self.like.new_zeros(self.ranks.world, self.share_elements)
-        for m, place in zip(self.everything, cut_shares(flat, self.shares), strict=True):
-            place.copy_(gradient(m))
+        copy_each(cut_shares(flat, self.shares), map(gradient, self.everything))
         self.transfer = self.ranks.mean_at_owners(flat)
 
     def arrive(self) -> list[Tensor]:
@@ -376,8 +381,7 @@ class ReplicatedBucket(Bucket):
             self.held = [t.to(self.dtype) for t in made]
             return
         flat = self.like.new_zeros(self.share_elements, dtype=self.dtype)
-        for place, matrix in zip(cut_matrices(flat, self.mine), made, strict=True):
-            place.copy_(matrix)
+        copy_each(cut_matrices(flat, self.mine), made)
         self.transfer = self.ranks.all_rows(flat)
 
     def finish(self) -> Iterator[tuple[Matrix, slice, Tensor]]:
@@ -439,8 +443,7 @@ class ShardedBucket(Pieces):
         targets = [matrix[rows] for rank in range(self.ranks.world)
                    for matrix, rows in zip(made, self.pieces(self.mine, rank), strict=True)]
         shapes = [(len(target), target.shape[1]) for target in targets]
-        for target, piece in zip(targets, split_pieces(self.arrived(), shapes), strict=True):
-            target.copy_(piece)
+        copy_each(targets, split_pieces(self.arrived(), shapes))
         return made
 
     def give_back(self, made: Sequence[Tensor]):
