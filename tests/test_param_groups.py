@@ -4,7 +4,6 @@
 """
 import copy
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-from golfnb.grouping import find_blocks, group_table, param_groups  # noqa: E402
-from golfnb.settings import GolfError  # noqa: E402
+from golfnb.grouping import find_blocks, group_table, param_groups
+from golfnb.settings import GolfError
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "param_groups"
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, vocab_size=40)
@@ -208,7 +206,9 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
 
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
     return model

@@ -181,7 +181,7 @@ def run_here(data, tmp_path, code=b"", program=demo, **more) -> tuple[dict, str]
 @pytest.mark.parametrize("asked, left, average", [("swa", "none", lambda tensors: Swa(tensors, 50)), ("ema+swa", "ema", lambda tensors: EmaAndSwa(tensors, 0.9, 50))])
 def test_a_capped_run_without_a_snapshot_exports_what_it_has(data, tmp_path, asked, left, average, monkeypatch):
     build = demo.build
-    monkeypatch.setattr(demo, "build", lambda *inputs: replace(build(*inputs), average=average))
+    monkeypatch.setattr(demo, "build", lambda *inputs: replace(build(*inputs), make_average=average))
     out, log = run_here(data, tmp_path, MAX_WALLCLOCK_SECONDS="600")
     assert f"AVERAGING={asked} became {left}" in log and out["sliding_bpb"] > 0 and (tmp_path / "here" / "artifact.golf").is_file()
 
