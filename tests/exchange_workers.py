@@ -186,12 +186,16 @@ def refusals(group: Group) -> list[str]:
     line = init_device_mesh("cpu", (group.world,))
     plane = init_device_mesh("cpu", (group.world, 1), mesh_dim_names=("rows", "one"))
     alone = dist.new_group([0])
+    outside = alone if group.rank else "none"
     alone = Group() if group.rank else find_group(alone)
     weight = torch.zeros(4, 4)
     cases = [lambda: find_group(plane), lambda: find_group("gloo")]
     for mesh, placements, ranks in ((line, [Shard(1)], group), (line, [Replicate()], group), (plane, [Shard(0), Replicate()], group), (line, [Shard(0)], alone)):
         p = nn.Parameter(distribute_tensor(weight, mesh, placements))
         cases.append(partial(make_buckets, [Matrix("odd", p, {}, 0, 4, 0, 4, 0, 4)], ranks))
+    p = nn.Parameter(distribute_tensor(weight, line, [Shard(0)]))
+    p.grad = distribute_tensor(weight, line, [Replicate()])
+    cases += [partial(find_group, outside), partial(gradient_of, *matrices_of("odd", p, {}, 0), group)]
     said = []
     for case in cases:
         try:

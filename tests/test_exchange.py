@@ -5,7 +5,7 @@ from exchange_workers import PARAMS, Several, everything, matrices_in, trained_p
 from torch import nn
 from workers import spawn
 
-from golfnb.exchange import Group, ReplicatedBucket, ShardedBucket, held_rows, make_buckets, matrices_of
+from golfnb.exchange import Group, ReplicatedBucket, ShardedBucket, gradient_of, held_rows, make_buckets, matrices_of
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
 
@@ -58,7 +58,7 @@ def test_a_small_optimizer_equals_a_plain_loop(found, plain, how):
 
 
 def test_meshes_and_placements_that_do_not_fit(found):
-    words = ["mesh must have one dimension", "'gloo'", "Shard(dim=1)", "Replicate()", "Replicate()", "sharded on the optimizer's ranks"]
+    words = ["mesh must have one dimension", "'gloo'", "Shard(dim=1)", "Replicate()", "Replicate()", "sharded on the optimizer's ranks", "part of", "gradient of odd"]
     for rank in found if len(found) > 1 else ():
         for said, word in zip(rank["refused"], words, strict=True):
             assert word in said and not said.startswith("nothing")
@@ -114,6 +114,13 @@ def test_buckets_are_of_one_dtype():
     buckets = make_buckets([m for i, p in enumerate(params) for m in matrices_of(f"{i}", p, {}, i)], Group())
     assert sorted(sorted(m.number for m in b.everything) for b in buckets) == [[0, 3], [1], [2]]
     assert {b.dtype for b in buckets} == {torch.float32, torch.bfloat16, torch.float16}
+
+
+def test_a_gradient_may_lie_otherwise_than_its_weight():
+    p = nn.Parameter(torch.zeros(4, 2, 3, 3))
+    p.grad = torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)
+    (m,) = matrices_of("filters", p, {"flatten": True}, 0)
+    assert torch.equal(gradient_of(m, Group()), p.grad.flatten(1))
 
 
 @pytest.mark.parametrize("kind", [ReplicatedBucket, ShardedBucket])
