@@ -302,7 +302,8 @@ def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
         place.copy_(content)
 
 # %% ../nbs/reference/17d_exchange.ipynb #1c9a2330
-Prepare = Callable[[Matrix, Tensor, slice], Tensor]  # a matrix, the gradient of rows of it, the rows
+# a matrix, the gradient of rows of it, the rows
+Prepare = Callable[[Matrix, Tensor, slice], Tensor]
 
 
 class Bucket:
