@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from golfnb.exchange import Group, Matrix, block_of, find_group, gradient_of, local, make_buckets, matrices_of, piece_of
+from golfnb.exchange import Group, ParamMatrix, block_of, find_group, gradient_of, local, make_buckets, matrices_of, piece_of
 from golfnb.newton_schulz import quintic
 from golfnb.settings import GolfError
 
@@ -41,11 +41,11 @@ def has_gradient(name: str, rank: int) -> bool:
     return name != "single" and not (name in MISSING and rank % 2)
 
 
-def matrices_in(model: nn.Module) -> list[Matrix]:
+def matrices_in(model: nn.Module) -> list[ParamMatrix]:
     return [m for i, (name, p) in enumerate(model.named_parameters()) for m in matrices_of(name, p, PARAMS[name][1], i)]
 
 
-def slow_matrix(full: Tensor, m: Matrix) -> Tensor:
+def slow_matrix(full: Tensor, m: ParamMatrix) -> Tensor:
     "The matrix by its number in the parameter, without rows of rows: slices of the stack, then a split of outputs."
     shape, group = PARAMS[m.name]
     stack = full.reshape(1, shape[0], -1) if group.get("flatten") else full.reshape(-1, *shape[-2:])
@@ -55,10 +55,10 @@ def slow_matrix(full: Tensor, m: Matrix) -> Tensor:
     return found[NUMBERS[m]]
 
 
-NUMBERS: dict[Matrix, int] = {}  # a matrix -> which of its parameter's
+NUMBERS: dict[ParamMatrix, int] = {}  # a matrix -> which of its parameter's
 
 
-def number_all(matrices: list[Matrix]):
+def number_all(matrices: list[ParamMatrix]):
     for m in matrices:
         NUMBERS[m] = sum(o.name == m.name for o in NUMBERS)
 
@@ -83,7 +83,7 @@ class Counting(Group):
         return super().swap(flat, leaving, arriving)
 
 
-def mean_gradient(m: Matrix, world: int, dtype=F64) -> Tensor:
+def mean_gradient(m: ParamMatrix, world: int, dtype=F64) -> Tensor:
     grads = [full_gradient(m.name, r, dtype) * has_gradient(m.name, r) for r in range(world)]
     return slow_matrix(sum(grads) / world, m)
 
@@ -192,7 +192,7 @@ def refusals(group: Group) -> list[str]:
     cases = [lambda: find_group(plane), lambda: find_group("gloo")]
     for mesh, placements, ranks in ((line, [Shard(1)], group), (line, [Replicate()], group), (plane, [Shard(0), Replicate()], group), (line, [Shard(0)], alone)):
         p = nn.Parameter(distribute_tensor(weight, mesh, placements))
-        cases.append(partial(make_buckets, [Matrix("odd", p, {}, 0, 4, 0, 4, 0, 4)], ranks))
+        cases.append(partial(make_buckets, [ParamMatrix("odd", p, {}, 0, 4, 0, 4, 0, 4)], ranks))
     p = nn.Parameter(distribute_tensor(weight, line, [Shard(0)]))
     p.grad = distribute_tensor(weight, line, [Replicate()])
     cases += [partial(find_group, outside), partial(gradient_of, *matrices_of("odd", p, {}, 0), group)]
@@ -238,7 +238,7 @@ class SmallMuon:
         self.group, self.momentum = group, {}
         self.buckets = make_buckets([m for matrices in found for m in matrices], group, average)
 
-    def prepare(self, m: Matrix, grad: Tensor, rows: slice) -> Tensor:
+    def prepare(self, m: ParamMatrix, grad: Tensor, rows: slice) -> Tensor:
         momentum = self.momentum.setdefault(m, torch.zeros_like(grad))
         momentum.mul_(MU).add_(grad)
         return grad + MU * momentum
