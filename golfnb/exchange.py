@@ -75,7 +75,7 @@ def stack_shape(name: str, p: Tensor, group: dict[str, Any]) -> tuple[int, int, 
                          f"found {name} of shape {tuple(p.shape)}; give it a group with "
                          "rule='adamw', or flatten=True if it holds filters")
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #e566098b
 def split_outputs(name: str, outputs: int, group: dict[str, Any]) -> list[int]:
     "The outputs of each of the matrices fused in one. Raises GolfError if they do not add up."
     sizes = list(group.get("split_sizes") or [outputs])
@@ -89,12 +89,12 @@ def local(t: Tensor) -> Tensor:
     "This rank's part of a DTensor; any other tensor as it is."
     return t.to_local() if is_dtensor(t) else t
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #6eaebc8f
 def as_rows(t: Tensor, width: int) -> Tensor:
     "A tensor on this rank as rows [all, width], a view. Raises RuntimeError where that is a copy."
     return t if t.ndim == 2 else t.view(-1, width)
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #efc5105a
 def check_view(name: str, p: Tensor, width: int):
     "Raises GolfError for a parameter whose rows cannot be written to in place."
     try:
@@ -143,7 +143,7 @@ def held_rows(p: Tensor, width: int, rank: int, world: int) -> tuple[int, int]:
     high = min(low + each, slices)
     return low * rows_of_slice, high * rows_of_slice
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #94053ba5
 def piece_of(m: ParamMatrix, rank: int, world: int) -> slice:
     "The rows of a matrix, counted within it, that a rank holds of a sharded parameter."
     low, high = held_rows(m.param, m.width, rank, world)
@@ -251,7 +251,7 @@ def rows_held(m: ParamMatrix, ranks: Group) -> slice:
         return piece_of(m, ranks.rank, ranks.world)
     return slice(0, m.rows)
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #c842383f
 def block_of(m: ParamMatrix, t: Tensor, ranks: Group) -> Tensor:
     "What this rank holds of a matrix in `t`, a tensor like its parameter: a view [n, cols]."
     rows = rows_held(m, ranks)
@@ -261,7 +261,7 @@ def block_of(m: ParamMatrix, t: Tensor, ranks: Group) -> Tensor:
     seen = as_rows(local(t), m.width)
     return seen[begin + rows.start:begin + rows.stop, m.left:m.left + m.cols]
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #67c496b2
 def gradient_of(m: ParamMatrix, ranks: Group) -> Tensor:
     """The gradient [n, cols] of what this rank holds of a matrix, zeros without one; to be read.
 
@@ -285,18 +285,18 @@ def split_pieces(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor
     parts = flat[:sum(sizes)].split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #a95956e6
 def cut_matrices(flat: Tensor, share: Sequence[ParamMatrix]) -> list[Tensor]:
     "Views [rows, cols] of the matrices of a share in its row of a bucket, `flat` [n]."
     return split_pieces(flat, [(m.rows, m.cols) for m in share])
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #8e9f7ed2
 def cut_shares(flat: Tensor, shares: Sequence[Sequence[ParamMatrix]]) -> list[Tensor]:
     "Views [rows, cols] of all matrices of a bucket, `flat` [world, n]."
     rows = zip(flat, shares, strict=True)
     return [part for row, share in rows for part in cut_matrices(row, share)]
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #6b32f6e2
 def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
     "Copy each of `contents` to its place."
     for place, content in zip(places, contents, strict=True):

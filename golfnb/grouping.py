@@ -33,7 +33,7 @@ def unwrap(module: nn.Module) -> nn.Module:
             return unwrap(inner)
     return module
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #1fc6907e
 def plain_name(name: str) -> str:
     "A parameter's or module's name without what wrappers add."
     return ".".join(word for word in name.split(".") if word not in WRAPPERS)
@@ -65,7 +65,7 @@ def members_in_blocks(container: nn.Module) -> list[str]:
         return []
     return [name for name, _ in members[repeated[0]:repeated[-1] + 1]]
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #e90bb8cc
 def find_blocks(model: nn.Module) -> list[str]:
     "Prefixes of all names in the repeated blocks of a model; [''] for a model without any."
     found: list[str] = []
@@ -86,7 +86,7 @@ class Place:
     in_blocks: bool
     experts: frozenset[int]  # how many the layer has, or the module around it
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #fa2ea6a0
 def expert_counts(module: nn.Module) -> set[int]:
     "Lengths of the lists of modules and of the batches of matrices in a module and its children."
     found = {len(part) for part in module.children() if isinstance(part, nn.ModuleList)}
@@ -117,7 +117,7 @@ def find_places(model: nn.Module, blocks: list[str]) -> dict[nn.Parameter, list[
             found.setdefault(p, []).append(place)
     return found
 
-# %% ../nbs/reference/17a_grouping.ipynb #8796c13a
+# %% ../nbs/reference/17a_grouping.ipynb #c8bd775d
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 SCALES = (nn.LayerNorm, nn.RMSNorm)  # of several dimensions if asked for
 THIN = 64
@@ -134,7 +134,7 @@ def reason_by_layer(place: Place) -> str:
         return "convolution"
     return "norm" if isinstance(place.layer, SCALES) else ""
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #3d0d5dcf
 def reason_by_shape(p: nn.Parameter, experts: frozenset[int]) -> str:
     "Why a weight of this shape is not for Muon; '' if nothing speaks against it."
     if p.ndim < 2 or 1 in p.shape:
@@ -146,7 +146,7 @@ def reason_by_shape(p: nn.Parameter, experts: frozenset[int]) -> str:
         return "router"
     return "thin" if THIN * short <= long else ""
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #f73e3ac6
 def reason_by_mark(p: nn.Parameter, attribute: str) -> str:
     "Why a weight with this mark or name is not for Muon; '' if nothing speaks against it."
     marked = getattr(p, "_no_weight_decay", False)
@@ -157,7 +157,7 @@ def is_part_of(name: str, module: str) -> bool:
     "Whether a parameter is called so, or belongs to the module of this name."
     return f"{name}.".startswith(f"{module}.")
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #2a64bb83
 def reason_for_adamw(p: nn.Parameter, places: list[Place], heads: list[str]) -> str:
     "Why the usual choice for a parameter is AdamW, in a word or two; '' if it is Muon."
     if any(is_part_of(place.name, head) for place in places for head in heads):
@@ -193,7 +193,7 @@ class Choice:
     reason: str
     in_blocks: bool
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #878db267
 def usual_choices(places: dict[nn.Parameter, list[Place]], heads: list[str]) -> list[Choice]:
     "What is chosen for every parameter where no filter says otherwise."
     found = []
@@ -203,7 +203,7 @@ def usual_choices(places: dict[nn.Parameter, list[Place]], heads: list[str]) -> 
         found.append(Choice(at[0].name, p, options, reason, at[0].in_blocks))
     return found
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #9bcfc04f
 def without_last(choices: list[Choice]) -> list[Choice]:
     "The choices for a model without blocks: its last matrix is its head."
     last = max((i for i, c in enumerate(choices) if not c.reason), default=None)
@@ -234,7 +234,7 @@ def check_answer(name: str, p: nn.Parameter, answer: object) -> dict[str, Any]:
         kept["split_sizes"] = tuple(kept["split_sizes"])
     return kept
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #9d21e5d8
 def ask_filter(choice: Choice, filter: Filter | None) -> Choice:
     "The choice that a filter makes; the usual one if it makes none."
     answer = None if filter is None else filter(choice.name, choice.parameter)
@@ -309,7 +309,7 @@ def check_heads(model: nn.Module, heads: Iterable[str]) -> list[str]:
                             f"modules that have some, the last are {', '.join(names[-3:])}")
     return wanted
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #e6570109
 def make_groups(choices: list[Choice]) -> list[dict[str, Any]]:
     "One dictionary for each set of options, Muon's first."
     members: dict[tuple, list[Choice]] = {}
@@ -339,7 +339,7 @@ class Pattern:
         "Of all of them."
         return self.count * math.prod(self.shape)
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #51e9851a
 def find_patterns(named: Iterable[tuple[str, Tensor]]) -> list[Pattern]:
     "Names with their numbers collapsed: layers.0-11.up.weight."
     numbers: dict[tuple, list[tuple[int, ...]]] = {}
@@ -367,7 +367,7 @@ def write_ranges(numbers: Iterable[int]) -> str:
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ",".join(words if len(words) < 6 else [*words[:3], "...", words[-1]])
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #ee195022
 def collapse(rows: list[tuple[int, ...]]) -> list[tuple[list[str], int]]:
     "Rows of numbers as few rows of ranges, with their counts: (0, 3), (1, 3) is 0-1 and 3, twice."
     if not rows[0]:
@@ -389,7 +389,7 @@ def named_members(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
         return list(zip(group["param_names"], params, strict=True))
     return [p if isinstance(p, tuple) else (f"parameter.{i}", p) for i, p in enumerate(params)]
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #c83f84a6
 def rule_words(group: dict[str, Any]) -> str:
     "A group's rule and options."
     words = [str(group.get("rule", "no rule"))]
@@ -399,7 +399,7 @@ def rule_words(group: dict[str, Any]) -> str:
             words.append(f"{word} {sizes}".strip())
     return ", ".join(words)
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #52935f6a
 def table_rows(named: list[tuple[str, Tensor]]) -> list[tuple[str, str, int]]:
     "Names, shapes and elements of a group's patterns; all its vectors are one row."
     vectors = [p for _, p in named if p.ndim < 2]

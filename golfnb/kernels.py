@@ -142,39 +142,36 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
     dqkv += token * ROW + head * D
     if head >= H + KV:
         dv += token * (KV * D) + (head - H - KV) * D
-        tl.store(dqkv + i * ROW + d,
-                 tl.load(dv + i * (KV * D) + d, mask=live, other=0.0), mask=live)
+        passed_on = tl.load(dv + i * (KV * D) + d, mask=live, other=0.0)
+        tl.store(dqkv + i * ROW + d, passed_on, mask=live)
+        return
+    c = tl.load(cos + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
+    s = tl.load(sin + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
+    if head < H:
+        dq += token * (H * D) + head * D
+        e = tl.load(dq + i * (H * D) + d, mask=tail, other=0.0).to(tl.float32)
+        a = tl.load(dq + i3 * (H * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        b = tl.load(dq + i3 * (H * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        w = tl.load(gain + head).to(dqkv.dtype.element_ty).to(tl.float32)
     else:
-        c = tl.load(cos + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
-        s = tl.load(sin + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
-        if head < H:
-            dq += token * (H * D) + head * D
-            e = tl.load(dq + i * (H * D) + d, mask=tail, other=0.0).to(tl.float32)
-            a = tl.load(dq + i3 * (H * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-            b = tl.load(dq + i3 * (H * D) + (1 - g) * HALF + j, mask=live3,
-                        other=0.0).to(tl.float32)
-            w = tl.load(gain + head).to(dqkv.dtype.element_ty).to(tl.float32)
-        else:
-            dk += token * (KV * D) + (head - H) * D
-            e = tl.load(dk + i * (KV * D) + d, mask=tail, other=0.0).to(tl.float32)
-            a = tl.load(dk + i3 * (KV * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-            b = tl.load(dk + i3 * (KV * D) + (1 - g) * HALF + j, mask=live3,
-                        other=0.0).to(tl.float32)
-            w = 1.0
-        x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
-        x3 = tl.load(qkv + i3 * ROW + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-        e3 = a * c - b * tl.where(g == 0, s, -s)                             # the rotation undone
-        r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-        dot = tl.sum(e * x, 1) + tl.sum(tl.sum(e3 * x3, 2), 1)
-        rw, back = r * w, r * r * r * w * dot / D
-        dx = e * rw[:, None] - x * back[:, None]
-        tl.store(dqkv + i * ROW + d, dx.to(dqkv.dtype.element_ty), mask=tail)
-        dx3 = e3 * rw[:, None, None] - x3 * back[:, None, None]
-        tl.store(dqkv + i3 * ROW + g * HALF + j, dx3.to(dqkv.dtype.element_ty), mask=live3)
-        if head < H:
-            part = (head * tl.num_programs(2)
-                    + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
-            tl.store(dgain + part, tl.sum(dot * r))
+        dk += token * (KV * D) + (head - H) * D
+        e = tl.load(dk + i * (KV * D) + d, mask=tail, other=0.0).to(tl.float32)
+        a = tl.load(dk + i3 * (KV * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        b = tl.load(dk + i3 * (KV * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        w = 1.0
+    x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
+    x3 = tl.load(qkv + i3 * ROW + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
+    e3 = a * c - b * tl.where(g == 0, s, -s)                             # the rotation undone
+    r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    dot = tl.sum(e * x, 1) + tl.sum(tl.sum(e3 * x3, 2), 1)
+    rw, back = r * w, r * r * r * w * dot / D
+    dx = e * rw[:, None] - x * back[:, None]
+    tl.store(dqkv + i * ROW + d, dx.to(dqkv.dtype.element_ty), mask=tail)
+    dx3 = e3 * rw[:, None, None] - x3 * back[:, None, None]
+    tl.store(dqkv + i3 * ROW + g * HALF + j, dx3.to(dqkv.dtype.element_ty), mask=live3)
+    if head < H:
+        row = head * tl.num_programs(2) + tl.program_id(2)
+        tl.store(dgain + row * tl.num_programs(1) + tl.program_id(1), tl.sum(dot * r))
 
 # %% ../nbs/story/09_kernels.ipynb #4a9e2c54
 @kernel_op("heads_grad",

@@ -121,7 +121,7 @@ def bound(parts: Sequence[int], world: int) -> int:
     "What no plan goes below: the mean over ranks, rounded up, or the largest part if that is more."
     return max(-(-sum(parts) // world), *parts, 1)
 
-
+# %% ../nbs/reference/17b_owners.ipynb #33497ca5
 def choose_owners(works: Sequence[int], sizes: Sequence[int], numbers: Sequence[int],
                   world: int) -> list[int]:
     "The rank of each item: largest items first, each to the rank that has least to do with it."
@@ -151,7 +151,7 @@ def stocks_of(items: Sequence[WorkItem], numbers: Sequence[int], owners: Sequenc
         stocks[owners[i]].setdefault(numbers[i], []).append(i)
     return stocks
 
-
+# %% ../nbs/reference/17b_owners.ipynb #a53cab8a
 def take(stock: Stock, items: Sequence[WorkItem], room: int, gaps: bool) -> tuple[int, ...]:
     "Takes what fits into `room` elements; with `gaps` also behind a batch that does not fit whole."
     share = []
@@ -180,13 +180,13 @@ def cut(stocks: Sequence[Stock], items: Sequence[WorkItem], room: int, gaps: boo
         buckets.append(Bucket(shares, longest, firsts[0].itemsize))
     return buckets
 
-
+# %% ../nbs/reference/17b_owners.ipynb #5c0b6aa3
 def most_calls(buckets: Sequence[Bucket], numbers: Sequence[int]) -> int:
     "Stacks of the rank that has most of them."
     counts = [[len({numbers[i] for i in share}) for share in bucket.shares] for bucket in buckets]
     return max(map(sum, zip(*counts, strict=True)))
 
-
+# %% ../nbs/reference/17b_owners.ipynb #024ecec4
 def best_cut(stocks: Sequence[Stock], items: Sequence[WorkItem], numbers: Sequence[int],
              max_elements: int) -> list[Bucket]:
     "Of several ways to cut buckets one that sends little in few calls."
@@ -204,7 +204,7 @@ def described(item: WorkItem) -> str:
     "An item's shape and itemsize, as errors say them."
     return f"{item.rows} x {item.cols} elements of {item.itemsize} bytes"
 
-
+# %% ../nbs/reference/17b_owners.ipynb #2466fb7a
 def check_batches(items: Sequence[WorkItem]):
     "Raises GolfError for an item without elements, or for two shapes or itemsizes in a batch."
     firsts: dict[Hashable, WorkItem] = {}

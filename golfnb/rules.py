@@ -91,7 +91,7 @@ def heavy_ball(grad: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Ten
     replace(buffer, moved, ok)
     return grad + moved * group["momentum"] if group["nesterov"] else moved
 
-
+# %% ../nbs/reference/17c_rules.ipynb #0b29076d
 class SgdRule(Rule):
     "SGD with momentum, as torch.optim.SGD, the decay decoupled: for test-time training."
     state_names = ("momentum_buffer",)
@@ -137,7 +137,7 @@ def is_triple(value) -> bool:
     return (isinstance(value, (tuple, list)) and len(value) == 3
             and all(isinstance(part, Real) for part in value))
 
-
+# %% ../nbs/reference/17c_rules.ipynb #fd61c71a
 def coefficients_of(named) -> tuple[tuple, float]:
     "The coefficients and the scale that `ns_coefficients` means. Raises OptimizerError."
     if isinstance(named, str) and named in COEFFICIENTS:
@@ -157,7 +157,7 @@ def product_dtype(like: Tensor, group: ParamGroup) -> torch.dtype:
         return chosen
     return torch.bfloat16 if like.is_cuda and like.dtype != torch.float64 else like.dtype
 
-
+# %% ../nbs/reference/17c_rules.ipynb #0673b40a
 def orthogonalized(stack: Tensor, group: ParamGroup) -> Tensor:
     "Each matrix of a stack [n, r, c] nearly orthogonal, in `product_dtype`."
     coeffs, scale = coefficients_of(group["ns_coefficients"])
@@ -245,7 +245,7 @@ def check_number(name: str, value, fits: Callable[[Any], bool], expected: str) -
         raise OptimizerError(f"{name} must {expected}, or a tensor without dimensions, found "
                              f"{value!r:.80}: choose a usual number")
 
-
+# %% ../nbs/reference/17c_rules.ipynb #f23064a6
 def check_betas(betas) -> None:
     "Raises OptimizerError if betas are not two ratios."
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:

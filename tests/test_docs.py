@@ -57,7 +57,7 @@ def problems(core: bool, cells) -> list[str]:
             continue
         if exported(cell):
             found += parameter_comments(cell.source) + (documented(cell.source) if exported(cell, "exports?") else [])
-            limit = KERNEL if "tl.program_id(" in cell.source else CELL
+            limit = KERNEL if "@triton.jit" in cell.source else CELL
             found += [f"an exported cell of {length(cell)} lines, at most {limit}: {cell.source[:60]!r}"] * (length(cell) > limit)
         if core:
             width = WIDTH - 4 * ("@patch" in cell.source)  # in a script the method stands in its class
@@ -77,7 +77,7 @@ def test_a_chapter_holds_the_rules(path):
 
 def test_an_exported_cell_is_one_idea():
     lengths = [length(c) for p in CHAPTERS for c in nbformat.read(p, as_version=4).cells if exported(c)]
-    assert median(lengths) <= 13 and quantiles(lengths, n=10)[-1] <= 27, (median(lengths), quantiles(lengths, n=10)[-1])
+    assert median(lengths) <= 12 and quantiles(lengths, n=10)[-1] <= 25, (median(lengths), quantiles(lengths, n=10)[-1])
 
 
 PICTURE = nbformat.v4.new_code_cell("#| code-fold: true\n#| fig-cap: A line.\nplot()", outputs=[nbformat.v4.new_output("display_data", {"image/png": "x"})])
@@ -102,7 +102,7 @@ def test_each_rule_can_fail(source, words):
 
 
 def test_what_is_in_order_passes_and_a_picture_is_wanted():
-    good = ["#| exporti\ndef f(): pass", "#| exports\ndef _f(): pass", "#| exports\ndef f(x: int):\n    'Raises GolfError always.'\n    raise GolfError(x)", "#| export\ndef _k(): tl.program_id(0)\n" + "x = 1\n" * 50]
+    good = ["#| exporti\ndef f(): pass", "#| exports\ndef _f(): pass", "#| exports\ndef f(x: int):\n    'Raises GolfError always.'\n    raise GolfError(x)", "#| export\n@triton.jit\ndef _k(): pass\n" + "x = 1\n" * 50]
     assert not problems(True, [PICTURE, *map(nbformat.v4.new_code_cell, good)]) and problems(True, []) == ["no picture with a caption"]
     assert len(problems(True, [PICTURE, nbformat.v4.new_code_cell("plot()", outputs=PICTURE.outputs)])) == 2
 
