@@ -7,7 +7,7 @@ rank that updates each matrix, and what became of them back.
 # %% auto #0
 __all__ = ['Prepare', 'is_dtensor', 'ParamMatrix', 'matrices_of', 'held_rows', 'piece_of',
            'Transfer', 'Group', 'find_group', 'check_placement', 'rows_held', 'block_of',
-           'gradient_of', 'MatrixBucket', 'ReplicatedBucket', 'Pieces', 'ShardedBucket',
+           'gradient_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'Pieces', 'ShardedBucket',
            'make_buckets']
 
 # %% ../nbs/reference/17d_exchange.ipynb #cfd93c19
@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -279,9 +280,9 @@ def gradient_of(m: ParamMatrix, ranks: Group) -> Tensor:
     return block_of(m, grad, ranks)
 
 # %% ../nbs/reference/17d_exchange.ipynb #dd75eabf
-def split_pieces(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+def split_pieces(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     "Views of these shapes that lie one behind the other in `flat` [n], from its beginning."
-    sizes = [rows * cols for rows, cols in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     parts = flat[:sum(sizes)].split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -303,7 +304,14 @@ def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
         place.copy_(content)
 
 # %% ../nbs/reference/17d_exchange.ipynb #1c9a2330
-Prepare = Callable[[ParamMatrix, Tensor, slice], Tensor]  # a matrix, a gradient, its rows
+# matrices of one group and shape, their gradients, the rows that these are of -> what to make whole
+Prepare = Callable[[list[ParamMatrix], list[Tensor], list[slice]], Sequence[Tensor] | Tensor]
+
+
+def runs_of(matrices: Iterable[ParamMatrix]) -> list[list[ParamMatrix]]:
+    "Neighbours of one group and one shape: what is updated in one call."
+    found = groupby(matrices, key=lambda m: (id(m.group), m.rows, m.cols))
+    return [list(run) for _, run in found]
 
 
 class MatrixBucket:
@@ -318,6 +326,7 @@ class MatrixBucket:
         self.shares, self.ranks = [list(share) for share in shares], ranks
         self.mine = self.shares[ranks.rank]
         self.everything = [m for share in self.shares for m in share]
+        self.runs = runs_of(self.mine)
         self.like = local(self.everything[0].param.detach())
         self.dtype = dtype or self.like.dtype
         self.held: list[Tensor] = []  # of this rank: gradients, then what became of them
@@ -364,21 +373,24 @@ class ReplicatedBucket(MatrixBucket):
         return self.held
 
     def prepare(self, rule: Prepare):
-        "Make of each gradient what is to be orthogonal; nothing travels."
-        self.held = [rule(m, grad, slice(0, m.rows))
-                     for m, grad in zip(self.mine, self.release(), strict=True)]
+        "Make of the gradients what is to be orthogonal, run by run; nothing travels."
+        grads = iter(self.release())
+        for run in self.runs:
+            made = rule(run, list(islice(grads, len(run))), [slice(0, m.rows) for m in run])
+            self.held.append(made if isinstance(made, Tensor) else torch.stack(list(made)))
 
     def whole(self) -> list[Tensor]:
-        "What `rule` made of this rank's matrices."
+        "What `rule` made of this rank's matrices: a stack [n, rows, cols] for each of `runs`."
         return self.release()
 
     def give_back(self, made: Sequence[Tensor]):
-        "Start sending what became of this rank's matrices to every rank."
+        "Start sending what became of this rank's matrices, in stacks, to every rank."
+        results = [matrix for stack in made for matrix in stack.to(self.dtype)]
         if self.ranks.world == 1:
-            self.held = [t.to(self.dtype) for t in made]
+            self.held = results
             return
         flat = self.like.new_zeros(self.share_elements, dtype=self.dtype)
-        copy_each(cut_matrices(flat, self.mine), made)
+        copy_each(cut_matrices(flat, self.mine), results)
         self.transfer = self.ranks.all_rows(flat)
 
     def finish(self) -> Iterator[tuple[ParamMatrix, slice, Tensor]]:
@@ -429,25 +441,32 @@ class ShardedBucket(Pieces):
         return self.held
 
     def prepare(self, rule: Prepare):
-        "Make of each piece what is to be orthogonal, and start sending it to its owner."
-        rows = self.pieces(self.everything, self.ranks.rank)
-        made = [rule(*args) for args in zip(self.everything, self.release(), rows, strict=True)]
+        "Make of the pieces what is to be orthogonal, and start sending them to their owners."
+        grads = iter(self.release())
+        made: list[Tensor] = []
+        for run in runs_of(self.everything):
+            rows = self.pieces(run, self.ranks.rank)
+            made += rule(run, list(islice(grads, len(run))), rows)
         self.transfer = self.ranks.swap(self.flat(made), self.at_holder(), self.at_owner())
 
     def whole(self) -> list[Tensor]:
-        "This rank's matrices, assembled from the pieces of all ranks."
-        made = [self.like.new_empty(m.rows, m.cols, dtype=self.dtype) for m in self.mine]
-        targets = [matrix[rows] for rank in range(self.ranks.world)
-                   for matrix, rows in zip(made, self.pieces(self.mine, rank), strict=True)]
-        shapes = [(len(target), target.shape[1]) for target in targets]
-        copy_each(targets, split_pieces(self.arrived(), shapes))
-        return made
+        "This rank's matrices, assembled from all ranks' pieces: a stack for each of `runs`."
+        shapes = [(len(run), run[0].rows, run[0].cols) for run in self.runs]
+        stacks = [self.like.new_empty(shape, dtype=self.dtype) for shape in shapes]
+        targets = self.by_rank(stacks)
+        copy_each(targets, split_pieces(self.arrived(), [tuple(t.shape) for t in targets]))
+        return stacks
+
+    def by_rank(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        "The pieces of this rank's matrices, those that rank 0 holds first: views of the stacks."
+        matrices = [matrix for stack in stacks for matrix in stack]
+        return [matrix[rows] for rank in range(self.ranks.world)
+                for matrix, rows in zip(matrices, self.pieces(self.mine, rank), strict=True)]
 
     def give_back(self, made: Sequence[Tensor]):
         "Start sending the rows of what became of this rank's matrices to their holders."
-        pieces = [matrix[rows] for rank in range(self.ranks.world)
-                  for matrix, rows in zip(made, self.pieces(self.mine, rank), strict=True)]
-        self.transfer = self.ranks.swap(self.flat(pieces), self.at_owner(), self.at_holder())
+        pieces = self.flat(self.by_rank(made))
+        self.transfer = self.ranks.swap(pieces, self.at_owner(), self.at_holder())
 
     def finish(self) -> Iterator[tuple[ParamMatrix, slice, Tensor]]:
         "Every matrix, the rows of it that this rank holds, and what became of them."

@@ -108,11 +108,17 @@ def replicated(group: Group, average: bool, dtype=None):
             assert torch.equal(grad, expected), (m.name, grad, expected)
             owned += 1
     for b in buckets:
-        b.prepare(lambda m, grad, rows: grad * 2 if (rows.start, rows.stop) == (0, m.rows) else None)
+        b.prepare(lambda run, grads, rows: [g * 2 for g, r, m in zip(grads, rows, run, strict=True) if r == slice(0, m.rows)])
     for b in buckets:
-        b.give_back([torch.full_like(t, 7 * matrices.index(m)) + torch.arange(t.numel()).view_as(t) % 3 for m, t in zip(b.mine, b.whole(), strict=True)])
+        b.give_back(numbered(b, matrices, b.whole()))
     check_finish(buckets, matrices, group)
     return owned
+
+
+def numbered(bucket, matrices, stacks) -> list:
+    "Stacks like these in which every element tells which matrix it belongs to, and nearly where."
+    return [torch.stack([torch.full_like(t, 7 * matrices.index(m)) + torch.arange(t.numel()).view_as(t) % 3 for m, t in zip(run, stack, strict=True)])
+            for run, stack in zip(bucket.runs, stacks, strict=True)]
 
 
 def check_finish(buckets, matrices, group):
@@ -149,14 +155,14 @@ def sharded(group: Group, dtype=None):
             expected = slow_matrix(full[m.name] * (m.name != "single"), m)[rows]
             assert torch.equal(piece, expected), m.name
     for b in buckets:
-        b.prepare(lambda m, grad, rows: grad + 1)
+        b.prepare(lambda run, grads, rows: [g + 1 for g in grads])
     owned = 0
     for b in buckets:
         made = b.whole()
-        for m, t in zip(b.mine, made, strict=True):
+        for m, t in zip(b.mine, [t for stack in made for t in stack], strict=True):
             assert torch.equal(t.to(F64), slow_matrix(full[m.name] * (m.name != "single"), m) + 1), m.name
             owned += 1
-        b.give_back([torch.full_like(t, 7 * matrices.index(m)) + torch.arange(t.numel()).view_as(t) % 3 for m, t in zip(b.mine, made, strict=True)])
+        b.give_back(numbered(b, matrices, made))
     seen = 0
     for b in buckets:
         for m, _, result in b.finish():
@@ -238,10 +244,13 @@ class SmallMuon:
         self.group, self.momentum = group, {}
         self.buckets = make_buckets([m for matrices in found for m in matrices], group, average)
 
-    def prepare(self, m: ParamMatrix, grad: Tensor, rows: slice) -> Tensor:
-        momentum = self.momentum.setdefault(m, torch.zeros_like(grad))
-        momentum.mul_(MU).add_(grad)
-        return grad + MU * momentum
+    def prepare(self, run: list[ParamMatrix], grads: list[Tensor], rows: list[slice]) -> list[Tensor]:
+        found = []
+        for m, grad in zip(run, grads, strict=True):
+            momentum = self.momentum.setdefault(m, torch.zeros_like(grad))
+            momentum.mul_(MU).add_(grad)
+            found.append(grad + MU * momentum)
+        return found
 
     @torch.no_grad()
     def step(self):
