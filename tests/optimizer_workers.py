@@ -1,0 +1,286 @@
+"""Models that were not written for golfnb, a plain float64 reference that trains them in one process, and what ranks do with ParallelMuon."""
+import copy
+import logging
+import math
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from golfnb.grouping import param_groups
+from golfnb.newton_schulz import quintic
+from golfnb.optimizer import ParallelMuon
+from golfnb.rules import RULES
+from golfnb.settings import GolfError
+
+ROWS, VOCAB, MU = 24, 23, 0.9
+SETTINGS = dict(lr=0.02, momentum=MU, weight_decay=0.1, adam_lr=0.01, adam_weight_decay=0.05)
+F64 = torch.float64
+
+
+class Block(nn.Module):
+    def __init__(self, d, bias=True):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.proj = nn.Linear(d, 3 * d, bias=bias), nn.Linear(d, d, bias=bias)
+        self.up, self.down = nn.Linear(d, 4 * d, bias=bias), nn.Linear(4 * d, d, bias=bias)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.ln_1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+class NanoGPT(nn.Module):
+    "Tied head; in its blocks a matrix nobody uses, one used by nobody in turn or by rank 0, one used on rank 0 only."
+
+    def __init__(self, d=10, layers=3):
+        super().__init__()
+        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(VOCAB, d), wpe=nn.Embedding(16, d), h=nn.ModuleList(Block(d) for _ in range(layers)), ln_f=nn.LayerNorm(d)))
+        self.transformer.h[0].spare, self.transformer.h[1].sometimes, self.transformer.h[2].mine = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, d)
+        self.lm_head = nn.Linear(d, VOCAB, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        self.step, self.rank = 0, 0
+
+    def forward(self, ids):
+        t = self.transformer
+        x = t.wte(ids) + t.wpe.weight[:ids.shape[1]]
+        for block in t.h:
+            x = block(x)
+        x = x + t.h[1].sometimes(x) if self.step % 3 == 0 or self.step % 3 == 1 and self.rank == 0 else x
+        x = x + t.h[2].mine(x) if self.rank == 0 else x
+        return self.lm_head(t.ln_f(x))
+
+    def loss(self, rows):
+        ids = (rows[:, :1] + torch.arange(9)) % VOCAB
+        return F.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Vision(nn.Module):
+    "Convolutions, norms, a class token, buffers, blocks with matrices of odd shapes, a head."
+
+    def __init__(self, d=6, layers=5):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, d, 3, stride=2), nn.GroupNorm(2, d)
+        self.token, self.place = nn.Parameter(torch.zeros(1, 1, d)), nn.Parameter(torch.randn(1, 10, d))
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 7), nn.ReLU(), nn.Linear(7, d)) for _ in range(layers)))
+        self.heads = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 5))
+        self.register_buffer("shift", torch.randn(3, 1, 1))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("flag", torch.tensor(True))
+
+    def forward(self, images):
+        x = self.norm(self.stem(images + self.shift)).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place
+        for block in self.blocks:
+            x = x + block(x)
+        return self.heads(x.mean(1))
+
+    def loss(self, rows):
+        images = (rows[:, :1, None, None] * 0.37 + torch.arange(147).view(3, 7, 7)).sin().to(self.token)
+        return F.cross_entropy(self(images), rows[:, 0] % 5)
+
+
+class Encoder(nn.Module):
+    "torch's own layers, whose queries, keys and values are one parameter."
+
+    def __init__(self, d=6):
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, d), nn.Linear(d, VOCAB)
+        layer = nn.TransformerEncoderLayer(d, 2, 14, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, ids):
+        return self.head(self.body(self.table(ids)))
+
+    def loss(self, rows):
+        ids = (rows[:, :1] + torch.arange(7)) % VOCAB
+        return F.cross_entropy(self(ids).flatten(0, 1), (3 * ids + 1).flatten() % VOCAB)
+
+
+class Experts(nn.Module):
+    "Blocks with batches of matrices, as many as there are experts."
+
+    def __init__(self, d=6, experts=5):
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, d), nn.Linear(d, VOCAB)
+        self.blocks = nn.ModuleList(nn.ParameterDict(dict(up=torch.randn(experts, d, 4) / 3, down=torch.randn(experts, 4, d) / 3, mix=torch.randn(d, d) / 3)) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            h = torch.einsum("btd,edf->btef", x @ block["mix"], block["up"]).relu()
+            x = x + torch.einsum("btef,efd->btd", h, block["down"])
+        return self.head(x)
+
+    loss = Encoder.loss
+
+
+def build(kind: str, seed: int = 0) -> nn.Module:
+    "A model in float64."
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=12, n_head=2, vocab_size=VOCAB, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).double()
+    return dict(nano=NanoGPT, vision=Vision, encoder=Encoder, experts=Experts)[kind]().double()
+
+
+def loss_of(model, rows):
+    if hasattr(model, "loss"):
+        return model.loss(rows)
+    ids = (rows[:, :1] + torch.arange(8)) % VOCAB
+    return F.cross_entropy(model(input_ids=ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())  # its own loss casts to float32
+
+
+def rows_of(step: int) -> Tensor:
+    return torch.randint(VOCAB, (ROWS, 2), generator=torch.Generator().manual_seed(step))
+
+
+def backward(model, step, rank, world, accum=1, scale=1.0):
+    "This rank's share of the step's rows, in `accum` pieces; the gradient of the mean."
+    model.step, model.rank = step, rank
+    for rows in rows_of(step).chunk(world)[rank].chunk(accum):
+        (loss_of(model, rows) * (scale / accum)).backward()
+
+
+def schedule(step):
+    return 1.0 if step < 2 else 0.6
+
+
+# --- the reference: loops over matrices, nothing of golfnb's optimizer
+
+def pieces(p: Tensor, group: dict) -> list[Tensor]:
+    "Views of the matrices of a parameter, as its layer multiplies: [outputs, inputs]."
+    stack = p.view(len(p), -1)[None] if group.get("flatten") else p if p.ndim == 3 else p[None]
+    found = [one.T if group.get("transposed") else one for one in stack]
+    sizes = group.get("split_sizes")
+    return [part for one in found for part in (one.split(list(sizes)) if sizes else [one])]
+
+
+class Reference:
+    def __init__(self, groups: list[dict], max_norm: float = 0.0):
+        self.groups, self.max_norm, self.state = groups, max_norm, {}
+
+    @torch.no_grad()
+    def step(self, factor: float = 1.0):
+        named = [(n, p, g) for g in self.groups for n, p in g["params"]]
+        grads = [p.grad for _, p, _ in named if p.grad is not None]
+        norm = math.sqrt(sum(g.square().sum().item() for g in grads))
+        coef = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+        for n, p, g in named:
+            if p.grad is None:
+                continue
+            state = self.state.setdefault(n, dict(a=torch.zeros_like(p), b=torch.zeros_like(p), n=0))
+            update = self.muon if g["rule"] == "muon" else self.adamw
+            update(p, p.grad * coef, state, g, factor)
+
+    def muon(self, p, grad, state, group, factor):
+        state["a"].mul_(MU).add_(grad)
+        lr = SETTINGS["lr"] * factor
+        for w, u in zip(pieces(p, group), pieces(grad + MU * state["a"], group), strict=True):
+            w.mul_(1 - lr * SETTINGS["weight_decay"])
+            w.sub_(lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * quintic(u))
+
+    def adamw(self, p, grad, state, group, factor):
+        state["n"] += 1
+        a, b, lr = state["a"], state["b"], SETTINGS["adam_lr"] * factor
+        a.mul_(0.9).add_(grad * 0.1)
+        b.mul_(0.95).add_(grad * grad * (1 - 0.95))
+        p.mul_(1 - lr * SETTINGS["adam_weight_decay"])
+        p.sub_(lr * (a / (1 - 0.9 ** state["n"])) / ((b / (1 - 0.95 ** state["n"])).sqrt() + 1e-8))
+
+
+def plain(kind: str, world: int, steps: int = 5, accum: int = 1, skip: int = -1, max_norm: float = 0.0) -> dict:
+    "Weights by name after training in one process with the mean of the ranks' gradients, and the last norm."
+    model = build(kind)
+    reference = Reference(param_groups(model), max_norm)
+    for step in range(steps):
+        model.zero_grad()
+        for rank in range(world):
+            backward(model, step, rank, world, accum, 1 / world)
+        if step != skip:
+            reference.step(schedule(step))
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+# --- what ranks do
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    "The model as it is, under DDP, or sharded: blocks, then the rest."
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if how == "sharded":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and m is not model]:
+            for block in module.children():
+                if next(block.parameters(), None) is not None and isinstance(block, (nn.TransformerEncoderLayer, nn.Sequential, Block, nn.ParameterDict)):
+                    fully_shard(block, mesh=mesh) if not isinstance(block, nn.ParameterDict) else None
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t.detach().clone()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n.removeprefix("module."): whole(t) for n, t in model.state_dict().items()}
+
+
+def backward_under(model: nn.Module, how: str, step: int, rank: int, world: int, accum: int):
+    if how == "plain":
+        return backward(model, step, rank, world, accum)
+    inner = model.module if how == "ddp" else model
+    parts = rows_of(step).chunk(world)[rank].chunk(accum)
+    for i, rows in enumerate(parts):
+        last = i == len(parts) - 1
+        if how == "sharded":
+            model.set_requires_gradient_sync(last)
+        with model.no_sync() if how == "ddp" and not last else torch.enable_grad():
+            (through(model, inner, rows) / accum).backward()
+
+
+def through(model, inner, rows):
+    "The loss by the wrapper's own forward, whose hooks gather and reduce."
+    original = inner.forward
+    if inner is model:  # fully_shard: hooks sit on the module's call
+        return loss_of(model, rows)
+    inner.forward = lambda rows: loss_of_with(inner, original, rows)
+    try:
+        return model(rows)
+    finally:
+        inner.forward = original
+
+
+def loss_of_with(inner, original, rows):
+    inner.forward = original
+    return loss_of(inner, rows)
+
+
+def ours(ranks, kind: str, how: str = "plain", steps: int = 5, accum: int = 1, poison: tuple = (-1, 0), **more):
+    "Training by one optimizer: weights by name, steps skipped, the last norm."
+    model = build(kind, seed=0 if ranks.rank == 0 or how != "plain" else 99)  # other ranks start elsewhere: rank 0's weights count
+    model = wrapped(model, how)
+    opt = ParallelMuon(model, **SETTINGS, reduce="none" if how == "ddp" else "mean", **more)
+    plan = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
+    for step in range(steps):
+        opt.zero_grad()
+        backward_under(model, how, step, ranks.rank, ranks.world, accum)
+        if (step, ranks.rank) == poison:
+            next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")
+        opt.step()
+        plan.step()
+    return weights_of(model), opt.skipped, opt.grad_norm.item()
+
+
+def all_jobs(ranks, jobs: list) -> list:
+    warnings.simplefilter("ignore")
+    return [globals()[name](ranks, *args, **more) for name, args, more in jobs]
