@@ -284,3 +284,204 @@ def ours(ranks, kind: str, how: str = "plain", steps: int = 5, accum: int = 1, p
 def all_jobs(ranks, jobs: list) -> list:
     warnings.simplefilter("ignore")
     return [globals()[name](ranks, *args, **more) for name, args, more in jobs]
+
+
+# --- checkpoints: model kind, state saved and loaded in torch's ways
+
+def fresh(kind: str, how: str, seed: int, **more):
+    model = wrapped(build(kind, seed), how)
+    return model, ParallelMuon(model, **{**SETTINGS, **more}, reduce="none" if how == "ddp" else "mean")
+
+
+def walk(model, opt, how: str, start: int, steps: int) -> dict[str, Tensor]:
+    "Train on, on the same rows on every rank, so that it does not matter how many there are."
+    for step in range(start, start + steps):
+        opt.zero_grad()
+        backward_under(model, how, step, 0, 1, 1)
+        opt.step()
+    return weights_of(model)
+
+
+def full(state: dict) -> dict:
+    return {k: whole(t) if isinstance(t, Tensor) else t for k, t in state.items()}
+
+
+def save_all(ranks, kind: str, how: str, folder: str) -> tuple[dict, dict]:
+    "Two steps; rank 0 writes a torch.save file, all write a checkpoint of torch.distributed; weights then, and after two more steps."
+    model, opt = fresh(kind, how, 0)
+    then = walk(model, opt, how, 0, 2)
+    state, weights = opt.state_dict(), weights_of(model)
+    state["state"] = {k: full(s) for k, s in state["state"].items()}
+    if ranks.rank == 0:
+        torch.save({"model": weights, "optimizer": state}, f"{folder}/file.pt")
+    m, o = get_state_dict(model, opt)
+    dcp.save({"m": m, "o": o}, checkpoint_id=f"{folder}/dcp")
+    if ranks.world > 1:
+        everything = get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if ranks.rank == 0:
+            torch.save(everything, f"{folder}/full.pt")
+    return then, walk(model, opt, how, 2, 2)
+
+
+def load_weights(model, weights: dict):
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    set_model_state_dict(model, copy.deepcopy(weights), options=StateDictOptions(full_state_dict=True))
+
+
+def go_on(ranks, kind: str, how: str, folder: str, way: str) -> dict[str, Tensor]:
+    "What `save_all` wrote, taken over here; the weights after two more steps."
+    model, opt = fresh(kind, how, 7)
+    saved = torch.load(f"{folder}/file.pt", weights_only=True)
+    if way == "file":
+        load_weights(model, saved["model"])
+        opt.load_state_dict(saved["optimizer"])
+    elif way == "file, optimizer first":
+        opt.load_state_dict(saved["optimizer"])
+        load_weights(model, saved["model"])
+    elif way == "dcp":
+        m, o = get_state_dict(model, opt)
+        found = {"m": m, "o": o}
+        dcp.load(found, checkpoint_id=f"{folder}/dcp")
+        set_state_dict(model, opt, model_state_dict=found["m"], optim_state_dict=found["o"])
+    else:
+        load_weights(model, saved["model"])
+        everything = torch.load(f"{folder}/full.pt", weights_only=True)
+        set_optimizer_state_dict(model, opt, everything, options=StateDictOptions(full_state_dict=True))
+    return walk(model, opt, how, 2, 2)
+
+
+def heard(call) -> list:
+    "What golfnb logs as a warning during a call, and its GolfError."
+    said, log = [], logging.getLogger("golfnb")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        call()
+    except GolfError as e:
+        said.append(f"GolfError: {e}")
+    log.removeHandler(handler)
+    return said
+
+
+def drifting(ranks):
+    "What is said of a BatchNorm, and of a SyncBatchNorm."
+    net = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 2))
+    return heard(lambda: ParallelMuon(net())), heard(lambda: ParallelMuon(nn.SyncBatchNorm.convert_sync_batchnorm(net())))
+
+
+def clipped(ranks):
+    "What is said in five steps with torch's clipping, without it, and with it where all ranks have the same rows."
+    def steps(clip, seed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+        opt, rows = ParallelMuon(model), torch.Generator().manual_seed(seed)
+        for _ in range(5):
+            opt.zero_grad()
+            model(torch.randn(8, 6, generator=rows)).square().mean().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            opt.step()
+    return [heard(lambda: steps(*how)) for how in ((True, ranks.rank), (False, ranks.rank), (True, 7))]
+
+
+def rank_0_alone(ranks):
+    "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others leave once rank 0 has warned: what is heard."
+    (_, opt), (_, other) = fresh("vision", "plain", 0), fresh("vision", "plain", 1)
+    state, store = opt.state_dict(), dist.distributed_c10d._get_default_store()
+    if not ranks.is_rank0:
+        return store.wait(["warned"])
+    logging.getLogger("golfnb").addFilter(lambda record: store.set("warned", "") or True)
+    opt.wait_for_ranks, other.wait_for_ranks = partial(opt.wait_for_ranks, patience=0.3), partial(other.wait_for_ranks, patience=600)
+    return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
+
+
+def other_calls(ranks):
+    "Rank 1 built another module, or made another call: what every rank is told."
+    said, odd = [], ranks.rank == 1
+    for width, more in ((6, {}), (4, dict(ns_steps=6))):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width if odd else 4), nn.Linear(4, 2))
+        said += heard(lambda: ParallelMuon(model, **(more if odd else {})))
+    return said
+
+
+def narrow(ranks, how: str):
+    "bf16 weights: what the ranks hold, whether masters are fp32 and close, bytes of state here for an element, losses."
+    model = build("vision").bfloat16()
+    model = wrapped(model, how)
+    opt = ParallelMuon(model, **SETTINGS)
+    losses = []
+    for _ in range(5):
+        opt.zero_grad()
+        loss = model.loss(rows_of(0).chunk(ranks.world)[ranks.rank]) if how == "plain" else through(model, model, rows_of(0).chunk(ranks.world)[ranks.rank])
+        loss.float().backward()
+        opt.step()
+        losses.append(loss.item())
+    matrices = [s for s in opt.states.values() if s.member.rule.matrices]
+    held = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for s in matrices for t in s.tensors.values())
+    weights = weights_of(model)
+    saved = opt.state_dict()
+    masters = {n: whole(saved["state"][i]["master"]) for i, n in enumerate(n for g in opt.param_groups for n in g["param_names"])}
+    rounds = all(torch.equal(m.bfloat16(), weights[n]) for n, m in masters.items())
+    return weights, rounds, held / sum(s.member.param.numel() for s in matrices), losses
+
+
+def meshes(ranks):
+    "Two halves of the ranks, each with a model of its own (a pipeline's stages): their weights, and what a stage without a matrix does."
+    half = ranks.world // 2
+    parts = init_device_mesh("cpu", (2, half), mesh_dim_names=("stage", "data"))
+    stage, here = ranks.rank // half, ranks.rank % half
+    results = {}
+    for given in ("mesh", "group"):
+        mesh = parts["data"] if given == "mesh" else parts["data"].get_group()
+        if stage == 0:
+            model = build("vision")
+            opt = ParallelMuon(model, **SETTINGS, mesh=mesh)
+            for step in range(3):
+                opt.zero_grad()
+                backward(model, step, here, half)
+                opt.step()
+        else:
+            model = nn.Linear(3, 1).double()
+            nn.init.zeros_(model.weight)
+            nn.init.zeros_(model.bias)
+            opt = ParallelMuon([{"params": list(model.named_parameters()), "rule": "adamw"}], mesh=mesh)
+            for step in range(3):
+                opt.zero_grad()
+                (model(torch.ones(1, 3).double()) * (here + 1)).sum().backward()
+                opt.step()
+        results[given] = weights_of(model)
+    return stage, results
+
+
+def mixed_precision(ranks):
+    "A fully_shard model that computes in bf16: its weights, and those of a plain one under the same rounding of gradients."
+    results = []
+    for policy in (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), MixedPrecisionPolicy()):
+        model = build("encoder").float()
+        for block in model.body.layers:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        opt = ParallelMuon(model, **SETTINGS)
+        for step in range(3):
+            opt.zero_grad()
+            model.step = step
+            through(model, model, rows_of(step).chunk(ranks.world)[ranks.rank]).float().backward()
+            opt.step()
+        results.append(weights_of(model))
+    return results
+
+
+def normuon(ranks, how: str):
+    "NorMuon, sharded or not."
+    model = wrapped(build("vision"), how)
+    groups = param_groups(model)
+    groups[0]["rule"] = "normuon"
+    opt = ParallelMuon(groups, **SETTINGS)
+    for step in range(3):
+        opt.zero_grad()
+        backward_under(model, how, step, ranks.rank, ranks.world, 1)
+        opt.step()
+    saved = opt.state_dict()["state"][0]
+    return weights_of(model), {k: tuple(t.shape) for k, t in saved.items()}

@@ -46,3 +46,673 @@ def test_equal_to_plain_loops(ranked):
             got, skipped, _ = out[i]
             assert distance(got, want) < 1e-10, f"{kind} {more} at {world} ranks, rank {rank}"
             assert skipped == ("poison" in more)
+
+
+# --- torch's contract
+
+def small(dtype=torch.float64, seed=0) -> nn.Module:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8, bias=False), nn.Linear(8, 6)) for _ in range(2)]
+    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 3)).to(dtype)
+
+
+def matrices_in(model) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def one_step(model, opt, step=0, **more):
+    opt.zero_grad()
+    x = (torch.arange(20.).view(5, 4) + step).sin().to(next(model.parameters()))
+    model(x).square().mean().backward()
+    opt.step(**more)
+
+
+def walked(model, opt, steps=3, start=0) -> dict:
+    for step in range(start, start + steps):
+        one_step(model, opt, step)
+    return weights_of(model)
+
+
+@pytest.fixture
+def exact_torch_muon(monkeypatch):
+    "torch's Muon with our products, which it makes in bf16; its momentum is (1 - momentum) times ours."
+    from golfnb.newton_schulz import newton_schulz
+
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda grad, *_: newton_schulz(grad, eps=1e-7 * 0.05))
+
+
+def test_called_as_torch_muon_it_takes_the_same_steps(exact_torch_muon):
+    results = []
+    for make in (torch.optim.Muon, ParallelMuon):
+        model = small()
+        opt = make(matrices_in(model), lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, ns_steps=5, ns_coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7, adjust_lr_fn="match_rms_adamw")
+        results.append(walked(model, opt))
+    assert distance(*results) < 1e-12
+
+
+@pytest.mark.parametrize("given", ["model", "groups", "pairs", "tensors", "several groups"])
+def test_what_it_takes(given):
+    model = small()
+    groups = param_groups(model)
+    matrices, others = groups[0]["params"], groups[1]["params"]
+    more = {}
+    if given == "model":
+        opt = ParallelMuon(model, 0.05, adam_lr=0.01)
+    elif given == "groups":
+        opt = ParallelMuon(groups, lr=0.05, adam_lr=0.01)
+    elif given == "pairs":
+        opt = ParallelMuon([{"params": matrices}, {"params": iter(others), "rule": "adamw", "lr": 0.01}], lr=0.05)
+    elif given == "tensors":
+        opt = ParallelMuon([{"params": [p for _, p in matrices]}, {"params": [p for _, p in others], "rule": "adamw"}], lr=0.05, adam_lr=0.01)
+        more["named"] = False
+    else:
+        halves = [{"params": matrices[:1], "rule": "muon"}, {"params": matrices[1:], "rule": "muon"}, *({"params": [pair], "rule": "adamw", "lr": 0.01} for pair in others)]
+        opt = ParallelMuon(halves, lr=0.05)
+    assert ("param_names" in opt.param_groups[0]) == more.get("named", True)
+    want = small()
+    assert distance(walked(model, opt), walked(want, ParallelMuon(want, lr=0.05, adam_lr=0.01))) == 0
+
+
+def test_the_callers_groups_stay_as_they_were():
+    model = small()
+    groups = param_groups(model)
+    before = [dict(g) for g in groups]
+    ParallelMuon(groups)
+    assert groups == before
+
+
+def test_a_group_added_later_and_one_that_does_not_fit():
+    model, want = small(), small()
+    groups = param_groups(model)
+    opt = ParallelMuon(groups[:1], lr=0.05, adam_lr=0.01)
+    opt.add_param_group(groups[1])
+    assert distance(walked(model, opt), walked(want, ParallelMuon(want, lr=0.05, adam_lr=0.01))) == 0
+    with pytest.raises(GolfError, match="split_sizes"):
+        opt.add_param_group({"params": [("late", nn.Parameter(torch.zeros(4, 4).double()))], "rule": "muon", "split_sizes": (1, 2)})
+    with pytest.raises(ValueError, match="more than one"):
+        opt.add_param_group({"params": groups[1]["params"][:1], "rule": "adamw"})
+    walked(model, opt, 1)
+    assert len(opt.param_groups) == 2
+    late = nn.Parameter(torch.ones(3, 5).double())
+    opt.add_param_group({"params": [("late", late)], "rule": "muon", "lr": 0.5})
+    late.grad = torch.eye(3, 5).double()
+    opt.step()
+    assert (late != 1).any() and opt.param_groups[2]["momentum"] == 0.95
+
+
+@pytest.mark.parametrize("kind", ["floats", "tensors"])
+def test_numbers_may_change_between_steps(kind):
+    "After a change it equals an optimizer made with the changed numbers that got its state."
+    model = small()
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    other = small()
+    changed = dict(lr=0.003, momentum=0.5, weight_decay=0.7, adam_lr=0.004, adam_weight_decay=0.3, betas=(0.5, 0.6), adam_eps=1e-3)
+    made = ParallelMuon(other, **changed)
+    for s in saved[1]["param_groups"]:
+        for key in ("lr", "momentum", "weight_decay", "betas", "eps"):
+            s.pop(key, None)
+    other.load_state_dict(saved[0])
+    made.load_state_dict(saved[1])
+    number = (lambda x: torch.tensor(x, dtype=torch.float64)) if kind == "tensors" else float
+    opt.param_groups[0].update(lr=number(0.003), momentum=number(0.5), weight_decay=number(0.7))
+    opt.param_groups[1].update(lr=number(0.004), weight_decay=number(0.3), betas=(number(0.5), number(0.6)), eps=number(1e-3))
+    one_step(model, opt, 3)
+    one_step(other, made, 3)
+    assert distance(weights_of(model), weights_of(other)) < 1e-15 and distance(weights_of(model), saved[0]) > 1e-4
+
+
+@pytest.mark.parametrize("plan", [
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=6), lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.LinearLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2])])
+def test_schedulers_of_torch(plan):
+    model = small()
+    opt = ParallelMuon(model)
+    plan = plan(opt)
+    seen = []
+    for step in range(5):
+        one_step(model, opt, step)
+        plan.step()
+        seen.append(tuple(g["lr"] for g in opt.param_groups))
+    assert len(set(seen)) >= 4 and all(a >= 0 for pair in seen for a in pair)
+
+
+def test_hooks_fire():
+    model, said = small(), []
+    opt = ParallelMuon(model)
+    opt.register_step_pre_hook(lambda *a: said.append("before"))
+    opt.register_step_post_hook(lambda *a: said.append("after"))
+    opt.register_state_dict_pre_hook(lambda *a: said.append("save"))
+    opt.register_state_dict_post_hook(lambda o, s: {**s, "mine": 3})
+    one_step(model, opt)
+    saved = opt.state_dict()
+    assert saved["mine"] == 3 and said == ["before", "after", "save"]
+    opt.register_load_state_dict_pre_hook(lambda o, s: said.append(s["mine"]) or {k: v for k, v in s.items() if k != "mine"})
+    opt.register_load_state_dict_post_hook(lambda o: said.append("loaded"))
+    opt.load_state_dict(saved)
+    assert said[3:] == [3, "loaded"] and saved["mine"] == 3
+
+
+def test_a_closure_gives_the_loss():
+    model = small()
+    opt = ParallelMuon(model)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(torch.ones(2, 4).double()).square().mean()
+        loss.backward()
+        return loss
+    losses = [opt.step(closure).item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), lambda pair: torch.load(saved_bytes(pair), weights_only=False)], ids=["deepcopy", "pickle", "torch.save"])
+def test_copies_go_on_alike_and_apart(way):
+    model = small(torch.bfloat16)
+    opt = ParallelMuon(model, lr=0.05)
+    walked(model, opt)
+    before = weights_of(model)
+    twin, twin_opt = way((model, opt))
+    after = walked(twin, twin_opt, 2, 3)
+    assert distance(before, weights_of(model)) == 0 and distance(after, walked(model, opt, 2, 3)) == 0
+    assert repr(twin_opt) == repr(opt) and twin_opt.steps == 5
+
+
+def saved_bytes(pair):
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return file
+
+
+def test_a_compiled_step():
+    results = []
+    for compiled in (False, True):
+        model = small()
+        opt = ParallelMuon(model)
+        step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+        for i in range(3):
+            opt.zero_grad()
+            model(torch.ones(2, 4).double() + i).square().mean().backward()
+            step()
+        results.append(weights_of(model))
+    assert distance(*results) == 0
+
+
+def test_grad_norm_is_that_of_clip_grad_norm():
+    model = small()
+    opt = ParallelMuon(model, max_norm=0.01)
+    one_step(model, opt)
+    norm = opt.grad_norm
+    assert norm.shape == () and norm.item() == pytest.approx(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item(), rel=1e-12)
+    one_step(model, opt, 1)
+    assert norm.item() != opt.grad_norm.item(), "what was asked for stays"
+
+
+def test_no_sync_and_accumulation():
+    results = []
+    for parts in (1, 4):
+        model = build("vision")
+        opt = ParallelMuon(model, **SETTINGS)
+        with opt.no_sync():
+            backward(model, 0, 0, 1, parts)
+        opt.step()
+        results.append(weights_of(model))
+    assert distance(*results) < 1e-12
+
+
+def test_autocast_and_narrow_weights_learn():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build("vision").to(dtype)
+        opt = ParallelMuon(model, **SETTINGS)
+        losses = []
+        for _ in range(6):
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, rows_of(0))
+            loss.float().backward()
+            opt.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] and all(p.dtype == dtype for p in model.parameters())
+        states = [s for s in opt.state.values()]
+        assert all(t.dtype == torch.float32 for s in states for t in s.values()) and all(("master" in s) == (dtype == torch.bfloat16) for s in states)
+
+
+def test_gradients_and_parameters_stay_where_they_are():
+    model = small()
+    addresses = {n: p.data_ptr() for n, p in model.named_parameters()}
+    opt = ParallelMuon(model)
+    one_step(model, opt)
+    kept = {n: p.grad.clone() for n, p in model.named_parameters()}
+    opt.step()
+    assert all(torch.equal(kept[n], p.grad) and p.data_ptr() == addresses[n] for n, p in model.named_parameters())
+
+
+def test_a_step_between_forward_and_backward_is_refused_by_autograd():
+    model = small()
+    opt = ParallelMuon(model)
+    one_step(model, opt)
+    loss = model(torch.ones(2, 4).double()).sum()
+    opt.step()
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_the_table_is_logged_once_and_is_the_repr(caplog):
+    with caplog.at_level(logging.INFO, "golfnb"):
+        opt = ParallelMuon(build("encoder"))
+    (record,) = caplog.records
+    assert "split 6+6+6" in repr(opt) and repr(opt) in record.getMessage() and "table.weight" in repr(opt)
+
+
+# --- memory
+
+@pytest.mark.parametrize("dtype, bytes_held", [(torch.float32, 12), (torch.bfloat16, 12)])
+def test_bytes_held_for_an_element_of_a_matrix(dtype, bytes_held):
+    "Weight, gradient, momentum; of a narrow weight also a master."
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(4)))
+    opt = ParallelMuon(list(model.parameters()))
+    model(torch.ones(2, 64, dtype=dtype)).float().sum().backward()
+    opt.step()
+    tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(opt) + [p.grad for p in model.parameters()]}
+    assert sum(tensors.values()) / sum(p.numel() for p in model.parameters()) < bytes_held + 0.1
+
+
+def tensors_in(root, seen=None) -> list[torch.Tensor]:
+    "Every tensor that an object reaches."
+    seen = set() if seen is None else seen
+    if id(root) in seen:
+        return []
+    seen.add(id(root))
+    if isinstance(root, torch.Tensor):
+        return [root]
+    parts = [*root.keys(), *root.values()] if isinstance(root, dict) else root if isinstance(root, (list, tuple, set)) else vars(root).values() if hasattr(root, "__dict__") and type(root).__module__.startswith("golfnb") else ()
+    return [t for part in parts for t in tensors_in(part, seen)]
+
+
+# --- state
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    "What each way of training wrote after two steps, and what came of it: (kind, how, ranks) -> (folder, then, later)."
+    found = {}
+    for world, cases in ((1, [("encoder", "plain")]), (2, [("encoder", "plain"), ("encoder", "sharded"), ("vision", "ddp")]), (3, [("experts", "plain"), ("encoder", "sharded")])):
+        folders = [str(tmp_path_factory.mktemp("saved")) for _ in cases]
+        outs = run_ranks(world, [("save_all", (*case, folder), {}) for case, folder in zip(cases, folders)])
+        for i, case in enumerate(cases):
+            found[*case, world] = (folders[i], *outs[0][i])
+    return found
+
+
+TAKEN = [  # (kind, how, ranks) that saved; ranks and how that go on; the ways
+    (("encoder", "plain", 1), 1, "plain", ("file", "file, optimizer first", "dcp")), (("encoder", "plain", 2), 2, "plain", ("file", "dcp", "full")), (("encoder", "plain", 2), 1, "plain", ("file", "dcp")),
+    (("encoder", "plain", 1), 2, "plain", ("file", "dcp")), (("encoder", "sharded", 2), 2, "sharded", ("file", "dcp", "full")), (("encoder", "sharded", 3), 2, "sharded", ("file", "dcp")),
+    (("encoder", "sharded", 2), 1, "plain", ("file", "dcp")), (("encoder", "plain", 2), 3, "sharded", ("file", "dcp")), (("experts", "plain", 3), 2, "plain", ("file",)), (("vision", "ddp", 2), 2, "ddp", ("file", "dcp"))]
+
+
+@pytest.fixture(scope="module")
+def taken(saved):
+    "All that is taken over, by the number of ranks: (case, way) -> weights at the end on rank 0."
+    found = {}
+    for world in (1, 2, 3):
+        jobs = [(case, how, way) for case, w, how, ways in TAKEN if w == world for way in ways]
+        outs = run_ranks(world, [("go_on", (case[0], how, saved[case][0], way), {}) for case, how, way in jobs])
+        found |= {(case, world, how, way): outs[0][i] for i, (case, how, way) in enumerate(jobs)}
+    return found
+
+
+@pytest.mark.parametrize("case, world, how, way", [(case, world, how, way) for case, world, how, ways in TAKEN for way in ways], ids=str)
+def test_saved_states_go_on_elsewhere(saved, taken, case, world, how, way):
+    assert distance(taken[case, world, how, way], saved[case][2]) < 1e-10
+    assert distance(saved[case][1], saved[case][2]) > 1e-4
+
+
+def test_loading_never_writes_weights():
+    for dtype in (torch.float64, torch.bfloat16):
+        model = small(dtype)
+        opt = ParallelMuon(model)
+        walked(model, opt)
+        saved = copy.deepcopy(opt.state_dict())
+        model.load_state_dict({n: t * 1.5 for n, t in model.state_dict().items()})
+        before = weights_of(model)
+        opt.load_state_dict(saved)
+        assert distance(before, weights_of(model)) == 0
+        if dtype == torch.bfloat16:
+            masters = {s.member.name: s.tensors["master"] for s in opt.states.values()}
+            assert all(torch.equal(masters[n].bfloat16(), before[n]) for n in before), "masters of other weights do not count"
+
+
+def test_a_saved_master_counts_where_it_rounds_to_the_weight():
+    model, other = small(torch.bfloat16), small(torch.bfloat16, seed=5)
+    opt = ParallelMuon(model, lr=0.01)
+    walked(model, opt)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        other[1][1].weight[0] += 1
+    made = ParallelMuon(other)
+    made.load_state_dict(opt.state_dict())
+    old, new = (next(s for s in o.states.values() if s.member.name == "1.1.weight").tensors["master"] for o in (opt, made))
+    assert torch.equal(old[1:], new[1:]) and torch.equal(new[0], other[1][1].weight[0].float()) and (old.bfloat16().float() != old).any()
+
+
+@pytest.mark.parametrize("write", ["load", "copy", "data"])
+def test_weights_written_between_steps_are_trained_on(write):
+    model = small(torch.bfloat16)
+    opt = ParallelMuon(model, lr=1e-6, weight_decay=0.0, adam_lr=0.0)
+    one_step(model, opt)
+    p = model[1][1].weight
+    with torch.no_grad():
+        if write == "load":
+            model.load_state_dict({n: t + 0.25 if n == "1.1.weight" else t for n, t in model.state_dict().items()})
+        elif write == "copy":
+            p.copy_(p + 0.25)
+        else:
+            p.data.add_(0.25)
+    want = p.detach().clone()
+    one_step(model, opt, 1)
+    assert torch.allclose(p.float(), want.float(), atol=1e-4) and torch.allclose(opt.state[p]["master"], want.float(), atol=1e-4)
+
+
+def test_states_of_the_first_version_go_on(request):
+    saved = torch.load(request.path.parent / "golden" / "optimizer_state_0.1.0.pt", weights_only=True)
+    model = small(seed=9)
+    opt = ParallelMuon(param_groups(model, filter=lambda n, p: "muon" if n == "0.weight" else None), lr=1.0)
+    model.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["optimizer"])
+    assert opt.param_groups[0]["lr"] == 0.03 and opt.param_groups[1]["lr"] == 0.01
+    assert distance(walked(model, opt, 2, 3), saved["later"]) < 1e-12
+
+
+def test_states_of_torch_go_on(exact_torch_muon):
+    "Its Muon, without names, whose momentum is an average; then its AdamW, which takes the rest."
+    model = small()
+    groups = param_groups(model)
+    pairs = [g["params"] for g in groups]
+    muon, adamw = torch.optim.Muon([p for _, p in pairs[0]], lr=0.05, momentum=0.95), torch.optim.AdamW(pairs[1], lr=0.01, weight_decay=0.02)
+
+    def step(i):
+        for o in (muon, adamw):
+            o.zero_grad()
+        model((torch.arange(20.).view(5, 4) + i).sin().double()).square().mean().backward()
+        muon.step()
+        adamw.step()
+    for i in range(3):
+        step(i)
+    twin = copy.deepcopy(model)
+    opt = ParallelMuon(twin)
+    opt.load_state_dict(muon.state_dict(), strict=False)
+    opt.load_state_dict(adamw.state_dict(), strict=False)
+    assert [g["lr"] for g in opt.param_groups] == [0.05, 0.01] and opt.param_groups[1]["betas"] == (0.9, 0.999)
+    step(3)
+    one_step(twin, opt, 3)
+    assert distance(weights_of(twin), weights_of(model)) < 1e-12
+
+
+def test_states_of_dion_are_read():
+    model = small()
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    ours, groups = opt.state_dict(), []
+    for g in ours["param_groups"]:
+        groups.append(dict(lr=0.5, mu=0.9, beta1=0.8, beta2=0.7, weight_decay=0.0, algorithm=g["rule"], step=3, epsilon=1e-8, nesterov=True, flatten=False, adjust_lr="spectral_norm", params=g["params"], param_names=g["param_names"]))
+    state = {k: {"momentum": s["momentum_buffer"]} if "momentum_buffer" in s else {"momentum": s["exp_avg"], "variance": s["exp_avg_sq"]} for k, s in ours["state"].items()}
+    other = small(seed=1)
+    made = ParallelMuon(other)
+    made.load_state_dict({"state": state, "param_groups": groups})
+    back = made.state_dict()["state"]
+    assert all(torch.equal(t, back[k][name]) for k, s in ours["state"].items() for name, t in s.items())
+    assert made.param_groups[0]["lr"] == 0.5 and made.param_groups[0]["momentum"] == 0.9 and made.param_groups[1]["betas"] == (0.8, 0.7)
+
+
+def test_compiled_and_grown_models_take_over_what_fits():
+    model = small()
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    saved = opt.state_dict()
+    twin = small(seed=2)
+    compiled = nn.Sequential(*(torch.compile(m) if isinstance(m, nn.Sequential) else m for m in twin))
+    made = ParallelMuon(list(compiled.named_parameters()) and [{"params": [(n, p) for n, p in compiled.named_parameters() if (p.ndim == 2) == flat and (n in ("0.weight", "3.weight")) == head], "rule": rule} for flat, head, rule in ((True, False, "muon"), (False, False, "adamw"), (True, True, "adamw"))])
+    assert any("_orig_mod" in n for g in made.param_groups for n in g["param_names"])
+    made.load_state_dict(saved)
+    find = lambda o, name: next(s for s in o.states.values() if s.member.name.replace("_orig_mod.", "") == name).tensors
+    assert torch.equal(find(made, "1.1.weight")["momentum_buffer"], find(opt, "1.1.weight")["momentum_buffer"])
+    grown = nn.Sequential(*small(seed=3)[:3], nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8, bias=False), nn.Linear(8, 6)).double(), nn.Linear(6, 4).double())
+    bigger = ParallelMuon(grown)
+    with pytest.raises(GolfError, match="3.0.weight.*more"):
+        bigger.load_state_dict(saved)
+    bigger.load_state_dict(saved, strict=False)
+    assert torch.equal(find(bigger, "2.2.weight")["momentum_buffer"], find(opt, "2.2.weight")["momentum_buffer"]) and not find(bigger, "3.1.weight")["momentum_buffer"].any()
+
+
+def test_options_stay_and_a_difference_is_told(caplog):
+    model = small()
+    saved = ParallelMuon(model, lr=0.5, nesterov=False, ns_coefficients="polar_express", adjust_lr_fn="match_rms_adamw").state_dict()
+    opt = ParallelMuon(model, adjust_lr_fn=None)
+    opt.load_state_dict(saved)
+    group = opt.param_groups[0]
+    assert (group["lr"], group["nesterov"], group["ns_coefficients"], group["adjust_lr_fn"]) == (0.5, True, "quintic", None)
+    said = " ".join(r.getMessage() for r in caplog.records)
+    assert "nesterov=False" in said and "ns_coefficients='polar_express'" in said and "match_rms_adamw" in said and "ns_steps" not in said
+
+
+def test_states_that_do_not_fit_change_nothing():
+    model = small()
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    before, good = weights_of(model), copy.deepcopy(opt.state_dict())
+    short, renamed, reshaped = copy.deepcopy(good), copy.deepcopy(good), copy.deepcopy(good)
+    del short["state"][5]["exp_avg"]
+    renamed["param_groups"][0]["param_names"][2] = "elsewhere.weight"
+    reshaped["state"][4]["exp_avg"] = torch.zeros(2, 9)
+    reshaped["param_groups"][0]["lr"] = 7.0
+    for bad, words in (({}, "nothing"), ({"state": {}, "param_groups": [{"params": [0, 1]}]}, "2 parameters without names"), (short, "exp_avg is missing"), (renamed, "elsewhere.weight is in the file only"),
+                       (reshaped, r"exp_avg has shape \(2, 9\)"), (ParallelMuon(build("vision")).state_dict(), "more")):
+        with pytest.raises(ValueError, match=words):
+            opt.load_state_dict(bad)
+    now = opt.state_dict()
+    assert distance(before, weights_of(model)) == 0 and now["param_groups"] == good["param_groups"]
+    assert all(torch.equal(t, now["state"][k][name]) for k, s in good["state"].items() for name, t in s.items())
+
+
+def test_a_parameter_that_never_had_a_gradient_is_taken_as_zeros():
+    model = small()
+    adamw = torch.optim.AdamW(model.named_parameters())
+    opt = ParallelMuon([{"params": list(model.named_parameters()), "rule": "adamw"}])
+    walked(model, opt)
+    opt.load_state_dict(adamw.state_dict())
+    assert not any(t.any() for s in opt.state.values() for t in s.values())
+
+
+# --- several ranks
+
+@pytest.fixture(scope="module", params=(2, 4), ids="{} ranks".format)
+def several(request):
+    world = request.param
+    jobs = [("drifting", (), {}), ("clipped", (), {}), ("other_calls", (), {}), ("narrow", ("plain",), {}), ("narrow", ("sharded",), {}), ("meshes", (), {}), ("mixed_precision", (), {}), ("normuon", ("plain",), {}), ("normuon", ("sharded",), {})]
+    if world == 2:
+        jobs.append(("rank_0_alone", (), {}))
+    return world, run_ranks(world, jobs)
+
+
+def test_batch_norms_are_named(several):
+    (plain_words, synced), *others = (out[0] for out in several[1])
+    assert len(plain_words) == 1 and "1.running_mean" in plain_words[0] and "convert_sync_batchnorm" in plain_words[0]
+    assert not synced and not any(words for out in others for words in out), "one rank says it, and only where it is true"
+
+
+def test_clipping_by_each_rank_is_told_once(several):
+    (told, *none), *others = (out[1] for out in several[1])
+    assert len(told) == 1 and "same norm 0.01" in told[0] and "max_norm=0.01" in told[0]
+    assert none == [[], []] and others == [[[], [], []]] * len(others)
+
+
+def test_ranks_with_other_calls_all_hear_of_it(several):
+    for out in several[1]:
+        modules, options = out[2]
+        assert "rank 0 has 1.weight (4, 4)" in modules and "rank 1 has 1.weight (6, 4)" in modules and modules.startswith("GolfError")
+        assert "'ns_steps': 5" in options and "'ns_steps': 6" in options
+
+
+@pytest.mark.parametrize("case", [3, 4], ids=["plain", "sharded"])
+def test_narrow_weights_follow_masters(several, case):
+    "All ranks hold the same weights; momentum and master of each matrix are somewhere once."
+    world, outs = several
+    first, *_ = outs[0][case]
+    for weights, rounds, _, losses in (out[case] for out in outs):
+        assert distance(weights, first) == 0 and rounds and losses[-1] < losses[0]
+    held = [out[case][2] for out in outs]
+    assert sum(held) == pytest.approx(8, rel=1e-9) and max(held) < 8 / world * 2
+
+
+def test_stages_of_a_pipeline(several):
+    world, outs = several
+    want = plain("vision", world // 2, steps=3)
+    model = build("vision")
+    assert want.keys() == model.state_dict().keys()
+    for stage, results in (out[5] for out in outs):
+        for weights in results.values():
+            if stage == 1:
+                assert (weights["weight"] < 0).all() and distance(weights, outs[-1][5][1]["mesh"]) == 0
+            else:
+                assert distance(weights, outs[0][5][1]["mesh"]) == 0
+    reference = build("vision")
+    opt = ParallelMuon(reference, **SETTINGS)
+    for step in range(3):
+        opt.zero_grad()
+        for rank in range(world // 2):
+            backward(reference, step, rank, world // 2, 1, 2 / world)
+        opt.step()
+    assert distance(weights_of(reference), outs[0][5][1]["group"]) < 1e-10
+
+
+def test_mixed_precision_of_fully_shard(several):
+    "Gradients computed in bf16 turn the matrices a little: within the steps taken."
+    for low, high in (out[6] for out in several[1]):
+        assert 0 < distance(low, high) < 3 * 3 * SETTINGS["lr"]
+
+
+def test_normuon_is_exact_when_sharded(several):
+    world, outs = several
+    (want, shapes), = run_ranks(1, [("normuon", ("plain",), {})])[0] if world == 1 else [reference_normuon(world)]
+    for out in outs:
+        for case in (7, 8):
+            weights, found = out[case]
+            assert distance(weights, want) < 1e-10 and found == shapes
+
+
+def reference_normuon(world: int):
+    model = build("vision")
+    groups = param_groups(model)
+    groups[0]["rule"] = "normuon"
+    opt = ParallelMuon(groups, **SETTINGS)
+    for step in range(3):
+        opt.zero_grad()
+        for rank in range(world):
+            backward(model, step, rank, world, 1, 1 / world)
+        opt.step()
+    return weights_of(model), {k: tuple(t.shape) for k, t in opt.state_dict()["state"][0].items()}
+
+
+def test_what_one_rank_alone_calls_is_told_soon(several):
+    if several[0] != 2:
+        return
+    warned, error, late = several[1][0][-1]
+    assert "rank 0" in warned and "ParallelMuon.state_dict()" in warned
+    assert error == f"GolfError: {warned}" and "ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
+
+
+# --- accidents and bad input
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_a_skipped_step_is_counted_and_logged(caplog, max_norm):
+    model = small()
+    opt = ParallelMuon(model, max_norm=max_norm)
+    before = walked(model, opt, 1)
+    opt.zero_grad()
+    model(torch.ones(2, 4).double()).sum().backward()
+    model[1][0].weight.grad[0] = float("inf")
+    opt.step()
+    assert distance(weights_of(model), before) == 0 and opt.skipped == 1
+    opt.steps = 99
+    one_step(model, opt, 2)
+    assert "1 of 100 steps" in caplog.text and opt.skipped == 1
+
+
+def test_a_step_without_any_gradient_changes_nothing():
+    for max_norm in (0.0, 1.0):
+        model = small()
+        opt = ParallelMuon(model, max_norm=max_norm)
+        before = walked(model, opt, 2)
+        state = copy.deepcopy(opt.state_dict()["state"])
+        opt.zero_grad()
+        opt.step()
+        assert distance(before, weights_of(model)) == 0 and opt.skipped == 0
+        assert all(torch.equal(t, opt.state_dict()["state"][k][name]) for k, s in state.items() for name, t in s.items())
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.LazyLinear(3)
+
+
+@pytest.mark.parametrize("given, more, words", [
+    (lambda: nn.ReLU(), {}, "ReLU"), (Lazy, {}, "b.weight"), (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), {}, "1.weight.*meta"),
+    (lambda: small().parameters(), {}, r"param_groups\(model\)"), (lambda: small().named_parameters(), {}, r"0.bias.*param_groups\(model\)"), (lambda: [{"params": [torch.zeros(3, 3, dtype=torch.int64)]}], {}, "int64"),
+    (lambda: small().state_dict(), {}, "a str"), (lambda: [], {}, "empty"), (lambda: [{"params": [nn.Parameter(torch.zeros(2, 2))], "rule": "moun"}], {}, "muon.*'moun'"),
+    (small, dict(momentum=1.0), "momentum.*1.0"), (small, dict(adam_lr=float("nan")), "lr.*nan"), (small, dict(lr=-1), "lr.*-1"), (small, dict(max_norm=-1), "max_norm.*-1"), (small, dict(betas=(0.9, 1.0)), "betas"),
+    (small, dict(ns_steps=0), "ns_steps"), (small, dict(ns_coefficients="cubic"), "cubic"), (small, dict(adjust_lr_fn="rms"), "rms"), (small, dict(reduce="sum"), "sum"), (small, dict(mesh="gloo"), "mesh.*gloo")])
+def test_what_it_does_not_take(given, more, words):
+    with pytest.raises(ValueError, match=words):
+        ParallelMuon(given(), **more)
+
+
+def test_two_dtypes_and_double_beside_float_are_fine():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).double())
+    opt = ParallelMuon(net, lr=0.1)
+    before = weights_of(net)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert opt.skipped == 0 and all((before[n] != t).any() for n, t in weights_of(net).items())
+
+
+def test_a_launcher_without_a_group_and_ddp_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(GolfError, match="WORLD_SIZE.*2"):
+        ParallelMuon(small())
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(GolfError, match="reduce='none'"):
+        ParallelMuon(object.__new__(nn.parallel.DistributedDataParallel))
+
+
+def test_what_a_step_refuses():
+    model = small()
+    opt = ParallelMuon(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 4).double()).sum()).backward()
+    with pytest.raises(GolfError, match="GradScaler"):
+        scaler.step(opt)
+    opt.found_inf = None
+    one_step(model, opt)
+    opt.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(8, 6).double())
+    with pytest.raises(GolfError, match="add_param_group"):
+        opt.step()
+    net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 2))
+    opt = ParallelMuon(net)
+    net(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(GolfError, match="0.weight.*sparse"):
+        opt.step()
+
+
+def test_parameters_exchanged_before_the_first_step_are_trained():
+    "As accelerate does when it shards a model for which an optimizer was made."
+    model, other = small(), small()
+    opt = ParallelMuon(model)
+    names = {p: n for n, p in model.named_parameters()}
+    others = dict(other.named_parameters())
+    for g in opt.param_groups:
+        g["params"] = [others[names[p]] for p in g["params"]]
+    want = small()
+    assert distance(walked(other, opt), walked(want, ParallelMuon(want))) == 0
