@@ -102,7 +102,7 @@ def expert_counts(module: nn.Module) -> set[int]:
 
 # %% ../nbs/reference/17a_grouping.ipynb #a662e3b2
 def find_places(model: nn.Module, blocks: list[str]) -> dict[nn.Parameter, list[Place]]:
-    "All places of each trainable parameter, in the order of named_parameters. OptimizerError if lazy."
+    "All places of each trainable parameter, in order of naming. OptimizerError if lazy."
     modules = {plain_name(path): m for path, m in model.named_modules(remove_duplicate=False)}
     found: dict[nn.Parameter, list[Place]] = {}
     for path, module in modules.items():
@@ -222,7 +222,7 @@ Filter = Callable[[str, nn.Parameter], str | dict[str, Any] | None]
 
 # %% ../nbs/reference/17a_grouping.ipynb #0e688282
 def check_answer(name: str, p: nn.Parameter, answer: object) -> dict[str, Any]:
-    "What a filter said of a parameter, as options of its group. OptimizerError for what is no answer."
+    "What a filter said of a parameter, as options of its group, or OptimizerError."
     options: Any = {"rule": answer} if isinstance(answer, str) else answer
     if not isinstance(options, dict) or options.get("rule") not in RULES:
         raise OptimizerError("a filter returns None for the usual choice, 'muon', 'adamw' or a "

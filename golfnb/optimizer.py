@@ -7,7 +7,7 @@ __all__ = ['Params', 'MATRIX_OPTIONS', 'OTHER_OPTIONS', 'problem_with', 'check_m
            'ParallelMuon', 'check_reduce', 'gradient_here', 'mean_gradients', 'sum_of_squares',
            'scaled']
 
-# %% ../nbs/reference/17g_optimizer.ipynb #5a79584c
+# %% ../nbs/reference/17g_optimizer.ipynb #1b9644d7
 import logging
 import os
 import threading
@@ -69,7 +69,7 @@ from .rules import (
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-# %% ../nbs/reference/17g_optimizer.ipynb #f1f44404
+# %% ../nbs/reference/17g_optimizer.ipynb #a717ba60
 def problem_with(p: Tensor) -> str:
     "Why a parameter cannot be trained here; '' if nothing is wrong."
     if nn.parameter.is_lazy(p):
@@ -93,7 +93,7 @@ def check_members(members: Sequence[Member], ranks: Group) -> None:
                                  f"{first.name} on {first.param.device} and {member.name} on "
                                  f"{p.device}: move the model first, or make two optimizers")
 
-# %% ../nbs/reference/17g_optimizer.ipynb #f287c80c
+# %% ../nbs/reference/17g_optimizer.ipynb #8ffbc692
 def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
     "`find_group`, but raises OptimizerError if a launcher started several ranks without a group."
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -102,7 +102,7 @@ def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
                              "torch.distributed.init_process_group() or golfnb.start_ranks() first")
     return find_group(mesh)
 
-# %% ../nbs/reference/17g_optimizer.ipynb #78e41704
+# %% ../nbs/reference/17g_optimizer.ipynb #6bc07f65
 def described(member: Member) -> str:
     "What has to be alike on all ranks."
     p = member.param
@@ -124,7 +124,7 @@ def compare_ranks(words: Sequence[str], ranks: Group) -> None:
                                      f"{a:.200} where rank {rank} has {b:.200}; build it alike "
                                      "on every rank")
 
-# %% ../nbs/reference/17g_optimizer.ipynb #56c98ac7
+# %% ../nbs/reference/17g_optimizer.ipynb #7c7094fa
 def copy_from_rank_0(tensors: Iterable[Tensor], ranks: Group) -> None:
     "Gives every rank rank 0's values of tensors that each rank holds whole."
     if ranks.process_group is None:
@@ -136,7 +136,7 @@ def copy_from_rank_0(tensors: Iterable[Tensor], ranks: Group) -> None:
             dist.broadcast(raw, source, group=ranks.process_group)
             t.detach().copy_(raw.view(t.dtype).view(t.shape))
 
-# %% ../nbs/reference/17g_optimizer.ipynb #0fc6adef
+# %% ../nbs/reference/17g_optimizer.ipynb #64039eae
 def warn_of_drift(module: nn.Module, ranks: Group) -> None:
     "Warns on rank 0 of running statistics, which differ from rank to rank."
     drift = [f"{path}.running_mean" for path, m in module.named_modules()
@@ -147,7 +147,7 @@ def warn_of_drift(module: nn.Module, ranks: Group) -> None:
             "differently: call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) first, or "
             "evaluate and save on rank 0", ", ".join(drift))
 
-# %% ../nbs/reference/17g_optimizer.ipynb #4a018639
+# %% ../nbs/reference/17g_optimizer.ipynb #6e487ee8
 def travel_dtype(m: ParamMatrix) -> torch.dtype:
     "In what a matrix travels after its gradient: as Muon multiplies it, else as its state is."
     wide = torch.promote_types(m.param.dtype, torch.float32)
@@ -167,7 +167,7 @@ def plan_buckets(members: Sequence[Member], ranks: Group,
     return [bucket for dtype, matrices in kinds.items()
             for bucket in make_buckets(matrices, ranks, average, dtype)]
 
-# %% ../nbs/reference/17g_optimizer.ipynb #0b3debe8
+# %% ../nbs/reference/17g_optimizer.ipynb #86dbf9fb
 def listed(params: Any) -> list[tuple[str, Tensor]]:
     "The parameters of a group with their names. Raises OptimizerError for what is no parameter."
     found = named_members({"params": [params] if isinstance(params, Tensor) else params})
@@ -188,7 +188,7 @@ def rule_without_word(named: Sequence[tuple[str, Tensor]]) -> str:
                                  "'muon' or 'adamw'")
     return "muon"
 
-# %% ../nbs/reference/17g_optimizer.ipynb #33c2e319
+# %% ../nbs/reference/17g_optimizer.ipynb #b0e22266
 MATRIX_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "ns_coefficients",
                   "eps", "adjust_lr_fn")
 OTHER_OPTIONS = {"lr": "adam_lr", "weight_decay": "adam_weight_decay", "betas": "betas",
@@ -210,7 +210,7 @@ def with_defaults(group: dict[str, Any], options: dict[str, Any]) -> dict[str, A
     check_group(complete)
     return complete
 
-# %% ../nbs/reference/17g_optimizer.ipynb #d2f66196
+# %% ../nbs/reference/17g_optimizer.ipynb #bd981331
 class ParallelMuon(torch.optim.Optimizer):
     """Muon for matrices and AdamW for the rest, the work shared out over ranks.
 
@@ -618,7 +618,7 @@ class ParallelMuon(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-# %% ../nbs/reference/17g_optimizer.ipynb #c50d5e58
+# %% ../nbs/reference/17g_optimizer.ipynb #fb0d72c6
 def check_reduce(params: Any, reduce: str) -> None:
     "Raises OptimizerError for an unknown way, and for gradients that would be averaged twice."
     if reduce not in ("mean", "none"):
@@ -627,7 +627,7 @@ def check_reduce(params: Any, reduce: str) -> None:
         raise OptimizerError("DistributedDataParallel averages gradients, and so would "
                              "ParallelMuon: pass reduce='none', or the module without DDP")
 
-# %% ../nbs/reference/17g_optimizer.ipynb #3d1b1b54
+# %% ../nbs/reference/17g_optimizer.ipynb #ea4d171d
 def gradient_here(p: Tensor) -> Tensor:
     "This rank's gradient of a parameter, or of its shard; zeros without one."
     return torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad)
@@ -643,7 +643,7 @@ def mean_gradients(params: Sequence[Tensor], ranks: Group) -> dict[Tensor, Tenso
         found |= dict(zip(alike, split_pieces(mean, [tuple(p.shape) for p in alike]), strict=True))
     return found
 
-# %% ../nbs/reference/17g_optimizer.ipynb #28506f82
+# %% ../nbs/reference/17g_optimizer.ipynb #e3f50b5a
 def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     "Of all elements, in float64."
     if not tensors:
@@ -655,7 +655,7 @@ def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
         norms += torch._foreach_norm(alike, 2, dtype=dtype)
     return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
 
-# %% ../nbs/reference/17g_optimizer.ipynb #550a067a
+# %% ../nbs/reference/17g_optimizer.ipynb #9de275ca
 def scaled(grad: Tensor, coef: Tensor | None, dtype: torch.dtype) -> Tensor:
     "A gradient in the dtype of the state, clipped."
     wide = grad.to(dtype)

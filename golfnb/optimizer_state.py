@@ -6,7 +6,7 @@ __all__ = ['SavedGroup', 'WORDS', 'FIXED', 'Member', 'members_of', 'follow', 'Me
            'from_dion', 'translated', 'read_saved', 'misfit', 'check_fit', 'load_member',
            'same_word', 'rule_word', 'load_group']
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #975d41e1
+# %% ../nbs/reference/17f_optimizer_state.ipynb #a39b237e
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ from .exchange import (
 from .grouping import named_members, plain_name
 from .rules import OptimizerError, Rule, coefficients_of, rule_of
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #883273a8
+# %% ../nbs/reference/17f_optimizer_state.ipynb #d6186813
 @dataclass(frozen=True, eq=False)
 class Member:
     """A parameter of an optimizer, with its group.
@@ -64,7 +64,7 @@ class Member:
         "The parameter, to be written in place."
         return self.param.detach()
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #dd56fba5
+# %% ../nbs/reference/17f_optimizer_state.ipynb #e6c63a29
 def members_of(groups: Iterable[dict[str, Any]], first: int = 0) -> list[Member]:
     "The parameters of an optimizer's groups, numbered from `first`. Raises OptimizerError."
     found: list[Member] = []
@@ -76,13 +76,13 @@ def members_of(groups: Iterable[dict[str, Any]], first: int = 0) -> list[Member]
             found.append(Member(name, p, group, number, matrices))
     return found
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #999b6ec3
+# %% ../nbs/reference/17f_optimizer_state.ipynb #3c453ccd
 def follow(master: Tensor, live: Tensor) -> None:
     "Brings a weight that was written into its master, which stays where it rounds to it."
     published = master.to(live.dtype)
     master.copy_(torch.where(published == live, master, live.to(master.dtype)))
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #ea8258ba
+# %% ../nbs/reference/17f_optimizer_state.ipynb #2e5a7cb0
 class MemberState:
     """State of a parameter on this rank, for a rule that works element by element.
 
@@ -129,7 +129,7 @@ class MemberState:
         if "master" in self.tensors:
             follow(local(self.tensors["master"]), local(self.member.weight))
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #03348c31
+# %% ../nbs/reference/17f_optimizer_state.ipynb #e2f6a3e5
 def local_part(value: Tensor, like: Tensor, ranks: Group) -> Tensor:
     "What of a whole or sharded value this rank keeps in a tensor like `like`."
     if not is_dtensor(value):
@@ -144,7 +144,7 @@ def local_part(value: Tensor, like: Tensor, ranks: Group) -> Tensor:
     each = -(-len(full) // ranks.world)
     return full[each * ranks.rank:each * (ranks.rank + 1)]
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #4849bdb1
+# %% ../nbs/reference/17f_optimizer_state.ipynb #e7d22281
 class MatrixState(MemberState):
     """State of a parameter's matrices on this rank, shaped as the parameter if it holds them all.
 
@@ -274,7 +274,7 @@ class MatrixState(MemberState):
                 live = block_of(m, self.member.weight, self.ranks)
                 follow(self.slots[m]["master"], live)
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #d624ca58
+# %% ../nbs/reference/17f_optimizer_state.ipynb #c3f860be
 SavedGroup = dict[str, Any]
 WORDS = ("rule", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn", "split_sizes",
          "transposed", "flatten", "product_dtype")  # a file never changes these
@@ -292,7 +292,7 @@ def canonical(name: str) -> str:
     "A parameter's name without what torch.compile, checkpointing and DDP put into it."
     return plain_name(name).removeprefix("module.")
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #e91eeba7
+# %% ../nbs/reference/17f_optimizer_state.ipynb #a771a457
 def saved_names(groups: Sequence[SavedGroup], members: Sequence[Member]) -> list[str]:
     """The names of a file's parameters, in order.
 
@@ -313,7 +313,7 @@ def saved_names(groups: Sequence[SavedGroup], members: Sequence[Member]) -> list
                          f"{len(everything)}, or the {len(matrices)} that have a matrix rule: load "
                          "a state of this model, or save it with named parameters")
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #2135e155
+# %% ../nbs/reference/17f_optimizer_state.ipynb #d16e46c2
 def from_average(state: dict[str, Tensor], group: SavedGroup) -> dict[str, Tensor]:
     "State of torch.optim.Muon, whose momentum is an average: the sum is that over 1 - momentum."
     return {name: value / (1 - group["momentum"]) if name == "momentum_buffer" else value
@@ -329,7 +329,7 @@ def from_dion(state: dict[str, Tensor], group: SavedGroup) -> dict[str, Tensor]:
     step = state.get("step_dev", torch.tensor(float(group["step"])))
     return {"exp_avg": state["momentum"], "exp_avg_sq": state["variance"], "step": step}
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #0045242b
+# %% ../nbs/reference/17f_optimizer_state.ipynb #e82c3500
 def translated(state: dict[str, Tensor], group: SavedGroup) -> Saved:
     "A parameter's saved state and group under the names and meanings used here."
     if "algorithm" in group:
@@ -340,7 +340,7 @@ def translated(state: dict[str, Tensor], group: SavedGroup) -> Saved:
         return Saved(from_average(state, group), group)
     return Saved(state, {k: v for k, v in group.items() if k not in ("lr_mul", "wd_mul")})
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #2bdb24d1
+# %% ../nbs/reference/17f_optimizer_state.ipynb #3da782b7
 def read_saved(saved: dict[str, Any], members: Sequence[Member]) -> dict[str, Saved]:
     "A file's states by the parameters' names. Raises OptimizerError if it holds none."
     groups = saved.get("param_groups")
@@ -353,7 +353,7 @@ def read_saved(saved: dict[str, Any], members: Sequence[Member]) -> dict[str, Sa
     return {name: translated(states.get(key, {}), group)
             for group in groups for key, name in zip(group["params"], names, strict=False)}
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #a493eca0
+# %% ../nbs/reference/17f_optimizer_state.ipynb #b2c1cd5d
 def misfit(member_state: MemberState, saved: Saved) -> str:
     "What of a saved state does not fit; '' if all does. One without anything counts as zeros."
     for name in member_state.names() if saved.state else ():
@@ -383,7 +383,7 @@ def check_fit(states: Sequence[MemberState], saved: dict[str, Saved], strict: bo
                              "the state of this model, or take what fits with strict=False")
     return [name for name, problem in problems.items() if not problem]
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #cafd1f5f
+# %% ../nbs/reference/17f_optimizer_state.ipynb #0c406783
 def load_member(s: MemberState, saved: Saved) -> None:
     "Takes over a parameter's saved state; a master counts where it rounds to the weight."
     for name in s.names():
@@ -394,7 +394,7 @@ def load_member(s: MemberState, saved: Saved) -> None:
             local(s.tensors[name]).zero_()  # a master of zeros follows the weight
     s.follow()
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #52de5e1a
+# %% ../nbs/reference/17f_optimizer_state.ipynb #04bec162
 def same_word(name: str, a: object, b: object) -> bool:
     "Whether two values of an option mean the same."
     if name == "ns_coefficients":
@@ -410,7 +410,7 @@ def rule_word(rule: object) -> str:
     "A rule's name as a file has it."
     return rule if isinstance(rule, str) else f"{type(rule).__module__}.{type(rule).__qualname__}"
 
-# %% ../nbs/reference/17f_optimizer_state.ipynb #4561646e
+# %% ../nbs/reference/17f_optimizer_state.ipynb #830f80ef
 def load_group(group: dict[str, Any], saved: Sequence[Saved]) -> None:
     """Takes over the numbers of a group, as torch's optimizers do, from the file's groups.
 
