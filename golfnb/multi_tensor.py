@@ -96,9 +96,10 @@ def numbers_of(values: Sequence[float | Tensor], device: torch.device) -> Tensor
             numbers[i].copy_(value, non_blocking=True)
     return numbers
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #4b8e2d4f
+# %% ../nbs/reference/17e_multi_tensor.ipynb #d32f807b
 SIDE = 64      # a program of a kernel for matrices takes a square tile of it
 BLOCK = 4096   # and one for flat tensors so many elements
+WARPS = 8
 
 
 def is_turned(matrix: Tensor) -> bool:
@@ -138,7 +139,7 @@ def tiles_of(fields: tuple[int, ...]) -> int:
     "How many tiles cover a matrix."
     return -(-fields[1] // SIDE) * -(-fields[2] // SIDE)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #7ad842a3
+# %% ../nbs/reference/17e_multi_tensor.ipynb #4d9b46af
 def launch(kernel: Callable, lines: Sequence[tuple[int, ...]], blocks: Sequence[int],
            numbers: Tensor, *args, **constants) -> None:
     """Start a kernel with a program for each of a tensor's blocks.
@@ -149,7 +150,7 @@ def launch(kernel: Callable, lines: Sequence[tuple[int, ...]], blocks: Sequence[
     table = on_device([firsts, *zip(*lines, strict=True)], torch.int64, numbers.device)
     with torch.cuda.device_of(numbers):  # Triton launches on the current device
         jitted(kernel)[(programs,)](
-            table, len(lines), numbers, *args, N=triton.next_power_of_2(len(lines)), num_warps=8,
+            table, len(lines), numbers, *args, N=triton.next_power_of_2(len(lines)), num_warps=WARPS,
             enable_fp_fusion=False, **constants)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #e4a67889
