@@ -530,6 +530,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                                                            'golfnb/multi_tensor.py'),
                                      'golfnb.multi_tensor.element_type': ( 'reference/multi_tensor.html#element_type',
                                                                            'golfnb/multi_tensor.py'),
+                                     'golfnb.multi_tensor.elements': ('reference/multi_tensor.html#elements', 'golfnb/multi_tensor.py'),
                                      'golfnb.multi_tensor.find_member': ( 'reference/multi_tensor.html#find_member',
                                                                           'golfnb/multi_tensor.py'),
                                      'golfnb.multi_tensor.flat_fields': ( 'reference/multi_tensor.html#flat_fields',

@@ -96,7 +96,7 @@ def numbers_of(values: Sequence[float | Tensor], device: torch.device) -> Tensor
             numbers[i].copy_(value, non_blocking=True)
     return numbers
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #d32f807b
+# %% ../nbs/reference/17e_multi_tensor.ipynb #ea45ee31
 SIDE = 64      # a program of a kernel for matrices takes a square tile of it
 BLOCK = 4096   # and one for flat tensors so many elements
 WARPS = 8
@@ -104,7 +104,8 @@ WARPS = 8
 
 def is_turned(matrix: Tensor) -> bool:
     "Whether a matrix lies in memory column after column, as a transposed view does."
-    return matrix.stride(0) == 1 and matrix.stride(1) != 1
+    down, along = matrix.stride()
+    return down == 1 and along != 1
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #a0f93f0a
 def in_rows(t: Tensor) -> bool:
@@ -116,18 +117,21 @@ def in_rows_or_columns(matrix: Tensor) -> Tensor:
     "A matrix itself if its rows or its columns are each contiguous, else a contiguous copy."
     return matrix if in_rows(matrix) or is_turned(matrix) else matrix.contiguous()
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #42e11a9c
+# %% ../nbs/reference/17e_multi_tensor.ipynb #42d66872
 def matrix_fields(ok: Tensor, *matrices: Tensor) -> tuple[int, ...]:
     "Where `ok` is, rows, columns, then of each matrix its address and the stride of its lines."
     fields = [ok.data_ptr(), *matrices[0].shape]
     for matrix in matrices:
-        fields += [matrix.data_ptr(), matrix.stride(1 if is_turned(matrix) else 0)]
+        down, along = matrix.stride()
+        line = along if down == 1 and along != 1 else down
+        fields += [matrix.data_ptr(), line]
     return tuple(fields)
 
 
 def flat_fields(ok: Tensor, step: Tensor, *tensors: Tensor) -> tuple[int, ...]:
     "Where `ok` and `step` are, the number of elements, then the address of each tensor."
-    return (ok.data_ptr(), step.data_ptr(), tensors[0].numel(), *(t.data_ptr() for t in tensors))
+    addresses = [t.data_ptr() for t in tensors]
+    return (ok.data_ptr(), step.data_ptr(), tensors[0].numel(), *addresses)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #85677782
 def are_wide(fields: tuple[int, ...], turned: bool = False) -> bool:
@@ -139,7 +143,7 @@ def tiles_of(fields: tuple[int, ...]) -> int:
     "How many tiles cover a matrix."
     return -(-fields[1] // SIDE) * -(-fields[2] // SIDE)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #4d9b46af
+# %% ../nbs/reference/17e_multi_tensor.ipynb #63f61382
 def launch(kernel: Callable, lines: Sequence[tuple[int, ...]], blocks: Sequence[int],
            numbers: Tensor, *args, **constants) -> None:
     """Start a kernel with a program for each of a tensor's blocks.
@@ -148,10 +152,10 @@ def launch(kernel: Callable, lines: Sequence[tuple[int, ...]], blocks: Sequence[
     """
     *firsts, programs = accumulate(blocks, initial=0)
     table = on_device([firsts, *zip(*lines, strict=True)], torch.int64, numbers.device)
+    n = len(lines)
     with torch.cuda.device_of(numbers):  # Triton launches on the current device
-        jitted(kernel)[(programs,)](
-            table, len(lines), numbers, *args, N=triton.next_power_of_2(len(lines)), num_warps=WARPS,
-            enable_fp_fusion=False, **constants)
+        jitted(kernel)[(programs,)](table, n, numbers, *args, N=triton.next_power_of_2(n),
+                                    num_warps=WARPS, enable_fp_fusion=False, **constants)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #e4a67889
 def element_type(dtype: torch.dtype):
@@ -172,7 +176,7 @@ def find_member(table, n, N: tl.constexpr):
     member = tl.sum((first <= tl.program_id(0)).to(tl.int32), 0) - 1
     return member, tl.program_id(0) - tl.load(table + member)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #4aa7d100
+# %% ../nbs/reference/17e_multi_tensor.ipynb #3d2f558f
 @inlined
 def is_ok(table, n):
     "Whether the tensor of this column of the table may change."
@@ -180,7 +184,7 @@ def is_ok(table, n):
 
 
 @inlined
-def address(table, field, n, TYPE: tl.constexpr, WIDE: tl.constexpr):
+def address(table, field, n, TYPE, WIDE: tl.constexpr):
     "The pointer in a field of this column of the table."
     pointer = tl.load(table + field * n).to(tl.pointer_type(TYPE))
     if WIDE:
@@ -196,6 +200,13 @@ def integer(table, field, n, WIDE: tl.constexpr):
         number = tl.multiple_of(number, 16)
     return number
 
+# %% ../nbs/reference/17e_multi_tensor.ipynb #71d15e7a
+@inlined
+def elements(table, field, n, line, along, TYPE, WIDE: tl.constexpr):
+    "Pointers to elements of a matrix, whose address and stride are in two fields."
+    first = address(table, field, n, TYPE, WIDE)
+    return first + line * integer(table, field + 1, n, WIDE) + along
+
 # %% ../nbs/reference/17e_multi_tensor.ipynb #52f8fcce
 @inlined
 def tile_at(table, n, tile, TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr):
@@ -206,7 +217,7 @@ def tile_at(table, n, tile, TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.con
     col = (tile % across * SIDE + tl.arange(0, SIDE))[None, :]
     return row, col, (row < rows) & (col < cols)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #7353180d
+# %% ../nbs/reference/17e_multi_tensor.ipynb #57117d29
 def momentum_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
                     OUT: tl.constexpr, NESTEROV: tl.constexpr, WIDE: tl.constexpr,
                     SIDE: tl.constexpr):
@@ -214,9 +225,9 @@ def momentum_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr
     member, tile = find_member(table, n, N)
     table += member
     row, col, live = tile_at(table, n, tile, False, WIDE, SIDE)
-    grad = address(table, 4, n, GRAD, WIDE) + row * integer(table, 5, n, WIDE) + col
-    momentum = address(table, 6, n, tl.float32, WIDE) + row * integer(table, 7, n, WIDE) + col
-    out = address(table, 8, n, OUT, WIDE) + row * integer(table, 9, n, WIDE) + col
+    grad = elements(table, 4, n, row, col, GRAD, WIDE)
+    momentum = elements(table, 6, n, row, col, tl.float32, WIDE)
+    out = elements(table, 8, n, row, col, OUT, WIDE)
     mu = tl.load(numbers).to(tl.float32)
     g = tl.load(grad, mask=live, other=0.0).to(tl.float32) * tl.load(coef).to(tl.float32)
     moved = tl.load(momentum, mask=live, other=0.0) * mu + g
@@ -252,7 +263,7 @@ def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: Para
                NESTEROV=bool(group["nesterov"]), WIDE=wide, SIDE=SIDE)
     return made
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #3d481138
+# %% ../nbs/reference/17e_multi_tensor.ipynb #49f1a125
 def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
                  WEIGHT: tl.constexpr, MASTER: tl.constexpr, TURNED: tl.constexpr,
                  WIDE: tl.constexpr, SIDE: tl.constexpr):
@@ -264,15 +275,16 @@ def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
         line, along = row, col
         if TURNED:
             line, along = col, row
-        direction = address(table, 4, n, DIRECTION, WIDE) + line * integer(table, 5, n, WIDE) + along
-        master = address(table, 6, n, tl.float32, WIDE) + row * integer(table, 7, n, WIDE) + col
-        weight = address(table, 8, n, WEIGHT, WIDE) + row * integer(table, 9, n, WIDE) + col
+        direction = elements(table, 4, n, line, along, DIRECTION, WIDE)
+        master = elements(table, 6, n, row, col, tl.float32, WIDE)
         lr, decay, factor = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2 + member)
         kept = tl.load(master, mask=live, other=0.0) * (1 - lr * decay).to(tl.float32)
-        step = tl.load(direction, mask=live, other=0.0).to(tl.float32) * (lr * factor).to(tl.float32)
-        tl.store(master, kept - step, mask=live)
+        step = tl.load(direction, mask=live, other=0.0).to(tl.float32)
+        new = kept - step * (lr * factor).to(tl.float32)
+        tl.store(master, new, mask=live)
         if MASTER:
-            tl.store(weight, (kept - step).to(WEIGHT), mask=live)
+            weight = elements(table, 8, n, row, col, WEIGHT, WIDE)
+            tl.store(weight, new.to(WEIGHT), mask=live)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #7c94babd
 def kernel_apply(weights: Sequence[Tensor], directions: Sequence[Tensor], group: ParamGroup,
