@@ -25,8 +25,8 @@ from .rules import (
     Rule,
     State,
     apply_direction,
+    follow,
     product_dtype,
-    replace,
 )
 
 # Triton reads the annotations of kernels, and they are no types:
@@ -59,9 +59,11 @@ def plain_apply(weights: Sequence[Tensor], directions: Sequence[Tensor], group: 
     "`apply_each` as a loop over what chapter 17c defines."
     lists = zip(weights, masters or weights, directions, oks, factors, strict=True)
     for weight, master, direction, ok, factor in lists:
+        if master is not weight:
+            follow(master, weight)
         apply_direction(master, direction, group, ok, factor)
         if master is not weight:
-            replace(weight, master, ok)
+            weight.copy_(master)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #89cbef98
 def plain_update(rule: Rule, weights: Sequence[Tensor], grads: Sequence[Tensor],
@@ -263,6 +265,13 @@ def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: Para
                NESTEROV=bool(group["nesterov"]), WIDE=wide, SIDE=SIDE)
     return made
 
+# %% ../nbs/reference/17e_multi_tensor.ipynb #82033fea
+@inlined
+def followed(master, weight):
+    "The master where it rounds to the weight, else the weight: `follow`."
+    live = weight.to(tl.float32)
+    return tl.where(master.to(weight.dtype).to(tl.float32) == live, master, live)
+
 # %% ../nbs/reference/17e_multi_tensor.ipynb #49f1a125
 def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
                  WEIGHT: tl.constexpr, MASTER: tl.constexpr, TURNED: tl.constexpr,
@@ -277,13 +286,16 @@ def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
             line, along = col, row
         direction = elements(table, 4, n, line, along, DIRECTION, WIDE)
         master = elements(table, 6, n, row, col, tl.float32, WIDE)
+        weight = elements(table, 8, n, row, col, WEIGHT, WIDE)
+        old = tl.load(master, mask=live, other=0.0)
+        if MASTER:
+            old = followed(old, tl.load(weight, mask=live, other=0.0))
         lr, decay, factor = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2 + member)
-        kept = tl.load(master, mask=live, other=0.0) * (1 - lr * decay).to(tl.float32)
+        kept = old * (1 - lr * decay).to(tl.float32)
         step = tl.load(direction, mask=live, other=0.0).to(tl.float32)
         new = kept - step * (lr * factor).to(tl.float32)
         tl.store(master, new, mask=live)
         if MASTER:
-            weight = elements(table, 8, n, row, col, WEIGHT, WIDE)
             tl.store(weight, new.to(WEIGHT), mask=live)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #7c94babd
@@ -347,7 +359,10 @@ def adamw_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
         tl.store(second, square, mask=live)
         root = tl.sqrt_rn(tl.div_rn(square, missing(beta2, steps)))
         move = tl.div_rn(tl.div_rn(mean, missing(beta1, steps)), root + eps.to(tl.float32))
-        kept = tl.load(master, mask=live, other=0.0) * (1 - lr * decay).to(tl.float32)
+        old = tl.load(master, mask=live, other=0.0)
+        if MASTER:
+            old = followed(old, tl.load(weight, mask=live, other=0.0))
+        kept = old * (1 - lr * decay).to(tl.float32)
         new = kept - move * lr.to(tl.float32)
         tl.store(master, new, mask=live)
         if MASTER:

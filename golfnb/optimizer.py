@@ -4,8 +4,7 @@
 __all__ = ['Params', 'MATRIX_OPTIONS', 'OTHER_OPTIONS', 'problem_with', 'check_members',
            'find_ranks', 'described', 'compare_ranks', 'copy_from_rank_0', 'warn_of_drift',
            'travel_dtype', 'plan_buckets', 'listed', 'rule_without_word', 'with_defaults',
-           'ParallelMuon', 'check_reduce', 'gradient_here', 'mean_gradients', 'sum_of_squares',
-           'scaled']
+           'ParallelMuon', 'check_reduce', 'gradient_here', 'mean_gradients', 'sum_of_squares']
 
 # %% ../nbs/reference/17g_optimizer.ipynb #1b9644d7
 import logging
@@ -38,13 +37,13 @@ from .exchange import (
     split_pieces,
 )
 from .grouping import group_table, named_members, param_groups
+from .multi_tensor import apply_each, prepare_each, update_each
 from .optimizer_state import (
     MatrixState,
     Member,
     MemberState,
     canonical,
     check_fit,
-    follow,
     load_group,
     load_member,
     members_of,
@@ -55,7 +54,6 @@ from .rules import (
     AT_LEAST_0,
     MuonRule,
     OptimizerError,
-    apply_direction,
     check_group,
     check_number,
     product_dtype,
@@ -414,7 +412,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.norm.copy_((mine + sum_of_squares(whole, self.norm)).sqrt())
         finite = torch.isfinite(self.norm)
         self.skips += ~finite
-        self.coef = None
+        self.coef = torch.ones_like(self.norm)
         if self.max_norm:
             self.coef = (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
         self.ok = [finite] * len(self.members)
@@ -422,15 +420,12 @@ class ParallelMuon(torch.optim.Optimizer):
             self.ok = list((given & finite).unbind())
 
     def prepare_run(self, run: list[ParamMatrix], grads: list[Tensor],
-                    rows: list[slice]) -> list[Tensor]:
+                    rows: list[slice]) -> Tensor | list[Tensor]:
         "What a rule makes of the gradients of matrices, or of the rows that are here."
         group = run[0].group
-        rule = rule_of(group)
-        made = []
-        for m, grad in zip(run, grads, strict=True):
-            grad = scaled(grad, self.coef, self.states[m.param].member.dtype)
-            made.append(rule.prepare(grad, self.slots[m], group, self.ok[m.number]))
-        return made
+        slots = [self.slots[m] for m in run]
+        ok = [self.ok[m.number] for m in run]
+        return prepare_each(rule_of(group), grads, slots, group, ok, self.coef)
 
     def turned(self, bucket: ReplicatedBucket | ShardedBucket) -> list[Tensor]:
         "What goes back for this rank's matrices: directions, or weights (`weights_travel`)."
@@ -450,8 +445,7 @@ class ParallelMuon(torch.optim.Optimizer):
         for name, new in kept.items():
             copy_each([slot[name] for slot in slots], new)
         if self.weights_travel(bucket):
-            moved = [self.moved_master(*args) for args in zip(run, slots, made, strict=True)]
-            return torch.stack(moved)
+            return torch.stack(self.move_alike(run, list(made)))
         return made
 
     def weights_travel(self, bucket: ReplicatedBucket | ShardedBucket) -> bool:
@@ -459,43 +453,52 @@ class ParallelMuon(torch.optim.Optimizer):
         member = self.states[bucket.everything[0].param].member
         return self.ranks.world > 1 and isinstance(bucket, ReplicatedBucket) and member.narrow
 
-    def moved_master(self, m: ParamMatrix, slot: dict[str, Tensor],
-                     direction: Tensor) -> Tensor:
-        "Moves a master along a direction; the weight that it rounds to."
-        weight = block_of(m, m.param.detach(), self.ranks)
-        master = slot["master"]
-        follow(master, weight)
-        factor = rule_of(m.group).factor(*m.layer_shape, m.group)
-        apply_direction(master, direction, m.group, self.ok[m.number], factor)
-        return master.to(weight.dtype)
+    def weight_here(self, m: ParamMatrix) -> Tensor:
+        "What this rank holds of a matrix, to be written in place."
+        return block_of(m, m.param.detach(), self.ranks)
+
+    def move_alike(self, matrices: Sequence[ParamMatrix],
+                   directions: Sequence[Tensor]) -> list[Tensor]:
+        "Moves what is here of matrices of one group, along directions; the new weights."
+        group = matrices[0].group
+        rule = rule_of(group)
+        weights = [self.weight_here(m) for m in matrices]
+        masters = [self.slots.get(m, {}).get("master", weight)
+                   for m, weight in zip(matrices, weights, strict=True)]
+        ok = [self.ok[m.number] for m in matrices]
+        factors = [rule.factor(*m.layer_shape, group) for m in matrices]
+        apply_each(weights, directions, group, ok, factors, masters)
+        return weights
 
     def move_matrices(self, bucket: ReplicatedBucket | ShardedBucket) -> None:
         "Moves the weights of a bucket, or the rows of them that are here."
-        for m, _, made in bucket.finish():
-            weight = block_of(m, m.param.detach(), self.ranks)
-            slot = self.slots.get(m, {})
-            if self.weights_travel(bucket):
-                weight.copy_(made)
-            elif "master" in slot:
-                weight.copy_(self.moved_master(m, slot, made))
-            else:
-                factor = rule_of(m.group).factor(*m.layer_shape, m.group)
-                apply_direction(weight, made, m.group, self.ok[m.number], factor)
+        matrices, _, made = zip(*bucket.finish(), strict=True)
+        if self.weights_travel(bucket):
+            torch._foreach_copy_([self.weight_here(m) for m in matrices], made)
+            return
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, m in enumerate(matrices):
+            groups[id(m.group)].append(i)
+        for members in groups.values():
+            self.move_alike([matrices[i] for i in members], [made[i] for i in members])
 
     def move_others(self, others: Sequence[tuple[Member, Tensor]]) -> None:
         "Moves the parameters whose rule works element by element."
+        groups: dict[int, list[tuple[Member, Tensor]]] = defaultdict(list)
         for member, grad in others:
-            state, ok = self.states[member.param], self.ok[member.number]
-            tensors = {name: local(t) for name, t in state.tensors.items()}
-            grad = scaled(grad, self.coef, member.dtype)
-            direction = member.rule.prepare(grad, tensors, member.group, ok)
-            weight = local(member.weight)
-            if member.narrow:
-                state.follow()
-            master = tensors.get("master", weight)
-            apply_direction(master, direction, member.group, ok)
-            if member.narrow:
-                weight.copy_(master)
+            groups[id(member.group)].append((member, grad))
+        for members in groups.values():
+            self.update_alike(*zip(*members, strict=True))
+
+    def update_alike(self, members: Sequence[Member], grads: Sequence[Tensor]) -> None:
+        "Moves parameters of one group."
+        group = members[0].group
+        weights = [local(member.weight) for member in members]
+        tensors = [{name: local(t) for name, t in self.states[member.param].tensors.items()}
+                   for member in members]
+        masters = [t.pop("master", weight) for t, weight in zip(tensors, weights, strict=True)]
+        ok = [self.ok[member.number] for member in members]
+        update_each(rule_of(group), weights, grads, tensors, group, ok, self.coef, masters)
 
     def check_step(self) -> None:
         "Raises OptimizerError for what a step cannot do."
@@ -654,9 +657,3 @@ def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
         alike = [t for t, of_t in zip(tensors, dtypes, strict=True) if of_t == dtype]
         norms += torch._foreach_norm(alike, 2, dtype=dtype)
     return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-
-# %% ../nbs/reference/17g_optimizer.ipynb #9de275ca
-def scaled(grad: Tensor, coef: Tensor | None, dtype: torch.dtype) -> Tensor:
-    "A gradient in the dtype of the state, clipped."
-    wide = grad.to(dtype)
-    return wide if coef is None else wide * coef.to(dtype)
