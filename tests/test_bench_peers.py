@@ -42,7 +42,7 @@ def test_the_missing_is_left_out_with_a_sentence_and_the_rest_is_measured(cloned
     samples, unit, facts = peers.bench_peers(replace(JOB, peers=str(cloned)), Ranks(), {})
     said = capsys.readouterr().out
     assert "nanochat is left out" in said and PEERS["nanochat"].commit in said
-    assert "git clone https://github.com/karpathy/nanochat" in said and "dion" not in said
+    assert "git clone https://github.com/karpathy/nanochat" in said and "dion is left out" not in said
     wanted = {f"16x2 {dtype} {name}" for dtype in ("fp32", "bf16") for name in (*OWN, "dion")}
     assert samples.keys() == wanted and unit == "ms"
     assert all(len(values) == 2 and min(values) > 0 for values in samples.values())
