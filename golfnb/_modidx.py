@@ -165,6 +165,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                  'golfnb.exchange.MatrixBucket.release': ( 'reference/exchange.html#matrixbucket.release',
                                                                            'golfnb/exchange.py'),
                                  'golfnb.exchange.ParamMatrix': ('reference/exchange.html#parammatrix', 'golfnb/exchange.py'),
+                                 'golfnb.exchange.ParamMatrix.alone': ('reference/exchange.html#parammatrix.alone', 'golfnb/exchange.py'),
                                  'golfnb.exchange.ParamMatrix.elements': ( 'reference/exchange.html#parammatrix.elements',
                                                                            'golfnb/exchange.py'),
                                  'golfnb.exchange.ParamMatrix.layer_shape': ( 'reference/exchange.html#parammatrix.layer_shape',

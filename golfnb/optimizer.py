@@ -313,6 +313,7 @@ class ParallelMuon(torch.optim.Optimizer):
             self.buckets: list[ReplicatedBucket | ShardedBucket] = []
             self.states: dict[Tensor, MemberState] = {}
             self.owned: set[ParamMatrix] = set()
+            self.weights: dict[ParamMatrix, tuple[int, Tensor]] = {}
             self.slots: dict[ParamMatrix, dict[str, Tensor]] = {}
         buckets = plan_buckets(fresh, self.ranks, self.reduce == "mean")
         self.members += fresh
@@ -338,7 +339,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         "What is copied and pickled; buckets and views are made again."
-        made = ("members", "buckets", "states", "slots", "owned", "ranks", "ok", "coef")
+        made = ("members", "buckets", "states", "slots", "weights", "owned", "ranks", "ok", "coef")
         return {name: value for name, value in self.__dict__.items()
                 if name not in made and not name.startswith("_")}
 
@@ -454,8 +455,12 @@ class ParallelMuon(torch.optim.Optimizer):
         return self.ranks.world > 1 and isinstance(bucket, ReplicatedBucket) and member.narrow
 
     def weight_here(self, m: ParamMatrix) -> Tensor:
-        "What this rank holds of a matrix, to be written in place."
-        return block_of(m, m.param.detach(), self.ranks)
+        "What this rank holds of a matrix, to be written in place; a view, kept while it fits."
+        address = local(m.param).data_ptr()
+        found = self.weights.get(m)
+        if found is None or found[0] != address:
+            found = self.weights[m] = (address, block_of(m, m.param.detach(), self.ranks))
+        return found[1]
 
     def move_alike(self, matrices: Sequence[ParamMatrix],
                    directions: Sequence[Tensor]) -> list[Tensor]:
@@ -652,8 +657,9 @@ def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     if not tensors:
         return torch.zeros_like(like)
     dtypes = [torch.promote_types(t.dtype, torch.float32) for t in tensors]
-    norms = []
+    total = torch.zeros_like(like)
     for dtype in dict.fromkeys(dtypes):
         alike = [t for t, of_t in zip(tensors, dtypes, strict=True) if of_t == dtype]
-        norms += torch._foreach_norm(alike, 2, dtype=dtype)
-    return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+        norms = torch._foreach_norm(alike, 2, dtype=dtype)
+        total += torch.stack(norms).to(torch.float64).square().sum()
+    return total
