@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+# %% ../nbs/reference/17g_optimizer.ipynb #a2410c49
 from .exchange import (
     Group,
     ParamMatrix,
@@ -62,6 +63,7 @@ from .rules import (
     rule_of,
 )
 
+# %% ../nbs/reference/17g_optimizer.ipynb #963889d6
 # torch gives out torch._foreach_norm and its like without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false
 # and that of torch's optimizers a `step` gives a float, which is None without a closure:
@@ -80,7 +82,7 @@ def problem_with(p: Tensor) -> str:
         return f"must hold real floating-point numbers, found {p.dtype}: leave it out"
     return ""
 
-
+# %% ../nbs/reference/17g_optimizer.ipynb #0152f6ae
 def check_members(members: Sequence[Member], ranks: Group) -> None:
     "Raises OptimizerError for parameters that cannot be trained, or not together."
     for member in members:
@@ -110,7 +112,7 @@ def described(member: Member) -> str:
     options["rule"] = rule_word(options["rule"])
     return f"{member.name} {tuple(p.shape)} {p.dtype} with {options}"
 
-
+# %% ../nbs/reference/17g_optimizer.ipynb #317373fe
 def compare_ranks(words: Sequence[str], ranks: Group) -> None:
     "Raises OptimizerError on every rank if the ranks say different words."
     if ranks.world == 1:
@@ -155,7 +157,7 @@ def travel_dtype(m: ParamMatrix) -> torch.dtype:
         return product_dtype(local(m.param).new_empty(0, dtype=wide), m.group)
     return wide
 
-
+# %% ../nbs/reference/17g_optimizer.ipynb #f05d717f
 def plan_buckets(members: Sequence[Member], ranks: Group,
                  average: bool) -> list[ReplicatedBucket | ShardedBucket]:
     "Buckets for all matrices of these parameters."
@@ -177,7 +179,7 @@ def listed(params: Any) -> list[tuple[str, Tensor]]:
                                  f"or groups of them, found a {type(p).__name__} as {name}")
     return found
 
-
+# %% ../nbs/reference/17g_optimizer.ipynb #f48923d4
 def rule_without_word(named: Sequence[tuple[str, Tensor]]) -> str:
     "The rule of a group that does not say one: Muon if all are matrices. Raises OptimizerError."
     for name, p in named:
@@ -632,7 +634,7 @@ def gradient_here(p: Tensor) -> Tensor:
     "This rank's gradient of a parameter, or of its shard; zeros without one."
     return torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad)
 
-
+# %% ../nbs/reference/17g_optimizer.ipynb #36ac0a34
 def mean_gradients(params: Sequence[Tensor], ranks: Group) -> dict[Tensor, Tensor]:
     "The mean over all ranks of each parameter's gradient, those of one dtype in one tensor."
     found = {}

@@ -287,7 +287,7 @@ class Saved:
     state: dict[str, Tensor]
     group: SavedGroup
 
-
+# %% ../nbs/reference/17f_optimizer_state.ipynb #29aebaa1
 def canonical(name: str) -> str:
     "A parameter's name without what torch.compile, checkpointing and DDP put into it."
     return plain_name(name).removeprefix("module.")
@@ -319,7 +319,7 @@ def from_average(state: dict[str, Tensor], group: SavedGroup) -> dict[str, Tenso
     return {name: value / (1 - group["momentum"]) if name == "momentum_buffer" else value
             for name, value in state.items()}
 
-
+# %% ../nbs/reference/17f_optimizer_state.ipynb #d8c4d76e
 def from_dion(state: dict[str, Tensor], group: SavedGroup) -> dict[str, Tensor]:
     "State of dion's optimizers, which have other names; momentum of its Muon is a sum."
     if group["algorithm"] != "adamw":
@@ -367,7 +367,7 @@ def misfit(member_state: MemberState, saved: Saved) -> str:
             return f"{name} has shape {found}, expected {shape}"
     return ""
 
-
+# %% ../nbs/reference/17f_optimizer_state.ipynb #afc9a55f
 def check_fit(states: Sequence[MemberState], saved: dict[str, Saved], strict: bool) -> list[str]:
     "Names of the states that a file fits. If `strict`, raises OptimizerError unless all fit."
     problems = {canonical(s.member.name): "is not in the file" for s in states}
@@ -405,7 +405,7 @@ def same_word(name: str, a: object, b: object) -> bool:
         return rule_word(a) == rule_word(b)
     return (tuple(a) if isinstance(a, list) else a) == (tuple(b) if isinstance(b, list) else b)
 
-
+# %% ../nbs/reference/17f_optimizer_state.ipynb #9644b297
 def rule_word(rule: object) -> str:
     "A rule's name as a file has it."
     return rule if isinstance(rule, str) else f"{type(rule).__module__}.{type(rule).__qualname__}"
