@@ -11,7 +11,6 @@ import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors, which do not follow _HOME
-    from .any_model import ParallelMuon as ParallelMuon
     from .artifact import load_model as load_model
     from .artifact import save_artifact as save_artifact
     from .bpb import bits_per_byte as bits_per_byte
@@ -22,6 +21,7 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .model import Golf as Golf
     from .newton_schulz import polar_express as polar_express
     from .newton_schulz import quintic as quintic
+    from .optimizer import ParallelMuon as ParallelMuon
     from .parallel_muon import start_ranks as start_ranks
     from .parallel_muon import stop_ranks as stop_ranks
     from .settings import GolfError as GolfError
@@ -37,7 +37,7 @@ __all__ = [
     "Golf", "generate", "save_artifact", "load_model", "GolfError",
 ]
 _HOME = {
-    "ParallelMuon": "any_model", "param_groups": "grouping", "start_ranks": "parallel_muon",
+    "ParallelMuon": "optimizer", "param_groups": "grouping", "start_ranks": "parallel_muon",
     "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
     "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb",
     "bits_per_byte": "bpb", "find_program": "tools.programs", "settings_of": "tools.programs",

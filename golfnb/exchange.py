@@ -59,6 +59,11 @@ class ParamMatrix:
         return self.rows * self.cols
 
     @property
+    def alone(self) -> bool:
+        "Whether the parameter is this matrix."
+        return self.param.shape == (self.rows, self.cols)
+
+    @property
     def layer_shape(self) -> tuple[int, int]:
         "(outputs, inputs) of its layer."
         if self.group.get("transposed", False):
@@ -275,6 +280,8 @@ def gradient_of(m: ParamMatrix, ranks: Group) -> Tensor:
     if getattr(grad, "placements", None) != getattr(m.param, "placements", None):
         raise OptimizerError(f"the gradient of {m.name} must be placed as the parameter is: found "
                              f"{getattr(grad, 'placements', 'a plain tensor')}")
+    if m.alone and grad is local(grad):
+        return grad
     if local(grad).ndim > 2:
         grad = grad.contiguous()
     return block_of(m, grad, ranks)

@@ -6,8 +6,9 @@ more.
 
 # %% auto #0
 __all__ = ['ParamGroup', 'State', 'COEFFICIENTS', 'FACTORS', 'RULES', 'CHECKS', 'replace', 'Rule',
-           'apply_direction', 'heavy_ball', 'SgdRule', 'AdamWRule', 'is_triple', 'coefficients_of',
-           'product_dtype', 'orthogonalized', 'MuonRule', 'NorMuonRule', 'rule_of', 'check_group']
+           'apply_direction', 'follow', 'heavy_ball', 'SgdRule', 'AdamWRule', 'is_triple',
+           'coefficients_of', 'product_dtype', 'orthogonalized', 'MuonRule', 'NorMuonRule',
+           'rule_of', 'check_group']
 
 # %% ../nbs/reference/17c_rules.ipynb #72de9a23
 import math
@@ -72,6 +73,12 @@ def apply_direction(weight: Tensor, direction: Tensor, group: ParamGroup, ok: Te
     lr = group["lr"]
     kept = weight * (1 - lr * group["weight_decay"])
     replace(weight, kept - direction.to(weight.dtype) * (lr * factor), ok)
+
+# %% ../nbs/reference/17c_rules.ipynb #678d6c32
+def follow(master: Tensor, live: Tensor) -> None:
+    "Brings a weight that was written into its master, which stays where it rounds to it."
+    published = master.to(live.dtype)
+    master.copy_(torch.where(published == live, master, live.to(master.dtype)))
 
 # %% ../nbs/reference/17c_rules.ipynb #1481b0a0
 def heavy_ball(grad: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:

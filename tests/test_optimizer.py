@@ -716,3 +716,60 @@ def test_parameters_exchanged_before_the_first_step_are_trained():
         g["params"] = [others[names[p]] for p in g["params"]]
     want = small()
     assert distance(walked(other, opt), walked(want, ParallelMuon(want))) == 0
+
+
+# --- on a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", ["vision", "encoder", "experts"])
+def test_a_step_on_cuda_never_waits_and_equals_the_cpu(kind):
+    results = []
+    for device in ("cpu", "cuda"):
+        model = build(kind).to(device)
+        opt = ParallelMuon(model, **SETTINGS, max_norm=0.3)
+        for step in range(5):
+            opt.zero_grad(set_to_none=step % 2 == 0)
+            grads = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=grads, dtype=p.dtype).to(device)
+            opt.param_groups[0]["lr"] = 0.02 / (step + 1)
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")  # a wait of the host raises
+            try:
+                opt.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        results.append({n: t.cpu() for n, t in weights_of(model).items()})
+    assert distance(*results) < 1e-9
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_recorded_in_a_cuda_graph_replays(dtype):
+    "Numbers that are tensors may change between replays."
+    results = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)) for _ in range(3))).to("cuda", dtype)
+        opt = ParallelMuon(model, lr=torch.tensor(0.02, device="cuda"), adam_lr=torch.tensor(0.01, device="cuda"), max_norm=1.0)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        generator = torch.Generator("cuda").manual_seed(0)
+        take = opt.step
+        for step in range(8):
+            for p in model.parameters():
+                p.grad.copy_(torch.randn(p.shape, generator=generator, device="cuda"))
+            if recorded and step == 3:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    opt.step()
+                take = graph.replay
+            opt.param_groups[0]["lr"].fill_(0.02 / (step + 1))
+            take()
+        results.append({n: t.float().cpu() for n, t in weights_of(model).items()})
+    assert distance(*results) == 0

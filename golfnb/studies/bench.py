@@ -313,7 +313,8 @@ BENCHES = {  # what -> the module whose `bench_<what>` each rank calls, the opti
     "startup": ("bench", "rounds"), "eval": ("bench", "rounds tokens"), "threads": ("bench", "rounds"),
     "kernels": ("timing", "sets"), "attention": ("timing", ""), "trace": ("timing", "warmup"),
     "scaling": ("timing", ""), "links": ("baselines", "rounds"),
-    "optimizer": ("baselines", "steps warmup rounds links only")}
+    "optimizer": ("baselines", "steps warmup rounds links only"),
+    "peers": ("peers", "steps warmup rounds sizes peers")}
 
 
 def bench_function(what: str) -> Callable:
@@ -340,6 +341,8 @@ class BenchJob:
     sets: list = field(default_factory=list)  # kernels to switch on, e.g. "heads+xsa"
     links: str = ""  # a result of bench links to predict with
     only: str = ""  # one of the ways, or plans
+    sizes: list = field(default_factory=list)  # models of bench peers, e.g. "512x11"
+    peers: str = ""  # the folder with clones of others' repositories
 
 # %% ../../nbs/studies/30_bench.ipynb #cc8c5c97
 def variants_of(job: BenchJob, env: dict) -> dict[str, Variant]:

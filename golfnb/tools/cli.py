@@ -1359,11 +1359,13 @@ def study_help() -> str:
          arg("what", metavar="WHAT", help="one of those below"), RANKS, SETTINGS,
          arg("--against", action="append", default=[], metavar="NAME=VALUE,...", help="a variant, in turn"),
          count("--steps", "timed steps of a variant (60)", low=3), count("--warmup", "untimed ones (10)"),
-         count("--rounds", "repetitions (startup 1, eval 3, links 15, optimizer 6, threads 20)"),
+         count("--rounds", "repetitions (startup 1, eval 3, links 15, optimizer 6, peers 5, threads 20)"),
          count("--tokens", "tokens that eval scores (1,048,576)"),
          arg("--links", metavar="FILE", help="optimizer: a result of bench links (default: this machine's)"),
          arg("--only", metavar="WAY", help="optimizer: plans, or a part of the name of a way, e.g. NS5"),
          arg("--sets", nargs="+", metavar="SET", help="kernels: what to switch on, e.g. heads+xsa+fold+mlp"),
+         arg("--sizes", nargs="+", metavar="SIZE", help="peers: WIDTHxBLOCKS of models (512x11 1024x16 2048x24)"),
+         arg("--peers", metavar="FOLDER", help="peers: where nanochat and dion are cloned (peers)"),
          arg("-o", dest="out", metavar="FILE", help="default: nbs/results/WHAT_DEVICE_RANKS.json"),
          epilog=bench_help)
 def bench_command(args) -> int:
@@ -1379,9 +1381,9 @@ def bench_command(args) -> int:
         raise GolfError(f"bench: {what} takes {words}, found --{min(odd)}; leave it out")
     if args.out:  # a result is NAME.json, whatever follows the name
         check_output(Path(args.out).with_suffix(".json"), "result of golfnb bench", *filter(None, [args.links]))
-    rounds = {"startup": 1, "links": 15, "optimizer": 6, "threads": 20}.get(what, 3)
+    rounds = {"startup": 1, "links": 15, "optimizer": 6, "peers": 5, "threads": 20}.get(what, 3)
     given["against"] = [read_settings(words.split(","), more=adapter_names()) for words in args.against]
-    usual = 1 if what in ("kernels", "attention", "threads") else gpu_count()
+    usual = 1 if what in ("kernels", "attention", "peers", "threads") else gpu_count()
     ranks = args.nproc or usual or 1
     settings = read_settings(args.settings, more=adapter_names())
     return b.run_bench(b.BenchJob(**{"rounds": rounds, **given}), ranks, settings)
