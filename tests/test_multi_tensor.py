@@ -137,8 +137,9 @@ def check_apply(device: str, narrow):
 def check_update(device: str, narrow, rounding: float):
     make = Maker(device, 2)
     coef = torch.tensor(0.7, device=device)
-    shapes = ((64, 128), (48,), (5,), (), (7, 3, 11), (9000,))
     for group, rtol in groups(ADAMW, device):
+        single = () if group is ADAMW else (1,)  # the loop takes two tensors without dimensions in the wider of their dtypes
+        shapes = ((64, 128), (48,), (5,), single, (7, 3, 11), (9000,))
         for weight_dtype in (FULL, narrow):
             oks, masters = make.oks(len(shapes)), make.each(shapes)
             weights = masters if weight_dtype == FULL else [t.to(weight_dtype) for t in masters]
@@ -164,7 +165,6 @@ from test_multi_tensor import *
 check_prepare("cpu", None), check_prepare("cpu", torch.float16)  # the interpreter rounds fp16 right, and cuts bf16
 check_apply("cpu", torch.float16)
 check_update("cpu", torch.float16, 1e-5)  # torch's square root on a CPU rounds in its own way
-M.launch(M.count_kernel, [], [], torch.zeros(1))
 print("equal")
 """
 
@@ -254,8 +254,8 @@ def test_kernels_are_for_the_rules_that_they_repeat(kernels):
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_what_fits_kernels():
-    def stand_in(dtype=FULL, is_cuda=True, lies=True):
-        return SimpleNamespace(dtype=dtype, is_cuda=is_cuda, lies=lies)
+    def stand_in(dtype=FULL, device="cuda", lies=True):
+        return SimpleNamespace(dtype=dtype, device=torch.device(device), lies=lies)
 
     def fit(full, weights=(), read=()):
         return M.kernels_fit(full, weights, read, lambda t: t.lies)
@@ -264,7 +264,7 @@ def test_what_fits_kernels():
     assert fit(good, [stand_in(BF16)], [stand_in(BF16, lies=False)]) and fit(good) and not fit([])
     assert not fit([stand_in(BF16)]) and not fit([stand_in(torch.float64)]) and not fit([stand_in(lies=False)])
     assert not fit(good, [stand_in(lies=False)]) and not fit(good, [stand_in(HALF)]) and not fit(good, [], [stand_in(torch.float64)])
-    for lists in (([stand_in(is_cuda=False)],), (good, [stand_in(is_cuda=False)]), (good, [], [stand_in(is_cuda=False)])):
+    for lists in (([stand_in(device="cpu")],), (good, [stand_in(device="cpu")]), (good, [], [stand_in(device="cpu")])):
         assert not fit(*lists)
 
 
