@@ -400,7 +400,7 @@ def kernel_update(weights: Sequence[Tensor], grads: Sequence[Tensor], states: Se
         launch(adamw_kernel, programs, table, numbers, coef, GRAD=element_type(dtype),
                WEIGHT=element_type(weight_dtype), MASTER=has_master, WIDE=wide, BLOCK=BLOCK)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #0999ad8f
+# %% ../nbs/reference/17e_multi_tensor.ipynb #cdca61b2
 def kernels_fit(full: Sequence[Tensor], weights: Sequence[Tensor], read: Sequence[Tensor],
                 lies: Callable[[Tensor], bool]) -> bool:
     """Whether kernels can work on some tensors: there are some, on a GPU.
@@ -408,8 +408,9 @@ def kernels_fit(full: Sequence[Tensor], weights: Sequence[Tensor], read: Sequenc
     `full` are fp32 and change, as may `weights` of fp32 or bf16; all that changes `lies` right.
     `read` are fp32 or bf16.
     """
-    devices = {t.device.type for t in (*full, *weights, *read)}
-    return (triton is not None and devices == {"cuda"}
+    if triton is None or not all(t.is_cuda for t in (*full, *weights, *read)):
+        return False
+    return (len({t.get_device() for t in (*full, *weights, *read)}) == 1
             and {t.dtype for t in full} == {torch.float32}
             and {t.dtype for t in (*weights, *read)} <= {torch.float32, torch.bfloat16}
             and all(map(lies, (*full, *weights))))

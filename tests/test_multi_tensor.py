@@ -254,8 +254,8 @@ def test_kernels_are_for_the_rules_that_they_repeat(kernels):
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_what_fits_kernels():
-    def stand_in(dtype=FULL, device="cuda", lies=True):
-        return SimpleNamespace(dtype=dtype, device=torch.device(device), lies=lies)
+    def stand_in(dtype=FULL, device=0, lies=True):
+        return SimpleNamespace(dtype=dtype, is_cuda=device >= 0, get_device=lambda: device, lies=lies)
 
     def fit(full, weights=(), read=()):
         return M.kernels_fit(full, weights, read, lambda t: t.lies)
@@ -264,7 +264,8 @@ def test_what_fits_kernels():
     assert fit(good, [stand_in(BF16)], [stand_in(BF16, lies=False)]) and fit(good) and not fit([])
     assert not fit([stand_in(BF16)]) and not fit([stand_in(torch.float64)]) and not fit([stand_in(lies=False)])
     assert not fit(good, [stand_in(lies=False)]) and not fit(good, [stand_in(HALF)]) and not fit(good, [], [stand_in(torch.float64)])
-    for lists in (([stand_in(device="cpu")],), (good, [stand_in(device="cpu")]), (good, [], [stand_in(device="cpu")])):
+    assert not fit(good, [], [stand_in(device=1)]), "on two GPUs"
+    for lists in (([stand_in(device=-1)],), (good, [stand_in(device=-1)]), (good, [], [stand_in(device=-1)])):
         assert not fit(*lists)
 
 
