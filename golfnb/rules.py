@@ -84,8 +84,8 @@ def follow(master: Tensor, live: Tensor) -> None:
 def heavy_ball(grad: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
     """Momentum as a sum: B <- momentum B + grad where `ok`. Gives B, or grad + momentum B.
 
-    Elsewhere momentum may be an average, A <- momentum A + (1 - momentum) grad, as in the code of
-    torch.optim.Muon and in dion. Then A = (1 - momentum) B: divide a saved A by 1 - momentum.
+    In dion it is a sum, too. In torch.optim.Muon and in Keller Jordan's code it is an average,
+    A <- momentum A + (1 - momentum) grad = (1 - momentum) B: divide a saved A by 1 - momentum.
     """
     buffer = state["momentum_buffer"]
     grad = grad.to(buffer.dtype)

@@ -15,7 +15,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what a test starts may be interrupted
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000)  # torch holds many objects, and to search them for garbage takes long
-LONG = ("test_nodes", "test_oracle", "test_script", "test_drill", "test_cli", "test_kernels", "test_any_model", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters", "test_checkpoint", "test_studies", "test_launcher", "test_audit")
+LONG = ("test_nodes", "test_oracle", "test_script", "test_drill", "test_cli", "test_kernels", "test_optimizer", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters", "test_checkpoint", "test_studies", "test_launcher", "test_audit")
 
 
 def pytest_collection_modifyitems(items):

@@ -16,7 +16,7 @@ from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon, Ranks
 from golfnb.recipes.pr549 import Settings
 from golfnb.run import open_run
 
-def train_any_model(model: nn.Module, batches: list[torch.Tensor]) -> None:
+def train_one_s_own(model: nn.Module, batches: list[torch.Tensor]) -> None:
     "A module of one's own under ParallelMuon."
     optimizer = golfnb.ParallelMuon(model)
     for batch in batches:

@@ -15,7 +15,7 @@ def fork_processes(entry, args: tuple, nprocs: int):
     "Run entry(i, *args) in `nprocs` processes; the server, started by the first call, imports what any of the tests' entries need."
     import torch.multiprocessing as mp
 
-    mp.set_forkserver_preload(["workers", "score_workers", "any_workers", "transformers.models.gpt2.modeling_gpt2"])
+    mp.set_forkserver_preload(["workers", "score_workers", "optimizer_workers", "transformers.models.gpt2.modeling_gpt2"])
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     with patch.dict(os.environ, PYTHONPATH=path):
         mp.start_processes(entry, args=args, nprocs=nprocs, start_method="forkserver")
