@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0723ef514456fb80
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d1a0ddf8e38f4ac8
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2139,56 +2139,6 @@ class Loader:
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 
 
-def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
-                  kernels: bool = True) -> Tensor:
-    """Each matrix of G [..., r, c] orthogonal, in three products a step;
-    zero ones stay zero (PR #399).
-
-    A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
-    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
-    GolfError if G is no float matrix.
-    """
-    if G.ndim < 2 or not G.is_floating_point():
-        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
-                        f"found {G.dtype} of shape {tuple(G.shape)}")
-    X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
-    tall = X.shape[-2] > X.shape[-1]
-    X = X.mT if tall else X
-    tiles = product_tiles(X) if kernels and coeffs else None
-    if tiles:
-        X = halved_steps(X, coeffs, scale, eps, tiles)
-    else:
-        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
-        for a, b, c in coeffs:
-            A = torch.bmm(X, X.mT)
-            A = torch.baddbmm(A, A, A, beta=b, alpha=c)
-            X = torch.baddbmm(X, A, X, beta=a)
-    X = X.mT if tall else X
-    return X.reshape(G.shape)
-
-
-def first_steps(coeffs: tuple, steps: int) -> tuple:
-    "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
-    if steps < 1:
-        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
-    repeated = coeffs[-1:] * (steps - len(coeffs))
-    return (coeffs + repeated)[:steps]
-
-
-def product_dtype(G: Tensor) -> torch.dtype:
-    "What the products run in unless a caller says otherwise."
-    return torch.bfloat16 if G.is_cuda else G.dtype
-
-
-def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """Make every matrix of G [..., r, c] nearly orthogonal, as published for Muon.
-
-    Each step is the same quintic. Singular values end about 1, directions stay. `dtype` of products
-    and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
-    """
-    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
-
-
 def ns_product_kernel(x, square, norm, out, M, K, a, b, c, POLYNOMIAL: tl.constexpr,
                       TURNED: tl.constexpr, SIDE: tl.constexpr):
     """A tile of X X^T for X [n, M, K], and its mirror image.
@@ -2279,6 +2229,56 @@ def product_tiles(X: Tensor) -> tuple | None:
     short = X.shape[1]
     fitting = (row for row in PRODUCT_TILES if short <= row[0] and short % row[1] == 0)
     return next(fitting, None)
+
+
+def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
+                  kernels: bool = True) -> Tensor:
+    """Each matrix of G [..., r, c] orthogonal, in three products a step;
+    zero ones stay zero (PR #399).
+
+    A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
+    GolfError if G is no float matrix.
+    """
+    if G.ndim < 2 or not G.is_floating_point():
+        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
+                        f"found {G.dtype} of shape {tuple(G.shape)}")
+    X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
+    tall = X.shape[-2] > X.shape[-1]
+    X = X.mT if tall else X
+    tiles = product_tiles(X) if kernels and coeffs else None
+    if tiles:
+        X = halved_steps(X, coeffs, scale, eps, tiles)
+    else:
+        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+        for a, b, c in coeffs:
+            A = torch.bmm(X, X.mT)
+            A = torch.baddbmm(A, A, A, beta=b, alpha=c)
+            X = torch.baddbmm(X, A, X, beta=a)
+    X = X.mT if tall else X
+    return X.reshape(G.shape)
+
+
+def first_steps(coeffs: tuple, steps: int) -> tuple:
+    "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
+    if steps < 1:
+        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
+    repeated = coeffs[-1:] * (steps - len(coeffs))
+    return (coeffs + repeated)[:steps]
+
+
+def product_dtype(G: Tensor) -> torch.dtype:
+    "What the products run in unless a caller says otherwise."
+    return torch.bfloat16 if G.is_cuda else G.dtype
+
+
+def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Make every matrix of G [..., r, c] nearly orthogonal, as published for Muon.
+
+    Each step is the same quintic. Singular values end about 1, directions stay. `dtype` of products
+    and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
+    """
+    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
 
 
 # ---- golfnb/plan.py ----
