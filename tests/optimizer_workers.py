@@ -485,3 +485,27 @@ def normuon(ranks, how: str):
         opt.step()
     saved = opt.state_dict()["state"][0]
     return weights_of(model), {k: tuple(t.shape) for k, t in saved.items()}
+
+
+def bits(ranks, how: str, product_dtype) -> tuple[dict[str, Tensor], list[tuple]]:
+    "fp32 weights after steps with gradients of whole numbers, whose means are exact; (dtype, elements) of all that travelled after them."
+    model = wrapped(build("vision").float(), how)
+    groups = param_groups(model)
+    groups[0]["product_dtype"] = product_dtype
+    opt = ParallelMuon(groups, **SETTINGS)
+    sent = []
+    for name in ("all_rows", "swap"):
+        original = getattr(type(opt.ranks), name)
+        object.__setattr__(opt.ranks, name, lambda t, *a, original=original: (sent.append((t.dtype, t.numel())), original(opt.ranks, t, *a))[1])
+    for step in range(3):
+        for i, p in enumerate(model.parameters()):
+            full = torch.stack([torch.randint(-9, 9, p.shape, generator=torch.Generator().manual_seed(1000 * step + 10 * i + r)).float() for r in range(4)])
+            mine = full[ranks.rank::ranks.world].sum(0) * (ranks.world / 4)
+            if how == "sharded":
+                from torch.distributed.tensor import distribute_tensor
+
+                p.grad = distribute_tensor(full.sum(0) / 4, p.device_mesh, p.placements)
+            else:
+                p.grad = mine
+        opt.step()
+    return weights_of(model), sent

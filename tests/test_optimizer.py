@@ -530,6 +530,7 @@ def test_a_parameter_that_never_had_a_gradient_is_taken_as_zeros():
 def several(request):
     world = request.param
     jobs = [("drifting", (), {}), ("clipped", (), {}), ("other_calls", (), {}), ("narrow", ("plain",), {}), ("narrow", ("sharded",), {}), ("meshes", (), {}), ("mixed_precision", (), {}), ("normuon", ("plain",), {}), ("normuon", ("sharded",), {})]
+    jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
     if world == 2:
         jobs.append(("rank_0_alone", (), {}))
     return world, run_ranks(world, jobs)
@@ -612,6 +613,19 @@ def reference_normuon(world: int):
             backward(model, step, rank, world, 1, 1 / world)
         opt.step()
     return weights_of(model), {k: tuple(t.shape) for k, t in opt.state_dict()["state"][0].items()}
+
+
+def test_bit_for_bit_the_answer_of_one_process(several):
+    "Also where what travels has two bytes: rounded before or after the journey is the same."
+    world, outs = several
+    for i, dtype in enumerate((None, torch.bfloat16)):
+        ((want, none),), = run_ranks(1, [("bits", ("plain", dtype), {})])
+        assert not none
+        for how in (0, 1):
+            for out in outs:
+                weights, sent = out[9 + 2 * how + i]
+                assert distance(weights, want) == 0
+                assert {kind for kind, _ in sent} == {dtype or torch.float32}
 
 
 def test_what_one_rank_alone_calls_is_told_soon(several):
