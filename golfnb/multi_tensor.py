@@ -8,11 +8,12 @@ through a table of addresses.
 __all__ = ['plain_prepare', 'plain_apply', 'plain_update', 'prepare_each', 'apply_each',
            'update_each']
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #e0bee959
-from collections import defaultdict
+# %% ../nbs/reference/17e_multi_tensor.ipynb #ca952852
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,32 +76,33 @@ def plain_update(rule: Rule, weights: Sequence[Tensor], grads: Sequence[Tensor],
         direction = rule.prepare(clipped(grad, coef), state, group, ok)
         plain_apply([weight], [direction], group, [ok], [1.0], [master])
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #0eb2c420
+# %% ../nbs/reference/17e_multi_tensor.ipynb #538d2993
 RECORDED: list[Tensor] = []  # a recorded graph copies these from the host at every replay
 
 
-def on_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    "Numbers as a tensor on a device; the host does not wait for it."
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    "An array as a tensor on a device; the host does not wait for it."
+    found = torch.from_numpy(values)
     if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype)
-    staged = torch.tensor(values, dtype=dtype, pin_memory=True)
+        return found
+    staged = found.pin_memory()
     if torch.cuda.is_current_stream_capturing():
         RECORDED.append(staged)
     return staged.to(device, non_blocking=True)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #7ed0e332
+# %% ../nbs/reference/17e_multi_tensor.ipynb #5f2f6bb3
 def numbers_of(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     "Numbers, of which some may be 0-dim tensors, as one fp64 tensor on a device."
     known = [0.0 if isinstance(value, Tensor) else value for value in values]
-    numbers = on_device(known, torch.float64, device)
+    numbers = on_device(np.array(known, np.float64), device)
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
             numbers[i].copy_(value, non_blocking=True)
     return numbers
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #ea45ee31
+# %% ../nbs/reference/17e_multi_tensor.ipynb #a422e7d3
 SIDE = 64      # a program of a kernel for matrices takes a square tile of it
-BLOCK = 4096   # and one for flat tensors so many elements
+BLOCK = 2048   # and one for flat tensors so many elements
 WARPS = 8
 
 
@@ -109,54 +111,76 @@ def is_turned(matrix: Tensor) -> bool:
     down, along = matrix.stride()
     return down == 1 and along != 1
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #a0f93f0a
+# %% ../nbs/reference/17e_multi_tensor.ipynb #647ed89f
 def in_rows(t: Tensor) -> bool:
     "Whether a tensor is a matrix whose rows are each contiguous."
-    return t.ndim == 2 and t.stride(1) == 1
+    return t.ndim == 2 and t.stride()[1] == 1
 
 
 def in_rows_or_columns(matrix: Tensor) -> Tensor:
     "A matrix itself if its rows or its columns are each contiguous, else a contiguous copy."
     return matrix if in_rows(matrix) or is_turned(matrix) else matrix.contiguous()
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #42d66872
-def matrix_fields(ok: Tensor, *matrices: Tensor) -> tuple[int, ...]:
-    "Where `ok` is, rows, columns, then of each matrix its address and the stride of its lines."
-    fields = [ok.data_ptr(), *matrices[0].shape]
-    for matrix in matrices:
-        down, along = matrix.stride()
-        line = along if down == 1 and along != 1 else down
-        fields += [matrix.data_ptr(), line]
-    return tuple(fields)
+# %% ../nbs/reference/17e_multi_tensor.ipynb #eaddd1b1
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    "Where each tensor begins."
+    return [t.data_ptr() for t in tensors]
 
 
-def flat_fields(ok: Tensor, step: Tensor, *tensors: Tensor) -> tuple[int, ...]:
-    "Where `ok` and `step` are, the number of elements, then the address of each tensor."
-    addresses = [t.data_ptr() for t in tensors]
-    return (ok.data_ptr(), step.data_ptr(), tensors[0].numel(), *addresses)
+def strides(matrices: Sequence[Tensor]) -> list[int]:
+    "How far apart the rows of each matrix are, or the columns of one that is turned."
+    pairs = [matrix.stride() for matrix in matrices]
+    return [along if down == 1 and along != 1 else down for down, along in pairs]
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #85677782
-def are_wide(fields: tuple[int, ...], turned: bool = False) -> bool:
-    "Whether loads of several elements along a line fit: sizes and addresses are multiples of 16."
-    return not any(field % 16 for field in fields[1 if turned else 2:])
+# %% ../nbs/reference/17e_multi_tensor.ipynb #d7b90a5e
+def matrix_fields(oks: Sequence[Tensor], *lists: Sequence[Tensor]) -> np.ndarray:
+    """A column for each matrix: where `ok` is, rows, columns, then address and stride in each list.
+    """
+    rows, cols = zip(*(matrix.shape for matrix in lists[0]), strict=True)
+    fields = [addresses(oks), rows, cols]
+    for matrices in lists:
+        fields += [addresses(matrices), strides(matrices)]
+    return np.array(fields, np.int64)
+
+# %% ../nbs/reference/17e_multi_tensor.ipynb #65ad9b50
+def flat_fields(oks: Sequence[Tensor], steps: Sequence[Tensor],
+                *lists: Sequence[Tensor]) -> np.ndarray:
+    "A column for each tensor: where `ok` and `step` are, its size, then its address in each list."
+    sizes = [t.numel() for t in lists[0]]
+    fields = [addresses(oks), addresses(steps), sizes, *map(addresses, lists)]
+    return np.array(fields, np.int64)
+
+# %% ../nbs/reference/17e_multi_tensor.ipynb #8c97a31d
+def are_wide(fields: np.ndarray) -> list[bool]:
+    "For each column whether all fields are multiples of 16."
+    return (fields % 16 == 0).all(0).tolist()
 
 
-def tiles_of(fields: tuple[int, ...]) -> int:
-    "How many tiles cover a matrix."
+def tiles_of(fields: np.ndarray) -> np.ndarray:
+    "How many tiles cover each matrix."
     return -(-fields[1] // SIDE) * -(-fields[2] // SIDE)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #63f61382
-def launch(kernel: Callable, lines: Sequence[tuple[int, ...]], blocks: Sequence[int],
-           numbers: Tensor, *args, **constants) -> None:
-    """Start a kernel with a program for each of a tensor's blocks.
+# %% ../nbs/reference/17e_multi_tensor.ipynb #e7e1ecd6
+def by_kind(*properties: Sequence) -> dict[tuple, list[int]]:
+    "The places in a list at which all properties are alike."
+    kinds = defaultdict(list)
+    for i, kind in enumerate(zip(*properties, strict=True)):
+        kinds[kind].append(i)
+    return kinds
 
-    `lines` are the fields of each tensor; before them the table has the number of its first block.
-    """
-    *firsts, programs = accumulate(blocks, initial=0)
-    table = on_device([firsts, *zip(*lines, strict=True)], torch.int64, numbers.device)
-    n = len(lines)
-    with torch.cuda.device_of(numbers):  # Triton launches on the current device
-        jitted(kernel)[(programs,)](table, n, numbers, *args, N=triton.next_power_of_2(n),
+# %% ../nbs/reference/17e_multi_tensor.ipynb #131fd330
+def make_table(fields: np.ndarray, blocks: np.ndarray, device: torch.device) -> tuple[Tensor, int]:
+    "A table on a device, over the fields the number of each tensor's first block; all blocks."
+    ends = np.cumsum(blocks)
+    table = np.concatenate([(ends - blocks)[None], fields])
+    return on_device(np.ascontiguousarray(table), device), int(ends[-1])
+
+# %% ../nbs/reference/17e_multi_tensor.ipynb #e12fbe06
+def launch(kernel: Callable, programs: int, table: Tensor, *args, **constants) -> None:
+    "Start a kernel; each program finds its tensor and block in the table."
+    n = table.shape[1]
+    with torch.cuda.device_of(table):  # Triton launches on the current device
+        jitted(kernel)[(programs,)](table, n, *args, N=triton.next_power_of_2(n),
                                     num_warps=WARPS, enable_fp_fusion=False, **constants)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #e4a67889
@@ -209,24 +233,24 @@ def elements(table, field, n, line, along, TYPE, WIDE: tl.constexpr):
     first = address(table, field, n, TYPE, WIDE)
     return first + line * integer(table, field + 1, n, WIDE) + along
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #52f8fcce
+# %% ../nbs/reference/17e_multi_tensor.ipynb #6dc4b21b
 @inlined
-def tile_at(table, n, tile, TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr):
+def tile_at(table, n, tile, WIDE: tl.constexpr, SIDE: tl.constexpr):
     "Rows and columns of a tile, and which of its elements the matrix has."
-    rows, cols = integer(table, 2, n, TALL), integer(table, 3, n, WIDE)
+    rows, cols = integer(table, 2, n, WIDE), integer(table, 3, n, WIDE)
     across = tl.cdiv(cols, SIDE)
     row = (tile // across * SIDE + tl.arange(0, SIDE))[:, None]
     col = (tile % across * SIDE + tl.arange(0, SIDE))[None, :]
     return row, col, (row < rows) & (col < cols)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #57117d29
+# %% ../nbs/reference/17e_multi_tensor.ipynb #44b6f281
 def momentum_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
                     OUT: tl.constexpr, NESTEROV: tl.constexpr, WIDE: tl.constexpr,
                     SIDE: tl.constexpr):
     "`heavy_ball` on a tile of a gradient times `coef`; fields: gradient, momentum, result."
     member, tile = find_member(table, n, N)
     table += member
-    row, col, live = tile_at(table, n, tile, False, WIDE, SIDE)
+    row, col, live = tile_at(table, n, tile, WIDE, SIDE)
     grad = elements(table, 4, n, row, col, GRAD, WIDE)
     momentum = elements(table, 6, n, row, col, tl.float32, WIDE)
     out = elements(table, 8, n, row, col, OUT, WIDE)
@@ -239,40 +263,43 @@ def momentum_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr
     tl.store(out, ahead.to(OUT), mask=live)
     tl.store(momentum, moved, mask=live & is_ok(table, n))
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #3398a7f3
+# %% ../nbs/reference/17e_multi_tensor.ipynb #1c0edd01
 def room_for(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
-    "Memory for matrices like these: a stack [n, r, c] if all have one shape, else a list."
+    "Memory for matrices like these: a stack [n, r, c] if all have one shape, else views of stacks."
     shapes = [matrix.shape for matrix in matrices]
-    if len(set(shapes)) == 1:
-        return matrices[0].new_empty(len(shapes), *shapes[0], dtype=dtype)
-    return [matrices[0].new_empty(shape, dtype=dtype) for shape in shapes]
+    stacks = {shape: matrices[0].new_empty(count, *shape, dtype=dtype)
+              for shape, count in Counter(shapes).items()}
+    if len(stacks) == 1:
+        return stacks[shapes[0]]
+    left = {shape: iter(stack) for shape, stack in stacks.items()}
+    return [next(left[shape]) for shape in shapes]
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #4dd44cfb
+# %% ../nbs/reference/17e_multi_tensor.ipynb #f2bf0650
 def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: ParamGroup,
                    oks: Sequence[Tensor], coef: Tensor) -> Tensor | list[Tensor]:
-    "`prepare_each` of Muon in one launch for each dtype of gradients."
+    "`prepare_each` of Muon in one launch for each kind of gradients."
     momenta = [state["momentum_buffer"] for state in states]
     grads = [grad if in_rows(grad) else grad.contiguous() for grad in grads]
     made = room_for(momenta, product_dtype(momenta[0], group))
-    kinds = defaultdict(list)
-    for grad, momentum, out, ok in zip(grads, momenta, made, oks, strict=True):
-        fields = matrix_fields(ok, grad, momentum, out)
-        kinds[grad.dtype, are_wide(fields)].append(fields)
-    numbers = numbers_of([group["momentum"]], momenta[0].device)
-    for (dtype, wide), lines in kinds.items():
-        launch(momentum_kernel, lines, list(map(tiles_of, lines)), numbers, coef,
-               GRAD=element_type(dtype), OUT=element_type(made[0].dtype),
+    out = element_type(made[0].dtype)
+    fields = matrix_fields(oks, grads, momenta, list(made))
+    kinds = by_kind([grad.dtype for grad in grads], are_wide(fields[1:]))
+    numbers = numbers_of([group["momentum"]], coef.device)
+    for (dtype, wide), members in kinds.items():
+        part = fields[:, members]
+        table, programs = make_table(part, tiles_of(part), coef.device)
+        launch(momentum_kernel, programs, table, numbers, coef, GRAD=element_type(dtype), OUT=out,
                NESTEROV=bool(group["nesterov"]), WIDE=wide, SIDE=SIDE)
     return made
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #82033fea
+# %% ../nbs/reference/17e_multi_tensor.ipynb #6d723579
 @inlined
 def followed(master, weight):
     "The master where it rounds to the weight, else the weight: `follow`."
     live = weight.to(tl.float32)
     return tl.where(master.to(weight.dtype).to(tl.float32) == live, master, live)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #49f1a125
+# %% ../nbs/reference/17e_multi_tensor.ipynb #c3e3814b
 def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
                  WEIGHT: tl.constexpr, MASTER: tl.constexpr, TURNED: tl.constexpr,
                  WIDE: tl.constexpr, SIDE: tl.constexpr):
@@ -280,7 +307,7 @@ def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
     member, tile = find_member(table, n, N)
     table += member
     if is_ok(table, n):
-        row, col, live = tile_at(table, n, tile, TURNED and WIDE, WIDE, SIDE)
+        row, col, live = tile_at(table, n, tile, WIDE, SIDE)
         line, along = row, col
         if TURNED:
             line, along = col, row
@@ -298,29 +325,27 @@ def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
         if MASTER:
             tl.store(weight, new.to(WEIGHT), mask=live)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #7c94babd
+# %% ../nbs/reference/17e_multi_tensor.ipynb #136fc199
 def kernel_apply(weights: Sequence[Tensor], directions: Sequence[Tensor], group: ParamGroup,
                  oks: Sequence[Tensor], factors: Sequence[float],
                  masters: Sequence[Tensor] | None = None) -> None:
     "`apply_each` in one launch for each kind of weights and directions."
+    masters = masters or weights
     directions = [in_rows_or_columns(direction) for direction in directions]
-    kinds = defaultdict(list)
-    lists = zip(weights, masters or weights, directions, oks, factors, strict=True)
-    for weight, master, direction, ok, factor in lists:
-        fields = matrix_fields(ok, direction, master, weight)
-        turned = is_turned(direction)
-        kind = (direction.dtype, weight.dtype, master is not weight, turned)
-        kinds[*kind, are_wide(fields, turned)].append((fields, factor))
-    for (kind, weight_kind, has_master, turned, wide), members in kinds.items():
-        lines = [fields for fields, _ in members]
-        numbers = [group["lr"], group["weight_decay"], *(factor for _, factor in members)]
-        launch(apply_kernel, lines, list(map(tiles_of, lines)),
-               numbers_of(numbers, weights[0].device), DIRECTION=element_type(kind),
-               WEIGHT=element_type(weight_kind), MASTER=has_master, TURNED=turned, WIDE=wide,
-               SIDE=SIDE)
+    fields = matrix_fields(oks, directions, masters, weights)
+    own = list(map(operator.is_not, masters, weights))
+    kinds = by_kind([t.dtype for t in directions], [t.dtype for t in weights], own,
+                    list(map(is_turned, directions)), are_wide(fields[1:]))
+    for (dtype, weight_dtype, has_master, turned, wide), members in kinds.items():
+        part = fields[:, members]
+        table, programs = make_table(part, tiles_of(part), weights[0].device)
+        values = [group["lr"], group["weight_decay"], *(factors[i] for i in members)]
+        launch(apply_kernel, programs, table, numbers_of(values, table.device),
+               DIRECTION=element_type(dtype), WEIGHT=element_type(weight_dtype),
+               MASTER=has_master, TURNED=turned, WIDE=wide, SIDE=SIDE)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #ea5fd44c
-def count_kernel(table, n, numbers, N: tl.constexpr):
+# %% ../nbs/reference/17e_multi_tensor.ipynb #5a5709f2
+def count_kernel(table, n, N: tl.constexpr):
     "Counts a step of one tensor where it is ok."
     table += tl.program_id(0)
     step = address(table, 2, n, tl.float32, False)
@@ -368,40 +393,42 @@ def adamw_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
         if MASTER:
             tl.store(weight, new.to(WEIGHT), mask=live)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #57e3fc29
+# %% ../nbs/reference/17e_multi_tensor.ipynb #1c81da43
 def kernel_update(weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                   group: ParamGroup, oks: Sequence[Tensor], coef: Tensor,
                   masters: Sequence[Tensor] | None = None) -> None:
-    "`update_each` of AdamW: a launch that counts, and one for each kind of weights and gradients."
+    "`update_each` of AdamW in two launches for each kind of weights and gradients."
+    masters = masters or weights
     grads = [grad.contiguous() for grad in grads]
-    kinds = defaultdict(list)
-    lists = zip(weights, masters or weights, grads, states, oks, strict=True)
-    for weight, master, grad, state, ok in lists:
-        fields = flat_fields(ok, state["step"], grad, state["exp_avg"], state["exp_avg_sq"],
-                             master, weight)
-        kinds[grad.dtype, weight.dtype, master is not weight, are_wide(fields)].append(fields)
+    steps, first, second = ([state[name] for state in states]
+                            for name in ("step", "exp_avg", "exp_avg_sq"))
+    fields = flat_fields(oks, steps, grads, first, second, masters, weights)
+    own = list(map(operator.is_not, masters, weights))
+    kinds = by_kind([t.dtype for t in grads], [t.dtype for t in weights], own,
+                    are_wide(fields[2:]))
     values = [group["lr"], group["weight_decay"], *group["betas"], group["eps"]]
-    numbers = numbers_of(values, weights[0].device)
-    for (kind, weight_kind, has_master, wide), lines in kinds.items():
-        launch(count_kernel, lines, [1] * len(lines), numbers)
-        launch(adamw_kernel, lines, [-(-fields[2] // BLOCK) for fields in lines], numbers, coef,
-               GRAD=element_type(kind), WEIGHT=element_type(weight_kind), MASTER=has_master,
-               WIDE=wide, BLOCK=BLOCK)
+    numbers = numbers_of(values, coef.device)
+    for (dtype, weight_dtype, has_master, wide), members in kinds.items():
+        part = fields[:, members]
+        table, programs = make_table(part, -(-part[2] // BLOCK), coef.device)
+        launch(count_kernel, len(members), table)
+        launch(adamw_kernel, programs, table, numbers, coef, GRAD=element_type(dtype),
+               WEIGHT=element_type(weight_dtype), MASTER=has_master, WIDE=wide, BLOCK=BLOCK)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #45485efa
+# %% ../nbs/reference/17e_multi_tensor.ipynb #cdca61b2
 def kernels_fit(full: Sequence[Tensor], weights: Sequence[Tensor], read: Sequence[Tensor],
                 lies: Callable[[Tensor], bool]) -> bool:
-    """Whether kernels can work on some tensors, at least one, on a GPU.
+    """Whether kernels can work on some tensors: there are some, on a GPU.
 
     `full` are fp32 and change, as may `weights` of fp32 or bf16; all that changes `lies` right.
     `read` are fp32 or bf16.
     """
-    if triton is None or not full:
+    if triton is None or not all(t.is_cuda for t in (*full, *weights, *read)):
         return False
-    dtypes = (torch.float32, torch.bfloat16)
-    return (all(t.is_cuda and t.dtype == torch.float32 and lies(t) for t in full)
-            and all(t.is_cuda and t.dtype in dtypes and lies(t) for t in weights)
-            and all(t.is_cuda and t.dtype in dtypes for t in read))
+    return (len({t.get_device() for t in (*full, *weights, *read)}) == 1
+            and {t.dtype for t in full} == {torch.float32}
+            and {t.dtype for t in (*weights, *read)} <= {torch.float32, torch.bfloat16}
+            and all(map(lies, (*full, *weights))))
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #6fea67ec
 def prepare_each(rule: Rule, grads: Sequence[Tensor], states: Sequence[State], group: ParamGroup,

@@ -3,6 +3,7 @@ import copy
 import logging
 import math
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -144,11 +145,13 @@ def rows_of(step: int) -> Tensor:
     return torch.randint(VOCAB, (ROWS, 2), generator=torch.Generator().manual_seed(step))
 
 
-def backward(model, step, rank, world, accum=1, scale=1.0):
-    "This rank's share of the step's rows, in `accum` pieces; the gradient of the mean."
+def backward(model, step, rank, world, accum=1, scale=1.0, opt=None):
+    "This rank's share of the step's rows, in `accum` pieces, of which the optimizer sends the last; the gradient of the mean."
     model.step, model.rank = step, rank
-    for rows in rows_of(step).chunk(world)[rank].chunk(accum):
-        (loss_of(model, rows) * (scale / accum)).backward()
+    parts = rows_of(step).chunk(world)[rank].chunk(accum)
+    for i, rows in enumerate(parts):
+        with opt.no_sync() if opt and i < len(parts) - 1 else nullcontext():
+            (loss_of(model, rows) * (scale / accum)).backward()
 
 
 def schedule(step):
@@ -235,9 +238,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {n.removeprefix("module."): whole(t) for n, t in model.state_dict().items()}
 
 
-def backward_under(model: nn.Module, how: str, step: int, rank: int, world: int, accum: int):
+def backward_under(model: nn.Module, how: str, step: int, rank: int, world: int, accum: int, opt=None):
     if how == "plain":
-        return backward(model, step, rank, world, accum)
+        return backward(model, step, rank, world, accum, opt=opt)
     inner = model.module if how == "ddp" else model
     parts = rows_of(step).chunk(world)[rank].chunk(accum)
     for i, rows in enumerate(parts):
@@ -273,7 +276,7 @@ def ours(ranks, kind: str, how: str = "plain", steps: int = 5, accum: int = 1, p
     plan = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
     for step in range(steps):
         opt.zero_grad()
-        backward_under(model, how, step, ranks.rank, ranks.world, accum)
+        backward_under(model, how, step, ranks.rank, ranks.world, accum, opt)
         if (step, ranks.rank) == poison:
             next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")
         opt.step()
@@ -509,3 +512,20 @@ def bits(ranks, how: str, product_dtype) -> tuple[dict[str, Tensor], list[tuple]
                 p.grad = mine
         opt.step()
     return weights_of(model), sent
+
+
+def early(ranks):
+    "Overlap: how many buckets left before the step; what a second backward is told; a step that was given up; a copy that goes on."
+    model = build("encoder")
+    opt = ParallelMuon(model, **SETTINGS, overlap=True)
+    backward(model, 0, ranks.rank, ranks.world)
+    left = (opt.begun, len(opt.early))
+    said = heard(lambda: backward(model, 0, ranks.rank, ranks.world))
+    opt.zero_grad()
+    twin, twin_opt = copy.deepcopy((model, opt))
+    for m, o in ((model, opt), (twin, twin_opt)):
+        for step in range(2):
+            o.zero_grad()
+            backward(m, step, ranks.rank, ranks.world)
+            o.step()
+    return left, said, weights_of(model), weights_of(twin)

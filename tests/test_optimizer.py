@@ -17,7 +17,7 @@ from golfnb.settings import GolfError
 
 WORLDS = (1, 2, 3, 4)
 ANY = [("nano", dict(accum=2)), ("gpt2", {}), ("encoder", dict(max_norm=0.05)), ("experts", {}), ("vision", dict(max_norm=0.3)), ("nano", dict(poison=(3, -1)))]
-SEVERAL = [("vision", dict(how="ddp")), ("encoder", dict(how="ddp", accum=2)), ("encoder", dict(how="sharded", max_norm=0.05)), ("vision", dict(how="sharded", accum=2)), ("experts", dict(how="sharded"))]
+SEVERAL = [("nano", dict(overlap=True, accum=2)), ("experts", dict(overlap=True, max_norm=0.1)), ("vision", dict(overlap=True, poison=(3, -1))), ("vision", dict(how="ddp")), ("encoder", dict(how="ddp", accum=2)), ("encoder", dict(how="sharded", max_norm=0.05)), ("vision", dict(how="sharded", accum=2)), ("experts", dict(how="sharded"))]
 
 
 def distance(a: dict, b: dict) -> float:
@@ -531,6 +531,7 @@ def several(request):
     world = request.param
     jobs = [("drifting", (), {}), ("clipped", (), {}), ("other_calls", (), {}), ("narrow", ("plain",), {}), ("narrow", ("sharded",), {}), ("meshes", (), {}), ("mixed_precision", (), {}), ("normuon", ("plain",), {}), ("normuon", ("sharded",), {})]
     jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
+    jobs.append(("early", (), {}))
     if world == 2:
         jobs.append(("rank_0_alone", (), {}))
     return world, run_ranks(world, jobs)
@@ -626,6 +627,16 @@ def test_bit_for_bit_the_answer_of_one_process(several):
                 weights, sent = out[9 + 2 * how + i]
                 assert distance(weights, want) == 0
                 assert {kind for kind, _ in sent} == {dtype or torch.float32}
+
+
+def test_gradients_leave_during_backward(several):
+    world, outs = several
+    want = plain("encoder", world, steps=2)
+    for left, said, weights, twin in (out[13] for out in outs):
+        assert left[0] == left[1] > 1
+        assert len(said) == 1 and "no_sync()" in said[0]
+        for found in (weights, twin):
+            assert distance(found, want) < 1e-10
 
 
 def test_what_one_rank_alone_calls_is_told_soon(several):
