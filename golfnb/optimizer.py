@@ -113,7 +113,8 @@ def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
 def described(member: Member) -> str:
     "What has to be alike on all ranks."
     p = member.param
-    options = {k: v for k, v in member.group.items() if k not in ("params", "param_names")}
+    options = {k: float(v) if isinstance(v, Tensor) else v for k, v in member.group.items()
+               if k not in ("params", "param_names")}
     options["rule"] = rule_word(options["rule"])
     return f"{member.name} {tuple(p.shape)} {p.dtype} with {options}"
 
@@ -443,9 +444,8 @@ class ParallelMuon(torch.optim.Optimizer):
         self.send_rest()
         self.check_step()
         given = self.gradients_given()
-        parts = self.mean_of_matrices()
         others = self.mean_of_others()
-        self.measure(parts, others, given)
+        self.measure(self.mean_of_matrices(), others, given)
         self.move_others(others)
         apart = int(self.ranks.world > 1)
         in_turn(self.buckets, self.prepare_bucket, self.give_back, self.move_matrices, apart=apart)
