@@ -13,7 +13,6 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,12 +79,11 @@ def plain_update(rule: Rule, weights: Sequence[Tensor], grads: Sequence[Tensor],
 RECORDED: list[Tensor] = []  # a recorded graph copies these from the host at every replay
 
 
-def on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    "An array as a tensor on a device; the host does not wait for it."
-    found = torch.from_numpy(values)
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    "A tensor on a device; the host does not wait for it."
     if device.type != "cuda":
-        return found
-    staged = found.pin_memory()
+        return values
+    staged = values.pin_memory()
     if torch.cuda.is_current_stream_capturing():
         RECORDED.append(staged)
     return staged.to(device, non_blocking=True)
@@ -94,7 +92,7 @@ def on_device(values: np.ndarray, device: torch.device) -> Tensor:
 def numbers_of(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     "Numbers, of which some may be 0-dim tensors, as one fp64 tensor on a device."
     known = [0.0 if isinstance(value, Tensor) else value for value in values]
-    numbers = on_device(np.array(known, np.float64), device)
+    numbers = on_device(torch.tensor(known, dtype=torch.float64), device)
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
             numbers[i].copy_(value, non_blocking=True)
@@ -133,30 +131,30 @@ def strides(matrices: Sequence[Tensor]) -> list[int]:
     return [along if down == 1 and along != 1 else down for down, along in pairs]
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #d7b90a5e
-def matrix_fields(oks: Sequence[Tensor], *lists: Sequence[Tensor]) -> np.ndarray:
+def matrix_fields(oks: Sequence[Tensor], *lists: Sequence[Tensor]) -> Tensor:
     """A column for each matrix: where `ok` is, rows, columns, then address and stride in each list.
     """
     rows, cols = zip(*(matrix.shape for matrix in lists[0]), strict=True)
     fields = [addresses(oks), rows, cols]
     for matrices in lists:
         fields += [addresses(matrices), strides(matrices)]
-    return np.array(fields, np.int64)
+    return torch.tensor(fields, dtype=torch.int64)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #65ad9b50
 def flat_fields(oks: Sequence[Tensor], steps: Sequence[Tensor],
-                *lists: Sequence[Tensor]) -> np.ndarray:
+                *lists: Sequence[Tensor]) -> Tensor:
     "A column for each tensor: where `ok` and `step` are, its size, then its address in each list."
     sizes = [t.numel() for t in lists[0]]
     fields = [addresses(oks), addresses(steps), sizes, *map(addresses, lists)]
-    return np.array(fields, np.int64)
+    return torch.tensor(fields, dtype=torch.int64)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #8c97a31d
-def are_wide(fields: np.ndarray) -> list[bool]:
+def are_wide(fields: Tensor) -> list[bool]:
     "For each column whether all fields are multiples of 16."
     return (fields % 16 == 0).all(0).tolist()
 
 
-def tiles_of(fields: np.ndarray) -> np.ndarray:
+def tiles_of(fields: Tensor) -> Tensor:
     "How many tiles cover each matrix."
     return -(-fields[1] // SIDE) * -(-fields[2] // SIDE)
 
@@ -169,11 +167,11 @@ def by_kind(*properties: Sequence) -> dict[tuple, list[int]]:
     return kinds
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #131fd330
-def make_table(fields: np.ndarray, blocks: np.ndarray, device: torch.device) -> tuple[Tensor, int]:
+def make_table(fields: Tensor, blocks: Tensor, device: torch.device) -> tuple[Tensor, int]:
     "A table on a device, over the fields the number of each tensor's first block; all blocks."
-    ends = np.cumsum(blocks)
-    table = np.concatenate([(ends - blocks)[None], fields])
-    return on_device(np.ascontiguousarray(table), device), int(ends[-1])
+    ends = blocks.cumsum(0)
+    table = torch.cat([(ends - blocks)[None], fields])
+    return on_device(table, device), int(ends[-1])
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #e12fbe06
 def launch(kernel: Callable, programs: int, table: Tensor, *args, **constants) -> None:

@@ -113,7 +113,8 @@ def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
 def described(member: Member) -> str:
     "What has to be alike on all ranks."
     p = member.param
-    options = {k: v for k, v in member.group.items() if k not in ("params", "param_names")}
+    options = {k: float(v) if isinstance(v, Tensor) else v for k, v in member.group.items()
+               if k not in ("params", "param_names")}
     options["rule"] = rule_word(options["rule"])
     return f"{member.name} {tuple(p.shape)} {p.dtype} with {options}"
 
@@ -386,7 +387,7 @@ class ParallelMuon(torch.optim.Optimizer):
         late = [bucket for bucket in self.buckets if bucket not in self.early]
         gradient = partial(gradient_of, ranks=self.ranks)
         in_turn(late, lambda bucket: bucket.begin(gradient),
-                lambda bucket: parts.extend(bucket.arrive()))
+                lambda bucket: parts.extend(bucket.arrive()), apart=1)
         return parts
 
     def new_state(self, member: Member,
@@ -443,11 +444,11 @@ class ParallelMuon(torch.optim.Optimizer):
         self.send_rest()
         self.check_step()
         given = self.gradients_given()
-        parts = self.mean_of_matrices()
         others = self.mean_of_others()
-        self.measure(parts, others, given)
+        self.measure(self.mean_of_matrices(), others, given)
         self.move_others(others)
-        in_turn(self.buckets, self.prepare_bucket, self.give_back, self.move_matrices)
+        apart = int(self.ranks.world > 1)
+        in_turn(self.buckets, self.prepare_bucket, self.give_back, self.move_matrices, apart=apart)
         self.count_step()
         return loss
 
@@ -733,15 +734,16 @@ def gradient_arrived(owner: Callable[[], "ParallelMuon | None"], p: Tensor) -> N
         optimizer.send_ready(p)
 
 # %% ../nbs/reference/17g_optimizer.ipynb #c02a7f0b
-def in_turn(buckets: Sequence[AnyBucket], *stages: Callable[[AnyBucket], Any]) -> None:
-    """Every bucket through all stages, one stage behind the bucket before it.
+def in_turn(buckets: Sequence[AnyBucket], *stages: Callable[[AnyBucket], Any],
+            apart: int) -> None:
+    """Every bucket through all stages, so many stages behind the bucket before it.
 
-    So one transfer is under way while something else is done, and few buckets hold memory.
+    With 1, a bucket travels while another is worked on; with 0, one at a time holds memory.
     """
-    for at in range(len(buckets) + len(stages) - 1):
-        for late, stage in enumerate(stages):
-            if 0 <= at - late < len(buckets):
-                stage(buckets[at - late])
+    for at in range(len(buckets) + apart * (len(stages) - 1)):
+        for number, stage in enumerate(stages):
+            if 0 <= at - apart * number < len(buckets):
+                stage(buckets[at - apart * number])
 
 # %% ../nbs/reference/17g_optimizer.ipynb #ea4d171d
 def gradient_here(p: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from golfnb.run import open_run
 
 def train_one_s_own(model: nn.Module, batches: list[torch.Tensor]) -> None:
     "A module of one's own under ParallelMuon."
-    optimizer = golfnb.ParallelMuon(model)
+    groups = golfnb.param_groups(model, heads=["head"])
+    optimizer = golfnb.ParallelMuon(groups, 0.02, ns_coefficients="polar_express", max_norm=1.0)
     for batch in batches:
         loss: torch.Tensor = model(batch).mean()
         loss.backward()

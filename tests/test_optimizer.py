@@ -3,6 +3,8 @@ import copy
 import io
 import logging
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -798,3 +800,23 @@ def test_a_step_recorded_in_a_cuda_graph_replays(dtype):
             take()
         results.append({n: t.float().cpu() for n, t in weights_of(model).items()})
     assert distance(*results) == 0
+
+
+ALONE = """
+import sys
+for name in ("numpy", "triton", "sentencepiece", "matplotlib", "IPython", "nbdev", "fastcore"):
+    sys.modules[name] = None
+import torch
+from golfnb import ParallelMuon, param_groups
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)) for _ in range(2)))
+optimizer = ParallelMuon(param_groups(model), 0.02)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print(optimizer)
+"""
+
+
+def test_torch_is_all_it_needs():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert "muon" in done.stdout
