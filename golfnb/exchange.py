@@ -29,6 +29,9 @@ from .rules import OptimizerError
 if TYPE_CHECKING:  # at run time it takes seconds to import
     from torch.distributed.tensor import DTensor
 
+# torch gives out torch._foreach_copy_ without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
+
 # %% ../nbs/reference/17d_exchange.ipynb #f26a20a2
 def is_dtensor(t: Tensor) -> "TypeGuard[DTensor]":
     "Whether `t` is a DTensor; where there is one, their module has been imported."
