@@ -336,6 +336,43 @@ class ParallelMuon(torch.optim.Optimizer):
         self.owned |= {m for bucket in buckets for m in bucket.mine}
         self.watch_gradients(fresh)
 
+    def new_state(self, member: Member,
+                  tensors: dict[str, Tensor] | None = None) -> MemberState:
+        "The state of a parameter on this rank."
+        if member.rule.matrices:
+            state = MatrixState(member, self.owned, self.ranks, tensors)
+            self.slots |= state.slots
+        else:
+            state = MemberState(member, self.ranks, tensors)
+        self.states[member.param] = state
+        return state
+
+    def share_buffers(self, module: nn.Module) -> None:
+        "Gives every rank rank 0's buffers, and warns of those that will differ."
+        if self.reduce == "mean":
+            copy_from_rank_0(module.buffers(), self.ranks)
+            warn_of_drift(module, self.ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        "What is copied and pickled; buckets and views are made again."
+        made = ("members", "buckets", "early", "params_of", "arrived", "begun", "states", "slots",
+                "weights", "owned", "ranks", "ok", "coef")
+        return {name: value for name, value in self.__dict__.items()
+                if name not in made and not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        "Plans again; on several ranks every rank must do it."
+        torch.optim.Optimizer.__setstate__(self, state)
+        self.ranks = find_ranks(self.mesh)
+        self.members = []
+        members = members_of(self.param_groups)
+        self.plan(members)
+        for member in members:
+            self.new_state(member, self.state.get(member.param, {}))
+
+    def __repr__(self) -> str:
+        return f"ParallelMuon on {self.ranks.world} rank(s)\n{group_table(self.param_groups)}"
+
     def watch_gradients(self, fresh: Sequence[Member]) -> None:
         "With `overlap`, has every gradient of a matrix say when it is there."
         self.early = [b for b in self.buckets
@@ -378,55 +415,6 @@ class ParallelMuon(torch.optim.Optimizer):
         while self.begun < len(self.early):
             self.begin_next()
 
-    def mean_of_matrices(self) -> list[Tensor]:
-        "The mean gradients of the matrices that this rank owns, or of its shards."
-        parts: list[Tensor] = []
-        for bucket in self.early:
-            parts += bucket.arrive()
-        self.forget_sent()
-        late = [bucket for bucket in self.buckets if bucket not in self.early]
-        gradient = partial(gradient_of, ranks=self.ranks)
-        in_turn(late, lambda bucket: bucket.begin(gradient),
-                lambda bucket: parts.extend(bucket.arrive()), apart=1)
-        return parts
-
-    def new_state(self, member: Member,
-                  tensors: dict[str, Tensor] | None = None) -> MemberState:
-        "The state of a parameter on this rank."
-        if member.rule.matrices:
-            state = MatrixState(member, self.owned, self.ranks, tensors)
-            self.slots |= state.slots
-        else:
-            state = MemberState(member, self.ranks, tensors)
-        self.states[member.param] = state
-        return state
-
-    def share_buffers(self, module: nn.Module) -> None:
-        "Gives every rank rank 0's buffers, and warns of those that will differ."
-        if self.reduce == "mean":
-            copy_from_rank_0(module.buffers(), self.ranks)
-            warn_of_drift(module, self.ranks)
-
-    def __getstate__(self) -> dict[str, Any]:
-        "What is copied and pickled; buckets and views are made again."
-        made = ("members", "buckets", "early", "params_of", "arrived", "begun", "states", "slots",
-                "weights", "owned", "ranks", "ok", "coef")
-        return {name: value for name, value in self.__dict__.items()
-                if name not in made and not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        "Plans again; on several ranks every rank must do it."
-        torch.optim.Optimizer.__setstate__(self, state)
-        self.ranks = find_ranks(self.mesh)
-        self.members = []
-        members = members_of(self.param_groups)
-        self.plan(members)
-        for member in members:
-            self.new_state(member, self.state.get(member.param, {}))
-
-    def __repr__(self) -> str:
-        return f"ParallelMuon on {self.ranks.world} rank(s)\n{group_table(self.param_groups)}"
-
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler at once
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -459,6 +447,18 @@ class ParallelMuon(torch.optim.Optimizer):
             return None
         sent = torch.tensor(given, dtype=torch.float32, pin_memory=self.norm.is_cuda)
         return self.ranks.sum(sent.to(self.norm.device, non_blocking=True)) > 0
+
+    def mean_of_matrices(self) -> list[Tensor]:
+        "The mean gradients of the matrices that this rank owns, or of its shards."
+        parts: list[Tensor] = []
+        for bucket in self.early:
+            parts += bucket.arrive()
+        self.forget_sent()
+        late = [bucket for bucket in self.buckets if bucket not in self.early]
+        gradient = partial(gradient_of, ranks=self.ranks)
+        in_turn(late, lambda bucket: bucket.begin(gradient),
+                lambda bucket: parts.extend(bucket.arrive()), apart=1)
+        return parts
 
     def mean_of_others(self) -> list[tuple[Member, Tensor]]:
         "Parameters without a matrix rule, with mean gradients; of a sharded one, its shard's."
