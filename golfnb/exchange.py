@@ -29,6 +29,9 @@ from .rules import OptimizerError
 if TYPE_CHECKING:  # at run time it takes seconds to import
     from torch.distributed.tensor import DTensor
 
+# torch gives out torch._foreach_copy_ without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
+
 # %% ../nbs/reference/17d_exchange.ipynb #f26a20a2
 def is_dtensor(t: Tensor) -> "TypeGuard[DTensor]":
     "Whether `t` is a DTensor; where there is one, their module has been imported."
@@ -307,8 +310,8 @@ def cut_shares(flat: Tensor, shares: Sequence[Sequence[ParamMatrix]]) -> list[Te
 # %% ../nbs/reference/17d_exchange.ipynb #6b32f6e2
 def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
     "Copy each of `contents` to its place."
-    for place, content in zip(places, contents, strict=True):
-        place.copy_(content)
+    if places:
+        torch._foreach_copy_(list(places), list(contents))
 
 # %% ../nbs/reference/17d_exchange.ipynb #1c9a2330
 # matrices of one group and shape, their gradients, the rows that these are of -> what to make whole
@@ -483,7 +486,7 @@ class ShardedBucket(Pieces):
         yield from zip(self.everything, rows, results, strict=True)
 
 # %% ../nbs/reference/17d_exchange.ipynb #eef9dd63
-SCRATCH_BYTES = 256 << 20  # of a bucket on a rank, unless one matrix a rank needs more
+SCRATCH_BYTES = 128 << 20  # of a bucket on a rank, unless one matrix a rank needs more
 
 
 def make_buckets(matrices: Sequence[ParamMatrix], ranks: Group, average: bool = True,

@@ -113,7 +113,8 @@ def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
 def described(member: Member) -> str:
     "What has to be alike on all ranks."
     p = member.param
-    options = {k: v for k, v in member.group.items() if k not in ("params", "param_names")}
+    options = {k: float(v) if isinstance(v, Tensor) else v for k, v in member.group.items()
+               if k not in ("params", "param_names")}
     options["rule"] = rule_word(options["rule"])
     return f"{member.name} {tuple(p.shape)} {p.dtype} with {options}"
 
@@ -335,6 +336,43 @@ class ParallelMuon(torch.optim.Optimizer):
         self.owned |= {m for bucket in buckets for m in bucket.mine}
         self.watch_gradients(fresh)
 
+    def new_state(self, member: Member,
+                  tensors: dict[str, Tensor] | None = None) -> MemberState:
+        "The state of a parameter on this rank."
+        if member.rule.matrices:
+            state = MatrixState(member, self.owned, self.ranks, tensors)
+            self.slots |= state.slots
+        else:
+            state = MemberState(member, self.ranks, tensors)
+        self.states[member.param] = state
+        return state
+
+    def share_buffers(self, module: nn.Module) -> None:
+        "Gives every rank rank 0's buffers, and warns of those that will differ."
+        if self.reduce == "mean":
+            copy_from_rank_0(module.buffers(), self.ranks)
+            warn_of_drift(module, self.ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        "What is copied and pickled; buckets and views are made again."
+        made = ("members", "buckets", "early", "params_of", "arrived", "begun", "states", "slots",
+                "weights", "owned", "ranks", "ok", "coef")
+        return {name: value for name, value in self.__dict__.items()
+                if name not in made and not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        "Plans again; on several ranks every rank must do it."
+        torch.optim.Optimizer.__setstate__(self, state)
+        self.ranks = find_ranks(self.mesh)
+        self.members = []
+        members = members_of(self.param_groups)
+        self.plan(members)
+        for member in members:
+            self.new_state(member, self.state.get(member.param, {}))
+
+    def __repr__(self) -> str:
+        return f"ParallelMuon on {self.ranks.world} rank(s)\n{group_table(self.param_groups)}"
+
     def watch_gradients(self, fresh: Sequence[Member]) -> None:
         "With `overlap`, has every gradient of a matrix say when it is there."
         self.early = [b for b in self.buckets
@@ -377,55 +415,6 @@ class ParallelMuon(torch.optim.Optimizer):
         while self.begun < len(self.early):
             self.begin_next()
 
-    def mean_of_matrices(self) -> list[Tensor]:
-        "The mean gradients of the matrices that this rank owns, or of its shards."
-        parts: list[Tensor] = []
-        for bucket in self.early:
-            parts += bucket.arrive()
-        self.forget_sent()
-        late = [bucket for bucket in self.buckets if bucket not in self.early]
-        gradient = partial(gradient_of, ranks=self.ranks)
-        in_turn(late, lambda bucket: bucket.begin(gradient),
-                lambda bucket: parts.extend(bucket.arrive()))
-        return parts
-
-    def new_state(self, member: Member,
-                  tensors: dict[str, Tensor] | None = None) -> MemberState:
-        "The state of a parameter on this rank."
-        if member.rule.matrices:
-            state = MatrixState(member, self.owned, self.ranks, tensors)
-            self.slots |= state.slots
-        else:
-            state = MemberState(member, self.ranks, tensors)
-        self.states[member.param] = state
-        return state
-
-    def share_buffers(self, module: nn.Module) -> None:
-        "Gives every rank rank 0's buffers, and warns of those that will differ."
-        if self.reduce == "mean":
-            copy_from_rank_0(module.buffers(), self.ranks)
-            warn_of_drift(module, self.ranks)
-
-    def __getstate__(self) -> dict[str, Any]:
-        "What is copied and pickled; buckets and views are made again."
-        made = ("members", "buckets", "early", "params_of", "arrived", "begun", "states", "slots",
-                "weights", "owned", "ranks", "ok", "coef")
-        return {name: value for name, value in self.__dict__.items()
-                if name not in made and not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        "Plans again; on several ranks every rank must do it."
-        torch.optim.Optimizer.__setstate__(self, state)
-        self.ranks = find_ranks(self.mesh)
-        self.members = []
-        members = members_of(self.param_groups)
-        self.plan(members)
-        for member in members:
-            self.new_state(member, self.state.get(member.param, {}))
-
-    def __repr__(self) -> str:
-        return f"ParallelMuon on {self.ranks.world} rank(s)\n{group_table(self.param_groups)}"
-
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler at once
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -443,11 +432,11 @@ class ParallelMuon(torch.optim.Optimizer):
         self.send_rest()
         self.check_step()
         given = self.gradients_given()
-        parts = self.mean_of_matrices()
         others = self.mean_of_others()
-        self.measure(parts, others, given)
+        self.measure(self.mean_of_matrices(), others, given)
         self.move_others(others)
-        in_turn(self.buckets, self.prepare_bucket, self.give_back, self.move_matrices)
+        apart = int(self.ranks.world > 1)
+        in_turn(self.buckets, self.prepare_bucket, self.give_back, self.move_matrices, apart=apart)
         self.count_step()
         return loss
 
@@ -458,6 +447,18 @@ class ParallelMuon(torch.optim.Optimizer):
             return None
         sent = torch.tensor(given, dtype=torch.float32, pin_memory=self.norm.is_cuda)
         return self.ranks.sum(sent.to(self.norm.device, non_blocking=True)) > 0
+
+    def mean_of_matrices(self) -> list[Tensor]:
+        "The mean gradients of the matrices that this rank owns, or of its shards."
+        parts: list[Tensor] = []
+        for bucket in self.early:
+            parts += bucket.arrive()
+        self.forget_sent()
+        late = [bucket for bucket in self.buckets if bucket not in self.early]
+        gradient = partial(gradient_of, ranks=self.ranks)
+        in_turn(late, lambda bucket: bucket.begin(gradient),
+                lambda bucket: parts.extend(bucket.arrive()), apart=1)
+        return parts
 
     def mean_of_others(self) -> list[tuple[Member, Tensor]]:
         "Parameters without a matrix rule, with mean gradients; of a sharded one, its shard's."
@@ -733,15 +734,16 @@ def gradient_arrived(owner: Callable[[], "ParallelMuon | None"], p: Tensor) -> N
         optimizer.send_ready(p)
 
 # %% ../nbs/reference/17g_optimizer.ipynb #c02a7f0b
-def in_turn(buckets: Sequence[AnyBucket], *stages: Callable[[AnyBucket], Any]) -> None:
-    """Every bucket through all stages, one stage behind the bucket before it.
+def in_turn(buckets: Sequence[AnyBucket], *stages: Callable[[AnyBucket], Any],
+            apart: int) -> None:
+    """Every bucket through all stages, so many stages behind the bucket before it.
 
-    So one transfer is under way while something else is done, and few buckets hold memory.
+    With 1, a bucket travels while another is worked on; with 0, one at a time holds memory.
     """
-    for at in range(len(buckets) + len(stages) - 1):
-        for late, stage in enumerate(stages):
-            if 0 <= at - late < len(buckets):
-                stage(buckets[at - late])
+    for at in range(len(buckets) + apart * (len(stages) - 1)):
+        for number, stage in enumerate(stages):
+            if 0 <= at - apart * number < len(buckets):
+                stage(buckets[at - apart * number])
 
 # %% ../nbs/reference/17g_optimizer.ipynb #ea4d171d
 def gradient_here(p: Tensor) -> Tensor:

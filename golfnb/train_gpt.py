@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 06bf8c7fa649ec38
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d1a0ddf8e38f4ac8
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2139,13 +2139,96 @@ class Loader:
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 
 
-def plain_product(a: Tensor, b: Tensor, alpha: float, beta: float,
-                  symmetric: bool = False) -> Tensor:
-    """alpha * a @ b + beta * b for a [n, M, M] and b [n, M, N].
+def ns_product_kernel(x, square, norm, out, M, K, a, b, c, POLYNOMIAL: tl.constexpr,
+                      TURNED: tl.constexpr, SIDE: tl.constexpr):
+    """A tile of X X^T for X [n, M, K], and its mirror image.
 
-    `symmetric`: the result equals its transpose.
+    POLYNOMIAL: of (a I + b S + c S S^T) / norm for S = X / norm^2. `x` describes the rows of all
+    X, each stored as [K, M] if TURNED; `square` is X if POLYNOMIAL.
     """
-    return torch.baddbmm(b, a, b, beta=beta, alpha=alpha)
+    high = M // SIDE
+    tiles = high * (high + 1) // 2
+    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    other, i = tile // (high + 1), tile % (high + 1)
+    j = high - 1 - other  # columns j and other have high + 1 tiles between them
+    if i > j:
+        i -= j + 1
+        j = other
+    first, left = i * SIDE, j * SIDE
+    acc = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    for k in tl.range(0, K, 64):
+        if TURNED:
+            acc = tl.dot(x.load([n * K + k, first]).T, x.load([n * K + k, left]), acc)
+        else:
+            acc = tl.dot(x.load([n * M + first, k]), x.load([n * M + left, k]).T, acc)
+    row, col, start = first + tl.arange(0, SIDE), left + tl.arange(0, SIDE), n.to(tl.int64) * M * M
+    here = start + row[:, None] * M + col[None, :]
+    if POLYNOMIAL:
+        s = 1 / tl.load(norm + n)
+        acc = c * (acc * s * s * s * s) + b * (tl.load(square + here).to(tl.float32) * s * s)
+        acc = s * (acc + tl.where(row[:, None] == col[None, :], a, 0.0))
+    found = acc.to(out.dtype.element_ty)
+    tl.store(out + here, found)
+    if i < j:
+        tl.store(out + start + col[:, None] * M + row[None, :], tl.trans(found))
+
+
+def half_product(x: Tensor, side: int, warps: int, norm: Tensor | None = None,
+                 polynomial: tuple = (0.0, 0.0, 0.0)) -> Tensor:
+    """X X^T of each X of x [n, M, K], M a multiple of `side`, K one of 64; sums in fp32.
+
+    With `norm` [n] and (a, b, c), for symmetric X: (a I + b S + c S S^T) / norm, S = X / norm^2.
+    Raises GolfError where no kernel can run.
+    """
+    check_runnable(x)
+    n, M, K = x.shape
+    turned = not x.is_contiguous()
+    rows = x.mT.reshape(n * K, M) if turned else x.reshape(n * M, K)
+    block = [64, side] if turned else [side, 64]
+    out, high = x.new_empty(n, M, M), M // side
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        jitted(ns_product_kernel)[(n * high * (high + 1) // 2,)](
+            TensorDescriptor.from_tensor(rows, block), x, norm, out, M, K, *polynomial,
+            POLYNOMIAL=norm is not None, TURNED=turned, SIDE=side, num_warps=warps, num_stages=4)
+    return out
+
+
+def halved_steps(X: Tensor, coeffs, scale: float, eps: float, tiles: tuple) -> Tensor:
+    "The steps of `newton_schulz`, symmetric products by halves, with a row of PRODUCT_TILES."
+    _, side, warps, both = tiles
+    both = both and X.shape[2] % 64 == 0
+    if not X.mT.is_contiguous():
+        X = X.contiguous()
+    if X.data_ptr() % 16:  # no descriptor may start there
+        X = X.clone()
+    ones = X.new_ones(len(X), dtype=torch.float32)
+    for step, polynomial in enumerate(coeffs):
+        A = half_product(X, side, warps) if both else torch.bmm(X, X.mT)
+        norm = ones
+        if step == 0:  # X is not divided yet
+            squares = A.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float32)
+            norm = squares.sqrt() * scale + eps
+        X = torch.bmm(half_product(A, side, warps, norm, polynomial), X)
+    return X
+
+
+PRODUCT_TILES = (  # short side at most; side and warps of a tile; is X X^T by the kernel too?
+    (512, 64, 4, False),
+    (4096, 128, 8, True),
+    (4096, 64, 4, False))
+
+
+def product_tiles(X: Tensor) -> tuple | None:
+    "The first row of PRODUCT_TILES that fits X [n, short, long]; None: the library multiplies."
+    derivative = X.requires_grad and torch.is_grad_enabled()  # a kernel has none
+    overflows = X.dtype == torch.float16                      # X X^T of an X that is not divided
+    if derivative or overflows or not X.numel() or not usable_kernels(X.device, X.dtype):
+        return None
+    if X.is_cuda and torch.cuda.get_device_capability(X.device)[0] != 9:  # not measured
+        return None
+    short = X.shape[1]
+    fitting = (row for row in PRODUCT_TILES if short <= row[0] and short % row[1] == 0)
+    return next(fitting, None)
 
 
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
@@ -2154,7 +2237,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     zero ones stay zero (PR #399).
 
     A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
-    `dtype` of products and result, None: G's; `kernels`: use Triton where it can run. Raises
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
     GolfError if G is no float matrix.
     """
     if G.ndim < 2 or not G.is_floating_point():
@@ -2163,16 +2246,15 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
-    fused = kernels and bool(usable_kernels(X.device, X.dtype)) and min(X.shape[1:]) >= 64
-    # a kernel has no derivative
-    fused = fused and not (X.requires_grad and torch.is_grad_enabled())
-    norm = X.norm(dim=(-2, -1), keepdim=True) * scale + eps
-    add = kernel_product if fused else plain_product
-    X = torch.div(X, norm, out=X.new_empty(X.shape)) if fused else X / norm  # rows lie together
-    for a, b, c in coeffs:
-        A = torch.bmm(X, X.mT)
-        A = add(A, A, c, b, symmetric=True)
-        X = add(A, X, 1.0, a)
+    tiles = product_tiles(X) if kernels and coeffs else None
+    if tiles:
+        X = halved_steps(X, coeffs, scale, eps, tiles)
+    else:
+        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+        for a, b, c in coeffs:
+            A = torch.bmm(X, X.mT)
+            A = torch.baddbmm(A, A, A, beta=b, alpha=c)
+            X = torch.baddbmm(X, A, X, beta=a)
     X = X.mT if tall else X
     return X.reshape(G.shape)
 
@@ -2197,56 +2279,6 @@ def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tens
     and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
     """
     return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
-
-
-def ns_product_kernel(a, b, out, M, N, a_slot, a_row, a_col, b_slot, b_row, b_col, alpha, beta,
-                      SYMMETRIC: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr):
-    """One tile of `plain_product`, whose result has M rows and N columns.
-
-    _slot, _row and _col are strides.
-    """
-    across = tl.cdiv(N, SIDE)
-    first, left = tl.program_id(0) // across * SIDE, tl.program_id(0) % across * SIDE
-    if SYMMETRIC:
-        if left < first:
-            return
-    n = tl.program_id(1).to(tl.int64)
-    row, col, k = first + tl.arange(0, SIDE), left + tl.arange(0, SIDE), tl.arange(0, BK)
-    a += n * a_slot + row[:, None] * a_row + k[None, :] * a_col
-    b += n * b_slot + col[None, :] * b_col
-    x, acc = b + k[:, None] * b_row, tl.zeros((SIDE, SIDE), dtype=tl.float32)
-    for at in tl.range(0, M, BK):
-        left_part = tl.load(a, mask=(row[:, None] < M) & (k[None, :] < M - at), other=0.0)
-        acc = tl.dot(left_part,
-                     tl.load(x, mask=(k[:, None] < M - at) & (col[None, :] < N), other=0.0), acc)
-        a += BK * a_col
-        x += BK * b_row
-    live = (row[:, None] < M) & (col[None, :] < N)
-    addend = tl.load(b + row[:, None] * b_row, mask=live, other=0.0).to(tl.float32)
-    found = (alpha * acc + beta * addend).to(out.dtype.element_ty)
-    out += n * M * N
-    tl.store(out + row[:, None] * N + col[None, :], found, mask=live)
-    if SYMMETRIC:
-        if left > first:
-            mirrored = (col[:, None] < N) & (row[None, :] < M)
-            tl.store(out + col[:, None] * N + row[None, :], tl.trans(found), mask=mirrored)
-
-
-def kernel_product(a: Tensor, b: Tensor, alpha: float, beta: float,
-                   symmetric: bool = False) -> Tensor:
-    "`plain_product` in one launch, sums in fp32. Raises GolfError where no kernel can run."
-    check_runnable(a)
-    n, M, N = b.shape
-    high = triton.cdiv(M, 128)
-    tiles = high * (high + 1) // 2 if symmetric else high * triton.cdiv(N, 128)
-    side, stages = (128, 3) if n * tiles >= 132 else (64, 4)  # the multiprocessors of an H100
-    out = b.new_empty(n, M, N)
-    with torch.cuda.device_of(a):  # Triton launches on the current device
-        jitted(ns_product_kernel)[(triton.cdiv(M, side) * triton.cdiv(N, side), n)](
-            a, b, out, M, N, *a.stride(), *b.stride(), alpha, beta, SYMMETRIC=symmetric,
-            SIDE=side, BK=64,
-            num_warps=4, num_stages=stages)
-    return out
 
 
 # ---- golfnb/plan.py ----

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from golfnb.settings import GolfError
 from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, usable_kernels
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
-from golfnb.newton_schulz import newton_schulz
+from golfnb.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
 
 CASES = """
@@ -57,22 +57,21 @@ print("equal")
 OPTIMIZER = """
 from types import SimpleNamespace
 import torch
-from golfnb.newton_schulz import kernel_product, plain_product
+from golfnb.newton_schulz import half_product
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
 torch.manual_seed(0)
 def near(a, b, terms):
     "Two orders of the same sums: the rounding errors of `terms` terms add up like a random walk."
     return float((a - b).norm() / b.norm()) < terms ** 0.5 * torch.finfo(b.dtype).eps
-for n, M, N in ((2, 70, 100), (1, 128, 200), (3, 64, 64), (140, 65, 70), (45, 130, 140)):  # the last two have large tiles
-    for X in (torch.randn(n, M, N), torch.randn(n, N, M).mT)[n == 45:2 - (n == 140)]:  # either orientation, of the large ones one each
-        A = X @ X.mT
-        B = kernel_product(A, A, 2.0, -4.7, symmetric=True)
-        assert near(B, plain_product(A, A, 2.0, -4.7), M)
-        assert near(kernel_product(B, X, 1.0, 3.4), plain_product(B, X, 1.0, 3.4), M)
-        tile = torch.arange(M) // (128 if n >= 45 else 64)
-        mirrored = tile[:, None] != tile[None, :]  # one product, written twice; within a tile two products, which may round apart
-        assert torch.equal(B[:, mirrored], B.mT[:, mirrored])
-        assert near(B.mT, B, M)
+for n, M, K, side in ((2, 64, 128, 64), (1, 192, 64, 64), (3, 128, 192, 128), (2, 384, 64, 128), (1, 256, 448, 128), (5, 320, 320, 64)):  # one tile, odd and even numbers of them
+    for X in (torch.randn(n, M, K), torch.randn(n, K, M).mT):  # either orientation
+        A, exact = half_product(X, side, 4), X.double() @ X.double().mT
+        assert torch.equal(A, A.mT) and near(A, exact.float(), K)
+        norm, (a, b, c) = torch.rand(n) + 0.5, (3.4, -4.7, 2.0)
+        S = A.double() / norm.view(n, 1, 1) ** 2
+        exact = (a * torch.eye(M) + b * S + c * S @ S) / norm.view(n, 1, 1)
+        B = half_product(A, side, 4, norm, (a, b, c))
+        assert torch.equal(B, B.mT) and near(B, exact.float(), M)
 for shape in ((3, 70, 100), (2, 130, 65)):
     n, r, c = shape
     some = torch.arange(n).view(n, 1, 1) % 2 == 0  # every other slot has a gradient
@@ -95,6 +94,21 @@ for shape in ((3, 70, 100), (2, 130, 65)):
                 torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
                 assert y.isfinite().all()
 import golfnb.newton_schulz, golfnb.parallel_muon
+from golfnb.newton_schulz import newton_schulz, product_tiles
+golfnb.newton_schulz.usable_kernels = lambda device, dtype: True
+for n, r, c in ((2, 64, 64), (3, 128, 192), (1, 640, 704), (2, 128, 100), (1, 576, 600), (2, 70, 100)):
+    G = torch.randn(n, r, c)
+    G[0] *= 1e-3
+    rows = torch.cat([torch.zeros(1), G.flatten()])[1:].view(n, r, c)
+    assert (product_tiles(G) is None) == (r == 70)
+    for g in (G, rows, G.mT, G.mT.contiguous(), G.mT.contiguous().mT, torch.cat([G, G], 2)[:, :, :c]):
+        assert float((newton_schulz(g) - newton_schulz(g, kernels=False)).norm() / r ** 0.5) < 1e-4
+G = torch.randn(4, 128, 64)
+G[1], G[3] = 0, float("nan")
+assert torch.equal(newton_schulz(G)[::2], newton_schulz(G[::2])) and not newton_schulz(G)[1].any() and newton_schulz(G)[3].isnan().all()
+assert not newton_schulz(torch.zeros(2, 64, 64), eps=1e-12).any()
+for other in (G[:0], G[:, :0], G.half(), G.clone().requires_grad_()):
+    assert product_tiles(other) is None
 found = []
 for use in (True, False):  # a whole update: which functions it takes
     golfnb.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
@@ -173,9 +187,12 @@ for tiles, back in ((P.MLP_UP_TILES, False), (P.MLP_DOWN_TILES, True)):
     ptx = build(P.mlp_product_kernel, dict(BACKWARD=back, SAVE=not back, FLAT=bool(tiles.FLAT), BM=bm, BN=bn, BK=bk), warps=tiles.num_warps, stages=tiles.num_stages,
                 a=desc(bm, bk), b=desc(bk, bn) if back else desc(bn, bk), z=desc(bm, bn // 2), out=desc(bm, bn // 2))
     assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
-for symmetric in (False, True):
-    for side, stages in ((64, 4), (128, 3)):
-        assert "wgmma" in build(P.ns_product_kernel, dict(a_col=1, b_col=1, SYMMETRIC=symmetric, SIDE=side, BK=64), numbers="M N a_slot a_row b_slot b_row".split(), stages=stages, alpha="fp32", beta="fp32")
+for polynomial in (False, True):
+    for _, side, warps, _ in P.PRODUCT_TILES:
+        for turned in (False, True):
+            ptx = build(P.ns_product_kernel, dict(POLYNOMIAL=polynomial, TURNED=turned, SIDE=side), ("norm",), ["M", "K"], warps, 4, a="fp32", b="fp32", c="fp32",
+                        x=f"tensordesc<bf16[{', '.join(map(str, (64, side) if turned else (side, 64)))}]>")
+            assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
 assert "st.global.v4" in build(P.nesterov_kernel, dict(BLOCK=2048, ok_slot=0), ("mu",), ["size"], ok="*i1")
 for ones in (dict(u_col=1), dict(u_row=1)):
     assert "st.global.v4" in build(P.master_kernel, dict(ones, SIDE=64, lr_slot=0, wd_slot=0, s_row=0, ok_slot=0), ("master", "lr", "wd", "scale"), "R C u_slot u_row u_col s_slot".split(), ok="*i1")
@@ -255,14 +272,31 @@ def test_kernels_on_the_gpu_round_no_worse_than_the_plain_functions():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_newton_schulz_on_the_gpu_rounds_no_worse_than_the_library():
+@pytest.mark.parametrize("coeffs,scale", [(NS5_COEFFS, 1.0), (POLAR_EXPRESS_COEFFS, 1.02)], ids=["quintic", "polar express"])
+def test_newton_schulz_on_the_gpu_rounds_no_worse_than_the_library(coeffs, scale):
+    "Each row of the table, and none; tall, wide and square; strides of other layouts; a start that no descriptor takes."
     torch.manual_seed(0)
-    for n, r, c in ((3, 512, 512), (22, 256, 512), (11, 512, 1536), (22, 512, 512), (2, 1536, 512), (5, 70, 130)):
+    for n, r, c in ((3, 512, 512), (22, 256, 512), (11, 512, 1536), (1, 64, 128), (2, 1536, 512), (3, 640, 640), (2, 768, 3072), (2, 2304, 768), (2, 1024, 1000), (2, 576, 1536), (5, 70, 130)):
         G = torch.randn(n, r, c, device="cuda").bfloat16()
-        exact, found = newton_schulz(G.double()), []
-        for kernels in (True, False):
-            found.append(((newton_schulz(G, kernels=kernels).double() - exact).norm() / exact.norm()).item())
-        assert found[0] < 1.3 * found[1], (n, r, c, found)
+        odd = torch.cat([G.new_zeros(1), G.flatten()])[1:].view(n, r, c)
+        for g in (G, odd, G.mT.contiguous().mT, torch.stack([G, G], 1)[:, 0], torch.cat([G, G], 2)[:, :, :c]):
+            exact, found = newton_schulz(g.double(), coeffs, scale), []
+            for kernels in (True, False):
+                found.append(((newton_schulz(g, coeffs, scale, kernels=kernels).double() - exact).norm() / exact.norm()).item())
+            assert found[0] < 1.3 * found[1], (n, r, c, g.stride(), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_matrix_does_not_touch_another_on_the_gpu():
+    "Zeros stay zero, not a number stays where it is, and every other matrix comes out bit for bit as alone."
+    for n, r, c in ((5, 256, 512), (5, 512, 256), (5, 768, 768), (5, 1536, 768)):
+        G = torch.randn(n, r, c, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
+        clean = newton_schulz(G)
+        G[1], G[3] = 0, float("nan")
+        out = newton_schulz(G)
+        assert not out[1].any() and out[3].isnan().all() and torch.equal(out[::2], clean[::2])
+        assert not newton_schulz(torch.zeros_like(G), eps=1e-12).any() and newton_schulz(G[:0]).shape == (0, r, c)
 
 
 @pytest.mark.gpu

@@ -1,12 +1,17 @@
 """Newton-Schulz against the SVD: failures these stop are named in each test."""
+import json
+import math
 import re
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz, newton_schulz_flops, polar_express,
-                                  polar_factor, quintic)
+from golfnb.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, PRODUCT_TILES, newton_schulz, newton_schulz_flops, polar_express,
+                                  polar_factor, product_tiles, quintic)
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 SHAPES = [(5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (24, 8), (1, 1)]
@@ -118,3 +123,41 @@ def test_flops_formula():
 def test_gradients_flow_through_a_weight_that_wants_them():
     W = torch.nn.Parameter(torch.randn(2, 6, 4, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda w: quintic(w, steps=2), (W,))
+
+
+def test_the_table_of_tiles_is_what_was_measured():
+    "Over the shapes that a row serves, each of its two choices is within three per cent of the best one."
+    found = json.loads((Path(__file__).parents[1] / "nbs/results/newton_schulz_products_h100.json").read_text())
+    assert found["unit"] == "ms" and found["machine"]["gpus"] == ["NVIDIA H100 80GB HBM3"]
+    ratios = {}
+    for name, times in found["samples"].items():
+        shape, *way = name.split()
+        if way[0] in ("first", "second"):
+            ratios.setdefault((shape, way[0]), {})[tuple(way[1:])] = median(times)
+    served = {}
+    for (shape, product), took in ratios.items():
+        short = int(shape.split("x")[1])
+        row = next(row for row in PRODUCT_TILES if short <= row[0] and short % row[1] == 0)
+        for way, ms in took.items():
+            served.setdefault((row, product), {}).setdefault(way, []).append(math.log(ms / min(took.values())))
+    assert {row for row, _ in served} == set(PRODUCT_TILES)
+    for (row, product), ways in served.items():
+        _, side, warps, both = row
+        chosen = (str(side), str(warps)) if both or product == "second" else ("library",)
+        most = max(map(len, ways.values()))  # a way that some of the shapes cannot take is no choice for the row
+        means = {way: math.exp(sum(logs) / len(logs)) for way, logs in ways.items() if len(logs) == most}
+        assert means[chosen] <= 1.03 * min(means.values()), (row, product, means)
+
+
+def test_only_measured_gpus_and_whole_tiles_take_a_kernel(monkeypatch):
+    monkeypatch.setattr("golfnb.newton_schulz.usable_kernels", lambda device, dtype: frozenset({"ns"}))
+    capability = [9, 0]
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: tuple(capability))
+
+    def rows(short, long=4096, dtype=torch.bfloat16):
+        return product_tiles(SimpleNamespace(shape=(2, short, long), dtype=dtype, device="cuda", is_cuda=True, requires_grad=False, numel=lambda: short * long))
+    assert rows(512) == PRODUCT_TILES[0] and rows(640) == rows(4096) == PRODUCT_TILES[1] and rows(576) == PRODUCT_TILES[2]
+    assert rows(100) is rows(4160) is rows(512, dtype=torch.float16) is None
+    for other in ((8, 0), (10, 0)):
+        capability[:] = other
+        assert rows(512) is None and rows(2048) is None
