@@ -238,15 +238,16 @@ class ParallelMuon(torch.optim.Optimizer):
     mesh: the ranks that share the work: a process group, a DeviceMesh of one dimension; None: all
     reduce: "mean": gradients are averaged here, without DDP; "none": DDP has averaged them.
         Gradients of `fully_shard` models are means already, and stay shards
-    overlap: gradients leave for their owners during backward; then all backward passes of a step
-        but the last stand under `with optimizer.no_sync():`, as under DDP
+    overlap: on several ranks, gradients leave for their owners during backward; then all backward
+        passes of a step but the last stand under `with optimizer.no_sync():`, as under DDP
     max_norm: clip the norm of the mean gradient to this; 0: do not
 
-    Every rank makes the same call, and at the end of it has rank 0's weights where they are not
-    sharded and reduce is "mean". A step in which a gradient is not finite on some rank changes
-    nothing on any; `skipped` counts them. `grad_norm` is the norm of the last step's mean gradient
-    before clipping. State is in fp32 or wider; a narrower weight has a master, which follows what
-    is written into the weight. Raises OptimizerError, a ValueError, for what cannot be trained.
+    Every rank makes the optimizer by the same call, which gives all of them rank 0's weights where
+    these are not sharded and reduce is "mean". A step in which a gradient is not finite on some
+    rank changes nothing on any; `skipped` counts them. `grad_norm` is the norm of the last step's
+    mean gradient before clipping. State is in fp32 or wider; a narrower weight has a master, which
+    follows what is written into the weight. Raises OptimizerError, a ValueError, for what cannot
+    be trained.
     """
     _step_supports_amp_scaling = True  # a GradScaler then calls `step`, which refuses
 
@@ -415,6 +416,25 @@ class ParallelMuon(torch.optim.Optimizer):
         while self.begun < len(self.early):
             self.begin_next()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For backward passes that only accumulate, as DDP's: no gradient leaves its rank.
+
+        Without `overlap` none leaves before `step` in any case.
+        """
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        "Drops all gradients, also those that have left for a step that was not made."
+        for bucket in self.early[:self.begun]:
+            bucket.arrive()
+        self.forget_sent()
+        torch.optim.Optimizer.zero_grad(self, set_to_none)
+
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler at once
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -505,7 +525,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def turned_run(self, bucket: AnyBucket,
                    run: list[ParamMatrix], stack: Tensor) -> Tensor:
-        "The same for matrices of one group and one shape."
+        "Directions of matrices of one group and shape; where `weights_travel`, new weights."
         group = run[0].group
         rule = rule_of(group)
         slots = [self.slots[m] for m in run]
@@ -525,7 +545,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return self.ranks.world > 1 and isinstance(bucket, ReplicatedBucket) and member.narrow
 
     def weight_here(self, m: ParamMatrix) -> Tensor:
-        "What this rank holds of a matrix, to be written in place; a view, kept while it fits."
+        "What this rank holds of a matrix, to be written in place; a view, anew if memory moved."
         address = local(m.param).data_ptr()
         found = self.weights.get(m)
         if found is None or found[0] != address:
@@ -628,25 +648,6 @@ class ParallelMuon(torch.optim.Optimizer):
                 "ParallelMuon skipped %d of %d steps: a gradient was not finite on some rank",
                 self.skipped, self.steps)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For backward passes that only accumulate, as DDP's: no gradient leaves its rank.
-
-        Without `overlap` none leaves before `step` in any case.
-        """
-        before, self.accumulating = self.accumulating, True
-        try:
-            yield
-        finally:
-            self.accumulating = before
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        "Drops all gradients, also those that have left for a step that was not made."
-        for bucket in self.early[:self.begun]:
-            bucket.arrive()
-        self.forget_sent()
-        torch.optim.Optimizer.zero_grad(self, set_to_none)
-
     def wait_for_ranks(self, call: str, patience: float = 5.0) -> None:
         """Returns when all ranks are here; after `patience` seconds says who waits.
 
@@ -736,9 +737,10 @@ def gradient_arrived(owner: Callable[[], "ParallelMuon | None"], p: Tensor) -> N
 # %% ../nbs/reference/17g_optimizer.ipynb #c02a7f0b
 def in_turn(buckets: Sequence[AnyBucket], *stages: Callable[[AnyBucket], Any],
             apart: int) -> None:
-    """Every bucket through all stages, so many stages behind the bucket before it.
+    """Calls every stage with every bucket, each `apart` stages behind the bucket before it.
 
-    With 1, a bucket travels while another is worked on; with 0, one at a time holds memory.
+    With 1, a bucket travels while another is worked on. With 0, a bucket goes through all stages
+    before the next begins, so that one at a time holds memory: for one rank.
     """
     for at in range(len(buckets) + apart * (len(stages) - 1)):
         for number, stage in enumerate(stages):

@@ -50,12 +50,12 @@ class Member:
 
     @property
     def rule(self) -> Rule:
-        "Of the group."
+        "The rule of its group."
         return rule_of(self.group)
 
     @property
     def dtype(self) -> torch.dtype:
-        "Of the state: fp32 or wider."
+        "The dtype of its state: fp32 or wider."
         return torch.promote_types(self.param.dtype, torch.float32)
 
     @property
@@ -84,8 +84,8 @@ def members_of(groups: Iterable[dict[str, Any]], first: int = 0) -> list[Member]
 class MemberState:
     """State of a parameter on this rank, for a rule that works element by element.
 
-    tensors: name -> tensor, as they stand in the optimizer's `state`; on a later start those that
-    were there, else zeros, and a master for a narrow weight.
+    tensors: name -> tensor, as they stand in the optimizer's `state`: those of a copied or pickled
+    optimizer, or, if None, `fresh` ones.
     """
 
     def __init__(self, member: Member, ranks: Group, tensors: dict[str, Tensor] | None = None):
@@ -93,7 +93,7 @@ class MemberState:
         self.tensors = self.fresh() if tensors is None else tensors
 
     def fresh(self) -> dict[str, Tensor]:
-        "The state before the first step."
+        "The state before the first step: zeros, and a master for a narrow weight."
         member = self.member
         found = {name: torch.zeros_like(member.weight, dtype=member.dtype)
                  for name in member.rule.state_names}
@@ -104,7 +104,7 @@ class MemberState:
         return found
 
     def names(self) -> list[str]:
-        "Of all state that some rank has."
+        "The names of all state that some rank has."
         rule = self.member.rule
         masters = ["master"] if self.member.narrow else []
         return [*rule.state_names, *masters, *rule.counters]
@@ -181,7 +181,7 @@ class MatrixState(MemberState):
         return [rule.matrix_state(m.rows, m.cols, group)[name] for m in matrices]
 
     def names(self) -> list[str]:
-        "Of all state that some rank has."
+        "The names of all state that some rank has."
         if not self.member.matrices:
             return []
         first = self.member.matrices[0]
@@ -200,7 +200,7 @@ class MatrixState(MemberState):
         return found
 
     def zeros(self, name: str, matrices: Sequence[ParamMatrix]) -> Tensor:
-        "Zeros for state of these matrices: like the parameter if it has its shape and all are."
+        "Zeros for state of these matrices: as the parameter if all are here, else flat."
         weight, dtype = self.member.weight, self.member.dtype
         if self.shaped(name) and len(matrices) == len(self.member.matrices):
             return torch.zeros_like(weight, dtype=dtype)
@@ -353,7 +353,10 @@ def read_saved(saved: dict[str, Any], members: Sequence[Member]) -> dict[str, Sa
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #b2c1cd5d
 def misfit(member_state: MemberState, saved: Saved) -> str:
-    "What of a saved state does not fit; '' if all does. One without anything counts as zeros."
+    """What of a saved state does not fit; '' if all does. One without anything counts as zeros.
+
+    State of one dimension fits by its number of elements.
+    """
     for name in member_state.names() if saved.state else ():
         shape = member_state.whole_shape(name)
         if name not in saved.state:
