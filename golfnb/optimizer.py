@@ -623,10 +623,11 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def notice_clipping(self) -> None:
         "Warns if gradients of all ranks twice have one norm, yet differ: each clipped its own."
-        grads = [local(m.param.grad).double() for m in self.members if m.param.grad is not None]
         mine = torch.zeros(2, dtype=torch.float64, device=self.norm.device)
-        for grad in grads:
-            mine += torch.stack([grad.square().sum(), grad.sum()])
+        for member in self.members:
+            if member.param.grad is not None:
+                grad = local(member.param.grad).double()
+                mine += torch.stack([grad.square().sum(), grad.sum()])
         found = [torch.empty_like(mine) for _ in range(self.ranks.world)]
         dist.all_gather(found, mine, group=self.ranks.process_group)
         norms, sums = torch.stack(found).T
