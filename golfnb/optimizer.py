@@ -700,7 +700,7 @@ class ParallelMuon(torch.optim.Optimizer):
         fitting = set(check_fit(list(self.states.values()), saved, strict))
         self.wait_for_ranks("load_state_dict")
         for group in self.param_groups:
-            names = [canonical(name) for name, _ in named_members(group)]
+            names = [canonical(member.name) for member in self.members if member.group is group]
             load_group(group, [saved[name] for name in names if name in fitting])
         for state in self.states.values():
             name = canonical(state.member.name)

@@ -74,8 +74,10 @@ def members_of(groups: Iterable[dict[str, Any]], first: int = 0) -> list[Member]
     found: list[Member] = []
     for group in groups:
         whole = rule_of(group).matrices
+        named = "param_names" in group
         for name, p in named_members(group):
             number = first + len(found)
+            name = name if named else f"parameter.{number}"
             matrices = matrices_of(name, p, group, number) if whole else []
             found.append(Member(name, p, group, number, matrices))
     return found
@@ -294,13 +296,14 @@ def canonical(name: str) -> str:
 def saved_names(groups: Sequence[SavedGroup], members: Sequence[Member]) -> list[str]:
     """The names of a file's parameters, in order.
 
-    A file without names is read by order: all parameters, or as many as there are with a matrix
-    rule. Raises OptimizerError if it is neither.
+    Without names, in the file or in the optimizer, it is read by order: all parameters, or as many
+    as there are with a matrix rule. Raises OptimizerError if it is neither.
     """
-    if all("param_names" in group for group in groups):
+    named = all("param_names" in member.group for member in members)
+    if named and all("param_names" in group for group in groups):
         return [canonical(name) for group in groups for name in group["param_names"]]
     keys = [key for group in groups for key in group["params"]]
-    if all(isinstance(key, str) for key in keys):  # of torch.distributed.checkpoint
+    if named and all(isinstance(key, str) for key in keys):  # of torch.distributed.checkpoint
         return [canonical(key) for key in keys]
     everything = [canonical(member.name) for member in members]
     matrices = [canonical(member.name) for member in members if member.rule.matrices]

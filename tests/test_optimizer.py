@@ -517,6 +517,26 @@ def test_states_that_do_not_fit_change_nothing():
     assert all(torch.equal(t, now["state"][k][name]) for k, s in good["state"].items() for name, t in s.items())
 
 
+def test_parameters_without_names_are_read_by_order():
+    "Two groups alike; by torch.save's numbers, and by torch.distributed.checkpoint's names."
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def made(seed):
+        model = small(seed=seed)
+        matrices = matrices_in(model)
+        others = [p for p in model.parameters() if p.ndim < 2]
+        return model, ParallelMuon([{"params": matrices[:3], "lr": 0.03 + seed}, {"params": matrices[3:]}, {"params": others, "rule": "adamw"}])
+    model, opt = made(0)
+    walked(model, opt)
+    for read in (lambda m, o: o.load_state_dict(copy.deepcopy(opt.state_dict())), lambda m, o: set_optimizer_state_dict(m, o, copy.deepcopy(get_optimizer_state_dict(model, opt)))):
+        twin, twin_opt = made(1)
+        twin.load_state_dict(model.state_dict())
+        read(twin, twin_opt)
+        original, original_opt = copy.deepcopy((model, opt))
+        assert twin_opt.param_groups[0]["lr"] == 0.03
+        assert distance(walked(twin, twin_opt, 2, 3), walked(original, original_opt, 2, 3)) == 0
+
+
 def test_a_parameter_that_never_had_a_gradient_is_taken_as_zeros():
     model = small()
     adamw = torch.optim.AdamW(model.named_parameters())
