@@ -711,6 +711,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                                                                  'golfnb/optimizer_state.py'),
                                         'golfnb.optimizer_state.from_dion': ( 'reference/optimizer_state.html#from_dion',
                                                                               'golfnb/optimizer_state.py'),
+                                        'golfnb.optimizer_state.has_names': ( 'reference/optimizer_state.html#has_names',
+                                                                              'golfnb/optimizer_state.py'),
                                         'golfnb.optimizer_state.load_group': ( 'reference/optimizer_state.html#load_group',
                                                                                'golfnb/optimizer_state.py'),
                                         'golfnb.optimizer_state.load_member': ( 'reference/optimizer_state.html#load_member',
