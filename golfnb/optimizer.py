@@ -671,7 +671,8 @@ class ParallelMuon(torch.optim.Optimizer):
         """Its state, for any number of ranks; every rank must call it.
 
         State that is divided among owners comes whole, on the CPU; DTensors stay DTensors, for
-        torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch.
+        torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch. For
+        checkpoints in which each rank writes its part, see `golfnb.ShardedState`.
         """
         self.wait_for_ranks("state_dict")
         live = self.state

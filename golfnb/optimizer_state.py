@@ -8,7 +8,7 @@ and those of others.
 __all__ = ['SavedGroup', 'WORDS', 'FIXED', 'Member', 'has_names', 'members_of', 'MemberState',
            'local_part', 'MatrixState', 'Saved', 'canonical', 'saved_names', 'from_average',
            'from_dion', 'translated', 'read_saved', 'misfit', 'check_fit', 'load_member',
-           'same_word', 'rule_word', 'load_group']
+           'same_word', 'rule_word', 'set_number', 'load_group']
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #a39b237e
 import logging
@@ -419,6 +419,15 @@ def rule_word(rule: object) -> str:
     "A rule's name as a file has it."
     return rule if isinstance(rule, str) else f"{type(rule).__module__}.{type(rule).__qualname__}"
 
+# %% ../nbs/reference/17f_optimizer_state.ipynb #440d37ba
+def set_number(group: dict[str, Any], name: str, value: Any) -> None:
+    "A number of a group from a file; one that is a tensor stays that tensor, filled."
+    here = group.get(name)
+    if isinstance(here, Tensor):
+        here.fill_(float(value))
+    else:
+        group[name] = value.item() if isinstance(value, Tensor) else value
+
 # %% ../nbs/reference/17f_optimizer_state.ipynb #830f80ef
 def load_group(group: dict[str, Any], saved: Sequence[Saved]) -> None:
     """Takes over the numbers of a group, as torch's optimizers do, from the file's groups.
@@ -435,7 +444,7 @@ def load_group(group: dict[str, Any], saved: Sequence[Saved]) -> None:
                 log.warning("the saved state was made with %s=%r; %r stays", name, others[0],
                             group[name])
         elif name not in FIXED and all(v == values[0] for v in values):
-            group[name] = values[0]
+            set_number(group, name, values[0])
         elif name not in FIXED:
             log.warning("the saved parameters of one group have several values of %s; %r stays",
                         name, group.get(name))

@@ -2,20 +2,25 @@
 import copy
 import io
 import logging
+import math
 import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from optimizer_workers import SETTINGS, NanoGPT, all_jobs, backward, build, loss_of, plain, rows_of, weights_of
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from workers import spawn
 
+from golfnb.exchange import Group, block_of, matrices_of
 from golfnb.grouping import param_groups
 from golfnb.optimizer import ParallelMuon
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
+from golfnb.sharded_state import ChunkedTensor, ShardedState, chunk_of
 
 WORLDS = (1, 2, 3, 4)
 ANY = [("nano", dict(accum=2)), ("gpt2", {}), ("encoder", dict(max_norm=0.05)), ("experts", {}), ("vision", dict(max_norm=0.3)), ("nano", dict(poison=(3, -1)))]
@@ -348,9 +353,11 @@ def saved(tmp_path_factory):
 
 
 TAKEN = [  # (kind, how, ranks) that saved; ranks and how that go on; the ways
-    (("encoder", "plain", 1), 1, "plain", ("file", "file, optimizer first", "dcp")), (("encoder", "plain", 2), 2, "plain", ("file", "dcp", "full")), (("encoder", "plain", 2), 1, "plain", ("file", "dcp")),
-    (("encoder", "plain", 1), 2, "plain", ("file", "dcp")), (("encoder", "sharded", 2), 2, "sharded", ("file", "dcp", "full")), (("encoder", "sharded", 3), 2, "sharded", ("file", "dcp")),
-    (("encoder", "sharded", 2), 1, "plain", ("file", "dcp")), (("encoder", "plain", 2), 3, "sharded", ("file", "dcp")), (("experts", "plain", 3), 2, "plain", ("file",)), (("vision", "ddp", 2), 2, "ddp", ("file", "dcp"))]
+    (("encoder", "plain", 1), 1, "plain", ("file", "file, optimizer first", "dcp", "parts")), (("encoder", "plain", 2), 2, "plain", ("file", "dcp", "full", "parts")), (("encoder", "plain", 2), 1, "plain", ("file", "dcp", "parts", "dcp of parts")),
+    (("encoder", "plain", 1), 2, "plain", ("file", "dcp", "parts", "parts of dcp")), (("encoder", "sharded", 2), 2, "sharded", ("file", "dcp", "full", "parts")), (("encoder", "sharded", 3), 2, "sharded", ("file", "dcp", "parts")),
+    (("encoder", "sharded", 2), 1, "plain", ("file", "dcp", "parts", "dcp of parts")), (("encoder", "sharded", 3), 2, "plain", ("parts", "parts of dcp")), (("encoder", "plain", 2), 3, "sharded", ("file", "dcp", "parts", "dcp of parts")),
+    (("experts", "plain", 3), 2, "plain", ("file", "parts")), (("experts", "plain", 3), 1, "plain", ("parts",)), (("experts", "plain", 3), 3, "plain", ("parts",)), (("encoder", "plain", 2), 3, "plain", ("parts",)),
+    (("encoder", "plain", 1), 3, "plain", ("parts",)), (("vision", "ddp", 2), 2, "ddp", ("file", "dcp", "parts"))]
 
 
 @pytest.fixture(scope="module")
@@ -368,6 +375,78 @@ def taken(saved):
 def test_saved_states_go_on_elsewhere(saved, taken, case, world, how, way):
     assert distance(taken[case, world, how, way], saved[case][2]) < 1e-10
     assert distance(saved[case][1], saved[case][2]) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory):
+    "(how, ranks that saved, ranks that read) -> what each rank found, by `in_parts` of the workers."
+    folder, found = tmp_path_factory.mktemp("parts"), {}
+    for saved in (True, False):
+        for world in (1, 2, 3):
+            cases = [("plain", world, world)] if saved else [("plain", w, world) for w in (1, 2, 3)]
+            cases += [("sharded", world, world)] * (world == 2) if saved else [("sharded", 2, world)] * (world == 3) + [("sharded as plain", 2, world)] * (world == 1)
+            outs = run_ranks(world, [("in_parts", (how.split()[-1], str(folder / f"{how.split()[0]}{w}"), saved), {}) for how, w, _ in cases])
+            found |= {(*case, saved): [out[i] for out in outs] for i, case in enumerate(cases)}
+    return found
+
+
+def test_state_in_parts_is_read_to_the_bit_and_nothing_is_gathered(in_parts):
+    "bf16 weights with masters, NorMuon's row moments, stacks of five matrices shared out over ranks; by `async_save`."
+    for (how, saved, read, writes), ranks in in_parts.items():
+        want = in_parts[how.split()[0], saved, saved, True][0]
+        for tensors, numbers, copied, sent, sent_otherwise in ranks:
+            assert tensors.keys() == want[0].keys() and len(tensors) > 15
+            assert all(torch.equal(tensors[k], want[0][k]) for k in tensors), f"{how}, from {saved} to {read} ranks"
+            assert numbers == want[1] == [0.02, torch.tensor(0.03)] and not copied and not sent, (how, saved, read)
+            assert ("all_reduce" in sent_otherwise) == (read > 1)
+    tensors = in_parts["plain", 3, 3, True][0][0]
+    assert any("master" in k for k in tensors) and any("momentum" not in k and t.ndim == 1 and t.numel() >= 20 for k, t in tensors.items())
+
+
+def test_a_checkpoint_in_parts_that_does_not_fit(tmp_path):
+    "Another model is refused by torch before anything is read; other groups by us; a grown one reads what there is."
+    model = small()
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    dcp.save({"o": ShardedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+    grown = nn.Sequential(*small(seed=1), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    made = ParallelMuon(grown, lr=0.5)
+    before = {k: t.clone() for s in made.states.values() for k, t in s.tensors.items()}
+    with pytest.raises(CheckpointException, match=r"Missing key .*o\.state\.4\.0\."):
+        dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True)
+    assert distance(before, {k: t for s in made.states.values() for k, t in s.tensors.items()}) == 0 and made.param_groups[0]["lr"] == 0.5
+    dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert made.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+    for s in made.states.values():
+        old = next((t.tensors for t in opt.states.values() if t.member.name == s.member.name), None)
+        assert distance(s.tensors, old) == 0 if old else not any(t.any() for t in s.tensors.values()), s.member.name
+    with pytest.raises(GolfError, match=r"groups have .*\.bias.* lacks"):
+        fewer = ParallelMuon([{"params": [(n, p) for n, p in g["params"] if "bias" not in n], **{k: v for k, v in g.items() if k != "params"}} for g in param_groups(small())])
+        dcp.load({"o": ShardedState(fewer)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(GolfError, match="AdamW"):
+        ShardedState(torch.optim.AdamW(model.parameters()))
+
+
+def test_chunks_are_boxes_whatever_holds_the_matrices():
+    "Fused rows, fused columns of a matrix stored transposed, stacks of both, filters; each writes through into the state."
+    for shape, group in (((12, 4), dict(split_sizes=(3, 9))), ((4, 12), dict(split_sizes=(6, 6), transposed=True)), ((2, 12, 4), dict(split_sizes=(4, 8))), ((2, 4, 12), dict(split_sizes=(6, 6), transposed=True)), ((4, 3, 2, 2), dict(flatten=True)), ((4, 3), {})):
+        p, seen = nn.Parameter(torch.arange(float(math.prod(shape))).view(shape)), torch.zeros(shape)
+        for m in matrices_of("p", p, group, 0):
+            at, box = chunk_of(m, block_of(m, p.detach(), Group()).clone())
+            place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
+            assert torch.equal(p[place], box), (shape, group)
+            seen[place] += 1
+        assert (seen == 1).all()
+    p = nn.Parameter(torch.zeros(4, 3, 2, 2))
+    with pytest.raises(GolfError, match="p is flattened"):
+        chunk_of(matrices_of("p", p, dict(flatten=True, transposed=True, split_sizes=(6, 6)), 0)[0], torch.zeros(4, 6))
+
+
+def test_chunks_are_for_checkpoints_alone():
+    made = ChunkedTensor((4, 4), torch.float32, torch.device("cpu"), {(0, 0): torch.ones(2, 4)})
+    with pytest.raises(GolfError, match="whole tensor"):
+        made + 1
+    assert "(4, 4)" in repr(made)
 
 
 def test_loading_never_writes_weights():
@@ -614,6 +693,10 @@ def test_mixed_precision_of_fully_shard(several):
     "Gradients computed in bf16 turn the matrices a little: within the steps taken."
     for low, high in (out[6] for out in several[1]):
         assert 0 < distance(low, high) < 3 * 3 * SETTINGS["lr"]
+
+
+def test_stages_in_one_checkpoint(tmp_path):
+    assert run_ranks(2, [("stages_in_parts", (str(tmp_path),), {})]) == [[0.0], [0.0]]
 
 
 def test_normuon_is_exact_when_sharded(several):
