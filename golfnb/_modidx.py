@@ -1141,6 +1141,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                       'golfnb.sharded_state.ShardedState.state_dict': ( 'reference/sharded_state.html#shardedstate.state_dict',
                                                                                         'golfnb/sharded_state.py'),
                                       'golfnb.sharded_state.chunk_of': ('reference/sharded_state.html#chunk_of', 'golfnb/sharded_state.py'),
+                                      'golfnb.sharded_state.chunked': ('reference/sharded_state.html#chunked', 'golfnb/sharded_state.py'),
                                       'golfnb.sharded_state.chunks_in': ( 'reference/sharded_state.html#chunks_in',
                                                                           'golfnb/sharded_state.py'),
                                       'golfnb.sharded_state.parts_of': ('reference/sharded_state.html#parts_of', 'golfnb/sharded_state.py'),

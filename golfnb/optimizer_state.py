@@ -32,6 +32,7 @@ from .exchange import (
     split_pieces,
 )
 from .grouping import OptimizerError, named_members, plain_name
+from .newton_schulz import first_steps
 from .rules import Rule, coefficients_of, follow, rule_of
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #d6186813
@@ -407,7 +408,9 @@ def load_member(s: MemberState, saved: Saved) -> None:
 def same_word(name: str, a: object, b: object) -> bool:
     "Whether two values of an option mean the same."
     if name == "ns_coefficients":
-        return coefficients_of(a) == coefficients_of(b)
+        (first, scale), (second, other_scale) = coefficients_of(a), coefficients_of(b)
+        steps = max(len(first), len(second))  # where one has fewer, its last repeats
+        return (first_steps(first, steps), scale) == (first_steps(second, steps), other_scale)
     if name == "adjust_lr_fn":
         return (a or "original") == (b or "original")
     if name == "rule":

@@ -505,8 +505,8 @@ def test_states_of_the_first_version_go_on(request):
     assert distance(walked(model, opt, 2, 3), saved["later"]) < 1e-12
 
 
-def test_states_of_torch_go_on(exact_torch_muon):
-    "Its Muon, without names, whose momentum is an average; then its AdamW, which takes the rest."
+def test_states_of_torch_go_on(exact_torch_muon, caplog):
+    "Its Muon, without names, whose momentum is an average; then its AdamW, which takes the rest. Nothing differs, so nothing is said."
     model = small()
     groups = param_groups(model)
     pairs = [g["params"] for g in groups]
@@ -525,6 +525,7 @@ def test_states_of_torch_go_on(exact_torch_muon):
     opt.load_state_dict(muon.state_dict(), strict=False)
     opt.load_state_dict(adamw.state_dict(), strict=False)
     assert [g["lr"] for g in opt.param_groups] == [0.05, 0.01] and opt.param_groups[1]["betas"] == (0.9, 0.999)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
     step(3)
     one_step(twin, opt, 3)
     assert distance(weights_of(twin), weights_of(model)) < 1e-12
