@@ -41,13 +41,14 @@ class Member:
     """A parameter of an optimizer, with its group.
 
     `number` counts over all groups. `matrices` are what its rule works on; none if it works
-    element by element.
+    element by element. `given` is the weight's dtype when state was made for it.
     """
     name: str
     param: Tensor
     group: dict[str, Any]
     number: int
     matrices: list[ParamMatrix]
+    given: torch.dtype
 
     @property
     def rule(self) -> Rule:
@@ -57,12 +58,12 @@ class Member:
     @property
     def dtype(self) -> torch.dtype:
         "The dtype of its state: fp32 or wider."
-        return torch.promote_types(self.param.dtype, torch.float32)
+        return torch.promote_types(self.given, torch.float32)
 
     @property
     def narrow(self) -> bool:
         "Whether the weight is narrower than the state; a master is kept then."
-        return self.dtype != self.param.dtype
+        return self.dtype != self.given
 
     @property
     def weight(self) -> Tensor:
@@ -85,7 +86,7 @@ def members_of(groups: Iterable[dict[str, Any]], first: int = 0) -> list[Member]
             number = first + len(found)
             name = name if named else f"parameter.{number}"
             matrices = matrices_of(name, p, group, number) if whole else []
-            found.append(Member(name, p, group, number, matrices))
+            found.append(Member(name, p, group, number, matrices, p.dtype))
     return found
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #2e5a7cb0

@@ -150,6 +150,8 @@ class ShardedState:
 
     def state_dict(self) -> dict[str, Any]:
         "State by the parameters' names, and groups; tensors are those of the optimizer."
+        if not self.optimizer.steps and not self.optimizer.loaded:
+            self.optimizer.follow_groups()
         states = self.optimizer.states.values()
         return {"state": {canonical(s.member.name): parts_of(s) for s in states},
                 "param_groups": saved_groups(self.optimizer)}
@@ -172,6 +174,7 @@ class ShardedState:
             load_group(group, [saved[name] for name in of_group if name in saved])
         for s in optimizer.states.values():
             s.follow()
+        optimizer.loaded = True
 
 # %% ../nbs/reference/17i_sharded_state.ipynb #34cbe0c6
 def saved_groups(optimizer: ParallelMuon) -> list[dict[str, Any]]:

@@ -463,6 +463,17 @@ def rank_0_alone(ranks):
     return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
 
 
+def first_fsdp(ranks):
+    "What is said of a model under FullyShardedDataParallel, in both of its ways and by its bare parameters."
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    said = []
+    for original in (True, False):
+        model = FullyShardedDataParallel(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)), use_orig_params=original, device_id=torch.device("cpu"))
+        said.append(heard(lambda: ParallelMuon(model)))
+    return said + [heard(lambda: ParallelMuon([{"params": list(model.parameters()), "rule": "adamw"}]))]
+
+
 def other_calls(ranks):
     "Rank 1 built another module, or made another call: what every rank is told."
     said, odd = [], ranks.rank == 1

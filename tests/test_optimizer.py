@@ -147,6 +147,59 @@ def test_a_group_added_later_and_one_that_does_not_fit():
     assert (late != 1).any() and opt.param_groups[2]["momentum"] == 0.95
 
 
+def test_a_group_may_be_empty():
+    "The first, a later one, or all; parameters may come later."
+    model = small()
+    for opt in (ParallelMuon([{"params": [], "rule": "muon"}, {"params": list(model.parameters()), "rule": "adamw"}]), ParallelMuon([{"params": [], "rule": "adamw"}])):
+        if len(opt.param_groups) == 1:
+            opt.add_param_group({"params": list(model.parameters()), "rule": "adamw"})
+        before = weights_of(model)
+        walked(model, opt)
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        assert distance(before, weights_of(model)) > 1e-4 and opt.grad_norm > 0
+
+
+@pytest.mark.parametrize("how", ["in place", "swapped"])
+def test_a_dtype_that_changes(how):
+    "Before the first step it is planned again, with masters; later it is told, and another optimizer goes on."
+    torch.__future__.set_swap_module_params_on_conversion(how == "swapped")
+    try:
+        model = small(torch.float32)
+        opt = ParallelMuon(model)
+        model.bfloat16()
+        walked(model, opt)
+        assert all("master" in s.tensors for s in opt.states.values())
+        model.float()
+        with pytest.raises(GolfError, match="dtypes"):
+            walked(model, opt)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    made = ParallelMuon(model)
+    made.load_state_dict(opt.state_dict(), strict=False)
+    model.bfloat16()
+    with pytest.raises(GolfError, match="dtypes.*loaded"):
+        walked(model, made)
+    model.float()
+    assert distance({n: t for s in made.states.values() for n, t in s.tensors.items()}, {n: t for s in opt.states.values() for n, t in s.tensors.items() if n != "master"}) == 0
+    walked(model, made)
+
+
+@pytest.mark.parametrize("way", ["file", "parts"])
+def test_state_that_is_loaded_after_the_dtype_has_changed_stays(way, tmp_path):
+    model = small(torch.bfloat16)
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    twin = small(torch.float32)
+    made = ParallelMuon(twin)
+    twin.bfloat16().load_state_dict(model.state_dict())
+    if way == "file":
+        made.load_state_dict(opt.state_dict())
+    else:
+        dcp.save({"o": ShardedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True)
+    assert distance(walked(twin, made, 2, 3), walked(model, opt, 2, 3)) == 0
+
+
 @pytest.mark.parametrize("kind", ["floats", "tensors"])
 def test_numbers_may_change_between_steps(kind):
     "After a change it equals an optimizer made with the changed numbers that got its state."
@@ -588,7 +641,7 @@ def test_states_that_do_not_fit_change_nothing():
     renamed["param_groups"][0]["param_names"][2] = "elsewhere.weight"
     reshaped["state"][4]["exp_avg"] = torch.zeros(2, 9)
     reshaped["param_groups"][0]["lr"] = 7.0
-    for bad, words in (({}, "nothing"), ({"state": {}, "param_groups": [{"params": [0, 1]}]}, "2 parameters without names"), (short, "exp_avg is missing"), (renamed, "elsewhere.weight is in the file only"),
+    for bad, words in (({}, "nothing"), (None, "NoneType"), ({"state": {}, "param_groups": [{"params": [0, 1]}]}, "2 parameters without names"), (short, "exp_avg is missing"), (renamed, "elsewhere.weight is in the file only"),
                        (reshaped, r"exp_avg has shape \(2, 9\)"), (ParallelMuon(build("vision")).state_dict(), "more")):
         with pytest.raises(ValueError, match=words):
             opt.load_state_dict(bad)
@@ -696,6 +749,11 @@ def test_mixed_precision_of_fully_shard(several):
         assert 0 < distance(low, high) < 3 * 3 * SETTINGS["lr"]
 
 
+def test_the_first_fsdp_is_refused():
+    for said in run_ranks(2, [("first_fsdp", (), {})]):
+        assert all("FullyShardedDataParallel" in words[-1] and "fully_shard" in words[-1] for words in said[0]) and len(said[0]) == 3
+
+
 def test_stages_in_one_checkpoint(tmp_path):
     assert run_ranks(2, [("stages_in_parts", (str(tmp_path),), {})]) == [[0.0], [0.0]]
 
@@ -792,7 +850,7 @@ class Lazy(nn.Module):
     (lambda: nn.ReLU(), {}, "ReLU"), (Lazy, {}, "b.weight"), (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), {}, "1.weight.*meta"),
     (lambda: small().parameters(), {}, r"param_groups\(model\)"), (lambda: small().named_parameters(), {}, r"0.bias.*param_groups\(model\)"), (lambda: [{"params": [torch.zeros(3, 3, dtype=torch.int64)]}], {}, "int64"),
     (lambda: small().state_dict(), {}, "a str"), (lambda: [], {}, "empty"), (lambda: [{"params": [nn.Parameter(torch.zeros(2, 2))], "rule": "moun"}], {}, "muon.*'moun'"),
-    (small, dict(momentum=1.0), "momentum.*1.0"), (small, dict(adam_lr=float("nan")), "lr.*nan"), (small, dict(lr=-1), "lr.*-1"), (small, dict(max_norm=-1), "max_norm.*-1"), (small, dict(betas=(0.9, 1.0)), "betas"),
+    (lambda: [nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn))], {}, "float8"), (small, dict(momentum=1.0), "momentum.*1.0"), (small, dict(adam_lr=float("nan")), "lr.*nan"), (small, dict(lr=-1), "lr.*-1"), (small, dict(max_norm=-1), "max_norm.*-1"), (small, dict(betas=(0.9, 1.0)), "betas"),
     (small, dict(ns_steps=0), "ns_steps"), (small, dict(ns_coefficients="cubic"), "cubic"), (small, dict(adjust_lr_fn="rms"), "rms"), (small, dict(reduce="sum"), "sum"), (small, dict(mesh="gloo"), "mesh.*gloo")])
 def test_what_it_does_not_take(given, more, words):
     with pytest.raises(ValueError, match=words):
