@@ -89,7 +89,7 @@ def problem_with(name: str, p: Tensor) -> str:
     if not p.is_floating_point():
         return f"must hold real floating-point numbers, found {p.dtype}: leave it out"
     if p.dtype.itemsize < 2:
-        return f"must hold numbers of 16 bits or more, found {p.dtype}: leave it out"
+        return f"must hold numbers as wide as bf16 or wider, found {p.dtype}: leave it out"
     return ""
 
 # %% ../nbs/reference/17g_optimizer.ipynb #0152f6ae
