@@ -100,19 +100,23 @@ def local(t: Tensor) -> Tensor:
 
 # %% ../nbs/reference/17d_exchange.ipynb #6eaebc8f
 def as_rows(t: Tensor, width: int) -> Tensor:
-    "A tensor on this rank as rows [all, width], a view. Raises RuntimeError where that is a copy."
-    return t if t.ndim == 2 else t.view(-1, width)
+    "A tensor on this rank as rows [all, width], a view. Raises OptimizerError where that is a copy."
+    if t.ndim == 2:
+        return t
+    try:
+        return t.view(-1, width)
+    except RuntimeError as error:
+        raise OptimizerError(f"a tensor of shape {tuple(t.shape)} with strides {t.stride()} does "
+                             f"not lie in memory row after row, in rows of {width}: make it "
+                             "contiguous, or take flatten out of its group") from error
 
 # %% ../nbs/reference/17d_exchange.ipynb #efc5105a
 def check_view(name: str, p: Tensor, width: int):
     "Raises GolfError for a parameter whose rows cannot be written to in place."
     try:
         as_rows(local(p.detach()), width)
-    except RuntimeError as error:
-        here = local(p)
-        raise OptimizerError(f"{name} must lie in memory row after row to be seen as rows of "
-                             f"{width}: found shape {tuple(here.shape)} with strides "
-                             f"{here.stride()}; make it contiguous") from error
+    except OptimizerError as error:
+        raise OptimizerError(f"{name} cannot be trained as a matrix: {error}") from error
 
 # %% ../nbs/reference/17d_exchange.ipynb #87ec7439
 def matrices_of(name: str, p: Tensor, group: dict[str, Any], number: int) -> list[ParamMatrix]:
