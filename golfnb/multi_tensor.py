@@ -99,7 +99,7 @@ class Upload:
 
     `moving` are the tensors that may lie elsewhere at the next replay.
     """
-    places = (1 << 11, 1 << 16)  # of 8 bytes: for numbers, and for both
+    places = (1 << 11, 1 << 16)  # for numbers, and for both
 
     def __init__(self, device: torch.device, moving: Sequence[Tensor]):
         self.there = torch.zeros(self.places[1], dtype=torch.int64, device=device)
@@ -111,7 +111,7 @@ class Upload:
     def take(self, kind: int, count: int) -> Tensor:
         "Places for numbers (kind 0) or for a table (1). Raises RuntimeError if all are used."
         begin = self.used[kind]
-        self.used[kind] += count + count % 2  # each begins at a multiple of 16 bytes
+        self.used[kind] += count + count % 2  # each begins at an even place, for wide loads
         if self.used[kind] > self.places[kind]:
             raise RuntimeError("a step is too large to be recorded")
         return self.there[begin:begin + count]

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 93a8dd96f1ce07c6
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 73337c47e1e7a180
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2178,7 +2178,7 @@ def half_product(x: Tensor, side: int, warps: int, norm: Tensor | None = None,
     """X X^T of each X of x [n, M, K], M a multiple of `side`, K one of 64; sums in fp32.
 
     With `norm` [n] and (a, b, c), for symmetric X: (a I + b S + c S S^T) / norm, S = X / norm^2.
-    In `out` [n, M, M], if given. Raises GolfError where no kernel can run.
+    Raises GolfError where no kernel can run. In `out` [n, M, M], if there is one.
     """
     check_runnable(x)
     n, M, K = x.shape
@@ -2193,28 +2193,7 @@ def half_product(x: Tensor, side: int, warps: int, norm: Tensor | None = None,
     return out
 
 
-def places(X: Tensor, spare: Tensor | None) -> tuple:
-    """Where results go: a stack of squares, then two stacks like X [n, short, long] by turns.
-
-    The first lies in `spare`, the second where X lies now. None without `spare`: new memory.
-    """
-    if spare is None:
-        return None, None, None
-    n, short, _ = X.shape
-    own = X if X.is_contiguous() else X.mT
-    other, small = spare.split([X.numel(), n * short * short])
-    return small.view(n, short, short), other.view(X.shape), own.view(X.shape)
-
-
-def begins(place: Tensor | None, like: Tensor | None) -> Tensor | None:
-    "The beginning of a place, as a stack of squares; None if there is no place."
-    if place is None or like is None:
-        return None
-    return place.view(-1)[:like.numel()].view(like.shape)
-
-
-def halved_steps(X: Tensor, coeffs, scale: float, eps: float, tiles: tuple,
-                 spare: Tensor | None = None) -> Tensor:
+def halved_steps(X: Tensor, coeffs, scale: float, eps: float, tiles: tuple) -> Tensor:
     "The steps of `newton_schulz`, symmetric products by halves, with a row of PRODUCT_TILES."
     _, side, warps, both = tiles
     both = both and X.shape[2] % 64 == 0
@@ -2223,19 +2202,13 @@ def halved_steps(X: Tensor, coeffs, scale: float, eps: float, tiles: tuple,
     if X.data_ptr() % 16:  # no descriptor may start there
         X = X.clone()
     ones = X.new_ones(len(X), dtype=torch.float32)
-    small, *stacks = places(X, spare)
     for step, polynomial in enumerate(coeffs):
-        out = stacks[step % 2]
-        square = begins(out, small)  # read before `out` is written
-        if both:
-            A = half_product(X, side, warps, out=square)
-        else:
-            A = torch.bmm(X, X.mT, out=square)
+        A = half_product(X, side, warps) if both else torch.bmm(X, X.mT)
         norm = ones
         if step == 0:  # X is not divided yet
             squares = A.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float32)
             norm = squares.sqrt() * scale + eps
-        X = torch.bmm(half_product(A, side, warps, norm, polynomial, small), X, out=out)
+        X = torch.bmm(half_product(A, side, warps, norm, polynomial), X)
     return X
 
 
@@ -2259,14 +2232,13 @@ def product_tiles(X: Tensor) -> tuple | None:
 
 
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
-                  kernels: bool = True, spare: Tensor | None = None) -> Tensor:
+                  kernels: bool = True) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step;
     zero ones stay zero (PR #399).
 
     A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
-    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. With
-    `spare`, flat, for n short sides x (short + long) elements, results may lie there and in G.
-    Raises GolfError if G is no float matrix.
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
+    GolfError if G is no float matrix.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
@@ -2276,7 +2248,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     X = X.mT if tall else X
     tiles = product_tiles(X) if kernels and coeffs else None
     if tiles:
-        X = halved_steps(X, coeffs, scale, eps, tiles, spare)
+        X = halved_steps(X, coeffs, scale, eps, tiles)
     else:
         X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
         for a, b, c in coeffs:
