@@ -7,8 +7,8 @@ rank that updates each matrix, and what became of them back.
 # %% auto #0
 __all__ = ['Prepare', 'SCRATCH_BYTES', 'is_dtensor', 'ParamMatrix', 'matrices_of', 'held_rows',
            'piece_of', 'Transfer', 'Group', 'find_group', 'check_placement', 'rows_held',
-           'block_of', 'gradient_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'Pieces',
-           'ShardedBucket', 'make_buckets']
+           'block_of', 'gradient_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket',
+           'Pieces', 'ShardedBucket', 'make_buckets']
 
 # %% ../nbs/reference/17d_exchange.ipynb #cfd93c19
 import math
@@ -325,9 +325,14 @@ def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
 Prepare = Callable[[list[ParamMatrix], list[Tensor], list[slice]], Sequence[Tensor] | Tensor]
 
 
+def batch_of(m: ParamMatrix) -> tuple[int, int, int]:
+    "What is alike of matrices that may be in one run: group and shape."
+    return id(m.group), m.rows, m.cols
+
+
 def runs_of(matrices: Iterable[ParamMatrix]) -> list[list[ParamMatrix]]:
     "Neighbours of one group and one shape: what is updated in one call."
-    found = groupby(matrices, key=lambda m: (id(m.group), m.rows, m.cols))
+    found = groupby(matrices, key=batch_of)
     return [list(run) for _, run in found]
 
 
@@ -505,12 +510,14 @@ def make_buckets(matrices: Sequence[ParamMatrix], ranks: Group, average: bool = 
     kinds: dict[tuple, list[ParamMatrix]] = {}
     for m in matrices:
         check_placement(m.name, m.param, ranks)
-        kinds.setdefault((is_dtensor(m.param), m.param.dtype), []).append(m)
+        apart = batch_of(m) if ranks.world == 1 else None
+        kinds.setdefault((is_dtensor(m.param), m.param.dtype, apart), []).append(m)
     buckets: list[ReplicatedBucket | ShardedBucket] = []
-    for (sharded, kind), members in kinds.items():
-        items = [WorkItem(m.rows, m.cols, (id(m.group), m.rows, m.cols), kind.itemsize)
-                 for m in members]
+    for (sharded, kind, apart), members in kinds.items():
+        items = [WorkItem(m.rows, m.cols, batch_of(m), kind.itemsize) for m in members]
         room = max(1, SCRATCH_BYTES // ranks.world)
+        if apart:
+            room = SCRATCH_BYTES // 4 * kind.itemsize  # as many elements in any dtype
         for planned in plan_owners(items, ranks.world, max_share_bytes=room).buckets:
             shares = [[members[i] for i in share] for share in planned.shares]
             if sharded:

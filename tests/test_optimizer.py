@@ -6,6 +6,7 @@ import math
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -967,6 +968,170 @@ def test_a_step_recorded_in_a_cuda_graph_replays(dtype):
             take()
         results.append({n: t.float().cpu() for n, t in weights_of(model).items()})
     assert distance(*results) == 0
+
+
+def halves(dtype: torch.dtype = torch.float32, d: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d), nn.Linear(d, d)) for _ in range(3))).to("cuda", dtype)
+
+
+class Twins:
+    "Two optimizers of one model, of which one records itself, step by step with one another."
+
+    def __init__(self, dtype=torch.float32, **more):
+        self.models = [halves(dtype), halves(dtype)]
+        self.opts = [ParallelMuon(param_groups(model), **more) for model in self.models]
+        self.opts[1].recorder.works = False
+        self.generator = torch.Generator("cuda").manual_seed(1)
+        self.replays = 0
+
+    def give(self, keep: bool, poison: bool = False):
+        for a, b in zip(*(model.parameters() for model in self.models)):
+            g = torch.randn(a.shape, generator=self.generator, device="cuda").to(a.dtype)
+            if poison:
+                g.view(-1)[0] = float("nan")
+            for p in (a, b):
+                if keep and p.grad is not None:
+                    p.grad.copy_(g)
+                else:
+                    p.grad = g.clone()
+
+    def step(self, keep: bool = True, poison: bool = False, **numbers):
+        self.give(keep, poison)
+        before = [id(r) for _, r in self.opts[0].recorder.recordings]
+        for opt in self.opts:
+            for group in opt.param_groups:
+                group.update({k: v for k, v in numbers.items() if k in group})
+            opt.step()
+        found = [id(r) for _, r in self.opts[0].recorder.recordings]
+        self.replays += bool(found) and found == before
+
+    def check(self):
+        a, b = ({n: t.float() for n, t in model.state_dict().items()} for model in self.models)
+        assert distance(a, b) == 0
+        states = [[t for s in opt.states.values() for t in s.tensors.values()] for opt in self.opts]
+        assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
+        assert torch.equal(self.opts[0].grad_norm, self.opts[1].grad_norm) or self.opts[0].grad_norm.isnan()
+        assert self.opts[0].skipped == self.opts[1].skipped
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_records_itself_and_stays_the_same_to_the_bit(dtype):
+    "Every number changes, one is a tensor, steps are skipped, gradients are missing or elsewhere, numbers of another kind change."
+    twins = Twins(dtype, max_norm=1.0)
+    for i in range(20):
+        twins.step(keep=i % 2 == 0, lr=0.02 / (i + 1), weight_decay=0.1 / (i + 1), momentum=0.9 + i / 1000, betas=(0.9, 0.9 + i / 1000), poison=i == 12)
+    assert len(twins.opts[0].recorder.recordings) == 1 and twins.replays > 10 and twins.opts[0].skipped == 1
+    twins.check()
+    for i in range(3):
+        twins.step(lr=torch.tensor(0.01 * (i + 1), device="cuda"))
+    twins.check()
+    for _ in range(3):
+        twins.step(keep=False)
+    for model in twins.models:
+        next(model.parameters()).grad = None
+    for opt in twins.opts:
+        opt.step()
+    twins.check()
+    for steps in (5, 3):
+        for _ in range(20):
+            twins.step(ns_steps=steps)
+    twins.check()
+    assert twins.opts[0].recorder.works and len(twins.opts[0].recorder.recordings) == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_recording_is_of_one_optimizer_as_it_was():
+    "Loading, copies, groups added later and two optimizers at once."
+    twins = Twins()
+    for i in range(8):
+        twins.step()
+    saved = copy.deepcopy(twins.opts[0].state_dict())
+    for i in range(4):
+        twins.step()
+    for opt in twins.opts:
+        opt.load_state_dict(copy.deepcopy(saved))
+    for i in range(4):
+        twins.step()
+    twins.check()
+    other = copy.deepcopy(twins.opts[0])
+    assert not other.recorder.recordings and pickle.loads(pickle.dumps(twins.opts[0])).recorder.works
+    for model, opt in zip(twins.models, twins.opts):
+        model.late = nn.Linear(64, 64, bias=False, device="cuda")
+        opt.add_param_group({"params": [("late.weight", model.late.weight)], "rule": "muon"})
+        with torch.no_grad():
+            model.late.weight.fill_(0.1)
+    twins.opts[1].recorder.works = False
+    for i in range(12):
+        twins.step()
+    assert twins.opts[0].recorder.recordings
+    twins.check()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_cannot_be_recorded_is_not():
+    "A rule or an optimizer of one's own, products without kernels, and an error while recording."
+    class Own(ParallelMuon):
+        pass
+
+    for make in (lambda m: Own(m), lambda m: ParallelMuon(m.double())):
+        model = halves()
+        opt = make(model)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        for _ in range(8):
+            opt.step()
+        assert not opt.recorder.recordings
+    twins = Twins()
+    for i in range(3):
+        twins.step()
+    update = twins.opts[0].measure
+
+    def broken(*args):
+        update(*args)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+    twins.opts[0].measure = broken
+    for i in range(5):
+        twins.step()
+    twins.check()
+    assert not twins.opts[0].recorder.works and not twins.opts[0].recorder.recordings
+    assert torch.rand(5, device="cuda").std() > 0, "torch goes on"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_recorded_step_holds_no_scratch(caplog):
+    "Bytes an element that are held between steps, recorded or not, graphs and all; and other threads go on."
+    model = halves(d=1024)
+    elements = sum(p.numel() for p in model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    torch.cuda.synchronize(), torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    opt, stop = ParallelMuon(model), threading.Event()
+    caplog.set_level(logging.DEBUG, "golfnb")
+
+    def busy():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                torch.ones(1000, device="cuda").cpu()
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(10):
+            opt.step()
+    finally:
+        stop.set()
+        thread.join()
+    assert opt.recorder.recordings, caplog.messages[1:]
+    torch.cuda.synchronize(), torch.cuda.empty_cache()
+    workspaces = 64 << 20  # of cuBLAS for two streams
+    assert torch.cuda.memory_reserved() - before < 4.6 * elements + workspaces + opt.recorder.most_bytes
 
 
 ALONE = """
