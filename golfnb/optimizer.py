@@ -109,7 +109,7 @@ def problem_with(name: str, p: Tensor) -> str:
     if not p.is_floating_point():
         return f"must hold real floating-point numbers, found {p.dtype}: leave it out"
     if p.dtype.itemsize < 2:
-        return f"must hold numbers of 16 bits or more, found {p.dtype}: leave it out"
+        return f"must hold numbers of at least two bytes, found {p.dtype}: leave it out"
     return ""
 
 # %% ../nbs/reference/17g_optimizer.ipynb #0152f6ae
@@ -747,10 +747,10 @@ class ParallelMuon(torch.optim.Optimizer):
                 for p, member in zip(params, self.members, strict=True)):
             return
         if self.steps or self.loaded:
-            raise OptimizerError("the parameters in the groups, or their dtypes, have changed since "
-                                 "the last step or since state was loaded: call add_param_group for "
-                                 "new ones, or make a new optimizer, which may load the state_dict() "
-                                 "of this one")
+            raise OptimizerError("the parameters in the groups, or their dtypes, have changed "
+                                 "since the last step or since state was loaded: call "
+                                 "add_param_group for new ones, or make a new optimizer, which "
+                                 "may load the state_dict() of this one")
         self.members = []
         self.state.clear()
         self.extend(self.param_groups)
@@ -830,7 +830,8 @@ class ParallelMuon(torch.optim.Optimizer):
         """
         if not isinstance(state_dict, dict):
             raise OptimizerError("load_state_dict takes what state_dict() gave, found a "
-                                 f"{type(state_dict).__name__}: read the file first, as by torch.load")
+                                 f"{type(state_dict).__name__}: read the file first"
+                                 " by torch.load")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
