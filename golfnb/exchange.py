@@ -100,7 +100,7 @@ def local(t: Tensor) -> Tensor:
 
 # %% ../nbs/reference/17d_exchange.ipynb #6eaebc8f
 def as_rows(t: Tensor, width: int) -> Tensor:
-    "A tensor on this rank as rows [all, width], a view. Raises OptimizerError if it must be copied."
+    "A tensor on this rank as rows [all, width], a view. Raises OptimizerError if none exists."
     if t.ndim == 2:
         return t
     try:

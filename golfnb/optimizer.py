@@ -830,8 +830,8 @@ class ParallelMuon(torch.optim.Optimizer):
         """
         if not isinstance(state_dict, dict):
             raise OptimizerError("load_state_dict takes what state_dict() gave, found a "
-                                 f"{type(state_dict).__name__}: read the file first"
-                                 " by torch.load")
+                                 f"{type(state_dict).__name__}: read the file first, "
+                                 "by torch.load")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
