@@ -100,7 +100,7 @@ def local(t: Tensor) -> Tensor:
 
 # %% ../nbs/reference/17d_exchange.ipynb #6eaebc8f
 def as_rows(t: Tensor, width: int) -> Tensor:
-    "A tensor on this rank as rows [all, width], a view. Raises OptimizerError if none exists."
+    "A tensor on this rank as rows [all, width]. Raises OptimizerError where that needs a copy."
     if t.ndim == 2:
         return t
     try:
@@ -184,7 +184,10 @@ class Transfer:
 # %% ../nbs/reference/17d_exchange.ipynb #c4b41a16
 @dataclass(frozen=True)
 class Group:
-    "The ranks that share the work: a process group, or this process alone."
+    """The ranks that share the work: a process group, or this process alone.
+
+    process_group: None: all ranks. Who keeps their group would outlive `destroy_process_group`.
+    """
     process_group: dist.ProcessGroup | None = None
     rank: int = 0
     world: int = 1
@@ -228,7 +231,7 @@ def find_group(mesh: dist.ProcessGroup | DeviceMesh | None = None) -> Group:
     if mesh is None:
         if not dist.is_initialized():
             return Group()
-        mesh = dist.group.WORLD
+        return Group(None, dist.get_rank(), dist.get_world_size())
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise OptimizerError(f"mesh must have one dimension, found {mesh.ndim}: "
@@ -251,7 +254,7 @@ def check_placement(name: str, p: Tensor, ranks: Group):
                              f"mesh of one dimension: found {name} with {p.placements}")
     here = dist.get_process_group_ranks(p.device_mesh.get_group())
     expected = [0]
-    if ranks.process_group is not None:
+    if ranks.world > 1 or ranks.process_group is not None:
         expected = dist.get_process_group_ranks(ranks.process_group)
     if here != expected:
         raise OptimizerError(f"{name} must be sharded on the optimizer's ranks {expected}: found "

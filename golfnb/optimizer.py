@@ -109,7 +109,7 @@ def problem_with(name: str, p: Tensor) -> str:
     if not p.is_floating_point():
         return f"must hold real floating-point numbers, found {p.dtype}: leave it out"
     if p.dtype.itemsize < 2:
-        return f"must hold numbers of at least two bytes, found {p.dtype}: leave it out"
+        return f"must hold numbers as wide as bf16 or wider, found {p.dtype}: leave it out"
     return ""
 
 # %% ../nbs/reference/17g_optimizer.ipynb #0152f6ae
@@ -160,9 +160,9 @@ def compare_ranks(words: Sequence[str], ranks: Group) -> None:
 # %% ../nbs/reference/17g_optimizer.ipynb #7c7094fa
 def copy_from_rank_0(tensors: Iterable[Tensor], ranks: Group) -> None:
     "Gives every rank rank 0's values of tensors that each rank holds whole."
-    if ranks.process_group is None:
+    if ranks.world == 1:
         return
-    source = dist.get_global_rank(ranks.process_group, 0)
+    source = dist.get_process_group_ranks(ranks.process_group)[0]
     for t in tensors:
         if t.numel() and not is_dtensor(t):
             raw = t.detach().contiguous().view(-1).view(torch.uint8)
@@ -749,8 +749,8 @@ class ParallelMuon(torch.optim.Optimizer):
         if self.steps or self.loaded:
             raise OptimizerError("the parameters in the groups, or their dtypes, have changed "
                                  "since the last step or since state was loaded: call "
-                                 "add_param_group for new ones, or make a new optimizer, which "
-                                 "may load the state_dict() of this one")
+                                 "add_param_group for new ones, or make a new optimizer, which may "
+                                 "load the state_dict() of this one")
         self.members = []
         self.state.clear()
         self.extend(self.param_groups)
@@ -830,8 +830,8 @@ class ParallelMuon(torch.optim.Optimizer):
         """
         if not isinstance(state_dict, dict):
             raise OptimizerError("load_state_dict takes what state_dict() gave, found a "
-                                 f"{type(state_dict).__name__}: read the file first, "
-                                 "by torch.load")
+                                 f"{type(state_dict).__name__}: read the file first, as by "
+                                 "torch.load")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict

@@ -2,6 +2,7 @@
 import copy
 import logging
 import math
+import sys
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -400,6 +401,16 @@ def sent_by(module):
     yield found
     for n in names:
         setattr(module, n, originals[n])
+
+
+def keeps_no_group(ranks) -> int:
+    "How many more references an optimizer holds to the group of all ranks, whose threads end with it."
+    before = sys.getrefcount(dist.group.WORLD)
+    model = build("vision")
+    opt = ParallelMuon(model, **SETTINGS)
+    walk(model, opt, "plain", 0, 2)
+    opt.state_dict()
+    return sys.getrefcount(dist.group.WORLD) - before
 
 
 def stages_in_parts(ranks, folder: str) -> float:

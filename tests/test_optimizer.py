@@ -750,6 +750,11 @@ def test_mixed_precision_of_fully_shard(several):
         assert 0 < distance(low, high) < 3 * 3 * SETTINGS["lr"]
 
 
+def test_the_group_of_all_ranks_is_not_kept():
+    "Kept beyond `destroy_process_group`, gloo's threads meet the end of Python, and now and then abort."
+    assert run_ranks(2, [("keeps_no_group", (), {})]) == [[0], [0]]
+
+
 def test_the_first_fsdp_is_refused():
     for said in run_ranks(2, [("first_fsdp", (), {})]):
         assert all("FullyShardedDataParallel" in words[-1] and "fully_shard" in words[-1] for words in said[0]) and len(said[0]) == 3
