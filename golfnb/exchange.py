@@ -100,19 +100,23 @@ def local(t: Tensor) -> Tensor:
 
 # %% ../nbs/reference/17d_exchange.ipynb #6eaebc8f
 def as_rows(t: Tensor, width: int) -> Tensor:
-    "A tensor on this rank as rows [all, width], a view. Raises RuntimeError where that is a copy."
-    return t if t.ndim == 2 else t.view(-1, width)
+    "A tensor on this rank as rows [all, width]. Raises OptimizerError where that needs a copy."
+    if t.ndim == 2:
+        return t
+    try:
+        return t.view(-1, width)
+    except RuntimeError as error:
+        raise OptimizerError(f"a tensor of shape {tuple(t.shape)} with strides {t.stride()} does "
+                             f"not lie in memory row after row, in rows of {width}: make it "
+                             "contiguous, or take flatten out of its group") from error
 
 # %% ../nbs/reference/17d_exchange.ipynb #efc5105a
 def check_view(name: str, p: Tensor, width: int):
     "Raises GolfError for a parameter whose rows cannot be written to in place."
     try:
         as_rows(local(p.detach()), width)
-    except RuntimeError as error:
-        here = local(p)
-        raise OptimizerError(f"{name} must lie in memory row after row to be seen as rows of "
-                             f"{width}: found shape {tuple(here.shape)} with strides "
-                             f"{here.stride()}; make it contiguous") from error
+    except OptimizerError as error:
+        raise OptimizerError(f"{name} cannot be trained as a matrix: {error}") from error
 
 # %% ../nbs/reference/17d_exchange.ipynb #87ec7439
 def matrices_of(name: str, p: Tensor, group: dict[str, Any], number: int) -> list[ParamMatrix]:
@@ -180,7 +184,10 @@ class Transfer:
 # %% ../nbs/reference/17d_exchange.ipynb #c4b41a16
 @dataclass(frozen=True)
 class Group:
-    "The ranks that share the work: a process group, or this process alone."
+    """The ranks that share the work: a process group, or this process alone.
+
+    process_group: None: all ranks. Who keeps their group would outlive `destroy_process_group`.
+    """
     process_group: dist.ProcessGroup | None = None
     rank: int = 0
     world: int = 1
@@ -224,7 +231,7 @@ def find_group(mesh: dist.ProcessGroup | DeviceMesh | None = None) -> Group:
     if mesh is None:
         if not dist.is_initialized():
             return Group()
-        mesh = dist.group.WORLD
+        return Group(None, dist.get_rank(), dist.get_world_size())
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise OptimizerError(f"mesh must have one dimension, found {mesh.ndim}: "
@@ -247,7 +254,7 @@ def check_placement(name: str, p: Tensor, ranks: Group):
                              f"mesh of one dimension: found {name} with {p.placements}")
     here = dist.get_process_group_ranks(p.device_mesh.get_group())
     expected = [0]
-    if ranks.process_group is not None:
+    if ranks.world > 1 or ranks.process_group is not None:
         expected = dist.get_process_group_ranks(ranks.process_group)
     if here != expected:
         raise OptimizerError(f"{name} must be sharded on the optimizer's ranks {expected}: found "

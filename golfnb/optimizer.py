@@ -97,14 +97,19 @@ AnyBucket = ReplicatedBucket | ShardedBucket
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 # %% ../nbs/reference/17g_optimizer.ipynb #a717ba60
-def problem_with(p: Tensor) -> str:
+def problem_with(name: str, p: Tensor) -> str:
     "Why a parameter cannot be trained here; '' if nothing is wrong."
+    if "_fsdp_wrapped_module." in name or getattr(p, "_is_flat_param", False):
+        return ("is of FullyShardedDataParallel, which hides the matrices: shard the model with "
+                "torch.distributed.fsdp.fully_shard")
     if nn.parameter.is_lazy(p):
         return "has no shape yet: run the model once, then make the optimizer"
     if p.is_meta:
         return "is on the meta device: give the model its weights, then make the optimizer"
     if not p.is_floating_point():
         return f"must hold real floating-point numbers, found {p.dtype}: leave it out"
+    if p.dtype.itemsize < 2:
+        return f"must hold numbers as wide as bf16 or wider, found {p.dtype}: leave it out"
     return ""
 
 # %% ../nbs/reference/17g_optimizer.ipynb #0152f6ae
@@ -112,7 +117,7 @@ def check_members(members: Sequence[Member], ranks: Group) -> None:
     "Raises OptimizerError for parameters that cannot be trained, or not together."
     for member in members:
         p, first = member.param, members[0]
-        if problem := problem_with(p):
+        if problem := problem_with(member.name, p):
             raise OptimizerError(f"{member.name} {problem}")
         check_placement(member.name, p, ranks)
         if p.device != first.param.device:
@@ -155,9 +160,9 @@ def compare_ranks(words: Sequence[str], ranks: Group) -> None:
 # %% ../nbs/reference/17g_optimizer.ipynb #7c7094fa
 def copy_from_rank_0(tensors: Iterable[Tensor], ranks: Group) -> None:
     "Gives every rank rank 0's values of tensors that each rank holds whole."
-    if ranks.process_group is None:
+    if ranks.world == 1:
         return
-    source = dist.get_global_rank(ranks.process_group, 0)
+    source = dist.get_process_group_ranks(ranks.process_group)[0]
     for t in tensors:
         if t.numel() and not is_dtensor(t):
             raw = t.detach().contiguous().view(-1).view(torch.uint8)
@@ -300,12 +305,10 @@ class ParallelMuon(torch.optim.Optimizer):
         self.members: list[Member] = []
         self.ranks = find_ranks(mesh)
         self.steps = self.clipped_alike = 0
+        self.loaded = False
         groups = param_groups(params) if isinstance(params, nn.Module) else params
         usual = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         torch.optim.Optimizer.__init__(self, groups, usual)
-        device = self.param_groups[0]["params"][0].device
-        self.skips = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm = torch.zeros((), dtype=torch.float64, device=device)
         self.extend(self.param_groups)
         if isinstance(params, nn.Module):
             self.share_buffers(params)
@@ -331,6 +334,10 @@ class ParallelMuon(torch.optim.Optimizer):
     def extend(self, groups: Sequence[dict[str, Any]]) -> None:
         "Plans the parameters of new groups and makes their state, on all ranks alike."
         fresh = members_of(groups, len(self.members))
+        if not self.members:
+            device = fresh[0].param.device if fresh else None
+            self.skips = torch.zeros((), dtype=torch.int64, device=device)
+            self.norm = torch.zeros((), dtype=torch.float64, device=device)
         check_members([*self.members, *fresh], self.ranks)
         compare_ranks([described(member) for member in fresh], self.ranks)
         if self.reduce == "mean":
@@ -720,10 +727,7 @@ class ParallelMuon(torch.optim.Optimizer):
         if getattr(self, "found_inf", None) is not None:
             raise OptimizerError("ParallelMuon does not work with a GradScaler, which would let "
                                  "one rank skip a step: train in bf16 or fp32, which need none")
-        params = [p for group in self.param_groups for p in group["params"]]
-        if len(params) != len(self.members) or any(
-                p is not member.param for p, member in zip(params, self.members, strict=True)):
-            self.follow_groups()
+        self.follow_groups()
         for member in self.members:
             grad = member.param.grad
             if grad is not None and grad.is_sparse:
@@ -733,10 +737,20 @@ class ParallelMuon(torch.optim.Optimizer):
             self.notice_clipping()
 
     def follow_groups(self) -> None:
-        "Plans again after the parameters in the groups were exchanged, before the first step."
-        if self.steps:
-            raise OptimizerError("the parameters in the groups have changed since the last step: "
-                                 "call add_param_group for new ones, or make a new optimizer")
+        """Plans again after parameters were exchanged or got another dtype.
+
+        Raises OptimizerError for that after a step or after loading.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        if len(params) == len(self.members) and all(
+                p is member.param and p.dtype == member.given
+                for p, member in zip(params, self.members, strict=True)):
+            return
+        if self.steps or self.loaded:
+            raise OptimizerError("the parameters in the groups, or their dtypes, have changed "
+                                 "since the last step or since state was loaded: call "
+                                 "add_param_group for new ones, or make a new optimizer, which may "
+                                 "load the state_dict() of this one")
         self.members = []
         self.state.clear()
         self.extend(self.param_groups)
@@ -791,7 +805,8 @@ class ParallelMuon(torch.optim.Optimizer):
         """Its state, for any number of ranks; every rank must call it.
 
         State that is divided among owners comes whole, on the CPU; DTensors stay DTensors, for
-        torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch.
+        torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch. For
+        checkpoints in which each rank writes its part, see `golfnb.ShardedState`.
         """
         self.wait_for_ranks("state_dict")
         live = self.state
@@ -813,9 +828,15 @@ class ParallelMuon(torch.optim.Optimizer):
         torch.optim.AdamW and dion are read too. strict: raise OptimizerError, with nothing
         changed, unless all fits; False: take the parameters that fit.
         """
+        if not isinstance(state_dict, dict):
+            raise OptimizerError("load_state_dict takes what state_dict() gave, found a "
+                                 f"{type(state_dict).__name__}: read the file first, as by "
+                                 "torch.load")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        if not self.steps and not self.loaded:
+            self.follow_groups()
         saved = read_saved(state_dict, self.members)
         fitting = set(check_fit(list(self.states.values()), saved, strict))
         self.wait_for_ranks("load_state_dict")
@@ -826,6 +847,7 @@ class ParallelMuon(torch.optim.Optimizer):
             name = canonical(state.member.name)
             if name in fitting:
                 load_member(state, saved[name])
+        self.loaded = True
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
