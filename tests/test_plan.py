@@ -5,7 +5,7 @@ import pytest
 
 from golfnb.studies.baselines import candidate_buckets, search_buckets
 from golfnb.settings import GolfError
-from golfnb.layout import LayoutSettings, Matrix, bank_per_shape, group_matrices, mlp_in_one_bank
+from golfnb.layout import LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, mlp_in_one_bank
 from golfnb.studies.buckets import read_plan
 from golfnb.plan import MachineModel, CommSchedule, check_comm_schedule, finish_us, comm_schedule, predict, transfer_us, update_time_us
 
@@ -30,7 +30,7 @@ def test_published_order():
 def test_size_ignores_padding():
     "Nine matrices on eight ranks pad to sixteen slots, but twelve matrices of the same shape are still more work."
     layout = group_matrices([Matrix(f"a{i}", 8, 8, "a") for i in range(9)] + [Matrix(f"b{i}", 8, 8, "b") for i in range(12)], 8)
-    assert layout.bank("a").numel == layout.bank("b").numel and comm_schedule(layout).work == ("b", "a")
+    assert bank_named(layout, "a").numel == bank_named(layout, "b").numel and comm_schedule(layout).work == ("b", "a")
 
 
 @pytest.mark.parametrize("seed", range(20))
