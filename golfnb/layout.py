@@ -6,8 +6,8 @@ plain data, no tensor.
 
 # %% auto #0
 __all__ = ['SMALL_MATRIX', 'Matrix', 'packed_as', 'BankSpec', 'slots_of', 'Layout', 'matrix_names',
-           'bank_named', 'padding_waste', 'group_matrices', 'LayoutSettings', 'block_layout',
-           'bank_per_shape', 'mlp_in_one_bank']
+           'bank_named', 'numel', 'padding_waste', 'group_matrices', 'LayoutSettings',
+           'block_layout', 'bank_per_shape', 'mlp_in_one_bank']
 
 # %% ../nbs/story/05_layout.ipynb #ebe91579
 from collections.abc import Iterator
@@ -78,11 +78,6 @@ class BankSpec:
         "Empty slots."
         return self.shape[0] - self.real
 
-    @property
-    def numel(self) -> int:
-        "Elements, padding included."
-        return prod(self.shape)
-
     def shard(self, rank: int) -> range:
         "The slots that a rank owns."
         return range(rank * self.per_rank, (rank + 1) * self.per_rank)
@@ -125,10 +120,15 @@ def bank_named(layout: Layout, name: str) -> BankSpec:
     return banks[name]
 
 
+def numel(bank: BankSpec) -> int:
+    "How many numbers a bank holds, padding included."
+    return prod(bank.shape)
+
+
 def padding_waste(layout: Layout) -> float:
     "Ratio of padding elements to real elements."
     real = sum(m.rows * m.cols for _, _, m in layout)
-    return sum(b.numel for b in layout.banks) / real - 1
+    return sum(map(numel, layout.banks)) / real - 1
 
 # %% ../nbs/story/05_layout.ipynb #c833eb37
 def group_matrices(matrices: list[Matrix], world: int) -> Layout:

@@ -346,7 +346,7 @@ def check_batch(cfg: LoaderSettings, seq_len: int, world: int) -> None:
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 # %% ../nbs/story/02b_loader.ipynb #29141a2f
-class Loader:
+class Loader(Iterator):
     """An endless iterator over batches on a device, built ahead by a thread.
     Use it in a `with`, or close it.
 
@@ -368,7 +368,6 @@ class Loader:
         sampler.check()
         self.rewind(sampler.state())
 
-    def __iter__(self) -> "Loader": return self
     def __enter__(self) -> "Loader": return self
     def __exit__(self, *_) -> None: self.close()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .kernels import TensorDescriptor, check_runnable, jitted, tl, usable_kernels
-from .settings import GolfError, require
+from .settings import require
 
 # %% ../nbs/story/04_newton_schulz.ipynb #308a1840
 def polar_factor(G: Tensor) -> Tensor:
@@ -138,9 +138,8 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
     GolfError if G is no float matrix.
     """
-    if G.ndim < 2 or not G.is_floating_point():
-        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
-                        f"found {G.dtype} of shape {tuple(G.shape)}")
+    require(G.ndim >= 2 and G.is_floating_point(), "Newton-Schulz needs a float tensor of at least "
+            f"two dimensions: found {G.dtype} of shape {tuple(G.shape)}")
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from functools import singledispatch
 from pathlib import Path
 
-from .layout import BankSpec, Layout, bank_named
+from .layout import BankSpec, Layout, bank_named, numel
 from .newton_schulz import newton_schulz_flops
 from .settings import GolfError, require
 
@@ -145,7 +145,7 @@ def prepared_us(layout: Layout, links: MachineModel, clip: str, stacked: bool) -
         passes += 2
     if not links.memory_gbps:
         return prepare_us
-    copied = passes * 2 * sum(b.numel for b in layout.banks)
+    copied = passes * 2 * sum(numel(b) for b in layout.banks)
     return copied / (links.memory_gbps * 1e3) + prepare_us
 
 
@@ -186,7 +186,7 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
     if small_bytes:
         send("small", "all-reduce", gate, small_bytes, nodes, all_ranks)
     for name in plan.scatter:
-        arrived[name] = send(name, "scatter", gate, n_bytes := 2 * bank_named(layout, name).numel)
+        arrived[name] = send(name, "scatter", gate, n_bytes := 2 * numel(bank_named(layout, name)))
         # its ranks share the node's link: together they send the whole bank
         if two_level and nodes > 1:
             us = transfer_us(2 * n_bytes, nodes, links, "cross", nodes)
@@ -196,7 +196,7 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
     for name in plan.work:
         bank = bank_named(layout, name)
         done = place(f"work {name}", "gpu", max(arrived[name], gate), update_time_us(bank, links))
-        send(name, "gather", done, 2 * bank.numel)
+        send(name, "gather", done, 2 * numel(bank))
     return events
 
 # %% ../nbs/story/07_plan.ipynb #1612694b

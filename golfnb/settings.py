@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+from abc import update_abstractmethods
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
@@ -332,4 +333,5 @@ def patch(method):
     """
     cls = next(iter(method.__annotations__.values()))
     setattr(cls, method.__name__, method)
+    update_abstractmethods(cls)  # one that its parents ask for may now be there
     return sys.modules[method.__module__].__dict__.get(method.__name__)

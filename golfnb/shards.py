@@ -209,14 +209,12 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
     `expected` tokens, or if it ends early.
     """
     with shard_file(path) as (file, tokens):
-        if tokens != (expected or tokens):
-            raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
-                            f"found {tokens:,}: do not change shards in use")
+        wanted = expected or tokens
+        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
+                f"runs, found {tokens:,}: do not change shards in use")
         part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
-    if part.size < count:
-        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{count - part.size:,} of them missing: it is cut off or damaged, "
-                        "build it again")
+    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
+            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
     return part
 
 # %% ../nbs/story/02_shards.ipynb #41c71ad2

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 53725007d16cdbd9
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source f4f9e50a5ea10ae6
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -423,11 +423,6 @@ class BankSpec:
     def padding(self) -> int:
         "Empty slots."
         return self.shape[0] - self.real
-
-    @property
-    def numel(self) -> int:
-        "Elements, padding included."
-        return prod(self.shape)
 
     def shard(self, rank: int) -> range:
         "The slots that a rank owns."
@@ -1726,14 +1721,12 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
     `expected` tokens, or if it ends early.
     """
     with shard_file(path) as (file, tokens):
-        if tokens != (expected or tokens):
-            raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
-                            f"found {tokens:,}: do not change shards in use")
+        wanted = expected or tokens
+        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
+                f"runs, found {tokens:,}: do not change shards in use")
         part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
-    if part.size < count:
-        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{count - part.size:,} of them missing: it is cut off or damaged, "
-                        "build it again")
+    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
+            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
     return part
 
 
@@ -1967,7 +1960,7 @@ def check_batch(cfg: LoaderSettings, seq_len: int, world: int) -> None:
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 
-class Loader:
+class Loader(Iterator):
     """An endless iterator over batches on a device, built ahead by a thread.
     Use it in a `with`, or close it.
 
@@ -1989,7 +1982,6 @@ class Loader:
         sampler.check()
         self.rewind(sampler.state())
 
-    def __iter__(self) -> "Loader": return self
     def __enter__(self) -> "Loader": return self
     def __exit__(self, *_) -> None: self.close()
 
@@ -2182,9 +2174,8 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
     GolfError if G is no float matrix.
     """
-    if G.ndim < 2 or not G.is_floating_point():
-        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
-                        f"found {G.dtype} of shape {tuple(G.shape)}")
+    require(G.ndim >= 2 and G.is_floating_point(), "Newton-Schulz needs a float tensor of at least "
+            f"two dimensions: found {G.dtype} of shape {tuple(G.shape)}")
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
@@ -4357,9 +4348,9 @@ class Ledger:
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
         once, follow = len(set(docs.tolist())) == len(docs), (a == self.upto[docs]) & (a <= b)
-        if not once or not (follow & (b <= self.spans[docs, 1])).all():
-            raise GolfError("targets must be scored once, from left to right: expected those from "
-                            f"{self.upto[docs][:4]} on, found {a[:4]}; start a new pass")
+        require(once and (follow & (b <= self.spans[docs, 1])).all(),
+                "targets must be scored once, from left to right: expected those from "
+                f"{self.upto[docs][:4].tolist()} on, found {a[:4].tolist()}; start a new pass")
         self.upto[docs] = b
         self.history.append(("score", docs, a, b))
 
@@ -4369,10 +4360,10 @@ class Ledger:
         GolfError if one of them has no score.
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
-        if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-            raise GolfError("an update may use scored targets of its own document only: "
-                            f"wanted {a[:4]} to {b[:4]}, scored up to "
-                            f"{self.upto[docs][:4]}; score the chunk first")
+        require(((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all(),
+                "an update may use scored targets of its own document only: wanted "
+                f"{a[:4].tolist()} to {b[:4].tolist()}, scored up to "
+                f"{self.upto[docs][:4].tolist()}; score the chunk first")
         self.history.append(("train", docs, a, b))
 
 

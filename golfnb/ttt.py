@@ -60,9 +60,9 @@ class Ledger:
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
         once, follow = len(set(docs.tolist())) == len(docs), (a == self.upto[docs]) & (a <= b)
-        if not once or not (follow & (b <= self.spans[docs, 1])).all():
-            raise GolfError("targets must be scored once, from left to right: expected those from "
-                            f"{self.upto[docs][:4]} on, found {a[:4]}; start a new pass")
+        require(once and (follow & (b <= self.spans[docs, 1])).all(),
+                "targets must be scored once, from left to right: expected those from "
+                f"{self.upto[docs][:4].tolist()} on, found {a[:4].tolist()}; start a new pass")
         self.upto[docs] = b
         self.history.append(("score", docs, a, b))
 
@@ -72,10 +72,10 @@ class Ledger:
         GolfError if one of them has no score.
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
-        if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-            raise GolfError("an update may use scored targets of its own document only: "
-                            f"wanted {a[:4]} to {b[:4]}, scored up to "
-                            f"{self.upto[docs][:4]}; score the chunk first")
+        require(((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all(),
+                "an update may use scored targets of its own document only: wanted "
+                f"{a[:4].tolist()} to {b[:4].tolist()}, scored up to "
+                f"{self.upto[docs][:4].tolist()}; score the chunk first")
         self.history.append(("train", docs, a, b))
 
 # %% ../nbs/story/13_ttt.ipynb #de22bc4d

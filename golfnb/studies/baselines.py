@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
                           step_block, timed_block, wait_for)
 from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
-from ..layout import BankSpec, Layout, LayoutSettings, Matrix, padding_waste, slots_of
+from ..layout import BankSpec, Layout, LayoutSettings, Matrix, numel, padding_waste, slots_of
 from ..loader import grad_accum
 from ..model import Golf, init_model
 from ..newton_schulz import newton_schulz_flops
@@ -291,7 +291,7 @@ def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
         rig.engine.clip = clip
         tail_block(rig, 3)  # recording, allocating
         samples[name] = device_us(rig.step, ranks, job.rounds, 1, rig.ready)
-    links = machine_model_of(samples, world, 2 * sum(b.numel for b in rig.layout.banks))
+    links = machine_model_of(samples, world, 2 * sum(numel(b) for b in rig.layout.banks))
     best = [[us, text] for us, text in search_buckets(s, world, links, rig.small_bytes)[:5]]
     if ranks.is_rank0:
         print("\n".join(f"predicted {us / 1e3:.3f} ms: PLAN={text}" for us, text in best))
@@ -467,7 +467,7 @@ def plan_facts(rig: TailRig, links: MachineModel | None) -> dict:
     "What is known of a plan before it runs."
     layout = rig.layout
     world = rig.ranks.world
-    bank_bytes = 2 * sum(b.numel for b in layout.banks)
+    bank_bytes = 2 * sum(numel(b) for b in layout.banks)
     facts = {"plan": rig.plan, "banks": [[b.name, *b.shape] for b in layout.banks],
              "padding": padding_waste(layout), "small_bytes": rig.small_bytes,
              "sent_bytes": round(2 * bank_bytes * (world - 1) / world)}
