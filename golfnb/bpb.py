@@ -18,14 +18,13 @@ import numpy as np
 import sentencepiece as spm
 import torch
 
-from .settings import GolfError
+from .settings import GolfError, require
 
 # %% ../nbs/story/01_bpb.ipynb #06e8cbc2
 def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
     "Bits per byte of a text, from its summed loss in nats and its bytes. GolfError for no bytes."
-    if byte_count <= 0:
-        raise GolfError("bits per byte need at least one byte of text, found "
-                        f"{byte_count}: check the shards")
+    require(byte_count > 0, "bits per byte need at least one byte of text, found "
+            f"{byte_count}: check the shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
 # %% ../nbs/story/01_bpb.ipynb #03113488
@@ -33,13 +32,10 @@ def tokenizer_bytes(path: str | Path) -> bytes:
     "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
     try:
         return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
-                        ".model file, found none, it is missing; set TOKENIZER_PATH, "
-                        "or fetch or train it") from None
     except OSError as error:
-        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
-                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): expected a "
+                        "SentencePiece .model file; set TOKENIZER_PATH, or fetch or train "
+                        "it") from None
 
 # %% ../nbs/story/01_bpb.ipynb #461dd32c
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
@@ -52,9 +48,10 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.Sente
         raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
                         ".model file, found a damaged one; set TOKENIZER_PATH, or "
                         "fetch or train it again") from error
-    if (found := sp.get_piece_size()) != (vocab_size or found):
-        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found "
-                        f"{found}: set VOCAB_SIZE={found} or use the matching tokenizer and shards")
+    found = sp.get_piece_size()
+    require(vocab_size in (None, found), f"tokenizer {path} must have VOCAB_SIZE={vocab_size} "
+            f"pieces, found {found}: set VOCAB_SIZE={found} or use the matching tokenizer and "
+            "shards")
     return sp
 
 # %% ../nbs/story/01_bpb.ipynb #6e63fcd6
@@ -121,10 +118,9 @@ def encode_text(sp: spm.SentencePieceProcessor, text: str) -> list[int]:
 def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
     "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. GolfError for another V."
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
-    if counts.shape != table.base.shape:
-        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, "
-                        f"found shape {tuple(counts.shape)}: count with "
-                        "numpy.bincount(tokens, minlength=vocab_size)")
+    require(counts.shape == table.base.shape,
+            f"token counts must be one for each of {len(table.base)} pieces, found shape "
+            f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
     tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
     log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
     return bits_per_byte(-log_prob[tokens[1:]].sum(),

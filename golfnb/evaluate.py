@@ -19,7 +19,7 @@ from .bpb import ByteTable, bits_per_byte, target_bytes
 from .layers import token_nll
 from .loader import grad_accum
 from .parallel_muon import Ranks
-from .settings import BaseSettings, GolfError, setting
+from .settings import BaseSettings, Rules, require, setting
 
 # %% ../nbs/story/12_evaluate.ipynb #e968f639
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -29,9 +29,9 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     `keeps [W]`: how many of its last targets a window scores. Raises
     GolfError for a stride over a row.
     """
-    if n_targets < 1 or not 1 <= stride <= seq_len:
-        raise GolfError("scoring needs targets, and EVAL_STRIDE from 1 to the row length "
-                        f"{seq_len}: found {n_targets} targets and stride {stride}")
+    require(n_targets > 0 and 1 <= stride <= seq_len,
+            f"scoring needs targets, and EVAL_STRIDE from 1 to the row length {seq_len}: found "
+            f"{n_targets} targets and stride {stride}")
     row = min(seq_len, n_targets)
     later = -(-(n_targets - row) // stride)
     starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
@@ -95,9 +95,8 @@ def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
     Raises GolfError unless they hold `n` targets.
     """
     nll, n_bytes, count = ranks.sum_late(sums).tolist()
-    if count != n:
-        raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
-                        "do all ranks hold the same tokens?")
+    require(count == n, f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
+            "do all ranks hold the same tokens?")
     return nll / n, bits_per_byte(nll, n_bytes)
 
 # %% ../nbs/story/12_evaluate.ipynb #5e909094
@@ -136,9 +135,9 @@ class EvalSettings(BaseSettings):
         return max(1,
                    self.val_batch_size // ((row or self.eval_seq_len) * world * grad_accum(world)))
 
-    def problems(self) -> Iterator[str]:
-        "A stride that would leave targets out."
-        yield from super().problems()
-        if self.eval_stride > self.eval_seq_len:
-            yield (f"EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, found "
-                   f"{self.eval_stride} and {self.eval_seq_len}: lower EVAL_STRIDE")
+    def rules(self) -> Rules:
+        "A stride that leaves no target out."
+        yield from super().rules()
+        stride, row = self.eval_stride, self.eval_seq_len
+        yield stride <= row, ("EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, "
+                              f"found {stride} and {row}: lower EVAL_STRIDE")

@@ -13,7 +13,7 @@ __all__ = ['CLIP_QUANTILES', 'INT8_QUANTILE', 'FP16_TINY', 'FP16_HUGE', 'row_cli
 import torch
 from torch import Tensor
 
-from .settings import GolfError
+from .settings import require
 
 # %% ../nbs/story/10_grid.ipynb #dc70d43f
 # GPTQ-lite's candidates; 1.0 is the row maximum
@@ -55,10 +55,10 @@ def finite_matrix(w: Tensor) -> Tensor:
 
     Raises GolfError if it is no matrix, empty, or holds a NaN or inf.
     """
-    if (bad := int((~torch.isfinite(w)).sum())) or w.ndim < 2 or not w.numel():
-        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or "
-                        f"inf in a tensor of shape {tuple(w.shape)}; check the checkpoint, "
-                        "store other tensors as fp16")
+    bad = int((~torch.isfinite(w)).sum())
+    require(not bad and w.ndim >= 2 and w.numel(),
+            f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor of "
+            f"shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
     return w if w.dtype == torch.float64 else w.float()
 
 # %% ../nbs/story/10_grid.ipynb #45948d05

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .settings import GolfError
+from .settings import GolfError, require
 
 # %% ../nbs/story/03_layers.ipynb #25d890d1
 def widen(x: Tensor) -> Tensor:
@@ -153,11 +153,9 @@ def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float
 
 # %% ../nbs/story/03_layers.ipynb #2a9dc8c1
 def flash_installed(choice: str) -> bool:
-    "Whether the module of this choice of FLASH_PACKAGES can be found."
-    try:
-        return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
-    except ModuleNotFoundError:  # nor its parent
-        return False
+    "Whether the package of this choice's module in FLASH_PACKAGES can be found."
+    package = FLASH_PACKAGES[choice].partition(".")[0]
+    return importlib.util.find_spec(package) is not None
 
 # %% ../nbs/story/03_layers.ipynb #512bca8e
 @functools.cache
@@ -190,9 +188,8 @@ def ready_attention(choice: str, device: str | torch.device, heads: int, keys: i
     if wanted not in FLASH_PACKAGES or not cuda:
         return choice
     problem = flash_problem(wanted, str(device), heads, keys, head_dim)
-    if problem and choice != "auto":
-        raise GolfError(f"ATTENTION={choice} cannot be had here: {problem}; "
-                        "mend it, or use ATTENTION=auto")
+    require(not problem or choice == "auto", f"ATTENTION={choice} cannot be had here: {problem}; "
+            "mend it, or use ATTENTION=auto")
     if problem:
         warnings.warn(f"golfnb: FlashAttention-3 is installed and not used: {problem}; "
                       "cuDNN's attention takes its place", stacklevel=2)

@@ -6,7 +6,7 @@ batches reach the device while the training loop computes.
 
 # %% auto #0
 __all__ = ['RAMP_STEPS', 'Batch', 'WindowSampler', 'SequentialSampler', 'Cursor', 'draw_cursor',
-           'mixture', 'deal', 'CoprimeSampler', 'grad_accum', 'LoaderSettings', 'batch_problems',
+           'mixture', 'deal', 'CoprimeSampler', 'grad_accum', 'LoaderSettings', 'check_batch',
            'Loader']
 
 # %% ../nbs/story/02b_loader.ipynb #31806d61
@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .settings import BaseSettings, GolfError, setting
-from .shards import read_header, read_span
+from .settings import BaseSettings, GolfError, require, setting
+from .shards import check_tokens, read_header, read_span
 
 # %% ../nbs/story/02b_loader.ipynb #9c2f85cb
-class WindowSampler:
+class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
     `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
@@ -53,8 +53,7 @@ class WindowSampler:
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
                  accum: int = 1):
         self.paths = list(paths)
-        if not self.paths:
-            raise GolfError("a sampler must have shards to read, found none: give it their paths")
+        require(self.paths, "a sampler must have shards to read, found none: give it their paths")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -64,8 +63,6 @@ class WindowSampler:
         self.turn = 0                        # the micro-batch that comes next
         self.tokens = [read_header(path) for path in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
-
-    def __iter__(self) -> "WindowSampler": return self
 
     def __next__(self) -> np.ndarray:
         if self.turn == 0:
@@ -86,10 +83,7 @@ class WindowSampler:
         GolfError if there are fewer, one is too large, or the shard has changed.
         """
         part = read_span(self.paths[shard], begin, count, self.tokens[shard])
-        if part.size and part.max() >= self.vocab_size:
-            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, "
-                            f"found {part.max()} in {self.paths[shard]}: the shard "
-                            "belongs to another tokenizer")
+        check_tokens(self.paths[shard], part, self.vocab_size, begin)
         return part
 
     def state(self) -> dict:
@@ -100,10 +94,9 @@ class WindowSampler:
     def load_state(self, state: dict) -> None:
         "Go to a place that `state` gave. Raises GolfError for another order or corpus."
         found = (state.get("order"), state.get("corpus"))
-        if found != (self.order, self.corpus):
-            raise GolfError("a saved loader state must be of order and corpus "
-                            f"{(self.order, self.corpus)}, found {found}: go on with the same "
-                            "shards, TRAIN_SEQ_LEN and LOADER")
+        own = (self.order, self.corpus)
+        require(found == own, f"a saved loader state must be of order and corpus {own}, found "
+                f"{found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
         self.go_to(state)
         self.turn = int(state["turn"])
         if self.turn:
@@ -125,9 +118,8 @@ class WindowSampler:
         """
         name = type(self).__name__
         for part in ("order", "plan", "window", "place", "go_to"):
-            if not getattr(self, part, None):
-                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found "
-                                f"no {part}: see the docstring of WindowSampler")
+            require(getattr(self, part, None), f"{name} must have an order, plan, window, place "
+                    f"and go_to, found no {part}: see the docstring of WindowSampler")
         try:
             place = self.saved_place()
             planned = len(self.plan())
@@ -139,9 +131,8 @@ class WindowSampler:
             raise GolfError(f"{name} must plan {self.windows} windows and go back to where "
                             f"it stood, found {type(error).__name__}: {error}: mend its "
                             "plan, place or go_to") from error
-        if planned != self.windows:
-            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
-                            f"found {planned}: plan as many as self.windows")
+        require(planned == self.windows, f"the plan of {name} must be the {self.windows} windows "
+                f"of a step, found {planned}: plan as many as self.windows")
 
 # %% ../nbs/story/02b_loader.ipynb #3e2d0ed1
 class SequentialSampler(WindowSampler):
@@ -343,20 +334,19 @@ class LoaderSettings(BaseSettings):
         return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
 
 # %% ../nbs/story/02b_loader.ipynb #eb781d89
-def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[str]:
-    "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
+def check_batch(cfg: LoaderSettings, seq_len: int, world: int) -> None:
+    "Raise GolfError if `world` ranks cannot share out a batch of rows of `seq_len` tokens."
     tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
-    if tokens % part:
-        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, "
-               f"in number a multiple of {world} ranks x {grad_accum(world)} "
-               f"micro-batches, found {tokens} tokens: set it to "
-               f"{max(1, tokens // part) * part} or use another number of ranks")
+    require(tokens % part == 0, f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} "
+            f"tokens, in number a multiple of {world} ranks x {grad_accum(world)} micro-batches, "
+            f"found {tokens} tokens: set it to {max(1, tokens // part) * part} or use another "
+            "number of ranks")
 
 # %% ../nbs/story/02b_loader.ipynb #15b6feea
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 # %% ../nbs/story/02b_loader.ipynb #29141a2f
-class Loader:
+class Loader(Iterator):
     """An endless iterator over batches on a device, built ahead by a thread.
     Use it in a `with`, or close it.
 
@@ -378,7 +368,6 @@ class Loader:
         sampler.check()
         self.rewind(sampler.state())
 
-    def __iter__(self) -> "Loader": return self
     def __enter__(self) -> "Loader": return self
     def __exit__(self, *_) -> None: self.close()
 
@@ -438,29 +427,25 @@ class Loader:
         self.copied = []
 
     def send_ahead(self) -> None:
-        """Send this call's batch, and the following one if it is built.
-
-        Raises an error of the thread.
-        """
+        "Send this call's batch, and the following one if it is built, or note the thread's error."
         while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
             built = self.ready.get()
             if isinstance(built, BaseException):
-                self.ready.put(built)  # for the next call
-                if not self.sent:
-                    raise built
-                break
-            self.send(*built)
+                self.sent.append(built)  # where it stays
+            else:
+                self.send(*built)
 
     def __next__(self) -> Batch:
         """The next batch, ready for the current stream.
 
         Raises an error of the thread, then on every call.
         """
-        if self.thread is None:
-            raise GolfError("the loader must be open, found it closed: make a "
-                            "new Loader, or rewind this one")
+        require(self.thread, "the loader must be open, found it closed: make a new Loader, or "
+                "rewind this one")
         self.take_back()
         self.send_ahead()
+        if isinstance(self.sent[0], BaseException):
+            raise self.sent[0]
         batch, self.given, arrived = self.sent.popleft()
         if arrived is not None:
             current = torch.cuda.current_stream(self.device)

@@ -13,7 +13,7 @@ __all__ = ['BLOCK_MATRICES', 'WHOLE', 'CONTROL_NAMES', 'ModelSettings', 'Compute
 
 # %% ../nbs/story/05c_model.ipynb #1a597c27
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -47,7 +47,14 @@ from .layers import (
     squared_leaky,
 )
 from .layout import SMALL_MATRIX, Layout, LayoutSettings, bank_per_shape, mlp_in_one_bank
-from .settings import BaseSettings, GolfError, setting, settings_from
+from .settings import (
+    BaseSettings,
+    GolfError,
+    Rules,
+    require,
+    setting,
+    settings_from,
+)
 
 # %% ../nbs/story/05c_model.ipynb #714ae904
 @dataclass
@@ -81,33 +88,32 @@ class ModelSettings(LayoutSettings):
         "Blocks with a value embedding."
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
 
-    def problems(self) -> Iterator[str]:
-        "What makes the model impossible."
-        yield from super().problems()
-        if self.vocab_size > 65_536:
-            yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
-                   f"found {self.vocab_size}: use a smaller tokenizer")
-        if self.rope_dims % 2 or self.rope_dims > self.head_dim:
-            yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, "
-                   f"found {self.rope_dims}: choose an even number up to {self.head_dim}")
-        if self.train_seq_len * self.rope_dims > 2**24:
-            yield (f"TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the rotary tables), found "
-                   f"{self.train_seq_len} x {self.rope_dims}: shorten the row")
-        yield from table_problems(self)
+    def rules(self) -> Rules:
+        "Which models are possible."
+        yield from super().rules()
+        rope, head, row = self.rope_dims, self.head_dim, self.train_seq_len
+        yield self.vocab_size <= 65_536, ("VOCAB_SIZE must be at most 65536 (tokens are stored as "
+                                          f"uint16), found {self.vocab_size}: use a smaller "
+                                          "tokenizer")
+        yield rope % 2 == 0 and rope <= head, (
+            f"ROPE_DIMS must be even and at most the head width {head}, found {rope}: choose an "
+            f"even number up to {head}")
+        yield row * rope <= 2**24, ("TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the "
+                                    f"rotary tables), found {row} x {rope}: shorten the row")
+        yield from table_rules(self)
 
 # %% ../nbs/story/05c_model.ipynb #3da87697
-def table_problems(cfg: ModelSettings) -> Iterator[str]:
-    "Sentences on a bigram table and on value embeddings that are impossible."
-    if cfg.bigram_vocab_size < 0 or cfg.bigram_vocab_size == 1:
-        yield ("BIGRAM_VOCAB_SIZE must be 0 or at least 2, "
-               f"found {cfg.bigram_vocab_size}: change it")
+def table_rules(cfg: ModelSettings) -> Rules:
+    "Which bigram tables and value embeddings are possible."
+    rows = cfg.bigram_vocab_size
+    yield rows == 0 or rows >= 2, ("BIGRAM_VOCAB_SIZE must be 0 or at least 2, "
+                                   f"found {rows}: change it")
     parts = [p.strip() for p in cfg.ve_layers.split(",") if p.strip()]
     numbers = [int(p) for p in parts if p.isdecimal() and len(p) < 9]
     blocks = {n for n in numbers if n < cfg.num_layers}
-    if cfg.ve_enabled and not 0 < len(parts) == len(blocks):
-        yield (f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none "
-               f"twice, parted by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 "
-               "or VE_ENABLED=0")
+    yield not cfg.ve_enabled or 0 < len(parts) == len(blocks), (
+        f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none twice, parted "
+        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
 
 # %% ../nbs/story/05c_model.ipynb #e2595d18
 @dataclass
@@ -298,9 +304,8 @@ class Golf(torch.nn.Module):
         if activation is None:
             activation = LeakyReluSquared(cfg.negative_slope)
         self.activation = activation
-        if [*self.parameters()]:
-            raise GolfError("an activation must have no weights, since no optimizer or file would "
-                            f"hold them, found {type(activation).__name__}: use one without")
+        require(not [*self.parameters()], "an activation must have no weights, since no optimizer "
+                f"or file would hold them, found {type(activation).__name__}: use one without")
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
         self.freeze: Callable | None = None  # such as FreezeBlocks
@@ -506,17 +511,16 @@ def load_named(model: Golf, state: Mapping[str, Tensor]):
     Raises GolfError, before anything is written, for a missing, surplus or misshapen tensor."""
     own = model.role_params()
     views = published_views(model, own["bank"], own["table"] | own["scalar"])
-    if wrong := sorted(set(views) ^ set(state)):
-        kind = "lack" if wrong[0] in views else "have the unknown"
-        raise GolfError(f"these weights do not belong to this model: they {kind} {wrong[0]!r} "
-                        f"({len(wrong)} names differ); build the model from the settings "
-                        "saved with them")
+    advice = "build the model from the settings saved with them"
+    names, found = set(views), set(state)
+    for kind, wrong in (("lack", names - found), ("have the unknown", found - names)):
+        require(not wrong, f"these weights do not belong to this model: they {kind} "
+                f"{min(wrong, default='')!r} ({len(wrong)} such names); {advice}")
     for name, view in views.items():
-        one = view.shape == (1,) and state[name].ndim == 0  # as older files have it
-        if view.shape != state[name].shape and not one:
-            raise GolfError(f"tensor {name} must have shape {tuple(view.shape)}: found "
-                            f"{tuple(state[name].shape)}; build the model from the settings "
-                            "saved with it")
+        shape, saved = tuple(view.shape), tuple(state[name].shape)
+        one = shape == (1,) and saved == ()  # as older files have it
+        require(shape == saved or one, f"tensor {name} must have shape {shape}: found {saved}; "
+                f"{advice}")
     for name, view in views.items():
         view.copy_(state[name])
 
@@ -576,9 +580,7 @@ class SavedModel(ModelSettings):
 def saved_settings(model: Golf) -> dict:
     "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
     values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
-    plan = "pr399"
-    if "mlp_bank" in model.banks:
-        plan = "shared_mlp"
+    plan = "shared_mlp" if "mlp_bank" in model.banks else "pr399"
     return values | {"plan": plan, "skip_gate": model.skips.word}
 
 # %% ../nbs/story/05c_model.ipynb #2f0cf147

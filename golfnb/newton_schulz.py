@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .kernels import TensorDescriptor, check_runnable, jitted, tl, usable_kernels
-from .settings import GolfError
+from .settings import require
 
 # %% ../nbs/story/04_newton_schulz.ipynb #308a1840
 def polar_factor(G: Tensor) -> Tensor:
@@ -138,9 +138,8 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
     GolfError if G is no float matrix.
     """
-    if G.ndim < 2 or not G.is_floating_point():
-        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
-                        f"found {G.dtype} of shape {tuple(G.shape)}")
+    require(G.ndim >= 2 and G.is_floating_point(), "Newton-Schulz needs a float tensor of at least "
+            f"two dimensions: found {G.dtype} of shape {tuple(G.shape)}")
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
@@ -160,15 +159,9 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
 # %% ../nbs/story/04_newton_schulz.ipynb #132e3664
 def first_steps(coeffs: tuple, steps: int) -> tuple:
     "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
-    if steps < 1:
-        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
+    require(steps >= 1, f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
     repeated = coeffs[-1:] * (steps - len(coeffs))
     return (coeffs + repeated)[:steps]
-
-
-def product_dtype(G: Tensor) -> torch.dtype:
-    "What the products run in unless a caller says otherwise."
-    return torch.bfloat16 if G.is_cuda else G.dtype
 
 # %% ../nbs/story/04_newton_schulz.ipynb #303d01e7
 def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
@@ -177,13 +170,15 @@ def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tens
     Each step is the same quintic. Singular values end about 1, directions stay. `dtype` of products
     and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
     """
-    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
+    usual = torch.bfloat16 if G.is_cuda else G.dtype
+    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or usual)
 
 
 def polar_express(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
     "As `quintic`, nearer to 1 (arXiv 2505.16932): each step has its own, and the fifth repeats."
     coeffs = first_steps(POLAR_EXPRESS_COEFFS, steps)
-    return newton_schulz(G, coeffs, 1.02, 1e-6, dtype or product_dtype(G))
+    usual = torch.bfloat16 if G.is_cuda else G.dtype
+    return newton_schulz(G, coeffs, 1.02, 1e-6, dtype or usual)
 
 # %% ../nbs/story/04_newton_schulz.ipynb #207ee50d
 def newton_schulz_flops(rows: int, cols: int, steps: int = 5) -> int:

@@ -8,9 +8,9 @@ back by all-gather.
 __all__ = ['CONTROL_SCALARS', 'Ranks', 'start_ranks', 'stop_ranks', 'gather_into', 'wait_all',
            'ShardedBank', 'StepScalars', 'Sgd', 'nesterov_step', 'master_step', 'Muon',
            'nesterov_kernel', 'nesterov_kernels', 'master_kernel', 'master_kernels', 'FlatGroup',
-           'adamw_step', 'AdamW', 'record_graph', 'CudaGraphed', 'Engine', 'flat_groups', 'NoClip',
-           'squared_norm', 'set_scalar', 'clip_coef', 'clip_each', 'clip_mean', 'ClipMean',
-           'ClipEach', 'Inside', 'Crossing', 'inside_node', 'EngineSettings']
+           'adamw_step', 'AdamW', 'record_graph', 'CudaGraphed', 'Engine', 'flat_groups', 'Clip',
+           'NoClip', 'squared_norm', 'set_scalar', 'clip_coef', 'clip_each', 'clip_mean',
+           'ClipMean', 'ClipEach', 'Inside', 'Crossing', 'inside_node', 'EngineSettings']
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #ef592cd3
 import gc
@@ -27,7 +27,7 @@ from .kernels import check_runnable, jitted, tl, triton, usable_kernels
 from .layout import BankSpec, Layout
 from .newton_schulz import quintic
 from .plan import CommSchedule, check_comm_schedule, comm_schedule
-from .settings import BaseSettings, GolfError, setting
+from .settings import BaseSettings, GolfError, require, setting
 
 # torch gives these names out without saying so to type checkers: torch._foreach_copy_, dist.rendezvous
 # pyright: reportPrivateImportUsage=false
@@ -93,9 +93,9 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
     names = dict(WORLD_SIZE=1, RANK=0, LOCAL_RANK=0, GROUP_RANK=0, GROUP_WORLD_SIZE=1)
     world, rank, local, node, nodes = (int(os.environ.get(name, n)) for name, n in names.items())
     cuda, gpu = torch.cuda.is_available(), torch.device("cuda", local)
-    if cuda and local >= torch.cuda.device_count():
-        raise GolfError(f"rank {rank} needs GPU {local}, but this machine shows {torch.cuda.device_count()}: "
-                        "lower --nproc_per_node")
+    shown = torch.cuda.device_count()
+    require(not cuda or local < shown,
+            f"rank {rank} needs GPU {local}, but this machine shows {shown}: lower --nproc_per_node")
     if cuda:
         torch.cuda.set_device(local)
     device = gpu if cuda else torch.device("cpu")
@@ -186,19 +186,18 @@ class StepScalars:
     """The numbers that every rule reads in a step, as tensors on the GPU.
 
     0-dim: `lr_schedule` scales the learning rates, `momentum`, `clip_coef`, `count` of the steps taken,
-    and `grads_finite`, False when the step is skipped. `extra` [n]: what the small rule added to the
-    control vector.
+    and `grads_finite`, False when the step is skipped.
     """
 
-    def __init__(self, extra: Tensor, dtype: torch.dtype):
+    def __init__(self, device: torch.device | str, dtype: torch.dtype):
         self.lr_schedule, self.momentum, self.clip_coef, self.count = (
-            torch.full((), value, dtype=dtype, device=extra.device) for value in (0.0, 0.0, 1.0, 0.0))
-        self.grads_finite, self.extra = torch.ones((), dtype=torch.bool, device=extra.device), extra
+            torch.full((), value, dtype=dtype, device=device) for value in (0.0, 0.0, 1.0, 0.0))
+        self.grads_finite = torch.ones((), dtype=torch.bool, device=device)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #c2edc2f0
 class Sgd:
     "Heavy-ball SGD on fp32 masters, for banks and small parameters (no Nesterov, no decay)."
-    masters, extra_scalars = True, 0  # small parameters have masters too; it sends no numbers of its own
+    masters = True  # small parameters have masters too
 
     def __init__(self, lr: float):
         self.lr = lr
@@ -391,7 +390,7 @@ def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps
 # %% ../nbs/story/07b_parallel_muon.ipynb #c90c889d
 class AdamW:
     "The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`."
-    masters, extra_scalars = False, 0
+    masters = False
 
     def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8):
@@ -455,12 +454,11 @@ class Engine:
     `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
     a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
     `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
-    `debug`: replicas are NaN between `launch` and `finish`. Raises GolfError if the layout is for
-    another number of ranks.
+    Raises GolfError if the layout is for another number of ranks.
     """
 
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
-                 inside: Ranks | None = None, plan: CommSchedule | None = None, debug: bool = False):
+                 inside: Ranks | None = None, plan: CommSchedule | None = None):
         self.layout = layout
         self.ranks = ranks
         self.inside = inside or ranks
@@ -468,10 +466,9 @@ class Engine:
         self.bank_rule = bank_rule
         self.small_rule = small_rule
         self.clip = clip
-        self.debug = debug
-        if layout.world != self.inside.world:
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
-                            f"running: make it with world={self.inside.world}")
+        require(layout.world == self.inside.world,
+                f"the layout was made for {layout.world} ranks, but {self.inside.world} are running: "
+                f"make it with world={self.inside.world}")
         check_comm_schedule(self.plan, layout)
         self.banks = {}
         for spec in layout.banks:
@@ -479,11 +476,11 @@ class Engine:
             self.banks[spec.name] = ShardedBank(spec, replica, self.inside, bank_rule)
         self.groups = flat_groups(roles, small_rule)
         self.parts = [*self.banks.values(), *self.groups]
-        first, words = self.parts[0].fp32_shard, len(CONTROL_SCALARS) + small_rule.extra_scalars
+        first = self.parts[0].fp32_shard
         self.full, self.device = first.dtype, first.device
-        self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
+        self.control = self.groups[0].tail if self.groups else first.new_zeros(len(CONTROL_SCALARS))
         self.norm_sq = self.control[CONTROL_SCALARS.index("norm_sq")]
-        self.scalars = StepScalars(self.control[len(CONTROL_SCALARS):], self.full)
+        self.scalars = StepScalars(self.device, self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
         self.small_step = CudaGraphed(lambda: self.update_small(), self.device)
         self.bank_steps = {n: CudaGraphed(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
@@ -524,9 +521,6 @@ class Engine:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
             self.banks[n].reduce(grads.pop(n))
-        if self.debug:
-            for b in self.banks.values():
-                b.replica.data.fill_(float("nan"))
         return self.control
 
     def finish(self, lr_schedule: float | Tensor = 1.0, momentum: float = 0.99,
@@ -617,28 +611,23 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         rates |= dict.fromkeys(roles.get(role, {}), rule.rates(role))
     for dtype in sorted({p.dtype for p in params.values()}, key=lambda d: -d.itemsize):
         some = {k: p for k, p in params.items() if p.dtype == dtype}
-        tail = 0 if made else len(CONTROL_SCALARS) + rule.extra_scalars
+        tail = 0 if made else len(CONTROL_SCALARS)
         made.append(FlatGroup(some, rates, rule, tail=tail))
     return made
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #d112b2d2
-class NoClip:
-    """Lets every gradient through. What an engine asks of a clip: derive yours from this.
+class Clip:
+    """What an engine asks of a clip: derive yours from this.
+
+    `before_sending(engine, grads)`, before anything is averaged: what this rank sends, a dict that the
+    engine may empty. `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie
+    in `grad` of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that
+    is not finite if a gradient is not.
 
     `norm_is_sum`: the control vector's `norm_sq` is a sum over the ranks, not the norm of the mean.
     """
     norm_is_sum = True
-
-    def before_sending(self, engine: Engine, grads: dict) -> dict:
-        """Before anything is averaged: what this rank sends, a dict that the engine may empty.
-
-        `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie in `grad`
-        of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that is
-        not finite if a gradient is not.
-        """
-        small = [group.grad for group in engine.groups]
-        engine.norm_sq.copy_(squared_norm([*grads.values(), *small], engine.full))
-        return grads
+    before_sending: Callable[[Engine, dict], dict]
 
     def after_arrival(self, engine: Engine):
         """Before the first update, while mean gradients arrive in `grad` of `engine.banks`.
@@ -650,6 +639,16 @@ class NoClip:
     def mean_gradient(self, grad: Tensor, scalars: StepScalars) -> Tensor:
         "What the rule gets for a shard's mean gradient `grad` [n, r, c]; launches are recorded."
         return grad
+
+
+class NoClip(Clip):
+    "Lets every gradient through."
+
+    def before_sending(self, engine: Engine, grads: dict) -> dict:
+        "All of them as they are."
+        small = [group.grad for group in engine.groups]
+        engine.norm_sq.copy_(squared_norm([*grads.values(), *small], engine.full))
+        return grads
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #6eb05be1
 def squared_norm(tensors: list, dtype: torch.dtype) -> Tensor:
@@ -683,7 +682,7 @@ def clip_mean(gradients: list, max_norm: float) -> Tensor:
     return mean * clip_coef(mean.square().sum(), max_norm)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #736ab712
-class ClipMean(NoClip):
+class ClipMean(Clip):
     """Clips the mean gradient to `max_norm` (0: never); the number of ranks does not matter.
 
     The first update waits for all reduce-scatters and the all-reduce of one number.
@@ -714,7 +713,7 @@ class ClipMean(NoClip):
         return (grad * scalars.clip_coef.view(1, 1, 1)).to(grad.dtype)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #1e1a59c3
-class ClipEach(NoClip):
+class ClipEach(Clip):
     "Clips each rank's gradient to `max_norm` (0: never) before it is averaged, as published."
 
     def __init__(self, max_norm: float):

@@ -6,16 +6,18 @@ timeline.
 
 # %% auto #0
 __all__ = ['CommSchedule', 'check_comm_schedule', 'comm_schedule', 'MachineModel',
-           'read_machine_model', 'transfer_us', 'update_time_us', 'Event', 'predict', 'finish_us']
+           'read_machine_model', 'transfer_us', 'update_batches', 'update_time_us', 'Event',
+           'predict', 'finish_us']
 
 # %% ../nbs/story/07_plan.ipynb #0b0bb203
 import json
 from dataclasses import dataclass, field, fields
+from functools import singledispatch
 from pathlib import Path
 
-from .layout import BankSpec, Layout
+from .layout import BankSpec, Layout, bank_named, numel
 from .newton_schulz import newton_schulz_flops
-from .settings import GolfError
+from .settings import GolfError, require
 
 # %% ../nbs/story/07_plan.ipynb #d53d54a9
 @dataclass(frozen=True)
@@ -29,16 +31,15 @@ def check_comm_schedule(plan: CommSchedule, layout: Layout):
     "Raises GolfError unless both orders name every bank once: else one is never updated."
     banks = sorted(b.name for b in layout.banks)
     for what, order in (("scatter", plan.scatter), ("work", plan.work)):
-        if sorted(order) != banks:
-            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} "
-                            f"exactly once: found {', '.join(order) or 'nothing'}; make "
-                            "it with comm_schedule(layout)")
+        require(sorted(order) == banks, f"a plan's {what} order must name each of "
+                f"{', '.join(banks)} exactly once: found {', '.join(order) or 'nothing'}; make it "
+                "with comm_schedule(layout)")
 
 # %% ../nbs/story/07_plan.ipynb #d07e00cd
 def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
     "Both orders by unpadded size; `order` is big_first or small_first. GolfError for another word."
-    if order not in ("big_first", "small_first"):
-        raise GolfError(f"a plan's order must be big_first or small_first: found {order!r}")
+    require(order in ("big_first", "small_first"),
+            f"a plan's order must be big_first or small_first: found {order!r}")
     size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
     names = tuple(sorted(size, key=lambda n: size[n] if order == "small_first" else -size[n]))
     return CommSchedule(names, names)
@@ -96,6 +97,16 @@ def transfer_us(n_bytes: float, world: int, links: MachineModel, kind: str = "",
     return latency + rounds * n_bytes * (world - 1) / world / (gbps * 1e3)
 
 # %% ../nbs/story/07_plan.ipynb #b657b65c
+@singledispatch
+def update_batches(bank: BankSpec) -> list[list[tuple[int, int, int]]]:
+    """The update's batches (matrices, short side, long side): a list for each rank, or for all.
+
+    Other kinds of banks add theirs.
+    """
+    short, long = sorted(bank.matrices[0].stored)
+    return [[(bank.per_rank, short, long)]]
+
+
 def update_time_us(bank: BankSpec, links: MachineModel) -> float:
     """Time of the busiest rank's update of a bank, with five iterations of Newton-Schulz.
 
@@ -108,7 +119,7 @@ def update_time_us(bank: BankSpec, links: MachineModel) -> float:
             return fixed + n * each
         return max(n * newton_schulz_flops(r, c) / (links.ns_tflops * 1e6), 22 * links.launch_us)
 
-    return max(sum(one(*batch) for batch in of_rank) for of_rank in bank.batches())
+    return max(sum(one(*batch) for batch in of_rank) for of_rank in update_batches(bank))
 
 # %% ../nbs/story/07_plan.ipynb #9727e63f
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ def prepared_us(layout: Layout, links: MachineModel, clip: str, stacked: bool) -
         passes += 2
     if not links.memory_gbps:
         return prepare_us
-    copied = passes * 2 * sum(b.numel for b in layout.banks)
+    copied = passes * 2 * sum(numel(b) for b in layout.banks)
     return copied / (links.memory_gbps * 1e3) + prepare_us
 
 
@@ -175,7 +186,7 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
     if small_bytes:
         send("small", "all-reduce", gate, small_bytes, nodes, all_ranks)
     for name in plan.scatter:
-        arrived[name] = send(name, "scatter", gate, n_bytes := 2 * layout.bank(name).numel)
+        arrived[name] = send(name, "scatter", gate, n_bytes := 2 * numel(bank_named(layout, name)))
         # its ranks share the node's link: together they send the whole bank
         if two_level and nodes > 1:
             us = transfer_us(2 * n_bytes, nodes, links, "cross", nodes)
@@ -183,9 +194,9 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
     if clip == "global":
         gate = send("norm", "all-reduce", max(arrived.values()), 4)
     for name in plan.work:
-        bank = layout.bank(name)
+        bank = bank_named(layout, name)
         done = place(f"work {name}", "gpu", max(arrived[name], gate), update_time_us(bank, links))
-        send(name, "gather", done, 2 * bank.numel)
+        send(name, "gather", done, 2 * numel(bank))
     return events
 
 # %% ../nbs/story/07_plan.ipynb #1612694b

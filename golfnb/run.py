@@ -6,8 +6,8 @@ adapt.
 
 # %% auto #0
 __all__ = ['RunSettings', 'weight_dtype', 'make_backward', 'make_forward', 'Run', 'open_run',
-           'device_name', 'train_and_average', 'fit_to_budget', 'cap_before_gptq',
-           'reserve_problems', 'hessians_in_time', 'as_rank', 'start']
+           'device_name', 'train_and_average', 'fit_to_budget', 'cap_before_gptq', 'reserve_rules',
+           'hessians_in_time', 'as_rank', 'start']
 
 # %% ../nbs/reference/16_run.ipynb #f02c632b
 import hashlib
@@ -27,15 +27,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from .artifact import Plain, ledger_rows, open_own, pack_bytes, save_artifact, save_weights
+# %% ../nbs/reference/16_run.ipynb #c96ac847
+from .artifact import Plain, ledger_rows, open_own, over_budget, pack_bytes, save_weights
 from .bpb import byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .evaluate import plain_loss, sliding_loss
-from .loader import Loader, batch_problems, grad_accum
+from .loader import Loader, check_batch, grad_accum
 from .model import ComputeSettings, Golf, load_named, named_state, saved_settings
 from .parallel_muon import Engine, Ranks, start_ranks, stop_ranks
 from .quantize import Nearest, NothingFits, calibrate, calibration_batches, fit_state
-from .settings import BaseSettings, GolfError, finite, read_settings, setting
-from .shards import atomic_write, find_shards, read_header, read_span, val_tokens
+from .settings import (
+    BaseSettings,
+    GolfError,
+    Rules,
+    finite,
+    read_settings,
+    require,
+    setting,
+)
+from .shards import (
+    atomic_write,
+    check_tokens,
+    find_shards,
+    read_header,
+    read_span,
+    val_tokens,
+)
 from .train import (
     RunLog,
     StepGraph,
@@ -45,6 +61,7 @@ from .train import (
     check_score,
     compiled,
     rehearse,
+    tell,
     train,
     training_loss,
     undone,
@@ -60,19 +77,18 @@ class RunSettings(BaseSettings):
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model",
                                   "SentencePiece model: path")
 
-    def problems(self) -> Iterator[str]:
-        "A name that is no name of a directory."
-        yield from super().problems()
-        if self.run_id in (".", "..") or "/" in self.run_id:
-            yield ("RUN_ID must be the name of a directory in RUNS_DIR, without slashes, "
-                   f"found {self.run_id!r}: choose a plain name")
+    def rules(self) -> Rules:
+        "A run's name is the name of a directory."
+        yield from super().rules()
+        plain = self.run_id not in (".", "..") and "/" not in self.run_id
+        yield plain, ("RUN_ID must be the name of a directory in RUNS_DIR, without slashes, "
+                      f"found {self.run_id!r}: choose a plain name")
 
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
         super().check()
         s: Any = self  # of a program: it has the numbers of the loader and of the model too
-        for problem in batch_problems(s, s.train_seq_len, world):
-            raise GolfError(problem)
+        check_batch(s, s.train_seq_len, world)
 
 # %% ../nbs/reference/16_run.ipynb #86088a64
 def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
@@ -114,13 +130,13 @@ def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Calla
     return forward
 
 # %% ../nbs/reference/16_run.ipynb #631acc7f
+KINDS_OF_RUN = {"summary.json": "a finished run", "train.log": "a run that did not end"}
+
+
 def run_in(folder: Path) -> str:
     "Which kind of run a directory holds; empty for none."
-    if (folder / "summary.json").exists():
-        return "a finished run"
-    if (folder / "train.log").exists():
-        return "a run that did not end"
-    return ""
+    found = (kind for name, kind in KINDS_OF_RUN.items() if (folder / name).exists())
+    return next(found, "")
 
 # %% ../nbs/reference/16_run.ipynb #d0de1620
 def run_folder(s, ranks: Ranks) -> Path:
@@ -128,8 +144,7 @@ def run_folder(s, ranks: Ranks) -> Path:
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
     found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
-    if found:
-        raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
+    require(not found, f"{folder} already holds {found}: set another RUN_ID, or move it away")
     return folder
 
 # %% ../nbs/reference/16_run.ipynb #73dc42ef
@@ -138,9 +153,7 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
         tokens = read_span(path, 0, min(limit - int(counts.sum()), read_header(path)))
-        if (largest := int(tokens.max(initial=0))) >= vocab_size:
-            raise GolfError(f"{path} holds token {largest}, but VOCAB_SIZE is {vocab_size}: "
-                            "use the tokenizer the shards were made with")
+        check_tokens(path, tokens, vocab_size)
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
 
@@ -151,8 +164,9 @@ class Run:
     `settings`: of a program. `code`: the bytes of the script that runs; they count against the
     budget. `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a
     unigram of the training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras`
-    (each an `Extra`) hang on the run. `program_sha256`: of a program of one's own, empty for a
-    recipe of golfnb. Raises GolfError for whatever is wrong with the data.
+    (each an `Extra`) hang on the run. `results`: what its stages gave, by name. `program_sha256`:
+    of a program of one's own, empty for a recipe of golfnb. Raises GolfError for whatever is wrong
+    with the data.
     """
 
     def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
@@ -168,7 +182,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings, self.ranks, self.code = s, ranks, code
         self.program_sha256 = ""
-        self.seconds, self.summary, self.extras = {}, {}, []
+        self.seconds, self.summary, self.results, self.extras = {}, {}, {}, []
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.node)
         self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
@@ -182,22 +196,14 @@ class Run:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
-        self.note(f"phase {name}")
-
-    def note(self, stage: str):
-        "Tell the extras that a stage has come to its end."
-        for extra in self.extras:
-            extra.note(stage)
+        tell(self.extras, "note", f"phase {name}")
 
     def once(self, stage: str, work: Callable):
-        "What a stage gives: `work()`, unless an extra has it from an earlier life of the run."
-        for extra in self.extras:
-            found = extra.result(stage)
-            if found is not None:
-                return found
-        made = work()
-        self.note(stage)
-        return made
+        "What a stage gives: `work()`, unless `results` has it from an earlier life of the run."
+        if stage not in self.results:
+            self.results[stage] = work()
+            tell(self.extras, "note", stage)
+        return self.results[stage]
 
     def scored(self, label: str, name: str, score: Callable,
                exact: bool = True) -> tuple[float, float]:
@@ -206,19 +212,19 @@ class Run:
 
         Raises GolfError for a score that is not finite, before it is kept.
         """
-        if f"{name}_bpb" in self.summary:  # by an earlier life of this run
-            return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
-        start = time.perf_counter()
-        loss, bpb, *_ = score()
-        check_score(label, loss)
-        ms = 1000 * (time.perf_counter() - start)
-        self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
-        if exact:
-            self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-        self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
-        self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
-        self.note(f"scored {name}")
-        return loss, bpb
+        def work() -> tuple[float, float]:
+            start = time.perf_counter()
+            loss, bpb, *_ = score()
+            check_score(label, loss)
+            ms = 1000 * (time.perf_counter() - start)
+            self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
+            if exact:
+                self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+            self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
+            self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
+            return loss, bpb
+
+        return self.once(f"scored {name}", work)
 
     def begin(self):
         "Write the log's first lines, and keep the script in the run's folder."
@@ -231,12 +237,11 @@ class Run:
         if world > 1:
             self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is "
                           "the mean of all ranks")
-        if not code:
-            return
-        self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-        kept = self.folder / "train_gpt.py"
-        if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
-            atomic_write(kept, code)
+        if code:
+            self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
+            kept = self.folder / "train_gpt.py"
+            if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
+                atomic_write(kept, code)
 
     def plain_score(self, forward: Callable) -> tuple[float, float]:
         "Nats a token and bits per byte of `forward(ids, last_n)` in rows of training length."
@@ -298,25 +303,22 @@ class Run:
 
         For rank 0.
         """
-        s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
+        cap, code_bytes = self.settings.target_bytes, len(self.code)
         self.log.at = "compressing", 0, 0, 0
-        try:
-            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(model), codec,
-                                                   s.target_bytes, code_bytes))
-        except GolfError as e:
-            self.summary["over_budget"] = str(e)
-            name += ".over"
-            if not (self.folder / name).exists():
-                raise
-        path = self.folder / name
-        data = path.read_bytes()
+        data = pack_bytes(packed, self.meta(model), codec)
         sha256 = hashlib.sha256(data).hexdigest()
         total = len(data) + code_bytes
+        name = "artifact.golf"
+        if total > cap:
+            name = "artifact.golf.over"
+            self.summary["over_budget"] = over_budget(self.folder / name, total, cap)
+        self.save(lambda folder: atomic_write(folder / name, data))
+        data = (self.folder / name).read_bytes()  # what is scored is what the file holds
         self.log.line(f"Serialized model int6+{codec.name}: {len(data)} bytes")
         self.log.line(f"Total submission size int6+{codec.name}: {total} bytes")
         self.log.line(f"artifact_sha256:{sha256}")
         parts = ledger_rows(open_own(data)[0], len(data), code_bytes)
-        for part, n in [*parts, ("room left", s.target_bytes - total)]:
+        for part, n in [*parts, ("room left", cap - total)]:
             self.log.line(f"  {part:<24s}{n:>12,} bytes")
         self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,
                             ledger=parts, artifact_sha256=sha256)
@@ -338,8 +340,7 @@ class Run:
         if self.ranks.is_rank0:
             text = json.dumps(finite(self.summary), indent=1) + "\n"
             self.save(lambda folder: atomic_write(folder / "summary.json", text))
-        for extra in self.extras:
-            extra.close()
+        tell(self.extras, "close")
         self.log.close()
         return self.summary
 
@@ -384,9 +385,7 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
             t = train(trainer(log=run.log), partial(step, p), validate, run.extras)
     run.trained(t)
     with run.phase("packing"):
-        remark = t.average.remark()
-        if remark:
-            run.log.line(remark)
+        t.average.remark(run.log)
         run.save_state("raw.golf", p.model, p.engine)
         averaged = run.save_state("ema.golf", p.model, p.engine, t.average.weights())
     load_named(p.model, averaged)
@@ -424,12 +423,11 @@ def cap_before_gptq(s) -> float:
     return 1000 * s.max_wallclock_seconds - s.gptq_reserve_ms
 
 # %% ../nbs/reference/16_run.ipynb #a6a3a450
-def reserve_problems(s) -> Iterator[str]:
-    "In the settings `s` of a program: a reserve for GPTQ that leaves no time to train."
-    if s.max_wallclock_seconds > 0 and cap_before_gptq(s) <= 0:
-        yield ("GPTQ_RESERVE_MS must be less than "
-               f"MAX_WALLCLOCK_SECONDS={s.max_wallclock_seconds:g}, found {s.gptq_reserve_ms:g} "
-               "ms: lower it or train longer")
+def reserve_rules(s) -> Rules:
+    "In the settings `s` of a program: the reserve for GPTQ leaves time to train."
+    yield s.max_wallclock_seconds <= 0 or cap_before_gptq(s) > 0, (
+        f"GPTQ_RESERVE_MS must be less than MAX_WALLCLOCK_SECONDS={s.max_wallclock_seconds:g}, "
+        f"found {s.gptq_reserve_ms:g} ms: lower it or train longer")
 
 # %% ../nbs/reference/16_run.ipynb #4d2ae8ce
 def in_time(batches: Iterable, limit_ms: float, device: torch.device, ends: list) -> Iterator:

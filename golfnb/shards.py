@@ -7,7 +7,8 @@ span of it.
 # %% auto #0
 __all__ = ['SHARD_MAGIC', 'SHARD_VERSION', 'HEADER_BYTES', 'BOS_ID', 'cannot_write', 'atomic_write',
            'WholeFile', 'shard_header', 'ShardWriter', 'write_shard', 'shard_file', 'read_header',
-           'open_shard', 'read_span', 'find_shards', 'read_tokens', 'val_tokens', 'check_disjoint']
+           'open_shard', 'read_span', 'find_shards', 'check_tokens', 'read_tokens', 'val_tokens',
+           'check_disjoint']
 
 # %% ../nbs/story/02_shards.ipynb #b49adfc2
 import glob
@@ -23,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from .settings import GolfError
+from .settings import GolfError, require
 
 # %% ../nbs/story/02_shards.ipynb #1fb3b1ca
 def cannot_write(path: Path, error: OSError) -> GolfError:
@@ -185,19 +186,14 @@ def _checked_header(path: str, size: int, mtime_ns: int) -> int:
     "The tokens that the header of a file of this size and time promises."
     magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     wanted = HEADER_BYTES + 2 * max(tokens, 0)
-    for wrong, sentence in (
-        (size < HEADER_BYTES + 2, f"have a header of {HEADER_BYTES} bytes and at least one token, "
-                                  f"found {size} bytes: it is empty or cut off, build it again"),
-        (magic != SHARD_MAGIC,
-         f"start with magic {SHARD_MAGIC}, found {magic}: it is no token shard"),
-        (version != SHARD_VERSION,
-         f"be of version {SHARD_VERSION}, found {version}: build it again"),
-        (tokens < 1 or size != wanted,
-         f"have {wanted:,} bytes for its {tokens:,} tokens, found {size:,}: "
-                                       "it is cut off or damaged, copy or build it again"),
-    ):
-        if wrong:
-            raise GolfError(f"shard {path} must {sentence}")
+    require(size >= HEADER_BYTES + 2, f"shard {path} must have a header of {HEADER_BYTES} bytes "
+            f"and at least one token, found {size} bytes: it is empty or cut off, build it again")
+    require(magic == SHARD_MAGIC, f"shard {path} must start with magic {SHARD_MAGIC}, found "
+            f"{magic}: it is no token shard")
+    require(version == SHARD_VERSION, f"shard {path} must be of version {SHARD_VERSION}, found "
+            f"{version}: build it again")
+    require(tokens > 0 and size == wanted, f"shard {path} must have {wanted:,} bytes for its "
+            f"{tokens:,} tokens, found {size:,}: it is cut off or damaged, copy or build it again")
     return tokens
 
 # %% ../nbs/story/02_shards.ipynb #1d403828
@@ -213,14 +209,12 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
     `expected` tokens, or if it ends early.
     """
     with shard_file(path) as (file, tokens):
-        if tokens != (expected or tokens):
-            raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
-                            f"found {tokens:,}: do not change shards in use")
+        wanted = expected or tokens
+        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
+                f"runs, found {tokens:,}: do not change shards in use")
         part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
-    if part.size < count:
-        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{count - part.size:,} of them missing: it is cut off or damaged, "
-                        "build it again")
+    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
+            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
     return part
 
 # %% ../nbs/story/02_shards.ipynb #41c71ad2
@@ -228,22 +222,25 @@ def find_shards(pattern: str | Path) -> list[Path]:
     "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
     text = str(pattern)
     found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
-    if not found:
-        raise GolfError(f"no shard matches {text}: expected at least one file, found none; "
-                        "check the directory (DATA_PATH) and the pattern")
+    require(found, f"no shard matches {text}: expected at least one file, found none; "
+            "check the directory (DATA_PATH) and the pattern")
     return [Path(p) for p in found]
 
 # %% ../nbs/story/02_shards.ipynb #d02594a7
+def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int, begin: int = 0) -> None:
+    "Raise GolfError unless these tokens of a shard, from `begin` on, are below `vocab_size`."
+    if tokens.max(initial=0) >= vocab_size:
+        raise GolfError(f"tokens of {path} must be below VOCAB_SIZE={vocab_size}, found "
+                        f"{tokens.max()} at position {begin + int(tokens.argmax()):,}: the shard "
+                        "belongs to another tokenizer")
+
+
 def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
     "The tokens of all matching shards, uint16 [n]. GolfError unless all are below `vocab_size`."
     parts = []
     for path in find_shards(pattern):
         parts.append(read_span(path, 0, read_header(path)))
-        if vocab_size and parts[-1].max() >= vocab_size:
-            at = int(np.argmax(parts[-1] >= vocab_size))
-            raise GolfError(f"tokens of {path} must be below the vocabulary size "
-                            f"{vocab_size}, found {parts[-1][at]} at position {at:,}: the "
-                            "shard belongs to another tokenizer")
+        check_tokens(path, parts[-1], vocab_size or 65_536)
     return np.concatenate(parts).astype(np.uint16, copy=False)
 
 # %% ../nbs/story/02_shards.ipynb #fbddd7bb
@@ -251,10 +248,9 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
     "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
     tokens = read_tokens(pattern, vocab_size=vocab_size)
     rows = (tokens.size - 1) // seq_len
-    if rows < 1:
-        raise GolfError(f"validation must hold at least one window of {seq_len} tokens and "
-                        f"one more, found {tokens.size} tokens in {pattern}: use more "
-                        "validation text or a shorter window")
+    require(rows > 0, f"validation must hold at least one window of {seq_len} tokens and one "
+            f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
+            "window")
     return tokens[: rows * seq_len + 1]
 
 # %% ../nbs/story/02_shards.ipynb #58cdbb6a

@@ -7,7 +7,7 @@ and the last weights.
 # %% auto #0
 __all__ = ['LATE_STEPS', 'TrainSettings', 'momentum_schedule', 'lr_schedule', 'LateReader',
            'training_loss', 'compiled', 'backward_pass', 'micro_batches', 'StepGraph', 'RunLog',
-           'GridProjector', 'Trainer', 'Extra', 'train', 'undone', 'rehearse']
+           'GridProjector', 'Trainer', 'Extra', 'tell', 'train', 'undone', 'rehearse']
 
 # %% ../nbs/story/08b_train.ipynb #11bd76f1
 import json
@@ -26,14 +26,15 @@ from pathlib import Path
 
 import torch
 
-from .averaging import AveragingSettings, NoAverage
+from .averaging import Average, AveragingSettings
 from .evaluate import counted
 from .grid import clip_ratio, round_to_grid
 from .layers import softcap_loss
+from .layout import packed_as, slots_of
 from .loader import Loader, grad_accum
 from .model import ComputeSettings
 from .parallel_muon import CONTROL_SCALARS, CudaGraphed, Engine
-from .settings import GolfError, setting
+from .settings import require, setting
 
 # %% ../nbs/story/08b_train.ipynb #9c6773e7
 @dataclass
@@ -166,10 +167,6 @@ class StepGraph:
     def __init__(self, loss_fn: Callable, params: list):
         self.loss_fn, self.params, self.places = loss_fn, params, None
 
-    def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        "The loss alone, never recorded."
-        return self.loss_fn(ids, targets)
-
     def differentiate(self):
         "Loss and gradients of the fixed batch."
         loss = self.loss_fn(self.ids, self.targets) / self.accum
@@ -281,7 +278,8 @@ class GridProjector:
         for name, bank in engine.banks.items():
             self.runs[name] = []
             end = 0
-            kinds = [m and (m.quant, m.transposed) for m in bank.spec.slots(bank.ranks.rank)]
+            matrices = slots_of(bank.spec, bank.ranks.rank)
+            kinds = [m and (packed_as(m), m.transposed) for m in matrices]
             for kind, run in groupby(kinds):
                 start, end = end, end + len(list(run))
                 if kind is None or kind[0] != "int6":
@@ -312,7 +310,7 @@ class Trainer:
     """
     control_scalars = CONTROL_SCALARS
 
-    def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: NoAverage,
+    def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: Average,
                  log: RunLog | None = None, now: Callable = time.perf_counter,
                  make_projector: Callable | None = None):
         self.settings = settings
@@ -412,17 +410,15 @@ class Trainer:
         self.skipped += 1
         self.skipped_in_a_row += 1
         self.log.line(f"step:{step} skipped: the gradient was not finite")
-        if self.skipped_in_a_row == MOST_SKIPPED:
-            raise GolfError("the gradient must be finite, found NaN or infinity in the "
-                            f"{MOST_SKIPPED} steps up to step {step}: {DIVERGED}")
+        require(self.skipped_in_a_row < MOST_SKIPPED, "the gradient must be finite, found NaN or "
+                f"infinity in the {MOST_SKIPPED} steps up to step {step}: {DIVERGED}")
 
     def check_weights(self):
         "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
         bad = torch.stack([torch.isfinite(t).logical_not().sum()
                            for t in self.engine.tensors()]).sum()
-        if self.engine.ranks.sum(bad).item() > 0:
-            raise GolfError("the weights must be finite, found NaN or infinity after "
-                            f"step {self.steps}: {DIVERGED}")
+        require(self.engine.ranks.sum(bad).item() == 0, "the weights must be finite, found NaN or "
+                f"infinity after step {self.steps}: {DIVERGED}")
 
     def read(self, values: list):
         "Take in the next unread step: control scalars, own loss, learning rate, momentum."
@@ -472,8 +468,8 @@ DIVERGED = "lower the learning rates, or go back to the recipe's settings"
 # %% ../nbs/story/08b_train.ipynb #bebd4e31
 def check_score(what: str, loss: float):
     "Raise GolfError for a score that is NaN or infinite."
-    if not math.isfinite(loss):
-        raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
+    require(math.isfinite(loss),
+            f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
 
 # %% ../nbs/story/08b_train.ipynb #3de9108e
 class Extra:
@@ -491,17 +487,16 @@ class Extra:
     def note(self, stage: str):
         "A stage of the run has come to its end."
 
-    def result(self, stage: str):
-        """What a stage gave in an earlier life of the run, on every rank.
-
-        None if it did not come to its end.
-        """
-        return None
-
     def close(self):
         "The run has come to its end."
 
 # %% ../nbs/story/08b_train.ipynb #2de39550
+def tell(extras: Sequence, event: str, *facts):
+    "Call the method `event` of each `Extra` that hangs on a run."
+    for extra in extras:
+        getattr(extra, event)(*facts)
+
+
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
           extras: Sequence = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
@@ -509,17 +504,14 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
     `validate()` gives nats a token and bits per byte; `extras`, each as
     `Extra`, are called around the steps.
     """
-    for extra in extras:
-        extra.before_training(t)
+    tell(extras, "before_training", t)
     every = t.settings.val_loss_every
     while t.steps < t.settings.iterations and not t.stop:
         if validate and every > 0 and t.steps % every == 0:
             t.validate(validate)
         step(t)
-        for extra in extras:
-            extra.after_step(t)
-    for extra in extras:
-        extra.after_training(t)
+        tell(extras, "after_step", t)
+    tell(extras, "after_training", t)
     if validate:
         t.validate(validate)
     t.finish()

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 73337c47e1e7a180
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source f46cc8687bd5c3cd
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -54,6 +54,12 @@ class GolfError(Exception):
     "What is wrong, what was expected, what was found and what to do, in one sentence."
 
 
+def require(holds: object, sentence: str) -> None:
+    "Raise GolfError with this sentence unless something holds."
+    if not holds:
+        raise GolfError(sentence)
+
+
 def in_32_bits(value) -> bool:
     "Whether a number is one to compute with: a 32-bit integer, or a float well within float32."
     if type(value) is float:
@@ -87,26 +93,29 @@ def setting(default, meaning: str, *choices: str, bounds: str = "") -> Any:
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
 
 
+Rules = Iterator[tuple[bool, str]]  # whether a rule holds, and what to say if it does not
+
+
 @dataclass
 class BaseSettings:
     "A group of settings; each chapter derives its own dataclass from it."
 
-    def problems(self) -> Iterator[str]:
-        "A sentence for each rule between settings that does not hold."
+    def rules(self) -> Rules:
+        "What must hold between settings."
         return iter(())
 
     def check(self) -> None:
         "Raise GolfError for the first setting that cannot work."
-        for problem in chain(bound_problems(self), self.problems()):
-            raise GolfError(problem)
+        for holds, sentence in chain(bounds_of(self), self.rules()):
+            require(holds, sentence)
 
 
-def bound_problems(cfg: BaseSettings) -> Iterator[str]:
-    "A sentence for each setting that is out of its bounds."
+def bounds_of(cfg: BaseSettings) -> Rules:
+    "That each setting is within its bounds."
     for spec in fields(cfg):
         fits, expected, advice = BOUNDS[spec.metadata.get("bounds", "")]
-        if not fits(value := getattr(cfg, spec.name)):
-            yield f"{spec.name.upper()} must {expected}, found {value}: {advice}"
+        value = getattr(cfg, spec.name)
+        yield fits(value), f"{spec.name.upper()} must {expected}, found {value}: {advice}"
 
 
 WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "plain text"}
@@ -135,14 +144,12 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
     name, choices = spec.name.upper(), spec.metadata["choices"]
     default: Any = spec.default
     kind = type(default)
-    value = parsed(kind, text)
-    if value is None:
-        example = int(default) if kind is bool else default
-        raise GolfError(f"{name} must be {WANTED[kind]}, found {text!r}: "
-                        f"set it like {name}={example}")
-    if choices and value not in choices:
-        raise GolfError(f"{name} must be one of {', '.join(choices)}, found "
-                        f"{text!r}: choose one of these")
+    value: Any = parsed(kind, text)
+    example = int(default) if kind is bool else default
+    require(value is not None, f"{name} must be {WANTED[kind]}, found {text!r}: "
+            f"set it like {name}={example}")
+    require(not choices or value in choices, f"{name} must be one of {', '.join(choices)}, found "
+            f"{text!r}: choose one of these")
     return value
 
 
@@ -166,23 +173,23 @@ def published_number(name: str, text: str) -> float:
 
 def refuse_not_built(env: Mapping[str, str]) -> None:
     "Raise GolfError where published names ask for what is not built."
-    for name in (*IGNORED, *NOT_BUILT):
-        if name not in env:
-            continue
-        value = published_number(name, env[name])
-        accepted = NOT_BUILT.get(name, value)
-        if value != accepted:
-            raise GolfError(f"{name} is not built in golfnb and must stay {accepted:g}, found "
-                            f"{env[name]!r}: leave it out, or set it to {accepted:g}")
+    for name in IGNORED:
+        published_number(name, env.get(name, "0"))  # any number will do
+    for name, accepted in NOT_BUILT.items():
+        text = env.get(name, f"{accepted:g}")
+        require(published_number(name, text) == accepted,
+                f"{name} is not built in golfnb and must stay {accepted:g}, found {text!r}: leave "
+                f"it out, or set it to {accepted:g}")
 
 
 def refuse_keeping(env: Mapping[str, str]) -> None:
     "Raise GolfError where a script that keeps no checkpoints is asked for some."
     for name in KEEPING:
-        if env.get(name, "0").strip().lower() not in ("", "0", "0.0", "false"):
-            raise GolfError(f"{name} must stay 0 where torchrun starts a script alone, found "
-                            f"{env[name]!r}: leave it out, or start golfnb.tools.checkpoint with "
-                            "the script: torchrun ... -m golfnb.tools.checkpoint SCRIPT")
+        text = env.get(name, "0")
+        require(text.strip().lower() in ("", "0", "0.0", "false"),
+                f"{name} must stay 0 where torchrun starts a script alone, found {text!r}: leave "
+                "it out, or start golfnb.tools.checkpoint with the script: torchrun ... -m "
+                "golfnb.tools.checkpoint SCRIPT")
 
 
 THEIRS = ("pr549", "pr399", "pr726", "pr1060")
@@ -231,14 +238,14 @@ def one_spelling(text: str) -> str:
 def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) -> None:
     "Raise GolfError where `env` holds a word that is not true of this recipe's program."
     for name, true in words.items():
-        found = one_spelling(env.get(name, true))
-        if found == true:
-            continue
-        others = PUBLISHED[name].get(found)
+        text = env.get(name, true)
+        found = one_spelling(text)
         advice = "leave it out, or copy this program and give it that part: no recipe has it"
-        if others is not None:
-            advice = f"leave it out, or run recipe {others[0]}, whose program does it"
-        raise GolfError(f"{name} must be {true} in recipe {recipe}, found {env[name]!r}: {advice}")
+        if found in PUBLISHED[name]:
+            other = PUBLISHED[name][found][0]
+            advice = f"leave it out, or run recipe {other}, whose program does it"
+        require(found == true,
+                f"{name} must be {true} in recipe {recipe}, found {text!r}: {advice}")
 
 
 def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
@@ -251,9 +258,9 @@ def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     recipe = own["recipe"]
     refuse_keeping(env)
     refuse_not_built(env)
-    if env.get("RECIPE", recipe) != recipe:
-        raise GolfError(f"RECIPE must be {recipe} in this program, found {env['RECIPE']!r}: leave "
-                        "it out, or run the program of that recipe")
+    asked = env.get("RECIPE", recipe)
+    require(asked == recipe, f"RECIPE must be {recipe} in this program, found {asked!r}: leave "
+            "it out, or run the program of that recipe")
     refuse_words(recipe, published_words(group, own), env)
     values = dict(own)
     for spec in fields(group):
@@ -265,19 +272,16 @@ def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
 
 def finite(summary: dict) -> dict:
     "A summary with None for every number that is not finite."
-    kept = dict(summary)
-    for name, value in summary.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            kept[name] = None
-    return kept
+    numbers = {name: value for name, value in summary.items() if isinstance(value, float)}
+    nowhere = [name for name, value in numbers.items() if not math.isfinite(value)]
+    return summary | dict.fromkeys(nowhere)
 
 
 # ---- golfnb/bpb.py ----
 def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
     "Bits per byte of a text, from its summed loss in nats and its bytes. GolfError for no bytes."
-    if byte_count <= 0:
-        raise GolfError("bits per byte need at least one byte of text, found "
-                        f"{byte_count}: check the shards")
+    require(byte_count > 0, "bits per byte need at least one byte of text, found "
+            f"{byte_count}: check the shards")
     return float(nll_sum) / math.log(2) / float(byte_count)
 
 
@@ -285,13 +289,10 @@ def tokenizer_bytes(path: str | Path) -> bytes:
     "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
     try:
         return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
-                        ".model file, found none, it is missing; set TOKENIZER_PATH, "
-                        "or fetch or train it") from None
     except OSError as error:
-        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): "
-                        "set TOKENIZER_PATH to a SentencePiece .model file") from None
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): expected a "
+                        "SentencePiece .model file; set TOKENIZER_PATH, or fetch or train "
+                        "it") from None
 
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
@@ -304,9 +305,10 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.Sente
         raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
                         ".model file, found a damaged one; set TOKENIZER_PATH, or "
                         "fetch or train it again") from error
-    if (found := sp.get_piece_size()) != (vocab_size or found):
-        raise GolfError(f"tokenizer {path} must have VOCAB_SIZE={vocab_size} pieces, found "
-                        f"{found}: set VOCAB_SIZE={found} or use the matching tokenizer and shards")
+    found = sp.get_piece_size()
+    require(vocab_size in (None, found), f"tokenizer {path} must have VOCAB_SIZE={vocab_size} "
+            f"pieces, found {found}: set VOCAB_SIZE={found} or use the matching tokenizer and "
+            "shards")
     return sp
 
 
@@ -357,10 +359,9 @@ def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> 
 def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
     "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. GolfError for another V."
     counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
-    if counts.shape != table.base.shape:
-        raise GolfError(f"token counts must be one for each of {len(table.base)} pieces, "
-                        f"found shape {tuple(counts.shape)}: count with "
-                        "numpy.bincount(tokens, minlength=vocab_size)")
+    require(counts.shape == table.base.shape,
+            f"token counts must be one for each of {len(table.base)} pieces, found shape "
+            f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
     tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
     log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
     return bits_per_byte(-log_prob[tokens[1:]].sum(),
@@ -395,11 +396,6 @@ class Matrix:
         "Muon's factor on the learning rate."
         return sqrt(max(1.0, self.rows / self.cols))
 
-    @property
-    def quant(self) -> str:
-        "How the packed model stores it: int6 or fp16."
-        return "int6" if self.rows * self.cols > self.small else "fp16"
-
 
 @dataclass(frozen=True)
 class BankSpec:
@@ -428,19 +424,9 @@ class BankSpec:
         "Empty slots."
         return self.shape[0] - self.real
 
-    @property
-    def numel(self) -> int:
-        "Elements, padding included."
-        return prod(self.shape)
-
     def shard(self, rank: int) -> range:
         "The slots that a rank owns."
         return range(rank * self.per_rank, (rank + 1) * self.per_rank)
-
-    def slots(self, rank: int) -> list[Matrix | None]:
-        "The rank's matrices in slot order, None where a slot is padding."
-        padded = [*self.matrices, *[None] * self.padding]
-        return [padded[i] for i in self.shard(rank)]
 
     def row_scales(self) -> list[list[float]]:
         "The learning-rate scale of each slot, a list of one number for its rows; 1 in the padding."
@@ -449,11 +435,6 @@ class BankSpec:
     def views(self, bank) -> list:
         "Its matrices: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
         return list(bank.unbind(0)[:self.real])
-
-    def batches(self) -> list[list[tuple[int, int, int]]]:
-        "The update's batches (matrices, short side, long side): a list for each rank, or for all."
-        short, long = sorted(self.matrices[0].stored)
-        return [[(self.per_rank, short, long)]]
 
 
 @dataclass(frozen=True)
@@ -465,37 +446,19 @@ class Layout:
     def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
         return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
 
-    def names(self) -> list[str]:
-        "The names of all matrices, bank by bank."
-        return [m.name for _, _, m in self]
-
-    def padding_waste(self) -> float:
-        "Ratio of padding elements to real elements."
-        return sum(b.numel for b in self.banks) / sum(m.rows * m.cols for _, _, m in self) - 1
-
-    def bank(self, name: str) -> BankSpec:
-        "The bank of this name. Raises GolfError if there is none."
-        for b in self.banks:
-            if b.name == name:
-                return b
-        raise GolfError(f"no bank is named {name!r}: the layout has "
-                        f"{', '.join(b.name for b in self.banks)}")
-
 
 def group_matrices(matrices: list[Matrix], world: int) -> Layout:
     "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
-    if world < 1 or not matrices:
-        raise GolfError("a layout needs at least one rank and one matrix: found "
-                        f"{world} and {len(matrices)}")
+    require(world > 0 and matrices, "a layout needs at least one rank and one matrix: found "
+            f"{world} and {len(matrices)}")
     groups, names = {}, [m.name for m in matrices]
     for m in matrices:
         groups.setdefault(m.group, []).append(m)
-        if (first := groups[m.group][0]).stored != m.stored:
-            raise GolfError(f"matrices of a bank must have one stored shape: {m.group!r} "
-                            f"has {first.name} of {first.stored} and {m.name} of "
-                            f"{m.stored}; transpose or move one")
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise GolfError(f"matrix names must be unique: {twice[0]!r} appears twice")
+        first = groups[m.group][0]
+        require(first.stored == m.stored,
+                f"matrices of a bank must have one stored shape: {m.group!r} has {first.name} of "
+                f"{first.stored} and {m.name} of {m.stored}; transpose or move one")
+        require(names.count(m.name) == 1, f"matrix names must be unique: {m.name!r} appears twice")
     return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
 
 
@@ -526,16 +489,15 @@ class LayoutSettings(BaseSettings):
         "Channels of the MLP."
         return int(self.mlp_mult * self.model_dim)
 
-    def problems(self) -> Iterator[str]:
-        "A sentence for each shape that is impossible."
-        yield from super().problems()
-        if self.mlp_dim < 1:
-            yield ("MLP_MULT must give at least one channel, "
-                   f"found {self.mlp_mult} of {self.model_dim}: raise it")
+    def rules(self) -> Rules:
+        "Which shapes are possible."
+        yield from super().rules()
+        yield self.mlp_dim >= 1, ("MLP_MULT must give at least one channel, "
+                                  f"found {self.mlp_mult} of {self.model_dim}: raise it")
         for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
                                  ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
-            if n % d:
-                yield f"{one} must be divisible by {other}, found {n} and {d}: change one of them"
+            yield n % d == 0, (f"{one} must be divisible by {other}, found {n} and {d}: "
+                               "change one of them")
 
 
 def block_layout(cfg: LayoutSettings, world: int,
@@ -709,11 +671,9 @@ def backend_distance(device: str, heads: int, keys: int, head_dim: int) -> float
 
 
 def flash_installed(choice: str) -> bool:
-    "Whether the module of this choice of FLASH_PACKAGES can be found."
-    try:
-        return importlib.util.find_spec(FLASH_PACKAGES[choice]) is not None
-    except ModuleNotFoundError:  # nor its parent
-        return False
+    "Whether the package of this choice's module in FLASH_PACKAGES can be found."
+    package = FLASH_PACKAGES[choice].partition(".")[0]
+    return importlib.util.find_spec(package) is not None
 
 
 @functools.cache
@@ -746,9 +706,8 @@ def ready_attention(choice: str, device: str | torch.device, heads: int, keys: i
     if wanted not in FLASH_PACKAGES or not cuda:
         return choice
     problem = flash_problem(wanted, str(device), heads, keys, head_dim)
-    if problem and choice != "auto":
-        raise GolfError(f"ATTENTION={choice} cannot be had here: {problem}; "
-                        "mend it, or use ATTENTION=auto")
+    require(not problem or choice == "auto", f"ATTENTION={choice} cannot be had here: {problem}; "
+            "mend it, or use ATTENTION=auto")
     if problem:
         warnings.warn(f"golfnb: FlashAttention-3 is installed and not used: {problem}; "
                       "cuDNN's attention takes its place", stacklevel=2)
@@ -1198,33 +1157,32 @@ class ModelSettings(LayoutSettings):
         "Blocks with a value embedding."
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
 
-    def problems(self) -> Iterator[str]:
-        "What makes the model impossible."
-        yield from super().problems()
-        if self.vocab_size > 65_536:
-            yield ("VOCAB_SIZE must be at most 65536 (tokens are stored as uint16), "
-                   f"found {self.vocab_size}: use a smaller tokenizer")
-        if self.rope_dims % 2 or self.rope_dims > self.head_dim:
-            yield (f"ROPE_DIMS must be even and at most the head width {self.head_dim}, "
-                   f"found {self.rope_dims}: choose an even number up to {self.head_dim}")
-        if self.train_seq_len * self.rope_dims > 2**24:
-            yield (f"TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the rotary tables), found "
-                   f"{self.train_seq_len} x {self.rope_dims}: shorten the row")
-        yield from table_problems(self)
+    def rules(self) -> Rules:
+        "Which models are possible."
+        yield from super().rules()
+        rope, head, row = self.rope_dims, self.head_dim, self.train_seq_len
+        yield self.vocab_size <= 65_536, ("VOCAB_SIZE must be at most 65536 (tokens are stored as "
+                                          f"uint16), found {self.vocab_size}: use a smaller "
+                                          "tokenizer")
+        yield rope % 2 == 0 and rope <= head, (
+            f"ROPE_DIMS must be even and at most the head width {head}, found {rope}: choose an "
+            f"even number up to {head}")
+        yield row * rope <= 2**24, ("TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the "
+                                    f"rotary tables), found {row} x {rope}: shorten the row")
+        yield from table_rules(self)
 
 
-def table_problems(cfg: ModelSettings) -> Iterator[str]:
-    "Sentences on a bigram table and on value embeddings that are impossible."
-    if cfg.bigram_vocab_size < 0 or cfg.bigram_vocab_size == 1:
-        yield ("BIGRAM_VOCAB_SIZE must be 0 or at least 2, "
-               f"found {cfg.bigram_vocab_size}: change it")
+def table_rules(cfg: ModelSettings) -> Rules:
+    "Which bigram tables and value embeddings are possible."
+    rows = cfg.bigram_vocab_size
+    yield rows == 0 or rows >= 2, ("BIGRAM_VOCAB_SIZE must be 0 or at least 2, "
+                                   f"found {rows}: change it")
     parts = [p.strip() for p in cfg.ve_layers.split(",") if p.strip()]
     numbers = [int(p) for p in parts if p.isdecimal() and len(p) < 9]
     blocks = {n for n in numbers if n < cfg.num_layers}
-    if cfg.ve_enabled and not 0 < len(parts) == len(blocks):
-        yield (f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none "
-               f"twice, parted by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 "
-               "or VE_ENABLED=0")
+    yield not cfg.ve_enabled or 0 < len(parts) == len(blocks), (
+        f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none twice, parted "
+        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
 
 
 @dataclass
@@ -1401,9 +1359,8 @@ class Golf(torch.nn.Module):
         if activation is None:
             activation = LeakyReluSquared(cfg.negative_slope)
         self.activation = activation
-        if [*self.parameters()]:
-            raise GolfError("an activation must have no weights, since no optimizer or file would "
-                            f"hold them, found {type(activation).__name__}: use one without")
+        require(not [*self.parameters()], "an activation must have no weights, since no optimizer "
+                f"or file would hold them, found {type(activation).__name__}: use one without")
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
         self.freeze: Callable | None = None  # such as FreezeBlocks
@@ -1586,17 +1543,16 @@ def load_named(model: Golf, state: Mapping[str, Tensor]):
     Raises GolfError, before anything is written, for a missing, surplus or misshapen tensor."""
     own = model.role_params()
     views = published_views(model, own["bank"], own["table"] | own["scalar"])
-    if wrong := sorted(set(views) ^ set(state)):
-        kind = "lack" if wrong[0] in views else "have the unknown"
-        raise GolfError(f"these weights do not belong to this model: they {kind} {wrong[0]!r} "
-                        f"({len(wrong)} names differ); build the model from the settings "
-                        "saved with them")
+    advice = "build the model from the settings saved with them"
+    names, found = set(views), set(state)
+    for kind, wrong in (("lack", names - found), ("have the unknown", found - names)):
+        require(not wrong, f"these weights do not belong to this model: they {kind} "
+                f"{min(wrong, default='')!r} ({len(wrong)} such names); {advice}")
     for name, view in views.items():
-        one = view.shape == (1,) and state[name].ndim == 0  # as older files have it
-        if view.shape != state[name].shape and not one:
-            raise GolfError(f"tensor {name} must have shape {tuple(view.shape)}: found "
-                            f"{tuple(state[name].shape)}; build the model from the settings "
-                            "saved with it")
+        shape, saved = tuple(view.shape), tuple(state[name].shape)
+        one = shape == (1,) and saved == ()  # as older files have it
+        require(shape == saved or one, f"tensor {name} must have shape {shape}: found {saved}; "
+                f"{advice}")
     for name, view in views.items():
         view.copy_(state[name])
 
@@ -1649,9 +1605,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
 def saved_settings(model: Golf) -> dict:
     "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
     values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
-    plan = "pr399"
-    if "mlp_bank" in model.banks:
-        plan = "shared_mlp"
+    plan = "shared_mlp" if "mlp_bank" in model.banks else "pr399"
     return values | {"plan": plan, "skip_gate": model.skips.word}
 
 
@@ -1749,19 +1703,14 @@ def _checked_header(path: str, size: int, mtime_ns: int) -> int:
     "The tokens that the header of a file of this size and time promises."
     magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     wanted = HEADER_BYTES + 2 * max(tokens, 0)
-    for wrong, sentence in (
-        (size < HEADER_BYTES + 2, f"have a header of {HEADER_BYTES} bytes and at least one token, "
-                                  f"found {size} bytes: it is empty or cut off, build it again"),
-        (magic != SHARD_MAGIC,
-         f"start with magic {SHARD_MAGIC}, found {magic}: it is no token shard"),
-        (version != SHARD_VERSION,
-         f"be of version {SHARD_VERSION}, found {version}: build it again"),
-        (tokens < 1 or size != wanted,
-         f"have {wanted:,} bytes for its {tokens:,} tokens, found {size:,}: "
-                                       "it is cut off or damaged, copy or build it again"),
-    ):
-        if wrong:
-            raise GolfError(f"shard {path} must {sentence}")
+    require(size >= HEADER_BYTES + 2, f"shard {path} must have a header of {HEADER_BYTES} bytes "
+            f"and at least one token, found {size} bytes: it is empty or cut off, build it again")
+    require(magic == SHARD_MAGIC, f"shard {path} must start with magic {SHARD_MAGIC}, found "
+            f"{magic}: it is no token shard")
+    require(version == SHARD_VERSION, f"shard {path} must be of version {SHARD_VERSION}, found "
+            f"{version}: build it again")
+    require(tokens > 0 and size == wanted, f"shard {path} must have {wanted:,} bytes for its "
+            f"{tokens:,} tokens, found {size:,}: it is cut off or damaged, copy or build it again")
     return tokens
 
 
@@ -1772,14 +1721,12 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
     `expected` tokens, or if it ends early.
     """
     with shard_file(path) as (file, tokens):
-        if tokens != (expected or tokens):
-            raise GolfError(f"shard {path} must keep its {expected:,} tokens while training runs, "
-                            f"found {tokens:,}: do not change shards in use")
+        wanted = expected or tokens
+        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
+                f"runs, found {tokens:,}: do not change shards in use")
         part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
-    if part.size < count:
-        raise GolfError(f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-                        f"{count - part.size:,} of them missing: it is cut off or damaged, "
-                        "build it again")
+    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
+            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
     return part
 
 
@@ -1787,10 +1734,17 @@ def find_shards(pattern: str | Path) -> list[Path]:
     "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
     text = str(pattern)
     found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
-    if not found:
-        raise GolfError(f"no shard matches {text}: expected at least one file, found none; "
-                        "check the directory (DATA_PATH) and the pattern")
+    require(found, f"no shard matches {text}: expected at least one file, found none; "
+            "check the directory (DATA_PATH) and the pattern")
     return [Path(p) for p in found]
+
+
+def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int, begin: int = 0) -> None:
+    "Raise GolfError unless these tokens of a shard, from `begin` on, are below `vocab_size`."
+    if tokens.max(initial=0) >= vocab_size:
+        raise GolfError(f"tokens of {path} must be below VOCAB_SIZE={vocab_size}, found "
+                        f"{tokens.max()} at position {begin + int(tokens.argmax()):,}: the shard "
+                        "belongs to another tokenizer")
 
 
 def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
@@ -1798,11 +1752,7 @@ def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarra
     parts = []
     for path in find_shards(pattern):
         parts.append(read_span(path, 0, read_header(path)))
-        if vocab_size and parts[-1].max() >= vocab_size:
-            at = int(np.argmax(parts[-1] >= vocab_size))
-            raise GolfError(f"tokens of {path} must be below the vocabulary size "
-                            f"{vocab_size}, found {parts[-1][at]} at position {at:,}: the "
-                            "shard belongs to another tokenizer")
+        check_tokens(path, parts[-1], vocab_size or 65_536)
     return np.concatenate(parts).astype(np.uint16, copy=False)
 
 
@@ -1810,15 +1760,14 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
     "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
     tokens = read_tokens(pattern, vocab_size=vocab_size)
     rows = (tokens.size - 1) // seq_len
-    if rows < 1:
-        raise GolfError(f"validation must hold at least one window of {seq_len} tokens and "
-                        f"one more, found {tokens.size} tokens in {pattern}: use more "
-                        "validation text or a shorter window")
+    require(rows > 0, f"validation must hold at least one window of {seq_len} tokens and one "
+            f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
+            "window")
     return tokens[: rows * seq_len + 1]
 
 
 # ---- golfnb/loader.py ----
-class WindowSampler:
+class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
     `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
@@ -1844,8 +1793,7 @@ class WindowSampler:
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
                  accum: int = 1):
         self.paths = list(paths)
-        if not self.paths:
-            raise GolfError("a sampler must have shards to read, found none: give it their paths")
+        require(self.paths, "a sampler must have shards to read, found none: give it their paths")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -1855,8 +1803,6 @@ class WindowSampler:
         self.turn = 0                        # the micro-batch that comes next
         self.tokens = [read_header(path) for path in self.paths]
         self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
-
-    def __iter__(self) -> "WindowSampler": return self
 
     def __next__(self) -> np.ndarray:
         if self.turn == 0:
@@ -1877,10 +1823,7 @@ class WindowSampler:
         GolfError if there are fewer, one is too large, or the shard has changed.
         """
         part = read_span(self.paths[shard], begin, count, self.tokens[shard])
-        if part.size and part.max() >= self.vocab_size:
-            raise GolfError(f"tokens must be below VOCAB_SIZE={self.vocab_size}, "
-                            f"found {part.max()} in {self.paths[shard]}: the shard "
-                            "belongs to another tokenizer")
+        check_tokens(self.paths[shard], part, self.vocab_size, begin)
         return part
 
     def state(self) -> dict:
@@ -1891,10 +1834,9 @@ class WindowSampler:
     def load_state(self, state: dict) -> None:
         "Go to a place that `state` gave. Raises GolfError for another order or corpus."
         found = (state.get("order"), state.get("corpus"))
-        if found != (self.order, self.corpus):
-            raise GolfError("a saved loader state must be of order and corpus "
-                            f"{(self.order, self.corpus)}, found {found}: go on with the same "
-                            "shards, TRAIN_SEQ_LEN and LOADER")
+        own = (self.order, self.corpus)
+        require(found == own, f"a saved loader state must be of order and corpus {own}, found "
+                f"{found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
         self.go_to(state)
         self.turn = int(state["turn"])
         if self.turn:
@@ -1916,9 +1858,8 @@ class WindowSampler:
         """
         name = type(self).__name__
         for part in ("order", "plan", "window", "place", "go_to"):
-            if not getattr(self, part, None):
-                raise GolfError(f"{name} must have an order, plan, window, place and go_to, found "
-                                f"no {part}: see the docstring of WindowSampler")
+            require(getattr(self, part, None), f"{name} must have an order, plan, window, place "
+                    f"and go_to, found no {part}: see the docstring of WindowSampler")
         try:
             place = self.saved_place()
             planned = len(self.plan())
@@ -1930,9 +1871,8 @@ class WindowSampler:
             raise GolfError(f"{name} must plan {self.windows} windows and go back to where "
                             f"it stood, found {type(error).__name__}: {error}: mend its "
                             "plan, place or go_to") from error
-        if planned != self.windows:
-            raise GolfError(f"the plan of {name} must be the {self.windows} windows of a step, "
-                            f"found {planned}: plan as many as self.windows")
+        require(planned == self.windows, f"the plan of {name} must be the {self.windows} windows "
+                f"of a step, found {planned}: plan as many as self.windows")
 
 
 class SequentialSampler(WindowSampler):
@@ -2008,20 +1948,19 @@ class LoaderSettings(BaseSettings):
         return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
 
 
-def batch_problems(cfg: LoaderSettings, seq_len: int, world: int) -> Iterator[str]:
-    "Sentences on why `world` ranks cannot share out a batch of rows of `seq_len` tokens."
+def check_batch(cfg: LoaderSettings, seq_len: int, world: int) -> None:
+    "Raise GolfError if `world` ranks cannot share out a batch of rows of `seq_len` tokens."
     tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
-    if tokens % part:
-        yield (f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} tokens, "
-               f"in number a multiple of {world} ranks x {grad_accum(world)} "
-               f"micro-batches, found {tokens} tokens: set it to "
-               f"{max(1, tokens // part) * part} or use another number of ranks")
+    require(tokens % part == 0, f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} "
+            f"tokens, in number a multiple of {world} ranks x {grad_accum(world)} micro-batches, "
+            f"found {tokens} tokens: set it to {max(1, tokens // part) * part} or use another "
+            "number of ranks")
 
 
 Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
 
 
-class Loader:
+class Loader(Iterator):
     """An endless iterator over batches on a device, built ahead by a thread.
     Use it in a `with`, or close it.
 
@@ -2043,7 +1982,6 @@ class Loader:
         sampler.check()
         self.rewind(sampler.state())
 
-    def __iter__(self) -> "Loader": return self
     def __enter__(self) -> "Loader": return self
     def __exit__(self, *_) -> None: self.close()
 
@@ -2103,29 +2041,25 @@ class Loader:
         self.copied = []
 
     def send_ahead(self) -> None:
-        """Send this call's batch, and the following one if it is built.
-
-        Raises an error of the thread.
-        """
+        "Send this call's batch, and the following one if it is built, or note the thread's error."
         while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
             built = self.ready.get()
             if isinstance(built, BaseException):
-                self.ready.put(built)  # for the next call
-                if not self.sent:
-                    raise built
-                break
-            self.send(*built)
+                self.sent.append(built)  # where it stays
+            else:
+                self.send(*built)
 
     def __next__(self) -> Batch:
         """The next batch, ready for the current stream.
 
         Raises an error of the thread, then on every call.
         """
-        if self.thread is None:
-            raise GolfError("the loader must be open, found it closed: make a "
-                            "new Loader, or rewind this one")
+        require(self.thread, "the loader must be open, found it closed: make a new Loader, or "
+                "rewind this one")
         self.take_back()
         self.send_ahead()
+        if isinstance(self.sent[0], BaseException):
+            raise self.sent[0]
         batch, self.given, arrived = self.sent.popleft()
         if arrived is not None:
             current = torch.cuda.current_stream(self.device)
@@ -2240,9 +2174,8 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
     GolfError if G is no float matrix.
     """
-    if G.ndim < 2 or not G.is_floating_point():
-        raise GolfError("Newton-Schulz needs a float tensor of at least two dimensions: "
-                        f"found {G.dtype} of shape {tuple(G.shape)}")
+    require(G.ndim >= 2 and G.is_floating_point(), "Newton-Schulz needs a float tensor of at least "
+            f"two dimensions: found {G.dtype} of shape {tuple(G.shape)}")
     X = G.to(dtype or G.dtype).reshape(prod(G.shape[:-2]), *G.shape[-2:])
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
@@ -2261,15 +2194,9 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
 
 def first_steps(coeffs: tuple, steps: int) -> tuple:
     "The coefficients of so many steps, the last ones repeated. Raises GolfError if steps < 1."
-    if steps < 1:
-        raise GolfError(f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
+    require(steps >= 1, f"Newton-Schulz needs at least one step, found {steps}: 5 are usual")
     repeated = coeffs[-1:] * (steps - len(coeffs))
     return (coeffs + repeated)[:steps]
-
-
-def product_dtype(G: Tensor) -> torch.dtype:
-    "What the products run in unless a caller says otherwise."
-    return torch.bfloat16 if G.is_cuda else G.dtype
 
 
 def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
@@ -2278,7 +2205,8 @@ def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tens
     Each step is the same quintic. Singular values end about 1, directions stay. `dtype` of products
     and result, None: bf16 on CUDA, else G's. GolfError if G is no float matrix, or without a step.
     """
-    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or product_dtype(G))
+    usual = torch.bfloat16 if G.is_cuda else G.dtype
+    return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or usual)
 
 
 # ---- golfnb/plan.py ----
@@ -2293,16 +2221,15 @@ def check_comm_schedule(plan: CommSchedule, layout: Layout):
     "Raises GolfError unless both orders name every bank once: else one is never updated."
     banks = sorted(b.name for b in layout.banks)
     for what, order in (("scatter", plan.scatter), ("work", plan.work)):
-        if sorted(order) != banks:
-            raise GolfError(f"a plan's {what} order must name each of {', '.join(banks)} "
-                            f"exactly once: found {', '.join(order) or 'nothing'}; make "
-                            "it with comm_schedule(layout)")
+        require(sorted(order) == banks, f"a plan's {what} order must name each of "
+                f"{', '.join(banks)} exactly once: found {', '.join(order) or 'nothing'}; make it "
+                "with comm_schedule(layout)")
 
 
 def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
     "Both orders by unpadded size; `order` is big_first or small_first. GolfError for another word."
-    if order not in ("big_first", "small_first"):
-        raise GolfError(f"a plan's order must be big_first or small_first: found {order!r}")
+    require(order in ("big_first", "small_first"),
+            f"a plan's order must be big_first or small_first: found {order!r}")
     size = {b.name: sum(m.rows * m.cols for m in b.matrices) for b in layout.banks}
     names = tuple(sorted(size, key=lambda n: size[n] if order == "small_first" else -size[n]))
     return CommSchedule(names, names)
@@ -2373,9 +2300,9 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
     names = dict(WORLD_SIZE=1, RANK=0, LOCAL_RANK=0, GROUP_RANK=0, GROUP_WORLD_SIZE=1)
     world, rank, local, node, nodes = (int(os.environ.get(name, n)) for name, n in names.items())
     cuda, gpu = torch.cuda.is_available(), torch.device("cuda", local)
-    if cuda and local >= torch.cuda.device_count():
-        raise GolfError(f"rank {rank} needs GPU {local}, but this machine shows {torch.cuda.device_count()}: "
-                        "lower --nproc_per_node")
+    shown = torch.cuda.device_count()
+    require(not cuda or local < shown,
+            f"rank {rank} needs GPU {local}, but this machine shows {shown}: lower --nproc_per_node")
     if cuda:
         torch.cuda.set_device(local)
     device = gpu if cuda else torch.device("cpu")
@@ -2466,19 +2393,18 @@ class StepScalars:
     """The numbers that every rule reads in a step, as tensors on the GPU.
 
     0-dim: `lr_schedule` scales the learning rates, `momentum`, `clip_coef`, `count` of the steps taken,
-    and `grads_finite`, False when the step is skipped. `extra` [n]: what the small rule added to the
-    control vector.
+    and `grads_finite`, False when the step is skipped.
     """
 
-    def __init__(self, extra: Tensor, dtype: torch.dtype):
+    def __init__(self, device: torch.device | str, dtype: torch.dtype):
         self.lr_schedule, self.momentum, self.clip_coef, self.count = (
-            torch.full((), value, dtype=dtype, device=extra.device) for value in (0.0, 0.0, 1.0, 0.0))
-        self.grads_finite, self.extra = torch.ones((), dtype=torch.bool, device=extra.device), extra
+            torch.full((), value, dtype=dtype, device=device) for value in (0.0, 0.0, 1.0, 0.0))
+        self.grads_finite = torch.ones((), dtype=torch.bool, device=device)
 
 
 class Sgd:
     "Heavy-ball SGD on fp32 masters, for banks and small parameters (no Nesterov, no decay)."
-    masters, extra_scalars = True, 0  # small parameters have masters too; it sends no numbers of its own
+    masters = True  # small parameters have masters too
 
     def __init__(self, lr: float):
         self.lr = lr
@@ -2671,7 +2597,7 @@ def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps
 
 class AdamW:
     "The rule for the small parameters: tables learn at `table_lr`, vectors and scalars at `lr`."
-    masters, extra_scalars = False, 0
+    masters = False
 
     def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8):
@@ -2735,12 +2661,11 @@ class Engine:
     `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
     a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
     `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
-    `debug`: replicas are NaN between `launch` and `finish`. Raises GolfError if the layout is for
-    another number of ranks.
+    Raises GolfError if the layout is for another number of ranks.
     """
 
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
-                 inside: Ranks | None = None, plan: CommSchedule | None = None, debug: bool = False):
+                 inside: Ranks | None = None, plan: CommSchedule | None = None):
         self.layout = layout
         self.ranks = ranks
         self.inside = inside or ranks
@@ -2748,10 +2673,9 @@ class Engine:
         self.bank_rule = bank_rule
         self.small_rule = small_rule
         self.clip = clip
-        self.debug = debug
-        if layout.world != self.inside.world:
-            raise GolfError(f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
-                            f"running: make it with world={self.inside.world}")
+        require(layout.world == self.inside.world,
+                f"the layout was made for {layout.world} ranks, but {self.inside.world} are running: "
+                f"make it with world={self.inside.world}")
         check_comm_schedule(self.plan, layout)
         self.banks = {}
         for spec in layout.banks:
@@ -2759,11 +2683,11 @@ class Engine:
             self.banks[spec.name] = ShardedBank(spec, replica, self.inside, bank_rule)
         self.groups = flat_groups(roles, small_rule)
         self.parts = [*self.banks.values(), *self.groups]
-        first, words = self.parts[0].fp32_shard, len(CONTROL_SCALARS) + small_rule.extra_scalars
+        first = self.parts[0].fp32_shard
         self.full, self.device = first.dtype, first.device
-        self.control = self.groups[0].tail if self.groups else first.new_zeros(words)
+        self.control = self.groups[0].tail if self.groups else first.new_zeros(len(CONTROL_SCALARS))
         self.norm_sq = self.control[CONTROL_SCALARS.index("norm_sq")]
-        self.scalars = StepScalars(self.control[len(CONTROL_SCALARS):], self.full)
+        self.scalars = StepScalars(self.device, self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
         self.small_step = CudaGraphed(lambda: self.update_small(), self.device)
         self.bank_steps = {n: CudaGraphed(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
@@ -2804,9 +2728,6 @@ class Engine:
             self.ranks.sum(wire)
         for n in self.plan.scatter:
             self.banks[n].reduce(grads.pop(n))
-        if self.debug:
-            for b in self.banks.values():
-                b.replica.data.fill_(float("nan"))
         return self.control
 
     def finish(self, lr_schedule: float | Tensor = 1.0, momentum: float = 0.99,
@@ -2897,28 +2818,23 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
         rates |= dict.fromkeys(roles.get(role, {}), rule.rates(role))
     for dtype in sorted({p.dtype for p in params.values()}, key=lambda d: -d.itemsize):
         some = {k: p for k, p in params.items() if p.dtype == dtype}
-        tail = 0 if made else len(CONTROL_SCALARS) + rule.extra_scalars
+        tail = 0 if made else len(CONTROL_SCALARS)
         made.append(FlatGroup(some, rates, rule, tail=tail))
     return made
 
 
-class NoClip:
-    """Lets every gradient through. What an engine asks of a clip: derive yours from this.
+class Clip:
+    """What an engine asks of a clip: derive yours from this.
+
+    `before_sending(engine, grads)`, before anything is averaged: what this rank sends, a dict that the
+    engine may empty. `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie
+    in `grad` of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that
+    is not finite if a gradient is not.
 
     `norm_is_sum`: the control vector's `norm_sq` is a sum over the ranks, not the norm of the mean.
     """
     norm_is_sum = True
-
-    def before_sending(self, engine: Engine, grads: dict) -> dict:
-        """Before anything is averaged: what this rank sends, a dict that the engine may empty.
-
-        `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie in `grad`
-        of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that is
-        not finite if a gradient is not.
-        """
-        small = [group.grad for group in engine.groups]
-        engine.norm_sq.copy_(squared_norm([*grads.values(), *small], engine.full))
-        return grads
+    before_sending: Callable[[Engine, dict], dict]
 
     def after_arrival(self, engine: Engine):
         """Before the first update, while mean gradients arrive in `grad` of `engine.banks`.
@@ -2951,7 +2867,7 @@ def clip_coef(norm_sq: Tensor, max_norm: float) -> Tensor:
     return factor if max_norm > 0 else torch.ones_like(norm_sq)
 
 
-class ClipMean(NoClip):
+class ClipMean(Clip):
     """Clips the mean gradient to `max_norm` (0: never); the number of ranks does not matter.
 
     The first update waits for all reduce-scatters and the all-reduce of one number.
@@ -2982,7 +2898,7 @@ class ClipMean(NoClip):
         return (grad * scalars.clip_coef.view(1, 1, 1)).to(grad.dtype)
 
 
-class ClipEach(NoClip):
+class ClipEach(Clip):
     "Clips each rank's gradient to `max_norm` (0: never) before it is averaged, as published."
 
     def __init__(self, max_norm: float):
@@ -3037,9 +2953,9 @@ def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     `keeps [W]`: how many of its last targets a window scores. Raises
     GolfError for a stride over a row.
     """
-    if n_targets < 1 or not 1 <= stride <= seq_len:
-        raise GolfError("scoring needs targets, and EVAL_STRIDE from 1 to the row length "
-                        f"{seq_len}: found {n_targets} targets and stride {stride}")
+    require(n_targets > 0 and 1 <= stride <= seq_len,
+            f"scoring needs targets, and EVAL_STRIDE from 1 to the row length {seq_len}: found "
+            f"{n_targets} targets and stride {stride}")
     row = min(seq_len, n_targets)
     later = -(-(n_targets - row) // stride)
     starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
@@ -3103,9 +3019,8 @@ def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
     Raises GolfError unless they hold `n` targets.
     """
     nll, n_bytes, count = ranks.sum_late(sums).tolist()
-    if count != n:
-        raise GolfError(f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
-                        "do all ranks hold the same tokens?")
+    require(count == n, f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
+            "do all ranks hold the same tokens?")
     return nll / n, bits_per_byte(nll, n_bytes)
 
 
@@ -3144,12 +3059,12 @@ class EvalSettings(BaseSettings):
         return max(1,
                    self.val_batch_size // ((row or self.eval_seq_len) * world * grad_accum(world)))
 
-    def problems(self) -> Iterator[str]:
-        "A stride that would leave targets out."
-        yield from super().problems()
-        if self.eval_stride > self.eval_seq_len:
-            yield (f"EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, found "
-                   f"{self.eval_stride} and {self.eval_seq_len}: lower EVAL_STRIDE")
+    def rules(self) -> Rules:
+        "A stride that leaves no target out."
+        yield from super().rules()
+        stride, row = self.eval_stride, self.eval_seq_len
+        yield stride <= row, ("EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, "
+                              f"found {stride} and {row}: lower EVAL_STRIDE")
 
 
 # ---- golfnb/grid.py ----
@@ -3192,10 +3107,10 @@ def finite_matrix(w: Tensor) -> Tensor:
 
     Raises GolfError if it is no matrix, empty, or holds a NaN or inf.
     """
-    if (bad := int((~torch.isfinite(w)).sum())) or w.ndim < 2 or not w.numel():
-        raise GolfError(f"quantization needs a matrix of finite weights: found {bad} NaN or "
-                        f"inf in a tensor of shape {tuple(w.shape)}; check the checkpoint, "
-                        "store other tensors as fp16")
+    bad = int((~torch.isfinite(w)).sum())
+    require(not bad and w.ndim >= 2 and w.numel(),
+            f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor of "
+            f"shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
     return w if w.dtype == torch.float64 else w.float()
 
 
@@ -3250,9 +3165,9 @@ class Packed:
 def pack_plain(name: str, w: torch.Tensor, kind: str) -> Packed:
     "Store a tensor of any shape as floats; GolfError, naming it, if it is not finite in that kind."
     rounded = w.detach().to(FLOATS[kind]).cpu().contiguous()
-    if not torch.isfinite(rounded).all():
-        raise GolfError(f"{name} must be finite in {kind}, found NaN, infinity or a value out of "
-                        "range: the run has diverged, export earlier weights")
+    require(torch.isfinite(rounded).all(),
+            f"{name} must be finite in {kind}, found NaN, infinity or a value out of range: the "
+            "run has diverged, export earlier weights")
     if kind == "bf16":
         rounded = rounded.view(torch.uint16)  # NumPy has no bf16
     return Packed(kind, tuple(w.shape), rounded.numpy())
@@ -3263,35 +3178,29 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
     return torch.from_numpy(np.array(packed.data)).view(FLOATS[packed.kind])
 
 
-def std_scale(w: Tensor, k: float) -> Tensor:
-    "int6 scales [rows] of w [rows, cols]: k * std(row) / 31, about zero (parameter-golf PR #1794)."
-    wide = w if w.dtype == torch.float64 else w.float()
-    return row_scale(k * wide.square().mean(-1).sqrt(), 31)
+def check_matrix(name: str, w: Tensor, kind: str) -> None:
+    "Raise GolfError, naming it, unless w is a finite matrix."
+    require(w.ndim == 2 and torch.isfinite(w).all(),
+            f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape "
+            f"{tuple(w.shape)}: the run has diverged or the name is misspelt")
 
 
 @torch.no_grad()
-def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False, k: float = 0.0) -> Packed:
-    """Store w [rows, cols] as integers of a `kind`, int6 or int8, with one scale per row.
+def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False) -> Packed:
+    """Store w [rows, cols] as integers of a `kind`, int6 by GPTQ-lite or int8, one scale per row.
 
-    `scale_floor`: no scale under 1/31 or 1/127, as published. `k`: int6 by the deviation
-    of the weights, see `std_scale`; 0: GPTQ-lite.
-    Raises GolfError, naming the matrix, for another shape and for weights that are not finite.
+    `scale_floor`: no scale under 1/31 or 1/127, as published. Raises GolfError, naming the matrix,
+    for another shape and for weights that are not finite.
     """
-    if w.ndim != 2 or not torch.isfinite(w).all():
-        raise GolfError(f"{name} must be a finite matrix to be stored as {kind}, found "
-                        f"NaN, infinity or shape {tuple(w.shape)}: the run has "
-                        "diverged or the name is misspelt")
+    check_matrix(name, w, kind)
     if kind == "int8":
         q, scale = quantize_int8(w, scale_floor)
-    elif not k:
-        q, scale, _ = best_clip(w, 31, scale_floor)
     else:
-        scale = std_scale(w, k)
-        q = quantize_rows(w.to(scale.dtype), scale, 31)
-    return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.to(torch.float16).cpu().numpy())
+        q, scale, _ = best_clip(w, 31, scale_floor)
+    return Packed(kind, tuple(w.shape), q.cpu().numpy(), scale.half().cpu().numpy())
 
 
-def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_MATRIX,
+def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
                    log=None) -> dict:
     """Named weights as name -> Packed, as PR #399: fp16 up to `small` elements.
 
@@ -3301,7 +3210,7 @@ def quantize_state(named: Mapping, scale_floor: bool, k=0.0, small: int = SMALL_
     packed = {}
     for name, kind in counted(kinds.items(), "quantizing", log):
         if kind in INT_MAX:
-            packed[name] = pack_rows(name, named[name], kind, scale_floor, k)
+            packed[name] = pack_rows(name, named[name], kind, scale_floor)
         else:
             packed[name] = pack_plain(name, named[name], kind)
     return packed
@@ -3380,10 +3289,8 @@ def whole_stream(coder, stored: bytes, size: int) -> bytes:
     return found
 
 
-def section_damage(name: str, size: int, found: str) -> GolfError:
-    "The error for a section that does not decode to its size."
-    return GolfError(f"a section must decode with {name!r} to {size:,} bytes, found {found}: the "
-                     "file is damaged or of a later version, copy or make it again")
+SECTION_DAMAGE = ("a section must decode with {!r} to {:,} bytes, found {}: the file is damaged "
+                  "or of a later version, copy or make it again")
 
 
 def decompress_section(stored: bytes, name: str, shapes: list,
@@ -3393,18 +3300,18 @@ def decompress_section(stored: bytes, name: str, shapes: list,
     `name` is what the header says, `codecs` are those that the reader accepts. Raises GolfError for
     another name and for damage.
     """
-    if not isinstance(name, str) or name not in codecs:
-        raise GolfError(f"a section must be stored as one of {', '.join(codecs)}, found "
-                        f"{name!r:.60}: read it with the version or the program that wrote it")
+    require(isinstance(name, str) and name in codecs,
+            f"a section must be stored as one of {', '.join(codecs)}, found {name!r:.60}: read it "
+            "with the version or the program that wrote it")
     size = sum(map(math.prod, shapes))
     try:
         raw = codecs[name].decompress(stored, size, shapes)
     except GolfError:
         raise
     except Exception as error:  # each codec has its own error types
-        raise section_damage(name, size, type(error).__name__) from error
-    if len(raw) != size:
-        raise section_damage(name, size, f"{len(raw):,}" if len(raw) < size else "more")
+        raise GolfError(SECTION_DAMAGE.format(name, size, type(error).__name__)) from error
+    found = f"{len(raw):,}" if len(raw) < size else "more"
+    require(len(raw) == size, SECTION_DAMAGE.format(name, size, found))
     return raw
 
 
@@ -3428,10 +3335,9 @@ def seal(header: bytes, payload: bytes) -> bytes:
 
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
-    if isinstance(codec, str):
-        raise GolfError("a codec must be an object of golfnb.artifact, found the word "
-                        f"{codec!r}: give Plain() for none, or Lzma(), Zlib(), Rans(), Best(), "
-                        "Brotli() or Zstd()")
+    require(not isinstance(codec, str),
+            f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give Plain() "
+            "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
 
 
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
@@ -3460,21 +3366,19 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
 
 def open_sealed(data: bytes) -> tuple[memoryview, memoryview]:
     "(deflated header, payload) of a container whose checksum is right; raises GolfError."
-    if len(data) < PREFIX_BYTES or data[:8] != ARTIFACT_MAGIC:
-        raise GolfError(f"a container must start with {ARTIFACT_MAGIC!r} and have "
-                        f"{PREFIX_BYTES} bytes or more, found {data[:8]!r} in {len(data)}: it "
-                        "is another kind of file or cut off")
+    require(len(data) >= PREFIX_BYTES and data[:8] == ARTIFACT_MAGIC,
+            f"a container must start with {ARTIFACT_MAGIC!r} and have {PREFIX_BYTES} bytes or "
+            f"more, found {data[:8]!r} in {len(data)}: it is another kind of file or cut off")
     version, length, checksum = struct.unpack("<II32s", data[8:PREFIX_BYTES])
-    if version != ARTIFACT_VERSION:
-        raise GolfError(f"the container must be of version {ARTIFACT_VERSION}, found {version}: "
-                        "read it with the golfnb that wrote it")
+    require(version == ARTIFACT_VERSION,
+            f"the container must be of version {ARTIFACT_VERSION}, found {version}: read it with "
+            "the golfnb that wrote it")
     rest = memoryview(data)[PREFIX_BYTES:]
     found = hashlib.sha256(data[:16])
     found.update(rest)
-    if found.digest() != checksum:
-        raise GolfError(f"the container's checksum must be {checksum.hex()[:16]}..., found "
-                        f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or "
-                        "make it again")
+    require(found.digest() == checksum,
+            f"the container's checksum must be {checksum.hex()[:16]}..., found "
+            f"{found.hexdigest()[:16]}...: the file is cut off or damaged, copy or make it again")
     return rest[:length], rest[length:]
 
 
@@ -3516,33 +3420,23 @@ def unpack_bytes(data: bytes, codec: Plain) -> tuple[dict, dict]:
     return header["meta"], decode_sections(header, payload, codec.known())
 
 
-def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
-                  cap: float = math.inf, code_bytes: int = 0) -> int:
-    """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
-
-    Raises GolfError if it and `code_bytes` are over `cap`; then it is kept as `path` + .over.
-    """
-    path, data = Path(path), pack_bytes(packed, meta, codec)
-    total = len(data) + code_bytes
-    over = path.with_name(path.name + ".over")
-    if total > cap:
-        atomic_write(over, data)
-        raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,} "
-                        f"({total - cap:,} too many): the artifact is kept as {over}, make a "
-                        f"smaller one with `golfnb quantize {path.parent} --target-bytes {cap}`")
-    atomic_write(path, data)
-    over.unlink(missing_ok=True)
-    return len(data)
+def over_budget(kept: Path, total: int, cap: float) -> str:
+    "What to say of an artifact, `kept` in this file, that has with its code more bytes than `cap`."
+    return (f"artifact and code must have at most {cap:,} bytes, found {total:,} "
+            f"({total - cap:,} too many): the artifact is kept as {kept}, make a smaller one with "
+            f"`golfnb quantize {kept.parent} --target-bytes {cap}`")
 
 
 def save_weights(path: str | Path, named: Mapping[str, torch.Tensor], meta: dict) -> int:
     "Save unquantized weights, whole or not at all; returns the bytes. GolfError for other dtypes."
     kinds = {dtype: kind for kind, dtype in FLOATS.items()}
     for name, w in named.items():
-        if w.dtype not in kinds:
-            raise GolfError(f"{name} must be fp32, bf16, fp16 or fp64, found {w.dtype}: convert it")
+        require(w.dtype in kinds,
+                f"{name} must be fp32, bf16, fp16 or fp64, found {w.dtype}: convert it")
     plain = {name: pack_plain(name, w, kinds[w.dtype]) for name, w in named.items()}
-    return save_artifact(path, plain, meta, Plain())
+    data = pack_bytes(plain, meta, Plain())
+    atomic_write(path, data)
+    return len(data)
 
 
 LEDGER_NAMES = dict(int8="int8 tables", fp16="fp16 controls", fp32="fp32 controls",
@@ -3570,42 +3464,28 @@ def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
     return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
 
 
-class NoAverage:
-    """Exports the last weights.
+class Average:
+    """What a training asks of an average of the weights: derive yours from this.
 
-    `tensors`: the weights before the first step, in the order of all later calls.
+    - `update(tensors, step, lr_schedule)`: take in the weights after `step`, made at `lr_schedule`
+      of the peak learning rate; always in the same order, and never waits
+    - `weights()`: copies, in at least fp32, of the weights to export
+    - `state()`: name -> live tensors that a checkpoint must keep
     """
+    update: Callable[..., None]
+    weights: Callable[[], list[Tensor]]
+    state: Callable[[], dict[str, list[Tensor]]]
 
-    def __init__(self, tensors: list[Tensor]):
-        self.newest = tensors
-
-    def update(self, tensors: list[Tensor], step: int, lr_schedule: Tensor | float):
-        """Take in the weights after `step`, made at `lr_schedule` of the peak learning rate.
-
-        Never waits.
-        """
-        self.newest = tensors
-
-    def weights(self) -> list[Tensor]:
-        "Copies, in at least fp32, of the weights to export."
-        return wide_copy(self.newest)
-
-    def state(self) -> dict[str, list[Tensor]]:
-        "Name -> live tensors that a checkpoint must keep."
-        return {}
-
-    def remark(self) -> str:
-        "What the log should say of the exported weights, or nothing; waits for the GPU."
-        return ""
+    def remark(self, log):
+        "Write into the log what there is to say of the exported weights; may wait for the GPU."
 
 
-class Ema(NoAverage):
+class Ema(Average):
     "E = decay*E + (1-decay)*W after every step (PR #549), from the initial weights `tensors`."
 
     def __init__(self, tensors: list[Tensor], decay: float = 0.997):
-        if not 0 <= decay < 1:
-            raise GolfError(f"EMA_DECAY must lie in [0, 1), found {decay}: 0 "
-                            "keeps only the last weights")
+        require(0 <= decay < 1,
+                f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
         self.tensors = wide_copy(tensors)
         self.decay = decay
 
@@ -3764,10 +3644,6 @@ class StepGraph:
     def __init__(self, loss_fn: Callable, params: list):
         self.loss_fn, self.params, self.places = loss_fn, params, None
 
-    def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        "The loss alone, never recorded."
-        return self.loss_fn(ids, targets)
-
     def differentiate(self):
         "Loss and gradients of the fixed batch."
         loss = self.loss_fn(self.ids, self.targets) / self.accum
@@ -3879,7 +3755,7 @@ class Trainer:
     """
     control_scalars = CONTROL_SCALARS
 
-    def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: NoAverage,
+    def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: Average,
                  log: RunLog | None = None, now: Callable = time.perf_counter,
                  make_projector: Callable | None = None):
         self.settings = settings
@@ -3979,17 +3855,15 @@ class Trainer:
         self.skipped += 1
         self.skipped_in_a_row += 1
         self.log.line(f"step:{step} skipped: the gradient was not finite")
-        if self.skipped_in_a_row == MOST_SKIPPED:
-            raise GolfError("the gradient must be finite, found NaN or infinity in the "
-                            f"{MOST_SKIPPED} steps up to step {step}: {DIVERGED}")
+        require(self.skipped_in_a_row < MOST_SKIPPED, "the gradient must be finite, found NaN or "
+                f"infinity in the {MOST_SKIPPED} steps up to step {step}: {DIVERGED}")
 
     def check_weights(self):
         "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
         bad = torch.stack([torch.isfinite(t).logical_not().sum()
                            for t in self.engine.tensors()]).sum()
-        if self.engine.ranks.sum(bad).item() > 0:
-            raise GolfError("the weights must be finite, found NaN or infinity after "
-                            f"step {self.steps}: {DIVERGED}")
+        require(self.engine.ranks.sum(bad).item() == 0, "the weights must be finite, found NaN or "
+                f"infinity after step {self.steps}: {DIVERGED}")
 
     def read(self, values: list):
         "Take in the next unread step: control scalars, own loss, learning rate, momentum."
@@ -4039,8 +3913,14 @@ DIVERGED = "lower the learning rates, or go back to the recipe's settings"
 
 def check_score(what: str, loss: float):
     "Raise GolfError for a score that is NaN or infinite."
-    if not math.isfinite(loss):
-        raise GolfError(f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
+    require(math.isfinite(loss),
+            f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
+
+
+def tell(extras: Sequence, event: str, *facts):
+    "Call the method `event` of each `Extra` that hangs on a run."
+    for extra in extras:
+        getattr(extra, event)(*facts)
 
 
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
@@ -4050,17 +3930,14 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
     `validate()` gives nats a token and bits per byte; `extras`, each as
     `Extra`, are called around the steps.
     """
-    for extra in extras:
-        extra.before_training(t)
+    tell(extras, "before_training", t)
     every = t.settings.val_loss_every
     while t.steps < t.settings.iterations and not t.stop:
         if validate and every > 0 and t.steps % every == 0:
             t.validate(validate)
         step(t)
-        for extra in extras:
-            extra.after_step(t)
-    for extra in extras:
-        extra.after_training(t)
+        tell(extras, "after_step", t)
+    tell(extras, "after_training", t)
     if validate:
         t.validate(validate)
     t.finish()
@@ -4096,19 +3973,18 @@ class RunSettings(BaseSettings):
     tokenizer_path: str = setting("./data/tokenizers/fineweb_1024_bpe.model",
                                   "SentencePiece model: path")
 
-    def problems(self) -> Iterator[str]:
-        "A name that is no name of a directory."
-        yield from super().problems()
-        if self.run_id in (".", "..") or "/" in self.run_id:
-            yield ("RUN_ID must be the name of a directory in RUNS_DIR, without slashes, "
-                   f"found {self.run_id!r}: choose a plain name")
+    def rules(self) -> Rules:
+        "A run's name is the name of a directory."
+        yield from super().rules()
+        plain = self.run_id not in (".", "..") and "/" not in self.run_id
+        yield plain, ("RUN_ID must be the name of a directory in RUNS_DIR, without slashes, "
+                      f"found {self.run_id!r}: choose a plain name")
 
     def check(self, world: int = 1) -> None:
         "Raise GolfError for the first thing that cannot work on `world` ranks."
         super().check()
         s: Any = self  # of a program: it has the numbers of the loader and of the model too
-        for problem in batch_problems(s, s.train_seq_len, world):
-            raise GolfError(problem)
+        check_batch(s, s.train_seq_len, world)
 
 
 def weight_dtype(s: ComputeSettings, device: torch.device) -> torch.dtype:
@@ -4150,13 +4026,13 @@ def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Calla
     return forward
 
 
+KINDS_OF_RUN = {"summary.json": "a finished run", "train.log": "a run that did not end"}
+
+
 def run_in(folder: Path) -> str:
     "Which kind of run a directory holds; empty for none."
-    if (folder / "summary.json").exists():
-        return "a finished run"
-    if (folder / "train.log").exists():
-        return "a run that did not end"
-    return ""
+    found = (kind for name, kind in KINDS_OF_RUN.items() if (folder / name).exists())
+    return next(found, "")
 
 
 def run_folder(s, ranks: Ranks) -> Path:
@@ -4164,8 +4040,7 @@ def run_folder(s, ranks: Ranks) -> Path:
     made_up = f"{s.recipe}-{s.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(s.runs_dir) / (s.run_id or ranks.broadcast_object(made_up))
     found = ranks.broadcast_object(run_in(folder))  # on rank 0's node
-    if found:
-        raise GolfError(f"{folder} already holds {found}: set another RUN_ID, or move it away")
+    require(not found, f"{folder} already holds {found}: set another RUN_ID, or move it away")
     return folder
 
 
@@ -4174,9 +4049,7 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in paths:
         tokens = read_span(path, 0, min(limit - int(counts.sum()), read_header(path)))
-        if (largest := int(tokens.max(initial=0))) >= vocab_size:
-            raise GolfError(f"{path} holds token {largest}, but VOCAB_SIZE is {vocab_size}: "
-                            "use the tokenizer the shards were made with")
+        check_tokens(path, tokens, vocab_size)
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
 
@@ -4187,8 +4060,9 @@ class Run:
     `settings`: of a program. `code`: the bytes of the script that runs; they count against the
     budget. `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a
     unigram of the training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras`
-    (each an `Extra`) hang on the run. `program_sha256`: of a program of one's own, empty for a
-    recipe of golfnb. Raises GolfError for whatever is wrong with the data.
+    (each an `Extra`) hang on the run. `results`: what its stages gave, by name. `program_sha256`:
+    of a program of one's own, empty for a recipe of golfnb. Raises GolfError for whatever is wrong
+    with the data.
     """
 
     def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
@@ -4204,7 +4078,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings, self.ranks, self.code = s, ranks, code
         self.program_sha256 = ""
-        self.seconds, self.summary, self.extras = {}, {}, []
+        self.seconds, self.summary, self.results, self.extras = {}, {}, {}, []
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.node)
         self.val = torch.from_numpy(val.astype(np.int64)).to(ranks.device)
@@ -4218,22 +4092,14 @@ class Run:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
-        self.note(f"phase {name}")
-
-    def note(self, stage: str):
-        "Tell the extras that a stage has come to its end."
-        for extra in self.extras:
-            extra.note(stage)
+        tell(self.extras, "note", f"phase {name}")
 
     def once(self, stage: str, work: Callable):
-        "What a stage gives: `work()`, unless an extra has it from an earlier life of the run."
-        for extra in self.extras:
-            found = extra.result(stage)
-            if found is not None:
-                return found
-        made = work()
-        self.note(stage)
-        return made
+        "What a stage gives: `work()`, unless `results` has it from an earlier life of the run."
+        if stage not in self.results:
+            self.results[stage] = work()
+            tell(self.extras, "note", stage)
+        return self.results[stage]
 
     def scored(self, label: str, name: str, score: Callable,
                exact: bool = True) -> tuple[float, float]:
@@ -4242,19 +4108,19 @@ class Run:
 
         Raises GolfError for a score that is not finite, before it is kept.
         """
-        if f"{name}_bpb" in self.summary:  # by an earlier life of this run
-            return self.summary[f"{name}_loss"], self.summary[f"{name}_bpb"]
-        start = time.perf_counter()
-        loss, bpb, *_ = score()
-        check_score(label, loss)
-        ms = 1000 * (time.perf_counter() - start)
-        self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
-        if exact:
-            self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-        self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
-        self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
-        self.note(f"scored {name}")
-        return loss, bpb
+        def work() -> tuple[float, float]:
+            start = time.perf_counter()
+            loss, bpb, *_ = score()
+            check_score(label, loss)
+            ms = 1000 * (time.perf_counter() - start)
+            self.log.line(f"{label} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms")
+            if exact:
+                self.log.line(f"{label}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+            self.log.event("score", label=label, loss=loss, bpb=bpb, ms=ms)
+            self.summary.update({f"{name}_loss": loss, f"{name}_bpb": bpb})
+            return loss, bpb
+
+        return self.once(f"scored {name}", work)
 
     def begin(self):
         "Write the log's first lines, and keep the script in the run's folder."
@@ -4267,12 +4133,11 @@ class Run:
         if world > 1:
             self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is "
                           "the mean of all ranks")
-        if not code:
-            return
-        self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-        kept = self.folder / "train_gpt.py"
-        if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
-            atomic_write(kept, code)
+        if code:
+            self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
+            kept = self.folder / "train_gpt.py"
+            if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
+                atomic_write(kept, code)
 
     def plain_score(self, forward: Callable) -> tuple[float, float]:
         "Nats a token and bits per byte of `forward(ids, last_n)` in rows of training length."
@@ -4334,25 +4199,22 @@ class Run:
 
         For rank 0.
         """
-        s, name, code_bytes = self.settings, "artifact.golf", len(self.code)
+        cap, code_bytes = self.settings.target_bytes, len(self.code)
         self.log.at = "compressing", 0, 0, 0
-        try:
-            self.save(lambda folder: save_artifact(folder / name, packed, self.meta(model), codec,
-                                                   s.target_bytes, code_bytes))
-        except GolfError as e:
-            self.summary["over_budget"] = str(e)
-            name += ".over"
-            if not (self.folder / name).exists():
-                raise
-        path = self.folder / name
-        data = path.read_bytes()
+        data = pack_bytes(packed, self.meta(model), codec)
         sha256 = hashlib.sha256(data).hexdigest()
         total = len(data) + code_bytes
+        name = "artifact.golf"
+        if total > cap:
+            name = "artifact.golf.over"
+            self.summary["over_budget"] = over_budget(self.folder / name, total, cap)
+        self.save(lambda folder: atomic_write(folder / name, data))
+        data = (self.folder / name).read_bytes()  # what is scored is what the file holds
         self.log.line(f"Serialized model int6+{codec.name}: {len(data)} bytes")
         self.log.line(f"Total submission size int6+{codec.name}: {total} bytes")
         self.log.line(f"artifact_sha256:{sha256}")
         parts = ledger_rows(open_own(data)[0], len(data), code_bytes)
-        for part, n in [*parts, ("room left", s.target_bytes - total)]:
+        for part, n in [*parts, ("room left", cap - total)]:
             self.log.line(f"  {part:<24s}{n:>12,} bytes")
         self.summary.update(artifact_bytes=len(data), code_bytes=code_bytes, total_bytes=total,
                             ledger=parts, artifact_sha256=sha256)
@@ -4374,8 +4236,7 @@ class Run:
         if self.ranks.is_rank0:
             text = json.dumps(finite(self.summary), indent=1) + "\n"
             self.save(lambda folder: atomic_write(folder / "summary.json", text))
-        for extra in self.extras:
-            extra.close()
+        tell(self.extras, "close")
         self.log.close()
         return self.summary
 
@@ -4420,9 +4281,7 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
             t = train(trainer(log=run.log), partial(step, p), validate, run.extras)
     run.trained(t)
     with run.phase("packing"):
-        remark = t.average.remark()
-        if remark:
-            run.log.line(remark)
+        t.average.remark(run.log)
         run.save_state("raw.golf", p.model, p.engine)
         averaged = run.save_state("ema.golf", p.model, p.engine, t.average.weights())
     load_named(p.model, averaged)
@@ -4489,9 +4348,9 @@ class Ledger:
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
         once, follow = len(set(docs.tolist())) == len(docs), (a == self.upto[docs]) & (a <= b)
-        if not once or not (follow & (b <= self.spans[docs, 1])).all():
-            raise GolfError("targets must be scored once, from left to right: expected those from "
-                            f"{self.upto[docs][:4]} on, found {a[:4]}; start a new pass")
+        require(once and (follow & (b <= self.spans[docs, 1])).all(),
+                "targets must be scored once, from left to right: expected those from "
+                f"{self.upto[docs][:4].tolist()} on, found {a[:4].tolist()}; start a new pass")
         self.upto[docs] = b
         self.history.append(("score", docs, a, b))
 
@@ -4501,10 +4360,10 @@ class Ledger:
         GolfError if one of them has no score.
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
-        if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-            raise GolfError("an update may use scored targets of its own document only: "
-                            f"wanted {a[:4]} to {b[:4]}, scored up to "
-                            f"{self.upto[docs][:4]}; score the chunk first")
+        require(((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all(),
+                "an update may use scored targets of its own document only: wanted "
+                f"{a[:4].tolist()} to {b[:4].tolist()}, scored up to "
+                f"{self.upto[docs][:4].tolist()}; score the chunk first")
         self.history.append(("train", docs, a, b))
 
 
@@ -4527,12 +4386,12 @@ class TttSettings(EvalSettings, ComputeSettings):
         "Tokens in one update of each of `world` ranks."
         return min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len)
 
-    def problems(self) -> Iterator[str]:
-        "A chunk that holds no row."
-        yield from super().problems()
-        if self.ttt_chunk_tokens < self.eval_seq_len:
-            yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} "
-                   f"tokens, found {self.ttt_chunk_tokens}: raise it")
+    def rules(self) -> Rules:
+        "A chunk holds a row."
+        yield from super().rules()
+        chunk, row = self.ttt_chunk_tokens, self.eval_seq_len
+        yield chunk >= row, (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={row} "
+                             f"tokens, found {chunk}: raise it")
 
 
 def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[tuple[int, int]]:
@@ -4630,14 +4489,13 @@ def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
     Raises GolfError for a score that is NaN or infinite: the weights are, too.
     """
     nats, n_bytes, count = sums.tolist()
-    if not math.isfinite(nats):
-        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after "
-                        f"step {step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
-    if log is None or n_bytes == 0:
-        return
-    bpb = bits_per_byte(nats, n_bytes)
-    log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
-    log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
+    require(math.isfinite(nats),
+            f"test-time training must keep the score finite, found {nats} nats after step "
+            f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
+    if log is not None and n_bytes > 0:
+        bpb = bits_per_byte(nats, n_bytes)
+        log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
+        log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
 
 
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings,

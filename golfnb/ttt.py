@@ -37,7 +37,7 @@ from .evaluate import (
 from .layers import softcap
 from .model import ComputeSettings, Golf, load_named, published_views
 from .parallel_muon import ClipMean, CudaGraphed, Engine, Ranks, Sgd
-from .settings import GolfError, setting
+from .settings import GolfError, Rules, require, setting
 from .shards import BOS_ID, check_disjoint, open_shard
 from .train import RunLog, compiled
 
@@ -60,9 +60,9 @@ class Ledger:
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
         once, follow = len(set(docs.tolist())) == len(docs), (a == self.upto[docs]) & (a <= b)
-        if not once or not (follow & (b <= self.spans[docs, 1])).all():
-            raise GolfError("targets must be scored once, from left to right: expected those from "
-                            f"{self.upto[docs][:4]} on, found {a[:4]}; start a new pass")
+        require(once and (follow & (b <= self.spans[docs, 1])).all(),
+                "targets must be scored once, from left to right: expected those from "
+                f"{self.upto[docs][:4].tolist()} on, found {a[:4].tolist()}; start a new pass")
         self.upto[docs] = b
         self.history.append(("score", docs, a, b))
 
@@ -72,10 +72,10 @@ class Ledger:
         GolfError if one of them has no score.
         """
         docs, a, b = (np.array(x, ndmin=1) for x in (docs, a, b))
-        if not ((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all():
-            raise GolfError("an update may use scored targets of its own document only: "
-                            f"wanted {a[:4]} to {b[:4]}, scored up to "
-                            f"{self.upto[docs][:4]}; score the chunk first")
+        require(((self.spans[docs, 0] <= a) & (a < b) & (b <= self.upto[docs])).all(),
+                "an update may use scored targets of its own document only: wanted "
+                f"{a[:4].tolist()} to {b[:4].tolist()}, scored up to "
+                f"{self.upto[docs][:4].tolist()}; score the chunk first")
         self.history.append(("train", docs, a, b))
 
 # %% ../nbs/story/13_ttt.ipynb #de22bc4d
@@ -98,12 +98,12 @@ class TttSettings(EvalSettings, ComputeSettings):
         "Tokens in one update of each of `world` ranks."
         return min(self.ttt_chunk_tokens // world, self.ttt_batch_seqs * self.eval_seq_len)
 
-    def problems(self) -> Iterator[str]:
-        "A chunk that holds no row."
-        yield from super().problems()
-        if self.ttt_chunk_tokens < self.eval_seq_len:
-            yield (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={self.eval_seq_len} "
-                   f"tokens, found {self.ttt_chunk_tokens}: raise it")
+    def rules(self) -> Rules:
+        "A chunk holds a row."
+        yield from super().rules()
+        chunk, row = self.ttt_chunk_tokens, self.eval_seq_len
+        yield chunk >= row, (f"TTT_CHUNK_TOKENS must hold one row of EVAL_SEQ_LEN={row} "
+                             f"tokens, found {chunk}: raise it")
 
 # %% ../nbs/story/13_ttt.ipynb #0bb1487a
 def chunk_windows(starts: Tensor, keeps: Tensor, row: int, chunk: int) -> list[tuple[int, int]]:
@@ -201,14 +201,13 @@ def log_score(log: RunLog | None, sums: Tensor, step: int, steps: int):
     Raises GolfError for a score that is NaN or infinite: the weights are, too.
     """
     nats, n_bytes, count = sums.tolist()
-    if not math.isfinite(nats):
-        raise GolfError(f"test-time training must keep the score finite, found {nats} nats after "
-                        f"step {step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
-    if log is None or n_bytes == 0:
-        return
-    bpb = bits_per_byte(nats, n_bytes)
-    log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
-    log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
+    require(math.isfinite(nats),
+            f"test-time training must keep the score finite, found {nats} nats after step "
+            f"{step + 1} of {steps}: lower TTT_LR, or TTT_LORA_LR for adapters")
+    if log is not None and n_bytes > 0:
+        bpb = bits_per_byte(nats, n_bytes)
+        log.event("ttt", chunk=step, chunks=steps, loss=nats / count, bpb=bpb)
+        log.line(f"  ttt_chunk [{step + 1}/{steps}] bpb={bpb:.6f}")
 
 # %% ../nbs/story/13_ttt.ipynb #9d45d859
 def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: TttSettings,

@@ -25,7 +25,7 @@ from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, L
 from golfnb.bpb import tokenizer_hash
 from golfnb.settings import GolfError
 from golfnb.model import init_model, model_from_settings, named_state
-from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, quantize_state
+from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, pack_std, quantize_state
 
 STDLIB_CODECS = [Lzma(), Zlib(), Rans(), Best(), Plain()]
 each_codec = pytest.mark.parametrize("codec", STDLIB_CODECS, ids=lambda codec: codec.name)
@@ -37,7 +37,7 @@ def unpack_foreign(data, codecs=CODECS):
 
 def toy(seed=0):
     g = torch.Generator().manual_seed(seed)
-    return {"up": pack_rows("up", torch.randn(48, 40, generator=g), "int6"), "down": pack_rows("down", torch.randn(20, 30, generator=g), "int6", k=20.0),
+    return {"up": pack_rows("up", torch.randn(48, 40, generator=g), "int6"), "down": pack_std("down", torch.randn(20, 30, generator=g), 20.0),
             "table": pack_rows("table", torch.randn(10, 8, generator=g), "int8"), "gain": pack_plain("gain", torch.randn(5, generator=g), "fp16"),
             "scale": pack_plain("scale", torch.tensor(0.05), "fp16"), "mix": pack_plain("mix", torch.randn(2, 3, 4, generator=g), "fp32"),
             "half": pack_plain("half", torch.randn(6, 7, generator=g), "bf16"), "wide": pack_plain("wide", torch.randn(3, generator=g).double(), "fp64")}

@@ -1,4 +1,6 @@
 """Averages: closed forms, dtypes, shards, and no question to the device."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -85,7 +87,8 @@ def test_the_four_averages_of_one_path():
         swa = sum(taken[i] for taken in snapshots) / 2
         for mode, wanted in {"none": last, "ema": ema.tensors[i], "swa": swa, "ema+swa": (ema.tensors[i] + swa) / 2}.items():
             assert torch.allclose(found[mode][i], wanted, atol=1e-14), mode
-    assert [average.remark() for average in made.values()] == [""] * 4
+    for average in made.values():
+        average.remark(None)  # there is nothing to say
     shares = {mode: share_of_initial_weights(average.state(), 0.9, 10) for mode, average in made.items()}
     assert shares == {"ema": 0.9 ** 10, "swa": 0.0, "ema+swa": 0.9 ** 10 / 2, "none": 0.0}
     assert {mode: [*average.state()] for mode, average in made.items()} == {"ema": ["ema"], "swa": ["swa", "snapshots"], "ema+swa": ["ema", "swa", "snapshots"], "none": []}
@@ -99,7 +102,9 @@ def test_without_a_snapshot_the_rest_is_exported_and_said(mode, instead):
         average.update(tensors, step, 1.0)
         other.update(tensors, step, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(average.weights(), other.weights()))
-    assert f"AVERAGING={mode} became {instead}" in average.remark()
+    said = []
+    average.remark(SimpleNamespace(line=said.append))
+    assert len(said) == 1 and f"AVERAGING={mode} became {instead}" in said[0]
 
 
 def test_a_decay_that_forgets_nothing_is_refused():

@@ -14,12 +14,13 @@ from golfnb.recipes import demo
 from golfnb.tools.checkpoint import LATE_VOTES, SPAN, SPANS, Keeper, Progress, Stopped, named_tensors, open_kept, shard_identity
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.loader import grad_accum
+from golfnb.layout import packed_as
 from golfnb.model import named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.tools.report import read_run
 from golfnb.settings import GolfError, finite
 from golfnb.shards import HEADER_BYTES, write_shard
-from golfnb.train import RunLog, training_loss
+from golfnb.train import RunLog, tell, training_loss
 from tiny import TINY, tiny_data
 from workers import Batches, machine, settings, spawn, trained
 
@@ -185,7 +186,7 @@ def test_every_tensor_that_a_step_changes_is_kept():
     kept = {tensor.data_ptr() for tensor in named_tensors(t).values()}
     whole = [*engine.state(), *[tensor for tensors in t.average.state().values() for tensor in tensors]]
     assert all(tensor.data_ptr() in kept for tensor in whole) and t.project is not None
-    assert sum(name.endswith(" clip") for name in named_tensors(t)) == sum(m.quant == "int6" for _, _, m in engine.layout)
+    assert sum(name.endswith(" clip") for name in named_tensors(t)) == sum(packed_as(m) == "int6" for _, _, m in engine.layout)
 
 
 def test_a_cap_counts_the_time_of_what_was_trained(tmp_path):
@@ -294,7 +295,7 @@ def test_a_run_goes_on_with_what_it_was_started_with_in_every_phase(change, word
     change(data)
     for summary in ({}, {"ema_bpb": 2.0, "ema_loss": 1.0}, {"ema_bpb": 2.0, "artifact_bytes": 9, "int6_bpb": 2.0, "int6_loss": 1.0}):
         first.summary = summary
-        first.note("scored int6")
+        tell(first.extras, "note", "scored int6")
         notes = (tmp_path / "runs" / "x" / "progress.json").read_text()
         with pytest.raises(GolfError, match=words) as refused:
             begin(RESUME="1")
@@ -324,7 +325,7 @@ def test_a_recipes_program_goes_on_with_what_it_has_come_to(life):
     _, begin = life
     first = begin(made=demo)
     first.summary = {"ema_bpb": 2.0}
-    first.note("scored ema")
+    tell(first.extras, "note", "scored ema")
     again = begin(made=demo, RESUME="1")
     assert again.summary == first.summary and type(again.settings) is demo.Settings
     with pytest.raises(GolfError, match="CLIP.*global.*demo"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from golfnb.banks import make_banks, unbank
-from golfnb.layout import bank_per_shape
+from golfnb.layout import bank_per_shape, matrix_names
 from golfnb.settings import GolfError
 from golfnb.studies.baselines import plan_model
 from golfnb.studies.buckets import CutMuon, bucket_layout
@@ -46,7 +46,7 @@ def run_steps(engine, model, variant, momenta, check=None):
 def test_against_the_per_matrix_rule_under_warm_up(plan, order):
     variant, layout, model = model_of(settings(3), plan=plan)
     engine = Engine(model.role_params(), layout, Ranks(), CutMuon(), AdamW(), ClipMean(0), plan=comm_schedule(layout, order))
-    weights = {n: w.clone() for n, w in named_state(model).items() if n in set(layout.names())}
+    weights = {n: w.clone() for n, w in named_state(model).items() if n in set(matrix_names(layout))}
     momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
 
     def oracle(mu):
@@ -66,7 +66,7 @@ def test_against_torch_muon_at_constant_momentum():
     "torch keeps momentum as a moving average: proportional to ours while mu is constant, and it runs Newton-Schulz in bf16, so the bound is bf16's."
     variant, layout, model = model_of(settings(3))
     engine = Engine(model.role_params(), layout, Ranks(), Muon(lr=0.02, wd=0.1), AdamW(), ClipMean(0))
-    names = set(layout.names())
+    names = set(matrix_names(layout))
     plain = {n: torch.nn.Parameter(w.float().clone()) for n, w in named_state(model).items() if n in names}
     theirs = torch.optim.Muon(list(plain.values()), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True, adjust_lr_fn="original")
     start = {n: w.detach().clone() for n, w in plain.items()}

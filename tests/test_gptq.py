@@ -12,11 +12,11 @@ from forked import fork_processes
 from golfnb.artifact import Rans, pack_bytes
 from golfnb.settings import GolfError
 from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
-from golfnb.layout import bank_per_shape, mlp_in_one_bank
+from golfnb.layout import bank_per_shape, matrix_names, mlp_in_one_bank
 from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.quantize import (Gptq, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, hessian_factor, int6_matrices, pack_gptq, pack_rows,
-                             quantize_state, shared_out, std_scale)
+from golfnb.quantize import (Gptq, Nearest, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, hessian_factor, int6_matrices, pack_gptq, pack_rows,
+                             pack_std, quantize_state, shared_out, std_scale)
 from golfnb.recipes import golf, pr1060
 from golfnb.tools.programs import settings_of
 
@@ -80,11 +80,11 @@ def test_pack_gptq_takes_for_every_row_the_candidate_with_the_least_output_error
 @pytest.mark.parametrize("k", [None, 9.0, 24.0])
 def test_the_output_is_closer_than_by_rounding_to_the_nearest(k):
     w, h = case(11, 64, 96, 2000)
-    back = [dequantize_state({"w": p})["w"].double() for p in (pack_gptq("w", w.float(), h.float(), k=k), pack_rows("w", w.float(), "int6", k=k))]
+    back = [dequantize_state({"w": p})["w"].double() for p in (pack_gptq("w", w.float(), h.float(), k=k), Nearest()("w", w.float(), k))]
     ours, nearest = (output_error(w, b, h).sum() for b in back)
     assert ours < 0.6 * nearest
     if k is not None:
-        assert np.array_equal(pack_gptq("w", w, h, k=k).scale, pack_rows("w", w, "int6", k=k).scale), "the scale by spread is the same: so is the size, nearly"
+        assert np.array_equal(pack_gptq("w", w, h, k=k).scale, pack_std("w", w, k).scale), "the scale by spread is the same: so is the size, nearly"
 
 
 def test_fallback_when_there_is_no_factor():
@@ -117,7 +117,7 @@ def test_hessians_are_means_over_tokens_of_the_real_inputs():
     hessians = calibrate(model, words(), Ranks())
     with captured_inputs(model, inputs.__setitem__):
         model(torch.cat(words()))
-    assert hessians.keys() == inputs.keys() == set(model.layout.names())
+    assert hessians.keys() == inputs.keys() == set(matrix_names(model.layout))
     for name, x in inputs.items():
         rows = x.flatten(0, 1)
         assert torch.allclose(hessians[name], rows.T @ rows / len(rows), rtol=1e-10, atol=1e-12)
@@ -204,6 +204,6 @@ def test_shared_plan_matrices_are_found_by_name():
     init_model(model, cfg, 1)
     named, g = named_state(model), torch.Generator().manual_seed(0)
     hessians = calibrate(model, [torch.randint(0, 64, (4, 16), generator=g)], Ranks())
-    matrices = {n: named[n] for n in model.layout.names() if quant_kind(n, tuple(named[n].shape), 500) == "int6"}
+    matrices = {n: named[n] for n in matrix_names(model.layout) if quant_kind(n, tuple(named[n].shape), 500) == "int6"}
     assert len(matrices) == 6 and all(hessians[n].shape == (w.shape[1],) * 2 for n, w in matrices.items())
     assert shared_out(matrices, Gptq(hessians), Ranks()).keys() == matrices.keys()

@@ -12,7 +12,7 @@ from golfnb.artifact import Zlib, load_artifact, save_artifact
 from golfnb.averaging import AveragingSettings, Ema
 from golfnb.bpb import ByteTable
 from golfnb.evaluate import EvalSettings, sliding_loss
-from golfnb.layout import LayoutSettings, bank_per_shape
+from golfnb.layout import LayoutSettings, bank_per_shape, matrix_names
 from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
 from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
@@ -56,7 +56,7 @@ def byte_each():
 
 def test_layout():
     layout = bank_per_shape(LayoutSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1), 4)
-    assert len(layout.names()) == 12 and all(bank.shape[0] % 4 == 0 for bank in layout.banks)
+    assert len(matrix_names(layout)) == 12 and all(bank.shape[0] % 4 == 0 for bank in layout.banks)
 
 
 def test_model():

@@ -10,7 +10,7 @@ from golfnb.studies.baselines import separate
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text, read_plan, shard_cuts, slot_kinds
 from golfnb.studies.variants import read_variant
-from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, bank_per_shape, group_matrices
+from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, matrix_names, packed_as, padding_waste, slots_of
 from golfnb.model import Golf, init_model, named_state
 from workers import settings, speedrun_kinds, variant_of
 
@@ -29,22 +29,22 @@ def layout_of(plan, world, layers=11):
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
 def test_every_matrix_has_one_slot_and_every_slot_one_owner(plan, layers, world):
     layout = layout_of(plan, world, layers)
-    assert len(layout.names()) == len(set(layout.names())) == 6 * layers
+    assert len(matrix_names(layout)) == len(set(matrix_names(layout))) == 6 * layers
     for b in layout.banks:
         assert b.shape[0] % world == 0 and b.shape[0] == b.real + b.padding and 0 <= b.padding < world
         assert sorted(i for r in range(world) for i in b.shard(r)) == list(range(b.shape[0]))
-        slots = [m if isinstance(m, tuple) else (m,) for r in range(world) for m in b.slots(r)]
+        slots = [m if isinstance(m, tuple) else (m,) for r in range(world) for m in slots_of(b, r)]
         assert [m for slot in slots[:b.real] for m in slot] == list(b.matrices) and slots[b.real:] == [(None,)] * b.padding
         assert len(b.row_scales()) == b.shape[0] and all(len(s) in (1, b.shape[1]) for s in b.row_scales())
         assert [v.shape for v in b.views(torch.empty(b.shape, device="meta"))] == [m.stored for m in b.matrices]
-    assert all(layout.bank(b.name) is b for b, _, _ in layout)
+    assert all(bank_named(layout, b.name) is b for b, _, _ in layout)
 
 
 def test_published_banks_and_waste():
     layout, shared = layout_of("pr399", 8), layout_of("shared_mlp", 8)
     assert {b.name: (b.real, *b.shape[1:]) for b in layout.banks} == {
         "qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_up_bank": (11, 1536, 512), "mlp_down_bank": (11, 512, 1536)}
-    assert round(layout.padding_waste(), 2) == 0.33 and round(shared.padding_waste(), 2) == 0.09
+    assert round(padding_waste(layout), 2) == 0.33 and round(padding_waste(shared), 2) == 0.09
     places = {m.name: (b.name, i) for b, i, m in layout}
     assert [places[f"blocks.3.attn.{n}.weight"] for n in ("c_q", "proj", "c_k", "c_v")] == [("qo_bank", 3), ("qo_bank", 14), ("kv_bank", 3), ("kv_bank", 14)]
     scales = {m.name: m.shape_lr_scale for _, _, m in shared}
@@ -82,18 +82,18 @@ def test_a_shared_slot_is_cut_by_kind():
     cuts = shard_cuts(layout.banks[0], 0)
     assert [c.stored for c in cuts] == [(512, 512), (256, 512)] and cuts[-1].stop == 1536 * 512
     kinds = slot_kinds(LayoutSettings())
-    assert {m.name for kind in ("attn", "mlp") for slot in kinds[kind] for m in slot} == set(layout.names())
+    assert {m.name for kind in ("attn", "mlp") for slot in kinds[kind] for m in slot} == set(matrix_names(layout))
 
 
 def test_small_matrices_are_not_for_the_grid():
-    assert Matrix("a", 256, SMALL_MATRIX // 256, "g").quant == "fp16"
-    assert Matrix("a", 257, SMALL_MATRIX // 256, "g").quant == "int6"
+    assert packed_as(Matrix("a", 256, SMALL_MATRIX // 256, "g")) == "fp16"
+    assert packed_as(Matrix("a", 257, SMALL_MATRIX // 256, "g")) == "int6"
 
 
 def test_bad_layouts():
     one = Matrix("a", 2, 3, "g")
     for bad in (lambda: group_matrices([one, Matrix("b", 3, 2, "g")], 1), lambda: group_matrices([one, one], 1), lambda: group_matrices([], 1),
-                lambda: group_matrices([one], 0), lambda: group_matrices([one], 1).bank("x"),
+                lambda: group_matrices([one], 0), lambda: bank_named(group_matrices([one], 1), "x"),
                 lambda: layout_of("x", 8), lambda: layout_of("pr125", 8), lambda: layout_of("qo22,kv22", 8), lambda: layout_of("qo22,kv22,mlp21", 8), lambda: layout_of("qo22,kv22,mlp23", 8),
                 lambda: layout_of("qo22,kv22,mlp22,up1", 8), lambda: layout_of("qo22+kv22,mlp22", 8), lambda: layout_of("attn11,mlp22,qo1", 8),
                 lambda: layout_of("qo22,kv22,mlp22/0.9/0.1", 8), lambda: layout_of("pr399/random", 8)):
@@ -114,7 +114,7 @@ def test_unbank_gives_what_was_put_in(seed):
     named = {m.name: torch.randn(m.rows, m.cols, generator=gen, dtype=torch.float64) for m in ms}
     put(layout, named, banks)
     out = unbank(layout, banks)
-    assert list(out) == layout.names() and all(torch.equal(out[k], named[k]) for k in named)
+    assert list(out) == matrix_names(layout) and all(torch.equal(out[k], named[k]) for k in named)
     assert all(not banks[b.name][b.real:].any() for b in layout.banks)
     cut = {b.name: banks[b.name].detach()[:b.real] for b in layout.banks}
     assert all(torch.equal(v, named[k]) for k, v in unbank(layout, cut).items()), "unpadded banks unbank too"

@@ -5,7 +5,7 @@ import pytest
 
 from golfnb.studies.baselines import candidate_buckets, search_buckets
 from golfnb.settings import GolfError
-from golfnb.layout import LayoutSettings, Matrix, bank_per_shape, group_matrices, mlp_in_one_bank
+from golfnb.layout import LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, mlp_in_one_bank, numel
 from golfnb.studies.buckets import read_plan
 from golfnb.plan import MachineModel, CommSchedule, check_comm_schedule, finish_us, comm_schedule, predict, transfer_us, update_time_us
 
@@ -30,7 +30,7 @@ def test_published_order():
 def test_size_ignores_padding():
     "Nine matrices on eight ranks pad to sixteen slots, but twelve matrices of the same shape are still more work."
     layout = group_matrices([Matrix(f"a{i}", 8, 8, "a") for i in range(9)] + [Matrix(f"b{i}", 8, 8, "b") for i in range(12)], 8)
-    assert layout.bank("a").numel == layout.bank("b").numel and comm_schedule(layout).work == ("b", "a")
+    assert numel(bank_named(layout, "a")) == numel(bank_named(layout, "b")) and comm_schedule(layout).work == ("b", "a")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -50,7 +50,7 @@ def test_timeline_is_possible(seed):
                 assert at[f"work {b.name}"].end_us <= at[f"gather {b.name}"].start_us
                 if clip == "global":
                     assert all(e.end_us <= at[f"work {b.name}"].start_us for e in events if e.name.startswith("scatter"))
-            floor = max(sum(2 * transfer_us(2 * b.numel, layout.world, links) for b in layout.banks), sum(update_time_us(b, links) for b in layout.banks))
+            floor = max(sum(2 * transfer_us(2 * numel(b), layout.world, links) for b in layout.banks), sum(update_time_us(b, links) for b in layout.banks))
             assert finish_us(events) >= floor * (1 - 1e-12)
 
 

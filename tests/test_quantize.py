@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.quantize import (Packed, bits_per_weight, dequantize_state, entropy_bits, k_for_bits, pack_plain, pack_rows, quantize_state, size_to_target, std_scale, unpack_plain)
+from golfnb.quantize import (Packed, bits_per_weight, dequantize_state, entropy_bits, k_for_bits, pack_plain, pack_rows, pack_std, quantize_state, size_to_target, std_scale, unpack_plain)
 
 
 def state(seed=0, std=0.04):
@@ -60,7 +60,7 @@ def test_floor_bounds_the_scales():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_any_dtype_goes_in_and_fp32_comes_out(dtype):
     named = {n: w.to(dtype) for n, w in state().items()}
-    back = dequantize_state(quantize_state(named, False, k=12.85))
+    back = dequantize_state({n: pack_std(n, named[n], 12.85) if p.kind == "int6" else p for n, p in quantize_state(named, False).items()})
     for name, w in named.items():
         assert back[name].dtype == torch.float32 and back[name].shape == w.shape
         assert (back[name] - w.float()).abs().max() <= 0.02 * w.float().abs().max() + 0.5 * 12.85 / 31 * w.float().square().mean(-1).sqrt().max()
@@ -76,10 +76,9 @@ def test_quantizing_twice_changes_little_and_repeats_exactly():
 @pytest.mark.parametrize("row", [torch.zeros(64), torch.full((64,), 1e-9), torch.full((64,), 1e6), torch.full((64,), -0.3), torch.tensor([1.0] + [0.0] * 63)])
 def test_awkward_rows_stay_finite(kind, row):
     w = torch.stack([row, torch.linspace(-1, 1, 64)])
-    for options in ({}, {"scale_floor": True}, {"k": 12.85}):
-        p = pack_rows("w", w, kind, **options)
+    for p in (pack_rows("w", w, kind), pack_rows("w", w, kind, scale_floor=True), pack_std("w", w, 12.85)):
         back = dequantize_state({"w": p})["w"]
-        assert torch.isfinite(back).all() and np.isfinite(p.scale).all() and (p.scale > 0).all() and np.abs(p.data).max() <= {"int6": 31, "int8": 127}[kind]
+        assert torch.isfinite(back).all() and np.isfinite(p.scale).all() and (p.scale > 0).all() and np.abs(p.data).max() <= {"int6": 31, "int8": 127}[p.kind]
         if not row.any():
             assert not back[0].any()
 
@@ -118,7 +117,7 @@ def test_transposed_views_are_stored_as_they_look():
 
 def test_std_clip_makes_all_rows_alike():
     w = torch.randn(4, 8192) * torch.tensor([[0.01], [0.1], [1.0], [30.0]])
-    q = pack_rows("w", w, "int6", k=12.85).data
+    q = pack_std("w", w, 12.85).data
     assert all(abs(entropy_bits(row) - bits_per_weight(12.85)) < 0.05 for row in q)
     assert torch.allclose(std_scale(w, 31.0), w.square().mean(-1).sqrt(), rtol=1e-3)
 
@@ -137,7 +136,7 @@ def fitted(named, target, count):
     "The finest grid that fits, rounded to nearest, and its size."
     packed = quantize_state(named, False)
     matrices = [n for n, p in packed.items() if p.kind == "int6"]
-    found = size_to_target(packed, target, count, lambda k: {n: pack_rows(n, named[n], "int6", k=k) for n in matrices})
+    found = size_to_target(packed, target, count, lambda k: {n: pack_std(n, named[n], k) for n in matrices})
     return found, count(found)
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,7 +216,7 @@ def test_gptq_packs_a_run_that_ended_before_its_summary(data, tmp_path, monkeypa
     assert main_cli(command) == 0
     write_shard(tmp_path / "fineweb_train_000000.bin", np.full(100_000, 700, dtype=np.uint16))
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    assert main_cli(command) == 2 and re.search("700.*VOCAB_SIZE.*400", capsys.readouterr().err)
+    assert main_cli(command) == 2 and re.search("VOCAB_SIZE=400, found 700", capsys.readouterr().err)
 
 
 def test_calibration_ends_in_its_time(data, tmp_path):
@@ -400,10 +401,11 @@ def test_a_score_that_is_not_finite_is_not_kept():
     cfg, model, engine = machine(settings(2), Ranks(), torch.float32)
     with pytest.raises(GolfError, match="validation .*step 0 .*nan"):
         trained(cfg, training_loss(model, model.cap), Batches(cfg, Ranks()), engine, lambda: (float("nan"), float("nan")))
-    kept = SimpleNamespace(summary={})
+    kept = SimpleNamespace(summary={}, results={}, extras=[])
+    kept.once = partial(Run.once, kept)
     with pytest.raises(GolfError, match="legal_ttt .*inf"):
         Run.scored(kept, "legal_ttt", "ttt", lambda: (float("inf"), float("inf")))
-    assert kept.summary == {}
+    assert kept.summary == kept.results == {}
 
 
 def test_weights_that_are_not_finite_end_a_training():

@@ -110,7 +110,8 @@ def machine(env: dict, ranks, dtype=torch.float64, debug=False, plan=""):
     else:
         built = variant.build(ranks)
         model, engine = built.model, built.engine
-    engine.debug = debug
+    if debug:
+        fence(engine)
     return variant, model, engine
 
 
@@ -122,6 +123,19 @@ def speedrun_kinds(width: int = 768, layers: int = 11, attention: int = 10) -> d
     wide, squares = 4 * width, zip(*(each(f"attn.{x}", attention, width, width) for x in "qkvo"))
     return {"smear_gate": each("smear_gate", 1, 1, 12), "attn_gate": each("attn_gate", attention, 6, 12), "attn": [sum(slots, ()) for slots in squares],
             "mlp": each("mlp.fc", layers, wide, width) + each("mlp.proj", layers, width, wide, True)}
+
+
+def fence(engine):
+    "Replicas are NaN from here on between `launch` and `finish`: what reads them too early is noticed."
+    launch = engine.launch
+
+    def launch_and_blank(*args, **words):
+        control = launch(*args, **words)
+        for bank in engine.banks.values():
+            bank.replica.data.fill_(float("nan"))
+        return control
+
+    engine.launch = launch_and_blank
 
 
 def five_steps(ranks, env: dict, dtype=torch.float64, debug=False, accum: int = 1):

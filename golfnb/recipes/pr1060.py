@@ -34,7 +34,7 @@ from ..run import (
     hessians_in_time,
     make_backward,
     make_forward,
-    reserve_problems,
+    reserve_rules,
     train_and_average,
     weight_dtype,
 )
@@ -51,10 +51,10 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
         "Milliseconds of training after which the run stops; 0: no cap."
         return cap_before_gptq(self)
 
-    def problems(self):
-        "A sentence for each thing that cannot work."
-        yield from super().problems()
-        yield from reserve_problems(self)
+    def rules(self):
+        "What must hold between the numbers."
+        yield from super().rules()
+        yield from reserve_rules(self)
 
 
 OWN = dict(recipe="pr1060", bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11)

@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
                           step_block, timed_block, wait_for)
 from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
-from ..layout import BankSpec, Layout, LayoutSettings, Matrix
+from ..layout import BankSpec, Layout, LayoutSettings, Matrix, numel, padding_waste, slots_of
 from ..loader import grad_accum
 from ..model import Golf, init_model
 from ..newton_schulz import newton_schulz_flops
 from ..parallel_muon import (ClipEach, StepScalars, Muon, NoClip, Ranks, CudaGraphed, ShardedBank,
                                   gather_into, wait_all)
-from ..plan import MachineModel, CommSchedule, finish_us, predict, read_machine_model
+from ..plan import MachineModel, CommSchedule, finish_us, predict, read_machine_model, update_batches
 from ..run import device_name, weight_dtype
 from .variants import Variant, read_variant
 from ..train import compiled, training_loss
@@ -119,7 +119,7 @@ def collectives(ranks: Ranks, size: int) -> dict[str, Callable]:
 # %% ../../nbs/studies/34_baselines.ipynb #968fa12b
 def update_samples(variant: Variant, ranks: Ranks, rounds: int, layouts: list[Layout]) -> dict[str, list[float]]:
     'Microseconds of a recorded update, as "update 512x1536 3": every shape at the batches the layouts use.'
-    used = {batch for layout in layouts for bank in layout.banks for some in bank.batches() for batch in some}
+    used = {batch for layout in layouts for bank in layout.banks for some in update_batches(bank) for batch in some}
     used |= {(n, rows, cols) for _, rows, cols in used for n in (1, 2)}
     s = variant.settings
     rule = Muon(orthogonalize=variant.part("orthogonalize"), steps=s.muon_backend_steps)
@@ -141,7 +141,7 @@ def recorded_update(rule: Muon, shape: tuple[int, int, int], dtype: torch.dtype,
     weights = torch.nn.Parameter(torch.randn(shape, device=device).to(dtype))
     shard = ShardedBank(spec, weights, Ranks(device=device), rule)
     grad = 1e-3 * weights.detach()
-    numbers = StepScalars(torch.zeros(0, device=device), shard.fp32_shard.dtype)
+    numbers = StepScalars(device, shard.fp32_shard.dtype)
     return CudaGraphed(lambda: rule.update(shard, grad, numbers), device)
 
 # %% ../../nbs/studies/34_baselines.ipynb #76c6ca15
@@ -291,7 +291,7 @@ def bench_links(job: BenchJob, ranks: Ranks, env: dict) -> tuple[dict, str, dict
         rig.engine.clip = clip
         tail_block(rig, 3)  # recording, allocating
         samples[name] = device_us(rig.step, ranks, job.rounds, 1, rig.ready)
-    links = machine_model_of(samples, world, 2 * sum(b.numel for b in rig.layout.banks))
+    links = machine_model_of(samples, world, 2 * sum(numel(b) for b in rig.layout.banks))
     best = [[us, text] for us, text in search_buckets(s, world, links, rig.small_bytes)[:5]]
     if ranks.is_rank0:
         print("\n".join(f"predicted {us / 1e3:.3f} ms: PLAN={text}" for us, text in best))
@@ -467,9 +467,9 @@ def plan_facts(rig: TailRig, links: MachineModel | None) -> dict:
     "What is known of a plan before it runs."
     layout = rig.layout
     world = rig.ranks.world
-    bank_bytes = 2 * sum(b.numel for b in layout.banks)
+    bank_bytes = 2 * sum(numel(b) for b in layout.banks)
     facts = {"plan": rig.plan, "banks": [[b.name, *b.shape] for b in layout.banks],
-             "padding": layout.padding_waste(), "small_bytes": rig.small_bytes,
+             "padding": padding_waste(layout), "small_bytes": rig.small_bytes,
              "sent_bytes": round(2 * bank_bytes * (world - 1) / world)}
     if links:
         clip = rig.variant.word("CLIP") or ""

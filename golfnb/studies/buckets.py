@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ..settings import GolfError
-from ..layout import BankSpec, Layout, LayoutSettings, Matrix, bank_per_shape, mlp_in_one_bank
+from ..layout import BankSpec, Layout, LayoutSettings, Matrix, bank_per_shape, mlp_in_one_bank, padding_waste, slots_of
 from ..banks import unbank
 from ..model import BLOCK_MATRICES, BlockWeights, Golf, joined
 from ..newton_schulz import quintic
 from ..parallel_muon import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
                                   ShardedBank)
-from ..plan import CommSchedule, check_comm_schedule, comm_schedule
+from ..plan import CommSchedule, check_comm_schedule, comm_schedule, update_batches
 
 # %% ../../nbs/studies/33_buckets.ipynb #daa746cb
 @dataclass(frozen=True)
@@ -44,16 +44,9 @@ class SharedBank(BankSpec):
         "[slots with padding, rows, columns]"
         return (self.per_rank * self.world, *self.slot)
 
-    def slots(self, rank: int) -> list[tuple[Matrix, ...] | None]:
-        "The matrices in each of the rank's slots, None where a slot is padding."
-        left = iter(self.matrices)
-        slots = [tuple(next(left) for _ in range(count)) for count in self.counts]
-        slots += [None] * (self.per_rank * self.world - self.real)
-        return [slots[i] for i in self.shard(rank)]
-
     def row_scales(self) -> list[list[float]]:
         "The learning-rate scale of every row of every slot."
-        return [self.slot_scales(slot) for rank in range(self.world) for slot in self.slots(rank)]
+        return [self.slot_scales(slot) for rank in range(self.world) for slot in slots_of(self, rank)]
 
     def slot_scales(self, slot: tuple[Matrix, ...] | None) -> list[float]:
         "That of every row of one slot; 1 where it is padding."
@@ -72,9 +65,20 @@ class SharedBank(BankSpec):
             found += [piece.view(m.stored) for piece, m in zip(pieces, some, strict=True)]
         return found
 
-    def batches(self) -> list[list[tuple[int, int, int]]]:
-        "As `BankSpec.batches`: a batch for every cut."
-        return [[cut_batch(cut) for cut in shard_cuts(self, rank)] for rank in range(self.world)]
+
+@slots_of.register
+def shared_slots(bank: SharedBank, rank: int) -> list[tuple[Matrix, ...] | None]:
+    "The matrices in each of the rank's slots, None where a slot is padding."
+    left = iter(bank.matrices)
+    slots = [tuple(next(left) for _ in range(count)) for count in bank.counts]
+    slots += [None] * (bank.per_rank * bank.world - bank.real)
+    return [slots[i] for i in bank.shard(rank)]
+
+
+@update_batches.register
+def shared_batches(bank: SharedBank) -> list[list[tuple[int, int, int]]]:
+    "A batch for every cut."
+    return [[cut_batch(cut) for cut in shard_cuts(bank, rank)] for rank in range(bank.world)]
 
 # %% ../../nbs/studies/33_buckets.ipynb #3080ff16
 # slots `first` to `last` - 1 of a shard, elements `start` to `stop` - 1 of each: matrices `stored`
@@ -85,7 +89,7 @@ def shard_cuts(bank: BankSpec, rank: int) -> list[Cut]:
     "The cuts of a rank's shard, padding left out."
     cuts = []
     first = 0
-    for shapes, run in groupby(filter(None, map(slot_shapes, bank.slots(rank)))):
+    for shapes, run in groupby(filter(None, map(slot_shapes, slots_of(bank, rank)))):
         last = first + len(list(run))
         start = 0
         for stored, equal in groupby(shapes):
@@ -277,9 +281,9 @@ class BucketGolf(Golf):
 
 # %% ../../nbs/studies/33_buckets.ipynb #c26f1bc2
 def bucket_engine(model: Golf, plan: CommSchedule, s: EngineSettings, ranks: Ranks, clip=ClipEach,
-                  orthogonalize=quintic, inside: Ranks | None = None, debug: bool = False) -> Engine:
-    "A recipe's engine for a model on any layout, with any plan; `inside` and `debug` are the engine's."
+                  orthogonalize=quintic, inside: Ranks | None = None) -> Engine:
+    "A recipe's engine for a model on any layout, with any plan; `inside` is the engine's."
     matrices = CutMuon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)
     return Engine(model.role_params(), model.layout, ranks, matrices, rest, clip(s.grad_clip_norm),
-                  inside, plan, debug)
+                  inside, plan)

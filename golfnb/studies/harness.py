@@ -41,12 +41,12 @@ from ..tools.checkpoint import Keeper
 from ..evaluate import plain_loss
 from ..tools.launcher import package_dir
 from ..layers import rotary_tables
-from ..layout import mlp_in_one_bank
+from ..layout import SMALL_MATRIX, mlp_in_one_bank
 from ..loader import grad_accum
 from ..model import Golf, SigmoidSkips, load_named, named_state, quant_kind
 from ..parallel_muon import ClipEach, Engine, Ranks, clip_coef, squared_norm, start_ranks
-from ..quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_state, quantize_state,
-                             shared_out)
+from ..quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_state, pack_std,
+                             quantize_state, shared_out)
 from ..recipes import golf
 from .. import run as core
 from ..run import device_name, open_run, train_and_average
@@ -565,6 +565,14 @@ GRIDS = {"floor": (True, 0.0), "GPTQ-lite": (False, 0.0)}
 GRIDS |= {f"k = {k:g}": (False, k) for k in (5.5, 6.0, 9.0, 12.85, 24.0)}
 
 
+def on_grid(named: dict, floor: bool, k: float, small: int = SMALL_MATRIX) -> dict:
+    "As `quantize_state`; with `k`, int6 is by the deviation of the weights."
+    packed = quantize_state(named, floor, small)
+    if k:
+        packed |= {name: pack_std(name, named[name], k) for name, p in packed.items() if p.kind == "int6"}
+    return packed
+
+
 def synthetic_state(seed: int = 0) -> dict:
     "The full model with Gaussian matrices: spread 0.04 (tables 0.3), rows a quarter apart in the logarithm."
     g = torch.Generator().manual_seed(seed)
@@ -603,7 +611,7 @@ def codec(lab: Lab):
         sources[run.name] = load_weights(run / "ema.golf")[1]
         packs[f"{run.name}, shipped"] = load_artifact(run / "artifact.golf")[1]
     for source, named in sources.items():
-        packs |= {f"{source}, {grid}": quantize_state(named, *how) for grid, how in GRIDS.items()}
+        packs |= {f"{source}, {grid}": on_grid(named, *how) for grid, how in GRIDS.items()}
     for key, packed in packs.items():
         arrays = [a.tobytes() for _, p in sorted(packed.items()) for a in (p.data, p.scale) if a is not None]
         samples[f"{key}: int8 in lzma"] = [len(lzma.compress(b"".join(arrays), preset=6))]  # as published
@@ -648,7 +656,7 @@ def rounding_losses(lab: Lab, run: Path) -> None:
     matrices = {n: w for n, w in named.items() if quant_kind(n, tuple(w.shape)) == "int6"}
     samples = {}
     for grid, (floor, k) in (GRIDS | {"k = 18": (False, 18.0), "k = 36": (False, 36.0)}).items():
-        nearest = quantize_state(named, floor, k)
+        nearest = on_grid(named, floor, k)
         gptq = partial(Gptq(hessians, floor), k=k)
         fine = nearest | shared_out(matrices, gptq, lab.ranks)
         for way, packed in (("nearest", nearest), ("GPTQ", fine)):

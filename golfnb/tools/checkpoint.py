@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..layout import slots_of
 from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
 from .guard import EmaAdvice, Watcher, guarded_rank, preflight, survive_full_disks
@@ -71,7 +72,7 @@ def by_matrix(part, what: str, tensor: Tensor) -> dict[str, Tensor]:
     "A tensor of a bank's shard by the names of its matrices; one of a flat group by its dtype."
     if not hasattr(part, "spec"):
         return {f"{part.rounded.dtype} {what}": tensor}
-    slots = part.spec.slots(part.ranks.rank)  # None where a slot is padding
+    slots = slots_of(part.spec, part.ranks.rank)  # None where a slot is padding
     return {f"{matrix.name} {what}": tensor[i] for i, matrix in enumerate(slots) if matrix}
 
 
@@ -80,7 +81,7 @@ def frozen_clips(engine: "Engine", project: "GridProjector") -> dict[str, Tensor
     named = {}
     for name, runs in project.runs.items():
         bank = engine.banks[name]
-        slots = bank.spec.slots(bank.ranks.rank)
+        slots = slots_of(bank.spec, bank.ranks.rank)
         for start, _, _, ratio in runs:
             named |= {f"{slots[i].name} clip": row for i, row in enumerate(ratio, start)}
     return named
@@ -398,6 +399,7 @@ class Progress(Watcher):
         check_same(notes, self.run, self.identity)
         self.run.summary.update(notes["summary"])
         self.run.seconds.update(notes["seconds"])
+        self.run.results |= self.results()
         if notes["world"] == self.ranks.world:
             torch.set_num_threads(notes["threads"])
 
@@ -412,13 +414,20 @@ class Progress(Watcher):
             if self.ranks.is_rank0:
                 atomic_write(self.path, json.dumps(notes) + "\n")
 
-    def result(self, stage: str) -> bytes | None:
-        "The artifact, if it was packed."
-        if stage != "packed" or "artifact_bytes" not in self.run.summary:
-            return None
+    def results(self) -> dict:
+        "What the stages of the earlier life gave: its scores, and the artifact if it was packed."
+        found = {}
+        for name, bpb in self.run.summary.items():
+            stage = name.removesuffix("_bpb")
+            if name.endswith("_bpb") and f"{stage}_loss" in self.run.summary:
+                found[f"scored {stage}"] = self.run.summary[f"{stage}_loss"], bpb
         name = "artifact.golf.over" if "over_budget" in self.run.summary else "artifact.golf"
-        data = (self.run.folder / name).read_bytes() if self.ranks.is_rank0 else None
-        return self.ranks.broadcast_object(data)
+        path = self.run.folder / name
+        data = path.read_bytes() if self.ranks.is_rank0 and path.exists() else None
+        data = self.ranks.broadcast_object(data)
+        if data is not None and "artifact_bytes" in self.run.summary:
+            found["packed"] = data
+        return found
 
     def take_notes(self) -> dict | None:
         "Notes of an earlier life, whose half-written files are removed; None if another process is at the run."

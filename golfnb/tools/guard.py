@@ -159,7 +159,6 @@ class Watcher:
     def after_step(self, t: "Trainer"): "As in `Extra`."
     def after_training(self, t: "Trainer"): "As in `Extra`."
     def note(self, stage: str): "As in `Extra`."
-    def result(self, stage: str) -> bytes | None: "As in `Extra`."
     def close(self): "As in `Extra`."
 
 

@@ -258,7 +258,7 @@ def full_disk(data: Path):
 
 
 FAULTS = {  # what is done to a copy of the data -> what the sentence tells
-    text_without_bytes: "byte of text", short_validation: "validation must hold", token_too_large: "holds token 400",
+    text_without_bytes: "byte of text", short_validation: "validation must hold", token_too_large: "VOCAB_SIZE=400, found 400",
     damaged_shard: "x_train_000009.bin must have", damaged_tokenizer: "damaged", an_old_run: "already holds a run",
     shards_changed: "do not change shards", shards_removed: "cannot read shard", full_disk: "cannot write",
 }

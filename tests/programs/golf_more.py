@@ -1,7 +1,7 @@
 """Recipe golf with GPTQ, and test-time training by adapters for each document."""
 
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,9 +17,9 @@ from golfnb.quantize import (Gptq, QuantSettings, dequantize_state, int6_matrice
                              shared_out)
 from golfnb.artifact import ArtifactSettings, Best, unpack_bytes
 from golfnb.ttt import TttSettings
-from golfnb.adapters import AdapterSettings, adapter_problems, score_documents
+from golfnb.adapters import AdapterSettings, adapter_rules, score_documents
 from golfnb.run import (Run, RunSettings, cap_before_gptq, fit_to_budget, hessians_in_time,
-                        make_backward, make_forward, reserve_problems, train_and_average,
+                        make_backward, make_forward, reserve_rules, train_and_average,
                         weight_dtype)
 
 
@@ -37,11 +37,11 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
         "Tokens of a rank in one update of test-time training; adapters take few."
         return 0
 
-    def problems(self) -> Iterator[str]:
-        "A sentence for each thing that cannot work."
-        yield from super().problems()
-        yield from adapter_problems(self)
-        yield from reserve_problems(self)
+    def rules(self):
+        "What must hold between the numbers."
+        yield from super().rules()
+        yield from adapter_rules(self)
+        yield from reserve_rules(self)
 
 
 OWN = dict(recipe="golf", bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11)
