@@ -25,14 +25,15 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .parallel_muon import start_ranks as start_ranks
     from .parallel_muon import stop_ranks as stop_ranks
     from .settings import GolfError as GolfError
+    from .sharded_state import ShardedState as ShardedState
     from .shards import open_shard as open_shard
     from .tools.programs import find_program as find_program
     from .tools.programs import settings_of as settings_of
     from .tools.sampling import generate as generate
 
 __all__ = [
-    "ParallelMuon", "param_groups", "start_ranks", "stop_ranks", "quintic", "polar_express",
-    "open_shard",
+    "ParallelMuon", "param_groups", "ShardedState", "start_ranks", "stop_ranks", "quintic",
+    "polar_express", "open_shard",
     "Loader", "load_tokenizer", "byte_table", "bits_per_byte", "find_program", "settings_of",
     "Golf", "generate", "save_artifact", "load_model", "GolfError",
 ]
@@ -42,7 +43,7 @@ _HOME = {
     "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb",
     "bits_per_byte": "bpb", "find_program": "tools.programs", "settings_of": "tools.programs",
     "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact",
-    "load_model": "artifact", "GolfError": "settings",
+    "load_model": "artifact", "GolfError": "settings", "ShardedState": "sharded_state",
 }
 _TOOLS = ("checkpoint", "cli", "data", "drill", "lab", "launcher", "play", "report", "sampling",
           "submission", "watch")

@@ -7,8 +7,8 @@ rank that updates each matrix, and what became of them back.
 # %% auto #0
 __all__ = ['Prepare', 'SCRATCH_BYTES', 'is_dtensor', 'ParamMatrix', 'matrices_of', 'held_rows',
            'piece_of', 'Transfer', 'Group', 'find_group', 'check_placement', 'rows_held',
-           'block_of', 'gradient_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'Pieces',
-           'ShardedBucket', 'make_buckets']
+           'block_of', 'gradient_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket',
+           'Pieces', 'ShardedBucket', 'make_buckets']
 
 # %% ../nbs/reference/17d_exchange.ipynb #cfd93c19
 import math
@@ -100,19 +100,23 @@ def local(t: Tensor) -> Tensor:
 
 # %% ../nbs/reference/17d_exchange.ipynb #6eaebc8f
 def as_rows(t: Tensor, width: int) -> Tensor:
-    "A tensor on this rank as rows [all, width], a view. Raises RuntimeError where that is a copy."
-    return t if t.ndim == 2 else t.view(-1, width)
+    "A tensor on this rank as rows [all, width]. Raises OptimizerError where that needs a copy."
+    if t.ndim == 2:
+        return t
+    try:
+        return t.view(-1, width)
+    except RuntimeError as error:
+        raise OptimizerError(f"a tensor of shape {tuple(t.shape)} with strides {t.stride()} does "
+                             f"not lie in memory row after row, in rows of {width}: make it "
+                             "contiguous, or take flatten out of its group") from error
 
 # %% ../nbs/reference/17d_exchange.ipynb #efc5105a
 def check_view(name: str, p: Tensor, width: int):
     "Raises GolfError for a parameter whose rows cannot be written to in place."
     try:
         as_rows(local(p.detach()), width)
-    except RuntimeError as error:
-        here = local(p)
-        raise OptimizerError(f"{name} must lie in memory row after row to be seen as rows of "
-                             f"{width}: found shape {tuple(here.shape)} with strides "
-                             f"{here.stride()}; make it contiguous") from error
+    except OptimizerError as error:
+        raise OptimizerError(f"{name} cannot be trained as a matrix: {error}") from error
 
 # %% ../nbs/reference/17d_exchange.ipynb #87ec7439
 def matrices_of(name: str, p: Tensor, group: dict[str, Any], number: int) -> list[ParamMatrix]:
@@ -180,7 +184,10 @@ class Transfer:
 # %% ../nbs/reference/17d_exchange.ipynb #c4b41a16
 @dataclass(frozen=True)
 class Group:
-    "The ranks that share the work: a process group, or this process alone."
+    """The ranks that share the work: a process group, or this process alone.
+
+    process_group: None: all ranks. Who keeps their group would outlive `destroy_process_group`.
+    """
     process_group: dist.ProcessGroup | None = None
     rank: int = 0
     world: int = 1
@@ -224,7 +231,7 @@ def find_group(mesh: dist.ProcessGroup | DeviceMesh | None = None) -> Group:
     if mesh is None:
         if not dist.is_initialized():
             return Group()
-        mesh = dist.group.WORLD
+        return Group(None, dist.get_rank(), dist.get_world_size())
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise OptimizerError(f"mesh must have one dimension, found {mesh.ndim}: "
@@ -247,7 +254,7 @@ def check_placement(name: str, p: Tensor, ranks: Group):
                              f"mesh of one dimension: found {name} with {p.placements}")
     here = dist.get_process_group_ranks(p.device_mesh.get_group())
     expected = [0]
-    if ranks.process_group is not None:
+    if ranks.world > 1 or ranks.process_group is not None:
         expected = dist.get_process_group_ranks(ranks.process_group)
     if here != expected:
         raise OptimizerError(f"{name} must be sharded on the optimizer's ranks {expected}: found "
@@ -318,9 +325,14 @@ def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
 Prepare = Callable[[list[ParamMatrix], list[Tensor], list[slice]], Sequence[Tensor] | Tensor]
 
 
+def batch_of(m: ParamMatrix) -> tuple[int, int, int]:
+    "What is alike of matrices that may be in one run: group and shape."
+    return id(m.group), m.rows, m.cols
+
+
 def runs_of(matrices: Iterable[ParamMatrix]) -> list[list[ParamMatrix]]:
     "Neighbours of one group and one shape: what is updated in one call."
-    found = groupby(matrices, key=lambda m: (id(m.group), m.rows, m.cols))
+    found = groupby(matrices, key=batch_of)
     return [list(run) for _, run in found]
 
 
@@ -498,12 +510,14 @@ def make_buckets(matrices: Sequence[ParamMatrix], ranks: Group, average: bool = 
     kinds: dict[tuple, list[ParamMatrix]] = {}
     for m in matrices:
         check_placement(m.name, m.param, ranks)
-        kinds.setdefault((is_dtensor(m.param), m.param.dtype), []).append(m)
+        apart = batch_of(m) if ranks.world == 1 else None
+        kinds.setdefault((is_dtensor(m.param), m.param.dtype, apart), []).append(m)
     buckets: list[ReplicatedBucket | ShardedBucket] = []
-    for (sharded, kind), members in kinds.items():
-        items = [WorkItem(m.rows, m.cols, (id(m.group), m.rows, m.cols), kind.itemsize)
-                 for m in members]
+    for (sharded, kind, apart), members in kinds.items():
+        items = [WorkItem(m.rows, m.cols, batch_of(m), kind.itemsize) for m in members]
         room = max(1, SCRATCH_BYTES // ranks.world)
+        if apart:
+            room = SCRATCH_BYTES // 4 * kind.itemsize  # as many elements in any dtype
         for planned in plan_owners(items, ranks.world, max_share_bytes=room).buckets:
             shares = [[members[i] for i in share] for share in planned.shares]
             if sharded:

@@ -69,18 +69,18 @@ def ns_product_kernel(x, square, norm, out, M, K, a, b, c, POLYNOMIAL: tl.conste
 
 # %% ../nbs/story/04_newton_schulz.ipynb #7bf23cff
 def half_product(x: Tensor, side: int, warps: int, norm: Tensor | None = None,
-                 polynomial: tuple = (0.0, 0.0, 0.0)) -> Tensor:
+                 polynomial: tuple = (0.0, 0.0, 0.0), out: Tensor | None = None) -> Tensor:
     """X X^T of each X of x [n, M, K], M a multiple of `side`, K one of 64; sums in fp32.
 
     With `norm` [n] and (a, b, c), for symmetric X: (a I + b S + c S S^T) / norm, S = X / norm^2.
-    Raises GolfError where no kernel can run.
+    Raises GolfError where no kernel can run. In `out` [n, M, M], if there is one.
     """
     check_runnable(x)
     n, M, K = x.shape
     turned = not x.is_contiguous()
     rows = x.mT.reshape(n * K, M) if turned else x.reshape(n * M, K)
     block = [64, side] if turned else [side, 64]
-    out, high = x.new_empty(n, M, M), M // side
+    out, high = x.new_empty(n, M, M) if out is None else out, M // side
     with torch.cuda.device_of(x):  # Triton launches on the current device
         jitted(ns_product_kernel)[(n * high * (high + 1) // 2,)](
             TensorDescriptor.from_tensor(rows, block), x, norm, out, M, K, *polynomial,

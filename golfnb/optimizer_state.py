@@ -8,7 +8,7 @@ and those of others.
 __all__ = ['SavedGroup', 'WORDS', 'FIXED', 'Member', 'has_names', 'members_of', 'MemberState',
            'local_part', 'MatrixState', 'Saved', 'canonical', 'saved_names', 'from_average',
            'from_dion', 'translated', 'read_saved', 'misfit', 'check_fit', 'load_member',
-           'same_word', 'rule_word', 'load_group']
+           'same_word', 'rule_word', 'set_number', 'load_group']
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #a39b237e
 import logging
@@ -32,6 +32,7 @@ from .exchange import (
     split_pieces,
 )
 from .grouping import OptimizerError, named_members, plain_name
+from .newton_schulz import first_steps
 from .rules import Rule, coefficients_of, follow, rule_of
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #d6186813
@@ -40,13 +41,14 @@ class Member:
     """A parameter of an optimizer, with its group.
 
     `number` counts over all groups. `matrices` are what its rule works on; none if it works
-    element by element.
+    element by element. `given` is the weight's dtype when state was made for it.
     """
     name: str
     param: Tensor
     group: dict[str, Any]
     number: int
     matrices: list[ParamMatrix]
+    given: torch.dtype
 
     @property
     def rule(self) -> Rule:
@@ -56,12 +58,12 @@ class Member:
     @property
     def dtype(self) -> torch.dtype:
         "The dtype of its state: fp32 or wider."
-        return torch.promote_types(self.param.dtype, torch.float32)
+        return torch.promote_types(self.given, torch.float32)
 
     @property
     def narrow(self) -> bool:
         "Whether the weight is narrower than the state; a master is kept then."
-        return self.dtype != self.param.dtype
+        return self.dtype != self.given
 
     @property
     def weight(self) -> Tensor:
@@ -84,7 +86,7 @@ def members_of(groups: Iterable[dict[str, Any]], first: int = 0) -> list[Member]
             number = first + len(found)
             name = name if named else f"parameter.{number}"
             matrices = matrices_of(name, p, group, number) if whole else []
-            found.append(Member(name, p, group, number, matrices))
+            found.append(Member(name, p, group, number, matrices, p.dtype))
     return found
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #2e5a7cb0
@@ -407,7 +409,9 @@ def load_member(s: MemberState, saved: Saved) -> None:
 def same_word(name: str, a: object, b: object) -> bool:
     "Whether two values of an option mean the same."
     if name == "ns_coefficients":
-        return coefficients_of(a) == coefficients_of(b)
+        (first, scale), (second, other_scale) = coefficients_of(a), coefficients_of(b)
+        steps = max(len(first), len(second))  # where one has fewer, its last repeats
+        return (first_steps(first, steps), scale) == (first_steps(second, steps), other_scale)
     if name == "adjust_lr_fn":
         return (a or "original") == (b or "original")
     if name == "rule":
@@ -418,6 +422,15 @@ def same_word(name: str, a: object, b: object) -> bool:
 def rule_word(rule: object) -> str:
     "A rule's name as a file has it."
     return rule if isinstance(rule, str) else f"{type(rule).__module__}.{type(rule).__qualname__}"
+
+# %% ../nbs/reference/17f_optimizer_state.ipynb #440d37ba
+def set_number(group: dict[str, Any], name: str, value: Any) -> None:
+    "A number of a group from a file; one that is a tensor stays that tensor, filled."
+    here = group.get(name)
+    if isinstance(here, Tensor):
+        here.fill_(float(value))
+    else:
+        group[name] = value.item() if isinstance(value, Tensor) else value
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #830f80ef
 def load_group(group: dict[str, Any], saved: Sequence[Saved]) -> None:
@@ -435,7 +448,7 @@ def load_group(group: dict[str, Any], saved: Sequence[Saved]) -> None:
                 log.warning("the saved state was made with %s=%r; %r stays", name, others[0],
                             group[name])
         elif name not in FIXED and all(v == values[0] for v in values):
-            group[name] = values[0]
+            set_number(group, name, values[0])
         elif name not in FIXED:
             log.warning("the saved parameters of one group have several values of %s; %r stays",
                         name, group.get(name))

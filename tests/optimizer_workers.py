@@ -2,8 +2,9 @@
 import copy
 import logging
 import math
+import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -15,11 +16,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from golfnb.exchange import local
 from golfnb.grouping import param_groups
 from golfnb.newton_schulz import quintic
 from golfnb.optimizer import ParallelMuon
 from golfnb.rules import RULES
 from golfnb.settings import GolfError
+from golfnb.sharded_state import ChunkedTensor, ShardedState
 
 ROWS, VOCAB, MU = 24, 23, 0.9
 SETTINGS = dict(lr=0.02, momentum=MU, weight_decay=0.1, adam_lr=0.01, adam_weight_decay=0.05)
@@ -319,6 +322,7 @@ def save_all(ranks, kind: str, how: str, folder: str) -> tuple[dict, dict]:
         torch.save({"model": weights, "optimizer": state}, f"{folder}/file.pt")
     m, o = get_state_dict(model, opt)
     dcp.save({"m": m, "o": o}, checkpoint_id=f"{folder}/dcp")
+    dcp.save({"m": model.state_dict() if how == "plain" else m, "o": ShardedState(opt)}, checkpoint_id=f"{folder}/parts")
     if ranks.world > 1:
         everything = get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if ranks.rank == 0:
@@ -342,16 +346,86 @@ def go_on(ranks, kind: str, how: str, folder: str, way: str) -> dict[str, Tensor
     elif way == "file, optimizer first":
         opt.load_state_dict(saved["optimizer"])
         load_weights(model, saved["model"])
-    elif way == "dcp":
+    elif way in ("parts", "parts of dcp"):
+        m, _ = get_state_dict(model, opt)
+        dcp.load({"m": m, "o": ShardedState(opt)}, checkpoint_id=f"{folder}/{'dcp' if 'dcp' in way else 'parts'}")
+    elif way in ("dcp", "dcp of parts"):
         m, o = get_state_dict(model, opt)
         found = {"m": m, "o": o}
-        dcp.load(found, checkpoint_id=f"{folder}/dcp")
+        dcp.load(found, checkpoint_id=f"{folder}/{'parts' if 'parts' in way else 'dcp'}")
         set_state_dict(model, opt, model_state_dict=found["m"], optim_state_dict=found["o"])
     else:
         load_weights(model, saved["model"])
         everything = torch.load(f"{folder}/full.pt", weights_only=True)
         set_optimizer_state_dict(model, opt, everything, options=StateDictOptions(full_state_dict=True))
     return walk(model, opt, how, 2, 2)
+
+
+def in_parts(ranks, how: str, folder: str, saved: bool) -> tuple:
+    """NorMuon on bf16 weights, and a number that is a tensor: saved in parts by `async_save`, or read.
+
+    Weights and state by name, the numbers; of the ShardedState, what it copied, and what its call sent; what that of `state_dict` sent.
+    """
+    model = wrapped(build("experts", 0 if saved else 7).bfloat16(), how)
+    groups = param_groups(model)
+    groups[0]["rule"] = "normuon"
+    opt = ParallelMuon(groups, **SETTINGS)
+    opt.param_groups[-1]["lr"] = rate = torch.tensor(0.03 if saved else 0.5)
+    if saved:
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p) if how == "plain" else torch.ones_like(p)
+        opt.step()
+    m, _ = get_state_dict(model, opt)
+    with sent_by(dist) as sent:
+        parts = ShardedState(opt).state_dict()
+    storages = {t.untyped_storage().data_ptr() for s in opt.states.values() for t in map(local, s.tensors.values())}
+    copied = [t for s in parts["state"].values() for t in s.values() for c in (t.chunks.values() if isinstance(t, ChunkedTensor) else [local(t)]) if c.untyped_storage().data_ptr() not in storages]
+    if saved:
+        dcp.async_save({"m": m, "o": ShardedState(opt)}, checkpoint_id=folder).result()
+    else:
+        dcp.load({"m": m, "o": ShardedState(opt)}, checkpoint_id=folder)
+        assert opt.param_groups[-1]["lr"] is rate
+    with sent_by(dist) as sent_otherwise:
+        opt.state_dict()
+    whole_state = {f"{s.member.name} {k}": whole(t) for s in opt.states.values() for k, t in s.whole().items()}
+    return {**weights_of(model), **whole_state}, [g["lr"] for g in opt.param_groups], copied, sent, sent_otherwise
+
+
+@contextmanager
+def sent_by(module):
+    "The names of the collectives that are called meanwhile."
+    names, found = [n for n in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "broadcast", "barrier", "reduce_scatter_tensor") if hasattr(module, n)], []
+    originals = {n: getattr(module, n) for n in names}
+    for n in names:
+        setattr(module, n, lambda *a, n=n, **k: (found.append(n), originals[n](*a, **k))[1])
+    yield found
+    for n in names:
+        setattr(module, n, originals[n])
+
+
+def keeps_no_group(ranks) -> int:
+    "How many more references an optimizer holds to the group of all ranks, whose threads end with it."
+    before = sys.getrefcount(dist.group.WORLD)
+    model = build("vision")
+    opt = ParallelMuon(model, **SETTINGS)
+    walk(model, opt, "plain", 0, 2)
+    opt.state_dict()
+    return sys.getrefcount(dist.group.WORLD) - before
+
+
+def stages_in_parts(ranks, folder: str) -> float:
+    "Each rank is a stage with a key of its own: saved, spoiled and read; how far the state is from what was saved."
+    mesh = init_device_mesh("cpu", (ranks.world, 1), mesh_dim_names=("stage", "data"))
+    weight = nn.Parameter(torch.ones(4 + ranks.rank, 6))
+    opt = ParallelMuon([("weight", weight)], mesh=mesh["data"])
+    weight.grad = torch.full_like(weight, 1.0 + ranks.rank)
+    opt.step()
+    momentum, parts = opt.state[weight]["momentum_buffer"], {f"stage {ranks.rank}": ShardedState(opt)}
+    dcp.save(parts, checkpoint_id=folder)
+    before = momentum.clone()
+    momentum.zero_()
+    dcp.load(parts, checkpoint_id=folder)
+    return (momentum - before).abs().max().item() + float(not before.any())
 
 
 def heard(call) -> list:
@@ -398,6 +472,17 @@ def rank_0_alone(ranks):
     logging.getLogger("golfnb").addFilter(lambda record: store.set("warned", "") or True)
     opt.wait_for_ranks, other.wait_for_ranks = partial(opt.wait_for_ranks, patience=0.3), partial(other.wait_for_ranks, patience=600)
     return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
+
+
+def first_fsdp(ranks):
+    "What is said of a model under FullyShardedDataParallel, in both of its ways and by its bare parameters."
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    said = []
+    for original in (True, False):
+        model = FullyShardedDataParallel(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)), use_orig_params=original, device_id=torch.device("cpu"))
+        said.append(heard(lambda: ParallelMuon(model)))
+    return said + [heard(lambda: ParallelMuon([{"params": list(model.parameters()), "rule": "adamw"}]))]
 
 
 def other_calls(ranks):

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ("settings", "run", "grouping", "owners", "rules", "exchange", "multi_tensor", "optimizer_state", "optimizer")
+REFERENCE = ("settings", "run", "grouping", "owners", "rules", "exchange", "multi_tensor", "optimizer_state", "optimizer", "recorded", "sharded_state")
 STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks", "model", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "trellis", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)

@@ -111,9 +111,20 @@ def test_held_rows_are_those_of_chunk(slices, world):
 
 def test_buckets_are_of_one_dtype():
     params = [nn.Parameter(torch.zeros(4, 3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32)]
-    buckets = make_buckets([m for i, p in enumerate(params) for m in matrices_of(f"{i}", p, {}, i)], Group())
+    group = {}
+    buckets = make_buckets([m for i, p in enumerate(params) for m in matrices_of(f"{i}", p, group, i)], Group())
     assert sorted(sorted(m.number for m in b.everything) for b in buckets) == [[0, 3], [1], [2]]
     assert {b.dtype for b in buckets} == {torch.float32, torch.bfloat16, torch.float16}
+
+
+def test_on_one_rank_a_bucket_is_one_run_that_needs_little_room(monkeypatch):
+    monkeypatch.setattr("golfnb.exchange.SCRATCH_BYTES", 300)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 6), (6, 4), (4, 6), (4, 6), (4, 6), (4, 6), (20, 30))]
+    groups = {}, {}
+    buckets = make_buckets([m for i, p in enumerate(params) for m in matrices_of(f"{i}", p, groups[i == 2], i)], Group())
+    found = sorted([m.number for m in b.everything] for b in buckets)
+    assert found == [[0, 3], [1], [2], [4, 5], [6]] and all(len(b.runs) == 1 for b in buckets)
+    assert all(len(b.everything) * 2 * 4 * (2 * 6 + 4) <= 300 for b in buckets if b.everything[0].rows < 20), "bytes of two stacks and one of squares, in bf16"
 
 
 def test_a_gradient_may_lie_otherwise_than_its_weight():

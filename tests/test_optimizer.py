@@ -2,20 +2,26 @@
 import copy
 import io
 import logging
+import math
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from optimizer_workers import SETTINGS, NanoGPT, all_jobs, backward, build, loss_of, plain, rows_of, weights_of
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from workers import spawn
 
+from golfnb.exchange import Group, block_of, matrices_of
 from golfnb.grouping import param_groups
 from golfnb.optimizer import ParallelMuon
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
+from golfnb.sharded_state import ChunkedTensor, ShardedState, chunk_of
 
 WORLDS = (1, 2, 3, 4)
 ANY = [("nano", dict(accum=2)), ("gpt2", {}), ("encoder", dict(max_norm=0.05)), ("experts", {}), ("vision", dict(max_norm=0.3)), ("nano", dict(poison=(3, -1)))]
@@ -140,6 +146,59 @@ def test_a_group_added_later_and_one_that_does_not_fit():
     late.grad = torch.eye(3, 5).double()
     opt.step()
     assert (late != 1).any() and opt.param_groups[2]["momentum"] == 0.95
+
+
+def test_a_group_may_be_empty():
+    "The first, a later one, or all; parameters may come later."
+    model = small()
+    for opt in (ParallelMuon([{"params": [], "rule": "muon"}, {"params": list(model.parameters()), "rule": "adamw"}]), ParallelMuon([{"params": [], "rule": "adamw"}])):
+        if len(opt.param_groups) == 1:
+            opt.add_param_group({"params": list(model.parameters()), "rule": "adamw"})
+        before = weights_of(model)
+        walked(model, opt)
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        assert distance(before, weights_of(model)) > 1e-4 and opt.grad_norm > 0
+
+
+@pytest.mark.parametrize("how", ["in place", "swapped"])
+def test_a_dtype_that_changes(how):
+    "Before the first step it is planned again, with masters; later it is told, and another optimizer goes on."
+    torch.__future__.set_swap_module_params_on_conversion(how == "swapped")
+    try:
+        model = small(torch.float32)
+        opt = ParallelMuon(model)
+        model.bfloat16()
+        walked(model, opt)
+        assert all("master" in s.tensors for s in opt.states.values())
+        model.float()
+        with pytest.raises(GolfError, match="dtypes"):
+            walked(model, opt)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    made = ParallelMuon(model)
+    made.load_state_dict(opt.state_dict(), strict=False)
+    model.bfloat16()
+    with pytest.raises(GolfError, match="dtypes.*loaded"):
+        walked(model, made)
+    model.float()
+    assert distance({n: t for s in made.states.values() for n, t in s.tensors.items()}, {n: t for s in opt.states.values() for n, t in s.tensors.items() if n != "master"}) == 0
+    walked(model, made)
+
+
+@pytest.mark.parametrize("way", ["file", "parts"])
+def test_state_that_is_loaded_after_the_dtype_has_changed_stays(way, tmp_path):
+    model = small(torch.bfloat16)
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    twin = small(torch.float32)
+    made = ParallelMuon(twin)
+    twin.bfloat16().load_state_dict(model.state_dict())
+    if way == "file":
+        made.load_state_dict(opt.state_dict())
+    else:
+        dcp.save({"o": ShardedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True)
+    assert distance(walked(twin, made, 2, 3), walked(model, opt, 2, 3)) == 0
 
 
 @pytest.mark.parametrize("kind", ["floats", "tensors"])
@@ -348,9 +407,11 @@ def saved(tmp_path_factory):
 
 
 TAKEN = [  # (kind, how, ranks) that saved; ranks and how that go on; the ways
-    (("encoder", "plain", 1), 1, "plain", ("file", "file, optimizer first", "dcp")), (("encoder", "plain", 2), 2, "plain", ("file", "dcp", "full")), (("encoder", "plain", 2), 1, "plain", ("file", "dcp")),
-    (("encoder", "plain", 1), 2, "plain", ("file", "dcp")), (("encoder", "sharded", 2), 2, "sharded", ("file", "dcp", "full")), (("encoder", "sharded", 3), 2, "sharded", ("file", "dcp")),
-    (("encoder", "sharded", 2), 1, "plain", ("file", "dcp")), (("encoder", "plain", 2), 3, "sharded", ("file", "dcp")), (("experts", "plain", 3), 2, "plain", ("file",)), (("vision", "ddp", 2), 2, "ddp", ("file", "dcp"))]
+    (("encoder", "plain", 1), 1, "plain", ("file", "file, optimizer first", "dcp", "parts")), (("encoder", "plain", 2), 2, "plain", ("file", "dcp", "full", "parts")), (("encoder", "plain", 2), 1, "plain", ("file", "dcp", "parts", "dcp of parts")),
+    (("encoder", "plain", 1), 2, "plain", ("file", "dcp", "parts", "parts of dcp")), (("encoder", "sharded", 2), 2, "sharded", ("file", "dcp", "full", "parts")), (("encoder", "sharded", 3), 2, "sharded", ("file", "dcp", "parts")),
+    (("encoder", "sharded", 2), 1, "plain", ("file", "dcp", "parts", "dcp of parts")), (("encoder", "sharded", 3), 2, "plain", ("parts", "parts of dcp")), (("encoder", "plain", 2), 3, "sharded", ("file", "dcp", "parts", "dcp of parts")),
+    (("experts", "plain", 3), 2, "plain", ("file", "parts")), (("experts", "plain", 3), 1, "plain", ("parts",)), (("experts", "plain", 3), 3, "plain", ("parts",)), (("encoder", "plain", 2), 3, "plain", ("parts",)),
+    (("encoder", "plain", 1), 3, "plain", ("parts",)), (("vision", "ddp", 2), 2, "ddp", ("file", "dcp", "parts"))]
 
 
 @pytest.fixture(scope="module")
@@ -368,6 +429,78 @@ def taken(saved):
 def test_saved_states_go_on_elsewhere(saved, taken, case, world, how, way):
     assert distance(taken[case, world, how, way], saved[case][2]) < 1e-10
     assert distance(saved[case][1], saved[case][2]) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory):
+    "(how, ranks that saved, ranks that read) -> what each rank found, by `in_parts` of the workers."
+    folder, found = tmp_path_factory.mktemp("parts"), {}
+    for saved in (True, False):
+        for world in (1, 2, 3):
+            cases = [("plain", world, world)] if saved else [("plain", w, world) for w in (1, 2, 3)]
+            cases += [("sharded", world, world)] * (world == 2) if saved else [("sharded", 2, world)] * (world == 3) + [("sharded as plain", 2, world)] * (world == 1)
+            outs = run_ranks(world, [("in_parts", (how.split()[-1], str(folder / f"{how.split()[0]}{w}"), saved), {}) for how, w, _ in cases])
+            found |= {(*case, saved): [out[i] for out in outs] for i, case in enumerate(cases)}
+    return found
+
+
+def test_state_in_parts_is_read_to_the_bit_and_nothing_is_gathered(in_parts):
+    "bf16 weights with masters, NorMuon's row moments, stacks of five matrices shared out over ranks; by `async_save`."
+    for (how, saved, read, writes), ranks in in_parts.items():
+        want = in_parts[how.split()[0], saved, saved, True][0]
+        for tensors, numbers, copied, sent, sent_otherwise in ranks:
+            assert tensors.keys() == want[0].keys() and len(tensors) > 15
+            assert all(torch.equal(tensors[k], want[0][k]) for k in tensors), f"{how}, from {saved} to {read} ranks"
+            assert numbers == want[1] == [0.02, torch.tensor(0.03)] and not copied and not sent, (how, saved, read)
+            assert ("all_reduce" in sent_otherwise) == (read > 1)
+    tensors = in_parts["plain", 3, 3, True][0][0]
+    assert any("master" in k for k in tensors) and any("momentum" not in k and t.ndim == 1 and t.numel() >= 20 for k, t in tensors.items())
+
+
+def test_a_checkpoint_in_parts_that_does_not_fit(tmp_path):
+    "Another model is refused by torch before anything is read; other groups by us; a grown one reads what there is."
+    model = small()
+    opt = ParallelMuon(model)
+    walked(model, opt)
+    dcp.save({"o": ShardedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+    grown = nn.Sequential(*small(seed=1), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    made = ParallelMuon(grown, lr=0.5)
+    before = {k: t.clone() for s in made.states.values() for k, t in s.tensors.items()}
+    with pytest.raises(CheckpointException, match=r"Missing key .*o\.state\.4\.0\."):
+        dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True)
+    assert distance(before, {k: t for s in made.states.values() for k, t in s.tensors.items()}) == 0 and made.param_groups[0]["lr"] == 0.5
+    dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert made.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+    for s in made.states.values():
+        old = next((t.tensors for t in opt.states.values() if t.member.name == s.member.name), None)
+        assert distance(s.tensors, old) == 0 if old else not any(t.any() for t in s.tensors.values()), s.member.name
+    with pytest.raises(GolfError, match=r"groups have .*\.bias.* lacks"):
+        fewer = ParallelMuon([{"params": [(n, p) for n, p in g["params"] if "bias" not in n], **{k: v for k, v in g.items() if k != "params"}} for g in param_groups(small())])
+        dcp.load({"o": ShardedState(fewer)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(GolfError, match="AdamW"):
+        ShardedState(torch.optim.AdamW(model.parameters()))
+
+
+def test_chunks_are_boxes_whatever_holds_the_matrices():
+    "Fused rows, fused columns of a matrix stored transposed, stacks of both, filters; each writes through into the state."
+    for shape, group in (((12, 4), dict(split_sizes=(3, 9))), ((4, 12), dict(split_sizes=(6, 6), transposed=True)), ((2, 12, 4), dict(split_sizes=(4, 8))), ((2, 4, 12), dict(split_sizes=(6, 6), transposed=True)), ((4, 3, 2, 2), dict(flatten=True)), ((4, 3), {})):
+        p, seen = nn.Parameter(torch.arange(float(math.prod(shape))).view(shape)), torch.zeros(shape)
+        for m in matrices_of("p", p, group, 0):
+            at, box = chunk_of(m, block_of(m, p.detach(), Group()).clone())
+            place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
+            assert torch.equal(p[place], box), (shape, group)
+            seen[place] += 1
+        assert (seen == 1).all()
+    p = nn.Parameter(torch.zeros(4, 3, 2, 2))
+    with pytest.raises(GolfError, match="p is flattened"):
+        chunk_of(matrices_of("p", p, dict(flatten=True, transposed=True, split_sizes=(6, 6)), 0)[0], torch.zeros(4, 6))
+
+
+def test_chunks_are_for_checkpoints_alone():
+    made = ChunkedTensor((4, 4), torch.float32, torch.device("cpu"), {(0, 0): torch.ones(2, 4)})
+    with pytest.raises(GolfError, match="whole tensor"):
+        made + 1
+    assert "(4, 4)" in repr(made)
 
 
 def test_loading_never_writes_weights():
@@ -426,8 +559,8 @@ def test_states_of_the_first_version_go_on(request):
     assert distance(walked(model, opt, 2, 3), saved["later"]) < 1e-12
 
 
-def test_states_of_torch_go_on(exact_torch_muon):
-    "Its Muon, without names, whose momentum is an average; then its AdamW, which takes the rest."
+def test_states_of_torch_go_on(exact_torch_muon, caplog):
+    "Its Muon, without names, whose momentum is an average; then its AdamW, which takes the rest. Nothing differs, so nothing is said."
     model = small()
     groups = param_groups(model)
     pairs = [g["params"] for g in groups]
@@ -446,6 +579,7 @@ def test_states_of_torch_go_on(exact_torch_muon):
     opt.load_state_dict(muon.state_dict(), strict=False)
     opt.load_state_dict(adamw.state_dict(), strict=False)
     assert [g["lr"] for g in opt.param_groups] == [0.05, 0.01] and opt.param_groups[1]["betas"] == (0.9, 0.999)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
     step(3)
     one_step(twin, opt, 3)
     assert distance(weights_of(twin), weights_of(model)) < 1e-12
@@ -508,7 +642,7 @@ def test_states_that_do_not_fit_change_nothing():
     renamed["param_groups"][0]["param_names"][2] = "elsewhere.weight"
     reshaped["state"][4]["exp_avg"] = torch.zeros(2, 9)
     reshaped["param_groups"][0]["lr"] = 7.0
-    for bad, words in (({}, "nothing"), ({"state": {}, "param_groups": [{"params": [0, 1]}]}, "2 parameters without names"), (short, "exp_avg is missing"), (renamed, "elsewhere.weight is in the file only"),
+    for bad, words in (({}, "nothing"), (None, "NoneType"), ({"state": {}, "param_groups": [{"params": [0, 1]}]}, "2 parameters without names"), (short, "exp_avg is missing"), (renamed, "elsewhere.weight is in the file only"),
                        (reshaped, r"exp_avg has shape \(2, 9\)"), (ParallelMuon(build("vision")).state_dict(), "more")):
         with pytest.raises(ValueError, match=words):
             opt.load_state_dict(bad)
@@ -616,6 +750,20 @@ def test_mixed_precision_of_fully_shard(several):
         assert 0 < distance(low, high) < 3 * 3 * SETTINGS["lr"]
 
 
+def test_the_group_of_all_ranks_is_not_kept():
+    "Kept beyond `destroy_process_group`, gloo's threads meet the end of Python, and now and then abort."
+    assert run_ranks(2, [("keeps_no_group", (), {})]) == [[0], [0]]
+
+
+def test_the_first_fsdp_is_refused():
+    for said in run_ranks(2, [("first_fsdp", (), {})]):
+        assert all("FullyShardedDataParallel" in words[-1] and "fully_shard" in words[-1] for words in said[0]) and len(said[0]) == 3
+
+
+def test_stages_in_one_checkpoint(tmp_path):
+    assert run_ranks(2, [("stages_in_parts", (str(tmp_path),), {})]) == [[0.0], [0.0]]
+
+
 def test_normuon_is_exact_when_sharded(several):
     world, outs = several
     (want, shapes), = run_ranks(1, [("normuon", ("plain",), {})])[0] if world == 1 else [reference_normuon(world)]
@@ -708,7 +856,7 @@ class Lazy(nn.Module):
     (lambda: nn.ReLU(), {}, "ReLU"), (Lazy, {}, "b.weight"), (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), {}, "1.weight.*meta"),
     (lambda: small().parameters(), {}, r"param_groups\(model\)"), (lambda: small().named_parameters(), {}, r"0.bias.*param_groups\(model\)"), (lambda: [{"params": [torch.zeros(3, 3, dtype=torch.int64)]}], {}, "int64"),
     (lambda: small().state_dict(), {}, "a str"), (lambda: [], {}, "empty"), (lambda: [{"params": [nn.Parameter(torch.zeros(2, 2))], "rule": "moun"}], {}, "muon.*'moun'"),
-    (small, dict(momentum=1.0), "momentum.*1.0"), (small, dict(adam_lr=float("nan")), "lr.*nan"), (small, dict(lr=-1), "lr.*-1"), (small, dict(max_norm=-1), "max_norm.*-1"), (small, dict(betas=(0.9, 1.0)), "betas"),
+    (lambda: [nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn))], {}, "float8"), (small, dict(momentum=1.0), "momentum.*1.0"), (small, dict(adam_lr=float("nan")), "lr.*nan"), (small, dict(lr=-1), "lr.*-1"), (small, dict(max_norm=-1), "max_norm.*-1"), (small, dict(betas=(0.9, 1.0)), "betas"),
     (small, dict(ns_steps=0), "ns_steps"), (small, dict(ns_coefficients="cubic"), "cubic"), (small, dict(adjust_lr_fn="rms"), "rms"), (small, dict(reduce="sum"), "sum"), (small, dict(mesh="gloo"), "mesh.*gloo")])
 def test_what_it_does_not_take(given, more, words):
     with pytest.raises(ValueError, match=words):
@@ -820,6 +968,170 @@ def test_a_step_recorded_in_a_cuda_graph_replays(dtype):
             take()
         results.append({n: t.float().cpu() for n, t in weights_of(model).items()})
     assert distance(*results) == 0
+
+
+def halves(dtype: torch.dtype = torch.float32, d: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d), nn.Linear(d, d)) for _ in range(3))).to("cuda", dtype)
+
+
+class Twins:
+    "Two optimizers of one model, of which one records itself, step by step with one another."
+
+    def __init__(self, dtype=torch.float32, **more):
+        self.models = [halves(dtype), halves(dtype)]
+        self.opts = [ParallelMuon(param_groups(model), **more) for model in self.models]
+        self.opts[1].recorder.works = False
+        self.generator = torch.Generator("cuda").manual_seed(1)
+        self.replays = 0
+
+    def give(self, keep: bool, poison: bool = False):
+        for a, b in zip(*(model.parameters() for model in self.models)):
+            g = torch.randn(a.shape, generator=self.generator, device="cuda").to(a.dtype)
+            if poison:
+                g.view(-1)[0] = float("nan")
+            for p in (a, b):
+                if keep and p.grad is not None:
+                    p.grad.copy_(g)
+                else:
+                    p.grad = g.clone()
+
+    def step(self, keep: bool = True, poison: bool = False, **numbers):
+        self.give(keep, poison)
+        before = [id(r) for _, r in self.opts[0].recorder.recordings]
+        for opt in self.opts:
+            for group in opt.param_groups:
+                group.update({k: v for k, v in numbers.items() if k in group})
+            opt.step()
+        found = [id(r) for _, r in self.opts[0].recorder.recordings]
+        self.replays += bool(found) and found == before
+
+    def check(self):
+        a, b = ({n: t.float() for n, t in model.state_dict().items()} for model in self.models)
+        assert distance(a, b) == 0
+        states = [[t for s in opt.states.values() for t in s.tensors.values()] for opt in self.opts]
+        assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
+        assert torch.equal(self.opts[0].grad_norm, self.opts[1].grad_norm) or self.opts[0].grad_norm.isnan()
+        assert self.opts[0].skipped == self.opts[1].skipped
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_records_itself_and_stays_the_same_to_the_bit(dtype):
+    "Every number changes, one is a tensor, steps are skipped, gradients are missing or elsewhere, numbers of another kind change."
+    twins = Twins(dtype, max_norm=1.0)
+    for i in range(20):
+        twins.step(keep=i % 2 == 0, lr=0.02 / (i + 1), weight_decay=0.1 / (i + 1), momentum=0.9 + i / 1000, betas=(0.9, 0.9 + i / 1000), poison=i == 12)
+    assert len(twins.opts[0].recorder.recordings) == 1 and twins.replays > 10 and twins.opts[0].skipped == 1
+    twins.check()
+    for i in range(3):
+        twins.step(lr=torch.tensor(0.01 * (i + 1), device="cuda"))
+    twins.check()
+    for _ in range(3):
+        twins.step(keep=False)
+    for model in twins.models:
+        next(model.parameters()).grad = None
+    for opt in twins.opts:
+        opt.step()
+    twins.check()
+    for steps in (5, 3):
+        for _ in range(20):
+            twins.step(ns_steps=steps)
+    twins.check()
+    assert twins.opts[0].recorder.works and len(twins.opts[0].recorder.recordings) == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_recording_is_of_one_optimizer_as_it_was():
+    "Loading, copies, groups added later and two optimizers at once."
+    twins = Twins()
+    for i in range(8):
+        twins.step()
+    saved = copy.deepcopy(twins.opts[0].state_dict())
+    for i in range(4):
+        twins.step()
+    for opt in twins.opts:
+        opt.load_state_dict(copy.deepcopy(saved))
+    for i in range(4):
+        twins.step()
+    twins.check()
+    other = copy.deepcopy(twins.opts[0])
+    assert not other.recorder.recordings and pickle.loads(pickle.dumps(twins.opts[0])).recorder.works
+    for model, opt in zip(twins.models, twins.opts):
+        model.late = nn.Linear(64, 64, bias=False, device="cuda")
+        opt.add_param_group({"params": [("late.weight", model.late.weight)], "rule": "muon"})
+        with torch.no_grad():
+            model.late.weight.fill_(0.1)
+    twins.opts[1].recorder.works = False
+    for i in range(12):
+        twins.step()
+    assert twins.opts[0].recorder.recordings
+    twins.check()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_cannot_be_recorded_is_not():
+    "A rule or an optimizer of one's own, products without kernels, and an error while recording."
+    class Own(ParallelMuon):
+        pass
+
+    for make in (lambda m: Own(m), lambda m: ParallelMuon(m.double())):
+        model = halves()
+        opt = make(model)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        for _ in range(8):
+            opt.step()
+        assert not opt.recorder.recordings
+    twins = Twins()
+    for i in range(3):
+        twins.step()
+    update = twins.opts[0].measure
+
+    def broken(*args):
+        update(*args)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+    twins.opts[0].measure = broken
+    for i in range(5):
+        twins.step()
+    twins.check()
+    assert not twins.opts[0].recorder.works and not twins.opts[0].recorder.recordings
+    assert torch.rand(5, device="cuda").std() > 0, "torch goes on"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_recorded_step_holds_no_scratch(caplog):
+    "Bytes an element that are held between steps, recorded or not, graphs and all; and other threads go on."
+    model = halves(d=1024)
+    elements = sum(p.numel() for p in model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    torch.cuda.synchronize(), torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    opt, stop = ParallelMuon(model), threading.Event()
+    caplog.set_level(logging.DEBUG, "golfnb")
+
+    def busy():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                torch.ones(1000, device="cuda").cpu()
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(10):
+            opt.step()
+    finally:
+        stop.set()
+        thread.join()
+    assert opt.recorder.recordings, caplog.messages[1:]
+    torch.cuda.synchronize(), torch.cuda.empty_cache()
+    workspaces = 64 << 20  # of cuBLAS for two streams
+    assert torch.cuda.memory_reserved() - before < 4.6 * elements + workspaces + opt.recorder.most_bytes
 
 
 ALONE = """

@@ -1,0 +1,140 @@
+"""The step that records itself: what is sent before a replay, when there is one, lanes, and Newton-Schulz in lent memory; on a GPU see test_optimizer."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from golfnb.kernels import triton
+from golfnb.multi_tensor import RECORDING, Upload, check_kernel, current_upload, numbers_of, on_device
+from golfnb.newton_schulz import newton_schulz
+from golfnb.recorded import LANES, Recorder, in_lanes, orthogonalized_in_place, share_out, spare_elements
+
+CPU = torch.device("cpu")
+GROUP = {"ns_coefficients": "quintic", "ns_steps": 5, "eps": 1e-7}
+
+
+def test_an_upload_sends_numbers_as_they_are_and_addresses_that_move():
+    there = [torch.zeros(40), torch.zeros(8, dtype=torch.bfloat16), torch.zeros(3, 5)]
+    begins = [t.data_ptr() for t in there]
+    upload, group = Upload(CPU, there), {"lr": 0.1, "momentum": torch.tensor(0.5)}
+    tables = [torch.tensor([[begins[0], begins[2] + 8, 7], [1, 2, 3]]), torch.tensor([begins[1] - 1, begins[1] + 15, begins[1] + 16])]
+    places = [upload.keep(table) for table in tables]
+    numbers = [upload.numbers(lambda: [group["lr"]]), upload.numbers(lambda: [2.5, group["momentum"], group["lr"]])]
+    upload.finish()
+    upload.send(begins)
+    assert all(map(torch.equal, places, tables)) and [n.tolist() for n in numbers] == [[0.1], [2.5, 0.5, 0.1]]
+    group.update(lr=0.2, momentum=torch.tensor(0.25))
+    upload.send([1000, 2000, 3000])
+    assert places[0].tolist() == [[1000, 3008, 7], [1, 2, 3]] and [n.tolist() for n in numbers] == [[0.2], [2.5, 0.25, 0.2]]
+    assert places[1].tolist() == [begins[1] - 1, 2015, begins[1] + 16], "a byte before, inside, and a byte behind"
+    assert all(place.data_ptr() % 16 == upload.there.data_ptr() % 16 for place in (*places, *numbers))
+
+
+def test_an_upload_has_an_end():
+    upload = Upload(CPU, [torch.zeros(1)])
+    for take in (lambda: upload.keep(torch.zeros(upload.places[1], dtype=torch.int64)), lambda: upload.numbers(lambda: [0.0] * (upload.places[0] + 2))):
+        with pytest.raises(RuntimeError, match="too large"):
+            take()
+
+
+def test_numbers_and_plain_loops_know_of_a_recording():
+    check_kernel()
+    assert current_upload() is None and numbers_of(lambda: [1.0, torch.tensor(2)], CPU).tolist() == [1.0, 2.0]
+    RECORDING.upload = upload = Upload(CPU, [torch.zeros(1)])
+    try:
+        assert numbers_of(lambda: [1.0], CPU).data_ptr() == upload.there.data_ptr()
+        assert on_device(torch.ones(2), CPU).tolist() == [1.0, 1.0]
+        with pytest.raises(RuntimeError, match="kernels"):
+            check_kernel()
+    finally:
+        RECORDING.upload = None
+
+
+class Fake(Recorder):
+    "Notes what happens instead."
+    fails = False
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.notes = []
+
+    def record(self, moving, function):
+        if self.fails:
+            raise RuntimeError("no")
+        self.notes.append("record")
+        notes = self.notes
+
+        class Replayed:
+            def replay(self, moving):
+                notes.append("replay")
+        return Replayed()
+
+    def take(self, keys):
+        self.notes.clear()
+        for key in keys:
+            self.call(key, [], lambda: self.notes.append("call"))
+        return [self.notes.count(what) for what in ("call", "record", "replay")]
+
+
+def test_a_step_is_replayed_after_a_few_alike(monkeypatch):
+    monkeypatch.setattr("golfnb.recorded.leave_capture", lambda device: None)
+    recorder = Fake()
+    assert recorder.take([None] * 9) == [9, 0, 0]
+    assert recorder.take([["a"]] * 9) == [3, 1, 6]
+    assert recorder.take([["b"], ["a"], None] * 3) == [6, 0, 3]
+    assert recorder.take([["b"]] * 9) == [3, 1, 6], "the second waits twice as long, three calls of it before"
+    assert recorder.take([["a"], ["b"]] * 2) == [0, 0, 4], "both are kept"
+    assert recorder.take([["c"]] * 20) == [12, 1, 8]
+    assert recorder.take([["a"], ["c"], ["b"]]) == [1, 0, 2], "two are kept"
+    recorder.fails = True
+    assert recorder.take([["d"]] * 50) == [50, 0, 0] and not recorder.works
+    assert recorder.take([["b"]]) == [0, 0, 1], "what was recorded stays right"
+
+
+def test_work_is_shared_out_and_all_is_done():
+    for costs in ([], [5], [3, 3, 2, 2, 2], list(range(20))):
+        shares = share_out(costs)
+        assert len(shares) == LANES and sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert max(sum(share) for share in share_out(list(range(20)))) <= 190 / LANES + 19
+    with in_lanes(CPU) as streams:
+        assert streams == [None] * LANES
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 4), (2, 5, 9), (1, 7, 7)])
+def test_lent_memory_gives_the_same(shape):
+    stack = torch.randn(shape)
+    made = orthogonalized_in_place(stack.clone(), torch.empty(spare_elements(*shape)), GROUP)
+    assert torch.equal(made, newton_schulz(stack))
+
+
+INTERPRETED = """
+import torch
+from golfnb.newton_schulz import NS5_COEFFS, PRODUCT_TILES, newton_schulz
+from golfnb.recorded import full_product, lent_steps, spare_elements
+torch.manual_seed(0)
+for n, M, K, tile in ((2, 64, 128, (64, 128)), (1, 128, 192, (64, 128)), (2, 128, 320, (128, 256))):
+    s = torch.randn(n, M, M)
+    s = s + s.mT
+    for x in (torch.randn(n, M, K), torch.randn(n, K, M).mT):
+        out = torch.empty(n, M, K)
+        full_product(s, x, out, *tile, 4)
+        torch.testing.assert_close(out, s @ x, rtol=1e-4, atol=1e-3)
+for shape in ((2, 64, 64), (2, 64, 192), (1, 192, 64), (1, 128, 256)):
+    stack = torch.randn(shape)
+    X = stack.mT if shape[1] > shape[2] else stack
+    made = lent_steps(X.clone(memory_format=torch.preserve_format), torch.empty(spare_elements(*shape)), NS5_COEFFS, 1.0, 1e-7, PRODUCT_TILES[0])
+    want = newton_schulz(stack.double())
+    assert float((made - (want.mT if X is not stack else want)).norm() / want.norm()) < 1e-4, shape
+print("equal")
+"""
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_interpreted_products_equal_torchs():
+    here = Path(__file__).parent
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]
