@@ -52,14 +52,14 @@ def trellis_arms(states: int) -> Tensor:
 
 # %% ../nbs/story/10c_trellis.ipynb #7b2edeb5
 def trellis_levels(k: Tensor, states: int = 8) -> Tensor:
-    """Levels int32 [lanes, T], in union steps (half a cell), of indices k [lanes, T].
+    """Levels int32 [n, T], in union steps (half a cell), of indices k [n, T].
 
     k is of an integer dtype, between -2**30 and 2**30 - 1. GolfError for other dtypes and shapes,
     and for a number of states that has no code.
     """
     check_states(states)
     if k.ndim != 2 or k.is_floating_point() or k.is_complex() or k.dtype == torch.bool:
-        raise GolfError("indices of a trellis must be integers [lanes, T], found "
+        raise GolfError("indices of a trellis must be integers [n, T], found "
                         f"{k.dtype} of shape {tuple(k.shape)}")
     k = k.int()
     levels = torch.empty_like(k)
@@ -76,7 +76,7 @@ def nearest_level(y: Tensor, subset: Tensor) -> Tensor:
 
 
 def trellis_plain(y: Tensor, states: int = 8) -> Tensor:
-    "`trellis_encode` of y fp32 [lanes, T], which is in order, by a loop over T."
+    "`trellis_encode` of y fp32 [n, T], which is in order, by a loop over T."
     before, subset = trellis_arms(states).to(y.device).long().unbind(-1)  # each [states, 2]
     cost = y.new_full((len(y), states), math.inf)
     cost[:, 0] = 0
@@ -101,10 +101,10 @@ def nearest_level_kernel(y, subset):
     return subset + 4 * tl.floor((y - subset) * 0.25 + 0.5)
 
 
-def viterbi_kernel(y, arms, chosen, k, T, lanes, S: tl.constexpr, L: tl.constexpr):
-    "`trellis_plain`, L lanes a program; `chosen` int64 [lanes, T] is for the kernel alone."
-    lane, state = tl.program_id(0) * L + tl.arange(0, L), tl.arange(0, S)
-    live, start = lane < lanes, lane.to(tl.int64) * T
+def viterbi_kernel(y, arms, chosen, k, T, n, S: tl.constexpr, L: tl.constexpr):
+    "`trellis_plain`, L sequences a program; `chosen` int64 [n, T] is for the kernel alone."
+    i, state = tl.program_id(0) * L + tl.arange(0, L), tl.arange(0, S)
+    live, start = i < n, i.to(tl.int64) * T
     before0 = tl.broadcast_to(tl.load(arms + 4 * state)[None, :], (L, S))
     before1 = tl.broadcast_to(tl.load(arms + 4 * state + 2)[None, :], (L, S))
     subset0 = tl.load(arms + 4 * state + 1).to(tl.float32)[None, :]
@@ -121,8 +121,8 @@ def viterbi_kernel(y, arms, chosen, k, T, lanes, S: tl.constexpr, L: tl.constexp
         bits = tl.sum(second.to(tl.int64) << state[None, :].to(tl.int64), 1)
         tl.store(chosen + start + t, bits, mask=live)
     state = tl.argmin(cost, 1)
-    for i in range(T):
-        t = T - 1 - i
+    for back in range(T):
+        t = T - 1 - back
         bits = tl.load(chosen + start + t, mask=live, other=0)
         way = arms + 4 * state + 2 * ((bits >> state.to(tl.int64)) & 1).to(tl.int32)
         now = tl.load(y + start + t, mask=live, other=0.0)
@@ -133,13 +133,13 @@ def viterbi_kernel(y, arms, chosen, k, T, lanes, S: tl.constexpr, L: tl.constexp
 # %% ../nbs/story/10c_trellis.ipynb #3df8c731
 def trellis_kernel(y: Tensor, states: int) -> Tensor:
     "`trellis_plain` in one launch; y is contiguous."
-    (lanes, T), arms = y.shape, trellis_arms(states).to(y.device)
-    chosen = torch.empty(lanes, T, dtype=torch.int64, device=y.device)
-    k = torch.empty(lanes, T, dtype=torch.int32, device=y.device)
-    together = 32 // states  # lanes of a warp
+    (n, T), arms = y.shape, trellis_arms(states).to(y.device)
+    chosen = torch.empty(n, T, dtype=torch.int64, device=y.device)
+    k = torch.empty(n, T, dtype=torch.int32, device=y.device)
+    together = 32 // states  # sequences of a warp
     with torch.cuda.device_of(y):  # Triton launches on the current device
-        jitted(viterbi_kernel)[(triton.cdiv(lanes, together),)](
-            y, arms, chosen, k, T, lanes, S=states, L=together, num_warps=1, enable_fp_fusion=False)
+        jitted(viterbi_kernel)[(triton.cdiv(n, together),)](
+            y, arms, chosen, k, T, n, S=states, L=together, num_warps=1, enable_fp_fusion=False)
     return k
 
 # %% ../nbs/story/10c_trellis.ipynb #5881a274
@@ -148,9 +148,9 @@ LARGEST_LEVEL = 2**20  # in union steps; float32 still has sixteenths of a step 
 
 @torch.no_grad()
 def trellis_encode(y: Tensor, states: int = 8) -> Tensor:
-    """Indices int32 [lanes, T] of weights y [lanes, T] in union steps.
+    """Indices int32 [n, T] of weights y [n, T] in union steps.
 
-    A union step is half a cell of the plain grid that costs as many bits. Along each lane the
+    A union step is half a cell of the plain grid that costs as many bits. Along each sequence the
     squared error of `trellis_levels` to y, summed in fp32, is the least there is. On CUDA with
     Triton one launch, else a loop over T; the indices are the same.
     GolfError for another shape, for weights that are not finite or not below 2**20 in size, and for
@@ -158,7 +158,7 @@ def trellis_encode(y: Tensor, states: int = 8) -> Tensor:
     """
     check_states(states)
     if y.ndim != 2:
-        raise GolfError(f"weights for a trellis must be [lanes, T], found shape {tuple(y.shape)}")
+        raise GolfError(f"weights for a trellis must be [n, T], found shape {tuple(y.shape)}")
     y = y.float().contiguous()
     if not bool((y.abs() < LARGEST_LEVEL).all()):
         raise GolfError("weights for a trellis must be finite and below 2**20 union steps in size, "

@@ -1,4 +1,4 @@
-"""The step that records itself: what is sent before a replay, when there is one, lanes, and Newton-Schulz in lent memory; on a GPU see test_optimizer."""
+"""The step that records itself: what is sent before a replay, when there is one, streams, and Newton-Schulz in lent memory; on a GPU see test_optimizer."""
 import os
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import torch
 from golfnb.kernels import triton
 from golfnb.multi_tensor import RECORDING, Upload, check_kernel, current_upload, numbers_of, on_device
 from golfnb.newton_schulz import newton_schulz
-from golfnb.recorded import LANES, Recorder, in_lanes, orthogonalized_in_place, share_out, spare_elements
+from golfnb.recorded import STREAMS, Recorder, on_streams, orthogonalized_in_place, share_out, spare_elements
 
 CPU = torch.device("cpu")
 GROUP = {"ns_coefficients": "quintic", "ns_steps": 5, "eps": 1e-7}
@@ -97,10 +97,10 @@ def test_a_step_is_replayed_after_a_few_alike(monkeypatch):
 def test_work_is_shared_out_and_all_is_done():
     for costs in ([], [5], [3, 3, 2, 2, 2], list(range(20))):
         shares = share_out(costs)
-        assert len(shares) == LANES and sorted(i for share in shares for i in share) == list(range(len(costs)))
-    assert max(sum(share) for share in share_out(list(range(20)))) <= 190 / LANES + 19
-    with in_lanes(CPU) as streams:
-        assert streams == [None] * LANES
+        assert len(shares) == STREAMS and sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert max(sum(share) for share in share_out(list(range(20)))) <= 190 / STREAMS + 19
+    with on_streams(CPU) as streams:
+        assert streams == [None] * STREAMS
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 4), (2, 5, 9), (1, 7, 7)])

@@ -25,19 +25,19 @@ every_code = pytest.mark.parametrize("states", TRELLIS_CODES)
 needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
 
 
-def lanes_of(lanes: int, T: int, seed: int = 0, spread: float = 3.0, device: str = "cpu") -> torch.Tensor:
+def weights_of(sequences: int, T: int, seed: int = 0, spread: float = 3.0, device: str = "cpu") -> torch.Tensor:
     "Weights in union steps: half Gaussian, a quarter at halves of a step, where levels tie, a quarter zeros."
     g = torch.Generator().manual_seed(seed)
-    y = spread * torch.randn(lanes, T, generator=g)
-    pick = torch.rand(lanes, T, generator=g)
+    y = spread * torch.randn(sequences, T, generator=g)
+    pick = torch.rand(sequences, T, generator=g)
     return torch.where(pick < 0.5, y, torch.where(pick < 0.75, (2 * y).round() / 2, 0.0)).to(device)
 
 
-def read(lane: list[int], states: int) -> list[int]:
-    "Levels of one lane: the shift register as a row of bits, its codes as lists of taps."
+def read(sequence: list[int], states: int) -> list[int]:
+    "Levels of one sequence: the shift register as a row of bits, its codes as lists of taps."
     loop, entry = ([code >> i & 1 for i in range(1, states.bit_length())] for code in TRELLIS_CODES[states])
     bits, levels = [0] * len(loop), []
-    for k in lane:
+    for k in sequence:
         levels.append(2 * k + bits[0])
         bits = [(a + b * bits[0] + c * k) % 2 for a, b, c in zip([*bits[1:], 0], loop, entry, strict=True)]
     return levels
@@ -45,22 +45,22 @@ def read(lane: list[int], states: int) -> list[int]:
 
 @every_code
 def test_no_indices_in_a_window_are_better(states):
-    for lane in lanes_of(6, 5, seed=1).tolist():
-        around = [range(int(w // 2) - 1, int(w // 2) + 3) for w in lane]
-        best = min(sum((w - level) ** 2 for w, level in zip(lane, read(list(ks), states), strict=True)) for ks in product(*around))
-        k = trellis_encode(torch.tensor([lane]), states)
-        assert abs((torch.tensor([lane]) - trellis_levels(k, states)).square().sum().item() - best) < 1e-5
+    for sequence in weights_of(6, 5, seed=1).tolist():
+        around = [range(int(w // 2) - 1, int(w // 2) + 3) for w in sequence]
+        best = min(sum((w - level) ** 2 for w, level in zip(sequence, read(list(ks), states), strict=True)) for ks in product(*around))
+        k = trellis_encode(torch.tensor([sequence]), states)
+        assert abs((torch.tensor([sequence]) - trellis_levels(k, states)).square().sum().item() - best) < 1e-5
 
 
 @every_code
 def test_no_parities_of_eight_weights_are_better(states):
-    y = lanes_of(8, 8, seed=2)
+    y = weights_of(8, 8, seed=2)
     error = (y - trellis_levels(trellis_encode(y, states), states)).square().sum(1)
-    for lane, found in zip(y.tolist(), error.tolist(), strict=True):
+    for sequence, found in zip(y.tolist(), error.tolist(), strict=True):
         sums = []
         for parities in product((0, 1), repeat=8):
             state, total = 0, 0.0
-            for w, parity in zip(lane, parities, strict=True):
+            for w, parity in zip(sequence, parities, strict=True):
                 total += ((w - 2 * parity - (state & 1) + 2) % 4 - 2) ** 2
                 state = next_state(state, parity, states)
             sums.append(total)
@@ -71,7 +71,7 @@ def test_no_parities_of_eight_weights_are_better(states):
 def test_levels_are_those_of_a_shift_register_and_every_dtype_reads_the_same(states):
     k = torch.randint(-100, 100, (5, 40), generator=torch.Generator().manual_seed(3))
     levels = trellis_levels(k, states)
-    assert levels.dtype == torch.int32 and levels.tolist() == [read(lane, states) for lane in k.tolist()]
+    assert levels.dtype == torch.int32 and levels.tolist() == [read(sequence, states) for sequence in k.tolist()]
     for dtype in (torch.int8, torch.int16, torch.int32):
         assert torch.equal(trellis_levels(k.to(dtype), states), levels)
     extreme = torch.tensor([[-2**30, 2**30 - 1]])
@@ -109,7 +109,7 @@ def test_empty_and_single(shape):
 
 
 def test_views_and_gradients_do_not_matter():
-    y = lanes_of(9, 30, seed=6)
+    y = weights_of(9, 30, seed=6)
     assert torch.equal(trellis_encode(y.T.contiguous().T.requires_grad_()), trellis_encode(y))
 
 
@@ -139,9 +139,9 @@ def test_refusals(call, fact):
 
 def check_kernel(device: str, shapes):
     for states in TRELLIS_CODES:
-        for seed, (lanes, T) in enumerate(shapes):
-            y = lanes_of(lanes, T, seed=seed, device=device)
-            assert torch.equal(trellis_kernel(y, states), trellis_plain(y, states)), (states, lanes, T)
+        for seed, (sequences, T) in enumerate(shapes):
+            y = weights_of(sequences, T, seed=seed, device=device)
+            assert torch.equal(trellis_kernel(y, states), trellis_plain(y, states)), (states, sequences, T)
 
 
 INTERPRETED = """
@@ -167,7 +167,7 @@ def test_the_kernel_builds_for_hopper_without_a_gpu(states, tmp_path, monkeypatc
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("kernels are interpreted in this process")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kinds = {"y": "*fp32", "arms": "*i32", "chosen": "*i64", "k": "*i32", "T": "i32", "lanes": "i32", "S": "constexpr", "L": "constexpr"}
+    kinds = {"y": "*fp32", "arms": "*i32", "chosen": "*i64", "k": "*i32", "T": "i32", "n": "i32", "S": "constexpr", "L": "constexpr"}
     source = ASTSource(triton.jit(viterbi_kernel), kinds, {"S": states, "L": 32 // states})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "enable_fp_fusion": False}).asm["ptx"]
     assert "fma.rn" not in ptx and "shfl" in ptx, "sums round as those of the loop; costs of other states come from other threads"
@@ -176,6 +176,6 @@ def test_the_kernel_builds_for_hopper_without_a_gpu(states, tmp_path, monkeypatc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_on_the_gpu_equals_the_loop_in_every_index():
     check_kernel("cuda", [(1, 1), (3, 2), (513, 300), (4096, 64)])
-    y = lanes_of(100, 512, seed=9, spread=1e4)
+    y = weights_of(100, 512, seed=9, spread=1e4)
     for states in TRELLIS_CODES:
         assert torch.equal(trellis_encode(y.cuda(), states).cpu(), trellis_encode(y, states))
