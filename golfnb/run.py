@@ -61,7 +61,6 @@ from .train import (
     check_score,
     compiled,
     rehearse,
-    tell,
     train,
     training_loss,
     undone,
@@ -196,13 +195,18 @@ class Run:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
-        tell(self.extras, "note", f"phase {name}")
+        self.note(f"phase {name}")
+
+    def note(self, stage: str):
+        "A stage has come to its end: what hangs on the run may keep that."
+        for extra in self.extras:
+            extra.note(stage)
 
     def once(self, stage: str, work: Callable):
         "What a stage gives: `work()`, unless `results` has it from an earlier life of the run."
         if stage not in self.results:
             self.results[stage] = work()
-            tell(self.extras, "note", stage)
+            self.note(stage)
         return self.results[stage]
 
     def scored(self, label: str, name: str, score: Callable,
@@ -340,7 +344,8 @@ class Run:
         if self.ranks.is_rank0:
             text = json.dumps(finite(self.summary), indent=1) + "\n"
             self.save(lambda folder: atomic_write(folder / "summary.json", text))
-        tell(self.extras, "close")
+        for extra in self.extras:
+            extra.close()
         self.log.close()
         return self.summary
 

@@ -7,7 +7,7 @@ and the last weights.
 # %% auto #0
 __all__ = ['LATE_STEPS', 'TrainSettings', 'momentum_schedule', 'lr_schedule', 'LateReader',
            'training_loss', 'compiled', 'backward_pass', 'micro_batches', 'StepGraph', 'RunLog',
-           'GridProjector', 'Trainer', 'Extra', 'tell', 'train', 'undone', 'rehearse']
+           'GridProjector', 'Trainer', 'Extra', 'train', 'undone', 'rehearse']
 
 # %% ../nbs/story/08b_train.ipynb #11bd76f1
 import json
@@ -491,12 +491,6 @@ class Extra:
         "The run has come to its end."
 
 # %% ../nbs/story/08b_train.ipynb #2de39550
-def tell(extras: Sequence, event: str, *facts):
-    "Call the method `event` of each `Extra` that hangs on a run."
-    for extra in extras:
-        getattr(extra, event)(*facts)
-
-
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
           extras: Sequence = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
@@ -504,14 +498,17 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
     `validate()` gives nats a token and bits per byte; `extras`, each as
     `Extra`, are called around the steps.
     """
-    tell(extras, "before_training", t)
+    for extra in extras:
+        extra.before_training(t)
     every = t.settings.val_loss_every
     while t.steps < t.settings.iterations and not t.stop:
         if validate and every > 0 and t.steps % every == 0:
             t.validate(validate)
         step(t)
-        tell(extras, "after_step", t)
-    tell(extras, "after_training", t)
+        for extra in extras:
+            extra.after_step(t)
+    for extra in extras:
+        extra.after_training(t)
     if validate:
         t.validate(validate)
     t.finish()

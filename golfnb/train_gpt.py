@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source f46cc8687bd5c3cd
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source ac6e86cc9d6d28b8
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3917,12 +3917,6 @@ def check_score(what: str, loss: float):
             f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
 
 
-def tell(extras: Sequence, event: str, *facts):
-    "Call the method `event` of each `Extra` that hangs on a run."
-    for extra in extras:
-        getattr(extra, event)(*facts)
-
-
 def train(t: Trainer, step: Callable, validate: Callable | None = None,
           extras: Sequence = ()) -> Trainer:
     """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
@@ -3930,14 +3924,17 @@ def train(t: Trainer, step: Callable, validate: Callable | None = None,
     `validate()` gives nats a token and bits per byte; `extras`, each as
     `Extra`, are called around the steps.
     """
-    tell(extras, "before_training", t)
+    for extra in extras:
+        extra.before_training(t)
     every = t.settings.val_loss_every
     while t.steps < t.settings.iterations and not t.stop:
         if validate and every > 0 and t.steps % every == 0:
             t.validate(validate)
         step(t)
-        tell(extras, "after_step", t)
-    tell(extras, "after_training", t)
+        for extra in extras:
+            extra.after_step(t)
+    for extra in extras:
+        extra.after_training(t)
     if validate:
         t.validate(validate)
     t.finish()
@@ -4092,13 +4089,18 @@ class Run:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.log.event("phase", name=name, seconds=self.seconds[name])
-        tell(self.extras, "note", f"phase {name}")
+        self.note(f"phase {name}")
+
+    def note(self, stage: str):
+        "A stage has come to its end: what hangs on the run may keep that."
+        for extra in self.extras:
+            extra.note(stage)
 
     def once(self, stage: str, work: Callable):
         "What a stage gives: `work()`, unless `results` has it from an earlier life of the run."
         if stage not in self.results:
             self.results[stage] = work()
-            tell(self.extras, "note", stage)
+            self.note(stage)
         return self.results[stage]
 
     def scored(self, label: str, name: str, score: Callable,
@@ -4236,7 +4238,8 @@ class Run:
         if self.ranks.is_rank0:
             text = json.dumps(finite(self.summary), indent=1) + "\n"
             self.save(lambda folder: atomic_write(folder / "summary.json", text))
-        tell(self.extras, "close")
+        for extra in self.extras:
+            extra.close()
         self.log.close()
         return self.summary
 

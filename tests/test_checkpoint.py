@@ -20,7 +20,7 @@ from golfnb.parallel_muon import Ranks
 from golfnb.tools.report import read_run
 from golfnb.settings import GolfError, finite
 from golfnb.shards import HEADER_BYTES, write_shard
-from golfnb.train import RunLog, tell, training_loss
+from golfnb.train import RunLog, training_loss
 from tiny import TINY, tiny_data
 from workers import Batches, machine, settings, spawn, trained
 
@@ -295,7 +295,7 @@ def test_a_run_goes_on_with_what_it_was_started_with_in_every_phase(change, word
     change(data)
     for summary in ({}, {"ema_bpb": 2.0, "ema_loss": 1.0}, {"ema_bpb": 2.0, "artifact_bytes": 9, "int6_bpb": 2.0, "int6_loss": 1.0}):
         first.summary = summary
-        tell(first.extras, "note", "scored int6")
+        first.note("scored int6")
         notes = (tmp_path / "runs" / "x" / "progress.json").read_text()
         with pytest.raises(GolfError, match=words) as refused:
             begin(RESUME="1")
@@ -325,7 +325,7 @@ def test_a_recipes_program_goes_on_with_what_it_has_come_to(life):
     _, begin = life
     first = begin(made=demo)
     first.summary = {"ema_bpb": 2.0}
-    tell(first.extras, "note", "scored ema")
+    first.note("scored ema")
     again = begin(made=demo, RESUME="1")
     assert again.summary == first.summary and type(again.settings) is demo.Settings
     with pytest.raises(GolfError, match="CLIP.*global.*demo"):
