@@ -83,7 +83,7 @@ class WindowSampler(Iterator):
         GolfError if there are fewer, one is too large, or the shard has changed.
         """
         part = read_span(self.paths[shard], begin, count, self.tokens[shard])
-        check_tokens(self.paths[shard], part, self.vocab_size, begin)
+        check_tokens(self.paths[shard], part, self.vocab_size)
         return part
 
     def state(self) -> dict:

@@ -227,12 +227,11 @@ def find_shards(pattern: str | Path) -> list[Path]:
     return [Path(p) for p in found]
 
 # %% ../nbs/story/02_shards.ipynb #d02594a7
-def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int, begin: int = 0) -> None:
-    "Raise GolfError unless these tokens of a shard, from `begin` on, are below `vocab_size`."
+def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int) -> None:
+    "Raise GolfError unless these tokens of a shard are below `vocab_size`."
     if tokens.max(initial=0) >= vocab_size:
         raise GolfError(f"tokens of {path} must be below VOCAB_SIZE={vocab_size}, found "
-                        f"{tokens.max()} at position {begin + int(tokens.argmax()):,}: the shard "
-                        "belongs to another tokenizer")
+                        f"{tokens.max()}: the shard belongs to another tokenizer")
 
 
 def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
