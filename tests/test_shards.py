@@ -88,7 +88,7 @@ def test_patterns_sort_and_join(tmp_path):
 def test_token_outside_the_vocabulary(tmp_path):
     write_shard(tmp_path / "a.bin", [1, 1023, 1024, 5])
     assert read_tokens(tmp_path / "a.bin", vocab_size=1025).size == 4
-    with pytest.raises(GolfError, match="a.bin .*1024, .*1024 .* 2"):
+    with pytest.raises(GolfError, match="a.bin .*1024, found 1024: "):
         read_tokens(tmp_path / "a.bin", vocab_size=1024)
 
 
