@@ -540,7 +540,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.room = None
 
     def update_on_streams(self, scratch: Tensor,
-                        others: Sequence[tuple[Member, Tensor]]) -> None:
+                          others: Sequence[tuple[Member, Tensor]]) -> None:
         "The last rows of the table, for several buckets at once, which are smaller."
         for bucket in self.buckets:
             bucket.release()

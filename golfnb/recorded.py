@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from golfnb.kernels import TensorDescriptor, jitted, tl, triton
-from golfnb.multi_tensor import RECORDING, Upload
-from golfnb.newton_schulz import first_steps, half_product, newton_schulz, product_tiles
-from golfnb.rules import ParamGroup, coefficients_of
+from .kernels import TensorDescriptor, jitted, tl, triton
+from .multi_tensor import RECORDING, Upload
+from .newton_schulz import first_steps, half_product, newton_schulz, product_tiles
+from .rules import ParamGroup, coefficients_of
 
 # torch gives out some names without saying so to type checkers, and Triton reads annotations:
 # pyright: reportPrivateImportUsage=false, reportInvalidTypeForm=false
@@ -71,11 +71,18 @@ def full_product(s: Tensor, x: Tensor, out: Tensor, high: int, wide: int, warps:
             HIGH=high, WIDE=wide, num_warps=warps, num_stages=stages)
 
 # %% ../nbs/reference/17h_recorded.ipynb #a469bee1
+def square_tiles(short: int) -> tuple[int, int]:
+    "The side of a tile of `half_product` for X X^T, and warps."
+    if short % 128 == 0:
+        return 128, 4
+    return 64, 4
+
+
 def full_tiles(short: int, long: int) -> tuple[int, int, int, int]:
     "Rows and columns of a tile of `full_product`, warps and stages."
-    return (128, 256, 8, 4) if short % 128 == 0 and long >= 256 else (64, 128, 4, 4)
-
-
+    if short % 128 == 0 and long >= 256:
+        return 128, 256, 8, 4
+    return 64, 128, 4, 4
 
 
 def lent_steps(X: Tensor, spare: Tensor, coeffs: tuple, scale: float, eps: float,
@@ -87,7 +94,7 @@ def lent_steps(X: Tensor, spare: Tensor, coeffs: tuple, scale: float, eps: float
     for step, polynomial in enumerate(coeffs):
         out = stacks[step % 2]
         A = out.view(-1)[:squares.numel()].view(squares.shape)  # is read before `out` is written
-        half_product(X, *((128, 4) if X.shape[1] % 128 == 0 else (64, 4)), out=A)
+        half_product(X, *square_tiles(X.shape[1]), out=A)
         norm = ones
         if step == 0:  # X is not divided yet
             found = A.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float32)

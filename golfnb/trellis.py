@@ -9,6 +9,7 @@ __all__ = ['TRELLIS_CODES', 'LARGEST_LEVEL', 'check_states', 'next_state', 'trel
            'trellis_levels', 'nearest_level', 'trellis_plain', 'trellis_encode']
 
 # %% ../nbs/story/10c_trellis.ipynb #d8400e35
+import functools
 import math
 
 import torch
@@ -131,9 +132,16 @@ def viterbi_kernel(y, arms, chosen, k, T, n, S: tl.constexpr, L: tl.constexpr):
         state = tl.load(way)
 
 # %% ../nbs/story/10c_trellis.ipynb #3df8c731
+@functools.cache
+def arms_on(states: int, device: torch.device) -> Tensor:
+    "`trellis_arms` on a device, copied there once."
+    return trellis_arms(states).to(device)
+
+
 def trellis_kernel(y: Tensor, states: int) -> Tensor:
     "`trellis_plain` in one launch; y is contiguous."
-    (n, T), arms = y.shape, trellis_arms(states).to(y.device)
+    n, T = y.shape
+    arms = arms_on(states, y.device)
     chosen = torch.empty(n, T, dtype=torch.int64, device=y.device)
     k = torch.empty(n, T, dtype=torch.int32, device=y.device)
     together = 32 // states  # sequences of a warp

@@ -300,6 +300,13 @@ def step_bytes(logs):
     )
 
 
+def kind_of(name):
+    "Which of the published clips a matrix has."
+    if name == EMB:
+        return "tok"
+    return "mlp" if ".mlp." in name else "attn"
+
+
 def geometric_mean(x):
     return x.log().mean().exp()
 
@@ -352,10 +359,33 @@ class Job:
         rows = deviation if way.rows == "std" else torch.ones_like(deviation)
         return rows / geometric_mean(rows), g.mean()
 
+    def matrices_of(self, way):
+        "What a way gives to GPTQ."
+        if way.emb == "gptq":
+            return [*self.matrices, EMB]
+        return self.matrices
+
+    def rounded_tables(self, way, c):
+        "Name -> (weights, bytes) of what has no Hessian, or is int8."
+        found = {}
+        for name in self.tables:
+            if way.tables == "int8":
+                found[name] = self.int8_table(name)
+            else:
+                found[name] = self.quantized_table(name, c)
+        if way.emb == "int8":
+            found[EMB] = self.int8_table(EMB)
+        return found
+
+    def int8_table(self, name):
+        "Weights and bytes of a table as int8."
+        return dequantize_state({name: self.int8[name]})[name], self.int8_bytes[name]
+
     def steps(self, way, c):
         "Name -> (row steps, column steps in the factor's order), and the bytes that they take."
-        steps, logs, plain = {}, [], 0
-        for name in [*self.matrices, *[EMB] * (way.emb == "gptq")]:
+        steps, logs = {}, []
+        plain = 0
+        for name in self.matrices_of(way):
             w = self.named[name]
             deviation = w.double().square().mean(1).sqrt().clamp_min(1e-12)
             rows, sensitivity = self.rows_of(way, name, deviation)
@@ -363,14 +393,14 @@ class Job:
             if way.matrix == "fisher":
                 size = (sensitivity * geometric_mean(variance)) ** -0.5
             else:
-                kind = "tok" if name == EMB else "mlp" if ".mlp." in name else "attn"
-                size = geometric_mean(deviation) * (KIND[kind] if way.matrix == "kind" else 1.0)
-            rows, cols = rows * size * c, torch.ones_like(variance)
+                size = geometric_mean(deviation)
+                if way.matrix == "kind":
+                    size = size * KIND[kind_of(name)]
+            rows = rows * size * c
+            cols = torch.ones_like(variance)
             if way.rows == "std" and way.matrix != "fisher":
-                rows, plain = (
-                    rows.half().double(),
-                    plain + 2 * len(rows),
-                )  # fp16 each, as our files have them
+                rows = rows.half().double()  # as our files have them
+                plain += 2 * len(rows)
             else:
                 log = quarters(rows)
                 logs.append(log - log.median())
@@ -420,14 +450,8 @@ class Job:
                     grids.append((trellis_levels(k, way.states) - 2 * k).T[:, back].flatten())
         coded = coded_bytes(indices, torch.cat(grids) if grids else None)
         size += coded + self.rest_bytes
-        for name in [*self.tables, *[EMB] * (way.emb == "int8")]:
-            if way.tables == "int8" or name == EMB:
-                state[name], more = (
-                    dequantize_state({name: self.int8[name]})[name],
-                    self.int8_bytes[name],
-                )
-            else:
-                state[name], more = self.quantized_table(name, c)
+        for name, (weights, more) in self.rounded_tables(way, c).items():
+            state[name] = weights
             size += more
         return state, size + CODE, spent, 8 * coded / sum(q.numel() for q in indices)
 
@@ -444,16 +468,19 @@ class Job:
             bits = sum(
                 (0.5 * torch.log2(1 + 17.08 * x / 4**middle) * n).sum().item() for x, n in rows
             )
-            low, high = (middle, high) if bits / 8 > target else (low, middle)
+            if bits / 8 > target:
+                low = middle
+            else:
+                high = middle
         return 2.0**high
 
     def fitted(self, way, target):
         "`encode` with the constant for `target` bytes, within 0.15 % after at most six tries."
         fixed = self.rest_bytes + CODE + sum(self.int8_bytes[n] for n in self.tables)
-        c, best = (
-            self.first_constant(way, target - fixed - self.int8_bytes[EMB] * (way.emb == "int8")),
-            None,
-        )
+        if way.emb == "int8":
+            fixed += self.int8_bytes[EMB]
+        c = self.first_constant(way, target - fixed)
+        best = None
         elements = sum(self.named[n].numel() for n in (*self.matrices, EMB))
         for _ in range(6):
             made = self.encode(way, c)
@@ -525,9 +552,10 @@ def summary(found):
 def main(run, train, val, out):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(run) / "ema.golf"
-    model, meta, _ = load_model(
-        path, torch.bfloat16 if device.type == "cuda" else torch.float32, device
-    )
+    dtype = torch.float32
+    if device.type == "cuda":
+        dtype = torch.bfloat16
+    model, meta, _ = load_model(path, dtype, device)
     named = {n: w.float().to(device) for n, w in load_weights(path)[1].items()}
     seq_len, small = meta["settings"]["train_seq_len"], meta["settings"]["small_tensor"]
     sampler = CoprimeSampler(find_shards(train), 0, 1, 16, seq_len, 7, 1)
