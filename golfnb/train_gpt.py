@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d79ead1bad121006
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 661d31f873e018b6
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2118,7 +2118,9 @@ def half_product(x: Tensor, side: int, warps: int, norm: Tensor | None = None,
     turned = not x.is_contiguous()
     rows = x.mT.reshape(n * K, M) if turned else x.reshape(n * M, K)
     block = [64, side] if turned else [side, 64]
-    out, high = x.new_empty(n, M, M) if out is None else out, M // side
+    high = M // side
+    if out is None:
+        out = x.new_empty(n, M, M)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         jitted(ns_product_kernel)[(n * high * (high + 1) // 2,)](
             TensorDescriptor.from_tensor(rows, block), x, norm, out, M, K, *polynomial,
