@@ -11,7 +11,8 @@ __all__ = ['SECTION_DAMAGE', 'CODECS', 'Plain', 'Lzma', 'Zlib', 'Rans', 'Best', 
            'unpack_foreign', 'check_names', 'codec_faults', 'stored_again', 'check_codec',
            'over_budget', 'save_artifact', 'naming', 'read_container', 'container_header',
            'read_meta', 'load_artifact', 'save_weights', 'check_unquantized', 'load_weights',
-           'check_tokenizer', 'load_model', 'export_safetensors', 'import_safetensors']
+           'digit_bits', 'bits_of', 'check_tokenizer', 'load_model', 'export_safetensors',
+           'import_safetensors']
 
 # %% ../nbs/story/11b_artifact.ipynb #b0d38447
 import hashlib
@@ -40,7 +41,7 @@ from .quantize import (
     pack_plain,
     unpack_plain,
 )
-from .rans import rans_decode, rans_encode
+from .rans import rans_bits, rans_decode, rans_encode
 from .settings import BaseSettings, GolfError, read_json, reading, require, setting
 from .shards import atomic_write
 from .trellis_file import dequantize_trellis, without_parts
@@ -599,6 +600,33 @@ def section_rows(header: dict) -> list[tuple[str, int, int, str, int]]:
                      codec, stored))
     return rows
 
+# %% ../nbs/story/11b_artifact.ipynb #89e5323a
+def digit_bits(path: str | Path) -> dict[str, float]:
+    """Bits that each int8 tensor of anybody's file takes, by name.
+
+    In a section of rANS by its frequencies, else by how often each value occurs in the tensor;
+    nothing for a codec that golfnb does not have. Raises GolfError for damage.
+    """
+    with naming(path):
+        header, payload = open_container(Path(path).read_bytes())
+        shapes = section_plan(header["tensors"]).get("int8", [])
+        for section, codec, length in header["sections"]:
+            stored, payload = bytes(payload[:length]), payload[length:]
+            if section == "int8" and isinstance(codec, str) and codec in CODECS:
+                raw = decompress_section(stored, codec, shapes, CODECS)
+                names = [name for name, kind, _ in header["tensors"] if kind == "int8"]
+                return dict(zip(names, bits_of(stored, codec, shapes, raw), strict=True))
+    return {}
+
+
+def bits_of(stored: bytes, codec: str, shapes: list, raw: bytes) -> list[float]:
+    "Bits of each tensor in a section that is stored by `codec` and decodes to `raw`."
+    values = np.frombuffer(raw, np.uint8)
+    if codec == Rans.name:
+        return rans_bits(stored, shapes, values)
+    cuts = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    return [entropy_bits(part.view(np.int8)) * part.size for part in np.split(values, cuts)]
+
 # %% ../nbs/story/11b_artifact.ipynb #a80b11c8
 def check_model(header: dict) -> None:
     """Raise GolfError unless the settings in a header ask for just its tensors.
@@ -651,7 +679,8 @@ def export_safetensors(path: str | Path, out: str | Path,
     """
     store = optional("safetensors.torch", "golfnb[weights]")
     meta, packed = read_container(path, codecs)
-    state = {name: w.contiguous() for name, w in dequantize_trellis(packed).items()}
+    with naming(path):
+        state = {name: w.contiguous() for name, w in dequantize_trellis(packed).items()}
     atomic_write(out, store.save(state, metadata={"golfnb": json.dumps(meta, sort_keys=True)}))
 
 

@@ -943,6 +943,32 @@ def quantize_command(args) -> int:
     print(f"this file has no score yet: {next_score(program, s, path, meta, args.program)}")
     return 0
 
+# %% ../../nbs/tools/23_cli.ipynb #6869c656
+def share_words(shares, name: str) -> str:
+    "What the file says of a matrix's share of the loss; '' where it says nothing that makes sense."
+    share = shares.get(name) if isinstance(shares, dict) else None
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        return ""
+    return f", {share:.1%}"
+
+
+def print_trellis(file: str, header: dict, shares) -> None:
+    "A line for each trellis matrix: its shape, the bits of its digits, its share of the predicted loss. GolfError."
+    forms = {name: (kind, tuple(shape)) for name, kind, shape in header["tensors"]}
+    with book.artifact.naming(file):
+        names = book.trellis_file.trellis_names(forms)
+    if not names:
+        return
+    bits = book.artifact.digit_bits(file)
+    print("  trellis matrices: shape; bits a weight of the digits, as the coder counts them; share of the predicted loss")
+    for name in sorted(names):
+        rows, cols = forms[name][1]
+        words = ""
+        if name in bits:
+            both = bits[name] + bits.get(name + book.trellis_file.HIGH, 0)
+            words = f", {both / rows / cols:.3f} bits"
+        print(f"  {name:32s} {rows:,} x {cols:,}{words}{share_words(shares, name)}")
+
 # %% ../../nbs/tools/23_cli.ipynb #9d4eb7e9
 @command("artifact inspect", "header and bytes per part of an artifact; needs no tokenizer",
          arg("file", metavar="FILE"))
@@ -953,8 +979,10 @@ def artifact_inspect_command(args) -> int:
     settings = meta.get("settings")
     if isinstance(settings, dict):
         meta["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
+    shares = meta.pop("shares", {}) if "trellis" in meta else {}
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
+    print_trellis(args.file, header, shares)
     for part, tensors, decoded, codec, stored in book.artifact.section_rows(header):
         print(f"  {part:24s} {tensors} tensors, {decoded:,} bytes, stored as {printable(codec)} in {stored:,}")
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)
