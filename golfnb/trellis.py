@@ -81,32 +81,33 @@ def trellis_plain(y: Tensor, states: int = 8) -> Tensor:
     "Levels int32 [n, T] of the best path of y fp32 [n, T], which is in order, by a loop over T."
     n, T = y.shape
     before, subset = trellis_arms(states).numpy().transpose(2, 1, 0)  # each [2, states]
-    now = y.detach().cpu().T[..., None]
-    near = nearest_level(now, torch.arange(4.0))  # [T, n, 4]
+    now = y.detach().cpu().T[:, None]
+    near = nearest_level(now, torch.arange(4.0)[:, None])  # [T, 4, n]
     error = (now - near).square().numpy()
-    cost = np.full((n, states), np.inf, np.float32)
-    cost[:, :1] = 0
-    second = np.empty((T, n, states), bool)
+    cost = np.full((states, n), np.inf, np.float32)
+    cost[0] = 0
+    second = np.empty((T, states, n), bool)
     for t in range(T):
-        ways = cost.take(before, 1) + error[t].take(subset, 1)  # [n, 2, states]
-        np.less(ways[:, 1], ways[:, 0], out=second[t])
-        cost = np.minimum(ways[:, 0], ways[:, 1])
+        ways = cost.take(before, 0) + error[t].take(subset, 0)  # [2, states, n]
+        np.less(ways[1], ways[0], out=second[t])
+        cost = np.minimum(ways[0], ways[1])
     return path_back(cost, second, before, subset, near).to(y.device)
 
 
 def path_back(cost, second, before, subset, near: Tensor) -> Tensor:
     "Levels int32 [n, T] on the cheapest path; the arguments are `trellis_plain`'s."
-    T, n, states = second.shape
-    entered = np.where(second, *before[::-1].astype(np.uint8)).reshape(T, n * states)
-    used = np.where(second, *subset[::-1].astype(np.uint8)).reshape(T, n * states)
-    start = np.arange(n) * states  # of each sequence's states
+    T, states, n = second.shape
+    first_arm, second_arm = before.astype(np.uint8)[..., None]
+    entered = np.where(second, second_arm, first_arm).reshape(T, states * n)
+    first_arm, second_arm = subset.astype(np.uint8)[..., None]
+    used = np.where(second, second_arm, first_arm).reshape(T, states * n)
     path = np.empty((T, n), np.int64)
-    state = cost.argmin(1)
+    state = cost.argmin(0)
     for t in reversed(range(T)):
-        path[t] = start + state
+        path[t] = state * np.int64(n) + np.arange(n)
         state = entered[t].take(path[t])
     chosen = torch.from_numpy(np.take_along_axis(used, path, 1).astype(np.int64))
-    return near.gather(2, chosen[..., None])[..., 0].T.int().contiguous()
+    return near.gather(1, chosen[:, None])[:, 0].T.int().contiguous()
 
 # %% ../nbs/story/10c_trellis.ipynb #b90f938c
 @inlined
