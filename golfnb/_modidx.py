@@ -150,6 +150,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                              'golfnb.bits.as_sensitivity': ('story/bits.html#as_sensitivity', 'golfnb/bits.py'),
                              'golfnb.bits.batch_sums': ('story/bits.html#batch_sums', 'golfnb/bits.py'),
                              'golfnb.bits.by_position': ('story/bits.html#by_position', 'golfnb/bits.py'),
+                             'golfnb.bits.bytes_per_bit': ('story/bits.html#bytes_per_bit', 'golfnb/bits.py'),
                              'golfnb.bits.drawn_labels': ('story/bits.html#drawn_labels', 'golfnb/bits.py'),
                              'golfnb.bits.feedback': ('story/bits.html#feedback', 'golfnb/bits.py'),
                              'golfnb.bits.few_of': ('story/bits.html#few_of', 'golfnb/bits.py'),

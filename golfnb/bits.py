@@ -7,7 +7,7 @@ size of the whole file.
 # %% auto #0
 __all__ = ['Sensitivity', 'sensitivities', 'plan_state', 'Rounded', 'round_plans', 'fit_trellis']
 
-# %% ../nbs/story/10d_bits.ipynb #4fcb09f8
+# %% ../nbs/story/10d_bits.ipynb #7e923f08
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from .quantize import (
 from .settings import GolfError, require
 from .trellis import trellis_path
 
-# %% ../nbs/story/10d_bits.ipynb #20a5e46d
+# %% ../nbs/story/10d_bits.ipynb #dea948fc
 class Watch:
     "What a forward pass sent through matrices, and what it looked up in tables."
 
@@ -54,7 +54,7 @@ class WatchedBlock(Block):
         self.watch.products.append((f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight", x, y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #eac84159
+# %% ../nbs/story/10d_bits.ipynb #8e794e18
 class WatchedTables(TorchFunctionMode):
     "Within it, a model's lookups in its tables are watched, and the product with one: its head."
 
@@ -74,7 +74,7 @@ class WatchedTables(TorchFunctionMode):
                 self.watch.products.append((name, args[0], y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #c5d46e91
+# %% ../nbs/story/10d_bits.ipynb #33c90703
 @contextmanager
 def watched(model: Golf) -> Iterator[Watch]:
     "Within it the model runs without kernels, and is watched."
@@ -89,7 +89,7 @@ def watched(model: Golf) -> Iterator[Watch]:
         model.blocks = blocks
         model.kernels = kernels
 
-# %% ../nbs/story/10d_bits.ipynb #2e7e73e5
+# %% ../nbs/story/10d_bits.ipynb #cbb402af
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     "A token [n] for each row of logits [n, V], drawn with its probability."
     waits = torch.empty_like(logits).exponential_(generator=generator)
@@ -113,7 +113,7 @@ def squared_gradients(model: Golf, ids: Tensor, generator) -> tuple[Watch, Itera
         found = torch.autograd.grad(loss, [y for *_, y in watch.products + watch.lookups])
     return watch, (by_position(gradient).square() for gradient in found)
 
-# %% ../nbs/story/10d_bits.ipynb #330d7000
+# %% ../nbs/story/10d_bits.ipynb #9126cd60
 def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
     "((name, what), sum over positions) of all that a batch tells."
     for name, x, _ in watch.products:
@@ -126,7 +126,7 @@ def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
         yield (name, "looked up"), per_row
         yield (name, "columns"), square.sum(0)
 
-# %% ../nbs/story/10d_bits.ipynb #c5ce1b6d
+# %% ../nbs/story/10d_bits.ipynb #c7873c94
 @dataclass
 class Sensitivity:
     """What errors of a matrix [rows, cols] cost: of each row's errors e, `rows` / 2 times e H e^T.
@@ -146,7 +146,7 @@ class Sensitivity:
             each = ((errors @ self.hessian) * errors).sum(1)
         return (self.rows * each).sum() / 2
 
-# %% ../nbs/story/10d_bits.ipynb #82227a80
+# %% ../nbs/story/10d_bits.ipynb #82f53031
 TINY = 1e-30  # stands for no information at all, where it would be divided by
 
 
@@ -161,7 +161,7 @@ def as_sensitivity(means: Mapping[str, Tensor]) -> Sensitivity:
         rows = rows + means["looked up"] / hessian.diagonal().mean().clamp_min(TINY)
     return Sensitivity(rows, hessian)
 
-# %% ../nbs/story/10d_bits.ipynb #69da29b0
+# %% ../nbs/story/10d_bits.ipynb #1b27bc02
 def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
                   seed: int = 0) -> dict[str, Sensitivity]:
     """What errors of each block's matrices, the embedding and the tables cost, by published name.
@@ -185,9 +185,9 @@ def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
         means.setdefault(name, {})[what] = mean
     return {name: as_sensitivity(of) for name, of in means.items()}
 
-# %% ../nbs/story/10d_bits.ipynb #4c8c7354
+# %% ../nbs/story/10d_bits.ipynb #3538c712
 ROW_FLOOR = 0.1  # of a matrix' mean: no row counts for less
-LARGEST_INDEX = 127 * 255 + 127  # that a file can hold
+INDEX_LIMIT, EXPONENT_LIMIT = 127 * 255 + 127, 31  # what a file can hold
 FINEST_STEP, COARSEST_STEP = -56, 63  # of rows, in quarter octaves: normal numbers of fp16
 
 
@@ -215,7 +215,7 @@ class Plan:
         exponents = (self.rows + 4 * octaves).round().maximum(self.finest)
         return (2 ** (exponents.clamp(FINEST_STEP, COARSEST_STEP) / 4)).half()
 
-# %% ../nbs/story/10d_bits.ipynb #a173e79c
+# %% ../nbs/story/10d_bits.ipynb #651b4869
 def feedback(name: str, sensitivity: Sensitivity) -> tuple:
     "`hessian_factor` of a matrix; a table's columns stay in order, and none pays for another."
     h = sensitivity.hessian
@@ -238,14 +238,15 @@ def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
     columns = 4 * torch.log2(upper.diagonal())  # d ** -1/2 in quarter octaves
     live = ~dead[order]
     middle = columns[live].mean().nan_to_num()
-    columns = torch.where(live, columns - middle, 0).round().clamp(-127, 127).to(torch.int8)
+    columns = torch.where(live, columns - middle, 0).round()
+    columns = columns.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).to(torch.int8)
     weights = w.masked_fill(dead, 0)[:, order]
     largest = (weights.double().abs() * 2 ** (columns / -4)).amax(1)
-    finest = (4 * torch.log2(largest * (4 / LARGEST_INDEX))).ceil()
+    finest = (4 * torch.log2(largest * (4 / INDEX_LIMIT))).ceil()
     return Plan(name, w, sensitivity, order, weights, upper.float(), columns,
                 middle - 2 * torch.log2(g), finest)
 
-# %% ../nbs/story/10d_bits.ipynb #1a8423ad
+# %% ../nbs/story/10d_bits.ipynb #ef52a4a2
 def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
                small: int = SMALL_MATRIX) -> list[Plan]:
     """The matrices among named weights that are to be rounded, ready for it.
@@ -256,7 +257,7 @@ def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
     return [plan_matrix(name, w, found[name]) for name, w in named.items()
             if name in found and quant_kind(name, tuple(w.shape), small) in INT_MAX]
 
-# %% ../nbs/story/10d_bits.ipynb #b862d533
+# %% ../nbs/story/10d_bits.ipynb #939b6b08
 def as_loaded(levels: Tensor, steps: Tensor) -> Tensor:
     "Weights as a model loads them, bfloat16 numbers in fp32, of levels and union steps."
     return (levels * steps).bfloat16().float()
@@ -276,14 +277,14 @@ def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
         errors = torch.empty_like(part)
         for j in range(part.shape[1]):
             step = rows * columns[:, a + j, None]
-            levels[:, a + j] = trellis_path((part[:, j] / step).contiguous())
+            levels[:, a + j] = trellis_path((part[:, j] / step).float().contiguous())
             made = as_loaded(levels[:, a + j], step)
             errors[:, j] = (part[:, j] - made) / u[:, j, j, None]
             part[:, j + 1:] -= u[:, j, j + 1:, None] * errors[:, j, None]
         w[:, a + block:] -= upper[:, a:a + block, a + block:].mT @ errors
     return levels.mT
 
-# %% ../nbs/story/10d_bits.ipynb #83211327
+# %% ../nbs/story/10d_bits.ipynb #c5ccf66e
 @dataclass
 class Rounded:
     """A matrix in integers: indices `k` int32 [rows, cols], and how to read them.
@@ -297,7 +298,7 @@ class Rounded:
     columns: Tensor
     loss: float
 
-# %% ../nbs/story/10d_bits.ipynb #420f1af9
+# %% ../nbs/story/10d_bits.ipynb #120f0d2f
 def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     "Matrices of one shape at the constant 2 ** octaves, rounded together, by name."
     rows = torch.stack([plan.steps(octaves) for plan in plans])
@@ -311,13 +312,13 @@ def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         made = as_loaded(levels[i], rows[i].float()[:, None] * columns[i])[:, back]
         k = levels[i][:, back] >> 1
         loss = plan.sensitivity.cost(plan.matrix - made).item()
-        require(k.abs().max() <= LARGEST_INDEX and math.isfinite(loss),
-                f"indices of {plan.name} must be at most {LARGEST_INDEX:,} in size, found larger "
+        require(k.abs().max() <= INDEX_LIMIT and math.isfinite(loss),
+                f"indices of {plan.name} must be at most {INDEX_LIMIT:,} in size, found larger "
                 "ones: its weights are out of range, the run has diverged")
         found[plan.name] = Rounded(k, rows[i], plan.columns[back], loss)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #efdc00ea
+# %% ../nbs/story/10d_bits.ipynb #be4e9933
 def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     """Matrices at the constant 2 ** octaves, by name; those of one shape are rounded together.
 
@@ -330,18 +331,18 @@ def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         found |= round_stack(stack, octaves)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #24d17098
+# %% ../nbs/story/10d_bits.ipynb #9dcad700
 FINEST_BITS, COARSEST_BITS = 12.0, 0.25  # a weight, by the estimate
 
 
 class RateCurve:
-    "About how many bits matrices take at a constant: as Gaussians, a row and a column at a time."
+    "About how many bits matrices take at a constant, each row a Gaussian."
 
     def __init__(self, plans: list[Plan]):
         squares = [(plan.weights.double() * 2 ** (plan.columns / -4)).square().mean(1)
                    / 4 ** (plan.rows / 4 + 1) for plan in plans]
         self.squares = torch.cat(squares)  # of each row, in cells, at constant 1
-        widths = [torch.full_like(s, p.weights.shape[1]) for s, p in zip(squares, plans, strict=True)]
+        widths = [torch.full_like(plan.rows, plan.weights.shape[1]) for plan in plans]
         self.widths = torch.cat(widths)  # weights of each row
         self.weights = self.widths.sum().item()
 
@@ -351,7 +352,7 @@ class RateCurve:
         return (torch.log2(ratio) * self.widths).sum().item() / 2
 
     def octaves(self, bits: float) -> float:
-        "The constant, as a power of two, at which they take so many; between the finest and coarsest."
+        "The constant at which they take so many, as a power of two, in the range that is tried."
         bits = min(max(bits, COARSEST_BITS * self.weights), FINEST_BITS * self.weights)
         low, high = -100.0, 100.0
         for _ in range(60):
@@ -362,7 +363,7 @@ class RateCurve:
                 high = middle
         return high
 
-# %% ../nbs/story/10d_bits.ipynb #70c48149
+# %% ../nbs/story/10d_bits.ipynb #fb80b546
 TRIES, NEAR = 8, 200  # files measured at most; bytes below the target that are near enough
 FEW = 64  # one weight in so many is rounded again to come near
 
@@ -377,38 +378,51 @@ def few_of(plans: list[Plan]) -> list[Plan]:
     return few
 
 
+def bytes_per_bit(tried: list[tuple[float, int]]) -> float:
+    "Bytes of a file for each bit of the estimate, by the last two (bits, bytes) that were tried."
+    if len(tried) < 2:
+        return 1 / 8
+    (bits, size), (bits_before, size_before) = tried[-1], tried[-2]
+    return max((size - size_before) / (bits - bits_before), 1 / 64)
+
+
 def search_constant(plans: list[Plan], start_bytes: int, target_bytes: int,
                     measure: Callable[[dict], int]) -> tuple[int, dict[str, Rounded]]:
     """The largest size found that is at most `target_bytes`, else the smallest, and its matrices.
 
     `measure(rounded)` counts a file's bytes; `start_bytes`: what the matrices may take of it.
     """
+    if not plans:
+        return measure({}), {}
     few = few_of(plans)
     whole_curve, few_curve = RateCurve(plans), RateCurve(few)
     octaves = few_octaves = whole_curve.octaves(8 * start_bytes)
-    rounded, tried = round_plans(plans, octaves), {}
+    rounded, tried, ends = round_plans(plans, octaves), {}, []
     for tries_left in reversed(range(TRIES)):
-        tried[measure(rounded)] = dict(rounded)
-        size = next(reversed(tried))
+        size = measure(rounded)
+        tried[size] = dict(rounded)
         fitting = [n for n in tried if n <= target_bytes]
         if target_bytes - NEAR <= size <= target_bytes or not tries_left:
             break
+        if octaves == few_octaves:
+            ends.append((whole_curve.bits(octaves), size))
         over = size - target_bytes + NEAR / 2
         if tries_left <= 2 and not fitting:
             over += target_bytes / 200
-        few_octaves = few_curve.octaves(few_curve.bits(few_octaves) - 8 * over)
+        fewer = over / bytes_per_bit(ends)
+        few_octaves = few_curve.octaves(few_curve.bits(few_octaves) - fewer)
         if abs(few_octaves - octaves) < 0.25:
             rounded |= round_plans(few, few_octaves)
             continue
         before = octaves
-        octaves = few_octaves = whole_curve.octaves(whole_curve.bits(octaves) - 8 * over)
+        octaves = few_octaves = whole_curve.octaves(whole_curve.bits(octaves) - fewer)
         if octaves == before:  # the finest or the coarsest
             break
         rounded = round_plans(plans, octaves)
     best = max(fitting) if fitting else min(tried)
     return best, tried[best]
 
-# %% ../nbs/story/10d_bits.ipynb #ea3735a8
+# %% ../nbs/story/10d_bits.ipynb #6fdd6628
 def loss_shares(rounded: Mapping[str, Rounded]) -> dict[str, float]:
     "Name -> share of the predicted loss, three digits."
     total = sum(r.loss for r in rounded.values()) or 1.0
@@ -436,7 +450,7 @@ def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int, 
         raise error
     return state(rounded), loss_shares(rounded)
 
-# %% ../nbs/story/10d_bits.ipynb #09e85068
+# %% ../nbs/story/10d_bits.ipynb #5b78091e
 def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], target_bytes: int,
                 pack: Callable, measure: Callable, small: int = SMALL_MATRIX,
                 ranks: Ranks = Ranks()) -> tuple[dict[str, Packed], dict[str, float]]:
