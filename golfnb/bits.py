@@ -7,7 +7,7 @@ size of the whole file.
 # %% auto #0
 __all__ = ['Sensitivity', 'sensitivities', 'plan_state', 'Rounded', 'round_plans', 'fit_trellis']
 
-# %% ../nbs/story/10d_bits.ipynb #7e923f08
+# %% ../nbs/story/10d_bits.ipynb #d0ee3e0f
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from .quantize import (
 from .settings import GolfError, require
 from .trellis import trellis_path
 
-# %% ../nbs/story/10d_bits.ipynb #dea948fc
+# %% ../nbs/story/10d_bits.ipynb #106e16f5
 class Watch:
     "What a forward pass sent through matrices, and what it looked up in tables."
 
@@ -54,7 +54,7 @@ class WatchedBlock(Block):
         self.watch.products.append((f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight", x, y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #8e794e18
+# %% ../nbs/story/10d_bits.ipynb #4f4e22ed
 class WatchedTables(TorchFunctionMode):
     "Within it, a model's lookups in its tables are watched, and the product with one: its head."
 
@@ -74,7 +74,7 @@ class WatchedTables(TorchFunctionMode):
                 self.watch.products.append((name, args[0], y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #33c90703
+# %% ../nbs/story/10d_bits.ipynb #15c9d4e1
 @contextmanager
 def watched(model: Golf) -> Iterator[Watch]:
     "Within it the model runs without kernels, and is watched."
@@ -89,7 +89,7 @@ def watched(model: Golf) -> Iterator[Watch]:
         model.blocks = blocks
         model.kernels = kernels
 
-# %% ../nbs/story/10d_bits.ipynb #cbb402af
+# %% ../nbs/story/10d_bits.ipynb #f5bb43ff
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     "A token [n] for each row of logits [n, V], drawn with its probability."
     waits = torch.empty_like(logits).exponential_(generator=generator)
@@ -100,7 +100,7 @@ def by_position(x: Tensor) -> Tensor:
     "x [B, T, n] as [B * T, n], in fp32 or fp64."
     return widen(x.detach().flatten(0, -2))
 
-
+# %% ../nbs/story/10d_bits.ipynb #7bfa846b
 def squared_gradients(model: Golf, ids: Tensor, generator) -> tuple[Watch, Iterator[Tensor]]:
     """What ids [B, T] sent through a model, and of each y in it the squared gradient [B * T, ...].
 
@@ -113,7 +113,7 @@ def squared_gradients(model: Golf, ids: Tensor, generator) -> tuple[Watch, Itera
         found = torch.autograd.grad(loss, [y for *_, y in watch.products + watch.lookups])
     return watch, (by_position(gradient).square() for gradient in found)
 
-# %% ../nbs/story/10d_bits.ipynb #9126cd60
+# %% ../nbs/story/10d_bits.ipynb #83e57798
 def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
     "((name, what), sum over positions) of all that a batch tells."
     for name, x, _ in watch.products:
@@ -126,7 +126,7 @@ def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
         yield (name, "looked up"), per_row
         yield (name, "columns"), square.sum(0)
 
-# %% ../nbs/story/10d_bits.ipynb #c7873c94
+# %% ../nbs/story/10d_bits.ipynb #fe6f79b7
 @dataclass
 class Sensitivity:
     """What errors of a matrix [rows, cols] cost: of each row's errors e, `rows` / 2 times e H e^T.
@@ -146,7 +146,7 @@ class Sensitivity:
             each = ((errors @ self.hessian) * errors).sum(1)
         return (self.rows * each).sum() / 2
 
-# %% ../nbs/story/10d_bits.ipynb #82f53031
+# %% ../nbs/story/10d_bits.ipynb #c5846b75
 TINY = 1e-30  # stands for no information at all, where it would be divided by
 
 
@@ -161,7 +161,7 @@ def as_sensitivity(means: Mapping[str, Tensor]) -> Sensitivity:
         rows = rows + means["looked up"] / hessian.diagonal().mean().clamp_min(TINY)
     return Sensitivity(rows, hessian)
 
-# %% ../nbs/story/10d_bits.ipynb #1b27bc02
+# %% ../nbs/story/10d_bits.ipynb #faafc2b0
 def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
                   seed: int = 0) -> dict[str, Sensitivity]:
     """What errors of each block's matrices, the embedding and the tables cost, by published name.
@@ -185,12 +185,12 @@ def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
         means.setdefault(name, {})[what] = mean
     return {name: as_sensitivity(of) for name, of in means.items()}
 
-# %% ../nbs/story/10d_bits.ipynb #3538c712
+# %% ../nbs/story/10d_bits.ipynb #8d64d541
 ROW_FLOOR = 0.1  # of a matrix' mean: no row counts for less
 INDEX_LIMIT, EXPONENT_LIMIT = 127 * 255 + 127, 31  # what a file can hold
 FINEST_STEP, COARSEST_STEP = -56, 63  # of rows, in quarter octaves: normal numbers of fp16
 
-
+# %% ../nbs/story/10d_bits.ipynb #8cdfa066
 @dataclass
 class Plan:
     """A matrix ready to be rounded.
@@ -215,7 +215,7 @@ class Plan:
         exponents = (self.rows + 4 * octaves).round().maximum(self.finest)
         return (2 ** (exponents.clamp(FINEST_STEP, COARSEST_STEP) / 4)).half()
 
-# %% ../nbs/story/10d_bits.ipynb #651b4869
+# %% ../nbs/story/10d_bits.ipynb #53ea2065
 def feedback(name: str, sensitivity: Sensitivity) -> tuple:
     "`hessian_factor` of a matrix; a table's columns stay in order, and none pays for another."
     h = sensitivity.hessian
@@ -246,7 +246,38 @@ def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
     return Plan(name, w, sensitivity, order, weights, upper.float(), columns,
                 middle - 2 * torch.log2(g), finest)
 
-# %% ../nbs/story/10d_bits.ipynb #ef52a4a2
+# %% ../nbs/story/10d_bits.ipynb #1077fc05
+def feedback(name: str, sensitivity: Sensitivity) -> tuple:
+    "`hessian_factor` of a matrix; a table's columns stay in order, and none pays for another."
+    h = sensitivity.hessian
+    if h.ndim == 2:
+        factor = hessian_factor(h)
+        require(factor is not None, f"the Hessian of {name} must have a Cholesky factor, found "
+                "none: the run has diverged, use earlier weights")
+        return factor
+    order = torch.arange(len(h), device=h.device)
+    diagonal = h.double().clamp_min(1e-3 * h.mean().item()).clamp_min(TINY)
+    return order, torch.zeros_like(h, dtype=torch.bool), diagonal.rsqrt().diag()
+
+
+def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
+    "A finite matrix w [rows, cols] ready to be rounded; errors as of `plan_state`."
+    check_matrix(name, w, "a trellis")
+    order, dead, upper = feedback(name, sensitivity)
+    w, g = w.float(), sensitivity.rows.double()
+    g = g.clamp_min(ROW_FLOOR * g.mean()).clamp_min(TINY)
+    columns = 4 * torch.log2(upper.diagonal())  # d ** -1/2 in quarter octaves
+    live = ~dead[order]
+    middle = columns[live].mean().nan_to_num()
+    columns = torch.where(live, columns - middle, 0).round()
+    columns = columns.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).to(torch.int8)
+    weights = w.masked_fill(dead, 0)[:, order]
+    largest = (weights.double().abs() * 2 ** (columns / -4)).amax(1)
+    finest = (4 * torch.log2(largest * (4 / INDEX_LIMIT))).ceil()
+    return Plan(name, w, sensitivity, order, weights, upper.float(), columns,
+                middle - 2 * torch.log2(g), finest)
+
+# %% ../nbs/story/10d_bits.ipynb #483172d6
 def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
                small: int = SMALL_MATRIX) -> list[Plan]:
     """The matrices among named weights that are to be rounded, ready for it.
@@ -257,12 +288,12 @@ def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
     return [plan_matrix(name, w, found[name]) for name, w in named.items()
             if name in found and quant_kind(name, tuple(w.shape), small) in INT_MAX]
 
-# %% ../nbs/story/10d_bits.ipynb #939b6b08
+# %% ../nbs/story/10d_bits.ipynb #90ea76ea
 def as_loaded(levels: Tensor, steps: Tensor) -> Tensor:
     "Weights as a model loads them, bfloat16 numbers in fp32, of levels and union steps."
     return (levels * steps).bfloat16().float()
 
-
+# %% ../nbs/story/10d_bits.ipynb #f8ac9910
 def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
                 block: int = 128) -> Tensor:
     """Levels int32 [n, rows, cols] of w [n, rows, cols], by GPTQ with the trellis.
@@ -284,7 +315,7 @@ def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
         w[:, a + block:] -= upper[:, a:a + block, a + block:].mT @ errors
     return levels.mT
 
-# %% ../nbs/story/10d_bits.ipynb #c5ccf66e
+# %% ../nbs/story/10d_bits.ipynb #3995b7b1
 @dataclass
 class Rounded:
     """A matrix in integers: indices `k` int32 [rows, cols], and how to read them.
@@ -298,7 +329,7 @@ class Rounded:
     columns: Tensor
     loss: float
 
-# %% ../nbs/story/10d_bits.ipynb #120f0d2f
+# %% ../nbs/story/10d_bits.ipynb #db8f405b
 def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     "Matrices of one shape at the constant 2 ** octaves, rounded together, by name."
     rows = torch.stack([plan.steps(octaves) for plan in plans])
@@ -318,7 +349,7 @@ def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         found[plan.name] = Rounded(k, rows[i], plan.columns[back], loss)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #be4e9933
+# %% ../nbs/story/10d_bits.ipynb #ef745b3f
 def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     """Matrices at the constant 2 ** octaves, by name; those of one shape are rounded together.
 
@@ -331,7 +362,7 @@ def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         found |= round_stack(stack, octaves)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #9dcad700
+# %% ../nbs/story/10d_bits.ipynb #1cd7a2a3
 FINEST_BITS, COARSEST_BITS = 12.0, 0.25  # a weight, by the estimate
 
 
@@ -363,7 +394,21 @@ class RateCurve:
                 high = middle
         return high
 
-# %% ../nbs/story/10d_bits.ipynb #fb80b546
+# %% ../nbs/story/10d_bits.ipynb #332a0d69
+TRIES, NEAR = 8, 200  # files measured at most; bytes below the target that are near enough
+FEW = 64  # one weight in so many is rounded again to come near
+
+
+def few_of(plans: list[Plan]) -> list[Plan]:
+    "The smallest matrices, which hold about one weight in FEW."
+    few, weights = [], sum(plan.weights.numel() for plan in plans)
+    for plan in sorted(plans, key=lambda plan: plan.weights.numel()):
+        if FEW * sum(found.weights.numel() for found in few) >= weights:
+            break
+        few.append(plan)
+    return few
+
+# %% ../nbs/story/10d_bits.ipynb #156a1bbd
 TRIES, NEAR = 8, 200  # files measured at most; bytes below the target that are near enough
 FEW = 64  # one weight in so many is rounded again to come near
 
@@ -385,7 +430,36 @@ def bytes_per_bit(tried: list[tuple[float, int]]) -> float:
     (bits, size), (bits_before, size_before) = tried[-1], tried[-2]
     return max((size - size_before) / (bits - bits_before), 1 / 64)
 
+# %% ../nbs/story/10d_bits.ipynb #8a3da129
+class Search:
+    """Matrices rounded at one constant, which moves from file to file.
 
+    The last moves are small, and a few matrices alone follow them.
+    """
+
+    def __init__(self, plans: list[Plan], start_bytes: int):
+        self.plans, self.few = plans, few_of(plans)
+        self.curve, self.few_curve = RateCurve(plans), RateCurve(self.few)
+        self.octaves = self.few_octaves = self.curve.octaves(8 * start_bytes)
+        self.rounded = round_plans(plans, self.octaves)
+        self.files = []  # (bits of the estimate, bytes) where all had the same constant
+
+    def move(self, size: int, over: float) -> bool:
+        "After a file of `size` bytes: round for `over` bytes less; False if there is nothing left."
+        if self.few_octaves == self.octaves:
+            self.files.append((self.curve.bits(self.octaves), size))
+        fewer, before = over / bytes_per_bit(self.files), self.octaves
+        self.few_octaves = self.few_curve.octaves(self.few_curve.bits(self.few_octaves) - fewer)
+        if abs(self.few_octaves - before) < 0.25:
+            self.rounded = self.rounded | round_plans(self.few, self.few_octaves)
+            return True
+        self.octaves = self.few_octaves = self.curve.octaves(self.curve.bits(before) - fewer)
+        if self.octaves == before:  # the finest or the coarsest
+            return False
+        self.rounded = round_plans(self.plans, self.octaves)
+        return True
+
+# %% ../nbs/story/10d_bits.ipynb #a0e8e7c9
 def search_constant(plans: list[Plan], start_bytes: int, target_bytes: int,
                     measure: Callable[[dict], int]) -> tuple[int, dict[str, Rounded]]:
     """The largest size found that is at most `target_bytes`, else the smallest, and its matrices.
@@ -394,41 +468,27 @@ def search_constant(plans: list[Plan], start_bytes: int, target_bytes: int,
     """
     if not plans:
         return measure({}), {}
-    few = few_of(plans)
-    whole_curve, few_curve = RateCurve(plans), RateCurve(few)
-    octaves = few_octaves = whole_curve.octaves(8 * start_bytes)
-    rounded, tried, ends = round_plans(plans, octaves), {}, []
+    search, tried = Search(plans, start_bytes), {}
     for tries_left in reversed(range(TRIES)):
-        size = measure(rounded)
-        tried[size] = dict(rounded)
-        fitting = [n for n in tried if n <= target_bytes]
-        if target_bytes - NEAR <= size <= target_bytes or not tries_left:
-            break
-        if octaves == few_octaves:
-            ends.append((whole_curve.bits(octaves), size))
+        size = measure(search.rounded)
+        tried[size] = search.rounded
         over = size - target_bytes + NEAR / 2
-        if tries_left <= 2 and not fitting:
-            over += target_bytes / 200
-        fewer = over / bytes_per_bit(ends)
-        few_octaves = few_curve.octaves(few_curve.bits(few_octaves) - fewer)
-        if abs(few_octaves - octaves) < 0.25:
-            rounded |= round_plans(few, few_octaves)
-            continue
-        before = octaves
-        octaves = few_octaves = whole_curve.octaves(whole_curve.bits(octaves) - fewer)
-        if octaves == before:  # the finest or the coarsest
+        if abs(over) <= NEAR / 2 or not tries_left:
             break
-        rounded = round_plans(plans, octaves)
-    best = max(fitting) if fitting else min(tried)
+        if tries_left <= 2 and min(tried) > target_bytes:
+            over += target_bytes / 200
+        if not search.move(size, over):
+            break
+    best = max((n for n in tried if n <= target_bytes), default=min(tried))
     return best, tried[best]
 
-# %% ../nbs/story/10d_bits.ipynb #6fdd6628
+# %% ../nbs/story/10d_bits.ipynb #a7042e3c
 def loss_shares(rounded: Mapping[str, Rounded]) -> dict[str, float]:
     "Name -> share of the predicted loss, three digits."
     total = sum(r.loss for r in rounded.values()) or 1.0
     return {name: float(f"{r.loss / total:.3g}") for name, r in rounded.items()}
 
-
+# %% ../nbs/story/10d_bits.ipynb #576153a0
 def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int, pack: Callable,
               measure: Callable) -> tuple[dict[str, Packed], dict[str, float]]:
     "`fit_trellis` in one process."
@@ -450,7 +510,7 @@ def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int, 
         raise error
     return state(rounded), loss_shares(rounded)
 
-# %% ../nbs/story/10d_bits.ipynb #5b78091e
+# %% ../nbs/story/10d_bits.ipynb #c6213c1a
 def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], target_bytes: int,
                 pack: Callable, measure: Callable, small: int = SMALL_MATRIX,
                 ranks: Ranks = Ranks()) -> tuple[dict[str, Packed], dict[str, float]]:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import jitted, tl, triton
-from .multi_tensor import inlined
+from .kernels import inlined, jitted, tl, triton
 from .settings import GolfError
 
 # Triton reads the annotations of kernels, and they are no types:

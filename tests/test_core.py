@@ -11,7 +11,7 @@ REFERENCE = ("settings", "run", "grouping", "owners", "rules", "exchange", "mult
 STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks", "model", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "trellis", "bits", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
-RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726")
+RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726", "trellis")
 RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
 AHEAD = {  # imports of a story's chapter from a later one
     ("model", "kernels"), ("newton_schulz", "kernels"), ("parallel_muon", "kernels"), ("quantize", "evaluate"), ("train", "evaluate"), ("train", "grid")}
