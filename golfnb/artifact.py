@@ -36,7 +36,6 @@ from .quantize import (
     INT_MAX,
     KIND_DTYPES,
     Packed,
-    dequantize_state,
     entropy_bits,
     pack_plain,
     unpack_plain,
@@ -44,6 +43,7 @@ from .quantize import (
 from .rans import rans_decode, rans_encode
 from .settings import BaseSettings, GolfError, read_json, reading, require, setting
 from .shards import atomic_write
+from .trellis_file import dequantize_trellis, without_parts
 
 # %% ../nbs/story/11b_artifact.ipynb #7fc8e696
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
@@ -605,13 +605,14 @@ def check_model(header: dict) -> None:
 
     Takes no memory for them.
     """
-    settings, tensors = header["meta"].get("settings"), header["tensors"]
-    layers = {name.split(".")[1] for name, _, _ in tensors if name[:7] == "blocks."}
+    settings = header["meta"].get("settings")
+    tensors = without_parts({name: (kind, tuple(shape)) for name, kind, shape in header["tensors"]})
+    layers = {name.split(".")[1] for name in tensors if name[:7] == "blocks."}
     if not isinstance(settings, dict) or settings.get("num_layers") != len(layers):
         raise GolfError(f"it must carry the settings of its model of {len(layers)} layers, found "
                         "none or others: it was not written by a golfnb run")
     with reading("its settings"):  # PyTorch has errors of its own for a size beyond all memory
-        shapes = {name: torch.empty(shape, device="meta") for name, _, shape in tensors}
+        shapes = {name: torch.empty(shape, device="meta") for name, (_, shape) in tensors.items()}
         load_named(model_from_settings(settings, device="meta")[0], shapes)
 
 # %% ../nbs/story/11b_artifact.ipynb #9515ee85
@@ -638,7 +639,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32,
     if tokenizer_path:
         check_tokenizer(meta, path, tokenizer_path)
     model, cfg, _ = model_from_settings(meta["settings"], dtype, device, world)
-    load_named(model, dequantize_state(packed))
+    load_named(model, dequantize_trellis(packed))
     return model, meta, cfg
 
 # %% ../nbs/story/11b_artifact.ipynb #6da41579
@@ -650,7 +651,7 @@ def export_safetensors(path: str | Path, out: str | Path,
     """
     store = optional("safetensors.torch", "golfnb[weights]")
     meta, packed = read_container(path, codecs)
-    state = {name: w.contiguous() for name, w in dequantize_state(packed).items()}
+    state = {name: w.contiguous() for name, w in dequantize_trellis(packed).items()}
     atomic_write(out, store.save(state, metadata={"golfnb": json.dumps(meta, sort_keys=True)}))
 
 

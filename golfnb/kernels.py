@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['KERNELS', 'HEAD_ROWS', 'XSA_ROWS', 'Tiles', 'MLP_UP_TILES', 'MLP_DOWN_TILES',
-           'usable_kernels', 'jitted', 'check_runnable', 'fused_heads', 'heads_fit',
+           'usable_kernels', 'jitted', 'inlined', 'check_runnable', 'fused_heads', 'heads_fit',
            'fused_exclusive', 'mlp_launch', 'fused_mlp', 'mlp_fit']
 
 # %% ../nbs/story/09_kernels.ipynb #b03661f7
 import functools
 import os
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +54,11 @@ def usable_kernels(device: str | torch.device, dtype: torch.dtype,
 def jitted(kernel):
     "The compiled (or, under TRITON_INTERPRET=1, interpreted) form of a kernel function."
     return triton.jit(kernel)
+
+
+def inlined(function: Callable) -> Callable:
+    "What kernels call; the function itself where there is no Triton."
+    return function if triton is None else jitted(function)
 
 
 def check_runnable(x: Tensor):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .kernels import jitted, tl, triton
+from .kernels import inlined, jitted, tl, triton
 from .rules import (
     AdamWRule,
     MuonRule,
@@ -269,11 +269,6 @@ def launch(kernel: Callable, programs: int, table: Tensor, *args, **constants) -
 def element_type(dtype: torch.dtype):
     "Triton's name of a dtype."
     return getattr(tl, str(dtype).removeprefix("torch."))
-
-
-def inlined(function: Callable) -> Callable:
-    "What kernels call; the function itself where there is no Triton."
-    return function if triton is None else jitted(function)
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #88f7ceda
 @inlined

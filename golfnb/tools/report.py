@@ -36,12 +36,12 @@ from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
 from ..model import load_named
 from ..parallel_muon import Ranks
-from ..quantize import dequantize_state
 from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
                                    recipe_program, settings_of)
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading, settings_from
 from ..shards import BOS_ID, atomic_write, find_shards, read_header, read_span
+from ..trellis_file import dequantize_trellis
 
 # %% ../../nbs/tools/24_report.ipynb #e56fec04
 def read_file(path: Path) -> dict:
@@ -188,7 +188,7 @@ def program_of(meta: dict, named: str | None, file: Path) -> ModuleType:
 def decoded(program: ModuleType, file: Path) -> dict:
     "The weights in an artifact, dequantized; the codec may be the program's own."
     packed = read_container(file, CODECS | program.CODEC.known())[1]
-    return dequantize_state(packed)
+    return dequantize_trellis(packed)
 
 # %% ../../nbs/tools/24_report.ipynb #a7bf8a5d
 def own_model(program: ModuleType, s, file: Path, ranks: Ranks) -> tuple:
