@@ -362,8 +362,7 @@ class FlatGroup:
 
     `rates`: name -> (learning rate, weight decay); `segments` [(from, to, lr, wd)] share them.
     `wire` is what is sent: the gradients, then `tail` other numbers (if any, in fp32 at least). The
-    parameters are views of `rounded`; `fp32_shard` is the same tensor, or a wider one if the rule
-    wants it.
+    parameters are views of `rounded`; `fp32_shard` is the same, or wider if the rule wants masters.
     """
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
@@ -402,10 +401,7 @@ class FlatGroup:
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
     def collect(self):
-        """Copy this rank's gradients into `grad`; a missing one counts as zeros.
-
-        Each `.grad` becomes None.
-        """
+        "Copy this rank's gradients into `grad`, zeros for a missing one; each `.grad` becomes None."
         grads = []
         for p in self.params.values():
             grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -502,7 +498,7 @@ class Engine:
     `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
     a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
     `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
-    Raises GolfError if the layout is for another number of ranks.
+    GolfError if the layout is for another number of ranks.
     """
 
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
@@ -541,10 +537,7 @@ class Engine:
         self.finish(lr_schedule, momentum)
 
     def accumulate(self):
-        """Call after each backward of an accumulated step.
-
-        Adds the bank gradients up in fp32 and frees them.
-        """
+        "After each backward of an accumulated step: adds bank gradients up in fp32, frees them."
         for bank in self.banks.values():
             bank.accumulate()
 

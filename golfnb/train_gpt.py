@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source fa95d080d512f2fe
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source aa4ad936bda9bb52
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2570,8 +2570,7 @@ class FlatGroup:
 
     `rates`: name -> (learning rate, weight decay); `segments` [(from, to, lr, wd)] share them.
     `wire` is what is sent: the gradients, then `tail` other numbers (if any, in fp32 at least). The
-    parameters are views of `rounded`; `fp32_shard` is the same tensor, or a wider one if the rule
-    wants it.
+    parameters are views of `rounded`; `fp32_shard` is the same, or wider if the rule wants masters.
     """
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
@@ -2610,10 +2609,7 @@ class FlatGroup:
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
     def collect(self):
-        """Copy this rank's gradients into `grad`; a missing one counts as zeros.
-
-        Each `.grad` becomes None.
-        """
+        "Copy this rank's gradients into `grad`, zeros for a missing one; each `.grad` becomes None."
         grads = []
         for p in self.params.values():
             grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -2710,7 +2706,7 @@ class Engine:
     `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
     a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
     `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
-    Raises GolfError if the layout is for another number of ranks.
+    GolfError if the layout is for another number of ranks.
     """
 
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
@@ -2749,10 +2745,7 @@ class Engine:
         self.finish(lr_schedule, momentum)
 
     def accumulate(self):
-        """Call after each backward of an accumulated step.
-
-        Adds the bank gradients up in fp32 and frees them.
-        """
+        "After each backward of an accumulated step: adds bank gradients up in fp32, frees them."
         for bank in self.banks.values():
             bank.accumulate()
 
