@@ -367,8 +367,7 @@ class FlatGroup:
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
         self.params = {k: params[k] for k in sorted(params, key=lambda k: (rates[k], k))}
-        # each starts on 16 bytes
-        self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}
+        self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}  # to 16 bytes
         self.rounded = torch.cat(self.spaced([p.detach() for p in self.params.values()]))
         self.full = torch.promote_types(self.rounded.dtype, torch.float32)
         self.offsets = {}
@@ -401,7 +400,7 @@ class FlatGroup:
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
     def collect(self):
-        "Copy this rank's gradients into `grad`, zeros for a missing one; each `.grad` becomes None."
+        "Copy this rank's gradients into `grad`, zeros for a missing one; `.grad` becomes None."
         grads = []
         for p in self.params.values():
             grad = torch.zeros_like(p) if p.grad is None else p.grad

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source aa4ad936bda9bb52
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 972d6aba6fc26c7d
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2575,8 +2575,7 @@ class FlatGroup:
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
         self.params = {k: params[k] for k in sorted(params, key=lambda k: (rates[k], k))}
-        # each starts on 16 bytes
-        self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}
+        self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}  # to 16 bytes
         self.rounded = torch.cat(self.spaced([p.detach() for p in self.params.values()]))
         self.full = torch.promote_types(self.rounded.dtype, torch.float32)
         self.offsets = {}
@@ -2609,7 +2608,7 @@ class FlatGroup:
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
     def collect(self):
-        "Copy this rank's gradients into `grad`, zeros for a missing one; each `.grad` becomes None."
+        "Copy this rank's gradients into `grad`, zeros for a missing one; `.grad` becomes None."
         grads = []
         for p in self.params.values():
             grad = torch.zeros_like(p) if p.grad is None else p.grad
