@@ -7,7 +7,7 @@ adapt.
 # %% auto #0
 __all__ = ['RunSettings', 'weight_dtype', 'make_backward', 'make_forward', 'Run', 'open_run',
            'device_name', 'train_and_average', 'fit_to_budget', 'cap_before_gptq', 'reserve_rules',
-           'hessians_in_time', 'as_rank', 'start']
+           'hessians_in_time', 'sensitivities_in_time', 'fit_trellis_to_budget', 'as_rank', 'start']
 
 # %% ../nbs/reference/16_run.ipynb #f02c632b
 import hashlib
@@ -29,6 +29,7 @@ import torch
 
 # %% ../nbs/reference/16_run.ipynb #c96ac847
 from .artifact import Plain, ledger_rows, open_own, over_budget, pack_bytes, save_weights
+from .bits import fit_trellis, sensitivities
 from .bpb import byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
 from .evaluate import plain_loss, sliding_loss
 from .loader import Loader, check_batch, grad_accum
@@ -65,6 +66,7 @@ from .train import (
     training_loss,
     undone,
 )
+from .trellis_file import pack_trellis
 
 # %% ../nbs/reference/16_run.ipynb #d0de1601
 @dataclass
@@ -467,6 +469,44 @@ def hessians_in_time(run: Run, model: Golf, sampler) -> dict:
     run.log.line(f"gptq: {fewest:.0f} of {s.gptq_calib_samples} calibration batches per rank, "
                  f"{slowest:.0f}ms of {s.gptq_reserve_ms:.0f}ms kept back")
     return means
+
+# %% ../nbs/reference/16_run.ipynb #852ed877
+def sensitivities_in_time(run: Run, model: Golf, sampler) -> dict:
+    """What errors of a model's matrices cost, on training tokens, in the time kept back.
+
+    Every rank must call.
+    """
+    s, ranks, ends = run.settings, run.ranks, []
+    batches = calibration_batches(sampler, s.gptq_calib_samples, ranks.device, run.log)
+    limit = s.gptq_reserve_ms if s.max_wallclock_seconds else math.inf
+    found = sensitivities(model, in_time(batches, limit, ranks.device, ends), ranks, s.seed)
+    run.log.line(f"sensitivities: {len(ends)} of {s.gptq_calib_samples} calibration batches on "
+                 f"rank 0, {ends[-1]:.0f}ms of {s.gptq_reserve_ms:.0f}ms kept back")
+    return found
+
+# %% ../nbs/reference/16_run.ipynb #2b430a7c
+def fit_trellis_to_budget(run: Run, averaged: dict, found: dict, model: Golf,
+                          codec: Plain) -> dict:
+    """The averaged weights, rounded to the finest steps with which file and code fit.
+
+    `found`: of `sensitivities_in_time`. From here on the run's files say each matrix' share of the
+    loss. If not even the coarsest steps fit, the log says so, and the weights come in these. Every
+    rank must call.
+    """
+    room, meta = run.settings.target_bytes - len(run.code), run.meta
+
+    def size(packed: dict, shares: dict) -> int:
+        run.log.at = "compressing", 0, 0, 0
+        return len(pack_bytes(packed, meta(model) | {"shares": shares}, codec))
+
+    try:
+        packed, shares = fit_trellis(averaged, found, room, pack_trellis, size,
+                                     run.settings.small_tensor, run.ranks)
+    except NothingFits as e:
+        run.log.line(str(e))
+        return e.packed
+    run.meta = lambda model: meta(model) | {"shares": shares}
+    return packed
 
 # %% ../nbs/reference/16_run.ipynb #f945e79d
 def as_rank(work: Callable, timeout_s: float = 60.0) -> None:

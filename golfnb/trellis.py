@@ -6,12 +6,13 @@ reader follows with integers alone.
 
 # %% auto #0
 __all__ = ['TRELLIS_CODES', 'LARGEST_LEVEL', 'check_states', 'next_state', 'trellis_arms',
-           'trellis_levels', 'nearest_level', 'trellis_plain', 'trellis_encode']
+           'trellis_levels', 'nearest_level', 'trellis_plain', 'path_back', 'trellis_path',
+           'trellis_encode']
 
 # %% ../nbs/story/10c_trellis.ipynb #d8400e35
 import functools
-import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,23 +77,36 @@ def nearest_level(y: Tensor, subset: Tensor) -> Tensor:
 
 
 def trellis_plain(y: Tensor, states: int = 8) -> Tensor:
-    "`trellis_encode` of y fp32 [n, T], which is in order, by a loop over T."
-    before, subset = trellis_arms(states).to(y.device).long().unbind(-1)  # each [states, 2]
-    cost = y.new_full((len(y), states), math.inf)
-    cost[:, 0] = 0
-    second = torch.empty(y.shape[1], len(y), states, dtype=torch.bool, device=y.device)
-    for t in range(y.shape[1]):
-        now = y[:, t, None, None]
-        ways = cost[:, before] + (now - nearest_level(now, subset)).square()
-        second[t] = ways[..., 1] < ways[..., 0]
-        cost = torch.where(second[t], ways[..., 1], ways[..., 0])
-    state = cost.argmin(1)
-    k = torch.empty(y.shape, dtype=torch.int32, device=y.device)
-    for t in reversed(range(y.shape[1])):
-        way = second[t].gather(1, state[:, None])[:, 0].long()
-        k[:, t] = nearest_level(y[:, t], subset[state, way]).int() >> 1
-        state = before[state, way]
-    return k
+    "Levels int32 [n, T] of the best path of y fp32 [n, T], which is in order, by a loop over T."
+    n, T = y.shape
+    before, subset = trellis_arms(states).numpy().transpose(2, 1, 0)  # each [2, states]
+    now = y.detach().cpu().T[:, None]
+    near = nearest_level(now, torch.arange(4.0)[:, None])  # [T, 4, n]
+    error = (now - near).square().numpy()
+    cost = np.full((states, n), np.inf, np.float32)
+    cost[0] = 0
+    second = np.empty((T, states, n), bool)
+    for t in range(T):
+        ways = cost.take(before, 0) + error[t].take(subset, 0)  # [2, states, n]
+        np.less(ways[1], ways[0], out=second[t])
+        cost = np.minimum(ways[0], ways[1])
+    return path_back(cost, second, before, subset, near).to(y.device)
+
+
+def path_back(cost, second, before, subset, near: Tensor) -> Tensor:
+    "Levels int32 [n, T] on the cheapest path; the arguments are `trellis_plain`'s."
+    T, states, n = second.shape
+    first_arm, second_arm = before.astype(np.uint8)[..., None]
+    entered = np.where(second, second_arm, first_arm).reshape(T, states * n)
+    first_arm, second_arm = subset.astype(np.uint8)[..., None]
+    used = np.where(second, second_arm, first_arm).reshape(T, states * n)
+    path = np.empty((T, n), np.int64)
+    state = cost.argmin(0)
+    for t in reversed(range(T)):
+        path[t] = state * np.int64(n) + np.arange(n)
+        state = entered[t].take(path[t])
+    chosen = torch.from_numpy(np.take_along_axis(used, path, 1).astype(np.int64))
+    return near.gather(1, chosen[:, None])[:, 0].T.int().contiguous()
 
 # %% ../nbs/story/10c_trellis.ipynb #b90f938c
 @inlined
@@ -101,7 +115,7 @@ def nearest_level_kernel(y, subset):
     return subset + 4 * tl.floor((y - subset) * 0.25 + 0.5)
 
 
-def viterbi_kernel(y, arms, chosen, k, T, n, S: tl.constexpr, L: tl.constexpr):
+def viterbi_kernel(y, arms, chosen, levels, T, n, S: tl.constexpr, L: tl.constexpr):
     "`trellis_plain`, L sequences a program; `chosen` int64 [n, T] is for the kernel alone."
     i, state = tl.program_id(0) * L + tl.arange(0, L), tl.arange(0, S)
     live, start = i < n, i.to(tl.int64) * T
@@ -127,7 +141,7 @@ def viterbi_kernel(y, arms, chosen, k, T, n, S: tl.constexpr, L: tl.constexpr):
         way = arms + 4 * state + 2 * ((bits >> state.to(tl.int64)) & 1).to(tl.int32)
         now = tl.load(y + start + t, mask=live, other=0.0)
         level = nearest_level_kernel(now, tl.load(way + 1).to(tl.float32))
-        tl.store(k + start + t, level.to(tl.int32) >> 1, mask=live)
+        tl.store(levels + start + t, level.to(tl.int32), mask=live)
         state = tl.load(way)
 
 # %% ../nbs/story/10c_trellis.ipynb #3df8c731
@@ -142,15 +156,27 @@ def trellis_kernel(y: Tensor, states: int) -> Tensor:
     n, T = y.shape
     arms = arms_on(states, y.device)
     chosen = torch.empty(n, T, dtype=torch.int64, device=y.device)
-    k = torch.empty(n, T, dtype=torch.int32, device=y.device)
+    levels = torch.empty(n, T, dtype=torch.int32, device=y.device)
     together = 32 // states  # sequences of a warp
     with torch.cuda.device_of(y):  # Triton launches on the current device
         jitted(viterbi_kernel)[(triton.cdiv(n, together),)](
-            y, arms, chosen, k, T, n, S=states, L=together, num_warps=1, enable_fp_fusion=False)
-    return k
+            y, arms, chosen, levels, T, n, S=states, L=together, num_warps=1,
+            enable_fp_fusion=False)
+    return levels
 
 # %% ../nbs/story/10c_trellis.ipynb #5881a274
 LARGEST_LEVEL = 2**20  # in union steps; float32 still has sixteenths of a step below it
+
+
+def trellis_path(y: Tensor, states: int = 8) -> Tensor:
+    """Levels int32 [n, T] of the best path of y fp32 [n, T]; half of each, rounded down, is its index.
+
+    For callers who have seen to it that y is contiguous, finite and below 2**20: nothing is checked
+    here, for on a GPU each check would wait for what was launched before.
+    """
+    if triton is not None and y.is_cuda and y.numel():
+        return trellis_kernel(y, states)
+    return trellis_plain(y, states)
 
 
 @torch.no_grad()
@@ -171,6 +197,4 @@ def trellis_encode(y: Tensor, states: int = 8) -> Tensor:
         raise GolfError("weights for a trellis must be finite and below 2**20 union steps in size, "
                         "found NaN, infinity or a larger one: the run has diverged or the step is "
                         "too small")
-    if triton is not None and y.is_cuda and y.numel():
-        return trellis_kernel(y, states)
-    return trellis_plain(y, states)
+    return trellis_path(y, states) >> 1

@@ -167,7 +167,7 @@ def test_the_kernel_builds_for_hopper_without_a_gpu(states, tmp_path, monkeypatc
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("kernels are interpreted in this process")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kinds = {"y": "*fp32", "arms": "*i32", "chosen": "*i64", "k": "*i32", "T": "i32", "n": "i32", "S": "constexpr", "L": "constexpr"}
+    kinds = {"y": "*fp32", "arms": "*i32", "chosen": "*i64", "levels": "*i32", "T": "i32", "n": "i32", "S": "constexpr", "L": "constexpr"}
     source = ASTSource(triton.jit(viterbi_kernel), kinds, {"S": states, "L": 32 // states})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "enable_fp_fusion": False}).asm["ptx"]
     assert "fma.rn" not in ptx and "shfl" in ptx, "sums round as those of the loop; costs of other states come from other threads"
