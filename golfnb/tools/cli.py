@@ -876,6 +876,11 @@ def pack_to_target(run: Packing, model, program, named: dict, gptq: bool) -> Non
     packed = q.fit_state(packed, named, room, size, int6, run.ranks, run.log)
     run.share_artifact(packed, model, codec)
 
+
+def packs_trellis(program) -> bool:
+    "Whether a program reads trellis matrices; its own `pack` makes them, by GPTQ and to any target."
+    return hasattr(program, "dequantize_trellis")
+
 # %% ../../nbs/tools/23_cli.ipynb #768bf035
 def print_ledger(path: Path | str, code: int, cap: int) -> None:
     "Bytes per part of an artifact and `code`, their sum and the room left under `cap`."
@@ -934,7 +939,7 @@ def quantize_command(args) -> int:
     book.model.load_named(p.model, named)
     with closing(book.watch.Bar()) as bar:
         run = Packing(s, meta, code, ranks, path, bar)
-        if args.target_bytes or args.gptq:
+        if (args.target_bytes or args.gptq) and not packs_trellis(program):
             pack_to_target(run, p.model, program, named, args.gptq)
         else:
             program.pack(run, p, named)
