@@ -44,7 +44,7 @@ from .quantize import (
 from .rans import rans_bits, rans_decode, rans_encode
 from .settings import BaseSettings, GolfError, read_json, reading, require, setting
 from .shards import atomic_write
-from .trellis_file import dequantize_trellis, without_parts
+from .trellis_file import COLUMNS, dequantize_trellis, without_parts
 
 # %% ../nbs/story/11b_artifact.ipynb #7fc8e696
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
@@ -586,18 +586,29 @@ def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[st
 def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, int]]:
     "`ledger_rows` of anybody's file; raises GolfError for damage."
     data = Path(path).read_bytes()
-    return ledger_rows(open_container(data)[0], len(data), code_bytes)
+    header = open_container(data)[0]
+    names = part_names(header)
+    return [(names.get(part, part), n) for part, n in ledger_rows(header, len(data), code_bytes)]
+
+
+def part_names(header: dict) -> dict[str, str]:
+    "What the parts of a file are called that has trellis matrices (chapter 11c)."
+    if not any(name.endswith(COLUMNS) for name, _, _ in header["tensors"]):
+        return {}
+    return {"int8 tables": "digits, int8 tables", "int6 weights": "column exponents",
+            "row scales": "row steps, scales"}
 
 
 def section_rows(header: dict) -> list[tuple[str, int, int, str, int]]:
     "Of each section in a header: part, tensors, decoded bytes, name of the codec, stored bytes."
     rows = []
+    names = part_names(header)
     for section, codec, stored in header["sections"]:
         kinds = INT_MAX if section == "scale" else {section}
         tensors = sum(kind in kinds for _, kind, _ in header["tensors"])
         decoded = sum(map(math.prod, section_plan(header["tensors"])[section]))
-        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), tensors, decoded,
-                     codec, stored))
+        part = LEDGER_NAMES.get(section, f"{section} weights")
+        rows.append((names.get(part, part), tensors, decoded, codec, stored))
     return rows
 
 # %% ../nbs/story/11b_artifact.ipynb #89e5323a

@@ -957,22 +957,23 @@ def share_words(shares, name: str) -> str:
     return f", {share:.1%}"
 
 
-def print_trellis(file: str, header: dict, shares) -> None:
-    "A line for each trellis matrix: its shape, the bits of its digits, its share of the predicted loss. GolfError."
+def trellis_lines(file: str, header: dict) -> list[str]:
+    "Of each trellis matrix a line: shape, bits of its digits, share of the predicted loss; a heading. GolfError."
     forms = {name: (kind, tuple(shape)) for name, kind, shape in header["tensors"]}
     with book.artifact.naming(file):
         names = book.trellis_file.trellis_names(forms)
     if not names:
-        return
+        return []
     bits = book.artifact.digit_bits(file)
-    print("  trellis matrices: shape; bits a weight of the digits, as the coder counts them; share of the predicted loss")
+    lines = ["  trellis matrices: shape; bits a weight of the digits, as the coder counts them; share of the predicted loss"]
     for name in sorted(names):
         rows, cols = forms[name][1]
         words = ""
         if name in bits:
             both = bits[name] + bits.get(name + book.trellis_file.HIGH, 0)
             words = f", {both / rows / cols:.3f} bits"
-        print(f"  {name:32s} {rows:,} x {cols:,}{words}{share_words(shares, name)}")
+        lines.append(f"  {name:32s} {rows:,} x {cols:,}{words}{share_words(header['meta'].get('shares'), name)}")
+    return lines
 
 # %% ../../nbs/tools/23_cli.ipynb #9d4eb7e9
 @command("artifact inspect", "header and bytes per part of an artifact; needs no tokenizer",
@@ -984,10 +985,13 @@ def artifact_inspect_command(args) -> int:
     settings = meta.get("settings")
     if isinstance(settings, dict):
         meta["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
-    shares = meta.pop("shares", {}) if "trellis" in meta else {}
+    matrices = trellis_lines(args.file, header)
+    if matrices:
+        meta.pop("shares", None)  # they stand beside the matrices
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
-    print_trellis(args.file, header, shares)
+    for line in matrices:
+        print(line)
     for part, tensors, decoded, codec, stored in book.artifact.section_rows(header):
         print(f"  {part:24s} {tensors} tensors, {decoded:,} bytes, stored as {printable(codec)} in {stored:,}")
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)
