@@ -7,7 +7,7 @@ size of the whole file.
 # %% auto #0
 __all__ = ['Sensitivity', 'sensitivities', 'plan_state', 'Rounded', 'round_plans', 'fit_trellis']
 
-# %% ../nbs/story/10d_bits.ipynb #3d9dc700
+# %% ../nbs/story/10d_bits.ipynb #a1011656
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from .quantize import (
 from .settings import GolfError, require
 from .trellis import trellis_path
 
-# %% ../nbs/story/10d_bits.ipynb #83212a04
+# %% ../nbs/story/10d_bits.ipynb #c2ad4df6
 class Watch:
     "What a forward pass sent through matrices, and what it looked up in tables."
 
@@ -54,7 +54,7 @@ class WatchedBlock(Block):
         self.watch.products.append((f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight", x, y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #494570c8
+# %% ../nbs/story/10d_bits.ipynb #cd332f5f
 class WatchedTables(TorchFunctionMode):
     "Within it, a model's lookups in its tables are watched, and the product with one: its head."
 
@@ -74,7 +74,7 @@ class WatchedTables(TorchFunctionMode):
                 self.watch.products.append((name, args[0], y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #277dc226
+# %% ../nbs/story/10d_bits.ipynb #0edf8514
 @contextmanager
 def watched(model: Golf) -> Iterator[Watch]:
     "Within it the model runs without kernels, and is watched."
@@ -89,7 +89,7 @@ def watched(model: Golf) -> Iterator[Watch]:
         model.blocks = blocks
         model.kernels = kernels
 
-# %% ../nbs/story/10d_bits.ipynb #ca492259
+# %% ../nbs/story/10d_bits.ipynb #6755a6a3
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     "A token [n] for each row of logits [n, V], drawn with its probability."
     waits = torch.empty_like(logits).exponential_(generator=generator)
@@ -100,7 +100,7 @@ def by_position(x: Tensor) -> Tensor:
     "x [B, T, n] as [B * T, n], in fp32 or fp64."
     return widen(x.detach().flatten(0, -2))
 
-# %% ../nbs/story/10d_bits.ipynb #60f7cfc9
+# %% ../nbs/story/10d_bits.ipynb #8820f1af
 def squared_gradients(model: Golf, ids: Tensor, generator) -> tuple[Watch, Iterator[Tensor]]:
     """What ids [B, T] sent through a model, and of each y in it the squared gradient [B * T, ...].
 
@@ -113,7 +113,7 @@ def squared_gradients(model: Golf, ids: Tensor, generator) -> tuple[Watch, Itera
         found = torch.autograd.grad(loss, [y for *_, y in watch.products + watch.lookups])
     return watch, (by_position(gradient).square() for gradient in found)
 
-# %% ../nbs/story/10d_bits.ipynb #85fd87ac
+# %% ../nbs/story/10d_bits.ipynb #4b38354a
 def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
     "((name, what), sum over positions) of all that a batch tells."
     for name, x, _ in watch.products:
@@ -126,7 +126,7 @@ def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
         yield (name, "looked up"), per_row
         yield (name, "columns"), square.sum(0)
 
-# %% ../nbs/story/10d_bits.ipynb #f6711798
+# %% ../nbs/story/10d_bits.ipynb #167d4def
 @dataclass
 class Sensitivity:
     """What errors of a matrix [rows, cols] cost: of each row's errors e, `rows` / 2 times e H e^T.
@@ -146,7 +146,7 @@ class Sensitivity:
             each = ((errors @ self.hessian) * errors).sum(1)
         return (self.rows * each).sum() / 2
 
-# %% ../nbs/story/10d_bits.ipynb #e6731991
+# %% ../nbs/story/10d_bits.ipynb #92442fa5
 TINY = 1e-30  # stands for no information at all, where it would be divided by
 
 
@@ -161,7 +161,7 @@ def as_sensitivity(means: Mapping[str, Tensor]) -> Sensitivity:
         rows = rows + means["looked up"] / hessian.diagonal().mean().clamp_min(TINY)
     return Sensitivity(rows, hessian)
 
-# %% ../nbs/story/10d_bits.ipynb #46a2ac50
+# %% ../nbs/story/10d_bits.ipynb #052e7d52
 def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
                   seed: int = 0) -> dict[str, Sensitivity]:
     """What errors of each block's matrices, the embedding and the tables cost, by published name.
@@ -185,12 +185,12 @@ def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
         means.setdefault(name, {})[what] = mean
     return {name: as_sensitivity(of) for name, of in means.items()}
 
-# %% ../nbs/story/10d_bits.ipynb #145785bb
+# %% ../nbs/story/10d_bits.ipynb #fbd9fc6c
 ROW_FLOOR = 0.1  # of a matrix' mean: no row counts for less
 INDEX_LIMIT, EXPONENT_LIMIT = 127 * 255 + 127, 31  # what a file can hold
 FINEST_STEP, COARSEST_STEP = -56, 63  # of rows, in quarter octaves: normal numbers of fp16
 
-# %% ../nbs/story/10d_bits.ipynb #63f09544
+# %% ../nbs/story/10d_bits.ipynb #254be423
 @dataclass
 class Plan:
     """A matrix ready to be rounded.
@@ -215,7 +215,7 @@ class Plan:
         exponents = (self.rows + 4 * octaves).round().maximum(self.finest)
         return (2 ** (exponents.clamp(FINEST_STEP, COARSEST_STEP) / 4)).half()
 
-# %% ../nbs/story/10d_bits.ipynb #ffc0b44c
+# %% ../nbs/story/10d_bits.ipynb #fd935fd3
 def feedback(name: str, sensitivity: Sensitivity) -> tuple:
     "`hessian_factor` of a matrix; a table's columns stay in order, and none pays for another."
     h = sensitivity.hessian
@@ -246,7 +246,7 @@ def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
     return Plan(name, w, sensitivity, order, weights, upper.float(), columns,
                 middle - 2 * torch.log2(g), finest)
 
-# %% ../nbs/story/10d_bits.ipynb #52cc93ad
+# %% ../nbs/story/10d_bits.ipynb #2b9289cd
 def feedback(name: str, sensitivity: Sensitivity) -> tuple:
     "`hessian_factor` of a matrix; a table's columns stay in order, and none pays for another."
     h = sensitivity.hessian
@@ -277,7 +277,7 @@ def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
     return Plan(name, w, sensitivity, order, weights, upper.float(), columns,
                 middle - 2 * torch.log2(g), finest)
 
-# %% ../nbs/story/10d_bits.ipynb #f543f0ae
+# %% ../nbs/story/10d_bits.ipynb #60f1a595
 def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
                small: int = SMALL_MATRIX) -> list[Plan]:
     """The matrices among named weights that are to be rounded, ready for it.
@@ -288,12 +288,12 @@ def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
     return [plan_matrix(name, w, found[name]) for name, w in named.items()
             if name in found and quant_kind(name, tuple(w.shape), small) in INT_MAX]
 
-# %% ../nbs/story/10d_bits.ipynb #a7fd63f5
+# %% ../nbs/story/10d_bits.ipynb #d53c1358
 def as_loaded(levels: Tensor, steps: Tensor) -> Tensor:
     "Weights as a model loads them, bfloat16 numbers in fp32, of levels and union steps."
     return (levels * steps).bfloat16().float()
 
-# %% ../nbs/story/10d_bits.ipynb #6f3999ef
+# %% ../nbs/story/10d_bits.ipynb #905024e8
 def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
                 block: int = 128) -> Tensor:
     """Levels int32 [n, rows, cols] of w [n, rows, cols], by GPTQ with the trellis.
@@ -315,7 +315,7 @@ def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
         w[:, a + block:] -= upper[:, a:a + block, a + block:].mT @ errors
     return levels.mT
 
-# %% ../nbs/story/10d_bits.ipynb #5e958d31
+# %% ../nbs/story/10d_bits.ipynb #28447982
 @dataclass
 class Rounded:
     """A matrix in integers: indices `k` int32 [rows, cols], and how to read them.
@@ -329,7 +329,7 @@ class Rounded:
     columns: Tensor
     loss: float
 
-# %% ../nbs/story/10d_bits.ipynb #7366deb6
+# %% ../nbs/story/10d_bits.ipynb #802db9ca
 def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     "Matrices of one shape at the constant 2 ** octaves, rounded together, by name."
     rows = torch.stack([plan.steps(octaves) for plan in plans])
@@ -349,7 +349,7 @@ def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         found[plan.name] = Rounded(k, rows[i], plan.columns[back], loss)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #d915d21a
+# %% ../nbs/story/10d_bits.ipynb #cae149f2
 def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     """Matrices at the constant 2 ** octaves, by name; those of one shape are rounded together.
 
@@ -362,7 +362,7 @@ def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         found |= round_stack(stack, octaves)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #0818749b
+# %% ../nbs/story/10d_bits.ipynb #4368253e
 FINEST_BITS, COARSEST_BITS = 12.0, 0.25  # a weight, by the estimate
 
 
@@ -394,7 +394,7 @@ class RateCurve:
                 high = middle
         return high
 
-# %% ../nbs/story/10d_bits.ipynb #b8014bd7
+# %% ../nbs/story/10d_bits.ipynb #7e549136
 TRIES, NEAR = 8, 200  # files measured at most; bytes below the target that are near enough
 FEW = 64  # one weight in so many is rounded again to come near
 
@@ -408,7 +408,7 @@ def few_of(plans: list[Plan]) -> list[Plan]:
         few.append(plan)
     return few
 
-# %% ../nbs/story/10d_bits.ipynb #45223c8e
+# %% ../nbs/story/10d_bits.ipynb #13ab0db1
 TRIES, NEAR = 8, 200  # files measured at most; bytes below the target that are near enough
 FEW = 64  # one weight in so many is rounded again to come near
 
@@ -430,7 +430,7 @@ def bytes_per_bit(tried: list[tuple[float, int]]) -> float:
     (bits, size), (bits_before, size_before) = tried[-1], tried[-2]
     return max((size - size_before) / (bits - bits_before), 1 / 64)
 
-# %% ../nbs/story/10d_bits.ipynb #6402cec6
+# %% ../nbs/story/10d_bits.ipynb #1579b8e0
 class Search:
     """Matrices rounded at one constant, which moves from file to file.
 
@@ -459,7 +459,7 @@ class Search:
         self.rounded = round_plans(self.plans, self.octaves)
         return True
 
-# %% ../nbs/story/10d_bits.ipynb #785833d0
+# %% ../nbs/story/10d_bits.ipynb #22b1f8b1
 def search_constant(plans: list[Plan], start_bytes: int, target_bytes: int,
                     measure: Callable[[dict], int]) -> tuple[int, dict[str, Rounded]]:
     """The largest size found that is at most `target_bytes`, else the smallest, and its matrices.
@@ -482,13 +482,13 @@ def search_constant(plans: list[Plan], start_bytes: int, target_bytes: int,
     best = max((n for n in tried if n <= target_bytes), default=min(tried))
     return best, tried[best]
 
-# %% ../nbs/story/10d_bits.ipynb #24a0a6a6
+# %% ../nbs/story/10d_bits.ipynb #fe7f7d71
 def loss_shares(rounded: Mapping[str, Rounded]) -> dict[str, float]:
     "Name -> share of the predicted loss, three digits."
     total = sum(r.loss for r in rounded.values()) or 1.0
     return {name: float(f"{r.loss / total:.3g}") for name, r in rounded.items()}
 
-# %% ../nbs/story/10d_bits.ipynb #ed85bb08
+# %% ../nbs/story/10d_bits.ipynb #61387754
 def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int, pack: Callable,
               measure: Callable) -> tuple[dict[str, Packed], dict[str, float]]:
     "`fit_trellis` in one process."
@@ -510,7 +510,7 @@ def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int, 
         raise error
     return state(rounded), loss_shares(rounded)
 
-# %% ../nbs/story/10d_bits.ipynb #0d0cbf15
+# %% ../nbs/story/10d_bits.ipynb #456e90a6
 def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], target_bytes: int,
                 pack: Callable, measure: Callable, small: int = SMALL_MATRIX,
                 ranks: Ranks = Ranks()) -> tuple[dict[str, Packed], dict[str, float]]:
