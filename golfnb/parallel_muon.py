@@ -29,16 +29,16 @@ from .newton_schulz import quintic
 from .plan import CommSchedule, check_comm_schedule, comm_schedule
 from .settings import BaseSettings, GolfError, require, setting
 
-# torch gives these names out without saying so to type checkers: torch._foreach_copy_, dist.rendezvous
+# torch gives torch._foreach_copy_ and dist.rendezvous out without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #ad399378
 class Ranks:
-    """This process: its rank, the number of ranks (`world`), its device, and collectives of small tensors.
+    """This process: its rank, the number of ranks (`world`), its device, and small collectives.
 
-    `group` is their process group (None: that of all ranks), `long_timeout_group` one whose collectives
-    may wait for minutes; `node` of `nodes` is this machine, 0 that of rank 0; `local` is the rank's place
-    on it.
+    `group` is their process group (None: that of all ranks), `long_timeout_group` one whose
+    collectives may wait for minutes; `node` of `nodes` is this machine, 0 that of rank 0; `local`
+    is the rank's place on it.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, device: str | torch.device = "cpu",
@@ -75,7 +75,10 @@ class Ranks:
         return box[0]
 
     def scatter_mean(self, full: Tensor, shard: Tensor):
-        "Start averaging `full` [n, r, c], each rank's part in its `shard` [n/world, r, c]; returns a handle."
+        """Start averaging `full` [n, r, c]; a rank's part comes into its `shard` [n/world, r, c].
+
+        Returns a handle.
+        """
         if self.world == 1:
             shard.copy_(full)
             return None
@@ -85,17 +88,18 @@ class Ranks:
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #cbe7f290
 def start_ranks(timeout_s: float = 60.0) -> Ranks:
-    """Join the process group that `torchrun` describes in the environment (NCCL on GPUs, else gloo), if any.
+    """Join the process group, if any, that `torchrun` describes in the environment.
 
-    A collective that waits longer than `timeout_s`, or 40 s with several nodes, raises. Raises GolfError if a
-    GPU is missing.
+    NCCL on GPUs, else gloo. A collective that waits longer than `timeout_s`, or 40 s with several
+    nodes, raises. Raises GolfError if a GPU is missing.
     """
     names = dict(WORLD_SIZE=1, RANK=0, LOCAL_RANK=0, GROUP_RANK=0, GROUP_WORLD_SIZE=1)
     world, rank, local, node, nodes = (int(os.environ.get(name, n)) for name, n in names.items())
     cuda, gpu = torch.cuda.is_available(), torch.device("cuda", local)
     shown = torch.cuda.device_count()
     require(not cuda or local < shown,
-            f"rank {rank} needs GPU {local}, but this machine shows {shown}: lower --nproc_per_node")
+            f"rank {rank} needs GPU {local}, but this machine shows {shown}: "
+            "lower --nproc_per_node")
     if cuda:
         torch.cuda.set_device(local)
     device = gpu if cuda else torch.device("cpu")
@@ -105,7 +109,8 @@ def start_ranks(timeout_s: float = 60.0) -> Ranks:
         timeout_s = min(timeout_s, 40.0)
     limit = timedelta(seconds=timeout_s)
     store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # old keys are kept
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    store = dist.PrefixStore(restarts, store)  # the keys of earlier starts are still there
     backend, device_id = ("nccl", gpu) if cuda else ("gloo", None)
     dist.init_process_group(backend, rank=rank, world_size=world, store=store, timeout=limit,
                             device_id=device_id)
@@ -136,13 +141,17 @@ def wait_all(handles: list):
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #718ce8ce
 class ShardedBank:
-    """One bank: the replica every rank holds, and this rank's shard of masters, mean gradient and state.
+    """One bank: the replica, and this rank's shard of masters, mean gradient and state.
 
-    `replica` is a Parameter [slots, rows, cols]; `rounded` are the masters in its dtype, ready to be sent.
+    `replica` is a Parameter [slots, rows, cols]; `rounded` are the masters in its dtype, ready to
+    be sent.
     """
 
     def __init__(self, spec: BankSpec, replica: torch.nn.Parameter, ranks: Ranks, rule):
-        self.spec, self.replica, self.ranks, self.slots = spec, replica, ranks, spec.shard(ranks.rank)
+        self.spec = spec
+        self.replica = replica
+        self.ranks = ranks
+        self.slots = spec.shard(ranks.rank)
         shard = replica.detach()[self.slots.start:self.slots.stop]
         self.fp32_shard = shard.to(torch.promote_types(replica.dtype, torch.float32), copy=True)
         self.grad, self.rounded = torch.zeros_like(shard), torch.zeros_like(shard)
@@ -153,7 +162,10 @@ class ShardedBank:
         self.state = rule.state(self)
 
     def take(self) -> Tensor:
-        "This rank's gradient of the whole bank [slots, rows, cols], zeros without one; `.grad` becomes None."
+        """This rank's gradient of the whole bank [slots, rows, cols], zeros without one.
+
+        `.grad` becomes None.
+        """
         g = self.replica.grad if self.sum is None else self.sum
         self.replica.grad = self.sum = None
         return torch.zeros_like(self.replica.data) if g is None else g
@@ -185,8 +197,8 @@ class ShardedBank:
 class StepScalars:
     """The numbers that every rule reads in a step, as tensors on the GPU.
 
-    0-dim: `lr_schedule` scales the learning rates, `momentum`, `clip_coef`, `count` of the steps taken,
-    and `grads_finite`, False when the step is skipped.
+    0-dim: `lr_schedule` scales the learning rates, `momentum`, `clip_coef`, `count` of the steps
+    taken, and `grads_finite`, False when the step is skipped.
     """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype):
@@ -215,15 +227,16 @@ class Sgd:
         momentum, master = part.state["momentum_buffer"], part.fp32_shard
         moved = momentum * scalars.momentum + grad.to(momentum.dtype)
         torch.where(scalars.grads_finite, moved, momentum, out=momentum)
-        torch.where(scalars.grads_finite, master - scalars.lr_schedule * self.lr * moved, master, out=master)
+        stepped = master - scalars.lr_schedule * self.lr * moved
+        torch.where(scalars.grads_finite, stepped, master, out=master)
         part.rounded.copy_(master)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #3537140c
 def nesterov_step(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Tensor:
     """momentum = mu * momentum + grad, in place; returns the look-ahead grad + mu * momentum.
 
-    `momentum` and `grad` [n, r, c], `mu` 0-dim; `ok`, 0-dim or [n, 1, 1], is False where nothing changes.
-    mu*m, +g and the look-ahead each round to the dtype once.
+    `momentum` and `grad` [n, r, c], `mu` 0-dim; `ok`, 0-dim or [n, 1, 1], is False where nothing
+    changes. mu*m, +g and the look-ahead each round to the dtype once.
     """
     moved = (momentum * mu.view(1, 1, 1)).to(momentum.dtype).add_(grad)
     torch.where(ok, moved, momentum, out=momentum)
@@ -233,7 +246,8 @@ def nesterov_step(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Ten
 def master_step(master, update, lr, wd, scale, ok, rounded):
     """master = master * (1 - lr * wd) - lr * scale * update, in place, and its copy in `rounded`.
 
-    `master`, `update` and `rounded` [n, r, c]; `lr`, `wd`, `ok` 0-dim or [n, 1, 1]; `scale` [n, r or 1, 1].
+    `master`, `update` and `rounded` [n, r, c]; `lr`, `wd`, `ok` 0-dim or [n, 1, 1]; `scale`
+    [n, r or 1, 1].
     """
     stepped = torch.addcmul(master * (1 - lr * wd), update.to(master.dtype), lr * scale, value=-1)
     torch.where(ok, stepped, master, out=master)
@@ -241,11 +255,11 @@ def master_step(master, update, lr, wd, scale, ok, rounded):
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #33aa8b96
 class Muon:
-    """The rule for banks (Jordan et al., 2024): momentum, look ahead, orthogonalize, a step of fixed size.
+    """The rule for banks: momentum, look ahead, orthogonalize, a step of fixed size.
 
-    `orthogonalize(G, steps, dtype)` is `quintic`, `polar_express` (chapter 04) or a function of
-    yours that makes each matrix of G [n, r, c] orthogonal; `product_dtype` is the dtype that it is
-    given (None: the gradient's).
+    Jordan et al., 2024. `orthogonalize(G, steps, dtype)` is `quintic`, `polar_express` (chapter 04)
+    or a function of yours that makes each matrix of G [n, r, c] orthogonal; `product_dtype` is the
+    dtype that it is given (None: the gradient's).
     """
 
     def __init__(self, lr: float = 0.025, wd: float = 0.04, orthogonalize: Callable = quintic,
@@ -263,17 +277,22 @@ class Muon:
     def update(self, part: ShardedBank, grad: Tensor, scalars: StepScalars):
         "One step of a shard from its mean gradient `grad` [n, r, c], in place."
         lr = scalars.lr_schedule * self.lr
-        self.move(part, grad, lr, scalars.momentum, torch.full_like(lr, self.wd), scalars.grads_finite)
+        wd = torch.full_like(lr, self.wd)
+        self.move(part, grad, lr, scalars.momentum, wd, scalars.grads_finite)
 
     def move(self, shard: ShardedBank, grad, lr, mu, wd, ok):
-        "As `update`, with numbers that may differ by slot: `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim."
+        """As `update`, with numbers that may differ by slot.
+
+        `lr`, `wd`, `ok` 0-dim or [n, 1, 1], `mu` 0-dim.
+        """
         momentum = shard.state["momentum_buffer"]
         fused = bool(usable_kernels(momentum.device, momentum.dtype))
         first, last = nesterov_step, master_step
         if fused:
             first, last = nesterov_kernels, master_kernels
         ahead = first(momentum, grad, mu, ok)
-        last(shard.fp32_shard, self.direction(shard, ahead), lr, wd, shard.shape_lr_scale, ok, shard.rounded)
+        direction = self.direction(shard, ahead)
+        last(shard.fp32_shard, direction, lr, wd, shard.shape_lr_scale, ok, shard.rounded)
 
     def direction(self, shard: ShardedBank, ahead: Tensor) -> Tensor:
         "The direction in which a shard's weights move: `ahead` [n, r, c], orthogonalized."
@@ -293,7 +312,10 @@ def nesterov_kernel(momentum, grad, out, mu, ok, size, ok_slot, BLOCK: tl.conste
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #79ed0c4a
 def nesterov_kernels(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> Tensor:
-    "`nesterov_step` in one launch; `momentum` is contiguous. Raises GolfError where no kernel can run."
+    """`nesterov_step` in one launch; `momentum` is contiguous.
+
+    Raises GolfError where no kernel can run.
+    """
     check_runnable(momentum)
     (n, r, c), grad = momentum.shape, grad.contiguous()
     out, ok = torch.empty_like(grad), ok.expand(n, 1, 1)
@@ -303,15 +325,17 @@ def nesterov_kernels(momentum: Tensor, grad: Tensor, mu: Tensor, ok: Tensor) -> 
     return out
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #5c7f518f
-def master_kernel(master, update, rounded, lr, wd, scale, ok, R, C, u_slot, u_row, u_col, lr_slot, wd_slot,
-                  s_slot, s_row, ok_slot, SIDE: tl.constexpr):
-    "`master_step` on slots of R rows, C columns. Programs over (blocks of columns, blocks of rows, slots)."
+def master_kernel(master, update, rounded, lr, wd, scale, ok, R, C, u_slot, u_row, u_col, lr_slot,
+                  wd_slot, s_slot, s_row, ok_slot, SIDE: tl.constexpr):
+    "`master_step` on slots [R, C]. Programs over (blocks of columns, blocks of rows, slots)."
     n = tl.program_id(2).to(tl.int64)
-    row, col = tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    row = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    col = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     live, rate = (row[:, None] < R) & (col[None, :] < C), tl.load(lr + n * lr_slot)
     here = n * R * C + row[:, None] * C + col[None, :]
     old = tl.load(master + here, mask=live, other=0.0)
-    step = tl.load(update + n * u_slot + row[:, None] * u_row + col[None, :] * u_col, mask=live, other=0.0)
+    there = n * u_slot + row[:, None] * u_row + col[None, :] * u_col
+    step = tl.load(update + there, mask=live, other=0.0)
     factor = tl.load(scale + n * s_slot + row * s_row, mask=row < R, other=0.0) * rate
     new = old * (1 - rate * tl.load(wd + n * wd_slot)) - factor[:, None] * step.to(tl.float32)
     new = tl.where(tl.load(ok + n * ok_slot), new, old)
@@ -320,7 +344,10 @@ def master_kernel(master, update, rounded, lr, wd, scale, ok, R, C, u_slot, u_ro
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #d6627e88
 def master_kernels(master, update, lr, wd, scale, ok, rounded):
-    "`master_step` in one launch; `master`, `rounded` contiguous. Raises GolfError where no kernel can run."
+    """`master_step` in one launch; `master`, `rounded` contiguous.
+
+    Raises GolfError where no kernel can run.
+    """
     check_runnable(rounded)
     n, r, c = master.shape
     (lr, wd, ok), scale = (x.expand(n, 1, 1) for x in (lr, wd, ok)), scale.expand(n, r, 1)
@@ -331,22 +358,26 @@ def master_kernels(master, update, lr, wd, scale, ok, rounded):
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #a0b42e94
 class FlatGroup:
-    """The replicated parameters of one dtype, laid flat: one tensor of weights, one all-reduce of gradients.
+    """The replicated parameters of one dtype, laid flat: one tensor, one all-reduce of gradients.
 
-    `rates`: name -> (learning rate, weight decay); `segments` [(from, to, lr, wd)] share them. `wire` is what
-    is sent: the gradients, then `tail` other numbers (if any, in fp32 at least). The parameters are views of
-    `rounded`; `master` is the same tensor, or a wider one if the rule wants it.
+    `rates`: name -> (learning rate, weight decay); `segments` [(from, to, lr, wd)] share them.
+    `wire` is what is sent: the gradients, then `tail` other numbers (if any, in fp32 at least). The
+    parameters are views of `rounded`; `fp32_shard` is the same, or wider if the rule wants masters.
     """
 
     def __init__(self, params: dict, rates: dict, rule, tail: int = 0):
         self.params = {k: params[k] for k in sorted(params, key=lambda k: (rates[k], k))}
-        self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}  # each starts on 16 bytes
+        self.gaps = {k: p.new_zeros(-p.numel() % 8) for k, p in params.items()}  # to 16 bytes
         self.rounded = torch.cat(self.spaced([p.detach() for p in self.params.values()]))
         self.full = torch.promote_types(self.rounded.dtype, torch.float32)
-        self.offsets, self.segments, at = {}, [], 0
+        self.offsets = {}
+        self.segments = []
+        at = 0
         for k, p in self.params.items():
             self.offsets[k] = at, at + p.numel()
-            start = self.segments.pop()[0] if self.segments and self.segments[-1][2:] == rates[k] else at
+            start = at
+            if self.segments and self.segments[-1][2:] == rates[k]:
+                start = self.segments.pop()[0]
             at += p.numel() + self.gaps[k].numel()
             self.segments.append((start, at, *rates[k]))
         for k, view in self.view(self.rounded).items():
@@ -358,15 +389,18 @@ class FlatGroup:
         self.state = rule.state(self)
 
     def spaced(self, tensors: list) -> list:
-        "The tensors of all parameters, flat, each followed by the zeros that keep the next one aligned."
-        return [t for k, p in zip(self.params, tensors, strict=True) for t in (p.reshape(-1), self.gaps[k])]
+        "The tensors of all parameters, flat, each with the zeros that keep the next one aligned."
+        found = []
+        for k, p in zip(self.params, tensors, strict=True):
+            found += [p.reshape(-1), self.gaps[k]]
+        return found
 
     def view(self, flat: Tensor) -> dict:
         "Name -> view of `flat` [n] in that parameter's shape."
         return {k: flat[a:b].view(self.params[k].shape) for k, (a, b) in self.offsets.items()}
 
     def collect(self):
-        "Copy this rank's gradients into `grad`; each `.grad` becomes None, a missing one counts as zeros."
+        "Copy this rank's gradients into `grad`, zeros for a missing one; `.grad` becomes None."
         grads = []
         for p in self.params.values():
             grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -376,9 +410,10 @@ class FlatGroup:
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #e1d04756
 def adamw_step(weight, grad, first, second, lr, wd, ok, count, beta1, beta2, eps):
-    """One AdamW step (Loshchilov and Hutter; decay before the update) on flat tensors [n], in place.
+    """One AdamW step on flat tensors [n], in place: decay, then the update (Loshchilov, Hutter).
 
-    `grad` is fp32 at least, `count` includes this step, `ok` is False where nothing changes; 0-dim or [n].
+    `grad` is fp32 at least, `count` includes this step, `ok` is False where nothing changes; 0-dim
+    or [n].
     """
     p = weight.to(grad.dtype)
     m = torch.lerp(first.to(grad.dtype), grad, 1 - beta1)
@@ -410,17 +445,22 @@ class AdamW:
         count, weight = scalars.count.clamp(min=1), group.fp32_shard
         first, second = group.state["exp_avg"], group.state["exp_avg_sq"]
         for a, b, lr, wd in group.segments:
-            adamw_step(weight[a:b], grad[a:b], first[a:b], second[a:b], scalars.lr_schedule * lr, wd,
+            rate = scalars.lr_schedule * lr
+            adamw_step(weight[a:b], grad[a:b], first[a:b], second[a:b], rate, wd,
                        scalars.grads_finite, count, *self.betas, self.eps)
         group.rounded.copy_(group.fp32_shard)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #bad7a375
 def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
-    "Record into `graph` what `fn()` launches on `stream` (None: one that torch picks); returns its result."
+    """Record into `graph` what `fn()` launches on `stream` (None: one that torch picks).
+
+    Returns its result.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads go on
+        # thread_local: other threads go on
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             return fn()
     finally:
         if collecting:
@@ -428,7 +468,10 @@ def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | No
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #4385be50
 class CudaGraphed:
-    "A function on fixed tensors; on CUDA recorded after `eager` calls, on the calling stream, then replayed."
+    """A function on fixed tensors.
+
+    On CUDA it is recorded after `eager` calls, on the calling stream, then replayed.
+    """
 
     def __init__(self, fn, device: torch.device, eager: int = 2):
         self.fn, self.graph = fn, None
@@ -449,12 +492,12 @@ class CudaGraphed:
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #2c9192a0
 class Engine:
-    """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters, each with its rule.
+    """Parallel Muon (parameter-golf PR #399): sharded banks and flat small parameters.
 
     `roles` is {"bank": {name: Parameter}, "table": {...}, "scalar": {...}}; `clip` a `ClipEach`,
     a `ClipMean`, a `NoClip` or one of yours; `inside` the ranks that share the banks (None: all);
     `plan` the order of the banks (None: biggest first). A step that is not finite is skipped.
-    Raises GolfError if the layout is for another number of ranks.
+    GolfError if the layout is for another number of ranks.
     """
 
     def __init__(self, roles: dict, layout: Layout, ranks: Ranks, bank_rule, small_rule, clip,
@@ -467,8 +510,8 @@ class Engine:
         self.small_rule = small_rule
         self.clip = clip
         require(layout.world == self.inside.world,
-                f"the layout was made for {layout.world} ranks, but {self.inside.world} are running: "
-                f"make it with world={self.inside.world}")
+                f"the layout was made for {layout.world} ranks, but {self.inside.world} are "
+                f"running: make it with world={self.inside.world}")
         check_comm_schedule(self.plan, layout)
         self.banks = {}
         for spec in layout.banks:
@@ -483,7 +526,8 @@ class Engine:
         self.scalars = StepScalars(self.device, self.full)
         self.streams = {n: torch.cuda.Stream(self.device) for n in self.banks if first.is_cuda}
         self.small_step = CudaGraphed(lambda: self.update_small(), self.device)
-        self.bank_steps = {n: CudaGraphed(lambda n=n: self.update_bank(n), self.device) for n in self.banks}
+        self.bank_steps = {n: CudaGraphed(lambda n=n: self.update_bank(n), self.device)
+                           for n in self.banks}
         self.publish()
 
     def step(self, lr_schedule: float | Tensor = 1.0, momentum: float = 0.99):
@@ -492,12 +536,15 @@ class Engine:
         self.finish(lr_schedule, momentum)
 
     def accumulate(self):
-        "Call after each backward of an accumulated step: adds the bank gradients up in fp32 and frees them."
+        "After each backward of an accumulated step: adds bank gradients up in fp32, frees them."
         for bank in self.banks.values():
             bank.accumulate()
 
     def publish(self, project=None):
-        "Write all parameters from the masters, banks through `project(name, master)`; returns when done."
+        """Write all parameters from the masters, banks through `project(name, master)`.
+
+        Returns when it is done.
+        """
         for g in self.groups:
             g.rounded.copy_(g.fp32_shard)
         handles = []
@@ -508,7 +555,10 @@ class Engine:
         wait_all(handles)
 
     def launch(self, loss=None, elapsed_ms: float = 0.0, stop: bool = False) -> Tensor:
-        "After backward: start this step's communication; returns the summed control vector [scalars]."
+        """After backward: start this step's communication.
+
+        Returns the summed control vector [scalars].
+        """
         grads = {n: b.take() for n, b in self.banks.items()}
         for g in self.groups:
             g.collect()
@@ -527,7 +577,8 @@ class Engine:
                project: Callable | None = None):
         """Update everything and publish.
 
-        `lr_schedule` (float or 0-dim) scales all rates; `project(name, master)` may round what goes out.
+        `lr_schedule` (float or 0-dim) scales all rates; `project(name, master)` may round what goes
+        out.
         """
         set_scalar(self.scalars.lr_schedule, lr_schedule)
         set_scalar(self.scalars.momentum, momentum)
@@ -549,7 +600,10 @@ class Engine:
             torch.cuda.current_stream().wait_stream(stream)
 
     def update_bank(self, name: str):
-        "Update this rank's shard of a bank from its mean gradient; the rounded weights are ready to be sent."
+        """Update this rank's shard of a bank from its mean gradient.
+
+        Then the rounded weights are ready to be sent.
+        """
         bank = self.banks[name]
         grad = self.clip.mean_gradient(bank.grad, self.scalars)
         self.bank_rule.update(bank, grad, self.scalars)
@@ -562,17 +616,22 @@ class Engine:
             self.small_rule.update(g, grad, self.scalars)
 
     def tensors(self) -> list:
-        "What is averaged: this rank's shard of every bank's masters (layout order), then the flat groups."
+        """What is averaged: this rank's shard of every bank's masters, then the flat groups.
+
+        The banks come in the layout's order.
+        """
         return [part.fp32_shard for part in self.parts]
 
     def gather(self, tensors: list | None = None) -> tuple[dict, dict]:
-        """(banks, others): whole banks [n, r, c] by bank name and replicated tensors by parameter name.
+        """(banks, others): whole banks [n, r, c] by name, and replicated tensors by parameter name.
 
-        `tensors` are as `Engine.tensors()` gives them, for instance an average of those; None: the masters.
+        `tensors` are as `Engine.tensors()` gives them, for instance an average of those; None: the
+        masters.
         """
         tensors = self.tensors() if tensors is None else tensors
         banks, others = {}, {}
-        for (name, bank), shard in zip(self.banks.items(), tensors, strict=False):  # the groups' follow
+        shards = tensors[:len(self.banks)]  # then come the groups'
+        for (name, bank), shard in zip(self.banks.items(), shards, strict=True):
             banks[name] = torch.empty(bank.spec.shape, dtype=shard.dtype, device=shard.device)
             wait_all([gather_into(banks[name], shard.contiguous(), bank.ranks)])
         for g, flat in zip(self.groups, tensors[len(banks):], strict=False):  # or none of these
@@ -581,7 +640,7 @@ class Engine:
 
     @torch.no_grad()
     def load(self, banks: dict, others: dict):
-        "Set the masters from whole tensors, as `gather` gives them, and publish; rules' states stay."
+        "Set the masters from whole tensors, as `gather` gives them; publish. Rules' states stay."
         for name, bank in self.banks.items():
             bank.fp32_shard.copy_(banks[name][bank.slots.start:bank.slots.stop])
         for g in self.groups:
@@ -604,7 +663,10 @@ CONTROL_SCALARS = ("elapsed_ms", "stop", "loss", "norm_sq")
 
 
 def flat_groups(roles: dict, rule) -> list[FlatGroup]:
-    "One flat group for each dtype of tables and scalars, the widest first: the control scalars ride with it."
+    """One flat group for each dtype of tables and scalars.
+
+    The widest comes first: the control scalars travel with it.
+    """
     params, rates, made = {}, {}, []
     for role in ("table", "scalar"):
         params |= roles.get(role, {})
@@ -619,10 +681,10 @@ def flat_groups(roles: dict, rule) -> list[FlatGroup]:
 class Clip:
     """What an engine asks of a clip: derive yours from this.
 
-    `before_sending(engine, grads)`, before anything is averaged: what this rank sends, a dict that the
-    engine may empty. `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small ones lie
-    in `grad` of `engine.groups` and may be changed in place. Leaves a number in `engine.norm_sq` that
-    is not finite if a gradient is not.
+    `before_sending(engine, grads)`, before anything is averaged: what this rank sends, a dict that
+    the engine may empty. `grads`: bank name -> this rank's gradient [slots, rows, cols]; the small
+    ones lie in `grad` of `engine.groups` and may be changed in place. Leaves a number in
+    `engine.norm_sq` that is not finite if a gradient is not.
 
     `norm_is_sum`: the control vector's `norm_sq` is a sum over the ranks, not the norm of the mean.
     """
@@ -632,8 +694,8 @@ class Clip:
     def after_arrival(self, engine: Engine):
         """Before the first update, while mean gradients arrive in `grad` of `engine.banks`.
 
-        May set `engine.scalars.clip_coef`, by which the small gradients are multiplied. `engine.norm_sq`
-        is now the sum over the ranks; where it is not finite, the step is skipped.
+        May set `engine.scalars.clip_coef`, by which the small gradients are multiplied.
+        `engine.norm_sq` is now the sum over the ranks; where it is not finite, the step is skipped.
         """
 
     def mean_gradient(self, grad: Tensor, scalars: StepScalars) -> Tensor:
@@ -746,7 +808,10 @@ class ClipEach(Clip):
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #d02340db
 class Inside(Ranks):
-    "The ranks of a node, which share the banks; `across`: those with this one's shard on every node."
+    """The ranks of a node, which share the banks.
+
+    `across`: those with this one's shard on every node.
+    """
     across: Ranks
 
     def scatter_mean(self, full: Tensor, shard: Tensor):
@@ -767,19 +832,24 @@ class Crossing:
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #3fce65ac
 def inside_node(ranks: Ranks) -> Ranks:
-    "The ranks of this node; all ranks must call it. Raises GolfError for nodes of unequal numbers of ranks."
+    """The ranks of this node; all ranks must call it.
+
+    Raises GolfError for nodes of unequal numbers of ranks.
+    """
     if ranks.nodes == 1:
         return ranks
     counts = [0] * ranks.world
-    dist.all_gather_object(counts, int(os.environ["LOCAL_WORLD_SIZE"]), group=ranks.long_timeout_group)
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.all_gather_object(counts, here, group=ranks.long_timeout_group)
     if len({*counts}) > 1:
         raise GolfError("banks shared inside nodes need nodes of equally many ranks, found "
                         f"{sorted({*counts})}: start each with the same --nproc_per_node")
-    (each, device), grid = (counts[0], ranks.device), torch.arange(ranks.world).view(ranks.nodes, -1)
-    here, there = (dist.new_subgroups_by_enumeration(g.tolist(), timedelta(seconds=40))[0]
-                   for g in (grid, grid.T))
-    inside = Inside(ranks.rank % each, each, device, group=here)
-    inside.across = Ranks(ranks.node, ranks.nodes, device, group=there)
+    grid = torch.arange(ranks.world).view(ranks.nodes, -1)
+    limit = timedelta(seconds=40)
+    row, _ = dist.new_subgroups_by_enumeration(grid.tolist(), limit)
+    column, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), limit)
+    inside = Inside(ranks.rank % here, here, ranks.device, group=row)
+    inside.across = Ranks(ranks.node, ranks.nodes, ranks.device, group=column)
     return inside
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #be641767
@@ -787,12 +857,17 @@ def inside_node(ranks: Ranks) -> Ranks:
 class EngineSettings(BaseSettings):
     "Learning rates, decays and clipping of the engine."
     matrix_lr: float = setting(0.025, "Muon learning rate of the banks: per step", bounds=">= 0")
-    scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step", bounds=">= 0")
-    tied_embed_lr: float = setting(0.035, "AdamW learning rate of all tables: per step", bounds=">= 0")
+    scalar_lr: float = setting(0.025, "AdamW learning rate of vectors and scalars: per step",
+                               bounds=">= 0")
+    tied_embed_lr: float = setting(0.035, "AdamW learning rate of all tables: per step",
+                                   bounds=">= 0")
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations: count", bounds="1 to 10000")
-    muon_wd: float = setting(0.04, "weight decay of the banks: per unit of learning rate", bounds=">= 0")
-    adam_wd: float = setting(0.04, "weight decay of the rest: per unit of learning rate", bounds=">= 0")
+    muon_wd: float = setting(0.04, "weight decay of the banks: per unit of learning rate",
+                             bounds=">= 0")
+    adam_wd: float = setting(0.04, "weight decay of the rest: per unit of learning rate",
+                             bounds=">= 0")
     beta1: float = setting(0.9, "AdamW decay of the first moment: ratio", bounds="[0, 1)")
     beta2: float = setting(0.95, "AdamW decay of the second moment: ratio", bounds="[0, 1)")
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
-    grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm", bounds=">= 0")
+    grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm",
+                                    bounds=">= 0")

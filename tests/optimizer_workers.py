@@ -18,11 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from golfnb.exchange import local
 from golfnb.grouping import param_groups
+from golfnb.layout import bank_per_shape
+from golfnb.model import Golf, ModelSettings, init_model, named_state
 from golfnb.newton_schulz import quintic
 from golfnb.optimizer import ParallelMuon
+from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon
 from golfnb.rules import RULES
 from golfnb.settings import GolfError
 from golfnb.sharded_state import ChunkedTensor, ShardedState
+from golfnb.train import training_loss
 
 ROWS, VOCAB, MU = 24, 23, 0.9
 SETTINGS = dict(lr=0.02, momentum=MU, weight_decay=0.1, adam_lr=0.01, adam_weight_decay=0.05)
@@ -614,3 +618,35 @@ def early(ranks):
             backward(m, step, ranks.rank, ranks.world)
             o.step()
     return left, said, weights_of(model), weights_of(twin)
+
+
+def of_a_recipe(ranks) -> float:
+    "How far apart a recipe's model is after training by its engine and by ParallelMuon, its banks as 3-D parameters."
+    s = ModelSettings(num_layers=3, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, bigram_vocab_size=64, bigram_dim=8,
+                      ve_enabled=False, xsa_last_n=1, train_seq_len=16, small_tensor=256)
+    models = []
+    for _ in range(2):
+        model = Golf(s, bank_per_shape(s, ranks.world), torch.float64)
+        init_model(model, s, seed=0)
+        models.append(model)
+    engine = Engine(models[0].role_params(), models[0].layout, ranks, Muon(0.03, 0.1), AdamW(0.01, 0.02, 0.05), ClipMean(0.3))
+    roles = models[1].role_params()
+    given = {role: [*params.items()] for role, params in roles.items()}
+    adamw = dict(rule="adamw", weight_decay=0.05, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = ParallelMuon([dict(params=given["bank"], rule="muon", lr=0.03, weight_decay=0.1),
+                              dict(params=given["table"], lr=0.02, **adamw), dict(params=given["scalar"], lr=0.01, **adamw)], max_norm=0.3)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for step in range(6):
+        ids = torch.randint(0, 32, (4, 17), generator=generator)
+        for model in models:
+            training_loss(model, model.cap)(ids[:, :-1], ids[:, 1:]).backward()
+        rate, momentum = 1 - step / 8, 0.85 + step / 50
+        engine.step(rate, momentum)
+        for group, peak in zip(optimizer.param_groups, peaks):
+            group["lr"] = peak * rate
+        optimizer.param_groups[0]["momentum"] = momentum
+        optimizer.step()
+        optimizer.zero_grad()
+    a, b = (named_state(model) for model in models)
+    return max(float((a[name] - b[name]).abs().max()) for name in a)

@@ -56,6 +56,12 @@ def test_equal_to_plain_loops(ranked):
             assert skipped == ("poison" in more)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_trains_a_recipe_s_model_as_its_engine_does(world):
+    "Banks as 3-D parameters, tables, vectors; both sums of momentum, clipping of the mean, schedules."
+    assert max(run_ranks(world, [("of_a_recipe", (), {})])[0]) < 1e-10
+
+
 # --- torch's contract
 
 def small(dtype=torch.float64, seed=0) -> nn.Module:
