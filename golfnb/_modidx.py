@@ -1138,6 +1138,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                  'golfnb.recorded.leave_capture': ('reference/recorded.html#leave_capture', 'golfnb/recorded.py'),
                                  'golfnb.recorded.lent_steps': ('reference/recorded.html#lent_steps', 'golfnb/recorded.py'),
                                  'golfnb.recorded.no_collection': ('reference/recorded.html#no_collection', 'golfnb/recorded.py'),
+                                 'golfnb.recorded.norm_kernel': ('reference/recorded.html#norm_kernel', 'golfnb/recorded.py'),
+                                 'golfnb.recorded.norms_of': ('reference/recorded.html#norms_of', 'golfnb/recorded.py'),
                                  'golfnb.recorded.on_streams': ('reference/recorded.html#on_streams', 'golfnb/recorded.py'),
                                  'golfnb.recorded.orthogonalized_in_place': ( 'reference/recorded.html#orthogonalized_in_place',
                                                                               'golfnb/recorded.py'),
