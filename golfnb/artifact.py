@@ -11,7 +11,8 @@ __all__ = ['SECTION_DAMAGE', 'CODECS', 'Plain', 'Lzma', 'Zlib', 'Rans', 'Best', 
            'unpack_foreign', 'check_names', 'codec_faults', 'stored_again', 'check_codec',
            'over_budget', 'save_artifact', 'naming', 'read_container', 'container_header',
            'read_meta', 'load_artifact', 'save_weights', 'check_unquantized', 'load_weights',
-           'check_tokenizer', 'load_model', 'export_safetensors', 'import_safetensors']
+           'digit_bits', 'bits_of', 'check_tokenizer', 'load_model', 'export_safetensors',
+           'import_safetensors']
 
 # %% ../nbs/story/11b_artifact.ipynb #b0d38447
 import hashlib
@@ -40,10 +41,10 @@ from .quantize import (
     pack_plain,
     unpack_plain,
 )
-from .rans import rans_decode, rans_encode
+from .rans import rans_bits, rans_decode, rans_encode
 from .settings import BaseSettings, GolfError, read_json, reading, require, setting
 from .shards import atomic_write
-from .trellis_file import dequantize_trellis, without_parts
+from .trellis_file import COLUMNS, dequantize_trellis, without_parts
 
 # %% ../nbs/story/11b_artifact.ipynb #7fc8e696
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
@@ -585,19 +586,57 @@ def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[st
 def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, int]]:
     "`ledger_rows` of anybody's file; raises GolfError for damage."
     data = Path(path).read_bytes()
-    return ledger_rows(open_container(data)[0], len(data), code_bytes)
+    header = open_container(data)[0]
+    names = part_names(header)
+    return [(names.get(part, part), n) for part, n in ledger_rows(header, len(data), code_bytes)]
+
+
+def part_names(header: dict) -> dict[str, str]:
+    "What the parts of a file are called that has trellis matrices (chapter 11c)."
+    if not any(name.endswith(COLUMNS) for name, _, _ in header["tensors"]):
+        return {}
+    return {"int8 tables": "digits, int8 tables", "int6 weights": "column exponents",
+            "row scales": "row steps, scales"}
 
 
 def section_rows(header: dict) -> list[tuple[str, int, int, str, int]]:
     "Of each section in a header: part, tensors, decoded bytes, name of the codec, stored bytes."
     rows = []
+    names = part_names(header)
     for section, codec, stored in header["sections"]:
         kinds = INT_MAX if section == "scale" else {section}
         tensors = sum(kind in kinds for _, kind, _ in header["tensors"])
         decoded = sum(map(math.prod, section_plan(header["tensors"])[section]))
-        rows.append((LEDGER_NAMES.get(section, f"{section} weights"), tensors, decoded,
-                     codec, stored))
+        part = LEDGER_NAMES.get(section, f"{section} weights")
+        rows.append((names.get(part, part), tensors, decoded, codec, stored))
     return rows
+
+# %% ../nbs/story/11b_artifact.ipynb #89e5323a
+def digit_bits(path: str | Path) -> dict[str, float]:
+    """Bits that each int8 tensor of anybody's file takes, by name.
+
+    In a section of rANS by its frequencies, else by how often each value occurs in the tensor;
+    nothing for a codec that golfnb does not have. Raises GolfError for damage.
+    """
+    with naming(path):
+        header, payload = open_container(Path(path).read_bytes())
+        shapes = section_plan(header["tensors"]).get("int8", [])
+        for section, codec, length in header["sections"]:
+            stored, payload = bytes(payload[:length]), payload[length:]
+            if section == "int8" and isinstance(codec, str) and codec in CODECS:
+                raw = decompress_section(stored, codec, shapes, CODECS)
+                names = [name for name, kind, _ in header["tensors"] if kind == "int8"]
+                return dict(zip(names, bits_of(stored, codec, shapes, raw), strict=True))
+    return {}
+
+
+def bits_of(stored: bytes, codec: str, shapes: list, raw: bytes) -> list[float]:
+    "Bits of each tensor in a section that is stored by `codec` and decodes to `raw`."
+    values = np.frombuffer(raw, np.uint8)
+    if codec == Rans.name:
+        return rans_bits(stored, shapes, values)
+    cuts = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    return [entropy_bits(part.view(np.int8)) * part.size for part in np.split(values, cuts)]
 
 # %% ../nbs/story/11b_artifact.ipynb #a80b11c8
 def check_model(header: dict) -> None:
@@ -651,7 +690,8 @@ def export_safetensors(path: str | Path, out: str | Path,
     """
     store = optional("safetensors.torch", "golfnb[weights]")
     meta, packed = read_container(path, codecs)
-    state = {name: w.contiguous() for name, w in dequantize_trellis(packed).items()}
+    with naming(path):
+        state = {name: w.contiguous() for name, w in dequantize_trellis(packed).items()}
     atomic_write(out, store.save(state, metadata={"golfnb": json.dumps(meta, sort_keys=True)}))
 
 

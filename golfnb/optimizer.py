@@ -875,7 +875,7 @@ def most_room(buckets: Sequence[AnyBucket]) -> int:
     return max((room_bytes(run) for bucket in buckets for run in bucket.runs), default=0)
 
 # %% ../nbs/reference/17g_optimizer.ipynb #eb06abbf
-STREAM_BYTES = 51 << 20    # of room for each stream of a recording
+STREAM_BYTES = 36 << 20    # of room for each stream of a recording
 LEAST_SCRATCH = 2 << 20  # a large tensor gets the same place at each step, as a rule
 
 # %% ../nbs/reference/17g_optimizer.ipynb #e9db07c2

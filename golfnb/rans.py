@@ -159,3 +159,16 @@ def rans_decode(stored: bytes, shapes: list) -> bytes:
     if at != len(words) or (x != 2**16).any():
         raise ValueError("end")
     return out.tobytes()
+
+# %% ../nbs/story/11_rans.ipynb #7d6c4744
+def rans_bits(stored: bytes, shapes: list, values: np.ndarray) -> list[float]:
+    "Bits that each tensor of a coded section takes; `values` uint8 [n] are what it decodes to."
+    contexts, f, _ = read_tables(stored, shapes)
+    price = (RANS_BITS - np.log2(np.maximum(f, 1))).astype(np.float32)
+    ends = np.cumsum([r * c for r, c in shapes]).tolist()
+    bits = []
+    for begin, end in pairwise([0, *ends]):
+        cuts = range(begin, end, 2**20)  # not all at once, which would take much memory
+        parts = [slice(cut, min(cut + 2**20, end)) for cut in cuts]
+        bits.append(sum(float(price[contexts[part], values[part]].sum()) for part in parts))
+    return bits

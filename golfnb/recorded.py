@@ -71,10 +71,10 @@ def full_product(s: Tensor, x: Tensor, out: Tensor, high: int, wide: int, warps:
             HIGH=high, WIDE=wide, num_warps=warps, num_stages=stages)
 
 # %% ../nbs/reference/17h_recorded.ipynb #a469bee1
-def square_tiles(short: int) -> tuple[int, int]:
-    "The side of a tile of `half_product` for X X^T, and warps."
+def square_tiles(short: int, warps: int) -> tuple[int, int]:
+    "The side of a tile of `half_product`, and warps: so many for a large one."
     if short % 128 == 0:
-        return 128, 4
+        return 128, warps
     return 64, 4
 
 
@@ -84,22 +84,37 @@ def full_tiles(short: int, long: int) -> tuple[int, int, int, int]:
         return 128, 256, 8, 4
     return 64, 128, 4, 4
 
+# %% ../nbs/reference/17h_recorded.ipynb #a5fd9098
+def norm_kernel(a, norms, M, scale, eps, WIDE: tl.constexpr):
+    "From A = X X^T [M, M] the norm of X times `scale`, plus `eps`."
+    n, row = tl.program_id(0), tl.arange(0, WIDE)
+    diagonal = a + n.to(tl.int64) * M * M + row * (M + 1)
+    squares = tl.load(diagonal, mask=row < M, other=0.0).to(tl.float32)
+    tl.store(norms + n, tl.sqrt(tl.sum(squares, 0)) * scale + eps)
 
-def lent_steps(X: Tensor, spare: Tensor, coeffs: tuple, scale: float, eps: float,
-               tiles: tuple) -> Tensor:
-    "The steps of `newton_schulz` for X [n, short, long], with a row of PRODUCT_TILES."
-    _, side, warps, _ = tiles
+
+def norms_of(A: Tensor, scale: float, eps: float) -> Tensor:
+    "`norm_kernel` for each matrix of A [n, M, M]: [n], fp32."
+    n, M, _ = A.shape
+    norms = torch.empty(n, dtype=torch.float32, device=A.device)
+    with torch.cuda.device_of(A):
+        jitted(norm_kernel)[(n,)](A, norms, M, scale, eps, WIDE=triton.next_power_of_2(M))
+    return norms
+
+# %% ../nbs/reference/17h_recorded.ipynb #2ee9016d
+def lent_steps(X: Tensor, spare: Tensor, coeffs: tuple, scale: float, eps: float) -> Tensor:
+    "The steps of `newton_schulz` for X [n, short, long]."
+    short = X.shape[1]
     squares, *stacks = places(X, spare)
     ones = torch.ones(len(X), dtype=torch.float32, device=X.device)
     for step, polynomial in enumerate(coeffs):
         out = stacks[step % 2]
         A = out.view(-1)[:squares.numel()].view(squares.shape)  # is read before `out` is written
-        half_product(X, *square_tiles(X.shape[1]), out=A)
+        half_product(X, *square_tiles(short, 4), out=A)
         norm = ones
         if step == 0:  # X is not divided yet
-            found = A.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float32)
-            norm = found.sqrt_().mul_(scale).add_(eps)
-        half_product(A, side, warps, norm, polynomial, squares)
+            norm = norms_of(A, scale, eps)
+        half_product(A, *square_tiles(short, 8), norm, polynomial, squares)
         full_product(squares, X, out, *full_tiles(*X.shape[1:]))
         X = out
     return X
@@ -120,10 +135,9 @@ def orthogonalized_in_place(stack: Tensor, spare: Tensor, group: ParamGroup) -> 
     steps = first_steps(coeffs, group["ns_steps"])
     tall = stack.shape[1] > stack.shape[2]
     X = stack.mT if tall else stack
-    tiles = product_tiles(X)
-    if tiles is None or X.shape[2] % 64:
+    if product_tiles(X) is None or X.shape[2] % 64:
         return newton_schulz(stack, steps, scale, group["eps"])
-    X = lent_steps(X, spare, steps, scale, group["eps"], tiles)
+    X = lent_steps(X, spare, steps, scale, group["eps"])
     return X.mT if tall else X
 
 # %% ../nbs/reference/17h_recorded.ipynb #16bee8a3

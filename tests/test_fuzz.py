@@ -2,7 +2,7 @@
 
 In the tests a few hundred files. The whole drill, in some minutes on one core, writes nbs/results/mangle_cpu.json:
 
-    python tests/test_fuzz.py [COUNT]          10,000 artifacts, 60 bombs, 1,000 shards, 300 tokenizers, 300 summaries and claims; at most COUNT of each
+    python tests/test_fuzz.py [COUNT]          10,000 artifacts and 60 bombs, as many with trellis matrices, 1,000 shards, 300 tokenizers, 300 summaries and claims; at most COUNT of each
 """
 import hashlib
 import io
@@ -43,6 +43,7 @@ from golfnb.rans import RANS_PREFIX, rans_streams
 from golfnb.settings import CONTROLS, GolfError
 from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
 from golfnb.tools.submission import claim_numbers, read_log
+from golfnb.trellis_file import COLUMNS, HIGH, pack_trellis, without_parts
 from test_artifact import META, same, toy
 from tiny import model_settings, settings_for
 
@@ -283,6 +284,44 @@ def bombs(data: bytes):
         yield seal(zlib.compress(text), payload)
 
 
+def parted(rows: list) -> list:
+    "A header's tensors with every int8 matrix as one of a trellis, of two digits."
+    matrices = [(name, shape) for name, kind, shape in rows if kind == "int8"]
+    return sorted(rows + [[name + COLUMNS, "int6", [1, shape[1]]] for name, shape in matrices] + [[name + HIGH, "int8", shape] for name, shape in matrices])
+
+
+def trellis_bombs(data: bytes):
+    "Sixty more, made of a good container with trellis matrices: a setting, shapes, whole models, parts that do not belong together, rows that are walked one by one, words on the loss."
+    header, payload = open_container(data)
+    settings, unfolds = header["meta"]["settings"], zlib.compress(bytes(2**24))
+
+    def sealed(payload=payload, **parts):
+        return seal(zlib.compress(json.dumps(header | parts).encode()), payload)
+
+    def of_zeros(rows: list, used: str = "rans", **parts):
+        stored = {section: zeros(shapes) if used == "rans" else unfolds for section, shapes in section_plan(rows).items()}
+        return sealed(b"".join(stored.values()), tensors=rows, sections=[[s, used, len(coded)] for s, coded in stored.items()], **parts)
+
+    for spec in fields(ModelSettings):
+        for huge in (10**9, 2**40) if type(spec.default) is int else ():
+            yield sealed(meta=header["meta"] | {"settings": settings | {spec.name: huge}})
+    for shape in ([2**12, 4000], [2**15, 500], [2**16, 64], [2**22, 1], [1, 2**23], [75_001, 2**4]):
+        for used in ("rans", "zlib", "lzma"):
+            yield of_zeros(parted([["a", "int8", shape]]), used)
+    for layers, dim in ((1, 1024), (1, 2**12), (1, 2**16), (200, 256), (500, 512)):
+        asked = settings | {"num_layers": layers, "model_dim": dim, "train_seq_len": 2**17, "ve_layers": "0"}
+        state = named_state(model_from_settings(asked, device="meta")[0])
+        rows = [[name, "int8" if w.ndim == 2 else "fp16", [*w.shape]] for name, w in state.items()]
+        yield of_zeros(parted(rows), meta=header["meta"] | {"settings": asked})
+    yield of_zeros(parted([[f"{i}", "int8", [2**16 - i, 1]] for i in range(60)]))
+    yield of_zeros(parted([[f"{i}", "int8", [i + 1, 1]] for i in range(380)]))
+    yield of_zeros(sorted([f"{i}{COLUMNS}", "int6", [1, 1]] for i in range(2**13)))
+    yield of_zeros(sorted([["a", "int8", [9, 9]], *(["a" + COLUMNS * i, "int6", [1, 9]] for i in range(1, 20))]))
+    for shares in ({name: 10**400 for name, _, _ in header["tensors"]}, {name: "\x1b[31m" for name, _, _ in header["tensors"]}, [[[[]]]] * 9**4, {f"{i}": 0.5 for i in range(2**16)},
+                   {name: -1e300 for name, _, _ in header["tensors"]}, {name: [] for name, _, _ in header["tensors"]}, None):
+        yield sealed(meta=header["meta"] | {"shares": shares})
+
+
 LOG = """golfnb recipe:pr549 seed:1 world_size:1 device:CPU torch:2
 train_shards:1 val_tokens:9 unigram_bpb:3.0 code_bytes:2
 code_sha256:{0}
@@ -295,6 +334,17 @@ SMALL = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS":
          "EVAL_SEQ_LEN": "16", "SMALL_TENSOR": "512", "VOCAB_SIZE": "640", "TRAIN_BATCH_TOKENS": "1024"}
 
 
+def on_a_trellis(packed: dict) -> dict:
+    "A packed state whose int6 matrices are indices of a trellis, every second with some of two digits."
+    found, g = dict(packed), torch.Generator().manual_seed(3)
+    matrices = {name: p for name, p in packed.items() if p.kind == "int6"}
+    for i, (name, p) in enumerate(matrices.items()):
+        exponents = torch.randint(-9, 10, p.shape[1:], generator=g).to(torch.int8)
+        found |= pack_trellis(name, torch.tensor(p.data).int() * [1, 40][i % 2], torch.tensor(p.scale), exponents)
+    assert sum(COLUMNS in name for name in found) == len(matrices) > 4 and any(HIGH in name for name in found)
+    return found
+
+
 def good_files(folder: Path) -> None:
     "What is mangled: a tiny model in four codecs, its tokenizer, a shard, the files of a finished run and of a submission."
     train_tokenizer(stdlib_documents(["json"]), folder / "tokenizer.model", 640)
@@ -305,8 +355,12 @@ def good_files(folder: Path) -> None:
     meta = {"settings": asdict(small), "recipe": "pr549", "seed": 1, "steps": 2, "tokenizer_sha256": tokenizer_hash(folder / "tokenizer.model")}
     for codec in CODECS:
         atomic_write(folder / f"{codec.name}.golf", pack_bytes(quantize_state(named_state(model), False, small=s.small_tensor), meta, codec))
-    for i, data in enumerate(bombs((folder / "rans.golf").read_bytes())):
-        atomic_write(folder / f"bombs/{i}.golf", data)
+    state = on_a_trellis(quantize_state(named_state(model), False, small=s.small_tensor))
+    for codec in CODECS:
+        atomic_write(folder / f"{codec.name}.trellis.golf", pack_bytes(state, meta | {"trellis": 8, "shares": dict.fromkeys(state, 0.015)}, codec))
+    for kind, made in (("bombs", bombs((folder / "rans.golf").read_bytes())), ("trellis bombs", trellis_bombs((folder / "rans.trellis.golf").read_bytes()))):
+        for i, data in enumerate(made):
+            atomic_write(folder / kind / f"{i}.golf", data)
     digest = hashlib.sha256(b"1\n").hexdigest()
     findings = [{"scorer": s, "check": "c", "passed": True, "found": "f"} for s in ("files", "score-first training")]
     claim = dict.fromkeys(("author", "github_id", "name", "blurb", "date"), "x") | {"track": "non-record"}
@@ -321,7 +375,7 @@ def good_files(folder: Path) -> None:
         atomic_write(folder / "sub" / name, text)
 
 
-FULL = {"artifacts": 10_000, "bombs": 60, "shards": 1000, "tokenizers": 300, "summaries and claims": 300}
+FULL = {"artifacts": 10_000, "trellis artifacts": 10_000, "bombs": 60, "trellis bombs": 60, "shards": 1000, "tokenizers": 300, "summaries and claims": 300}
 ALLOWED_SECONDS, ALLOWED_BYTES = 5, 1_500_000_000  # of a command: of the processor (and 300 by the clock); above what it had before
 GOOD, BAD = ("fine", "one sentence"), ("raw exception", "over time", "over memory", "the process died")
 JSON_FILES = ("run/summary.json", "sub/submission.json", "sub/audit_seed1.json", "run/metrics.jsonl", "sub/train_seed1.log")
@@ -330,11 +384,13 @@ JSON_FILES = ("run/summary.json", "sub/submission.json", "sub/audit_seed1.json",
 def mangled(folder: Path, kind: str, seed: int) -> list[list[str]]:
     "Write a mangled file of a kind; the commands that read it."
     rng, at = random.Random(f"{kind} {seed}"), lambda name: str(folder / name)
-    if kind in ("artifacts", "bombs"):
-        data = (folder / (f"bombs/{seed}.golf" if kind == "bombs" else f"{CODECS[seed % len(CODECS)].name}.golf")).read_bytes()
-        data = data if kind == "bombs" else rng.choice([mutate, forge, edited])(data, rng)
+    if kind.endswith(("artifacts", "bombs")):
+        trellis = ".trellis" if "trellis" in kind else ""
+        data = (folder / (f"{kind}/{seed}.golf" if "bombs" in kind else f"{CODECS[seed % len(CODECS)].name}{trellis}.golf")).read_bytes()
+        data = data if "bombs" in kind else rng.choice([mutate, forge, edited])(data, rng)
         (folder / "bad.golf").write_bytes(data)
-        return [["artifact", "inspect", at("bad.golf")], ["sample", at("bad.golf"), "a", "--tokens", "1", "--tokenizer", at("tokenizer.model")]]
+        read = [["artifact", "inspect", at("bad.golf")], ["sample", at("bad.golf"), "a", "--tokens", "1", "--tokenizer", at("tokenizer.model")]]
+        return [*read, ["artifact", "export", at("bad.golf"), at("bad.safetensors")]] if trellis else read
     if kind == "shards":
         (folder / "bad.bin").write_bytes(mutate((folder / "shard.bin").read_bytes(), rng))
         return [["data", "inspect", at("bad.bin"), "--tokenizer", at("tokenizer.model")]]
@@ -405,7 +461,7 @@ def good(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind, count", {"artifacts": 60, "bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25}.items())
+@pytest.mark.parametrize("kind, count", {"artifacts": 60, "trellis artifacts": 60, "bombs": 60, "trellis bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25}.items())
 def test_commands_read_mangled_files_or_refuse_them_in_one_line(good, kind, count):
     found = drill(good, kind, count)
     assert set(found) <= set(GOOD), [f"{kind} {seed}: {word}" for seed, word in enumerate(found) if word not in GOOD]
@@ -426,13 +482,13 @@ def taken(work) -> int:
     return ours.recv()
 
 
-@pytest.mark.parametrize("bomb, load, times", [(26, load_artifact, 6), (44, load_model, 8)])
+@pytest.mark.parametrize("bomb, load, times", [("bombs/26", load_artifact, 6), ("bombs/44", load_model, 8), ("trellis bombs/26", load_artifact, 6), ("trellis bombs/44", load_model, 8)])
 def test_loading_takes_the_stated_multiple_of_what_is_needed(good, bomb, load, times):
-    "Of the decoded bytes, and of the fp32 weights that the settings ask for: a section of 16 MiB, a model of 22 million weights, in files of some KB."
-    path = good / f"bombs/{bomb}.golf"
-    rows = open_container(path.read_bytes())[0]["tensors"]
-    numbers = sum(math.prod(shape) for _, _, shape in rows)
-    assert path.stat().st_size < 12_000 and taken(lambda: load(path)) < times * numbers * (4 if load is load_model else 1)
+    "Of the decoded bytes, and of the fp32 weights that the settings ask for: a section of 16 MiB, a model of 22 million weights, or of 10 on a trellis, in files of some KB."
+    path = good / f"{bomb}.golf"
+    forms = {name: (kind, tuple(shape)) for name, kind, shape in open_container(path.read_bytes())[0]["tensors"]}
+    numbers = sum(math.prod(shape) for _, shape in (without_parts(forms) if load is load_model else forms).values())
+    assert path.stat().st_size < 12_000 and 8e6 < numbers and taken(lambda: load(path)) < times * numbers * (4 if load is load_model else 1)
 
 
 def main(limit: int = 10**9) -> None:

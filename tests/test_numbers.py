@@ -52,7 +52,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("07", "a whole optimizer step of 1.3 milliseconds (PR #399)", "published: PR #399"),
     ("08", "keep at most 1 % of its initial weights", "given in an exercise"),
     ("07b", "scalars are 4 % of the weights", "= small_share()"),
-    ("07b", "each starts on 16 bytes", "definition: a vector load"),
+    ("07b", "to 16 bytes", "definition: a vector load"),
     ("07b", "the published table: 4 ms slower", "published: PR #399"),
     ("07b", "or 40 s with several nodes, raises", "choice: beside the 14 s it takes at most to ask who is gone, under a minute"),
     ("21b", "takes up to 14 seconds", "choice: the limit is in the code below"),

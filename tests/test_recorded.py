@@ -112,8 +112,8 @@ def test_lent_memory_gives_the_same(shape):
 
 INTERPRETED = """
 import torch
-from golfnb.newton_schulz import NS5_COEFFS, PRODUCT_TILES, newton_schulz
-from golfnb.recorded import full_product, lent_steps, spare_elements
+from golfnb.newton_schulz import NS5_COEFFS, newton_schulz
+from golfnb.recorded import full_product, lent_steps, norms_of, spare_elements
 torch.manual_seed(0)
 for n, M, K, tile in ((2, 64, 128, (64, 128)), (1, 128, 192, (64, 128)), (2, 128, 320, (128, 256))):
     s = torch.randn(n, M, M)
@@ -125,9 +125,11 @@ for n, M, K, tile in ((2, 64, 128, (64, 128)), (1, 128, 192, (64, 128)), (2, 128
 for shape in ((2, 64, 64), (2, 64, 192), (1, 192, 64), (1, 128, 256)):
     stack = torch.randn(shape)
     X = stack.mT if shape[1] > shape[2] else stack
-    made = lent_steps(X.clone(memory_format=torch.preserve_format), torch.empty(spare_elements(*shape)), NS5_COEFFS, 1.0, 1e-7, PRODUCT_TILES[0])
+    made = lent_steps(X.clone(memory_format=torch.preserve_format), torch.empty(spare_elements(*shape)), NS5_COEFFS, 1.0, 1e-7)
     want = newton_schulz(stack.double())
     assert float((made - (want.mT if X is not stack else want)).norm() / want.norm()) < 1e-4, shape
+X = torch.randn(3, 96, 64)
+torch.testing.assert_close(norms_of(X @ X.mT, 1.5, 0.25), X.flatten(1).norm(dim=1) * 1.5 + 0.25)
 print("equal")
 """
 

@@ -1,20 +1,27 @@
 """Trellis matrices in a file: round trips, readers, refusals, bounds."""
+import json
 import math
+import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from golfnb.artifact import Rans, export_safetensors, load_artifact, load_model, open_own, pack_bytes, save_artifact, unpack_bytes
+from golfnb.artifact import Plain, Rans, Zlib, container_header, digit_bits, export_safetensors, load_artifact, load_model, open_own, pack_bytes, save_artifact, unpack_bytes
 from golfnb.model import init_model, model_from_settings, named_state
-from golfnb.quantize import Packed, dequantize_state, quantize_state
+from golfnb.quantize import Packed, dequantize_state, entropy_bits, quantize_state
 from golfnb.settings import GolfError
+from golfnb.tools.cli import main_cli
+from golfnb.tools.play import Player
+from golfnb.tools.programs import recipe_program
+from golfnb.tools.report import quantized_counts
 from golfnb.trellis import trellis_encode, trellis_levels
 from golfnb.trellis_file import (COLUMNS, HIGH, LARGEST_INDEX, coarse_steps, column_factors, dequantize_trellis, pack_trellis, trellis_names, trellis_weights, without_parts)
 from test_artifact import same
-from tiny import model_settings, settings_for
+from tiny import TINY, model_settings, run_quietly, settings_for, tiny_data
 
 
 def matrix(rows=12, cols=10, seed=0, large=300):
@@ -117,7 +124,7 @@ def zeros(kind, *shape):
     ({"w.high": zeros("int8", 12, 9)}, r"w.high must be int8 \[12, 10\], found int8 \[12, 9\]"),
     ({"w.high": zeros("int6", 12, 10)}, "w.high must be int8"),
     ({"w.columns.columns": zeros("int6", 1, 10)}, "w.columns.columns .*int8 matrix w.columns, found int6"),
-    ({"t": zeros("int8", 2**16, 1), "t.columns": zeros("int6", 1, 1)}, "65,536 rows.*65,548"),
+    ({"t": zeros("int8", 75_000, 1), "t.columns": zeros("int6", 1, 1)}, "75,000 rows.*75,012"),
 ])
 def test_parts_that_do_not_fit_are_refused(change, words):
     packed = {n: p for n, p in (pack_trellis("w", *matrix()) | change).items() if p}
@@ -131,6 +138,7 @@ def test_parts_that_do_not_fit_are_refused(change, words):
     ({"k": torch.zeros(12, 10, dtype=torch.bool)}, "bool"),
     ({"k": torch.full((12, 10), LARGEST_INDEX + 1)}, "32,512, found 32,513"), ({"k": torch.full((12, 10), -2**40)}, "1,099,511,627,776"),
     ({"k": torch.full((12, 10), -2**31, dtype=torch.int32)}, "2,147,483,648"),
+    ({"k": torch.zeros(75_001, 1, dtype=torch.int8), "rows": torch.ones(75_001).half(), "columns": torch.zeros(1, dtype=torch.int8)}, "75,000 rows.*75,001"),
     ({"rows": torch.ones(11).half()}, r"float16 \[11\]"), ({"rows": torch.ones(12)}, "float32"), ({"rows": torch.full((12,), math.inf).half()}, "diverged"), ({"rows": torch.full((12,), math.nan).half()}, "diverged"),
     ({"columns": torch.zeros(9, dtype=torch.int8)}, r"int8 \[9\]"), ({"columns": torch.full((10,), 32, dtype=torch.int8)}, "31, found 32"), ({"columns": torch.full((10,), -128, dtype=torch.int8)}, "31, found 128"),
     ({"columns": torch.zeros(10)}, "float32"),
@@ -227,3 +235,97 @@ def test_a_full_model_decodes_in_seconds():
     start = time.process_time()
     assert len(dequantize_trellis(state)) == 34
     assert time.process_time() - start < 15
+
+
+# --- the tools on a run
+
+SIZES = {"MODEL_DIM": "64", "SMALL_TENSOR": "4096", "ITERATIONS": "2", "GPTQ_CALIB_SAMPLES": "2", "RECIPE": "trellis"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    "A tiny run of a recipe with a trellis, to a size that is no end of the scale."
+    root = tmp_path_factory.mktemp("trellis")
+    (root / "data").mkdir()
+    data = tiny_data(root / "data")
+    run_quietly(recipe_program("trellis"), {**TINY, **SIZES, **data, "TARGET_BYTES": "190000", "RUN_ID": "it", "RUNS_DIR": str(root)}, b"#" * 1000)
+    return root / "it"
+
+
+def said(capsys, *words) -> str:
+    "What a command prints; it must succeed."
+    capsys.readouterr()
+    status = main_cli([*map(str, words)])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return out
+
+
+def test_quantize_makes_such_a_file_again_and_to_a_target(run, tmp_path, capsys):
+    said(capsys, "quantize", run, "-o", tmp_path / "same.golf")
+    assert (tmp_path / "same.golf").read_bytes() == (run / "artifact.golf").read_bytes()
+    target = (run / "artifact.golf").stat().st_size - 8000
+    said(capsys, "quantize", run, "--target-bytes", target, "-o", tmp_path / "small.golf")
+    size, packed = (tmp_path / "small.golf").stat().st_size, load_artifact(tmp_path / "small.golf")[1]
+    assert 0.97 * target < size <= target and sum(name.endswith(COLUMNS) for name in packed) > 3
+
+
+def test_tools_read_such_a_run(run, tmp_path, capsys):
+    summary = json.loads((run / "summary.json").read_text())
+    words = [f"{name}={TINY[name]}" for name in ("EVAL_SEQ_LEN", "EVAL_STRIDE", "VAL_BATCH_SIZE", "TTT_CHUNK_TOKENS", "TTT_EPOCHS", "TTT_BATCH_SEQS")]
+    found = said(capsys, "score", run, "--ttt", *words)
+    assert f"val_bpb:{summary['ttt_bpb']:.6f}" in found and f"val_bpb:{summary['sliding_bpb']:.6f}" in found
+    assert said(capsys, "sample", run, "Return the", "--tokens", 4).startswith("Return the")
+    assert Path(said(capsys, "report", run).strip()).is_file() and "trellis: " in (run / "report.html").read_text()
+    Player(run)
+    pytest.importorskip("safetensors")
+    said(capsys, "artifact", "export", run / "artifact.golf", tmp_path / "a.safetensors")
+
+
+def test_inspect_shows_each_matrix_with_its_bits_and_its_share(run, capsys):
+    meta, packed = load_artifact(run / "artifact.golf")
+    out = said(capsys, "artifact", "inspect", run / "artifact.golf")
+    assert "column exponents" in out and "  shares " not in out
+    lines = dict(re.findall(r"^  (\S+weight) +\S+ x \S+, (.*)$", out, re.M))
+    names = [name for name in packed if name + COLUMNS in packed]
+    assert lines.keys() == {*names} and len(names) > 3
+    for name in names:
+        assert lines[name].endswith(f" bits, {meta['shares'][name]:.1%}")
+    bits = digit_bits(run / "artifact.golf")
+    stored = {section: n for section, _, n in container_header(run / "artifact.golf")["sections"]}
+    assert 0.8 * stored["int8"] < sum(bits.values()) / 8 < stored["int8"]
+
+
+@pytest.mark.parametrize("codec", [Rans(), Zlib(), Plain()], ids=lambda codec: codec.name)
+def test_bits_of_digits_are_what_they_take(codec, tmp_path):
+    "Of rANS by its own frequencies, which know rows from rows; else the entropy."
+    g = torch.Generator().manual_seed(0)
+    fine, coarse = (torch.randn(300, 200, generator=g).mul(scale).round().int() for scale in (20, 1))
+    parts = [pack_trellis(name, k, torch.ones(300).half(), torch.zeros(200, dtype=torch.int8)) for name, k in (("coarse", coarse), ("fine", fine))]
+    save_artifact(tmp_path / "a.golf", parts[0] | parts[1], {}, codec)
+    bits = digit_bits(tmp_path / "a.golf")
+    for name, k in (("coarse", coarse), ("fine", fine)):
+        assert bits[name] == pytest.approx(entropy_bits(k.to(torch.int8).numpy()) * k.numel(), rel=0.03)
+
+
+@pytest.mark.parametrize("shares", [None, [1], {"w": "a"}, {"w": -1}, {"w": 10**15}, {"w": True}, {"w": []}], ids=str)
+def test_shares_that_make_no_sense_are_left_out(shares, tmp_path, capsys):
+    save_artifact(tmp_path / "a.golf", pack_trellis("w", *matrix()), {"shares": shares}, Rans())
+    out = said(capsys, "artifact", "inspect", tmp_path / "a.golf")
+    assert re.search(r"^  w +12 x 10, \d+\.\d+ bits(, 100.0%)?$", out, re.M) and ("100.0%" in out) == (shares == {"w": True})
+
+
+def test_a_codec_of_ones_own_is_inspected_without_bits(tmp_path, capsys):
+    class Own(Plain):
+        name = "own"
+
+    save_artifact(tmp_path / "a.golf", pack_trellis("w", *matrix()), {}, Own())
+    assert re.search(r"^  w +12 x 10$", said(capsys, "artifact", "inspect", tmp_path / "a.golf"), re.M)
+
+
+def test_a_report_counts_indices_and_no_steps(tmp_path):
+    packed = pack_trellis("w", *matrix()) | quantize_state({"blocks.0.mlp.fc.weight": torch.randn(300, 300)}, False)
+    save_artifact(tmp_path / "a.golf", packed, {}, Rans())
+    counts = quantized_counts(tmp_path / "a.golf")
+    assert counts.keys() == {"int6", "trellis"} and counts["int6"].sum() == 90_000 and counts["trellis"].sum() == 120
+    assert counts["trellis"][0] == counts["trellis"][-1] == 1, "what is beyond 127"

@@ -876,6 +876,11 @@ def pack_to_target(run: Packing, model, program, named: dict, gptq: bool) -> Non
     packed = q.fit_state(packed, named, room, size, int6, run.ranks, run.log)
     run.share_artifact(packed, model, codec)
 
+
+def packs_trellis(program) -> bool:
+    "Whether a program reads trellis matrices; its own `pack` makes them, by GPTQ and to any target."
+    return hasattr(program, "dequantize_trellis")
+
 # %% ../../nbs/tools/23_cli.ipynb #768bf035
 def print_ledger(path: Path | str, code: int, cap: int) -> None:
     "Bytes per part of an artifact and `code`, their sum and the room left under `cap`."
@@ -934,7 +939,7 @@ def quantize_command(args) -> int:
     book.model.load_named(p.model, named)
     with closing(book.watch.Bar()) as bar:
         run = Packing(s, meta, code, ranks, path, bar)
-        if args.target_bytes or args.gptq:
+        if (args.target_bytes or args.gptq) and not packs_trellis(program):
             pack_to_target(run, p.model, program, named, args.gptq)
         else:
             program.pack(run, p, named)
@@ -942,6 +947,33 @@ def quantize_command(args) -> int:
     print_ledger(path, len(code), s.target_bytes)
     print(f"this file has no score yet: {next_score(program, s, path, meta, args.program)}")
     return 0
+
+# %% ../../nbs/tools/23_cli.ipynb #6869c656
+def share_words(shares, name: str) -> str:
+    "What the file says of a matrix's share of the loss; '' where it says nothing that makes sense."
+    share = shares.get(name) if isinstance(shares, dict) else None
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        return ""
+    return f", {share:.1%}"
+
+
+def trellis_lines(file: str, header: dict) -> list[str]:
+    "Of each trellis matrix a line: shape, bits of its digits, share of the predicted loss; a heading. GolfError."
+    forms = {name: (kind, tuple(shape)) for name, kind, shape in header["tensors"]}
+    with book.artifact.naming(file):
+        names = book.trellis_file.trellis_names(forms)
+    if not names:
+        return []
+    bits = book.artifact.digit_bits(file)
+    lines = ["  trellis matrices: shape; bits a weight of the digits, as the coder counts them; share of the predicted loss"]
+    for name in sorted(names):
+        rows, cols = forms[name][1]
+        words = ""
+        if name in bits:
+            both = bits[name] + bits.get(name + book.trellis_file.HIGH, 0)
+            words = f", {both / rows / cols:.3f} bits"
+        lines.append(f"  {name:32s} {rows:,} x {cols:,}{words}{share_words(header['meta'].get('shares'), name)}")
+    return lines
 
 # %% ../../nbs/tools/23_cli.ipynb #9d4eb7e9
 @command("artifact inspect", "header and bytes per part of an artifact; needs no tokenizer",
@@ -953,8 +985,13 @@ def artifact_inspect_command(args) -> int:
     settings = meta.get("settings")
     if isinstance(settings, dict):
         meta["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
+    matrices = trellis_lines(args.file, header)
+    if matrices:
+        meta.pop("shares", None)  # they stand beside the matrices
     for key, value in meta.items():
         print(f"  {key:24s} {value}")
+    for line in matrices:
+        print(line)
     for part, tensors, decoded, codec, stored in book.artifact.section_rows(header):
         print(f"  {part:24s} {tensors} tensors, {decoded:,} bytes, stored as {printable(codec)} in {stored:,}")
     print_ledger(args.file, 0, book.artifact.ARTIFACT_CAP)

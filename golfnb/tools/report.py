@@ -41,7 +41,7 @@ from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, pro
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading, settings_from
 from ..shards import BOS_ID, atomic_write, find_shards, read_header, read_span
-from ..trellis_file import dequantize_trellis
+from ..trellis_file import dequantize_trellis, forms_of, trellis_indices, trellis_names, without_parts
 
 # %% ../../nbs/tools/24_report.ipynb #e56fec04
 def read_file(path: Path) -> dict:
@@ -63,12 +63,17 @@ def other_file(artifact: Path | None, record: Path | str, facts: dict) -> str:
 
 # %% ../../nbs/tools/24_report.ipynb #910d634d
 def quantized_counts(path: Path, codecs: Mapping = CODECS) -> dict[str, np.ndarray]:
-    "How often each integer occurs in an artifact, int6 -> int64 [63] for -31..31, int8 -> int64 [255]."
-    counts = {"int6": np.zeros(63, np.int64), "int8": np.zeros(255, np.int64)}
-    for p in read_container(path, codecs)[1].values():
-        if p.kind in counts:
-            size = counts[p.kind].size
-            counts[p.kind] += np.bincount(np.asarray(p.data, np.int64).ravel() + size // 2, minlength=size)
+    "How often each integer occurs in an artifact, kind -> int64 [odd]: int6, int8 and trellis, whose largest count as 127."
+    counts = {"int6": np.zeros(63, np.int64), "int8": np.zeros(255, np.int64), "trellis": np.zeros(255, np.int64)}
+    packed = read_container(path, codecs)[1]
+    forms = forms_of(packed)
+    names = trellis_names(forms)
+    values = [("trellis", trellis_indices(packed, name).numpy().clip(-127, 127)) for name in names]
+    values += [(kind, packed[name].data) for name, (kind, _) in without_parts(forms).items() if name not in names]
+    for kind, some in values:
+        if kind in counts:
+            size = counts[kind].size
+            counts[kind] += np.bincount(np.asarray(some, np.int64).ravel() + size // 2, minlength=size)
     return {kind: c for kind, c in counts.items() if c.any()}
 
 # %% ../../nbs/tools/24_report.ipynb #bac616d8
@@ -404,7 +409,7 @@ def ttt_chart(runs: list[dict]) -> Chart | None:
 
 # %% ../../nbs/tools/24_report.ipynb #c3fb9d90
 def weight_chart(counts: dict[str, np.ndarray]) -> Chart:
-    "Shares of the quantized weights, a line for int6, one for int8; `counts` from `quantized_counts`."
+    "Shares of the quantized weights, a line for each kind; `counts` from `quantized_counts`."
     curves = []
     for (kind, c), colour in zip(counts.items(), COLOURS, strict=False):
         label = f"{kind}: {int(c.sum()):,} weights, {counts_entropy(c):.2f} bits each"
