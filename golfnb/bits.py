@@ -7,7 +7,7 @@ size of the whole file.
 # %% auto #0
 __all__ = ['Sensitivity', 'sensitivities', 'plan_state', 'Rounded', 'round_plans', 'fit_trellis']
 
-# %% ../nbs/story/10d_bits.ipynb #a1011656
+# %% ../nbs/story/10d_bits.ipynb #6236a17a
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from .quantize import (
 from .settings import GolfError, require
 from .trellis import trellis_path
 
-# %% ../nbs/story/10d_bits.ipynb #c2ad4df6
+# %% ../nbs/story/10d_bits.ipynb #837bae66
 class Watch:
     "What a forward pass sent through matrices, and what it looked up in tables."
 
@@ -54,7 +54,7 @@ class WatchedBlock(Block):
         self.watch.products.append((f"blocks.{self.index}.{BLOCK_MATRICES[i]}.weight", x, y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #cd332f5f
+# %% ../nbs/story/10d_bits.ipynb #f656413a
 class WatchedTables(TorchFunctionMode):
     "Within it, a model's lookups in its tables are watched, and the product with one: its head."
 
@@ -74,7 +74,7 @@ class WatchedTables(TorchFunctionMode):
                 self.watch.products.append((name, args[0], y))
         return y
 
-# %% ../nbs/story/10d_bits.ipynb #0edf8514
+# %% ../nbs/story/10d_bits.ipynb #577e5d8a
 @contextmanager
 def watched(model: Golf) -> Iterator[Watch]:
     "Within it the model runs without kernels, and is watched."
@@ -89,7 +89,7 @@ def watched(model: Golf) -> Iterator[Watch]:
         model.blocks = blocks
         model.kernels = kernels
 
-# %% ../nbs/story/10d_bits.ipynb #6755a6a3
+# %% ../nbs/story/10d_bits.ipynb #1429cdde
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     "A token [n] for each row of logits [n, V], drawn with its probability."
     waits = torch.empty_like(logits).exponential_(generator=generator)
@@ -100,7 +100,7 @@ def by_position(x: Tensor) -> Tensor:
     "x [B, T, n] as [B * T, n], in fp32 or fp64."
     return widen(x.detach().flatten(0, -2))
 
-# %% ../nbs/story/10d_bits.ipynb #8820f1af
+# %% ../nbs/story/10d_bits.ipynb #ddc04378
 def squared_gradients(model: Golf, ids: Tensor, generator) -> tuple[Watch, Iterator[Tensor]]:
     """What ids [B, T] sent through a model, and of each y in it the squared gradient [B * T, ...].
 
@@ -113,7 +113,7 @@ def squared_gradients(model: Golf, ids: Tensor, generator) -> tuple[Watch, Itera
         found = torch.autograd.grad(loss, [y for *_, y in watch.products + watch.lookups])
     return watch, (by_position(gradient).square() for gradient in found)
 
-# %% ../nbs/story/10d_bits.ipynb #4b38354a
+# %% ../nbs/story/10d_bits.ipynb #6222ec2b
 def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
     "((name, what), sum over positions) of all that a batch tells."
     for name, x, _ in watch.products:
@@ -126,7 +126,7 @@ def batch_sums(watch: Watch, squares: Iterator[Tensor]) -> Iterator[tuple]:
         yield (name, "looked up"), per_row
         yield (name, "columns"), square.sum(0)
 
-# %% ../nbs/story/10d_bits.ipynb #167d4def
+# %% ../nbs/story/10d_bits.ipynb #084b8f2c
 @dataclass
 class Sensitivity:
     """What errors of a matrix [rows, cols] cost: of each row's errors e, `rows` / 2 times e H e^T.
@@ -146,7 +146,7 @@ class Sensitivity:
             each = ((errors @ self.hessian) * errors).sum(1)
         return (self.rows * each).sum() / 2
 
-# %% ../nbs/story/10d_bits.ipynb #92442fa5
+# %% ../nbs/story/10d_bits.ipynb #891d05e7
 TINY = 1e-30  # stands for no information at all, where it would be divided by
 
 
@@ -161,7 +161,7 @@ def as_sensitivity(means: Mapping[str, Tensor]) -> Sensitivity:
         rows = rows + means["looked up"] / hessian.diagonal().mean().clamp_min(TINY)
     return Sensitivity(rows, hessian)
 
-# %% ../nbs/story/10d_bits.ipynb #052e7d52
+# %% ../nbs/story/10d_bits.ipynb #7175b1e7
 def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
                   seed: int = 0) -> dict[str, Sensitivity]:
     """What errors of each block's matrices, the embedding and the tables cost, by published name.
@@ -185,12 +185,12 @@ def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
         means.setdefault(name, {})[what] = mean
     return {name: as_sensitivity(of) for name, of in means.items()}
 
-# %% ../nbs/story/10d_bits.ipynb #fbd9fc6c
+# %% ../nbs/story/10d_bits.ipynb #526ea20d
 ROW_FLOOR = 0.1  # of a matrix' mean: no row counts for less
 INDEX_LIMIT, EXPONENT_LIMIT = 127 * 255 + 127, 31  # what a file can hold
 FINEST_STEP, COARSEST_STEP = -56, 63  # of rows, in quarter octaves: normal numbers of fp16
 
-# %% ../nbs/story/10d_bits.ipynb #254be423
+# %% ../nbs/story/10d_bits.ipynb #9707c862
 @dataclass
 class Plan:
     """A matrix ready to be rounded.
@@ -215,20 +215,21 @@ class Plan:
         exponents = (self.rows + 4 * octaves).round().maximum(self.finest)
         return (2 ** (exponents.clamp(FINEST_STEP, COARSEST_STEP) / 4)).half()
 
-# %% ../nbs/story/10d_bits.ipynb #fd935fd3
+# %% ../nbs/story/10d_bits.ipynb #ddd53dee
 def feedback(name: str, sensitivity: Sensitivity) -> tuple:
-    "`hessian_factor` of a matrix; a table's columns stay in order, and none pays for another."
+    "`hessian_factor`, or GolfError; a table's columns stay in order, and none pays for another."
     h = sensitivity.hessian
     if h.ndim == 2:
         factor = hessian_factor(h)
-        require(factor is not None, f"the Hessian of {name} must have a Cholesky factor, found "
-                "none: the run has diverged, use earlier weights")
+        if factor is None:
+            raise GolfError(f"the Hessian of {name} must have a Cholesky factor, found none: the "
+                            "run has diverged, use earlier weights")
         return factor
     order = torch.arange(len(h), device=h.device)
     diagonal = h.double().clamp_min(1e-3 * h.mean().item()).clamp_min(TINY)
     return order, torch.zeros_like(h, dtype=torch.bool), diagonal.rsqrt().diag()
 
-
+# %% ../nbs/story/10d_bits.ipynb #50153e44
 def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
     "A finite matrix w [rows, cols] ready to be rounded; errors as of `plan_state`."
     check_matrix(name, w, "a trellis")
@@ -246,38 +247,7 @@ def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
     return Plan(name, w, sensitivity, order, weights, upper.float(), columns,
                 middle - 2 * torch.log2(g), finest)
 
-# %% ../nbs/story/10d_bits.ipynb #2b9289cd
-def feedback(name: str, sensitivity: Sensitivity) -> tuple:
-    "`hessian_factor` of a matrix; a table's columns stay in order, and none pays for another."
-    h = sensitivity.hessian
-    if h.ndim == 2:
-        factor = hessian_factor(h)
-        require(factor is not None, f"the Hessian of {name} must have a Cholesky factor, found "
-                "none: the run has diverged, use earlier weights")
-        return factor
-    order = torch.arange(len(h), device=h.device)
-    diagonal = h.double().clamp_min(1e-3 * h.mean().item()).clamp_min(TINY)
-    return order, torch.zeros_like(h, dtype=torch.bool), diagonal.rsqrt().diag()
-
-
-def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
-    "A finite matrix w [rows, cols] ready to be rounded; errors as of `plan_state`."
-    check_matrix(name, w, "a trellis")
-    order, dead, upper = feedback(name, sensitivity)
-    w, g = w.float(), sensitivity.rows.double()
-    g = g.clamp_min(ROW_FLOOR * g.mean()).clamp_min(TINY)
-    columns = 4 * torch.log2(upper.diagonal())  # d ** -1/2 in quarter octaves
-    live = ~dead[order]
-    middle = columns[live].mean().nan_to_num()
-    columns = torch.where(live, columns - middle, 0).round()
-    columns = columns.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).to(torch.int8)
-    weights = w.masked_fill(dead, 0)[:, order]
-    largest = (weights.double().abs() * 2 ** (columns / -4)).amax(1)
-    finest = (4 * torch.log2(largest * (4 / INDEX_LIMIT))).ceil()
-    return Plan(name, w, sensitivity, order, weights, upper.float(), columns,
-                middle - 2 * torch.log2(g), finest)
-
-# %% ../nbs/story/10d_bits.ipynb #60f1a595
+# %% ../nbs/story/10d_bits.ipynb #f0e1f12f
 def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
                small: int = SMALL_MATRIX) -> list[Plan]:
     """The matrices among named weights that are to be rounded, ready for it.
@@ -288,12 +258,12 @@ def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
     return [plan_matrix(name, w, found[name]) for name, w in named.items()
             if name in found and quant_kind(name, tuple(w.shape), small) in INT_MAX]
 
-# %% ../nbs/story/10d_bits.ipynb #d53c1358
+# %% ../nbs/story/10d_bits.ipynb #aee8051d
 def as_loaded(levels: Tensor, steps: Tensor) -> Tensor:
     "Weights as a model loads them, bfloat16 numbers in fp32, of levels and union steps."
     return (levels * steps).bfloat16().float()
 
-# %% ../nbs/story/10d_bits.ipynb #905024e8
+# %% ../nbs/story/10d_bits.ipynb #e7cc83a0
 def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
                 block: int = 128) -> Tensor:
     """Levels int32 [n, rows, cols] of w [n, rows, cols], by GPTQ with the trellis.
@@ -315,21 +285,21 @@ def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
         w[:, a + block:] -= upper[:, a:a + block, a + block:].mT @ errors
     return levels.mT
 
-# %% ../nbs/story/10d_bits.ipynb #28447982
+# %% ../nbs/story/10d_bits.ipynb #86f464cb
 @dataclass
 class Rounded:
     """A matrix in integers: indices `k` int32 [rows, cols], and how to read them.
 
     A weight is its level times its row's union step in `rows` fp16 [rows] times 2 ** (e / 4), e its
-    column's exponent in `columns` int8 [cols]. `loss`: nats a token that the errors are predicted to
-    cost.
+    column's exponent in `columns` int8 [cols]. `loss`: what the errors are predicted to cost, in
+    nats a token.
     """
     k: Tensor
     rows: Tensor
     columns: Tensor
     loss: float
 
-# %% ../nbs/story/10d_bits.ipynb #802db9ca
+# %% ../nbs/story/10d_bits.ipynb #0ac09ef1
 def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     "Matrices of one shape at the constant 2 ** octaves, rounded together, by name."
     rows = torch.stack([plan.steps(octaves) for plan in plans])
@@ -349,7 +319,7 @@ def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         found[plan.name] = Rounded(k, rows[i], plan.columns[back], loss)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #cae149f2
+# %% ../nbs/story/10d_bits.ipynb #a0edc895
 def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     """Matrices at the constant 2 ** octaves, by name; those of one shape are rounded together.
 
@@ -362,7 +332,7 @@ def round_plans(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
         found |= round_stack(stack, octaves)
     return found
 
-# %% ../nbs/story/10d_bits.ipynb #4368253e
+# %% ../nbs/story/10d_bits.ipynb #6b5a1a0b
 FINEST_BITS, COARSEST_BITS = 12.0, 0.25  # a weight, by the estimate
 
 
@@ -394,7 +364,7 @@ class RateCurve:
                 high = middle
         return high
 
-# %% ../nbs/story/10d_bits.ipynb #7e549136
+# %% ../nbs/story/10d_bits.ipynb #33a86506
 TRIES, NEAR = 8, 200  # files measured at most; bytes below the target that are near enough
 FEW = 64  # one weight in so many is rounded again to come near
 
@@ -408,21 +378,7 @@ def few_of(plans: list[Plan]) -> list[Plan]:
         few.append(plan)
     return few
 
-# %% ../nbs/story/10d_bits.ipynb #13ab0db1
-TRIES, NEAR = 8, 200  # files measured at most; bytes below the target that are near enough
-FEW = 64  # one weight in so many is rounded again to come near
-
-
-def few_of(plans: list[Plan]) -> list[Plan]:
-    "The smallest matrices, which hold about one weight in FEW."
-    few, weights = [], sum(plan.weights.numel() for plan in plans)
-    for plan in sorted(plans, key=lambda plan: plan.weights.numel()):
-        if FEW * sum(found.weights.numel() for found in few) >= weights:
-            break
-        few.append(plan)
-    return few
-
-
+# %% ../nbs/story/10d_bits.ipynb #844f44ef
 def bytes_per_bit(tried: list[tuple[float, int]]) -> float:
     "Bytes of a file for each bit of the estimate, by the last two (bits, bytes) that were tried."
     if len(tried) < 2:
@@ -430,7 +386,7 @@ def bytes_per_bit(tried: list[tuple[float, int]]) -> float:
     (bits, size), (bits_before, size_before) = tried[-1], tried[-2]
     return max((size - size_before) / (bits - bits_before), 1 / 64)
 
-# %% ../nbs/story/10d_bits.ipynb #1579b8e0
+# %% ../nbs/story/10d_bits.ipynb #d2f26768
 class Search:
     """Matrices rounded at one constant, which moves from file to file.
 
@@ -459,7 +415,7 @@ class Search:
         self.rounded = round_plans(self.plans, self.octaves)
         return True
 
-# %% ../nbs/story/10d_bits.ipynb #22b1f8b1
+# %% ../nbs/story/10d_bits.ipynb #166a9a3f
 def search_constant(plans: list[Plan], start_bytes: int, target_bytes: int,
                     measure: Callable[[dict], int]) -> tuple[int, dict[str, Rounded]]:
     """The largest size found that is at most `target_bytes`, else the smallest, and its matrices.
@@ -482,13 +438,13 @@ def search_constant(plans: list[Plan], start_bytes: int, target_bytes: int,
     best = max((n for n in tried if n <= target_bytes), default=min(tried))
     return best, tried[best]
 
-# %% ../nbs/story/10d_bits.ipynb #fe7f7d71
+# %% ../nbs/story/10d_bits.ipynb #466ba86d
 def loss_shares(rounded: Mapping[str, Rounded]) -> dict[str, float]:
     "Name -> share of the predicted loss, three digits."
     total = sum(r.loss for r in rounded.values()) or 1.0
     return {name: float(f"{r.loss / total:.3g}") for name, r in rounded.items()}
 
-# %% ../nbs/story/10d_bits.ipynb #61387754
+# %% ../nbs/story/10d_bits.ipynb #e84342b3
 def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int, pack: Callable,
               measure: Callable) -> tuple[dict[str, Packed], dict[str, float]]:
     "`fit_trellis` in one process."
@@ -510,11 +466,11 @@ def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int, 
         raise error
     return state(rounded), loss_shares(rounded)
 
-# %% ../nbs/story/10d_bits.ipynb #456e90a6
+# %% ../nbs/story/10d_bits.ipynb #fa2271c3
 def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], target_bytes: int,
                 pack: Callable, measure: Callable, small: int = SMALL_MATRIX,
                 ranks: Ranks = Ranks()) -> tuple[dict[str, Packed], dict[str, float]]:
-    """Named weights as a packed state of at most `target_bytes`, and each matrix' share of the loss.
+    """Named weights packed into at most `target_bytes`, and each matrix' share of the loss.
 
     `found`: of `sensitivities`. `pack(name, k, rows, columns)` packs a `Rounded` as name -> Packed;
     `measure(state, shares)` counts a file's bytes. What has no sensitivity is packed as in chapter
@@ -534,4 +490,5 @@ def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], t
     result = ranks.broadcast_object(result)
     if isinstance(result, GolfError):
         raise result
+    assert result is not None  # rank 0's
     return result

@@ -169,7 +169,7 @@ LARGEST_LEVEL = 2**20  # in union steps; float32 still has sixteenths of a step 
 
 
 def trellis_path(y: Tensor, states: int = 8) -> Tensor:
-    """Levels int32 [n, T] of the best path of y fp32 [n, T]; half of each, rounded down, is its index.
+    """Levels int32 [n, T] of the best path of y fp32 [n, T]; halved and rounded down, indices.
 
     For callers who have seen to it that y is contiguous, finite and below 2**20: nothing is checked
     here, for on a GPU each check would wait for what was launched before.

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import fork_processes
+from tiny import TINY, golfnb, run_quietly, tiny_data, torchrun
 
 import golfnb.model as model_module
-from golfnb.artifact import Best, pack_bytes
+from golfnb.artifact import Best, load_model, pack_bytes
 from golfnb.bits import (
     INDEX_LIMIT,
     NEAR,
@@ -31,7 +32,7 @@ from golfnb.layout import bank_per_shape, matrix_names
 from golfnb.model import Golf, init_model, load_named, named_state
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 from golfnb.quantize import Gptq, NothingFits, calibrate, dequantize_state, fit_state, hessian_factor, int6_matrices, quantize_state, shared_out
-from golfnb.recipes import golf
+from golfnb.recipes import golf, trellis
 from golfnb.settings import GolfError
 from golfnb.tools.programs import settings_of
 from golfnb.trellis import trellis_encode, trellis_levels
@@ -390,3 +391,21 @@ def test_two_ranks_get_the_same(tmp_path):
         if name not in TABLES:
             both = (3 * a.rows.mean() * a.hessian + b.rows.mean() * b.hessian) / (3 * a.rows.mean() + b.rows.mean())
             assert torch.allclose(s.hessian, both, rtol=1e-3, atol=1e-5)
+
+
+def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
+    env = TINY | tiny_data(tmp_path) | {"RECIPE": "trellis", "MODEL_DIM": "48", "ROPE_DIMS": "4", "SMALL_TENSOR": "2000", "GPTQ_CALIB_SAMPLES": "2", "MAX_WALLCLOCK_SECONDS": "0", "TTT_ENABLED": "0", "RUNS_DIR": str(tmp_path / "runs")}
+    run_quietly(trellis, env | {"RUN_ID": "free"})
+    target = int(0.8 * (tmp_path / "runs" / "free" / "artifact.golf").stat().st_size)
+    summary = run_quietly(trellis, env | {"RUN_ID": "a", "TARGET_BYTES": str(target)})
+    data = (tmp_path / "runs" / "a" / "artifact.golf").read_bytes()
+    assert target - NEAR <= len(data) <= target and summary["total_bytes"] == len(data)
+    _, meta, _ = load_model(tmp_path / "runs" / "a" / "artifact.golf")
+    assert abs(sum(meta["shares"].values()) - 1) < 0.02 and "tok_emb.weight" in meta["shares"]
+    script = tmp_path / "trellis.py"
+    assert golfnb("script", "--recipe", "trellis", "-o", script, cwd=tmp_path).returncode == 0
+    done = torchrun(script, 1, env | {"RUN_ID": "s", "TARGET_BYTES": str(target + script.stat().st_size)}, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "runs" / "s" / "artifact.golf").read_bytes() == data
+    assert "over_budget" in run_quietly(trellis, env | {"RUN_ID": "over", "TARGET_BYTES": "1000"})
+    assert (tmp_path / "runs" / "over" / "artifact.golf.over").is_file()

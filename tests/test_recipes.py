@@ -26,7 +26,7 @@ def words_of(name: str) -> dict[str, str]:
     return published_words(PROGRAMS[name].Settings, PROGRAMS[name].OWN)
 
 
-@each
+@pytest.mark.parametrize("name", sorted(oracle_scripts().keys() & set(RECIPES)))
 def test_numbers_and_words_are_those_of_the_recipe(name):
     oracle = loaded(oracle_scripts()[name], f"oracle_{name}")
     s, theirs = settings_of(name), oracle.load_config({})
@@ -42,6 +42,16 @@ def test_numbers_and_words_are_those_of_the_recipe(name):
     assert s.train_cap_ms == theirs.train_cap_ms
     for world in (1, 2, 4, 8):
         s.check(world)
+
+
+def test_trellis_is_golf_with_time_kept_back():
+    s, theirs = settings_of("trellis"), settings_of("golf")
+    other = {spec.name for spec in fields(s)} - {spec.name for spec in fields(theirs)}
+    assert other == {"gptq_calib_samples", "gptq_reserve_ms"} and s.train_cap_ms == 592_000 < theirs.train_cap_ms
+    assert all(getattr(s, spec.name) == getattr(theirs, spec.name) for spec in fields(theirs) if spec.name != "recipe")
+    with pytest.raises(GolfError, match="GPTQ_RESERVE_MS"):
+        settings_of("trellis", {"MAX_WALLCLOCK_SECONDS": "8"}).check(8)
+    assert settings_of("trellis", {"MAX_WALLCLOCK_SECONDS": "0"}).train_cap_ms == 0
 
 
 def test_every_recipe_says_each_word_once():
