@@ -7,8 +7,7 @@ steps, column exponents.
 # %% auto #0
 __all__ = ['QUARTERS', 'LARGEST_DIGIT', 'LARGEST_EXPONENT', 'LARGEST_INDEX', 'LARGEST_HEIGHT',
            'COLUMNS', 'HIGH', 'INTEGERS', 'column_factors', 'trellis_weights', 'check_trellis',
-           'pack_trellis', 'coarse_steps', 'forms_of', 'trellis_names', 'without_parts',
-           'dequantize_trellis']
+           'pack_trellis', 'forms_of', 'trellis_names', 'without_parts', 'dequantize_trellis']
 
 # %% ../nbs/story/11c_trellis_file.ipynb #bb82f2a7
 from collections import defaultdict
@@ -89,12 +88,6 @@ def pack_trellis(name: str, k: Tensor, rows: Tensor, columns: Tensor) -> dict[st
     if high.any():
         parts[name + HIGH] = Packed("int8", shape, high.to(torch.int8).cpu().numpy(), ones)
     return parts
-
-# %% ../nbs/story/11c_trellis_file.ipynb #c07a5e13
-def coarse_steps(steps: Tensor) -> Tensor:
-    "Positive steps as the nearest fp16 numbers with a low byte of zero, four to an octave."
-    bits = steps.half().view(torch.int16)
-    return ((bits + 128) & -256).view(torch.float16)
 
 # %% ../nbs/story/11c_trellis_file.ipynb #433cb46e
 def forms_of(packed: Mapping[str, Packed]) -> dict[str, tuple]:

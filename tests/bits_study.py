@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from golfnb.trellis import trellis_encode, trellis_levels
+from golfnb.trellis import trellis_levels, trellis_path
 
 import golfnb.model as model_module
 from golfnb.artifact import Best, load_model, load_weights, pack_bytes
@@ -223,8 +223,8 @@ def calibrate(model, batches):
 def rounded(y, states, pull):
     "(indices, values in steps) of a column y [n, rows] in steps."
     if states:
-        k = trellis_encode(2 * y, states)
-        return k, trellis_levels(k, states).to(y.dtype) / 2
+        levels = trellis_path((2 * y).contiguous(), states)
+        return levels >> 1, levels.to(y.dtype) / 2
     if pull:
         y = y / (1 + pull * 0.7213 / y.square().mean(1, keepdim=True).clamp_min(0.02))
     k = y.round()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Best, unpack_bytes
+from ..artifact import ArtifactSettings, Quick, unpack_bytes
 from ..averaging import Ema
 from ..layout import mlp_in_one_bank
 from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
@@ -62,7 +62,7 @@ class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, Train
 OWN = dict(recipe="trellis", bigram_vocab_size=2816, bigram_dim=112, xsa_last_n=11,
            gptq_calib_samples=20, gptq_reserve_ms=8000.0)
 CALIBRATION_ROWS = 16  # of a batch: its backward pass keeps what kernels would not
-CODEC = Best()
+CODEC = Quick()
 ADAPT = score_first  # test-time training
 PROJECTOR = partial(GridProjector, floor=False)  # what rounds the weights of late steps
 
