@@ -48,6 +48,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                  'golfnb.artifact.Plain.compress': ('story/artifact.html#plain.compress', 'golfnb/artifact.py'),
                                  'golfnb.artifact.Plain.decompress': ('story/artifact.html#plain.decompress', 'golfnb/artifact.py'),
                                  'golfnb.artifact.Plain.known': ('story/artifact.html#plain.known', 'golfnb/artifact.py'),
+                                 'golfnb.artifact.Quick': ('story/artifact.html#quick', 'golfnb/artifact.py'),
+                                 'golfnb.artifact.Quick.compress': ('story/artifact.html#quick.compress', 'golfnb/artifact.py'),
                                  'golfnb.artifact.Rans': ('story/artifact.html#rans', 'golfnb/artifact.py'),
                                  'golfnb.artifact.Rans.compress': ('story/artifact.html#rans.compress', 'golfnb/artifact.py'),
                                  'golfnb.artifact.Rans.decompress': ('story/artifact.html#rans.decompress', 'golfnb/artifact.py'),

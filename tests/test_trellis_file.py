@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.artifact import Plain, Rans, Zlib, container_header, digit_bits, export_safetensors, load_artifact, load_model, open_own, pack_bytes, save_artifact, unpack_bytes
+from golfnb.artifact import Best, Plain, Quick, Rans, Zlib, check_codec, container_header, digit_bits, export_safetensors, has_repetitions, load_artifact, load_model, open_own, pack_bytes, save_artifact, unpack_bytes
 from golfnb.model import init_model, model_from_settings, named_state
 from golfnb.quantize import Packed, dequantize_state, entropy_bits, quantize_state
 from golfnb.settings import GolfError
@@ -329,3 +329,18 @@ def test_a_report_counts_indices_and_no_steps(tmp_path):
     counts = quantized_counts(tmp_path / "a.golf")
     assert counts.keys() == {"int6", "trellis"} and counts["int6"].sum() == 90_000 and counts["trellis"].sum() == 120
     assert counts["trellis"][0] == counts["trellis"][-1] == 1, "what is beyond 127"
+
+
+def test_quick_tries_lzma_on_small_sections_alone(monkeypatch):
+    "Rows of very different steps look worth a try to `Best`."
+    g = np.random.default_rng(0)
+    rows = [g.normal(0, scale, 2**15).round().astype(np.int8) for scale in np.repeat([0.3, 30], 20)]
+    large, small = np.concatenate(rows).tobytes(), bytes(range(256)) * 20
+    assert has_repetitions(large)
+    assert Quick().compress(small, [(20, 256)]) == Best().compress(small, [(20, 256)]) and Quick().compress(small, [(20, 256)])[0] in ("lzma", "zlib")
+    monkeypatch.setattr("lzma.compress", lambda *_, **how: pytest.fail("lzma was tried"))
+    assert Quick().compress(large, [(40, 2**15)]) == Rans().compress(large, [(40, 2**15)])
+    monkeypatch.undo()
+    check_codec(Quick())
+    packed = pack_trellis("w", *matrix())
+    assert same(unpack_bytes(pack_bytes(packed, {}, Quick()), Quick())[1], packed)
