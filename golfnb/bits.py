@@ -266,9 +266,9 @@ def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
             if name in found and quant_kind(name, tuple(w.shape), small) in INT_MAX]
 
 # %% ../nbs/story/10d_bits.ipynb #aee8051d
-def as_loaded(levels: Tensor, steps: Tensor) -> Tensor:
-    "Weights as a model loads them, bfloat16 numbers in fp32, of levels and union steps."
-    return (levels * steps).bfloat16().float()
+def as_loaded(levels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    "Weights as a model loads them, bfloat16 numbers in fp32; in the order of chapter 11c."
+    return (levels * rows * columns).bfloat16().float()
 
 # %% ../nbs/story/10d_bits.ipynb #e7cc83a0
 def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
@@ -286,7 +286,7 @@ def gptq_levels(w: Tensor, rows: Tensor, columns: Tensor, upper: Tensor,
         for j in range(part.shape[1]):
             step = rows * columns[:, a + j, None]
             levels[:, a + j] = trellis_path((part[:, j] / step).float().contiguous())
-            made = as_loaded(levels[:, a + j], step)
+            made = as_loaded(levels[:, a + j], rows, columns[:, a + j, None])
             errors[:, j] = (part[:, j] - made) / u[:, j, j, None]
             part[:, j + 1:] -= u[:, j, j + 1:, None] * errors[:, j, None]
         w[:, a + block:] -= upper[:, a:a + block, a + block:].mT @ errors
@@ -317,7 +317,7 @@ def round_stack(plans: list[Plan], octaves: float) -> dict[str, Rounded]:
     found = {}
     for i, plan in enumerate(plans):
         back = plan.order.argsort()
-        made = as_loaded(levels[i], rows[i].float()[:, None] * columns[i])[:, back]
+        made = as_loaded(levels[i], rows[i].float()[:, None], columns[i])[:, back]
         k = levels[i][:, back] >> 1
         loss = plan.sensitivity.cost(plan.matrix - made).item()
         require(k.abs().max() <= INDEX_LIMIT and math.isfinite(loss),
