@@ -603,7 +603,7 @@ def artifact_ledger(path: str | Path, code_bytes: int = 0) -> list[tuple[str, in
 
 
 def part_names(header: dict) -> dict[str, str]:
-    "What the parts of a file are called that has trellis matrices (chapter 11c)."
+    "What the parts of a file are called that has trellis matrices (chapter 10d)."
     if not any(name.endswith(COLUMNS) for name, _, _ in header["tensors"]):
         return {}
     return {"int8 tables": "digits, int8 tables", "int6 weights": "column exponents",

@@ -66,7 +66,6 @@ from .train import (
     training_loss,
     undone,
 )
-from .trellis_file import pack_trellis
 
 # %% ../nbs/reference/16_run.ipynb #d0de1601
 @dataclass
@@ -493,15 +492,16 @@ def fit_trellis_to_budget(run: Run, averaged: dict, found: dict, model: Golf,
     loss. If not even the coarsest steps fit, the log says so, and the weights come in these. Every
     rank must call.
     """
-    room, meta = run.settings.target_bytes - len(run.code), run.meta
+    room = run.settings.target_bytes - len(run.code)
+    meta = run.meta
 
     def size(packed: dict, shares: dict) -> int:
         run.log.at = "compressing", 0, 0, 0
         return len(pack_bytes(packed, meta(model) | {"shares": shares}, codec))
 
     try:
-        packed, shares = fit_trellis(averaged, found, room, pack_trellis, size,
-                                     run.settings.small_tensor, run.ranks)
+        packed, shares = fit_trellis(averaged, found, room, size, run.settings.small_tensor,
+                                     run.ranks)
     except NothingFits as e:
         run.log.line(str(e))
         return e.packed

@@ -15,7 +15,6 @@ from tiny import TINY, golfnb, run_quietly, tiny_data, torchrun
 import golfnb.model as model_module
 from golfnb.artifact import Best, load_model, pack_bytes
 from golfnb.bits import (
-    INDEX_LIMIT,
     NEAR,
     TRIES,
     Sensitivity,
@@ -36,7 +35,7 @@ from golfnb.recipes import golf, trellis
 from golfnb.settings import GolfError
 from golfnb.tools.programs import settings_of
 from golfnb.trellis import trellis_encode, trellis_levels
-from golfnb.trellis_file import dequantize_trellis, pack_trellis
+from golfnb.trellis_file import LARGEST_INDEX, dequantize_trellis, pack_trellis
 
 CFG = settings_of(golf, {"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
                          "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "24", "EVAL_SEQ_LEN": "24", "EVAL_STRIDE": "8", "SMALL_TENSOR": "300"})
@@ -158,7 +157,7 @@ def test_a_diverged_model_is_refused_by_name():
     for bad in (float("nan"), float("inf")):
         broken = named | {"blocks.1.mlp.fc.weight": named["blocks.1.mlp.fc.weight"].masked_fill(torch.eye(144, 48) > 0, bad)}
         with pytest.raises(GolfError, match="blocks.1.mlp.fc.weight must be a finite matrix"):
-            fit_trellis(broken, found, 10**6, pack_trellis, measure, CFG.small_tensor)
+            fit_trellis(broken, found, 10**6, measure, CFG.small_tensor)
     found["blocks.0.attn.proj.weight"].hessian.fill_(float("nan"))
     with pytest.raises(GolfError, match="blocks.0.attn.proj.weight"):
         plan_state(named, found, CFG.small_tensor)
@@ -270,7 +269,7 @@ def test_degenerate_matrices_have_finite_weights(change, table):
         r = rounded(w, Sensitivity(rows, h), octaves)
         back = value(r.k, r.rows, r.columns)
         assert torch.isfinite(back).all() and torch.isfinite(r.rows).all() and (r.rows > 0).all() and math.isfinite(r.loss)
-        assert r.k.abs().max() <= INDEX_LIMIT and r.columns.abs().max() <= 31
+        assert r.k.abs().max() <= LARGEST_INDEX and r.columns.abs().max() <= 31
         parts = pack_trellis("w", r.k, r.rows, r.columns)
         assert torch.equal(dequantize_trellis(parts)["w"], back), "indices beyond 127 too"
     if change == "no information":
@@ -326,7 +325,7 @@ def test_less_is_lost_at_as_many_bytes_and_the_size_is_met():
     for share in (0.95, 0.8):
         target = int(share * measure(published))
         theirs = fit_state(published, named, target, measure, int6)
-        ours, shares = fit_trellis(named, found, target, pack_trellis, counted_size, CFG.small_tensor)
+        ours, shares = fit_trellis(named, found, target, counted_size, CFG.small_tensor)
         assert target - NEAR <= measure(ours, shares) <= target and len(sizes) <= TRIES
         assert kl(dequantize_trellis(ours)) < 0.6 * kl(dequantize_state(theirs))
         assert abs(sum(shares.values()) - 1) < 0.02 and shares.keys() == {n for n in found if named[n].numel() > CFG.small_tensor}
@@ -341,7 +340,7 @@ def test_a_size_is_met_though_it_is_noisy_or_not_what_was_estimated(noise, scale
         sizes.append(int(size + noise * np.random.default_rng(int(size)).standard_normal()))
         return sizes[-1]
     target = int(scale * 22_000)
-    fit_trellis(named, found, target, pack_trellis, noisy, CFG.small_tensor)
+    fit_trellis(named, found, target, noisy, CFG.small_tensor)
     best = max(n for n in sizes if n <= target)
     assert len(sizes) <= TRIES and best > target - (NEAR if noise == 0 else 500)
 
@@ -349,10 +348,10 @@ def test_a_size_is_met_though_it_is_noisy_or_not_what_was_estimated(noise, scale
 def test_what_can_not_be_met():
     named, found = named_state(a_model()), sensitivities(a_model(), words(), Ranks())
     with pytest.raises(NothingFits, match="100 bytes") as caught:
-        fit_trellis(named, found, 100, pack_trellis, measure, CFG.small_tensor)
+        fit_trellis(named, found, 100, measure, CFG.small_tensor)
     assert dequantize_trellis(caught.value.packed).keys() == named.keys()
     sizes = []
-    packed, _ = fit_trellis(named, found, 10**8, pack_trellis, lambda p, s: sizes.append(0) or measure(p, s), CFG.small_tensor)
+    packed, _ = fit_trellis(named, found, 10**8, lambda p, s: sizes.append(0) or measure(p, s), CFG.small_tensor)
     back = dequantize_trellis(packed)
     assert len(sizes) <= 2 and all((back[n] - named[n]).abs().sum() < 0.01 * named[n].abs().sum() for n in named if n not in TABLES), "as fine as bfloat16"
 
@@ -363,11 +362,11 @@ def ranks_entry(rank: int, world: int, port: int, folder: str):
     ranks = start_ranks()
     found = sensitivities(a_model(), (words()[:3], words()[3:])[rank], ranks)  # as when one rank ran out of time
     named = named_state(a_model())
-    fitted = fit_trellis(named, found, 16_000, pack_trellis, measure, CFG.small_tensor, ranks)
+    fitted = fit_trellis(named, found, 16_000, measure, CFG.small_tensor, ranks)
     said = []
     for target, weights in ((100, named), (16_000, named | {"tok_emb.weight": named["tok_emb.weight"] * math.nan})):
         try:
-            fit_trellis(weights, found, target, pack_trellis, measure, CFG.small_tensor, ranks)
+            fit_trellis(weights, found, target, measure, CFG.small_tensor, ranks)
         except GolfError as error:
             said.append((type(error).__name__, str(error)))
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps((found, fitted, said)))
