@@ -48,6 +48,13 @@ def parameter_comments(source: str) -> list[str]:
     return [f"{heads[t.start[0]]}: a comment behind a parameter: {t.string}" for t in tokenize.generate_tokens(StringIO(source).readline) if t.type == tokenize.COMMENT and t.start[0] in heads]
 
 
+def prints_the_time(cell) -> bool:
+    "Whether a cell shows what a clock said: another machine says something else. Timings are plotted from nbs/results."
+    shown = "".join(out.get("text", "") for out in cell.get("outputs", ()))
+    clock = re.search(r"\b(perf_counter|process_time|monotonic|time\.time)\(", cell.source)
+    return bool(clock and re.search(r"\d (s|ms|us)\b", shown))
+
+
 def problems(core: bool, cells) -> list[str]:
     "What a chapter's cells do not hold."
     found, words, captions = [], 0, 0
@@ -62,6 +69,7 @@ def problems(core: bool, cells) -> list[str]:
         if core:
             width = WIDTH - 4 * ("@patch" in cell.source)  # in a script the method stands in its class
             found += [f"a line of {len(line)} characters: {line[:60]}..." for line in cell.source.splitlines() if len(line) > width and not line.startswith("#|")]
+        found += [f"prints what a clock said: {cell.source[:60]!r}"] * prints_the_time(cell)
         if any(re.match("image/", kind) for out in cell.get("outputs", ()) for kind in out.get("data", ())):
             wanted = [d for d in ("fig-cap", "code-fold") if not re.search(rf"^#\|\s*{d}: \S", cell.source, re.M)]
             found += [f"a picture without `#| {d}:`: {cell.source[:60]!r}" for d in wanted]
@@ -105,6 +113,11 @@ def test_what_is_in_order_passes_and_a_picture_is_wanted():
     good = ["#| exporti\ndef f(): pass", "#| exports\ndef _f(): pass", "#| exports\ndef f(x: int):\n    'Raises GolfError always.'\n    raise GolfError(x)", "#| export\n@triton.jit\ndef _k(): pass\n" + "x = 1\n" * 50]
     assert not problems(True, [PICTURE, *map(nbformat.v4.new_code_cell, good)]) and problems(True, []) == ["no picture with a caption"]
     assert len(problems(True, [PICTURE, nbformat.v4.new_code_cell("plot()", outputs=PICTURE.outputs)])) == 2
+
+
+def test_what_a_clock_said_is_not_printed():
+    timed = nbformat.v4.new_code_cell("start = time.perf_counter()", outputs=[nbformat.v4.new_output("stream", text="taken 0.03 s\n")])
+    assert problems(True, [PICTURE, timed]) == ["prints what a clock said: 'start = time.perf_counter()'"]
 
 
 SOURCES = {  # chapter -> papers and pull requests whose ideas it takes, and names
