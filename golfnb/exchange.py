@@ -88,7 +88,8 @@ def stack_shape(name: str, p: Tensor, group: dict[str, Any]) -> tuple[int, int, 
 def split_outputs(name: str, outputs: int, group: dict[str, Any]) -> list[int]:
     "The outputs of each of the matrices fused in one. Raises GolfError if they do not add up."
     sizes = list(group.get("split_sizes") or [outputs])
-    if min(sizes) < 1 or sum(sizes) != outputs:
+    whole = all(isinstance(size, int) for size in sizes)
+    if not whole or min(sizes) < 1 or sum(sizes) != outputs:
         raise OptimizerError(f"split_sizes must be positive and add up to the {outputs} outputs "
                              f"of {name}: found {tuple(sizes)}")
     return sizes

@@ -6,15 +6,16 @@ and those of others.
 
 # %% auto #0
 __all__ = ['SavedGroup', 'WORDS', 'FIXED', 'Member', 'has_names', 'members_of', 'MemberState',
-           'local_part', 'MatrixState', 'Saved', 'canonical', 'saved_names', 'from_average',
-           'from_dion', 'translated', 'read_saved', 'misfit', 'check_fit', 'load_member',
-           'same_word', 'rule_word', 'set_number', 'load_group']
+           'local_part', 'MatrixState', 'Saved', 'canonical', 'names_by_order', 'saved_names',
+           'from_average', 'from_dion', 'translated', 'read_saved', 'misfit', 'check_fit',
+           'load_member', 'same_word', 'rule_word', 'set_number', 'load_group']
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #a39b237e
 import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -300,26 +301,40 @@ def canonical(name: str) -> str:
     return plain_name(name).removeprefix("module.")
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #a771a457
-def saved_names(groups: Sequence[SavedGroup], members: Sequence[Member]) -> list[str]:
-    """The names of a file's parameters, in order.
+def names_by_order(saved: dict[str, Any], members: Sequence[Member],
+                   order: Sequence[str]) -> list[str]:
+    "Names for a file that has none. Raises OptimizerError where it would have to guess."
+    sizes = [len(group["params"]) for group in saved["param_groups"] if group["params"]]
+    averages = any("exp_avg" in state for state in saved["state"].values())
+    of_its_rule = [member for member in members if member.rule.matrices != averages]
+    known = set(order)
+    for chosen in (members, of_its_rule):
+        names = [canonical(member.name) for member in chosen]
+        ours = [len(list(same)) for _, same in groupby(chosen, key=lambda m: id(m.group))]
+        if sizes == ours:
+            return names
+        if sizes == [len(names)] and known.issuperset(names):
+            return sorted(names, key=order.index)
+    raise OptimizerError(f"the saved state has {sum(sizes)} parameters without names, in groups of "
+                         f"{sizes}: expected all {len(members)} or the {len(of_its_rule)} of its "
+                         "rule, in groups as large as here, or in one group where ParallelMuon was "
+                         "made of the module: save it by an optimizer that was given "
+                         "model.named_parameters()")
 
-    Without names, in the file or in the optimizer, it is read by order: all parameters, or as many
-    as there are with a matrix rule. Raises OptimizerError if it is neither.
-    """
+
+# %% ../nbs/reference/17f_optimizer_state.ipynb #9aa9d430
+def saved_names(saved: dict[str, Any], members: Sequence[Member],
+                order: Sequence[str] = ()) -> list[str]:
+    "The names of a file's parameters; by order, if the file or the optimizer has none."
+    groups = saved["param_groups"]
     named = all(has_names(member.group) for member in members)
     if named and all("param_names" in group for group in groups):
         return [canonical(name) for group in groups for name in group["param_names"]]
     keys = [key for group in groups for key in group["params"]]
     if named and all(isinstance(key, str) for key in keys):  # of torch.distributed.checkpoint
         return [canonical(key) for key in keys]
-    everything = [canonical(member.name) for member in members]
-    matrices = [canonical(member.name) for member in members if member.rule.matrices]
-    for names in (everything, matrices):
-        if len(names) == len(keys):
-            return names
-    raise OptimizerError(f"the saved state has {len(keys)} parameters without names, expected "
-                         f"{len(everything)}, or the {len(matrices)} that have a matrix rule: load "
-                         "a state of this model, or save it with named parameters")
+    return names_by_order(saved, members, order)
+
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #d16e46c2
 def from_average(state: dict[str, Tensor], group: SavedGroup) -> dict[str, Tensor]:
@@ -349,17 +364,22 @@ def translated(state: dict[str, Tensor], group: SavedGroup) -> Saved:
     return Saved(state, {k: v for k, v in group.items() if k not in ("lr_mul", "wd_mul")})
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #3da782b7
-def read_saved(saved: dict[str, Any], members: Sequence[Member]) -> dict[str, Saved]:
-    "A file's states by the parameters' names. Raises OptimizerError if it holds none."
+def read_saved(saved: dict[str, Any], members: Sequence[Member],
+               order: Sequence[str] = ()) -> dict[str, Saved]:
+    """A file's states by the parameters' names. Raises OptimizerError if it holds none.
+
+    order: names in the module's order, if it is known
+    """
     groups = saved.get("param_groups")
     states = saved.get("state")
     if groups is None or states is None:
         raise OptimizerError("a saved state must have state and param_groups, found "
                              f"{', '.join(map(str, list(saved)[:5])) or 'nothing'}: load what "
                              "optimizer.state_dict() gave")
-    names = iter(saved_names(groups, members))
+    names = iter(saved_names(saved, members, order))
     return {name: translated(states.get(key, {}), group)
             for group in groups for key, name in zip(group["params"], names, strict=False)}
+
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #b2c1cd5d
 def misfit(member_state: MemberState, saved: Saved) -> str:
@@ -388,6 +408,8 @@ def check_fit(states: Sequence[MemberState], saved: dict[str, Saved], strict: bo
             problems[name] = misfit(s, saved[name])
     wrong = [f"{name} {problem}" for name, problem in problems.items() if problem]
     wrong += [f"{name} is in the file only" for name in saved if name not in problems]
+    if all(problems.values()):
+        logging.getLogger("golfnb").warning("nothing of the saved state fits this optimizer")
     if strict and wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise OptimizerError(f"the saved state does not fit: {'; '.join(wrong[:3])}{more}; load "

@@ -127,6 +127,72 @@ def test_what_it_takes(given):
     assert distance(walked(model, opt), walked(want, ParallelMuon(want, lr=0.05, adam_lr=0.01))) == 0
 
 
+def test_two_parameters_of_one_name_are_refused():
+    "Their saved states would take each other's place."
+    one, two = small(), small()
+    with pytest.raises(GolfError, match="called .*1.1.weight"):
+        ParallelMuon([*param_groups(one), *param_groups(two)])
+    opt = ParallelMuon(param_groups(one)[:1])
+    with pytest.raises(GolfError, match="called .*1.1.weight"):
+        opt.add_param_group(param_groups(two)[0])
+    walked(one, opt, 1)
+    assert len(opt.param_groups) == 1
+    ParallelMuon(nn.ModuleDict({"one": one, "two": two}))
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("given, words", [
+    (lambda: None, "NoneType"), (lambda: nn.Linear, "type"), (lambda: {"params": [weight()]}, "dict"), (weight, "Parameter"), (lambda: {weight(), weight()}, "set"),
+    (lambda: [{"params": {weight()}}], "set"), (lambda: [{"params": None}], "NoneType"), (lambda: [{"params": nn.Linear(2, 2)}], "Linear"), (lambda: [{"lr": 0.1}], "params"),
+    (lambda: [{"params": [weight()], "use_muon": False}], "'rule'"), (lambda: [{"params": [weight()], "algorithm": "adamw"}], "'rule'"),
+    (lambda: [{"params": [weight()], "rule": "adamw", "adam_lr": 0.1}], "'lr'"), (lambda: [{"params": [weight()], "rule": "muon", "split_sizes": "22"}], "split_sizes"),
+    (lambda: [nn.Parameter(torch.eye(4).to_sparse())], "dense"), (lambda: [{"params": [("a", weight())]}, {"params": [weight()]}], "all groups name")])
+def test_what_is_no_group(given, words):
+    with pytest.raises(GolfError, match=words):
+        ParallelMuon(given())
+
+
+def test_a_later_group_has_names_if_the_others_have():
+    opt = ParallelMuon([("a", weight())])
+    with pytest.raises(GolfError, match="all groups name"):
+        opt.add_param_group({"params": [weight()]})
+    with pytest.raises(GolfError, match="list"):
+        opt.add_param_group([weight()])
+    opt.add_param_group({"params": [("b", weight())]})
+
+
+@pytest.mark.parametrize("key, value", [("rule", "normuon"), ("rule", "adamw"), ("split_sizes", [2, 2])])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_rule_of_a_group_stays(key, value, steps):
+    p = weight()
+    opt = ParallelMuon([p])
+    for _ in range(steps):
+        p.grad = torch.eye(4)
+        opt.step()
+    opt.param_groups[0][key] = value
+    p.grad = torch.eye(4)
+    with pytest.raises(GolfError, match=f"{key} of a group"):
+        opt.step()
+
+
+def test_a_step_without_any_gradient_is_warned_of_once(caplog):
+    model = small()
+    opt = ParallelMuon(model)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for _ in range(3):
+        one_step(model, opt)
+    assert caplog.text.count("assign=True") == 1
+    caplog.clear()
+    frozen = small()
+    opt = ParallelMuon(frozen)
+    frozen.requires_grad_(False)
+    opt.step()
+    assert not caplog.records
+
+
 def test_the_callers_groups_stay_as_they_were():
     model = small()
     groups = param_groups(model)
@@ -657,6 +723,56 @@ def test_states_that_do_not_fit_change_nothing():
     assert all(torch.equal(t, now["state"][k][name]) for k, s in good["state"].items() for name, t in s.items())
 
 
+def test_files_of_torch_without_names_have_the_order_of_the_module():
+    "In our groups fused matrices stand apart, and vectors behind matrices; all have shapes in common."
+    def model_of(seed):
+        torch.manual_seed(seed)
+        body = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 24, dropout=0.0, batch_first=True, bias=False), 2, enable_nested_tensor=False)
+        return nn.Sequential(nn.Linear(4, 8), body, nn.Linear(8, 4)).double()
+
+    def trained(model, make):
+        opt = make([p for p in model[1].parameters() if p.ndim == 2] if make is torch.optim.Muon else model.parameters())
+        model(torch.arange(24.0).view(2, 3, 4).sin().double()).square().mean().backward()
+        opt.step()
+        return opt
+    model = model_of(0)
+    muon, adamw = trained(model, torch.optim.Muon), trained(model, torch.optim.AdamW)
+    opt = ParallelMuon(model_of(1))
+    assert len([g for g in opt.param_groups if g["rule"] == "muon"]) == 2
+    opt.load_state_dict(muon.state_dict(), strict=False)
+    opt.load_state_dict(adamw.state_dict(), strict=False)
+    theirs = dict(model.named_parameters())
+    for s in opt.states.values():
+        p = theirs[s.member.name]
+        if s.member.rule.matrices:
+            assert torch.allclose(s.tensors["momentum_buffer"], muon.state[p]["momentum_buffer"] / 0.05, rtol=1e-9), s.member.name
+        else:
+            assert torch.equal(s.tensors["exp_avg"], adamw.state[p]["exp_avg"]), s.member.name
+    with pytest.raises(GolfError, match="8 parameters without names"):
+        ParallelMuon(param_groups(model_of(1))).load_state_dict(muon.state_dict(), strict=False)
+
+
+def test_torch_s_two_files_without_names():
+    model = small()
+    pairs = [g["params"] for g in param_groups(model)]
+    muon, adamw = (make([p for _, p in half]) for make, half in zip((torch.optim.Muon, torch.optim.AdamW), pairs))
+    model(torch.ones(2, 4).double()).square().sum().backward()
+    muon.step()
+    adamw.step()
+    opt = ParallelMuon(param_groups(small()))
+    for theirs in (muon, adamw):
+        opt.load_state_dict(theirs.state_dict(), strict=False)
+    found = {s.member.name: s.tensors for s in opt.states.values()}
+    assert all(torch.equal(found[name]["exp_avg"], adamw.state[p]["exp_avg"]) for name, p in pairs[1])
+    assert all(found[name]["momentum_buffer"].any() for name, _ in pairs[0])
+
+
+def test_nothing_that_fits_is_told(caplog):
+    opt = ParallelMuon(small())
+    opt.load_state_dict(ParallelMuon([("elsewhere", nn.Parameter(torch.ones(2, 2)))]).state_dict(), strict=False)
+    assert "nothing of the saved state" in caplog.text
+
+
 def test_parameters_without_names_are_read_by_order():
     "Two groups alike; by torch.save's numbers, and by torch.distributed.checkpoint's names."
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -715,7 +831,7 @@ def test_ranks_with_other_calls_all_hear_of_it(several):
     for out in several[1]:
         modules, options = out[2]
         assert "rank 0 has 1.weight (4, 4)" in modules and "rank 1 has 1.weight (6, 4)" in modules and modules.startswith("GolfError")
-        assert "'ns_steps': 5" in options and "'ns_steps': 6" in options
+        assert "ns_steps=5" in options and "ns_steps=6" in options
 
 
 @pytest.mark.parametrize("case", [3, 4], ids=["plain", "sharded"])
@@ -861,7 +977,7 @@ class Lazy(nn.Module):
 @pytest.mark.parametrize("given, more, words", [
     (lambda: nn.ReLU(), {}, "ReLU"), (Lazy, {}, "b.weight"), (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), {}, "1.weight.*meta"),
     (lambda: small().parameters(), {}, r"param_groups\(model\)"), (lambda: small().named_parameters(), {}, r"0.bias.*param_groups\(model\)"), (lambda: [{"params": [torch.zeros(3, 3, dtype=torch.int64)]}], {}, "int64"),
-    (lambda: small().state_dict(), {}, "a str"), (lambda: [], {}, "empty"), (lambda: [{"params": [nn.Parameter(torch.zeros(2, 2))], "rule": "moun"}], {}, "muon.*'moun'"),
+    (lambda: small().state_dict(), {}, "OrderedDict"), (lambda: ["a", "b"], {}, "a str"), (lambda: [], {}, "empty"), (lambda: [{"params": [nn.Parameter(torch.zeros(2, 2))], "rule": "moun"}], {}, "muon.*'moun'"),
     (lambda: [nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn))], {}, "float8"), (small, dict(momentum=1.0), "momentum.*1.0"), (small, dict(adam_lr=float("nan")), "lr.*nan"), (small, dict(lr=-1), "lr.*-1"), (small, dict(max_norm=-1), "max_norm.*-1"), (small, dict(betas=(0.9, 1.0)), "betas"),
     (small, dict(ns_steps=0), "ns_steps"), (small, dict(ns_coefficients="cubic"), "cubic"), (small, dict(adjust_lr_fn="rms"), "rms"), (small, dict(reduce="sum"), "sum"), (small, dict(mesh="gloo"), "mesh.*gloo")])
 def test_what_it_does_not_take(given, more, words):
