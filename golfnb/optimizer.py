@@ -575,7 +575,7 @@ class ParallelMuon(torch.optim.Optimizer):
         `closure` runs forward and backward and returns the loss, which is given back. A parameter
         that has no gradient on any rank stays as it is. Nothing waits for the device, except that
         every hundredth step asks how many were skipped, and that the first four on several ranks
-        look for gradients that each rank clipped by itself.
+        compare the ranks' gradients, to warn of those that do not suit `reduce`.
         """
         loss = None
         if closure is not None:
@@ -802,8 +802,8 @@ class ParallelMuon(torch.optim.Optimizer):
             if grad is not None and grad.is_sparse:
                 raise OptimizerError(f"the gradient of {member.name} is sparse: make the embedding "
                                      "with sparse=False")
-        if self.reduce == "mean" and self.ranks.world > 1 and self.steps < 4:
-            self.notice_clipping()
+        if self.ranks.world > 1 and self.steps < 4:
+            self.compare_gradients()
 
     def check_layouts(self) -> None:
         "Raises OptimizerError for a group whose rule is another than it was made with."
@@ -832,8 +832,8 @@ class ParallelMuon(torch.optim.Optimizer):
         self.state.clear()
         self.extend(self.param_groups)
 
-    def notice_clipping(self) -> None:
-        "Warns if gradients of all ranks twice have one norm, yet differ: each clipped its own."
+    def gradient_sums(self) -> tuple[Tensor, Tensor]:
+        "Of the gradients here on each rank: the sum of squares, and the sum."
         mine = torch.zeros(2, dtype=torch.float64, device=self.norm.device)
         for member in self.members:
             if member.param.grad is not None:
@@ -841,15 +841,37 @@ class ParallelMuon(torch.optim.Optimizer):
                 mine += torch.stack([grad.square().sum(), grad.sum()])
         found = [torch.empty_like(mine) for _ in range(self.ranks.world)]
         dist.all_gather(found, mine, group=self.ranks.process_group)
-        norms, sums = torch.stack(found).T
-        one_norm = norms.max() - norms.min() <= 1e-4 * norms.max()
+        squares, sums = torch.stack(found).T
+        return squares, sums
+
+    def notice_clipping(self) -> None:
+        "Warns if gradients of all ranks twice have one norm, yet differ: each clipped its own."
+        squares, sums = self.gradient_sums()
+        one_norm = squares.max() - squares.min() <= 1e-4 * squares.max()
         self.clipped_alike += int(bool(one_norm and sums.max() > sums.min()))
         if self.clipped_alike == 2 and self.ranks.rank == 0:
-            norm = norms[0].item() ** 0.5
+            norm = squares[0].item() ** 0.5
             logging.getLogger("golfnb").warning(
                 "the gradients of all ranks have the same norm %.3g: clip_grad_norm_ has clipped "
                 "each by itself, before the mean; call ParallelMuon(..., max_norm=%.3g) instead",
                 norm, norm)
+
+    def notice_apart(self) -> None:
+        "Warns if gradients that nobody averages any more differ from rank to rank."
+        squares, _ = self.gradient_sums()
+        if squares.max() - squares.min() > 1e-4 * squares.max() and self.ranks.rank == 0:
+            logging.getLogger("golfnb").warning(
+                "reduce='none' says that gradients are averaged, but those of the ranks have other "
+                "norms, from %.3g to %.3g: call the model by its DistributedDataParallel, the last "
+                "backward pass of a step outside of no_sync(), or leave reduce='none' out",
+                squares.min().sqrt(), squares.max().sqrt())
+
+    def compare_gradients(self) -> None:
+        "Warns of gradients that do not suit `reduce`."
+        if self.reduce == "mean":
+            self.notice_clipping()
+        elif self.steps == 0 and not any(is_dtensor(member.param) for member in self.members):
+            self.notice_apart()
 
     def notice_no_gradient(self) -> None:
         "Warns at the first step in which no parameter has a gradient, though some require one."

@@ -467,6 +467,23 @@ def clipped(ranks):
     return [heard(lambda: steps(*how)) for how in ((True, ranks.rank), (False, ranks.rank), (True, 7))]
 
 
+def unaveraged(ranks):
+    "What is said of reduce='none' in three steps: without DDP, under it, under it by the module inside, and of shards."
+    def steps(how):
+        torch.manual_seed(0)
+        model = called = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        if how == "sharded":
+            fully_shard(model)
+        elif how != "plain":
+            called = nn.parallel.DistributedDataParallel(model)
+        opt, rows = ParallelMuon(param_groups(model), reduce="none"), torch.Generator().manual_seed(ranks.rank)
+        for _ in range(3):
+            opt.zero_grad()
+            (model if how == "inside" else called)(torch.randn(8, 8, generator=rows)).square().mean().backward()
+            opt.step()
+    return [heard(lambda: steps(how)) for how in ("plain", "ddp", "inside", "sharded")]
+
+
 def rank_0_alone(ranks):
     "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others leave once rank 0 has warned: what is heard."
     (_, opt), (_, other) = fresh("vision", "plain", 0), fresh("vision", "plain", 1)

@@ -809,7 +809,7 @@ def several(request):
     world = request.param
     jobs = [("drifting", (), {}), ("clipped", (), {}), ("other_calls", (), {}), ("narrow", ("plain",), {}), ("narrow", ("sharded",), {}), ("meshes", (), {}), ("mixed_precision", (), {}), ("normuon", ("plain",), {}), ("normuon", ("sharded",), {})]
     jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
-    jobs.append(("early", (), {}))
+    jobs += [("early", (), {}), ("unaveraged", (), {})]
     if world == 2:
         jobs.append(("rank_0_alone", (), {}))
     return world, run_ranks(world, jobs)
@@ -825,6 +825,13 @@ def test_clipping_by_each_rank_is_told_once(several):
     (told, *none), *others = (out[1] for out in several[1])
     assert len(told) == 1 and "same norm 0.01" in told[0] and "max_norm=0.01" in told[0]
     assert none == [[], []] and others == [[[], [], []]] * len(others)
+
+
+def test_gradients_that_nobody_averages_are_told_once(several):
+    (plain, ddp, inside, sharded), *others = (out[14] for out in several[1])
+    for told in (plain, inside):
+        assert len(told) == 1 and "reduce='none'" in told[0] and "DistributedDataParallel" in told[0]
+    assert ddp == sharded == [] and others == [[[], [], [], []]] * len(others)
 
 
 def test_ranks_with_other_calls_all_hear_of_it(several):
