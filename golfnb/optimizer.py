@@ -902,12 +902,15 @@ class ParallelMuon(torch.optim.Optimizer):
                  "must call it, also where one alone reads or writes the file")
         late = threading.Timer(patience, logging.getLogger("golfnb").warning, [words])
         late.start()
-        try:
-            dist.barrier(self.ranks.process_group)
+        calls: list[Any] = [None] * self.ranks.world
+        try:  # no barrier: it would meet one in which the other ranks wait for this one
+            dist.all_gather_object(calls, call, group=self.ranks.process_group)
         except RuntimeError as error:
             raise OptimizerError(words) from error
         finally:
             late.cancel()
+        if set(calls) != {call}:
+            raise OptimizerError(words)
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, for any number of ranks; every rank must call it.

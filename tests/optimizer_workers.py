@@ -4,7 +4,8 @@ import logging
 import math
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -493,6 +494,25 @@ def rank_0_alone(ranks):
     logging.getLogger("golfnb").addFilter(lambda record: store.set("warned", "") or True)
     opt.wait_for_ranks, other.wait_for_ranks = partial(opt.wait_for_ranks, patience=0.3), partial(other.wait_for_ranks, patience=600)
     return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
+
+
+def rank_0_saves(ranks):
+    "`if rank == 0: torch.save(optimizer.state_dict(), file)`, then a barrier for all: what is heard."
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    opt = ParallelMuon(build("vision"), mesh=group)
+    if not ranks.is_rank0:
+        with suppress(RuntimeError):  # nobody comes
+            dist.barrier(group)
+        return []
+    opt.wait_for_ranks = partial(opt.wait_for_ranks, patience=0.3)
+    return heard(opt.state_dict)
+
+
+def other_call(ranks):
+    "Rank 1 loads while rank 0 saves: what is heard."
+    _, opt = fresh("vision", "plain", 0)
+    state = opt.state_dict()
+    return heard(opt.state_dict if ranks.is_rank0 else lambda: opt.load_state_dict(state))
 
 
 def first_fsdp(ranks):

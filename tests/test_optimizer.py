@@ -884,6 +884,16 @@ def test_the_group_of_all_ranks_is_not_kept():
     assert run_ranks(2, [("keeps_no_group", (), {})]) == [[0], [0]]
 
 
+def test_a_barrier_of_the_other_ranks_does_not_let_rank_0_save_alone():
+    ((warned, error),), _ = run_ranks(2, [("rank_0_saves", (), {})])
+    assert "ParallelMuon.state_dict()" in warned and error == f"GolfError: {warned}"
+
+
+def test_ranks_that_save_and_load_at_once_hear_of_it():
+    for rank, ((said,),) in enumerate(run_ranks(2, [("other_call", (), {})])):
+        assert "GolfError" in said and ("state_dict()", "load_state_dict()")[rank] in said
+
+
 def test_the_first_fsdp_is_refused():
     for said in run_ranks(2, [("first_fsdp", (), {})]):
         assert all("FullyShardedDataParallel" in words[-1] and "fully_shard" in words[-1] for words in said[0]) and len(said[0]) == 3
