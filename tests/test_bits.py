@@ -345,6 +345,33 @@ def test_a_size_is_met_though_it_is_noisy_or_not_what_was_estimated(noise, scale
     assert len(sizes) <= TRIES and best > target - (NEAR if noise == 0 else 500)
 
 
+def even(w): return Sensitivity(torch.ones(len(w)), torch.eye(w.shape[1]))
+
+
+def test_small_matrices_without_bits_to_give_do_not_hold_up_the_rest():
+    g = torch.Generator().manual_seed(0)
+    named = {"large": torch.randn(96, 96, generator=g), "small": 1e-4 * torch.randn(8, 16, generator=g)}
+    sizes = []
+    def larger(packed, shares):
+        sizes.append(int(1.4 * measure(packed, shares)))
+        return sizes[-1]
+    fit_trellis(named, {n: even(w) for n, w in named.items()}, 4_000, larger, 100)
+    assert any(4_000 - NEAR <= n <= 4_000 for n in sizes), sizes
+
+
+@pytest.mark.parametrize("w", [torch.zeros(24, 30), torch.ones(24, 30)])
+def test_matrices_that_take_no_bits_end_the_search(w):
+    sizes = []
+    packed, _ = fit_trellis({"w": w}, {"w": even(w)}, 9_000, lambda p, s: sizes.append(0) or measure(p, s), 100)
+    assert len(sizes) <= 2 and torch.allclose(dequantize_trellis(packed)["w"], w, atol=0.01)
+
+
+@pytest.mark.parametrize("of", [Sensitivity(torch.ones(23), torch.eye(30)), Sensitivity(torch.ones(24), torch.eye(29)), Sensitivity(torch.ones(24), torch.ones(24)), Sensitivity(torch.ones(24, 1), torch.eye(30))])
+def test_a_sensitivity_of_another_matrix_is_refused_by_name(of):
+    with pytest.raises(GolfError, match="sensitivity of mine "):
+        fit_trellis({"mine": torch.ones(24, 30)}, {"mine": of}, 9_000, measure, 100)
+
+
 def test_what_can_not_be_met():
     named, found = named_state(a_model()), sensitivities(a_model(), words(), Ranks())
     with pytest.raises(NothingFits, match="100 bytes") as caught:

@@ -70,7 +70,7 @@ def read_log(text: str, name: str = "train.log") -> SimpleNamespace:
     steps = numbers_in(r"^step:(\d+)/", text)
     facts["steps"] = max(steps, default=None)
     train_ms = max(numbers_in(r"train_time:(\d+)ms", text), default=0)
-    train_ms += sum(numbers_in(r"^gptq: .*, (\d+)ms of", text))
+    train_ms += sum(numbers_in(r"^(?:gptq|sensitivities): .*, (\d+)ms of", text))
     facts["train_ms"] = train_ms or None
     facts["eval_ms"] = sum(numbers_in(r"eval_time:(\d+)ms", text))
     scores = re.findall(r"^(\w+)_exact val_loss:([\d.]+) val_bpb:([\d.]+)$", text, re.M)
