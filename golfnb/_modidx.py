@@ -1223,6 +1223,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                             'golfnb.run.sensitivities_in_time': ('reference/run.html#sensitivities_in_time', 'golfnb/run.py'),
                             'golfnb.run.start': ('reference/run.html#start', 'golfnb/run.py'),
                             'golfnb.run.train_and_average': ('reference/run.html#train_and_average', 'golfnb/run.py'),
+                            'golfnb.run.trellis_words': ('reference/run.html#trellis_words', 'golfnb/run.py'),
                             'golfnb.run.weight_dtype': ('reference/run.html#weight_dtype', 'golfnb/run.py')},
             'golfnb.settings': { 'golfnb.settings.BaseSettings': ('reference/settings.html#basesettings', 'golfnb/settings.py'),
                                  'golfnb.settings.BaseSettings.check': ('reference/settings.html#basesettings.check', 'golfnb/settings.py'),

@@ -2,6 +2,7 @@
 import math
 import os
 import pickle
+import re
 import socket
 from pathlib import Path
 
@@ -350,8 +351,8 @@ def even(w): return Sensitivity(torch.ones(len(w)), torch.eye(w.shape[1]))
 
 def test_small_matrices_without_bits_to_give_do_not_hold_up_the_rest():
     g = torch.Generator().manual_seed(0)
-    named = {"large": torch.randn(96, 96, generator=g), "small": 1e-4 * torch.randn(8, 16, generator=g)}
-    sizes = []
+    named = {"large": torch.randn(96, 96, generator=g), "small": 0.06 * torch.randn(8, 20, generator=g)}
+    sizes = []  # the small one has about a quarter of a bit a weight
     def larger(packed, shares):
         sizes.append(int(1.4 * measure(packed, shares)))
         return sizes[-1]
@@ -426,6 +427,7 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     summary = run_quietly(trellis, env | {"RUN_ID": "a", "TARGET_BYTES": str(target)})
     data = (tmp_path / "runs" / "a" / "artifact.golf").read_bytes()
     assert target - NEAR <= len(data) <= target and summary["total_bytes"] == len(data)
+    assert re.search(r"^trellis: [1-9]\d* matrices with ", (tmp_path / "runs" / "a" / "train.log").read_text(), re.M)
     _, meta, _ = load_model(tmp_path / "runs" / "a" / "artifact.golf")
     assert abs(sum(meta["shares"].values()) - 1) < 0.02 and "tok_emb.weight" in meta["shares"]
     script = tmp_path / "trellis.py"
@@ -435,3 +437,5 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     assert (tmp_path / "runs" / "s" / "artifact.golf").read_bytes() == data
     assert "over_budget" in run_quietly(trellis, env | {"RUN_ID": "over", "TARGET_BYTES": "1000"})
     assert (tmp_path / "runs" / "over" / "artifact.golf.over").is_file()
+    run_quietly(trellis, env | {"RUN_ID": "none", "SMALL_TENSOR": "65536"})
+    assert "SMALL_TENSOR=65536" in (tmp_path / "runs" / "none" / "train.log").read_text(), "it rounds nothing, and says so"
