@@ -2202,6 +2202,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                      'golfnb.tools.report.read_file': ('tools/report.html#read_file', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.read_run': ('tools/report.html#read_run', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.read_run_events': ('tools/report.html#read_run_events', 'golfnb/tools/report.py'),
+                                     'golfnb.tools.report.read_summary': ('tools/report.html#read_summary', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.run_config': ('tools/report.html#run_config', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.run_data': ('tools/report.html#run_data', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.run_place': ('tools/report.html#run_place', 'golfnb/tools/report.py'),

@@ -174,10 +174,14 @@ def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
                   seed: int = 0) -> dict[str, Sensitivity]:
     """What errors of each block's matrices, the embedding and the tables cost, by published name.
 
+    For another model than `Golf`, make a `Sensitivity` of each matrix yourself.
+
     A forward and a backward pass for each of `batches` of ids [B, T]; each rank has its own, at
     least one, all must call, and get the same. Weights, kernels and gradients stay as they are.
     Raises GolfError, naming the matrix, where a sum is not finite.
     """
+    require(isinstance(model, Golf), f"a Golf is measured here, found {type(model).__name__}: "
+            "make a Sensitivity of each matrix yourself")
     generator = torch.Generator(ranks.device).manual_seed(seed + ranks.rank)
     sums, tokens = {}, torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for ids in batches:
@@ -503,9 +507,9 @@ def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], t
     """Named weights packed into at most `target_bytes`, and each matrix' share of the loss.
 
     `found`: of `sensitivities`. `measure(state, shares)` counts a file's bytes. What has no
-    sensitivity is packed as in chapter 10b. Rank 0 works, all call, and get the same. Raises, on
-    all ranks, NothingFits when even the coarsest is too large, and GolfError as `plan_state` and
-    `round_plans` do.
+    sensitivity is packed as in chapter 10b, what has up to `small` elements as fp16. Rank 0 works,
+    all call, and get the same. Raises, on all ranks, NothingFits when even the coarsest is too
+    large, and GolfError as `plan_state` and `round_plans` do.
     """
     result = None
     if ranks.is_rank0:

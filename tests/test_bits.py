@@ -35,6 +35,7 @@ from golfnb.quantize import Gptq, NothingFits, calibrate, dequantize_state, fit_
 from golfnb.recipes import golf, trellis
 from golfnb.settings import GolfError
 from golfnb.tools.programs import settings_of
+from golfnb.tools.report import read_summary
 from golfnb.trellis import trellis_encode, trellis_levels
 from golfnb.trellis_file import LARGEST_INDEX, dequantize_trellis, pack_trellis
 
@@ -373,6 +374,11 @@ def test_a_sensitivity_of_another_matrix_is_refused_by_name(of):
         fit_trellis({"mine": torch.ones(24, 30)}, {"mine": of}, 9_000, measure, 100)
 
 
+def test_another_model_is_refused_in_a_sentence():
+    with pytest.raises(GolfError, match="found Linear"):
+        sensitivities(torch.nn.Linear(3, 3), words(), Ranks())
+
+
 def test_what_can_not_be_met():
     named, found = named_state(a_model()), sensitivities(a_model(), words(), Ranks())
     with pytest.raises(NothingFits, match="100 bytes") as caught:
@@ -430,6 +436,7 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     assert re.search(r"^trellis: [1-9]\d* matrices with ", (tmp_path / "runs" / "a" / "train.log").read_text(), re.M)
     _, meta, _ = load_model(tmp_path / "runs" / "a" / "artifact.golf")
     assert abs(sum(meta["shares"].values()) - 1) < 0.02 and "tok_emb.weight" in meta["shares"]
+    assert "column exponents" in dict(read_summary(tmp_path / "runs" / "a")["ledger"]), "as artifact inspect calls them"
     script = tmp_path / "trellis.py"
     assert golfnb("script", "--recipe", "trellis", "-o", script, cwd=tmp_path).returncode == 0
     done = torchrun(script, 1, env | {"RUN_ID": "s", "TARGET_BYTES": str(target + script.stat().st_size)}, tmp_path)

@@ -367,7 +367,7 @@ def start_run(folder: Path, s, settings: dict[str, str], ranks: int, own: str | 
             words = f"report: {book.report.write_report(folder, program=own)}"
         except GolfError as e:
             words = f"no report: {e}"
-        table = book.report.run_table(book.report.read_file(folder / "summary.json"))
+        table = book.report.run_table(book.report.read_summary(folder))
         print(f"\n{table}\n\n{words}\nplay with it: {this_command()} play {folder}{own_words(own)}")
     return status
 
