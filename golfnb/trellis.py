@@ -34,7 +34,7 @@ def check_states(states: int):
 
 
 def next_state(state, parity, states: int):
-    "The state after an index of this parity; integers, or integer tensors of one shape."
+    "The state after an index of this parity; integers, or integer arrays of one shape."
     loop, entry = TRELLIS_CODES[states]
     return (state >> 1) ^ (state & 1) * (loop >> 1) ^ parity * (entry >> 1)
 
@@ -62,12 +62,14 @@ def trellis_levels(k: Tensor, states: int = 8) -> Tensor:
     if k.ndim != 2 or k.is_floating_point() or k.is_complex() or k.dtype == torch.bool:
         raise GolfError("indices of a trellis must be integers [n, T], found "
                         f"{k.dtype} of shape {tuple(k.shape)}")
-    k = k.int()
-    levels = torch.empty_like(k)
-    state = torch.zeros(len(k), dtype=torch.int32, device=k.device)
-    for t in range(k.shape[1]):
-        levels[:, t] = 2 * k[:, t] + (state & 1)
-        state = next_state(state, k[:, t] & 1, states)
+    parities = (k & 1).T.to("cpu", torch.uint8).contiguous().numpy()  # a byte each: [T, n]
+    grids = np.empty_like(parities)
+    state = np.zeros(len(k), np.uint8)
+    for t, parity in enumerate(parities):
+        grids[t] = state & 1
+        state = next_state(state, parity, states)
+    levels = 2 * k.int()
+    levels += torch.from_numpy(grids).T.to(k.device)
     return levels
 
 # %% ../nbs/story/10c_trellis.ipynb #e1cab32b

@@ -71,6 +71,10 @@ def without_docstrings(tree: ast.Module) -> int:
     return sum(not isinstance(node, ast.expr_context) for node in ast.walk(tree))
 
 
+def test_the_joiner_stays_small():
+    assert without_docstrings(ast.parse((ROOT / "golfnb" / "tools" / "joiner.py").read_text())) <= 2500
+
+
 def test_the_recipes_are_a_folder_of_their_own():
     for folder, ext in ((ROOT / "golfnb" / "recipes", "py"), (ROOT / "nbs" / "recipes", "ipynb")):
         assert sorted(p.stem for p in folder.glob(f"*.{ext}") if p.stem != "__init__") == sorted(RECIPES)

@@ -48,6 +48,7 @@ def test_ruff_finds_what_is_planted(code, rule):
 
 def test_no_file_is_excused():
     assert "per-file-ignores" not in (ROOT / "ruff.toml").read_text()
+    assert "ignore" not in json.loads(CONFIG.read_text())
 
 
 def test_pyright_finds_nothing():

@@ -165,7 +165,7 @@ def test_its_script_gives_the_same_losses(place):
 def test_a_run_goes_on_with_the_program_it_began_with(place):
     "It is killed in its training; then the program is edited."
     root, data = place
-    words = ["train", "mine.py", "--nproc", "1", *WORDS, *data, "RUN_ID=b", "ITERATIONS=400", "CHECKPOINT_EVERY_S=0.05"]
+    words = ["train", "mine.py", "--nproc", "1", *WORDS, *data, "RUN_ID=b", "ITERATIONS=150", "CHECKPOINT_EVERY_S=0.05"]
     child = subprocess.Popen([sys.executable, "-m", "golfnb", *words], cwd=root, env=clean_env(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     end = time.time() + 300
     while not list(root.glob("runs/b/checkpoints/step-*")):
@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_the_program_it_began_with(place):
     refused(done, "whose script must be")
     script.write_text(whole)
     done = golfnb("train", "mine.py", "--resume", "runs/b", cwd=root)
-    assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 400, done.stderr
+    assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 150, done.stderr
     assert "\nresumed:" in (root / "runs/b/train.log").read_text()
 
 

@@ -269,7 +269,7 @@ class BucketGolf(Golf):
 
     def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
         "As `Golf.weights`, block by block."
-        named = {name: w.to(self.compute) for name, w in unbank(self.layout, self.banks).items()}
+        named = {name: w.to(self.compute) for name, w in unbank(self.layout, dict(self.banks)).items()}
         scalars = (self.attn_scale, self.mlp_scale, self.resid_mix.to(self.compute), self.q_gain)
         blocks = []
         for i, small in enumerate(zip(*(t.unbind(0) for t in scalars), strict=True)):

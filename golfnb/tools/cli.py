@@ -32,7 +32,8 @@ from functools import cache
 from importlib import import_module, metadata, resources
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
@@ -129,8 +130,7 @@ def named_program(words: list[str], recipe: str | None = None) -> tuple:
     settings = [word for word in words if "=" in word]
     if not names:
         given = dict(word.split("=", 1) for word in settings)
-        usual = os.environ.get("RECIPE", book.programs.DEFAULT_RECIPE)
-        names.append(given.get("RECIPE", usual))
+        names.append(({"RECIPE": book.programs.DEFAULT_RECIPE} | os.environ | given)["RECIPE"])
     return book.programs.find_program(names[0]), settings
 
 # %% ../../nbs/tools/23_cli.ipynb #b3fc8d2f
@@ -139,7 +139,7 @@ def adapter_names() -> list[str]:
     return [spec.name.upper() for spec in fields(book.adapters.AdapterSettings)]
 
 # %% ../../nbs/tools/23_cli.ipynb #d9323bfb
-def known_settings(programs: list) -> set[str]:
+def known_settings(programs: Iterable) -> set[str]:
     "Every name that these programs take from a command line."
     s = book.settings
     found = {"RECIPE", *s.KEEPING, *s.NOT_BUILT, *s.IGNORED}
@@ -173,7 +173,8 @@ def read_settings(words: list[str], *programs, more: Iterable[str] = ()) -> dict
 @cache
 def chapter_source(module: str) -> ast.Module:
     "A module of golfnb, read and not imported, which would import torch."
-    path = resources.files("golfnb").joinpath(*module.split(".")).with_suffix(".py")
+    *folders, name = module.split(".")
+    path = resources.files("golfnb").joinpath(*folders, f"{name}.py")
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -196,8 +197,10 @@ def literal(node: ast.expr, known: dict):
 
 def setting_line(node: ast.AnnAssign, known: dict) -> str:
     "The help's line on a setting, from its declaration; `known`: the constants of its module."
-    default, meaning, *choices = [literal(value, known) for value in node.value.args]
-    line = f"  {f'{node.target.id.upper()}={default}':42s} {meaning}"
+    call, name = node.value, ast.unparse(node.target)
+    assert isinstance(call, ast.Call), f"{name} is declared by setting(...)"
+    default, meaning, *choices = [literal(value, known) for value in call.args]
+    line = f"  {f'{name.upper()}={default}':42s} {meaning}"
     if choices:
         line += f" ({', '.join(choices)})"
     return line
@@ -208,13 +211,13 @@ def setting_lines(module: str, name: str) -> dict[tuple[str, str], list[str]]:
     tree = chapter_source(module)
     known = constants(tree)
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: node.module for node in imports for alias in node.names}
+    homes = {alias.name: node.module or "" for node in imports for alias in node.names}
     (group,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     declared = [node for node in group.body if isinstance(node, ast.AnnAssign)]
     found = {(module, name): [setting_line(node, known) for node in declared]}
-    for base in group.bases:
-        if base.id != "BaseSettings":
-            found |= setting_lines(homes.get(base.id, module), base.id)
+    for base in map(ast.unparse, group.bases):
+        if base != "BaseSettings":
+            found |= setting_lines(homes.get(base, module), base)
     return found
 
 # %% ../../nbs/tools/23_cli.ipynb #da4c5f31
@@ -1097,12 +1100,12 @@ def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], ad
 class Scored:
     "An artifact, and what scores it."
     file: Path
-    program: object  # the module
-    model: object
+    program: ModuleType
+    model: Any  # the types are those of modules that are imported late
     forward: Callable
-    settings: object
+    settings: Any
     meta: dict
-    tokenizer: object
+    tokenizer: Any
 
 
 def open_scored(args, ranks) -> Scored:
@@ -1116,7 +1119,8 @@ def open_scored(args, ranks) -> Scored:
     s = score_settings(program, run, meta.get("settings", ()), given, args.adapters)
     if args.program:
         sp = report.tokenizer_of(file, meta, args.tokenizer, s.vocab_size)
-        return Scored(file, program, *report.own_model(program, s, file, ranks), s, meta, sp)
+        golf, forward = report.own_model(program, s, file, ranks)
+        return Scored(file, program, golf, forward, s, meta, sp)
     dtype = book.run.weight_dtype(s, ranks.device)
     golf, _, _, sp = report.open_model(file, args.tokenizer, dtype=dtype, device=ranks.device, world=ranks.world)
     return Scored(file, program, golf, book.train.compiled(golf, s, ranks.device), s, meta, sp)
@@ -1178,13 +1182,13 @@ def score_adapting(args, scored: Scored, tokens, table, ranks, watched: dict, fi
     "Nats and bits of test-time training; an audit adds its findings."
     golf = scored.model
     s = scored.settings
-    adapt = getattr(scored.program, "ADAPT", None)
     state = book.report.decoded(scored.program, scored.file)
     way = "adapters for each document" if args.adapters else "as the program does"
     say(f"test-time training, {way}: each token is scored first", flush=True)
     with closing(watched["log"]) as bar:
         if args.adapters:
             return book.adapters.score_documents(golf, state, tokens, table, s, ranks, bar)
+        adapt = scored.program.ADAPT
         if not args.audit:
             return adapt(golf, state, tokens, table, s, ranks, scored.forward, log=bar)
         trial = book.ttt.chunk_trial(scored.forward, golf, state, tokens, table, s, watch_rows=False, adapt=adapt,
@@ -1405,7 +1409,7 @@ def study_help() -> str:
         if isinstance(node, ast.FunctionDef) and "study" in map(ast.unparse, node.decorator_list):
             docs[node.name] = ast.get_docstring(node)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "trainings":
-            docs[node.value.args[0].value] = None
+            docs[ast.literal_eval(node.value.args[0])] = None
     return listing(docs)
 
 # %% ../../nbs/tools/23_cli.ipynb #b57329e7
@@ -1462,12 +1466,12 @@ WITHOUT = {  # extra -> what is missed without it
 def packages() -> dict[str, list[str]]:
     "Extra -> its packages; under an empty name those that golfnb cannot do without."
     try:
-        lines = metadata.requires("golfnb")
+        lines = metadata.requires("golfnb") or []
     except metadata.PackageNotFoundError:  # it runs from a folder
         return {"": ["torch", "numpy", "sentencepiece", "tqdm"]}
     found = {"": []}
     for line in lines:
-        package = re.match(r"[\w.-]+", line)[0]
+        package = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         extra = re.search(r"extra == ['\"](\w+)", line)
         name = extra[1] if extra else ""
         if package != "golfnb" and name in ("", *WITHOUT):  # dev asks for golfnb's other extras

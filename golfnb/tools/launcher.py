@@ -14,15 +14,15 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 
+import golfnb
 
 # %% ../../nbs/tools/21_launcher.ipynb #a513a437
 def package_dir() -> Path:
     "The folder of the package that is running, in a checkout or in site-packages."
-    return Path(next(iter(find_spec("golfnb").submodule_search_locations)))
+    return Path(golfnb.__file__).parent
 
 
 def checkout_commit(folder: Path | None = None) -> str:
@@ -266,7 +266,7 @@ def run_script(script: Path, nproc: int, settings: dict[str, str], write=sys.std
     reader.start()
     relay = Relay(write)
     with passed_on(child):
-        for line in child.stderr:
+        for line in child.stderr or ():
             relay.take(line)
         status = child.wait()
     reader.join()

@@ -54,6 +54,7 @@ def file_program(path: Path | str) -> ModuleType:
         raise GolfError(f"{path} must be the file of a program, found none: see its name, or begin "
                         f"with a copy: golfnb recipe copy golf {path.name}")
     spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # a .py file has them
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up
     sys.path.insert(0, str(path.parent))
@@ -95,7 +96,7 @@ def settings_of(program: ModuleType, env: Mapping[str, str]):
 # %% ../../nbs/tools/20c_programs.ipynb #e3103568
 def program_path(program: ModuleType) -> Path:
     "Where a program stands."
-    return Path(program.__file__).resolve()
+    return Path(str(program.__file__)).resolve()
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de200a
 def setting_specs(program: ModuleType) -> dict[str, Field]:

@@ -558,7 +558,10 @@ def paired(runs: list[list[tuple]], form: str) -> list[tuple]:
         values = [side.get(name) for side in sides]
         row = [name, *(formatted(value, form) for value in values)]
         if len(sides) == 2:
-            difference = None if None in values else values[1] - values[0]
+            first, second = values
+            difference = None
+            if first is not None and second is not None:
+                difference = second - first
             row.append(formatted(difference, f"+{form}"))
         table.append(tuple(row))
     return table
