@@ -2049,7 +2049,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                      'golfnb.tools.joiner.import_problem': ('tools/joiner.html#import_problem', 'golfnb/tools/joiner.py'),
                                      'golfnb.tools.joiner.indented': ('tools/joiner.html#indented', 'golfnb/tools/joiner.py'),
                                      'golfnb.tools.joiner.is_guard': ('tools/joiner.html#is_guard', 'golfnb/tools/joiner.py'),
-                                     'golfnb.tools.joiner.is_patch': ('tools/joiner.html#is_patch', 'golfnb/tools/joiner.py'),
                                      'golfnb.tools.joiner.join_program': ('tools/joiner.html#join_program', 'golfnb/tools/joiner.py'),
                                      'golfnb.tools.joiner.look_up': ('tools/joiner.html#look_up', 'golfnb/tools/joiner.py'),
                                      'golfnb.tools.joiner.merged_imports': ('tools/joiner.html#merged_imports', 'golfnb/tools/joiner.py'),
