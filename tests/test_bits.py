@@ -1,4 +1,5 @@
 """Steps by what errors cost: calibration against plain autograd, allocation against brute force, GPTQ against a loop, degenerate matrices, the size."""
+import json
 import math
 import os
 import pickle
@@ -437,6 +438,12 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     _, meta, _ = load_model(tmp_path / "runs" / "a" / "artifact.golf")
     assert abs(sum(meta["shares"].values()) - 1) < 0.02 and "tok_emb.weight" in meta["shares"]
     assert "column exponents" in dict(read_summary(tmp_path / "runs" / "a")["ledger"]), "as artifact inspect calls them"
+    facts = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
+    facts["config"] |= {"max_wallclock_seconds": 600.0, "gptq_reserve_ms": 1e-3}
+    (tmp_path / "runs" / "a" / "summary.json").write_text(json.dumps(facts))
+    done = golfnb("quantize", tmp_path / "runs" / "a", "-o", "again.golf", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again.golf").read_bytes() == data, "no clock runs there: measured on as many batches"
     script = tmp_path / "trellis.py"
     assert golfnb("script", "--recipe", "trellis", "-o", script, cwd=tmp_path).returncode == 0
     done = torchrun(script, 1, env | {"RUN_ID": "s", "TARGET_BYTES": str(target + script.stat().st_size)}, tmp_path)
