@@ -174,10 +174,14 @@ def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
                   seed: int = 0) -> dict[str, Sensitivity]:
     """What errors of each block's matrices, the embedding and the tables cost, by published name.
 
+    For another model than `Golf`, make a `Sensitivity` of each matrix yourself.
+
     A forward and a backward pass for each of `batches` of ids [B, T]; each rank has its own, at
     least one, all must call, and get the same. Weights, kernels and gradients stay as they are.
     Raises GolfError, naming the matrix, where a sum is not finite.
     """
+    require(isinstance(model, Golf), f"a Golf is measured here, found {type(model).__name__}: "
+            "make a Sensitivity of each matrix yourself")
     generator = torch.Generator(ranks.device).manual_seed(seed + ranks.rank)
     sums, tokens = {}, torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for ids in batches:
@@ -237,9 +241,19 @@ def feedback(name: str, sensitivity: Sensitivity) -> tuple:
     return order, torch.zeros_like(h, dtype=torch.bool), diagonal.rsqrt().diag()
 
 # %% ../nbs/story/10e_bits.ipynb #50153e44
+def check_sensitivity(name: str, w: Tensor, sensitivity: Sensitivity) -> None:
+    "Raise GolfError for a sensitivity that is not of a matrix w [rows, cols]."
+    rows, cols = w.shape
+    found = tuple(sensitivity.rows.shape), tuple(sensitivity.hessian.shape)
+    require(found in (((rows,), (cols, cols)), ((rows,), (cols,))),
+            f"the sensitivity of {name} must have rows [{rows}] and a hessian [{cols}, {cols}], or "
+            f"its diagonal, found {list(found[0])} and {list(found[1])}: it is of another matrix")
+
+
 def plan_matrix(name: str, w: Tensor, sensitivity: Sensitivity) -> Plan:
     "A finite matrix w [rows, cols] ready to be rounded; errors as of `plan_state`."
     check_matrix(name, w, "a trellis")
+    check_sensitivity(name, w, sensitivity)
     order, dead, upper = feedback(name, sensitivity)
     w = w.float()
     g = sensitivity.rows.double()
@@ -261,7 +275,8 @@ def plan_state(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity],
     """The matrices among named weights that are to be rounded, ready for it.
 
     These have more than `small` elements, and a sensitivity in `found`. Raises GolfError, naming
-    the matrix, for one that is not finite and for a Hessian without a factor.
+    the matrix, for one that is not finite, for a sensitivity of another shape and for a Hessian
+    without a factor.
     """
     return [plan_matrix(name, w, found[name]) for name, w in named.items()
             if name in found and quant_kind(name, tuple(w.shape), small) in INT_MAX]
@@ -355,6 +370,10 @@ class RateCurve:
         ratio = 1 + 2 * math.pi * math.e * self.squares / 4**octaves
         return (torch.log2(ratio) * self.widths).sum().item() / 2
 
+    def reaches(self, bits: float) -> bool:
+        "Whether so many lie in the range that is tried."
+        return COARSEST_BITS * self.weights <= bits <= FINEST_BITS * self.weights
+
     def octaves(self, bits: float) -> float:
         "The constant at which they take so many, as a power of two, in the range that is tried."
         bits = min(max(bits, COARSEST_BITS * self.weights), FINEST_BITS * self.weights)
@@ -407,13 +426,25 @@ class Search:
         "After a file of `size` bytes: round for `over` bytes less; False if there is nothing left."
         if self.few_octaves == self.octaves:
             self.files.append((self.curve.bits(self.octaves), size))
-        fewer, before = over / bytes_per_bit(self.files), self.octaves
-        self.few_octaves = self.few_curve.octaves(self.few_curve.bits(self.few_octaves) - fewer)
-        if abs(self.few_octaves - before) < 0.25:
-            self.rounded = self.rounded | round_plans(self.few, self.few_octaves)
-            return True
+        fewer = over / bytes_per_bit(self.files)
+        return self.move_few(fewer) or self.move_all(fewer)
+
+    def move_few(self, fewer: float) -> bool:
+        "Round the few for so many bits less; False if they have not as many, or would move far."
+        bits, before = self.few_curve.bits(self.few_octaves) - fewer, self.few_octaves
+        octaves = self.few_curve.octaves(bits)
+        far = abs(octaves - self.octaves) >= 0.25
+        if far or octaves == before or not self.few_curve.reaches(bits):
+            return False
+        self.few_octaves = octaves
+        self.rounded = self.rounded | round_plans(self.few, octaves)
+        return True
+
+    def move_all(self, fewer: float) -> bool:
+        "Round all for so many bits less; False at the finest and at the coarsest."
+        before = self.octaves
         self.octaves = self.few_octaves = self.curve.octaves(self.curve.bits(before) - fewer)
-        if self.octaves == before:  # the finest or the coarsest
+        if self.octaves == before:
             return False
         self.rounded = round_plans(self.plans, self.octaves)
         return True
@@ -476,9 +507,9 @@ def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], t
     """Named weights packed into at most `target_bytes`, and each matrix' share of the loss.
 
     `found`: of `sensitivities`. `measure(state, shares)` counts a file's bytes. What has no
-    sensitivity is packed as in chapter 10b. Rank 0 works, all call, and get the same. Raises, on
-    all ranks, NothingFits when even the coarsest is too large, and GolfError as `plan_state` and
-    `round_plans` do.
+    sensitivity is packed as in chapter 10b, what has up to `small` elements as fp16. Rank 0 works,
+    all call, and get the same. Raises, on all ranks, NothingFits when even the coarsest is too
+    large, and GolfError as `plan_state` and `round_plans` do.
     """
     result = None
     if ranks.is_rank0:

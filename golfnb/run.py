@@ -7,7 +7,8 @@ adapt.
 # %% auto #0
 __all__ = ['RunSettings', 'weight_dtype', 'make_backward', 'make_forward', 'Run', 'open_run',
            'device_name', 'train_and_average', 'fit_to_budget', 'cap_before_gptq', 'reserve_rules',
-           'hessians_in_time', 'sensitivities_in_time', 'fit_trellis_to_budget', 'as_rank', 'start']
+           'hessians_in_time', 'sensitivities_in_time', 'trellis_words', 'fit_trellis_to_budget',
+           'as_rank', 'start']
 
 # %% ../nbs/reference/16_run.ipynb #f02c632b
 import hashlib
@@ -66,6 +67,7 @@ from .train import (
     training_loss,
     undone,
 )
+from .trellis_file import forms_of, trellis_names
 
 # %% ../nbs/reference/16_run.ipynb #d0de1601
 @dataclass
@@ -484,6 +486,17 @@ def sensitivities_in_time(run: Run, model: Golf, sampler) -> dict:
     return found
 
 # %% ../nbs/reference/16_run.ipynb #2b430a7c
+def trellis_words(packed: dict, small: int) -> str:
+    "What the log says of a file's trellis matrices; others have up to `small` elements."
+    names = trellis_names(forms_of(packed))
+    if not names:
+        return (f"trellis: no matrix has more than SMALL_TENSOR={small} elements, so all are "
+                "stored as fp16: lower it to have them rounded")
+    weights = sum(packed[name].data.size for name in names)
+    return (f"trellis: {len(names)} matrices with {weights:,} weights; below, their digits are "
+            "called int8 tables, their column exponents int6 weights")
+
+
 def fit_trellis_to_budget(run: Run, averaged: dict, found: dict, model: Golf,
                           codec: Plain) -> dict:
     """The averaged weights, rounded to the finest steps with which file and code fit.
@@ -505,6 +518,7 @@ def fit_trellis_to_budget(run: Run, averaged: dict, found: dict, model: Golf,
     except NothingFits as e:
         run.log.line(str(e))
         return e.packed
+    run.log.line(trellis_words(packed, run.settings.small_tensor))
     run.meta = lambda model: meta(model) | {"shares": shares}
     return packed
 

@@ -15,7 +15,10 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what a test starts may be interrupted
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000)  # torch holds many objects, and to search them for garbage takes long
-LONG = ("test_nodes", "test_oracle", "test_script", "test_drill", "test_cli", "test_kernels", "test_optimizer", "test_ranks", "test_book", "test_run", "test_score_ranks", "test_bench", "test_step", "test_data", "test_adapters", "test_checkpoint", "test_studies", "test_launcher", "test_audit")
+LONG = tuple("test_" + name for name in """
+    nodes own_recipe oracle drill book kernels run optimizer cli fuzz bits score_ranks rans
+    studies ranks library_use guard loader model lint step checkpoint submission script launcher data
+""".split())
 
 
 def pytest_collection_modifyitems(items):

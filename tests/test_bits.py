@@ -1,7 +1,9 @@
 """Steps by what errors cost: calibration against plain autograd, allocation against brute force, GPTQ against a loop, degenerate matrices, the size."""
+import json
 import math
 import os
 import pickle
+import re
 import socket
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from golfnb.quantize import Gptq, NothingFits, calibrate, dequantize_state, fit_
 from golfnb.recipes import golf, trellis
 from golfnb.settings import GolfError
 from golfnb.tools.programs import settings_of
+from golfnb.tools.report import read_summary
 from golfnb.trellis import trellis_encode, trellis_levels
 from golfnb.trellis_file import LARGEST_INDEX, dequantize_trellis, pack_trellis
 
@@ -345,6 +348,38 @@ def test_a_size_is_met_though_it_is_noisy_or_not_what_was_estimated(noise, scale
     assert len(sizes) <= TRIES and best > target - (NEAR if noise == 0 else 500)
 
 
+def even(w): return Sensitivity(torch.ones(len(w)), torch.eye(w.shape[1]))
+
+
+def test_small_matrices_without_bits_to_give_do_not_hold_up_the_rest():
+    g = torch.Generator().manual_seed(0)
+    named = {"large": torch.randn(96, 96, generator=g), "small": 0.06 * torch.randn(8, 20, generator=g)}
+    sizes = []  # the small one has about a quarter of a bit a weight
+    def larger(packed, shares):
+        sizes.append(int(1.4 * measure(packed, shares)))
+        return sizes[-1]
+    fit_trellis(named, {n: even(w) for n, w in named.items()}, 4_000, larger, 100)
+    assert any(4_000 - NEAR <= n <= 4_000 for n in sizes), sizes
+
+
+@pytest.mark.parametrize("w", [torch.zeros(24, 30), torch.ones(24, 30)])
+def test_matrices_that_take_no_bits_end_the_search(w):
+    sizes = []
+    packed, _ = fit_trellis({"w": w}, {"w": even(w)}, 9_000, lambda p, s: sizes.append(0) or measure(p, s), 100)
+    assert len(sizes) <= 2 and torch.allclose(dequantize_trellis(packed)["w"], w, atol=0.01)
+
+
+@pytest.mark.parametrize("of", [Sensitivity(torch.ones(23), torch.eye(30)), Sensitivity(torch.ones(24), torch.eye(29)), Sensitivity(torch.ones(24), torch.ones(24)), Sensitivity(torch.ones(24, 1), torch.eye(30))])
+def test_a_sensitivity_of_another_matrix_is_refused_by_name(of):
+    with pytest.raises(GolfError, match="sensitivity of mine "):
+        fit_trellis({"mine": torch.ones(24, 30)}, {"mine": of}, 9_000, measure, 100)
+
+
+def test_another_model_is_refused_in_a_sentence():
+    with pytest.raises(GolfError, match="found Linear"):
+        sensitivities(torch.nn.Linear(3, 3), words(), Ranks())
+
+
 def test_what_can_not_be_met():
     named, found = named_state(a_model()), sensitivities(a_model(), words(), Ranks())
     with pytest.raises(NothingFits, match="100 bytes") as caught:
@@ -399,8 +434,16 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     summary = run_quietly(trellis, env | {"RUN_ID": "a", "TARGET_BYTES": str(target)})
     data = (tmp_path / "runs" / "a" / "artifact.golf").read_bytes()
     assert target - NEAR <= len(data) <= target and summary["total_bytes"] == len(data)
+    assert re.search(r"^trellis: [1-9]\d* matrices with ", (tmp_path / "runs" / "a" / "train.log").read_text(), re.M)
     _, meta, _ = load_model(tmp_path / "runs" / "a" / "artifact.golf")
     assert abs(sum(meta["shares"].values()) - 1) < 0.02 and "tok_emb.weight" in meta["shares"]
+    assert "column exponents" in dict(read_summary(tmp_path / "runs" / "a")["ledger"]), "as artifact inspect calls them"
+    facts = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
+    facts["config"] |= {"max_wallclock_seconds": 600.0, "gptq_reserve_ms": 1e-3}
+    (tmp_path / "runs" / "a" / "summary.json").write_text(json.dumps(facts))
+    done = golfnb("quantize", tmp_path / "runs" / "a", "-o", "again.golf", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again.golf").read_bytes() == data, "no clock runs there: measured on as many batches"
     script = tmp_path / "trellis.py"
     assert golfnb("script", "--recipe", "trellis", "-o", script, cwd=tmp_path).returncode == 0
     done = torchrun(script, 1, env | {"RUN_ID": "s", "TARGET_BYTES": str(target + script.stat().st_size)}, tmp_path)
@@ -408,3 +451,5 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     assert (tmp_path / "runs" / "s" / "artifact.golf").read_bytes() == data
     assert "over_budget" in run_quietly(trellis, env | {"RUN_ID": "over", "TARGET_BYTES": "1000"})
     assert (tmp_path / "runs" / "over" / "artifact.golf.over").is_file()
+    run_quietly(trellis, env | {"RUN_ID": "none", "SMALL_TENSOR": "65536"})
+    assert "SMALL_TENSOR=65536" in (tmp_path / "runs" / "none" / "train.log").read_text(), "it rounds nothing, and says so"

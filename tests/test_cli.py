@@ -192,7 +192,7 @@ def test_quantize_to_a_target(trained, tmp_path, gptq, share):
     root, run, _, _ = trained
     before, room = summary(run), int(share * summary(run)["artifact_bytes"])
     done = golfnb("quantize", run, *gptq, "--target-bytes", before["code_bytes"] + room, "-o", tmp_path / "small.golf", cwd=root)
-    assert done.returncode == 0 and ("full-Hessian GPTQ" in done.stdout) == bool(gptq), done.stderr
+    assert done.returncode == 0 and ("calibrating on " in done.stdout) == bool(gptq), done.stderr
     assert 0.97 * room < (tmp_path / "small.golf").stat().st_size <= room
 
 
@@ -228,6 +228,13 @@ def test_quantize_again_and_below_what_is_possible(trained, tmp_path):
     assert (tmp_path / "same.golf").read_bytes() == (run / "artifact.golf").read_bytes()
     done = golfnb("quantize", run, "--target-bytes", 1000, "-o", tmp_path / "none.golf", cwd=root)
     assert done.returncode == 2 and one_sentence(done.stderr) and not (tmp_path / "none.golf").exists()
+    assert "--target-bytes 1000" not in done.stderr, "what has just failed is no advice"
+    least = int(re.search(r"found ([\d,]+)", done.stderr)[1].replace(",", ""))
+    assert least == summary(run)["code_bytes"] + (tmp_path / "none.golf.over").stat().st_size, "what --target-bytes counts"
+    assert golfnb("quantize", run, "--target-bytes", least, "-o", tmp_path / "none.golf", cwd=root).returncode == 0
+    assert not (tmp_path / "none.golf.over").exists()
+    done = golfnb("quantize", run, "-o", tmp_path, cwd=root)
+    assert done.returncode == 2 and one_sentence(done.stderr) and "directory" in done.stderr and "settings:" not in done.stdout, "said before the work"
 
 
 def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_path):

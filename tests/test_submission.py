@@ -131,7 +131,9 @@ def test_what_a_log_says_is_read_as_it_stands(runs):
     assert beats_target([1.12, 1.13, 1.14], 1.16, 0.01)["p"] == pytest.approx(0.5 - t / (2 * (2 + t * t) ** 0.5)), "two degrees of freedom"
     facts, text = read_log((runs[1] / "train.log").read_text()), (runs[1] / "train.log").read_text()
     assert facts.seed == 2 and facts.world == 1 and facts.device == "cpu" and facts.steps == 2 and facts.label == "legal_ttt"
-    assert read_log(text + "gptq: 64 of 64 calibration batches per rank, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "calibration is training time"
+    for line in ("gptq: 64 of 64 calibration batches per rank", "sensitivities: 20 of 20 calibration batches on rank 0"):
+        assert read_log(f"{text}{line}, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "calibration is training time"
+        assert read_log(text + 2 * f"{line}, 9000ms of 14000ms kept back\n").train_ms == facts.train_ms + 9000, "killed in it, and once more"
     claim = {"seeds": [5], "val_tokens": 9, "hardware": "1 x cpu"}
     command = run_command(claim, {"recipe": "pr549", "matrix_lr": 0.03, "qat_banks": True, "seed": 5, "run_id": "x"})
     assert command.startswith("RECIPE=pr549 MATRIX_LR=0.03 QAT_BANKS=1 SEED=5 DATA_PATH=SHARDS") and "--nproc_per_node=1" in command

@@ -277,8 +277,10 @@ KINDS = {  # what a command writes -> whether a file that begins so is one
 
 
 def check_output(path: Path | str, kind: str, *inputs: Path | str) -> None:
-    "Raises GolfError where writing `path` would replace one of the inputs, or a file that is no `kind`."
+    "Raises GolfError where `path` is a directory, one of the inputs, or a file that is no `kind`."
     path = Path(path)
+    if path.is_dir():
+        raise GolfError(f"the output must be a file, found the directory {path}; give a name in it")
     if not path.is_file():
         return
     if any(path.samefile(other) for other in map(Path, inputs) if other.exists()):
@@ -368,7 +370,7 @@ def start_run(folder: Path, s, settings: dict[str, str], ranks: int, own: str | 
             words = f"report: {book.report.write_report(folder, program=own)}"
         except GolfError as e:
             words = f"no report: {e}"
-        table = book.report.run_table(book.report.read_file(folder / "summary.json"))
+        table = book.report.run_table(book.report.read_summary(folder))
         print(f"\n{table}\n\n{words}\nplay with it: {this_command()} play {folder}{own_words(own)}")
     return status
 
@@ -820,13 +822,14 @@ def recipe_copy_command(args) -> int:
 class Packing:
     "What a program's `pack` asks of a run, for weights that lie in a file."
 
-    def __init__(self, s, header: dict, code: bytes, ranks, out: Path, log):
+    def __init__(self, s, header: dict, code: bytes, ranks, out: Path, log, advice: str):
         self.settings = s
         self.header = header  # what the file says of itself
         self.code = code
         self.ranks = ranks
         self.out = out
         self.log = log
+        self.advice = advice  # if the file is too large
 
     def meta(self, model) -> dict:
         "What the file said of itself, the packed one says too."
@@ -834,10 +837,10 @@ class Packing:
 
     @property
     def train_paths(self) -> list[Path]:
-        "The training shards, which GPTQ reads."
+        "The training shards, on which a rounding is calibrated."
         paths = book.shards.find_shards(Path(self.settings.data_path) / "*_train_*.bin")
         book.run.count_tokens(paths, self.settings.vocab_size)
-        print(f"calibrating full-Hessian GPTQ on {self.ranks.device}", flush=True)
+        print(f"calibrating on {paths[0].parent}, on {self.ranks.device}", flush=True)
         return paths
 
     def phase(self, name: str):
@@ -845,10 +848,17 @@ class Packing:
         return nullcontext()
 
     def share_artifact(self, packed: dict, model, codec) -> bytes:
-        "Write the file. Raises GolfError where it is over the budget."
-        cap = self.settings.target_bytes
-        book.artifact.save_artifact(self.out, packed, self.meta(model), codec, cap=cap, code_bytes=len(self.code))
-        return self.out.read_bytes()
+        "Write the file. Raises GolfError where it is over the budget; then it is kept under another name."
+        data = book.artifact.pack_bytes(packed, self.meta(model), codec)
+        cap, total = self.settings.target_bytes, len(data) + len(self.code)
+        over = self.out.with_name(self.out.name + ".over")
+        if total > cap:
+            book.shards.atomic_write(over, data)
+            raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,}, the script's "
+                            f"{len(self.code):,} among them: the artifact is kept as {over}; {self.advice}")
+        book.shards.atomic_write(self.out, data)
+        over.unlink(missing_ok=True)
+        return data
 
 
 CALIBRATION_BATCHES = 64
@@ -876,12 +886,15 @@ def pack_to_target(run: Packing, model, program, named: dict, gptq: bool) -> Non
         return len(book.artifact.pack_bytes(packed, run.meta(model), codec))
 
     room = s.target_bytes - len(run.code)
-    packed = q.fit_state(packed, named, room, size, int6, run.ranks, run.log)
+    try:
+        packed = q.fit_state(packed, named, room, size, int6, run.ranks, run.log)
+    except q.NothingFits as error:
+        packed = error.packed  # too large: `share_artifact` says by how much
     run.share_artifact(packed, model, codec)
 
 
 def packs_trellis(program) -> bool:
-    "Whether a program reads trellis matrices; its own `pack` makes them, by GPTQ and to any target."
+    "Whether a program reads trellis matrices; its own `pack` makes them, calibrated and to any target."
     return hasattr(program, "dequantize_trellis")
 
 # %% ../../nbs/tools/23_cli.ipynb #768bf035
@@ -922,7 +935,8 @@ def next_score(program, s, path: Path, meta: dict, own: str | None) -> str:
 @command("quantize", "pack a run's averaged weights again, to a byte target if one is given",
          arg("run_dir", metavar="RUN_DIR", type=Path),
          count("--target-bytes", "at most so many, the script included"),
-         arg("--gptq", action="store_true", help="GPTQ, calibrated on DATA_PATH or the run's shards"), OWN_PROGRAM,
+         arg("--gptq", action="store_true", help="GPTQ, calibrated on DATA_PATH or the run's shards, as "
+             "recipe trellis always is"), OWN_PROGRAM,
          arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.requantized.golf"))
 def quantize_command(args) -> int:
     path = Path(args.output or args.run_dir / "artifact.requantized.golf")
@@ -934,14 +948,17 @@ def quantize_command(args) -> int:
     s = book.report.run_settings(program, weights, meta)
     s.data_path = os.environ.get("DATA_PATH", s.data_path)
     s.target_bytes = args.target_bytes or s.target_bytes
+    s.max_wallclock_seconds = 0.0  # no clock runs here: calibrate on all batches
     code = script.read_bytes() if script.is_file() else b""
     ranks = book.parallel_muon.start_ranks()
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
     print(f"settings: {settings_source(weights, meta)}", flush=True)
     p = program.build(s, ranks)
     book.model.load_named(p.model, named)
+    searched = args.target_bytes or packs_trellis(program)
+    advice = "allow as many, or train a smaller model" if searched else f"give --target-bytes {s.target_bytes}"
     with closing(book.watch.Bar()) as bar:
-        run = Packing(s, meta, code, ranks, path, bar)
+        run = Packing(s, meta, code, ranks, path, bar, advice)
         if (args.target_bytes or args.gptq) and not packs_trellis(program):
             pack_to_target(run, p.model, program, named, args.gptq)
         else:

@@ -7,13 +7,14 @@ against, a text that the model wrote, loss, bytes, times, audit. Nothing to inst
 # %% auto #0
 __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOST_POINTS',
            'COLOURS', 'LINES', 'BPB_STAGES', 'QUANTILES', 'TABLES', 'PAGE_STYLE', 'DRAW_ALL',
-           'read_file', 'artifact_file', 'other_file', 'quantized_counts', 'counts_entropy',
-           'event_of', 'read_run', 'find_artifact', 'run_place', 'run_data', 'find_tokenizer',
-           'open_model', 'program_of', 'decoded', 'own_model', 'run_config', 'run_settings',
-           'tokenizer_of', 'open_own', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve',
-           'series', 'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows',
-           'run_table', 'Table', 'html_table', 'note', 'command', 'script_json', 'paired',
-           'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
+           'read_file', 'artifact_file', 'read_summary', 'other_file', 'quantized_counts',
+           'counts_entropy', 'event_of', 'read_run', 'find_artifact', 'run_place', 'run_data',
+           'find_tokenizer', 'open_model', 'program_of', 'decoded', 'own_model', 'run_config',
+           'run_settings', 'tokenizer_of', 'open_own', 'whole_lines', 'prompt_of', 'sampled_text',
+           'Chart', 'curve', 'series', 'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart',
+           'run_rows', 'run_table', 'Table', 'html_table', 'note', 'command', 'script_json',
+           'paired', 'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html',
+           'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
 import hashlib
@@ -24,6 +25,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -31,7 +33,8 @@ from types import ModuleType
 
 import numpy as np
 
-from ..artifact import ARTIFACT_CAP, CODECS, check_tokenizer, load_model, read_container, read_meta
+from ..artifact import (ARTIFACT_CAP, CODECS, check_tokenizer, container_header, load_model, part_names,
+                             read_container, read_meta)
 from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
 from ..model import load_named
@@ -52,6 +55,16 @@ def read_file(path: Path) -> dict:
 def artifact_file(folder: Path) -> Path | None:
     "The artifact in a run's directory, also one over the byte limit; None if there is none."
     return next(filter(Path.is_file, (folder / "artifact.golf", folder / "artifact.golf.over")), None)
+
+
+def read_summary(folder: Path) -> dict:
+    "A run's summary, {} without one; the parts of its artifact by the names that `artifact inspect` has for them."
+    summary, artifact = read_file(folder / "summary.json"), artifact_file(folder)
+    if artifact and "ledger" in summary:
+        with suppress(GolfError):  # a damaged artifact is told of where it is read
+            names = part_names(container_header(artifact))
+            summary["ledger"] = [(names.get(part, part), n) for part, n in summary["ledger"]]
+    return summary
 
 # %% ../../nbs/tools/24_report.ipynb #c7adb622
 def other_file(artifact: Path | None, record: Path | str, facts: dict) -> str:
@@ -100,7 +113,7 @@ def read_run(folder: Path, codecs: Mapping = CODECS) -> dict:
     """
     folder = Path(folder)
     events = read_run_events(folder / "metrics.jsonl")
-    summary = read_file(folder / "summary.json")
+    summary = read_summary(folder)
     audit = read_file(folder / "artifact.audit.json")
     artifact = artifact_file(folder)
     counts = quantized_counts(artifact, codecs) if artifact else {}

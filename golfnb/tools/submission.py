@@ -70,7 +70,7 @@ def read_log(text: str, name: str = "train.log") -> SimpleNamespace:
     steps = numbers_in(r"^step:(\d+)/", text)
     facts["steps"] = max(steps, default=None)
     train_ms = max(numbers_in(r"train_time:(\d+)ms", text), default=0)
-    train_ms += sum(numbers_in(r"^gptq: .*, (\d+)ms of", text))
+    train_ms += max(numbers_in(r"^(?:gptq|sensitivities): .*, (\d+)ms of", text), default=0)  # twice if it was killed
     facts["train_ms"] = train_ms or None
     facts["eval_ms"] = sum(numbers_in(r"eval_time:(\d+)ms", text))
     scores = re.findall(r"^(\w+)_exact val_loss:([\d.]+) val_bpb:([\d.]+)$", text, re.M)
@@ -125,7 +125,7 @@ def audit_rules(one: SimpleNamespace, audit: dict) -> list[tuple]:
     adapted = scorers & {"score-first training", "adapters per document"}
     return [
         ("audit", not audit, f"{name} is missing: every artifact needs its audit, golfnb score "
-         "runs/NAME/artifact.golf --val GLOB --tokenizer MODEL --audit --ttt --train GLOB"),
+         "RUN_DIR --audit, with --ttt if that gives the score and --program mine.py if the program is your own"),
         ("audit", audit and audit.get("artifact_sha256") != one.artifact_sha256,
          f"{name} is of another artifact than the run packed: audit its own"),
         ("audit", failed, f"{name}: not legal, it breaks {failed}"),
