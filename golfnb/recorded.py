@@ -290,7 +290,9 @@ class Recorder:
         try:
             recording = self.record(moving, function)
         except RuntimeError as error:
-            logging.getLogger("golfnb").debug("a step is not recorded: %s", error)
+            logging.getLogger("golfnb").warning(
+                "a step of the optimizer is not recorded as a CUDA graph, which costs small models "
+                "time and changes no number: %s", error)
             leave_capture(self.device)
             self.works = False
             return None

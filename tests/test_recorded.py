@@ -79,7 +79,7 @@ class Fake(Recorder):
         return [self.notes.count(what) for what in ("call", "record", "replay")]
 
 
-def test_a_step_is_replayed_after_a_few_alike(monkeypatch):
+def test_a_step_is_replayed_after_a_few_alike(monkeypatch, caplog):
     monkeypatch.setattr("golfnb.recorded.leave_capture", lambda device: None)
     recorder = Fake()
     assert recorder.take([None] * 9) == [9, 0, 0]
@@ -90,7 +90,9 @@ def test_a_step_is_replayed_after_a_few_alike(monkeypatch):
     assert recorder.take([["c"]] * 20) == [12, 1, 8]
     assert recorder.take([["a"], ["c"], ["b"]]) == [1, 0, 2], "two are kept"
     recorder.fails = True
+    assert not caplog.records
     assert recorder.take([["d"]] * 50) == [50, 0, 0] and not recorder.works
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert recorder.take([["b"]]) == [0, 0, 1], "what was recorded stays right"
 
 
