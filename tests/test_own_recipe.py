@@ -207,6 +207,19 @@ def test_what_is_no_program_is_refused_in_a_sentence(kind, tmp_path):
         refused(golfnb(*command, cwd=tmp_path), words)
 
 
+def test_two_programs_of_one_process_do_not_share_a_second_file(place, tmp_path):
+    root, _ = place
+    for folder, gain in (("a", "1.0"), ("b", "2.0")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}.py").write_text((root / "mine.py").read_text().replace('recipe="mine"', f'recipe="{folder}"').replace("from acts ", "from shared_acts "))
+        (tmp_path / folder / "shared_acts.py").write_text(f"{ACTS}\nGAIN = {gain}\n")
+    code = ("import sys; from golfnb.tools.programs import file_program\n"
+            "for path in sys.argv[1:]: print(file_program(path).OWN['recipe'])")
+    a, b = tmp_path / "a" / "a.py", tmp_path / "b" / "b.py"
+    done = subprocess.run([sys.executable, "-c", code, a, a, b], capture_output=True, text=True, env=clean_env())
+    assert done.stdout.split() == ["a", "a"] and "GolfError" in done.stderr and "b/b.py must get its shared_acts.py" in done.stderr, done.stderr
+
+
 def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
     root, data = place
     text = (root / "mine.py").read_text()
@@ -220,5 +233,6 @@ def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
             ("builtin.py", text + "\n\ndef sum(x): return x\n", "builtin.py line .*sum ")):
         (tmp_path / name).write_text(changed)
         monkeypatch.setitem(sys.modules, "brotli", None)
+        monkeypatch.delitem(sys.modules, "acts", raising=False)  # of another folder
         refused(golfnb("train", name, *WORDS, *data, "RUN_ID=c", cwd=tmp_path), words)
     assert not (tmp_path / "runs").exists()

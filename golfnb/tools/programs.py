@@ -6,11 +6,12 @@ of your own.
 
 # %% auto #0
 __all__ = ['RECIPES', 'DEFAULT_RECIPE', 'TAKEN', 'OWN_START', 'check_recipe', 'recipe_program',
-           'file_program', 'check_program', 'find_program', 'settings_of', 'program_path',
-           'setting_specs', 'every_setting', 'setting_groups', 'program_source', 'copied_program',
-           'program_sha256', 'script_text', 'save_script']
+           'file_program', 'check_program', 'check_files_beside', 'find_program', 'settings_of',
+           'program_path', 'setting_specs', 'every_setting', 'setting_groups', 'program_source',
+           'copied_program', 'program_sha256', 'script_text', 'save_script']
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2002
+import ast
 import hashlib
 import importlib.util
 import re
@@ -66,6 +67,7 @@ def file_program(path: Path | str) -> ModuleType:
                         "it") from e
     finally:
         sys.path.remove(str(path.parent))
+    check_files_beside(path)
     check_program(module, path)
     return module
 
@@ -80,6 +82,18 @@ def check_program(module: ModuleType, path: Path) -> None:
     if not re.fullmatch(r"[\w-]+", found) or found in RECIPES:
         raise GolfError(f"{path} must give itself a name in OWN, of letters and digits and not that "
                         f"of a recipe of golfnb, found recipe={found!r}: call it {path.stem!r}")
+
+
+def check_files_beside(path: Path) -> None:
+    "Raise GolfError where a program in this process has got another's second file, of the same name."
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+            continue
+        beside = path.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+        loaded = getattr(sys.modules.get(node.module), "__file__", None)
+        if beside.is_file() and loaded and Path(loaded).resolve() != beside:
+            raise GolfError(f"{path} must get its {beside.name} from beside it, found {loaded}, loaded "
+                            "by another program before: rename one of them, or use a process for each")
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2008
 def find_program(name: str | Path) -> ModuleType:
