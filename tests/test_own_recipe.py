@@ -216,6 +216,8 @@ def test_two_programs_of_one_process_do_not_share_a_second_file(place, tmp_path)
     code = ("import sys; from golfnb.tools.programs import file_program\n"
             "for path in sys.argv[1:]: print(file_program(path).OWN['recipe'])")
     a, b = tmp_path / "a" / "a.py", tmp_path / "b" / "b.py"
+    (a.parent / "golfnb").mkdir()
+    (a.parent / "golfnb" / "model.py").touch()  # as in a checkout of golfnb
     done = subprocess.run([sys.executable, "-c", code, a, a, b], capture_output=True, text=True, env=clean_env())
     assert done.stdout.split() == ["a", "a"] and "GolfError" in done.stderr and "b/b.py must get its shared_acts.py" in done.stderr, done.stderr
 
