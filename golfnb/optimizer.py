@@ -363,7 +363,8 @@ class ParallelMuon(torch.optim.Optimizer):
         self.overlap, self.accumulating = overlap, False
         self.members: list[Member] = []
         self.ranks = find_ranks(mesh)
-        self.steps = self.clipped_alike = self.idle_steps = 0
+        self.steps = self.clipped_alike = 0
+        self.warned_of_no_gradient = False
         self.loaded = False
         self.order = module_order(params)
         self.layouts: list[list] = []
@@ -875,8 +876,9 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def notice_no_gradient(self) -> None:
         "Warns at the first step in which no parameter has a gradient, though some require one."
-        self.idle_steps += any(member.param.requires_grad for member in self.members)
-        if self.idle_steps == 1:
+        wanted = any(member.param.requires_grad for member in self.members)
+        if wanted and not self.warned_of_no_gradient:
+            self.warned_of_no_gradient = True
             logging.getLogger("golfnb").warning(
                 "no parameter of ParallelMuon has a gradient in this step: if the model has got "
                 "others, as by load_state_dict(assign=True) or fully_shard, make the optimizer "

@@ -94,16 +94,16 @@ for shape in ((3, 70, 100), (2, 130, 65)):
                 torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
                 assert y.isfinite().all()
 import golfnb.newton_schulz, golfnb.parallel_muon
-from golfnb.newton_schulz import newton_schulz, product_tiles
+from golfnb.newton_schulz import NS5_COEFFS, newton_schulz, product_tiles
 golfnb.newton_schulz.usable_kernels = lambda device, dtype: True
 for n, r, c in ((2, 64, 64), (3, 128, 192), (1, 640, 704), (2, 128, 100), (1, 576, 600), (2, 70, 100)):
     G = torch.randn(n, r, c)
     G[0] *= 1e-3
     rows = torch.cat([torch.zeros(1), G.flatten()])[1:].view(n, r, c)
     assert (product_tiles(G) is None) == (r == 70)
-    layouts = G, G.mT, rows, G.mT.contiguous(), G.mT.contiguous().mT, torch.cat([G, G], 2)[:, :, :c]
-    for g in layouts if r < 500 else layouts[:2]:  # interpreted, a large one takes seconds
-        assert float((newton_schulz(g) - newton_schulz(g, kernels=False)).norm() / r ** 0.5) < 1e-4
+    coeffs = NS5_COEFFS[:2] if r > 500 else NS5_COEFFS  # interpreted, five steps of a large one take seconds
+    for g in (G, rows, G.mT, G.mT.contiguous(), G.mT.contiguous().mT, torch.cat([G, G], 2)[:, :, :c]):
+        assert float((newton_schulz(g, coeffs) - newton_schulz(g, coeffs, kernels=False)).norm() / r ** 0.5) < 1e-4
 G = torch.randn(4, 128, 64)
 G[1], G[3] = 0, float("nan")
 assert torch.equal(newton_schulz(G)[::2], newton_schulz(G[::2])) and not newton_schulz(G)[1].any() and newton_schulz(G)[3].isnan().all()
