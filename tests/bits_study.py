@@ -6,7 +6,9 @@ RUN is the folder of a finished run of `golf`, for instance of `golfnb train --r
 ITERATIONS=1500 WARMDOWN_ITERS=600 MAX_WALLCLOCK_SECONDS=0 TRAIN_BATCH_TOKENS=196608. Prints a
 line for each way and size, and writes the samples that nbs/results/bits_golf_*.json hold: loss
 and KL to the unquantized model on the validation text, in nats a token, with quantiles over
-documents. Needs a GPU: about 5 minutes on an H100.
+documents. Every second document is for choosing between ways ("choice"); the figures are of the
+others. The last way is golfnb.bits as recipe `trellis` has it, in a real file. Needs a GPU: about
+6 minutes on an H100.
 """
 
 import json
@@ -20,10 +22,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from golfnb.trellis import trellis_levels, trellis_path
 
 import golfnb.model as model_module
-from golfnb.artifact import Best, load_model, load_weights, pack_bytes
+from golfnb.artifact import (
+    Best,
+    Quick,
+    ledger_rows,
+    load_model,
+    load_weights,
+    open_container,
+    pack_bytes,
+)
+from golfnb.bits import fit_trellis, sensitivities
 from golfnb.layers import softcap
 from golfnb.loader import CoprimeSampler
 from golfnb.model import (
@@ -34,8 +44,17 @@ from golfnb.model import (
     model_from_settings,
     saved_settings,
 )
-from golfnb.quantize import dequantize_state, hessian_factor, pack_rows, quantize_state
+from golfnb.parallel_muon import Ranks
+from golfnb.quantize import (
+    calibration_batches,
+    dequantize_state,
+    hessian_factor,
+    pack_rows,
+    quantize_state,
+)
 from golfnb.shards import find_shards, read_tokens
+from golfnb.trellis import trellis_levels, trellis_path
+from golfnb.trellis_file import dequantize_trellis
 
 WHOLE, CODE = 16_000_000, 57_500  # bytes of a file, and of golf's packed script in it
 SHARES = (1.0, 0.8, 1.25)
@@ -118,6 +137,7 @@ WAYS = [
         contexts=True,
     ),
 ]
+PRODUCT = Way("golfnb.bits, a real file")
 
 
 class Watch:
@@ -525,10 +545,35 @@ class Scorer:
         return out.cpu().numpy()
 
 
+class Product:
+    "golfnb.bits: sensitivities, steps, trellis and file of recipe `trellis`."
+
+    def __init__(self, model, meta, named, batches, device):
+        self.named, self.meta, self.ranks = named, meta, Ranks(0, 1, device)
+        self.found = sensitivities(model, batches, self.ranks)
+
+    def file(self, packed, shares):
+        return pack_bytes(packed, self.meta | {"shares": shares}, Quick())
+
+    def fitted(self, target):
+        "As `Job.fitted`."
+
+        def size(packed, shares):
+            return CODE + len(self.file(packed, shares))
+
+        small = self.meta["settings"]["small_tensor"]
+        packed, shares = fit_trellis(self.named, self.found, target, size, small, self.ranks)
+        file = self.file(packed, shares)
+        parts = dict(ledger_rows(open_container(file)[0], len(file), CODE))
+        weights = sum(w.numel() for w in self.named.values())
+        steps = parts["row scales"] + parts["int6 weights"]  # rows', columns'
+        return dequantize_trellis(packed), sum(parts.values()), steps, 8 * len(file) / weights
+
+
 def summary(found):
     "Samples of a result: each way at exactly the bytes asked for, moved along its curve."
     rng, samples = np.random.default_rng(0), {}
-    documents = len(next(iter(found.values()))["sums"][0])
+    documents = len(next(iter(found.values()))["sums"][0][1::2])
     draws = np.stack(
         [
             np.bincount(rng.integers(0, documents, documents), minlength=documents)
@@ -537,9 +582,11 @@ def summary(found):
     )
     for (name, share), a in found.items():
         b = found[name, 0.8 if share == 1.0 else 1.0]
-        reference, nats, kl, tokens = a["sums"]
-        slope = math.log(kl.sum() / b["sums"][2].sum()) / (a["bytes"] - b["bytes"])
+        choice = a["sums"][:, 0::2].sum(1)
+        reference, nats, kl, tokens = a["sums"][:, 1::2]
+        slope = math.log(a["sums"][2].sum() / b["sums"][2].sum()) / (a["bytes"] - b["bytes"])
         moved = math.exp(slope * (share * WHOLE - a["bytes"]))
+        samples[f"{name} | {share}: choice"] = [choice[2] * moved / choice[3]]
         for what, values in (("kl", kl * moved), ("loss", (nats - reference) * moved)):
             quantiles = np.quantile((draws @ values) / (draws @ tokens), (0.025, 0.975))
             samples[f"{name} | {share}: {what}"] = [values.sum() / tokens.sum(), *quantiles]
@@ -558,19 +605,25 @@ def main(run, train, val, out):
     model, meta, _ = load_model(path, dtype, device)
     named = {n: w.float().to(device) for n, w in load_weights(path)[1].items()}
     seq_len, small = meta["settings"]["train_seq_len"], meta["settings"]["small_tensor"]
-    sampler = CoprimeSampler(find_shards(train), 0, 1, 16, seq_len, 7, 1)
+
+    def sampler():
+        return CoprimeSampler(find_shards(train), 0, 1, 16, seq_len, 7, 1)
+
     begin = time.perf_counter()
-    batches = (
-        torch.from_numpy(next(sampler)[:, :-1].astype(np.int64)).to(device) for _ in range(40)
-    )
-    job = Job(named, calibrate(model, batches), device, small)
+    job = Job(named, calibrate(model, calibration_batches(sampler(), 40, device)), device, small)
     scorer = Scorer(model, named, np.asarray(read_tokens(val)), seq_len)
     print(f"calibrated after {time.perf_counter() - begin:.1f} s", flush=True)
+    begin = time.perf_counter()
+    product = Product(model, meta, named, calibration_batches(sampler(), 20, device), device)
+    print(f"the product after {time.perf_counter() - begin:.1f} s", flush=True)
     found = {}
-    for way in WAYS:
+    for way in (*WAYS, PRODUCT):
         for share in SHARES:
             start = time.perf_counter()
-            state, size, steps, bits = job.fitted(way, share * WHOLE)
+            if way is PRODUCT:
+                state, size, steps, bits = product.fitted(share * WHOLE)
+            else:
+                state, size, steps, bits = job.fitted(way, share * WHOLE)
             middle = time.perf_counter()
             sums = scorer(state)
             found[way.name, share] = {
