@@ -1,14 +1,14 @@
 """Where the bits should go: averaged weights quantized in many ways, at equal bytes of the file.
 
-    python tests/bits_study.py RUN "DATA/*_train_*.bin" DATA/..._val_000000.bin OUT.json
+    python tests/bits_study.py RUN "DATA/*_train_*.bin" DATA/..._val_000000.bin OUT.json [WAY ...]
 
 RUN is the folder of a finished run of `golf`, for instance of `golfnb train --recipe golf` with
 ITERATIONS=1500 WARMDOWN_ITERS=600 MAX_WALLCLOCK_SECONDS=0 TRAIN_BATCH_TOKENS=196608. Prints a
 line for each way and size, and writes the samples that nbs/results/bits_golf_*.json hold: loss
 and KL to the unquantized model on the validation text, in nats a token, with quantiles over
 documents. Every second document is for choosing between ways ("choice"); the figures are of the
-others. The last way is golfnb.bits as recipe `trellis` has it, in a real file. Needs a GPU: about
-6 minutes on an H100.
+others. The last way is golfnb.bits as recipe `trellis` has it, in a real file. Ways that are named
+are the only ones. Needs a GPU: about 7 minutes on an H100.
 """
 
 import json
@@ -596,7 +596,7 @@ def summary(found):
     return samples
 
 
-def main(run, train, val, out):
+def main(run, train, val, out, *names):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(run) / "ema.golf"
     dtype = torch.float32
@@ -618,6 +618,8 @@ def main(run, train, val, out):
     print(f"the product after {time.perf_counter() - begin:.1f} s", flush=True)
     found = {}
     for way in (*WAYS, PRODUCT):
+        if names and way.name not in names:
+            continue
         for share in SHARES:
             start = time.perf_counter()
             if way is PRODUCT:
@@ -639,8 +641,8 @@ def main(run, train, val, out):
                 f"loss {loss:.5f}, KL {kl:.5f}",
                 flush=True,
             )
-    Path(out).write_text(json.dumps(summary(found), indent=1))
+        Path(out).write_text(json.dumps(summary(found), indent=1))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    main(*sys.argv[1:])
