@@ -1,6 +1,6 @@
 """Every Python process that a test starts imports torch without searching for garbage, and does not search torch's objects later.
 
-Python runs this file before a program, since conftest.py puts tests/ on PYTHONPATH. Torch holds half a million objects, none of
+Python runs this file before a program, since conftest.py puts tests/ on PYTHONPATH. Torch holds a quarter of a million objects, none of
 them garbage: to search them while they come, and once more as the process ends, is a quarter of what a short process costs.
 What a program makes itself is collected, as rarely as conftest.py has it for the tests.
 """
