@@ -45,7 +45,8 @@ def kernel(argv: list[str], folder: str) -> None:
 def fork_kernel(command: list[str], cwd: str, **_) -> SimpleNamespace:
     "In place of jupyter_client's launch_kernel; what it returns is used as a Popen."
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["ipykernel.kernelapp", "matplotlib.pyplot", "sentencepiece", "torch"])
+    # torch imports torch._dynamo, which takes two seconds, for the first step of an optimizer or the first sum of tensors without data
+    forks.set_forkserver_preload(["ipykernel.kernelapp", "matplotlib.pyplot", "sentencepiece", "torch._dynamo"])
     child = forks.Process(target=kernel, args=(command[command.index("-f"):], cwd))
     child.start()
     while os.getpgid(child.pid) == os.getpgrp():  # signals go to its group
