@@ -45,8 +45,10 @@ def kernel(argv: list[str], folder: str) -> None:
 def fork_kernel(command: list[str], cwd: str, **_) -> SimpleNamespace:
     "In place of jupyter_client's launch_kernel; what it returns is used as a Popen."
     forks = multiprocessing.get_context("forkserver")
-    # torch imports torch._dynamo, which takes two seconds, for the first step of an optimizer or the first sum of tensors without data
-    forks.set_forkserver_preload(["ipykernel.kernelapp", "matplotlib.pyplot", "sentencepiece", "torch._dynamo"])
+    # what torch imports at the first step of an optimizer or the first sum of tensors without data; but for Triton, and what needs it:
+    # a notebook may choose before it imports Triton whether kernels are interpreted
+    late = ["torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    forks.set_forkserver_preload(["ipykernel.kernelapp", "matplotlib.pyplot", "sentencepiece", "torch", *late])
     child = forks.Process(target=kernel, args=(command[command.index("-f"):], cwd))
     child.start()
     while os.getpgid(child.pid) == os.getpgrp():  # signals go to its group
