@@ -1,6 +1,7 @@
 """What must hold of the built site, read from its files: links, anchors, nothing from another host, alt texts, every public name."""
 import re
 import sys
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -39,22 +40,30 @@ def outside(url: str) -> bool:
 
 def problems(site: Path) -> list[str]:
     "One sentence for each thing that is wrong."
+    site = site.resolve()
+
+    @cache  # most links of a page are those of every page
+    def file_at(folder: Path, path: str) -> Path | None:
+        "The file to which a link in a folder leads, if it is there."
+        file = (folder / path).resolve()
+        return file if file.is_file() else None
+
     pages = {p.relative_to(site).as_posix(): Page(p.read_text(encoding="utf-8")) for p in sorted(site.rglob("*.html")) if "_static" not in p.parts}
     found = []
     for name, page in pages.items():
         for url in sorted(page.loads):
             if outside(url):
                 found.append(f"{name} loads {url} from another host")
-            elif not url.startswith("data:") and not ((site / name).parent / unquote(re.sub(r"[?#].*", "", url))).is_file():
+            elif not url.startswith("data:") and not file_at((site / name).parent, unquote(re.sub(r"[?#].*", "", url))):
                 found.append(f"{name} loads {url}, which is not there")
         for url in sorted(page.links):
             if outside(url) or re.match(r"[a-z]+:", url):
                 continue
             path, _, anchor = url.partition("#")
-            file = ((site / name).parent / unquote(re.sub(r"\?.*", "", path))).resolve() if path else (site / name).resolve()
-            if not file.is_file():
+            file = file_at((site / name).parent, unquote(re.sub(r"\?.*", "", path))) if path else site / name
+            if not file:
                 found.append(f"{name} links to {url}, which is not there")
-            elif anchor and file.suffix == ".html" and unquote(anchor) not in pages[file.relative_to(site.resolve()).as_posix()].ids:
+            elif anchor and file.suffix == ".html" and unquote(anchor) not in pages[file.relative_to(site).as_posix()].ids:
                 found.append(f"{name} links to {url}, which has no such anchor")
         for source, alt in page.pictures:
             if not alt or len(alt) < 20 and source.startswith("_images"):

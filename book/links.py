@@ -16,6 +16,7 @@ CHAPTER_WORDS = re.compile(r"\b(?:[Cc]hapters?|[Ss]tud(?:y|ies))\s\d\d[a-z]?\b(?
 PLAIN_NAMES = re.compile(r"(?<![\w./-])(?:[A-Z][a-z]+[A-Z]\w*|[A-Za-z]+_\w+)(?![\w/]|\.\w)")
 
 
+@cache  # pages ask for the same places again and again
 def relative(page: str, place: str) -> str:
     "A place of the site as seen from a page."
     target, _, anchor = place.partition("#")

@@ -15,6 +15,7 @@ from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
 WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
 ACTS = '''"""Parts that golfnb has not."""
 import bz2
+import time
 
 import torch.nn.functional as F
 
@@ -42,14 +43,20 @@ class SlowSkips(SigmoidSkips):
     "Gates that begin nearly closed."
     start = -3.0
     word = "slow"
+
+
+def after_a_pause(rate, seconds):
+    "The rate, a little later: a run that lasts, and costs nothing."
+    time.sleep(seconds)
+    return rate
 '''
-EDITS = (("from golfnb.loader import", "from acts import Bzip, SlowSkips, squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
+EDITS = (("from golfnb.loader import", "from acts import Bzip, SlowSkips, after_a_pause, squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
          ("          skips=SigmoidSkips)", "          skips=SlowSkips)"), ("import Golf, ModelSettings, SigmoidSkips, init_model", "import Golf, ModelSettings, init_model"),
          ("Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)", "BankRule(NorMuonRule(), s.matrix_lr, s.muon_wd, beta2=0.9)"),
          ("EngineSettings, Muon, Ranks", "EngineSettings, Ranks"), ("from golfnb.run import", "from golfnb.rules import BankRule, NorMuonRule\nfrom golfnb.run import"),
          ("CODEC = Best()", "CODEC = Bzip()"), ("import ArtifactSettings, Best, unpack_bytes", "import ArtifactSettings, unpack_bytes"),
-         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n'), ("from golfnb.ttt import", "from golfnb.settings import setting\nfrom golfnb.ttt import"),
-         ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n"))
+         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n    pause: float = setting(0.0, "before a step: seconds", bounds=">= 0")\n'), ("from golfnb.ttt import", "from golfnb.settings import setting\nfrom golfnb.ttt import"),
+         ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n    rate = after_a_pause(rate, t.settings.pause)\n"))
 
 
 def edited(text: str) -> str:
@@ -167,7 +174,7 @@ def test_its_script_gives_the_same_losses(place):
 def test_a_run_goes_on_with_the_program_it_began_with(place):
     "It is killed in its training; then the program is edited."
     root, data = place
-    words = ["train", "mine.py", "--nproc", "1", *WORDS, *data, "RUN_ID=b", "ITERATIONS=150", "CHECKPOINT_EVERY_S=0.05"]
+    words = ["train", "mine.py", "--nproc", "1", *WORDS, *data, "RUN_ID=b", "ITERATIONS=30", "PAUSE=0.2", "CHECKPOINT_EVERY_S=0.05"]
     child = subprocess.Popen([sys.executable, "-m", "golfnb", *words], cwd=root, env=clean_env(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     end = time.time() + 300
     while not list(root.glob("runs/b/checkpoints/step-*")):
@@ -188,7 +195,7 @@ def test_a_run_goes_on_with_the_program_it_began_with(place):
     refused(done, "whose script must be")
     script.write_text(whole)
     done = golfnb("train", "mine.py", "--resume", "runs/b", cwd=root)
-    assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 150, done.stderr
+    assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 30, done.stderr
     assert "\nresumed:" in (root / "runs/b/train.log").read_text()
 
 
@@ -233,7 +240,7 @@ def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
             ("codec.py", text.replace("CODEC = Bzip()", "CODEC = Brotli()").replace("import ArtifactSettings,", "import ArtifactSettings, Brotli,"), "brotli"),
             ("fault.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(decompress=lambda *_: b''))()"), "'bz2' .*found 0 bytes"),
             ("taken.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(name='lzma'))()"), "Faulty .*found 'lzma'"),
-            ("alias.py", text.replace("from acts import Bzip, SlowSkips, squared_gelu", "import acts\nfrom acts import Bzip, SlowSkips, squared_gelu"), "alias.py line .*import"),
+            ("alias.py", text.replace("from acts import Bzip, SlowSkips, after_a_pause, squared_gelu", "import acts\nfrom acts import Bzip, SlowSkips, after_a_pause, squared_gelu"), "alias.py line .*import"),
             ("builtin.py", text + "\n\ndef sum(x): return x\n", "builtin.py line .*sum ")):
         (tmp_path / name).write_text(changed)
         monkeypatch.setitem(sys.modules, "brotli", None)
