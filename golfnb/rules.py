@@ -6,13 +6,14 @@ more.
 
 # %% auto #0
 __all__ = ['ParamGroup', 'State', 'COEFFICIENTS', 'FACTORS', 'RULES', 'CHECKS', 'replace', 'Rule',
-           'apply_direction', 'follow', 'heavy_ball', 'SgdRule', 'AdamWRule', 'is_triple',
-           'coefficients_of', 'product_dtype', 'orthogonalized', 'MuonRule', 'NorMuonRule',
-           'rule_of', 'check_group']
+           'apply_direction', 'follow', 'heavy_ball', 'SgdRule', 'AdamWRule', 'original_factor',
+           'rms_factor', 'is_triple', 'coefficients_of', 'product_dtype', 'orthogonalized',
+           'MuonRule', 'NorMuonRule', 'rule_of', 'check_group', 'stored_alike', 'BankRule']
 
 # %% ../nbs/reference/17c_rules.ipynb #72de9a23
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .grouping import OptimizerError
+from .layout import slots_of
 from .newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, first_steps, newton_schulz
 
 # %% ../nbs/reference/17c_rules.ipynb #261df926
@@ -127,11 +129,20 @@ class AdamWRule(Rule):
 
 # %% ../nbs/reference/17c_rules.ipynb #1cd1b81f
 COEFFICIENTS = {"quintic": (NS5_COEFFS, 1.0), "polar_express": (POLAR_EXPRESS_COEFFS, 1.02)}
+
+
+def original_factor(rows: int, cols: int) -> float:
+    "Keller Jordan's: a matrix with more outputs than inputs moves further."
+    return math.sqrt(max(1.0, rows / cols))
+
+
+def rms_factor(rows: int, cols: int) -> float:
+    "Moonshot's: the step is as large as AdamW's usually is."
+    return 0.2 * math.sqrt(max(rows, cols))
+
+
 FACTORS: dict[str | None, Callable[[int, int], float]] = {
-    "original": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
-    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-}
-FACTORS[None] = FACTORS["original"]
+    None: original_factor, "original": original_factor, "match_rms_adamw": rms_factor}
 
 
 def is_triple(value) -> bool:
@@ -233,7 +244,7 @@ def rule_of(group: ParamGroup) -> Rule:
 AT_LEAST_0 = (lambda v: 0 <= v < math.inf, "be a number of 0 or more")
 RATIO = (lambda v: 0 <= v < 1, "be a number in [0, 1)")
 ABOVE_0 = (lambda v: 0 < v < math.inf, "be a number above 0")
-BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+NUMBER_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": AT_LEAST_0, "weight_decay": AT_LEAST_0, "momentum": RATIO, "beta2": RATIO,
     "eps": ABOVE_0}
 
@@ -280,7 +291,65 @@ def check_group(group: ParamGroup) -> None:
     "Raises OptimizerError for an unknown rule or word, or an impossible number, of a group."
     rule_of(group)
     for name, value in group.items():
-        if name in BOUNDS:
-            check_number(name, value, *BOUNDS[name])
+        if name in NUMBER_BOUNDS:
+            check_number(name, value, *NUMBER_BOUNDS[name])
         if name in CHECKS:
             CHECKS[name](value)
+
+# %% ../nbs/reference/17c_rules.ipynb #ac1af180
+def stored_alike(part) -> Iterator[tuple[slice, bool, int, int]]:
+    "Slots of a shard that are stored the same way: (slots, whether turned, rows, cols as meant)."
+    end = 0
+    matrices = slots_of(part.spec, part.ranks.rank)  # None where a slot is padding
+    for turned, run in groupby(matrices, lambda matrix: bool(matrix and matrix.transposed)):
+        start, end = end, end + len(list(run))
+        rows, cols = part.fp32_shard.shape[1:]
+        if turned:
+            rows, cols = cols, rows
+        yield slice(start, end), turned, rows, cols
+
+# %% ../nbs/reference/17c_rules.ipynb #cec91d7f
+class BankRule:
+    """A rule of this chapter for the banks of a recipe, where its `Muon` stands.
+
+    `rule` is an object or a name, `lr` the peak, `numbers` what the rule reads of a group besides.
+    `momentum` is the recipe's, which has a schedule. Raises OptimizerError.
+    """
+
+    def __init__(self, rule: Rule | str = "muon", lr: float = 0.025, wd: float = 0.04, **numbers):
+        self.rule = rule_of({"rule": rule})
+        for name in numbers:
+            if name not in self.rule.defaults:
+                raise OptimizerError(f"{type(self.rule).__name__} has no number {name}: it has "
+                                     f"{', '.join(self.rule.defaults)}")
+        self.group = {**self.rule.defaults, "lr": lr, "weight_decay": wd, **numbers}
+        check_group(self.group)
+
+    def state(self, part) -> dict[str, Tensor]:
+        "What the rule keeps of a shard, with a row for each slot."
+        like, n = part.fp32_shard, len(part.fp32_shard)
+        kept = {name: torch.zeros_like(like) for name in self.rule.state_names}
+        kept |= {name: like.new_zeros(n, 1, 1) for name in self.rule.counters}
+        widths: dict[str, int] = {}
+        for _, _, rows, cols in stored_alike(part):
+            for name, shape in self.rule.matrix_state(rows, cols, self.group).items():
+                widths[name] = max(widths.get(name, 0), math.prod(shape))
+        return kept | {name: like.new_zeros(n, width) for name, width in widths.items()}
+
+    def update(self, part, grad: Tensor, scalars) -> None:
+        "One step of a shard from its mean gradient [n, r, c], in place."
+        group = {**self.group, "lr": scalars.lr_schedule * self.group["lr"]}
+        if "momentum" in group:
+            group["momentum"] = scalars.momentum
+        ok = scalars.grads_finite.expand(len(grad), 1, 1)
+        ahead = self.rule.prepare(grad, part.state, group, ok)
+        for slots, turned, rows, cols in stored_alike(part):
+            shapes = self.rule.matrix_state(rows, cols, group)
+            state = {name: part.state[name][slots, :math.prod(shape)].view(-1, *shape)
+                     for name, shape in shapes.items()}
+            stack, weights, counts = (t[slots].mT if turned else t[slots]
+                                      for t in (ahead, part.fp32_shard, ok))
+            direction = self.rule.direction(stack, state, group, counts)
+            factor = self.rule.factor(rows, cols, group)
+            apply_direction(weights, direction, group, counts, factor)
+        part.rounded.copy_(part.fp32_shard)

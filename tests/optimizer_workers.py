@@ -19,12 +19,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from golfnb.exchange import local
 from golfnb.grouping import param_groups
-from golfnb.layout import bank_per_shape
+from golfnb.layout import bank_per_shape, mlp_in_one_bank
 from golfnb.model import Golf, ModelSettings, init_model, named_state
 from golfnb.newton_schulz import quintic
 from golfnb.optimizer import ParallelMuon
 from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon
-from golfnb.rules import RULES
+from golfnb.rules import RULES, BankRule, Rule, replace
 from golfnb.settings import GolfError
 from golfnb.sharded_state import ChunkedTensor, ShardedState
 from golfnb.train import training_loss
@@ -657,33 +657,77 @@ def early(ranks):
     return left, said, weights_of(model), weights_of(twin)
 
 
-def of_a_recipe(ranks) -> float:
-    "How far apart a recipe's model is after training by its engine and by ParallelMuon, its banks as 3-D parameters."
-    s = ModelSettings(num_layers=3, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, bigram_vocab_size=64, bigram_dim=8,
-                      ve_enabled=False, xsa_last_n=1, train_seq_len=16, small_tensor=256)
-    models = []
-    for _ in range(2):
-        model = Golf(s, bank_per_shape(s, ranks.world), torch.float64)
-        init_model(model, s, seed=0)
-        models.append(model)
-    engine = Engine(models[0].role_params(), models[0].layout, ranks, Muon(0.03, 0.1), AdamW(0.01, 0.02, 0.05), ClipMean(0.3))
-    roles = models[1].role_params()
-    given = {role: [*params.items()] for role, params in roles.items()}
+RECIPE = ModelSettings(num_layers=3, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, bigram_vocab_size=64, bigram_dim=8,
+                       ve_enabled=False, xsa_last_n=1, train_seq_len=16, small_tensor=256)
+
+
+def by_engine(ranks, banks, rule):
+    "A recipe's model trained by its engine: (model, step)."
+    model = Golf(RECIPE, banks(RECIPE, ranks.world), torch.float64)
+    init_model(model, RECIPE, seed=0)
+    engine = Engine(model.role_params(), model.layout, ranks, rule, AdamW(0.01, 0.02, 0.05), ClipMean(0.3))
+    return model, engine.step
+
+
+def by_optimizer(ranks, rule):
+    "The same by ParallelMuon, its banks as 3-D parameters."
+    model = Golf(RECIPE, bank_per_shape(RECIPE, ranks.world), torch.float64)
+    init_model(model, RECIPE, seed=0)
+    given = {role: [*params.items()] for role, params in model.role_params().items()}
     adamw = dict(rule="adamw", weight_decay=0.05, betas=(0.9, 0.95), eps=1e-8)
-    optimizer = ParallelMuon([dict(params=given["bank"], rule="muon", lr=0.03, weight_decay=0.1),
+    optimizer = ParallelMuon([dict(params=given["bank"], rule=rule, lr=0.03, weight_decay=0.1),
                               dict(params=given["table"], lr=0.02, **adamw), dict(params=given["scalar"], lr=0.01, **adamw)], max_norm=0.3)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    generator = torch.Generator().manual_seed(ranks.rank)
-    for step in range(6):
-        ids = torch.randint(0, 32, (4, 17), generator=generator)
-        for model in models:
-            training_loss(model, model.cap)(ids[:, :-1], ids[:, 1:]).backward()
-        rate, momentum = 1 - step / 8, 0.85 + step / 50
-        engine.step(rate, momentum)
+
+    def step(rate, momentum):
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * rate
-        optimizer.param_groups[0]["momentum"] = momentum
+        if "momentum" in optimizer.param_groups[0]:
+            optimizer.param_groups[0]["momentum"] = momentum
         optimizer.step()
         optimizer.zero_grad()
-    a, b = (named_state(model) for model in models)
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+    return model, step
+
+
+def trained_alike(ranks, trainings) -> float:
+    "How far apart models are after six steps on the same text."
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for i in range(6):
+        ids = torch.randint(0, 32, (4, 17), generator=generator)
+        for model, step in trainings:
+            training_loss(model, model.cap)(ids[:, :-1], ids[:, 1:]).backward()
+            step(1 - i / 8, 0.85 + i / 50)
+    first, *others = (named_state(model) for model, _ in trainings)
+    return max(float((first[name] - other[name]).abs().max()) for other in others for name in first)
+
+
+def of_a_recipe(ranks) -> float:
+    "By a recipe's engine and by ParallelMuon."
+    return trained_alike(ranks, [by_engine(ranks, bank_per_shape, Muon(0.03, 0.1)), by_optimizer(ranks, "muon")])
+
+
+def by_any_rule(ranks, rule) -> float:
+    "By a rule in the engine, with matrices in a bank of their own shape and turned in another's, and by ParallelMuon."
+    rule = {"sign": Sign()}.get(rule, rule)
+    trainings = [by_engine(ranks, banks, BankRule(rule, 0.03, 0.1)) for banks in (bank_per_shape, mlp_in_one_bank)]
+    return trained_alike(ranks, [*trainings, by_optimizer(ranks, rule)])
+
+
+class Sign(Rule):
+    "A rule of one's own with a state of a matrix that is not square, and one that counts."
+    matrices = True
+    counters = ("seen",)
+
+    def matrix_state(self, rows, cols, group):
+        return {"largest": (rows, 1), "corner": (2, 3)}
+
+    def prepare(self, grad, state, group, ok):
+        state["seen"].add_(ok.view_as(state["seen"]))
+        return grad / state["seen"]
+
+    def direction(self, stack, state, group, ok):
+        replace(state["largest"], torch.maximum(state["largest"], stack.abs().amax(-1, keepdim=True)), ok)
+        replace(state["corner"], state["corner"] / 2 + stack[:, :2, :3], ok)
+        scaled = stack / (state["largest"] + 1e-3)
+        return scaled.sign() * scaled.abs().sqrt() + state["corner"].mean((-2, -1), keepdim=True)

@@ -20,6 +20,7 @@ from golfnb.exchange import Group, block_of, matrices_of
 from golfnb.grouping import param_groups
 from golfnb.optimizer import ParallelMuon
 from golfnb.parallel_muon import Ranks
+from golfnb.rules import BankRule
 from golfnb.settings import GolfError
 from golfnb.sharded_state import ChunkedTensor, ShardedState, chunk_of
 
@@ -60,6 +61,20 @@ def test_equal_to_plain_loops(ranked):
 def test_trains_a_recipe_s_model_as_its_engine_does(world):
     "Banks as 3-D parameters, tables, vectors; both sums of momentum, clipping of the mean, schedules."
     assert max(run_ranks(world, [("of_a_recipe", (), {})])[0]) < 1e-10
+
+
+@pytest.mark.parametrize("world", (1, 3))
+def test_a_recipe_s_engine_takes_every_rule(world):
+    "Those of golfnb.rules and one's own, with state of whole matrices, of turned ones too, and counters."
+    rules = ("muon", "normuon", "adamw", "sgd", "sign")
+    for rule, far in zip(rules, run_ranks(world, [("by_any_rule", (rule,), {}) for rule in rules])[0], strict=True):
+        assert far < 1e-10, (rule, far)
+
+
+def test_a_rule_for_banks_refuses_what_it_does_not_read():
+    for more, words in ((dict(beta2=2.0), "beta2"), (dict(betas=(0.9, 0.9)), "betas"), (dict(rule="sgdd"), "sgdd"), (dict(lr=-1.0), "lr")):
+        with pytest.raises(GolfError, match=words):
+            BankRule(**{"rule": "normuon", **more})
 
 
 # --- torch's contract
