@@ -4,11 +4,11 @@
 
 RUN is the folder of a finished run of `golf`, for instance of `golfnb train --recipe golf` with
 ITERATIONS=1500 WARMDOWN_ITERS=600 MAX_WALLCLOCK_SECONDS=0 TRAIN_BATCH_TOKENS=196608. Prints a
-line for each way and size, and writes the samples that nbs/results/bits_golf_*.json hold: loss
-and KL to the unquantized model on the validation text, in nats a token, with quantiles over
-documents. Every second document is for choosing between ways ("choice"); the figures are of the
-others. The last way is golfnb.bits as recipe `trellis` has it, in a real file. Ways that are named
-are the only ones. Needs a GPU: about 7 minutes on an H100.
+line for each way and size, and writes the samples that nbs/results/bits_*.json hold: loss and KL
+to the unquantized model on the validation text, in nats a token, with quantiles over documents;
+"choice", the KL of every second document, is for choosing between ways, and what is "judged" is
+of the others. The last way is golfnb.bits as recipe `trellis` has it, in a real file. WAYs that
+are named are the only ones. Needs a GPU: about 7 minutes on an H100.
 """
 
 import json
@@ -570,29 +570,36 @@ class Product:
         return dequantize_trellis(packed), sum(parts.values()), steps, 8 * len(file) / weights
 
 
+def judged(sums, moved, rng):
+    "KL and loss a token of documents, and each with quantiles over draws of as many documents."
+    reference, nats, kl, tokens = sums
+    documents = len(tokens)
+    draws = [
+        np.bincount(rng.integers(0, documents, documents), minlength=documents) for _ in range(1000)
+    ]
+    draws = np.stack(draws)
+    found = {}
+    for what, values in (("kl", kl * moved), ("loss", (nats - reference) * moved)):
+        quantiles = np.quantile((draws @ values) / (draws @ tokens), (0.025, 0.975))
+        found[what] = [values.sum() / tokens.sum(), *quantiles]
+    return found
+
+
 def summary(found):
     "Samples of a result: each way at exactly the bytes asked for, moved along its curve."
-    rng, samples = np.random.default_rng(0), {}
-    documents = len(next(iter(found.values()))["sums"][0][1::2])
-    draws = np.stack(
-        [
-            np.bincount(rng.integers(0, documents, documents), minlength=documents)
-            for _ in range(1000)
-        ]
-    )
+    samples = {}
     for (name, share), a in found.items():
         b = found[name, 0.8 if share == 1.0 else 1.0]
-        choice = a["sums"][:, 0::2].sum(1)
-        reference, nats, kl, tokens = a["sums"][:, 1::2]
         slope = math.log(a["sums"][2].sum() / b["sums"][2].sum()) / (a["bytes"] - b["bytes"])
         moved = math.exp(slope * (share * WHOLE - a["bytes"]))
-        samples[f"{name} | {share}: choice"] = [choice[2] * moved / choice[3]]
-        for what, values in (("kl", kl * moved), ("loss", (nats - reference) * moved)):
-            quantiles = np.quantile((draws @ values) / (draws @ tokens), (0.025, 0.975))
-            samples[f"{name} | {share}: {what}"] = [values.sum() / tokens.sum(), *quantiles]
-        for what in ("bytes", "steps", "bits"):
-            samples[f"{name} | {share}: {what}"] = [a[what]]
-        samples[f"{name} | {share}: seconds"] = a["seconds"]
+        mine = judged(a["sums"], moved, np.random.default_rng(0))
+        choice = a["sums"][:, 0::2]
+        half = judged(a["sums"][:, 1::2], moved, np.random.default_rng(0))
+        mine |= {f"judged {what}": values for what, values in half.items()}
+        mine["choice"] = [choice[2].sum() * moved / choice[3].sum()]
+        mine |= {what: [a[what]] for what in ("bytes", "steps", "bits")}
+        mine["seconds"] = a["seconds"]
+        samples |= {f"{name} | {share}: {what}": values for what, values in mine.items()}
     return samples
 
 
