@@ -62,5 +62,5 @@ setup(
         "notebooks": ["matplotlib", "jupyterlab"],
         "dev": ["golfnb[plots,data,weights,notebooks]", *pins("requirements-dev.txt")],
     },
-    entry_points={"console_scripts": ["golfnb = golfnb.tools.cli:main_cli"]},
+    entry_points={"console_scripts": ["golfnb = golfnb.tools.cli:main_process"]},
 )

@@ -1904,6 +1904,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                   'golfnb.tools.cli.literal': ('tools/cli.html#literal', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.log_command': ('tools/cli.html#log_command', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.main_cli': ('tools/cli.html#main_cli', 'golfnb/tools/cli.py'),
+                                  'golfnb.tools.cli.main_process': ('tools/cli.html#main_process', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.make_parser': ('tools/cli.html#make_parser', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.manifest_shards': ('tools/cli.html#manifest_shards', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.named_program': ('tools/cli.html#named_program', 'golfnb/tools/cli.py'),

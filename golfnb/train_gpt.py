@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 972d6aba6fc26c7d
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d4627023fb44fa31
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -578,6 +578,9 @@ def rotary_tables(T: int, rope_dims: int, base: float, train_len: int,
                   device: str | torch.device = "cpu",
                   dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     "Cosines and sines of position times frequency (RoPE, arXiv 2104.09864): [T, rope_dims/2] each."
+    if torch.device(device).type == "meta":  # shapes only: to compute there imports a compiler
+        table = torch.empty(T, len(range(0, rope_dims, 2)), device=device, dtype=dtype)
+        return table, table
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, rope_dims, 2, dtype=wide, device=device) / rope_dims
     frequency = 1.0 / rotary_base(T, rope_dims, base, train_len) ** exponent

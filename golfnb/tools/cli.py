@@ -8,12 +8,13 @@ report, compare, submission, lab, bench, study, doctor.
 __all__ = ['COMMANDS', 'GROUPS', 'ENDING', 'SentenceParser', 'arg', 'command', 'named_program',
            'adapter_names', 'known_settings', 'read_settings', 'settings_help', 'settings_for',
            'train_run', 'own_file', 'own_words', 'start_run', 'listed', 'make_parser',
-           'read_command', 'main_cli']
+           'read_command', 'main_cli', 'main_process']
 
 # %% ../../nbs/tools/23_cli.ipynb #c2002cb3
 import argparse
 import ast
 import difflib
+import gc
 import hashlib
 import json
 import math
@@ -1605,7 +1606,9 @@ def main_cli(argv: list[str] | None = None) -> int:
     "The command `golfnb`; returns the exit status, 0 only for success."
     try:
         args = read_command(argv)
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except GolfError as e:
         print(f"golfnb: {printable(' '.join(str(e).split()))}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -1618,9 +1621,14 @@ def main_cli(argv: list[str] | None = None) -> int:
         print(f"golfnb: {e.filename or 'a file'}: {e.strerror or e}", file=sys.stderr)
     return 2
 
+# %% ../../nbs/tools/23_cli.ipynb #6e219490
+def main_process() -> None:
+    "Run the command line as a process, and end it at once."
+    gc.set_threshold(100_000)
+    status = main_cli()
+    os._exit(status)  # a rank that failed and left in order could wait for the others
+
 # %% ../../nbs/tools/23_cli.ipynb #0ccf02ea
 #| eval: false
 if __name__ == "__main__":
-    status = main_cli()
-    sys.stdout.flush()
-    os._exit(status)  # a rank that failed and left in order could wait for the others
+    main_process()
