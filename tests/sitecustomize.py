@@ -3,6 +3,8 @@
 Python runs this file before a program, since conftest.py puts tests/ on PYTHONPATH. Torch holds a quarter of a million objects, none of
 them garbage: to search them while they come, and once more as the process ends, is a quarter of what a short process costs.
 What a program makes itself is collected, as rarely as conftest.py has it for the tests.
+
+Nor does nbformat build the grammars of internet addresses, by which jsonschema could check them: no notebook has any in its metadata.
 """
 import gc
 import sys
@@ -33,3 +35,4 @@ class TorchFinder:
 
 
 sys.meta_path.insert(0, TorchFinder)
+sys.modules["rfc3987_syntax"] = None  # jsonschema goes on without it
