@@ -14,6 +14,7 @@ myst_enable_extensions, myst_heading_anchors = ["dollarmath", "colon_fence"], 3
 myst_dmath_allow_labels, myst_dmath_double_inline = False, True
 add_module_names, toc_object_entries_show_parents = False, "hide"
 html_theme, html_title, html_favicon = "sphinx_book_theme", "golfnb", "static/favicon.svg"
+templates_path = ["templates"]
 html_css_files, html_js_files = ["golfnb.css"], ["golfnb.js"]
 html_copy_source, html_show_sourcelink, html_show_search_summary = False, False, False  # a page opened from a file may not fetch others
 html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "show_toc_level": 2, "home_page_in_toc": True, "show_navbar_depth": 1,

@@ -237,6 +237,23 @@ def link_prose(app, doctree, page: str) -> None:
             split_text(node, spans)
 
 
+# sidebar
+
+def contents(env, page: str) -> list[tuple[str, set[str], list[tuple]]]:
+    "The parts of the site below a page: caption, all pages in it, and [title, page, the parts below that page] of each entry."
+    parts = []
+    for tree in env.tocs[page].findall(addnodes.toctree):
+        entries = [(title or env.titles[entry].astext(), entry, contents(env, entry)) for title, entry in tree["entries"]]
+        pages = {entry for _, entry, _ in entries}.union(*(inner for _, _, below in entries for _, inner, _ in below))
+        parts.append((tree.get("caption", ""), pages, entries))
+    return parts
+
+
+def give_contents(app, env) -> None:
+    "All pages are read: what the template of the sidebar shows."
+    app.config.html_context["contents"] = contents(env, "index")
+
+
 def resolved(app, doctree, page: str) -> None:
     if app.builder.format != "html":
         return
@@ -247,5 +264,6 @@ def resolved(app, doctree, page: str) -> None:
 
 
 def setup(app):
+    app.connect("env-check-consistency", give_contents)
     app.connect("doctree-resolved", resolved)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
