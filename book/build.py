@@ -5,7 +5,6 @@
 import argparse
 import importlib.util
 import json
-import os
 import re
 import shutil
 import sys
@@ -71,7 +70,7 @@ def build(out: Path) -> list[str]:
     sources.write(source)
     static_files(source / "_static")
     shutil.rmtree(new, ignore_errors=True)
-    status = build_main(["-q", "-E", "-W", "--keep-going", "-j", "1", "-b", "html", "-c", str(HERE), "-d", str(out / "doctrees"), "-D", f"html_static_path={source / '_static'}", str(source), str(new)])
+    status = build_main(["-q", "-E", "-W", "--keep-going", "-b", "html", "-c", str(HERE), "-d", str(out / "doctrees"), "-D", f"html_static_path={source / '_static'}", str(source), str(new)])
     if status:
         return ["Sphinx warned, see above"]
     search_texts(new)

@@ -51,12 +51,12 @@ class Uses:
     def visit(self, node: ast.AST, hidden: frozenset[str] = frozenset()) -> "Uses":
         "Statements in order; in one, what is read is looked up before what it binds is bound."
         for child in ast.iter_child_nodes(node):
-            later = [c for c in ast.iter_child_nodes(child) if isinstance(c, BLOCKS)]
+            later = [c for c in ast.iter_child_nodes(child) if isinstance(c, BLOCKS)] if isinstance(child, BLOCKS) else []
             if isinstance(child, SCOPES):
                 self.scope(child, hidden)
             elif isinstance(child, (ast.Import, ast.ImportFrom)):
                 self.imports(child)
-            elif isinstance(child, BLOCKS) and later:  # if, for, with, try: the head, then the bodies
+            elif later:  # if, for, with, try: the head, then the bodies
                 head = ast.Module([ast.Expr(c) if isinstance(c, ast.expr) else c for c in ast.iter_child_nodes(child) if c not in later], [])
                 self.visit(ast.Module(head.body + later, []), hidden)
             elif isinstance(child, ast.Name):
@@ -101,8 +101,9 @@ class Uses:
                 self.found[at] = (node.name, places().get(name) or chapter_page(name, self.module), name)
             elif not hidden:
                 self.bind(node.name, *at)
-        shared = {n for s in ast.walk(node) if isinstance(s, (ast.Global, ast.Nonlocal)) for n in s.names}
-        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)} | {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        everything = list(ast.walk(node))
+        shared = {n for s in everything if isinstance(s, (ast.Global, ast.Nonlocal)) for n in s.names}
+        bound = {n.id for n in everything if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)} | {n.arg for n in everything if isinstance(n, ast.arg)}
         self.visit(node, hidden | (bound - shared) | {""})  # never empty inside: nothing there binds for the notebook
 
 

@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -44,8 +45,13 @@ def summary_of(nb: nbformat.NotebookNode) -> str:
     return next((m[1] for c in nb.cells if c.cell_type == "markdown" and (m := re.search(r"^> (.+)$", c.source, re.M))), "")
 
 
+@cache  # many pages name the same chapters
+def title_at(path: Path) -> str:
+    return title_of(nbformat.read(path, as_version=4))
+
+
 def numbered_title(stem: str) -> str:
-    title = title_of(notebook(stem))
+    title = title_at(paths()[stem])
     return f"{stem.split('_')[0]} {title}" if number(stem) is not None else title
 
 

@@ -40,6 +40,16 @@ def test_every_notebook_and_every_module_has_a_page(site):
     assert 'class="math' in text(site, "04_newton_schulz") and "_static/mathjax/tex-chtml.js" in text(site, "04_newton_schulz")
 
 
+def test_the_sidebar_names_every_chapter_and_marks_the_page(site):
+    def marked(page: str) -> list[str]:
+        sidebar = re.search(r'<nav class="bd-links.*?</nav>', text(site, page), re.S)[0]
+        assert len(re.findall("<li ", sidebar)) == len({"map", *sources.stems(), *sources.LOOK_UP}) + len(names.modules())
+        return re.findall(r'<li class="[^"]*current active[^"]*">\s*<a class="[^"]*" href="([^"]*)', sidebar)
+
+    assert marked("index") == marked("03_layers") == marked("map") == ["#"] and marked("search") == []
+    assert marked("api/index") == ["#"] and marked("api/layers") == ["index.html", "#"]
+
+
 def test_no_name_of_ours_stands_in_code_type_without_a_link(site):
     for stem in sources.stems():
         page = text(site, sources.page_of(stem))
