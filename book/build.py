@@ -35,7 +35,7 @@ class Sections(HTMLParser):
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
         self.found, self.open, self.title, self.silent = [], [], False, 0
-        self.feed(check.without_plain_spans(text[text.find("<article"):text.find("</article")]))
+        self.feed(check.without_plain_tags(text[text.find("<article"):text.find("</article")]))
 
     def handle_starttag(self, tag, attrs):
         if tag == "section":

@@ -175,11 +175,14 @@ def link_literals(doctree, page: str) -> None:
             node.replace_self(reference(page, place, node.deepcopy(), style="golf-use"))
 
 
+def free_signatures(app, doctree) -> None:
+    "Types in signatures lead nowhere by themselves: Sphinx takes `bytes` for a field of that name."
+    for node in [x for s in doctree.findall(addnodes.desc_signature) for x in s.findall(addnodes.pending_xref)]:
+        node.replace_self(node.children)
+
+
 def link_signatures(doctree, page: str) -> None:
-    "Types in signatures: golfnb's lead to their chapters, and nothing else leads anywhere (Sphinx takes `bytes` for a field of that name)."
-    for node in [r for s in doctree.findall(addnodes.desc_signature) for r in s.findall(nodes.reference)]:
-        if "headerlink" not in node["classes"]:
-            node.parent[node.parent.index(node):node.parent.index(node) + 1] = node.children
+    "Types in signatures: golfnb's lead to their chapters."
     for node in [t for s in doctree.findall(addnodes.desc_signature) for t in list(s.findall(nodes.Text))]:
         place, name = places().get(node.astext()), node.parent
         parameter = isinstance(name.parent, addnodes.desc_parameter) and name is name.parent[0]
@@ -266,5 +269,6 @@ def resolved(app, doctree, page: str) -> None:
 
 def setup(app):
     app.connect("env-check-consistency", give_contents)
+    app.connect("doctree-read", free_signatures)
     app.connect("doctree-resolved", resolved)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
