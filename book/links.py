@@ -243,19 +243,16 @@ def link_prose(app, doctree, page: str) -> None:
 
 # sidebar
 
-def contents(env, page: str) -> list[tuple[str, set[str], list[tuple]]]:
-    "The parts of the site below a page: caption, all pages in it, and [title, page, the parts below that page] of each entry."
-    parts = []
-    for tree in env.tocs[page].findall(addnodes.toctree):
-        entries = [(title or env.titles[entry].astext(), entry, contents(env, entry)) for title, entry in tree["entries"]]
-        pages = {entry for _, entry, _ in entries}.union(*(inner for _, _, below in entries for _, inner, _ in below))
-        parts.append((tree.get("caption", ""), pages, entries))
-    return parts
+def entries(env, tree: addnodes.toctree) -> list[tuple[str, str, list]]:
+    "Title, page and the entries below that page, of each entry of a table of contents."
+    below = lambda page: [entry for inner in env.tocs[page].findall(addnodes.toctree) for entry in entries(env, inner)]
+    return [(title or env.titles[page].astext(), page, below(page)) for title, page in tree["entries"]]
 
 
 def give_contents(app, env) -> None:
-    "All pages are read: what the template of the sidebar shows."
-    app.config.html_context["contents"] = contents(env, "index")
+    "All pages are read: what the template of the sidebar shows, part by part."
+    trees = env.tocs["index"].findall(addnodes.toctree)
+    app.config.html_context["contents"] = [(tree.get("caption", ""), entries(env, tree)) for tree in trees]
 
 
 def resolved(app, doctree, page: str) -> None:
