@@ -48,7 +48,7 @@ def launched(words: list, folder: Path, until: str, prepare=dict, **env):
 
 
 def words(data: Path, **more) -> list[str]:
-    env = TINY | {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "MODEL_DIM": 64, "ITERATIONS": 16, "CHECKPOINT_EVERY_S": 1e-3, "TTT_ENABLED": 0} | more
+    env = TINY | {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "ITERATIONS": 16, "CHECKPOINT_EVERY_S": 1e-3, "TTT_ENABLED": 0} | more
     return [f"{name}={value}" for name, value in env.items()]
 
 

@@ -125,7 +125,7 @@ def test_nobody_reads_the_terminal(script, data, tmp_path):
     "As in `python train_gpt.py | head -1`: the run ends well, and its log is whole."
     ours, theirs = (open(fd, mode) for fd, mode in zip(os.pipe(), "rw"))
     with open(tmp_path / "said", "w") as err, theirs:
-        job = fork_python([script], theirs, err, tmp_path, clean_env(**{**TINY, **data, "MODEL_DIM": "64", "RUN_ID": "unread", "TTT_ENABLED": "0"}))
+        job = fork_python([script], theirs, err, tmp_path, clean_env(**{**TINY, **data, "RUN_ID": "unread", "TTT_ENABLED": "0"}))
     ours.readline()
     ours.close()
     job.join(600)
@@ -150,7 +150,7 @@ def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_pat
     wait, slow = tmp_path / "wait", tmp_path / "slow.py"
     wait.touch()
     slow.write_text(waiting(script.read_text()))
-    env = clean_env(**{**TINY, **data, "RUN_ID": "full", "RUNS_DIR": str(small_disk), "MODEL_DIM": "64", "ITERATIONS": "40", "TRAIN_LOG_EVERY": "1", "TTT_ENABLED": "0", "TMPDIR": str(tmp_path), "CHECKPOINT_EVERY_S": "0"})
+    env = clean_env(**{**TINY, **data, "RUN_ID": "full", "RUNS_DIR": str(small_disk), "ITERATIONS": "40", "TRAIN_LOG_EVERY": "1", "TTT_ENABLED": "0", "TMPDIR": str(tmp_path), "CHECKPOINT_EVERY_S": "0"})
     ours, theirs = (open(fd, mode) for fd, mode in zip(os.pipe(), "rw"))
     with open(tmp_path / "said", "w") as err, theirs:
         job = fork_python(["-m", "golfnb.tools.checkpoint", slow], theirs, err, tmp_path, env)
@@ -172,7 +172,7 @@ def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_pat
 
 
 def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
-    done = run_python([script], tmp_path, clean_env(**{**TINY, **data, "MODEL_DIM": "64", "RUN_ID": "over", "TARGET_BYTES": str(script.stat().st_size + 5_000)}))
+    done = run_python([script], tmp_path, clean_env(**{**TINY, **data, "RUN_ID": "over", "TARGET_BYTES": str(script.stat().st_size + 10_000)}))
     run = tmp_path / "runs" / "over"
     assert done.returncode == 3 and "Traceback" not in done.stderr and "--target-bytes" in done.stderr and "too many" in done.stderr
     assert (run / "train_gpt.py").read_bytes() == script.read_bytes()
@@ -390,7 +390,7 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
     ({"TTT_LR": "1e30"}, "test-time training .*nan")])
 def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, words):
     "Not as a success whose scores are null."
-    done = run_python([script], tmp_path, clean_env(**{**TINY, **data, "MODEL_DIM": "64", **more, "RUN_ID": "nan"}))
+    done = run_python([script], tmp_path, clean_env(**{**TINY, **data, **more, "RUN_ID": "nan"}))
     said = [line for line in done.stderr.splitlines() if line.startswith("golfnb: ")]
     assert done.returncode == 2 and len(said) == 1 and re.search(words, said[0]) and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert not (tmp_path / "runs" / "nan" / "summary.json").exists()

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 TINY = {
-    "RECIPE": "demo", "NUM_LAYERS": "2", "MODEL_DIM": "160", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "400", "VE_LAYERS": "1", "XSA_LAST_N": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "16", "VE_DIM": "16",
+    "RECIPE": "demo", "NUM_LAYERS": "2", "MODEL_DIM": "96", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "400", "VE_LAYERS": "1", "XSA_LAST_N": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "16", "VE_DIM": "16",
     "TRAIN_SEQ_LEN": "64", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32", "TRAIN_BATCH_TOKENS": "512", "VAL_BATCH_SIZE": "65536", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "WARMUP_STEPS": "1",
     "TTT_CHUNK_TOKENS": "1024", "TTT_EPOCHS": "1", "TTT_BATCH_SEQS": "32", "LATE_QAT_THRESHOLD": "0.9",
 }
