@@ -4,19 +4,16 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from score_workers import adapt, documents, plain_and_sliding, spawn_scores
+from score_workers import adapted, documents, plain_and_sliding, spawn_scores
 
-from golfnb.model import FreezeBlocks
 from golfnb.parallel_muon import Ranks
 
 ALONE = Ranks()
-FORMS = {"one step": (torch.float64, {}), "fp32": (torch.float32, {}), "frozen": (torch.float64, {"freeze": FreezeBlocks(2)}), "uneven": (torch.float64, {"ttt_chunk_tokens": 80})}
 
 
 @cache
 def adapted_alone(name: str) -> tuple:
-    dtype, more = FORMS[name]
-    return adapt(ALONE, dtype, **more)[:3]
+    return adapted(ALONE, name)
 
 
 @cache
