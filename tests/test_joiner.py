@@ -308,7 +308,9 @@ def segment(lines: list[str], n: ast.stmt) -> str:
     return "\n".join(lines[min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) - 1 : n.end_lineno])
 
 
-def test_every_definition_stands_in_its_module_word_for_word(script):
+@pytest.mark.parametrize("recipe", ("pr399", "pr549", "pr726", "pr1060", "golf", "demo", "trellis"))
+def test_every_definition_stands_in_its_module_word_for_word(recipe):
+    script = join_program(GOLFNB / "recipes" / f"{recipe}.py")
     seen = 0
     for text, module in sections(script):
         lines = text.split("\n")
@@ -322,7 +324,7 @@ def test_every_definition_stands_in_its_module_word_for_word(script):
         ours = {line.strip() for line in module.split("\n")}
         comments = [line.strip() for line in lines if line.strip().startswith("#")]
         assert not [c for c in comments if c not in ours or c.startswith(("# %%", "#|", "# AUTO"))]
-    assert seen > 600 and "__all__" not in script and "@patch" not in script
+    assert seen > 500 and "__all__" not in script and "@patch" not in script
 
 
 def methods(tree: ast.Module) -> dict[str, set[str]]:

@@ -111,7 +111,7 @@ def test_the_recipes_are_listed_shown_and_copied(tmp_path):
     refused(golfnb("train", "b.py", "LOADER=coprime", cwd=tmp_path), "LOADER .*recipe b")
     for words, said in ((("pr726", "b.py"), r"b\.py"), (("pr726", "b.txt"), r"b\.txt"), (("pr000", "c.py"), "'pr000'"), (("pr549", "golf.py"), "'golf'"), (("pr549", "a-b.py"), "'a-b'")):
         refused(golfnb("recipe", "copy", *words, cwd=tmp_path), said)
-    assert [p.name for p in tmp_path.iterdir()] == ["b.py"]
+    assert [p.name for p in tmp_path.glob("*.*")] == ["b.py"]
 
 
 def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):

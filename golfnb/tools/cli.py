@@ -1624,7 +1624,7 @@ def main_cli(argv: list[str] | None = None) -> int:
 # %% ../../nbs/tools/23_cli.ipynb #6e219490
 def main_process() -> None:
     "Run the command line as a process, and end it at once."
-    gc.set_threshold(100_000)
+    gc.set_threshold(100_000)  # torch brings 250,000 objects, and none of them is garbage
     status = main_cli()
     os._exit(status)  # a rank that failed and left in order could wait for the others
 
