@@ -67,9 +67,12 @@ def python(words: list[str], out, err, cwd: str, env: dict, prepare) -> None:
 
 
 def fork_python(words: list, out, err, cwd: Path, env: dict, prepare=dict):
-    "Start `python WORDS`, its output into two open files; a process of multiprocessing. `prepare()` is called in it before."
+    """Start `python WORDS`, its output into two open files; a process of multiprocessing. `prepare()` is called in it before.
+
+    It gets SIGTERM if it still runs when the tests end.
+    """
     with server() as mp:
-        child = mp.get_context("forkserver").Process(target=python, args=([str(word) for word in words], Passed(out), Passed(err), str(cwd), env, prepare))
+        child = mp.get_context("forkserver").Process(target=python, args=([str(word) for word in words], Passed(out), Passed(err), str(cwd), env, prepare), daemon=True)
         child.start()
     return child
 
