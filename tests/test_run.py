@@ -236,9 +236,9 @@ def test_calibration_ends_in_its_time(data, tmp_path):
 
 def test_score_reads_what_the_run_read(data, tmp_path, capfd):
     "Rows shorter than in training, an MLP of a fraction of a channel, a batch that the recipe's rows do not fill, gates: the run's figures from its file."
-    out, _ = run_here(data, tmp_path, TRAIN_SEQ_LEN="80", TRAIN_BATCH_TOKENS="640", EVAL_SEQ_LEN="32", MLP_MULT="1.3", TTT_ENABLED="1", TTT_CHUNK_SIZE="8",
+    out, _ = run_here(data, tmp_path, TRAIN_SEQ_LEN="80", TRAIN_BATCH_TOKENS="640", EVAL_SEQ_LEN="32", MLP_MULT="1.3", TTT_ENABLED="1", TTT_CHUNK_SIZE="16",
                       SMALL_TENSOR="500", MAX_WALLCLOCK_SECONDS="0", program=own_program("golf_more"), GPTQ_CALIB_SAMPLES="2")
-    words = [f"{k}={v}" for k, v in {"EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 32, "TTT_CHUNK_SIZE": 8, "TTT_CHUNK_TOKENS": 1024}.items()]
+    words = [f"{k}={v}" for k, v in {"EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 32, "TTT_CHUNK_SIZE": 16, "TTT_CHUNK_TOKENS": 1024}.items()]
     assert main_cli(["score", str(tmp_path / "here" / "artifact.golf"), "--val", f"{data['DATA_PATH']}/fineweb_val_*.bin", "--tokenizer", data["TOKENIZER_PATH"], "--adapters", *words]) == 0
     found = {m[1]: float(m[2]) for m in re.finditer(r"^(\w+)_exact val_loss:\S+ val_bpb:(\S+)$", capfd.readouterr().out, re.M)}
     assert found["final_int6_sliding_window"] == pytest.approx(out["sliding_bpb"], abs=1e-6) and found["legal_ttt"] == pytest.approx(out["ttt_bpb"], abs=1e-5)

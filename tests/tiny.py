@@ -2,9 +2,11 @@
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -16,13 +18,21 @@ TINY = {
 }
 
 
-def tiny_data(folder: Path) -> dict[str, str]:
-    "Shards and tokenizer of a few documents; the settings that point at them."
+@cache
+def built_data() -> tempfile.TemporaryDirectory:
+    "What `tiny_data` copies; made once in a process."
     from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
 
-    docs = stdlib_documents(["json", "csv", "email"])[:60]
+    made = tempfile.TemporaryDirectory()
+    folder, docs = Path(made.name), stdlib_documents(["json", "csv", "email"])[:60]
     train_tokenizer(docs, folder / "tokenizer.model", 400)
     build_shards(docs, folder / "tokenizer.model", folder, 4_000, 0.05)
+    return made
+
+
+def tiny_data(folder: Path) -> dict[str, str]:
+    "Shards and tokenizer of a few documents; the settings that point at them."
+    shutil.copytree(built_data().name, folder, dirs_exist_ok=True)
     return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(folder / "tokenizer.model")}
 
 
