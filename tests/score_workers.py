@@ -86,11 +86,20 @@ def documents(ranks, dtype=torch.float64):
     return score_documents(model, random_state(cfg), stream(300), random_table(), cfg, ranks)[:2]
 
 
+FORMS = {"one step": (torch.float64, {}), "fp32": (torch.float32, {}), "frozen": (torch.float64, {"freeze": FreezeBlocks(2)}), "uneven": (torch.float64, {"ttt_chunk_tokens": 80})}
+
+
+def adapted(ranks, name: str) -> tuple:
+    "(loss, bpb, named weights afterwards) of a form, on a text of three chunks or five, the last a part of one."
+    dtype, more = FORMS[name]
+    return adapt(ranks, dtype, 350, **more)[:3]
+
+
 def all_scores(ranks):
     "Everything the tests ask of several ranks, in one set of processes."
-    out = {"sliding": plain_and_sliding(ranks), "short": plain_and_sliding(ranks, 17), "one step": adapt(ranks, torch.float64)[:3], "documents": documents(ranks),
-           "uneven": adapt(ranks, torch.float64, ttt_chunk_tokens=80)[:3], "many steps": adapt(ranks, torch.float64, 240, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
-    few = {"fp32": lambda: adapt(ranks)[:3], "frozen": lambda: adapt(ranks, torch.float64, freeze=FreezeBlocks(2))[:3], "documents fp32": lambda: documents(ranks, torch.float32)}
+    out = {"sliding": plain_and_sliding(ranks), "short": plain_and_sliding(ranks, 17), "documents": documents(ranks), "one step": adapted(ranks, "one step"), "uneven": adapted(ranks, "uneven"),
+           "many steps": adapt(ranks, torch.float64, 240, ttt_batch_seqs=1, ttt_chunk_tokens=80)[:3]}
+    few = {"fp32": lambda: adapted(ranks, "fp32"), "frozen": lambda: adapted(ranks, "frozen"), "documents fp32": lambda: documents(ranks, torch.float32)}
     return out | {name: case() for name, case in few.items() if ranks.world < 4}
 
 

@@ -3,18 +3,18 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from forked import fork_python
 from golfnb.tools import drill as chapter
+from golfnb.tools import programs
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.tools.checkpoint import open_kept
 from golfnb.tools.drill import differences, drill, half_files, processes
-from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data
+from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,12 @@ def test_two_kills(data, tmp_path, monkeypatch):
     assert differences(whole, victim) == ["ema.golf"] and half_files(victim) == ["ema.golf"], "it would have found a fault"
 
 
-def launched(words: list, folder: Path, until: str) -> subprocess.Popen:
-    "A process in a session of its own, once its run's log says `until`."
+def launched(words: list, folder: Path, until: str, prepare=dict, **env):
+    "A process in a session of its own, once its run's log says `until`: the run waits after step 9, until the file `wait` is gone or SIGTERM has come."
+    (folder / "wait").touch()
     with open(folder / "said", "w") as said:
-        child = subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, stdout=said, stderr=said, start_new_session=True, env=clean_env())
-    while child.poll() is None:
+        child = fork_python(words, said, said, folder, clean_env(**env), prepare)
+    while child.is_alive():
         log = next(folder.glob("runs/*/train.log"), None)
         if log and re.search(until, log.read_text()) and any(folder.glob("runs/*/checkpoints/step-*")):
             return child
@@ -47,28 +48,36 @@ def launched(words: list, folder: Path, until: str) -> subprocess.Popen:
 
 
 def words(data: Path, **more) -> list[str]:
-    env = TINY | {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "ITERATIONS": 80, "CHECKPOINT_EVERY_S": 0.2, "TTT_ENABLED": 0} | more
+    env = TINY | {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "ITERATIONS": 16, "CHECKPOINT_EVERY_S": 1e-3, "TTT_ENABLED": 0} | more
     return [f"{name}={value}" for name, value in env.items()]
+
+
+def wait_in_scripts():
+    "What programs make in this process are scripts whose runs wait."
+    script_text = programs.script_text
+    programs.script_text = lambda *args: waiting(script_text(*args))
 
 
 def test_sigterm_leaves_a_run_that_goes_on(data, tmp_path):
     "Also from another working directory, with relative paths, and with a damaged checkpoint."
     shutil.copytree(data, tmp_path / "data")
     relative = {"DATA_PATH": "data", "TOKENIZER_PATH": "data/tokenizer.model"}
-    child = launched(["-m", "golfnb.tools.cli", "train", "--nproc", "2", *words(data, RUN_ID="x", **relative)], tmp_path, "step:5/")
-    child.send_signal(signal.SIGTERM)
+    child = launched(["-m", "golfnb.tools.cli", "train", "--nproc", "2", *words(data, RUN_ID="x", **relative)], tmp_path, "step:5/", wait_in_scripts)
+    os.kill(child.pid, signal.SIGTERM)
     said = (tmp_path / "said")
-    assert child.wait(600) == 5, said.read_text()
+    child.join(600)
+    assert child.exitcode == 5, said.read_text()
+    (tmp_path / "wait").unlink()
     assert re.fullmatch(r"golfnb: .*SIGTERM .*step \d+; .*golfnb train --resume runs/x", said.read_text().splitlines()[-1]), said.read_text()
     again = golfnb("train", *words(data, RUN_ID="x"), cwd=tmp_path)
     assert again.returncode == 2 and "RUN_ID" in again.stderr and "--resume runs/x" in again.stderr
-    other = subprocess.run([sys.executable, "-m", "golfnb.tools.cli", "train", "--resume", "runs/x", "MATRIX_LR=0.5"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
+    other = golfnb("train", "--resume", "runs/x", "MATRIX_LR=0.5", cwd=tmp_path)
     assert other.returncode == 2 and one_sentence(other.stderr) and "MATRIX_LR=0.025" in other.stderr and "0.5" in other.stderr
     damaged = tmp_path / "runs" / "x" / "checkpoints" / "step-00000990"
     damaged.mkdir()
     (tmp_path / "elsewhere").mkdir()
-    done = subprocess.run([sys.executable, "-m", "golfnb.tools.cli", "train", "--resume", "../runs/x", "--nproc", "1"], cwd=tmp_path / "elsewhere", env=clean_env(), capture_output=True, text=True)
-    assert done.returncode == 0 and "resumed:../runs/x step:" in done.stdout and "step:80/80" in done.stdout, done.stderr
+    done = golfnb("train", "--resume", "../runs/x", "--nproc", "1", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0 and "resumed:../runs/x step:" in done.stdout and "step:16/16" in done.stdout, done.stderr
     assert "set aside as damaged-step-00000990" in done.stdout
     left = {p.name for p in (tmp_path / "runs" / "x").iterdir()}
     assert "summary.json" in left and not left & {"progress.json", "checkpoints"}
@@ -80,7 +89,7 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
     "A run as a kill after its int6 score leaves it; its data folder is built again from other documents, then lies elsewhere as it was."
     whole, folder, script, mine = tmp_path / "runs" / "whole", tmp_path / "runs" / "x", tmp_path / "x.py", tmp_path / "data"
     shutil.copytree(data, mine)
-    env = dict(word.split("=", 1) for word in words(mine, RUNS_DIR=tmp_path / "runs", RUN_ID="whole", ITERATIONS=4, MODEL_DIM=64))
+    env = dict(word.split("=", 1) for word in words(mine, RUNS_DIR=tmp_path / "runs", RUN_ID="whole", ITERATIONS=4))
     assert golfnb("script", "--recipe", "demo", "-o", script, cwd=tmp_path).returncode == 0
     chapter = loaded(script.read_text(), "script_scored")
     scored = chapter.Run.scored
@@ -105,10 +114,13 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
 
 def test_torchrun_goes_on_by_itself(data, tmp_path):
     assert golfnb("script", "--recipe", "demo", "-o", "x.py", cwd=tmp_path).returncode == 0
-    env = [word for word in words(data) if not word.startswith("RECIPE")]
-    child = launched(["-c", f"import os, sys; os.environ.update(w.split('=', 1) for w in {env}); os.execv(sys.executable, [sys.executable, '-m', 'torch.distributed.run', "
-                      "'--standalone', '--nproc_per_node=2', '--max-restarts=1', '-m', 'golfnb.tools.checkpoint', 'x.py'])"], tmp_path, "step:5/")
+    (tmp_path / "x.py").write_text(waiting((tmp_path / "x.py").read_text()))
+    env = dict(word.split("=", 1) for word in words(data) if not word.startswith("RECIPE"))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "-m", "golfnb.tools.checkpoint", "x.py"]
+    child = launched(command, tmp_path, "step:5/", **env)
     ranks = [p for p in Path("/proc").glob("[0-9]*") if f") S {child.pid} " in (p / "stat").read_text() or f") R {child.pid} " in (p / "stat").read_text()]
     os.kill(int(max(ranks, key=lambda p: int(p.name)).name), signal.SIGKILL)
-    assert child.wait(600) == 0, (tmp_path / "said").read_text()
+    (tmp_path / "wait").unlink()
+    child.join(600)
+    assert child.exitcode == 0, (tmp_path / "said").read_text()
     assert len(list(tmp_path.glob("runs/*"))) == 1 and "resumed:runs/demo-1337-" in (tmp_path / "said").read_text()

@@ -147,7 +147,7 @@ def test_a_run_without_a_shared_disk(tmp_path):
 def test_a_node_that_vanishes_ends_the_others(tmp_path, gone):
     "Its link goes down, without a word; the ranks left name those lost, and the run goes on on rank 0's node alone. A slow link makes the steps last: on no machine does the run end before."
     (tmp_path / "data").mkdir()
-    env = {**TINY, "RECIPE": "two_level", **tiny_data(tmp_path / "data"), "RUN_ID": "x", "RUNS_DIR": "runs", "ITERATIONS": "30", "TRAIN_LOG_EVERY": "1000", "TTT_ENABLED": "0", "CHECKPOINT_EVERY_S": "0.1"}
+    env = {**TINY, "MODEL_DIM": "160", "RECIPE": "two_level", **tiny_data(tmp_path / "data"), "RUN_ID": "x", "RUNS_DIR": "runs", "ITERATIONS": "30", "TRAIN_LOG_EVERY": "1000", "TTT_ENABLED": "0", "CHECKPOINT_EVERY_S": "0.1"}
     with namespaces(2, "50mbit") as names:
         jobs, left = start(names, 2, tmp_path, "run", "-", **env), tmp_path / f"node{1 - gone}" / "log"
         try:

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny import TINY, clean_env, one_sentence, run_quietly, settings_for, own_program, tiny_data
+from forked import fork_python, run_python
+from tiny import TINY, clean_env, one_sentence, run_quietly, settings_for, own_program, tiny_data, waiting
 from workers import Batches, machine, settings, spawn, trained
 
 from golfnb.bpb import tokenizer_hash
@@ -62,16 +63,17 @@ def children(pid: int) -> list[int]:
 def test_a_rank_that_dies_mid_step_ends_the_run(script, data, tmp_path):
     "The others end, non-zero, and no summary is written."
     env = clean_env(**{**TINY, **data, "ITERATIONS": "100000", "TRAIN_LOG_EVERY": "1000000", "RUN_ID": "dead"})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
     with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT)
-        while "step:5/" not in (tmp_path / "log").read_text() and job.poll() is None:
+        job = fork_python(command, log, log, tmp_path, env)
+        while "step:5/" not in (tmp_path / "log").read_text() and job.is_alive():
             time.sleep(0.2)
         ranks = children(job.pid)
         try:
             assert len(ranks) == 2 and "step:5/" in (tmp_path / "log").read_text()
             os.kill(max(ranks), signal.SIGKILL)
-            assert job.wait(timeout=600) != 0
+            job.join(600)
+            assert job.exitcode
         finally:
             for p in [*ranks, job.pid]:
                 try:
@@ -89,11 +91,10 @@ def test_a_late_rank_is_waited_for_and_a_silent_one_is_not():
 
 def test_disk_full_while_writing_weights(script, data, tmp_path):
     "No file may grow over 20 kB: the weights cannot be written; one sentence, status 2, nothing under a final name."
-    command = [sys.executable, str(script)]
     (tmp_path / "runs" / "full").mkdir(parents=True)
     shutil.copy(script, tmp_path / "runs" / "full" / "train_gpt.py")  # larger than that, and there already
-    done = subprocess.run(command, cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "full", "TMPDIR": str(tmp_path)}), capture_output=True, text=True,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
+    done = run_python([script], tmp_path, clean_env(**{**TINY, **data, "RUN_ID": "full", "TMPDIR": str(tmp_path)}),
+                      partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.search(r"^golfnb: .*raw\.golf.*", done.stderr, re.M), done.stderr
     left = {p.name for p in (tmp_path / "runs" / "full").iterdir()}
@@ -122,11 +123,14 @@ def test_a_log_that_cannot_be_written_waits(tmp_path, capsys):
 
 def test_nobody_reads_the_terminal(script, data, tmp_path):
     "As in `python train_gpt.py | head -1`: the run ends well, and its log is whole."
-    job = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "unread", "TTT_ENABLED": "0"}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    job.stdout.readline()
-    job.stdout.close()
-    said = job.stderr.read()
-    assert job.wait(600) == 0 and one_sentence(said) and "Broken pipe" in said
+    ours, theirs = (open(fd, mode) for fd, mode in zip(os.pipe(), "rw"))
+    with open(tmp_path / "said", "w") as err, theirs:
+        job = fork_python([script], theirs, err, tmp_path, clean_env(**{**TINY, **data, "RUN_ID": "unread", "TTT_ENABLED": "0"}))
+    ours.readline()
+    ours.close()
+    job.join(600)
+    said = (tmp_path / "said").read_text()
+    assert job.exitcode == 0 and one_sentence(said) and "Broken pipe" in said
     assert "final_int6_sliding_window_exact" in (tmp_path / "runs" / "unread" / "train.log").read_text() and (tmp_path / "runs" / "unread" / "summary.json").is_file()
 
 
@@ -142,19 +146,25 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_path, small_disk):
-    "Another program takes all room after step 5 and never gives it back: the run ends well, with its files in the temporary folder."
-    env = clean_env(**{**TINY, **data, "RUN_ID": "full", "RUNS_DIR": str(small_disk), "ITERATIONS": "40", "TRAIN_LOG_EVERY": "1", "TTT_ENABLED": "0", "TMPDIR": str(tmp_path), "CHECKPOINT_EVERY_S": "0", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)})
-    job = subprocess.Popen([sys.executable, "-m", "golfnb.tools.checkpoint", str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    "Another program takes all room after step 9 and never gives it back: the run ends well, with its files in the temporary folder."
+    wait, slow = tmp_path / "wait", tmp_path / "slow.py"
+    wait.touch()
+    slow.write_text(waiting(script.read_text()))
+    env = clean_env(**{**TINY, **data, "RUN_ID": "full", "RUNS_DIR": str(small_disk), "ITERATIONS": "40", "TRAIN_LOG_EVERY": "1", "TTT_ENABLED": "0", "TMPDIR": str(tmp_path), "CHECKPOINT_EVERY_S": "0"})
+    ours, theirs = (open(fd, mode) for fd, mode in zip(os.pipe(), "rw"))
+    with open(tmp_path / "said", "w") as err, theirs:
+        job = fork_python(["-m", "golfnb.tools.checkpoint", slow], theirs, err, tmp_path, env)
     out = ""
-    while "step:5/" not in out:
-        out += job.stdout.readline()
-    job.send_signal(signal.SIGSTOP)  # it may not end before the disk is full
+    while "step:5/" not in out and (line := ours.readline()):
+        out += line
     with open(small_disk / "other", "wb", buffering=0) as other, suppress(OSError):
         while other.write(bytes(4096)):
             pass
-    job.send_signal(signal.SIGCONT)
-    rest, said = job.communicate(timeout=600)
-    assert job.returncode == 0 and "step:40/40" in rest, said
+    wait.unlink()
+    rest = ours.read()
+    job.join(600)
+    said = (tmp_path / "said").read_text()
+    assert job.exitcode == 0 and "step:40/40" in rest, said
     log, moved = said.splitlines()
     assert "cannot write" in log and "the run goes on" in log and (found := re.search(r"raw\.golf .*this run's files go to (\S+)$", moved)), said
     assert {p.name for p in Path(found[1]).iterdir()} == {"raw.golf", "ema.golf", "artifact.golf", "summary.json"}
@@ -162,8 +172,7 @@ def test_a_disk_that_fills_up_in_training_loses_no_weights(script, data, tmp_pat
 
 
 def test_over_the_byte_budget_the_weights_are_kept(script, data, tmp_path):
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, "RUN_ID": "over", "TARGET_BYTES": str(script.stat().st_size + 20_000)}),
-                          capture_output=True, text=True)
+    done = run_python([script], tmp_path, clean_env(**{**TINY, **data, "RUN_ID": "over", "TARGET_BYTES": str(script.stat().st_size + 10_000)}))
     run = tmp_path / "runs" / "over"
     assert done.returncode == 3 and "Traceback" not in done.stderr and "--target-bytes" in done.stderr and "too many" in done.stderr
     assert (run / "train_gpt.py").read_bytes() == script.read_bytes()
@@ -227,9 +236,9 @@ def test_calibration_ends_in_its_time(data, tmp_path):
 
 def test_score_reads_what_the_run_read(data, tmp_path, capfd):
     "Rows shorter than in training, an MLP of a fraction of a channel, a batch that the recipe's rows do not fill, gates: the run's figures from its file."
-    out, _ = run_here(data, tmp_path, TRAIN_SEQ_LEN="80", TRAIN_BATCH_TOKENS="640", EVAL_SEQ_LEN="32", MLP_MULT="1.3", TTT_ENABLED="1", TTT_CHUNK_SIZE="8",
+    out, _ = run_here(data, tmp_path, TRAIN_SEQ_LEN="80", TRAIN_BATCH_TOKENS="640", EVAL_SEQ_LEN="32", MLP_MULT="1.3", TTT_ENABLED="1", TTT_CHUNK_SIZE="16",
                       SMALL_TENSOR="500", MAX_WALLCLOCK_SECONDS="0", program=own_program("golf_more"), GPTQ_CALIB_SAMPLES="2")
-    words = [f"{k}={v}" for k, v in {"EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 32, "TTT_CHUNK_SIZE": 8, "TTT_CHUNK_TOKENS": 1024}.items()]
+    words = [f"{k}={v}" for k, v in {"EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 32, "TTT_CHUNK_SIZE": 16, "TTT_CHUNK_TOKENS": 1024}.items()]
     assert main_cli(["score", str(tmp_path / "here" / "artifact.golf"), "--val", f"{data['DATA_PATH']}/fineweb_val_*.bin", "--tokenizer", data["TOKENIZER_PATH"], "--adapters", *words]) == 0
     found = {m[1]: float(m[2]) for m in re.finditer(r"^(\w+)_exact val_loss:\S+ val_bpb:(\S+)$", capfd.readouterr().out, re.M)}
     assert found["final_int6_sliding_window"] == pytest.approx(out["sliding_bpb"], abs=1e-6) and found["legal_ttt"] == pytest.approx(out["ttt_bpb"], abs=1e-5)
@@ -381,7 +390,7 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
     ({"TTT_LR": "1e30"}, "test-time training .*nan")])
 def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, words):
     "Not as a success whose scores are null."
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=clean_env(**{**TINY, **data, **more, "RUN_ID": "nan"}), capture_output=True, text=True, timeout=240)
+    done = run_python([script], tmp_path, clean_env(**{**TINY, **data, **more, "RUN_ID": "nan"}))
     said = [line for line in done.stderr.splitlines() if line.startswith("golfnb: ")]
     assert done.returncode == 2 and len(said) == 1 and re.search(words, said[0]) and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert not (tmp_path / "runs" / "nan" / "summary.json").exists()
@@ -391,8 +400,7 @@ def test_a_run_that_diverges_ends_in_a_sentence(script, data, tmp_path, more, wo
     ({"WARMUP_STEPS": str(2**63 - 1)}, "at most 10000"), ({"BIGRAM_DIM": str(2**31 - 1)}, "fit into memory"), ({"MUON_WD": "1e308"}, "int32 or float32")])
 def test_what_no_machine_can_hold_ends_in_a_sentence(script, data, tmp_path, more, words):
     "Before anything is built, not as a traceback, and not after training."
-    env = clean_env(**{**TINY, **data, **more, "RUN_ID": "vast", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)})
-    done = subprocess.run([sys.executable, "-m", "golfnb.tools.checkpoint", str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    done = run_python(["-m", "golfnb.tools.checkpoint", script], tmp_path, clean_env(**{**TINY, **data, **more, "RUN_ID": "vast"}))
     assert done.returncode == 2 and one_sentence(done.stderr) and re.search(words, done.stderr), done.stderr[-2000:]
     assert not (tmp_path / "runs").exists()
 

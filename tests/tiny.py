@@ -2,27 +2,37 @@
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 TINY = {
-    "RECIPE": "demo", "NUM_LAYERS": "2", "MODEL_DIM": "160", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "400", "VE_LAYERS": "1", "XSA_LAST_N": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "16", "VE_DIM": "16",
+    "RECIPE": "demo", "NUM_LAYERS": "2", "MODEL_DIM": "96", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "400", "VE_LAYERS": "1", "XSA_LAST_N": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "16", "VE_DIM": "16",
     "TRAIN_SEQ_LEN": "64", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32", "TRAIN_BATCH_TOKENS": "512", "VAL_BATCH_SIZE": "65536", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "WARMUP_STEPS": "1",
     "TTT_CHUNK_TOKENS": "1024", "TTT_EPOCHS": "1", "TTT_BATCH_SEQS": "32", "LATE_QAT_THRESHOLD": "0.9",
 }
 
 
-def tiny_data(folder: Path) -> dict[str, str]:
-    "Shards and tokenizer of a few documents; the settings that point at them."
+@cache
+def built_data() -> tempfile.TemporaryDirectory:
+    "What `tiny_data` copies; made once in a process."
     from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
 
-    docs = stdlib_documents(["json", "csv", "email"])[:60]
+    made = tempfile.TemporaryDirectory()
+    folder, docs = Path(made.name), stdlib_documents(["json", "csv", "email"])[:60]
     train_tokenizer(docs, folder / "tokenizer.model", 400)
     build_shards(docs, folder / "tokenizer.model", folder, 4_000, 0.05)
+    return made
+
+
+def tiny_data(folder: Path) -> dict[str, str]:
+    "Shards and tokenizer of a few documents; the settings that point at them."
+    shutil.copytree(built_data().name, folder, dirs_exist_ok=True)
     return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(folder / "tokenizer.model")}
 
 
@@ -79,6 +89,34 @@ def torchrun(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.
     "Start a script as a judge does."
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", str(script)]
     return subprocess.run(command, cwd=cwd, env=clean_env(**settings), capture_output=True, text=True)
+
+
+WAIT = """
+train_at_once = train
+
+
+def train(t, step, validate=None, extras=()):
+    told, before = [], signal.getsignal(signal.SIGTERM)
+
+    def terminated(number, frame):
+        told.append(number)
+        before(number, frame)
+
+    def step_later(t):
+        while t.steps == 9 and os.path.exists("wait") and not told:
+            time.sleep(0.01)
+        step(t)
+
+    if callable(before):
+        signal.signal(signal.SIGTERM, terminated)
+    return train_at_once(t, step_later, validate, extras)
+"""
+
+
+def waiting(script: str) -> str:
+    "The script, but its run stays after step 9, for as long as there is a file `wait` where it was started and SIGTERM has not come."
+    before, main = script.split("\n\nif __name__ ==")
+    return f"{before}\n\nimport signal\nimport time\n{WAIT}\n\nif __name__ =={main}"
 
 
 def loaded(text: str, name: str) -> ModuleType:
