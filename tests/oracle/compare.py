@@ -27,8 +27,8 @@ from golfnb.tools.joiner import join_program, pack_program
 CASES = ("pr399", "pr549", "pr726", "pr1060", "golf", "demo", "golf_more")  # the oracle's scripts
 WORDS = {"golf_more": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}  # what the oracle's script is told
 STEPS = 6
-NUMBERS = TINY | {
-    "ITERATIONS": str(STEPS), "WARMDOWN_ITERS": "4", "VAL_LOSS_EVERY": "3",
+NUMBERS = {name: value for name, value in TINY.items() if name != "SMALL_TENSOR"} | {
+    "MODEL_DIM": "160", "ITERATIONS": str(STEPS), "WARMDOWN_ITERS": "4", "VAL_LOSS_EVERY": "3",
     "MAX_WALLCLOCK_SECONDS": "0", "EMA_DECAY": "0.8", "EVAL_STRIDE": "48",
     "GPTQ_CALIB_SAMPLES": "2", "TTT_CHUNK_SIZE": "32"}
 CAPPED = {"pr726": {"MAX_WALLCLOCK_SECONDS": "600"}}  # a schedule by the clock; never near its end
