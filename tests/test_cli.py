@@ -380,6 +380,21 @@ def test_the_package_is_the_command(tmp_path):
     assert done.returncode == 2 and one_sentence(done.stderr)
 
 
+@pytest.mark.parametrize("problem, status", [("GolfError('no room')", 2), ("KeyboardInterrupt", 130)])
+def test_what_was_printed_before_an_error_reaches_a_pipe(problem, status):
+    "The process ends at once, and may not take along what it has not handed on."
+    code = f"""from types import SimpleNamespace
+import golfnb.tools.cli as cli
+from golfnb.settings import GolfError
+def run(args):
+    print("half")
+    raise {problem}
+cli.read_command = lambda argv: SimpleNamespace(run=run)
+cli.main_process()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_env())
+    assert (done.returncode, done.stdout) == (status, "half\n") and re.fullmatch("golfnb: .*\n", done.stderr)
+
+
 def test_train_help_lists_every_setting_once_with_its_chapter(tmp_path):
     done = golfnb("train", "--help", cwd=tmp_path)
     for name in every_setting():

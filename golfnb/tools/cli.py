@@ -1606,9 +1606,10 @@ def main_cli(argv: list[str] | None = None) -> int:
     "The command `golfnb`; returns the exit status, 0 only for success."
     try:
         args = read_command(argv)
-        status = args.run(args)
-        sys.stdout.flush()
-        return status
+        try:
+            return args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is found
     except GolfError as e:
         print(f"golfnb: {printable(' '.join(str(e).split()))}", file=sys.stderr)
     except KeyboardInterrupt:
