@@ -245,7 +245,9 @@ def link_prose(app, doctree, page: str) -> None:
 
 def entries(env, tree: addnodes.toctree) -> list[tuple[str, str, list]]:
     "Title, page and the entries below that page, of each entry of a table of contents."
-    below = lambda page: [entry for inner in env.tocs[page].findall(addnodes.toctree) for entry in entries(env, inner)]
+    def below(page: str) -> list:
+        return [entry for inner in env.tocs[page].findall(addnodes.toctree) for entry in entries(env, inner)]
+
     return [(title or env.titles[page].astext(), page, below(page)) for title, page in tree["entries"]]
 
 

@@ -1,10 +1,8 @@
-"""Every recipe goes on giving the numbers of the oracle's script: each step loss and each score is equal as a float.
+"""Every recipe, as program and as script, goes on giving the numbers of the oracle's script.
 
-Program and script of a recipe have the same text (test_joiner); here each case runs in one of the two forms,
-and `python tests/oracle/compare.py` runs all in all.
+Each step loss and each score is equal as a float.
 """
 import types
-from itertools import cycle
 
 import pytest
 from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, program_file, recipe_of, script_of,
@@ -33,8 +31,8 @@ def numbers_of(module: types.ModuleType, settings: dict[str, str]) -> dict:
     return module.main(run)
 
 
-@pytest.mark.parametrize("case, form", zip(CASES, cycle(("program", "script"))))
-def test_every_case_gives_the_oracles_numbers(case, form, place, monkeypatch):
+@pytest.mark.parametrize("case", CASES)
+def test_program_and_script_give_the_oracles_numbers(case, place, monkeypatch):
     "In one process; no code is counted, so all have the same room for the weights."
     root, data = place
     monkeypatch.chdir(root)
@@ -46,17 +44,14 @@ def test_every_case_gives_the_oracles_numbers(case, form, place, monkeypatch):
     if case in ROOM:
         assert 0.9 * ROOM[case] < wanted["artifact_bytes"] <= ROOM[case], "the budget binds"
     settings = {name: value for name, value in settings.items() if name not in WORDS.get(case, {})}
-    if form == "script":
-        module = loaded(script_of(case), f"script_{case}")
-    elif case == recipe_of(case):
-        module = recipe_program(case)
-    else:
-        module = load_program(program_file(case))
-    found = numbers_of(module, settings | {"RUN_ID": f"{case}-{form}"})
-    assert differences(wanted, found) == []
+    program = recipe_program(case) if case == recipe_of(case) else load_program(program_file(case))
+    forms = {"program": program, "script": loaded(script_of(case), f"script_{case}")}
+    for form, module in forms.items():
+        found = numbers_of(module, settings | {"RUN_ID": f"{case}-{form}"})
+        assert differences(wanted, found) == [], form
 
 
-@pytest.mark.parametrize("case, form", [("pr549", "packed"), ("golf", "program")])
+@pytest.mark.parametrize("case, form", [("pr549", "packed"), ("golf", "script"), ("demo", "program")])
 def test_a_script_or_program_gives_the_oracles_numbers_on_two_ranks(case, form, place):
     root, data = place
     wanted = summary_of(write_script("oracle", case, root), case, 2, data)

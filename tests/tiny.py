@@ -97,13 +97,14 @@ train_at_once = train
 
 def train(t, step, validate=None, extras=()):
     told, before = [], signal.getsignal(signal.SIGTERM)
+    rank = os.environ.get("RANK", "0")
 
     def terminated(number, frame):
         told.append(number)
         before(number, frame)
 
     def step_later(t):
-        while t.steps == 9 and os.path.exists("wait") and not told:
+        while rank == "0" and t.steps == 9 and os.path.exists("wait") and not told:
             time.sleep(0.01)
         step(t)
 
@@ -114,7 +115,7 @@ def train(t, step, validate=None, extras=()):
 
 
 def waiting(script: str) -> str:
-    "The script, but its run stays after step 9, for as long as there is a file `wait` where it was started and SIGTERM has not come."
+    "The script, but its rank 0 stays after step 9, and other ranks in the next step, for as long as there is a file `wait` where it was started and SIGTERM has not come."
     before, main = script.split("\n\nif __name__ ==")
     return f"{before}\n\nimport signal\nimport time\n{WAIT}\n\nif __name__ =={main}"
 

@@ -27,6 +27,7 @@ from golfnb.tools.joiner import join_program, pack_program
 CASES = ("pr399", "pr549", "pr726", "pr1060", "golf", "demo", "golf_more")  # the oracle's scripts
 WORDS = {"golf_more": {"USE_GPTQ": "1", "TTT_FORM": "adapters"}}  # what the oracle's script is told
 STEPS = 6
+# each recipe rounds the matrices that it is published to round: at this width those of the MLP
 NUMBERS = {name: value for name, value in TINY.items() if name != "SMALL_TENSOR"} | {
     "MODEL_DIM": "160", "ITERATIONS": str(STEPS), "WARMDOWN_ITERS": "4", "VAL_LOSS_EVERY": "3",
     "MAX_WALLCLOCK_SECONDS": "0", "EMA_DECAY": "0.8", "EVAL_STRIDE": "48",

@@ -59,7 +59,10 @@ class Timed:
     "A script, and what its steps took."
 
     def __init__(self, name: str, script: str, who: int, turns: Turns, blocks: int, folder: Path):
-        self.name, self.who, self.turns, self.blocks = name, who, turns, blocks
+        self.name = name
+        self.who = who
+        self.turns = turns
+        self.blocks = blocks
         copy = folder / f"{name}.py"
         # every script registers its kernels as operators, and a process has each name once
         copy.write_text(Path(script).read_text().replace('f"golfnb::', f'f"{name}::'))
@@ -136,7 +139,8 @@ class Timed:
             if event.name.startswith("cu") and "Launch" in event.name:
                 self.launches[event.name] += 1
             on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-            self.kernels += on_gpu and not event.name.startswith(("Memcpy", "Memset"))
+            if on_gpu and not event.name.startswith(("Memcpy", "Memset")):
+                self.kernels += 1
 
 
 def synchronize():
