@@ -5,6 +5,7 @@ exec(END_WITH_TORCHRUN)
 import json
 import os
 import pickle
+import re
 import sys
 import time
 from functools import partial
@@ -22,7 +23,8 @@ from golfnb.tools.guard import guarded_rank
 
 def sent() -> int:
     "Bytes that this node has sent."
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+    eth0 = re.search(r"eth0:(.*)", Path("/proc/self/net/dev").read_text())
+    return int(eth0[1].split()[8])
 
 
 def spent(now, ranks, env: dict) -> list[float]:

@@ -7,14 +7,15 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import fork_python
 from tiny import TINY, clean_env, tiny_data
-from workers import on_nodes, settings, spawn
+from workers import enter_node, on_nodes, settings, spawn
 
 from golfnb.studies.bench import record_result
 from golfnb.parallel_muon import Ranks
@@ -62,15 +63,15 @@ def namespaces(n: int, rate: str = ""):
 needs_nodes = pytest.mark.skipif(not can_make(), reason="network namespaces need root, ip and tc")
 
 
-def start(nodes: list, nproc: int, folder: Path, *words: str, **env) -> list[subprocess.Popen]:
-    "torchrun of node_worker.py on every node, each in its own folder host0, host1, ...; what it says is in its file log."
+def start(nodes: list, nproc: int, folder: Path, *words: str, **env) -> list:
+    "A forked torchrun of node_worker.py on every node, each in its own folder host0, host1, ...; what it says is in its file log."
     jobs = []
     for i, node in enumerate(nodes):
         (here := folder / f"node{i}").mkdir(exist_ok=True)
-        words_here = ["ip", "netns", "exec", node, sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node_rank={i}", f"--nproc_per_node={nproc}",
+        words_here = ["-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node_rank={i}", f"--nproc_per_node={nproc}",
                       "--master_addr=10.77.0.1", "--master_port=29571", str(HERE / "node_worker.py"), *words]
         with open(here / "log", "w") as log:
-            jobs.append(subprocess.Popen(words_here, cwd=here, env=clean_env(**env, GLOO_SOCKET_IFNAME="eth0"), stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
+            jobs.append(fork_python(words_here, log, log, here, clean_env(**env, GLOO_SOCKET_IFNAME="eth0"), partial(enter_node, node)))
     return jobs
 
 
@@ -80,10 +81,17 @@ def said(folder: Path) -> str:
 
 def finish(jobs: list, folder: Path, status: int = 0):
     try:
-        assert all((job.wait(timeout=600) != 0) == bool(status) for job in jobs), said(folder)
-    finally:
         for job in jobs:
-            job.poll() is None and os.killpg(job.pid, 9)
+            job.join(600)
+        assert all((job.exitcode != 0) == bool(status) for job in jobs), said(folder)
+    finally:
+        end(jobs)
+
+
+def end(jobs: list):
+    for job in jobs:
+        if job.is_alive():
+            os.killpg(job.pid, 9)
 
 
 def results(nodes: list, nproc: int, folder: Path, what: str, envs: list) -> list:
@@ -154,11 +162,9 @@ def test_a_node_that_vanishes_ends_the_others(tmp_path, gone):
             wait(lambda: any(tmp_path.glob("node0/runs/x/checkpoints/step-*")))
             sh(f"ip -n {names[gone]} link set eth0 down")
             wait(lambda: re.search("lost ranks 2, 3 in" if gone else "lost rank 0 and its node in", left.read_text()))
-            wait(lambda: jobs[1 - gone].poll() is not None)
+            wait(lambda: jobs[1 - gone].exitcode is not None)
         finally:
-            for job in jobs:
-                if job.poll() is None:
-                    os.killpg(job.pid, 9)
+            end(jobs)
         if gone:
             finish(start(names[:1], 2, tmp_path, "run", "-", **env, RESUME="1"), tmp_path)
             assert re.search(r"resumed:runs/x step:\d+ .*step:30/30", left.read_text(), re.S), said(tmp_path)

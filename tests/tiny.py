@@ -3,6 +3,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
+
+from forked import fork_python, run_python
 
 TINY = {
     "RECIPE": "demo", "NUM_LAYERS": "2", "MODEL_DIM": "96", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "400", "VE_LAYERS": "1", "XSA_LAST_N": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "16", "VE_DIM": "16",
@@ -86,9 +89,25 @@ def clean_env(**more) -> dict[str, str]:
 
 
 def torchrun(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.CompletedProcess:
-    "Start a script as a judge does."
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", str(script)]
-    return subprocess.run(command, cwd=cwd, env=clean_env(**settings), capture_output=True, text=True)
+    "Start a script as a judge does; torchrun itself is forked."
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", script]
+    return run_python(command, cwd, clean_env(**settings))
+
+
+def forked_ranks(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.CompletedProcess:
+    "What `torchrun` gives, without torchrun: the ranks are forked, each with the variables that torchrun would set."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = clean_env(**settings, WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        ranks = [fork_python([script], out, err, cwd, env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(nproc)]
+        for rank in ranks:
+            rank.join()
+        for file in (out, err):
+            file.seek(0)
+        status = max(abs(rank.exitcode) for rank in ranks)
+        return subprocess.CompletedProcess([script], status, out.read(), err.read())
 
 
 WAIT = """

@@ -1,5 +1,6 @@
 """Functions that run in spawned ranks. `spawn(world, name)` starts `world` gloo processes, each calling the named function
 with its Ranks, and returns their results in rank order; a rank that fails fails the call with its own words."""
+import ctypes
 import os
 import pickle
 import socket
@@ -52,6 +53,12 @@ def entry(rank: int, world: int, port: int, module: str, name: str, args: tuple,
         out = ("failed", traceback.format_exc())
     with open(Path(folder) / f"{rank}.pkl", "wb") as f:
         pickle.dump(out, f)
+
+
+def enter_node(node: str):
+    "Move this process, and those that it will start, to a node."
+    with open(f"/var/run/netns/{node}") as place:
+        assert ctypes.CDLL(None).setns(place.fileno(), 0x40000000) == 0, "setns"  # CLONE_NEWNET
 
 
 def spawn(world: int, name: str, *args, module: str = "workers", timeout_s: float = 600.0) -> list:

@@ -102,14 +102,14 @@ def form_of(script: Path) -> str:
     return script.parent.name
 
 
-def summary_of(script: Path, case: str, ranks: int, data: dict[str, str]) -> dict:
-    "What a case comes to under torchrun, on CPU. Raises RuntimeError with its words if it fails."
+def summary_of(script: Path, case: str, ranks: int, data: dict[str, str], start=torchrun) -> dict:
+    "What a case comes to as `start` starts it, on CPU. Raises RuntimeError with its words if it fails."
     name = f"{case}-on-{ranks}"
     settings = settings_of(case, script.stat().st_size) | data
     if form_of(script) != "oracle":
         settings = {name: value for name, value in settings.items() if name not in WORDS.get(case, {})}
     settings |= {"RUN_ID": name, "CUDA_VISIBLE_DEVICES": ""}
-    done = torchrun(script, ranks, settings, script.parent)
+    done = start(script, ranks, settings, script.parent)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads((script.parent / "runs" / name / "summary.json").read_text())
