@@ -1,12 +1,12 @@
 """The guard: what is looked at before a run, full disks, lost ranks, and the one sentence with which a rank ends."""
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import run_python
 
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
@@ -33,6 +33,13 @@ print("on")
 """
 
 
+def ending(folder: Path, work: str) -> subprocess.CompletedProcess:
+    "What a guarded rank comes to that does some work."
+    script = folder / "ending.py"
+    script.write_text(ENDING.replace("WORK", work))
+    return run_python([script], folder, dict(os.environ))
+
+
 @pytest.mark.parametrize("work, status, said", [
     ("raise GolfError('no shard')", 2, "golfnb: no shard\n"),
     ("raise OurError('stopped')", 5, "golfnb: stopped\n"),
@@ -41,14 +48,14 @@ print("on")
     ("raise RuntimeError('NCCL timeout')", 4, "golfnb: rank 0 lost the others in a collective (NCCL timeout)"),
     ("os.kill(os.getpid(), 2)", 130, "golfnb: interrupted\n"),
     ("return None", 0, "")])
-def test_a_rank_ends_with_a_sentence_and_a_status(work, status, said):
-    done = subprocess.run([sys.executable, "-c", ENDING.replace("WORK", work)], capture_output=True, text=True, timeout=300)
+def test_a_rank_ends_with_a_sentence_and_a_status(tmp_path, work, status, said):
+    done = ending(tmp_path, work)
     assert done.returncode == status and done.stderr.startswith(said) and done.stderr.count("\n") == bool(said), done.stderr
     assert done.stdout == ("on\n" if status == 0 else "")
 
 
-def test_a_fault_of_the_program_keeps_its_traceback():
-    done = subprocess.run([sys.executable, "-c", ENDING.replace("WORK", "raise RuntimeError('shapes differ')")], capture_output=True, text=True, timeout=300)
+def test_a_fault_of_the_program_keeps_its_traceback(tmp_path):
+    done = ending(tmp_path, "raise RuntimeError('shapes differ')")
     assert done.returncode == 1 and "Traceback" in done.stderr and "shapes differ" in done.stderr
 
 
