@@ -137,11 +137,17 @@ class ShardWriter(WholeFile):
         super().write(shard_header(0))
 
     def write(self, tokens: np.ndarray, /) -> None:
-        "Append tokens, uint16 [n]."
-        data = np.ascontiguousarray(tokens, "<u2").tobytes()
+        "Append tokens [n]. GolfError unless all are 16-bit integers."
+        values = np.asarray(tokens)
+        whole = values.ndim == 1 and values.dtype.kind in "iu"
+        if not whole or values.min(initial=0) < 0 or values.max(initial=0) > 65_535:
+            raise GolfError(f"a shard needs tokens [n], whole numbers in 0..65535, found {values.dtype} "
+                            f"{list(values.shape)} for {self.path}: cut what is not one row, and use a "
+                            "vocabulary of at most 65,536 pieces")
+        data = np.ascontiguousarray(values, "<u2").tobytes()
         super().write(data)
         self.digest.update(data)
-        self.tokens += len(tokens)
+        self.tokens += len(values)
 
     def close(self) -> dict:
         "Rename the file; returns its name, its tokens and the SHA-256 of the token bytes."
@@ -155,11 +161,7 @@ class ShardWriter(WholeFile):
 def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> None:
     "Write a shard of tokens [n], whole or not at all. GolfError unless all are 16-bit integers."
     values = np.asarray(tokens)
-    whole = values.ndim == 1 and values.size and values.dtype.kind in "iu"
-    if not whole or values.min() < 0 or values.max() > 65_535:
-        raise GolfError(f"a shard needs tokens, whole numbers in 0..65535, found {values.dtype} "
-                        f"{list(values.shape)} for {path}: use a vocabulary of at most 65,536 "
-                        "pieces")
+    require(values.size, f"a shard needs tokens, found none for {path}: bring a text that has some")
     with ShardWriter(path) as shard:
         shard.write(values)
 

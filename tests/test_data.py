@@ -151,6 +151,10 @@ def test_a_failure_on_the_way_leaves_nothing(tmp_path, docs, model, monkeypatch)
         build_shards(docs, model, tmp_path / "a", 500, 0.0)
     with pytest.raises(GolfError, match="train "):
         build_shards(docs, model, tmp_path / "a", 500, 1.0)
+    with pytest.raises(GolfError, match="shard_tokens=0"):
+        build_shards(docs, model, tmp_path / "a", 0, 0.3)
+    with pytest.raises(GolfError, match="one string"):
+        build_shards(docs[0], model, tmp_path / "a", 500, 0.3)
     assert not list(tmp_path.iterdir())
 
 
@@ -374,7 +378,7 @@ def test_build_inspect_recut_as_commands(tmp_path, docs, model):
     done = golfnb("data", "inspect", "damaged", cwd=tmp_path)
     assert done.returncode == 2 and one_sentence(done.stderr) and "docs_val_000000.bin" in done.stderr and "SHA-256" in done.stderr
     done = golfnb("data", "inspect", "s", "--tokenizer", model, cwd=tmp_path)
-    assert done.returncode == 2 and one_sentence(done.stderr) and "'tokenizer'" in done.stderr
+    assert done.returncode == 2 and one_sentence(done.stderr) and "set TOKENIZER_PATH to the tokenizer of these shards" in done.stderr
     done = golfnb("data", "recut", "s/docs_train_*.bin", "--shards", 6, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0 and len(list((tmp_path / "r").glob("*.bin"))) == 6, done.stderr
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9"}\n')

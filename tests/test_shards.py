@@ -30,6 +30,14 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path, tokens):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("tokens", [[1, 70_000], [-1, 3], [1.5, 2.5], np.ones((2, 3), int)])
+def test_a_writer_refuses_them_too(tmp_path, tokens):
+    with pytest.raises(GolfError, match="whole numbers in 0..65535.*a.bin"), ShardWriter(tmp_path / "a.bin") as shard:
+        shard.write([1, 2])
+        shard.write(tokens)
+    assert not list(tmp_path.iterdir())
+
+
 def header(magic=SHARD_MAGIC, version=1, tokens=4):
     words = np.zeros(256, "<i4")
     words[:3] = magic, version, tokens

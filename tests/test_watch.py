@@ -123,6 +123,12 @@ def test_how_long_the_rest_takes_is_said(tmp_path):
     watch.foretell(tmp_path, cfg, said.append, 0.01)
     assert said == ["note: about 24 s of training, 2 s of scoring, 2 s of adapting"] and said[0] in (tmp_path / "train.log").read_text()
     assert watch.outlook_line(settings_for("demo", ITERATIONS=10), 100, 60_000).endswith("2 s of adapting; TTT_ENABLED=0 leaves the adapting out")
+
+    def unread(line):
+        raise BrokenPipeError
+
+    watch.foretell(tmp_path, cfg, unread, 0.01)
+    assert (tmp_path / "train.log").read_text().count(said[0]) == 2, "the log has it all the same"
     (tmp_path / "summary.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")
     watch.foretell(tmp_path, cfg, said.append, 0.01)

@@ -520,6 +520,10 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
     `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side without
     documents, a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
     """
+    if shard_tokens < 1:
+        raise GolfError(f"shards must have 1 token or more each, found shard_tokens={shard_tokens}")
+    if isinstance(docs, str):
+        raise GolfError("documents must be texts, one or more, found one string: give [text]")
     sp = load_tokenizer(tokenizer)
     if sp.vocab_size() > 65_536 or sp.bos_id() < 0:
         raise GolfError(f"a tokenizer needs BOS and up to 65,536 pieces, found {sp.vocab_size()}: train one")

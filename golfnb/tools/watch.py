@@ -21,6 +21,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
@@ -96,7 +97,8 @@ def foretell(folder: Path, cfg, say: Callable[[str], None] = print, wait_s: floa
     tokens = val_tokens_of(folder)
     if times and tokens:
         line = outlook_line(cfg, statistics.median(times), tokens)
-        say(line)
+        with suppress(OSError):  # that nobody reads any more
+            say(line)
         with open(Path(folder, "train.log"), "a", encoding="utf-8") as log:
             log.write(f"{line}\n")
 
