@@ -310,7 +310,7 @@ def named(data, tmp_path):
     (lambda f: (f / "fineweb_train_000001.bin").unlink(), "4000 .*'fineweb_train_000001.bin'.*None"),
     (lambda f: write_shard(f / "fineweb_train_000001.bin", range(99)), "4000 .*'fineweb_train_000001.bin'.*99"),
     (lambda f: write_shard(f / "fineweb_train_000099.bin", range(99)), "None .*'fineweb_train_000099.bin'.*99"),
-    (lambda f: (f / "other.model").write_bytes((f / "tokenizer.model").read_bytes() + b"\xa0\x06\x00"), "shards that tokenizer"),  # a field nobody reads
+    (lambda f: (f / "other.model").write_bytes((f / "tokenizer.model").read_bytes() + b"\xa0\x06\x00"), "another tokenizer"),  # a field nobody reads
 ])
 def test_shards_that_do_not_belong_together_do_not_start(change, words, named, tmp_path):
     folder, session = named

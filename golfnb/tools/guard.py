@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..bpb import load_tokenizer, tokenizer_hash
-from ..settings import GolfError, printable
+from ..settings import GolfError
 from ..shards import check_disjoint, find_shards, read_header
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
@@ -52,7 +52,7 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
     try:
         made = json.loads(path.read_bytes())
         named = {s["name"]: s["tokens"] for side in ("train", "val") for s in made[side]["shards"]}
-        tokenizer = printable(made["tokenizer_sha256"])
+        cut_by = made["tokenizer_sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise GolfError(f"{path} must be as `golfnb data build` made it, found damage: build again") from None
     there = {p.name: read_header(p) for p, _ in found}
@@ -60,8 +60,8 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
         if named.get(name) != there.get(name):
             raise GolfError(f"{path} counts {named.get(name)!r:.20} tokens in {name!r:.60}, found "
                             f"{there.get(name)!r}: copy or build the shards again")
-    if tokenizer != tokenizer_sha256:
-        raise GolfError(f"{path} is of shards that tokenizer {tokenizer:.12} cut, found {tokenizer_sha256:.12}: "
+    if cut_by != tokenizer_sha256:
+        raise GolfError(f"{path} is of shards of another tokenizer than the one with SHA-256 {tokenizer_sha256:.12}...: "
                         "set TOKENIZER_PATH to the tokenizer of these shards, or build them again")
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d0009
