@@ -142,8 +142,8 @@ class ShardWriter(WholeFile):
         whole = values.ndim == 1 and values.dtype.kind in "iu"
         if not whole or values.min(initial=0) < 0 or values.max(initial=0) > 65_535:
             raise GolfError("a shard needs tokens [n], whole numbers in 0..65535, found "
-                            f"{values.dtype} {list(values.shape)} for {self.path}: give one row, of "
-                            "a vocabulary of at most 65,536 pieces")
+                            f"{values.dtype} {list(values.shape)} for {self.path}: give one row, "
+                            "of a vocabulary of at most 65,536 pieces")
         data = np.ascontiguousarray(values, "<u2").tobytes()
         super().write(data)
         self.digest.update(data)

@@ -61,7 +61,7 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
             raise GolfError(f"{path} counts {named.get(name)!r:.20} tokens in {name!r:.60}, found "
                             f"{there.get(name)!r}: copy or build the shards again")
     if cut_by != tokenizer_sha256:
-        raise GolfError(f"{path} is of shards of another tokenizer than the one with SHA-256 {tokenizer_sha256:.12}...: "
+        raise GolfError(f"{path} is of shards of another tokenizer, not of {tokenizer_sha256:.12}: "
                         "set TOKENIZER_PATH to the tokenizer of these shards, or build them again")
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d0009
