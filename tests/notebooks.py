@@ -147,7 +147,8 @@ def main(argv: list[str]) -> int:
         return 0
     os.environ.update(ENVIRONMENT)
     vars(sys.modules["__main__"]).pop("__file__", None)  # else each fork imports this file
-    with ThreadPoolExecutor(max_workers=max(1, min(len(paths), 1 + (os.cpu_count() or 1)))) as pool, patch("jupyter_client.provisioning.local_provisioner.launch_kernel", fork_kernel):
+    at_once = 1 + (os.cpu_count() or 1)  # while one kernel starts or ends, the others have work for every core
+    with ThreadPoolExecutor(at_once) as pool, patch("jupyter_client.provisioning.local_provisioner.launch_kernel", fork_kernel):
         problems = [p for p in pool.map(lambda q: one(q, argv[0] != "check"), paths) if p]
     for p in problems:
         print(p, file=sys.stderr)

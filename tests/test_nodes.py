@@ -83,6 +83,7 @@ def finish(jobs: list, folder: Path, status: int = 0):
     try:
         for job in jobs:
             job.join(600)
+        assert not any(job.is_alive() for job in jobs), said(folder)
         assert all((job.exitcode != 0) == bool(status) for job in jobs), said(folder)
     finally:
         end(jobs)
