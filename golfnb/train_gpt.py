@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d4627023fb44fa31
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 6b871fa4a3760746
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1773,7 +1773,8 @@ class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
     `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
-    micro-batches.
+    micro-batches. Raises GolfError without shards, for a rank outside 0 to world - 1 and for sizes
+    below 1.
 
     An order of windows derives from this class and says five things:
 
@@ -1796,6 +1797,10 @@ class WindowSampler(Iterator):
                  accum: int = 1):
         self.paths = list(paths)
         require(self.paths, "a sampler must have shards to read, found none: give it their paths")
+        require(0 <= rank < world, f"a sampler's rank must be one of 0 to world - 1, found rank "
+                f"{rank} of world {world}: give both as the launcher numbers them")
+        require(min(rows, seq_len, accum) >= 1, "a sampler's sizes must be at least 1, found "
+                f"rows={rows}, seq_len={seq_len} and accum={accum}: give each at least 1")
         self.rank = rank
         self.world = world
         self.rows = rows
