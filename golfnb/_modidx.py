@@ -2003,6 +2003,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                    'golfnb.tools.data.is_validation': ('tools/data.html#is_validation', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.lock_folder': ('tools/data.html#lock_folder', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.module_documents': ('tools/data.html#module_documents', 'golfnb/tools/data.py'),
+                                   'golfnb.tools.data.module_files': ('tools/data.html#module_files', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.node_document': ('tools/data.html#node_document', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.published_names': ('tools/data.html#published_names', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.rare_characters': ('tools/data.html#rare_characters', 'golfnb/tools/data.py'),

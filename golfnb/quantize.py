@@ -125,9 +125,14 @@ def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
 
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
-    "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
+    """The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers.
+
+    Raises GolfError for matrices of a trellis, which chapter 10d's `dequantize_trellis` reads.
+    """
     state = {}
     for name, p in packed.items():
+        require(f"{name}.columns" not in packed, f"{name} must be a matrix without parts, found "
+                f"{name}.columns, as of a trellis: call dequantize_trellis instead")
         if p.scale is None:
             plain = unpack_plain(p)
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 6b871fa4a3760746
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 68a5942d3690a59b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3293,9 +3293,14 @@ def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
 
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
-    "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
+    """The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers.
+
+    Raises GolfError for matrices of a trellis, which chapter 10d's `dequantize_trellis` reads.
+    """
     state = {}
     for name, p in packed.items():
+        require(f"{name}.columns" not in packed, f"{name} must be a matrix without parts, found "
+                f"{name}.columns, as of a trellis: call dequantize_trellis instead")
         if p.scale is None:
             plain = unpack_plain(p)
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
@@ -3895,7 +3900,11 @@ class Trainer:
             self.read(values)
 
     def projector(self) -> Callable | None:
-        "What rounds the weights that this step publishes; None while the learning rate is high."
+        """What rounds the weights that this step publishes; None before late rounding has begun.
+
+        It begins once the learning rate falls below `late_qat_threshold` of its peak, and stays: a
+        rate that rises again does not end it.
+        """
         late = self.late_rate < self.settings.late_qat_threshold
         if late and self.project is None and self.make_projector is not None:
             self.project = self.make_projector(self.engine)
