@@ -715,6 +715,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                   'golfnb.optimizer.ParallelMuon.zero_grad': ( 'reference/optimizer.html#parallelmuon.zero_grad',
                                                                                'golfnb/optimizer.py'),
                                   'golfnb.optimizer.check_keys': ('reference/optimizer.html#check_keys', 'golfnb/optimizer.py'),
+                                  'golfnb.optimizer.check_known': ('reference/optimizer.html#check_known', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.check_members': ('reference/optimizer.html#check_members', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.check_reduce': ('reference/optimizer.html#check_reduce', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.compare_ranks': ('reference/optimizer.html#compare_ranks', 'golfnb/optimizer.py'),
