@@ -1059,6 +1059,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                  'golfnb.quantize.hessian_factor': ('story/quantize.html#hessian_factor', 'golfnb/quantize.py'),
                                  'golfnb.quantize.int6_matrices': ('story/quantize.html#int6_matrices', 'golfnb/quantize.py'),
                                  'golfnb.quantize.k_for_bits': ('story/quantize.html#k_for_bits', 'golfnb/quantize.py'),
+                                 'golfnb.quantize.nothing_fits': ('story/quantize.html#nothing_fits', 'golfnb/quantize.py'),
                                  'golfnb.quantize.pack_gptq': ('story/quantize.html#pack_gptq', 'golfnb/quantize.py'),
                                  'golfnb.quantize.pack_plain': ('story/quantize.html#pack_plain', 'golfnb/quantize.py'),
                                  'golfnb.quantize.pack_rows': ('story/quantize.html#pack_rows', 'golfnb/quantize.py'),

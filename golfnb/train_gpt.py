@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 68a5942d3690a59b
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 7b253abdae04cd65
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -336,7 +336,9 @@ class ByteTable:
 
 
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The byte table of a tokenizer, on the CPU."
+    "The byte table of a tokenizer that `load_tokenizer` gave, on the CPU. GolfError for a path."
+    require(not isinstance(sp, (str, Path)), f"a tokenizer must be loaded to have a table, found "
+            f"{sp}: call byte_table(load_tokenizer({str(sp)!r}))")
     rows = []
     for i in range(sp.get_piece_size()):
         piece = sp.id_to_piece(i)
@@ -352,7 +354,11 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
 
 
 def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    "Bytes of text behind each target, given the token before it; all int64, of one shape."
+    """Bytes of text behind each target, given the token before it; all int64, of one shape.
+
+    All must be tokens of the table, which is not checked, as a GPU would wait: leave out positions
+    that a loss ignores (-100), they would be read from the table's end.
+    """
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 
@@ -3256,9 +3262,10 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
 
 def check_matrix(name: str, w: Tensor, kind: str) -> None:
     "Raise GolfError, naming it, unless w is a finite matrix."
-    require(w.ndim == 2 and torch.isfinite(w).all(),
-            f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape "
-            f"{tuple(w.shape)}: the run has diverged or the name is misspelt")
+    require(w.ndim == 2, f"{name} must be a matrix to be stored as {kind}, found shape "
+            f"{tuple(w.shape)}: make it one, as w.flatten(1) does with a convolution's weight")
+    require(torch.isfinite(w).all(), f"{name} must be a finite matrix to be stored as {kind}, "
+            "found NaN or infinity: the run has diverged, use earlier weights")
 
 
 @torch.no_grad()
@@ -3266,8 +3273,10 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False) -> Pac
     """Store w [rows, cols] as integers of a `kind`, int6 by GPTQ-lite or int8, one scale per row.
 
     `scale_floor`: no scale under 1/31 or 1/127, as published. Raises GolfError, naming the matrix,
-    for another shape and for weights that are not finite.
+    for another kind or shape and for weights that are not finite.
     """
+    require(kind in INT_MAX, f"the kind of {name} must be int6 or int8, found {kind}: for others "
+            "call pack_plain")
     check_matrix(name, w, kind)
     if kind == "int8":
         q, scale = quantize_int8(w, scale_floor)
@@ -3280,11 +3289,17 @@ def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
                    log=None) -> dict:
     """Named weights as name -> Packed, as PR #399: fp16 up to `small` elements.
 
-    Arguments as of `pack_rows`.
+    Of larger ones, matrices [rows, cols] with .attn. or .mlp. in their name are int6, other
+    matrices int8, vectors and names of CONTROL_NAMES (chapter 05c) fp32. That suits the names of
+    `Golf`: rename the weights of another model, or pack each with `pack_rows` or `pack_plain`.
+    `scale_floor` as of `pack_rows`. Raises GolfError, naming it, for a weight of more dimensions,
+    one that is not finite, and integers.
     """
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
     packed = {}
     for name, kind in counted(kinds.items(), "quantizing", log):
+        require(named[name].is_floating_point(), f"{name} must hold real floats, found "
+                f"{named[name].dtype}: leave it out, or convert it")
         if kind in INT_MAX:
             packed[name] = pack_rows(name, named[name], kind, scale_floor)
         else:
@@ -3425,7 +3440,7 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     """The container of a packed state, its sections stored by `codec`.
 
     `meta` holds facts that JSON can hold: settings, tokenizer_sha256,
-    vocab_size, recipe, seed, steps.
+    vocab_size, recipe, seed, steps. GolfError for others.
     """
     refuse_word(codec)
     tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
@@ -3441,7 +3456,11 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
         sections.append([section, name, len(stored)])
         payload += stored
     header = {"meta": meta, "tensors": tensors, "sections": sections}
-    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise GolfError(f"the meta of an artifact must be what JSON can hold, found otherwise "
+                        f"({error}): give plain numbers, texts, lists and dicts") from None
     return seal(zlib.compress(text.encode(), 9), payload)
 
 
