@@ -506,8 +506,9 @@ def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], t
 
     `found`: of `sensitivities`, or made for matrices [rows, cols] of any names. `measure(state,
     shares)` counts a file's bytes. What has no sensitivity is packed by `quantize_state`, what has
-    up to `small` elements as fp16. Rank 0 works, all call, and get the same. Raises, on all ranks, NothingFits when even the coarsest is too
-    large, and GolfError as `plan_state` and `round_plans` do.
+    up to `small` elements as fp16. Rank 0 works, all call, and get the same. Raises, on all ranks,
+    NothingFits when even the coarsest is too large, and GolfError as `plan_state` and `round_plans`
+    do.
     """
     result = None
     if ranks.is_rank0:

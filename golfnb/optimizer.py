@@ -267,7 +267,7 @@ def check_keys(group: Any) -> None:
             raise OptimizerError(f"a group has no {key!r} here, found {group[key]!r:.80}: give it "
                                  f"{ours!r}")
 
-
+# %% ../nbs/reference/17g_optimizer.ipynb #9df5990c
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum",
              "swa_lr")  # what torch's schedulers set in all groups
 

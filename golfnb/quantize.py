@@ -84,7 +84,7 @@ def check_matrix(name: str, w: Tensor, kind: str) -> None:
     require(torch.isfinite(w).all(), f"{name} must be a finite matrix to be stored as {kind}, "
             "found NaN or infinity: the run has diverged, use earlier weights")
 
-
+# %% ../nbs/story/10b_quantize.ipynb #5ecb0f18
 @torch.no_grad()
 def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 by GPTQ-lite or int8, one scale per row.
@@ -132,7 +132,7 @@ def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
             packed[name] = pack_plain(name, named[name], kind)
     return packed
 
-
+# %% ../nbs/story/10b_quantize.ipynb #be545465
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     """The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers.
 
@@ -368,7 +368,7 @@ class NothingFits(GolfError):
     "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
     packed: dict[str, Packed]
 
-
+# %% ../nbs/story/10b_quantize.ipynb #63d77148
 def nothing_fits(target_bytes: int, size: int, packed: dict, fixed: Iterable[str],
                  takes: str) -> NothingFits:
     """The error for the coarsest, `packed` in `size` bytes.
@@ -435,7 +435,7 @@ def fit_state(packed: dict, named: Mapping, target_bytes: int, measure: Callable
     """The state as fine as `target_bytes` allow; errors as in `size_to_target`.
 
     `packed`, the `named` weights on the finest grid, is tried first, then coarser ones that `int6`
-    makes of the matrices that are int6 in it. All `ranks` call, and get the same; `measure` is called on rank 0.
+    makes of what is int6 in it. All `ranks` call, and get the same; `measure` is called on rank 0.
     """
     matrices = int6_matrices(packed, named)
 

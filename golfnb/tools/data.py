@@ -101,7 +101,7 @@ def module_files(name: str, root: Path) -> list[Path]:
     tests = {"test", "tests", "idle_test", "_bundled"}
     return [path for path in sorted(files, key=Path.as_posix) if not tests & set(path.relative_to(root).parts)]
 
-
+# %% ../../nbs/tools/20_data.ipynb #9439bde4
 def stdlib_documents(modules: Iterable[str] = tuple(DEMO_MODULES), root: Path | None = None) -> list[str]:
     """The documentation of the library in `root`, this Python's by default: all help topics, then `modules`.
 
