@@ -100,6 +100,7 @@ def watched(model: Golf) -> Iterator[Watch]:
 # %% ../nbs/story/10e_bits.ipynb #1429cdde
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     "A token [n] for each row of logits [n, V], drawn with its probability."
+    # the shortest of exponential waits, as torch.multinomial draws
     waits = torch.empty_like(logits).exponential_(generator=generator)
     return (logits.softmax(-1) / waits).argmax(-1)
 
@@ -361,13 +362,15 @@ class RateCurve:
     def __init__(self, plans: list[Plan]):
         squares = [(plan.weights.double() * 2 ** (plan.columns / -4)).square().mean(1)
                    / 4 ** (plan.rows / 4 + 1) for plan in plans]
-        self.squares = torch.cat(squares)  # of each row, in cells, at constant 1
+        # of each row, in cells at constant 1: a cell is two union steps of 2 ** (rows / 4)
+        self.squares = torch.cat(squares)
         widths = [torch.full_like(plan.rows, plan.weights.shape[1]) for plan in plans]
         self.widths = torch.cat(widths)  # weights of each row
         self.weights = self.widths.sum().item()
 
     def bits(self, octaves: float) -> float:
         "Bits of all matrices together."
+        # 1, not chapter 10b's 2 pi e / 12: this goes down to zero, where that stops
         ratio = 1 + 2 * math.pi * math.e * self.squares / 4**octaves
         return (torch.log2(ratio) * self.widths).sum().item() / 2
 

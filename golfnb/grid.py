@@ -74,7 +74,8 @@ def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, T
         q = quantize_rows(wide, scale, qmax)
         tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
     qs, scales, errors = map(torch.stack, zip(*tried, strict=True))
-    index = (errors > errors.amin(0)).cumprod(0).sum(0)  # the first of those with the least error
+    # how many candidates stand before the first best; argmin may return any of equal ones
+    index = (errors > errors.amin(0)).cumprod(0).sum(0)
     pick = index.expand(1, *index.shape)[..., None]
     q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
     return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index

@@ -238,7 +238,7 @@ def hessian_factor(h: Tensor, damp: float = 0.01) -> tuple | None:
     None if h has no factor.
     """
     h = h.double().clone()
-    diagonal = h.diagonal()
+    diagonal = h.diagonal()  # a view: what is written into it stands in h
     dead = diagonal == 0
     level = damp * diagonal.sum() / (~dead).sum().clamp_min(1)
     diagonal[dead] = 1
@@ -400,10 +400,10 @@ def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callab
     codes = np.concatenate([np.empty(0, np.int8), *codes])
     bits, found = entropy_bits(codes), {}  # found: size -> state, of those that fit
     for tries_left in range(5, -1, -1):
-        bits -= 8 * (size - SIZE_AIM * target_bytes) / max(codes.size, 1)
-        k = min(max(k_for_bits(bits), K_FINEST), K_COARSEST) if found or tries_left else K_COARSEST
+        aim = bits - 8 * (size - SIZE_AIM * target_bytes) / max(codes.size, 1)
+        k = min(max(k_for_bits(aim), K_FINEST), K_COARSEST) if found or tries_left else K_COARSEST
         packed = packed | int6(k)
-        size, bits = measure(packed), bits_per_weight(k)
+        size, bits = measure(packed), bits_per_weight(k)  # by the formula, as the next aim is
         if size <= target_bytes:
             found.setdefault(size, packed)
         good = bool(found) and (max(found) >= SIZE_GOOD * target_bytes or k == K_FINEST)

@@ -92,7 +92,7 @@ def rans_streams(size: int) -> int:
 def rans_encode(raw: bytes, shapes: list) -> bytes:
     """A coded section of tensors [rows, cols].
 
-    At most 8 columns: items of so many bytes (arXiv 1402.3392).
+    With at most 8 columns a row is a number, such as a float, and a column one of its bytes.
     """
     symbols = np.frombuffer(raw, np.uint8)
     streams = rans_streams(len(raw))

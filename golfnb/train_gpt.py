@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 7b253abdae04cd65
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source a7d5ead45d25c09b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -839,29 +839,30 @@ def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV:
     head, first = tl.program_id(0), tl.program_id(1) * ROWS
     token = (tl.program_id(2) * T + first).to(tl.int64)  # the block's first token in the batch
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]    # the whole head: [ROWS, D]
-    i3, g = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
+    i3, half = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
     j = tl.arange(0, HALF)[None, None, :]  # the rotated pair: [ROWS, 2, HALF]
-    live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (g < 2) & (j < HALF)
+    live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (half < 2) & (j < HALF)
     qkv += token * ROW + head * D
     x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     if head < H:
         r *= tl.load(gain + head).to(q.dtype.element_ty).to(tl.float32)
-    a = tl.load(qkv + i3 * ROW + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-    b = tl.load(qkv + i3 * ROW + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
-    c = tl.load(cos + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
-    s = tl.load(sin + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
-    pair = (a * c + b * tl.where(g == 0, s, -s)) * r[:, None, None]
+    a = tl.load(qkv + i3 * ROW + half * HALF + j, mask=live3, other=0.0).to(tl.float32)
+    b = tl.load(qkv + i3 * ROW + (1 - half) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+    # + half * 0: for the shape alone, the same angles for both halves
+    c = tl.load(cos + (first + i3) * HALF + j + half * 0, mask=live3, other=0.0).to(tl.float32)
+    s = tl.load(sin + (first + i3) * HALF + j + half * 0, mask=live3, other=0.0).to(tl.float32)
+    pair = (a * c + b * tl.where(half == 0, s, -s)) * r[:, None, None]
     if head < H:
         q += token * (H * D) + head * D
         tl.store(q + i * (H * D) + d, (x * r[:, None]).to(q.dtype.element_ty),
                  mask=live & (d >= 2 * HALF))
-        tl.store(q + i3 * (H * D) + g * HALF + j, pair.to(q.dtype.element_ty), mask=live3)
+        tl.store(q + i3 * (H * D) + half * HALF + j, pair.to(q.dtype.element_ty), mask=live3)
     else:
         k += token * (KV * D) + (head - H) * D
         tl.store(k + i * (KV * D) + d, (x * r[:, None]).to(k.dtype.element_ty),
                  mask=live & (d >= 2 * HALF))
-        tl.store(k + i3 * (KV * D) + g * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
+        tl.store(k + i3 * (KV * D) + half * HALF + j, pair.to(k.dtype.element_ty), mask=live3)
 
 
 @kernel_op("heads", "(Tensor qkv, Tensor gain, Tensor cos, Tensor sin, int heads, int keys) "
@@ -884,9 +885,9 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
     head, first = tl.program_id(0), tl.program_id(1) * ROWS
     token = (tl.program_id(2) * T + first).to(tl.int64)
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
-    i3, g = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
-    j = tl.arange(0, HALF)[None, None, :]
-    live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (g < 2) & (j < HALF)
+    i3, half = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
+    j = tl.arange(0, HALF)[None, None, :]  # + half * 0 below: for the shape alone
+    live, live3 = (first + i < T) & (d < D), (first + i3 < T) & (half < 2) & (j < HALF)
     tail = live & (d >= 2 * HALF)  # coordinates that do not rotate
     qkv += token * ROW + head * D
     dqkv += token * ROW + head * D
@@ -895,30 +896,30 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
         passed_on = tl.load(dv + i * (KV * D) + d, mask=live, other=0.0)
         tl.store(dqkv + i * ROW + d, passed_on, mask=live)
         return
-    c = tl.load(cos + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
-    s = tl.load(sin + (first + i3) * HALF + j + g * 0, mask=live3, other=0.0).to(tl.float32)
+    c = tl.load(cos + (first + i3) * HALF + j + half * 0, mask=live3, other=0.0).to(tl.float32)
+    s = tl.load(sin + (first + i3) * HALF + j + half * 0, mask=live3, other=0.0).to(tl.float32)
     if head < H:
         dq += token * (H * D) + head * D
         e = tl.load(dq + i * (H * D) + d, mask=tail, other=0.0).to(tl.float32)
-        a = tl.load(dq + i3 * (H * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-        b = tl.load(dq + i3 * (H * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        a = tl.load(dq + i3 * (H * D) + half * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        b = tl.load(dq + i3 * (H * D) + (1 - half) * HALF + j, mask=live3, other=0.0).to(tl.float32)
         w = tl.load(gain + head).to(dqkv.dtype.element_ty).to(tl.float32)
     else:
         dk += token * (KV * D) + (head - H) * D
-        e = tl.load(dk + i * (KV * D) + d, mask=tail, other=0.0).to(tl.float32)
-        a = tl.load(dk + i3 * (KV * D) + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-        b = tl.load(dk + i3 * (KV * D) + (1 - g) * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        e = tl.load(dk + i * KV * D + d, mask=tail, other=0.0).to(tl.float32)
+        a = tl.load(dk + i3 * KV * D + half * HALF + j, mask=live3, other=0.0).to(tl.float32)
+        b = tl.load(dk + i3 * KV * D + (1 - half) * HALF + j, mask=live3, other=0.0).to(tl.float32)
         w = 1.0
     x = tl.load(qkv + i * ROW + d, mask=live, other=0.0).to(tl.float32)
-    x3 = tl.load(qkv + i3 * ROW + g * HALF + j, mask=live3, other=0.0).to(tl.float32)
-    e3 = a * c - b * tl.where(g == 0, s, -s)                             # the rotation undone
+    x3 = tl.load(qkv + i3 * ROW + half * HALF + j, mask=live3, other=0.0).to(tl.float32)
+    e3 = a * c - b * tl.where(half == 0, s, -s)                             # the rotation undone
     r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     dot = tl.sum(e * x, 1) + tl.sum(tl.sum(e3 * x3, 2), 1)
     rw, back = r * w, r * r * r * w * dot / D
     dx = e * rw[:, None] - x * back[:, None]
     tl.store(dqkv + i * ROW + d, dx.to(dqkv.dtype.element_ty), mask=tail)
     dx3 = e3 * rw[:, None, None] - x3 * back[:, None, None]
-    tl.store(dqkv + i3 * ROW + g * HALF + j, dx3.to(dqkv.dtype.element_ty), mask=live3)
+    tl.store(dqkv + i3 * ROW + half * HALF + j, dx3.to(dqkv.dtype.element_ty), mask=live3)
     if head < H:
         row = head * tl.num_programs(2) + tl.program_id(2)
         tl.store(dgain + row * tl.num_programs(1) + tl.program_id(1), tl.sum(dot * r))
@@ -3208,7 +3209,8 @@ def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, T
         q = quantize_rows(wide, scale, qmax)
         tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
     qs, scales, errors = map(torch.stack, zip(*tried, strict=True))
-    index = (errors > errors.amin(0)).cumprod(0).sum(0)  # the first of those with the least error
+    # how many candidates stand before the first best; argmin may return any of equal ones
+    index = (errors > errors.amin(0)).cumprod(0).sum(0)
     pick = index.expand(1, *index.shape)[..., None]
     q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
     return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index

@@ -99,6 +99,7 @@ def path_back(cost, second, before, subset, near: Tensor) -> Tensor:
     "Levels int32 [n, T] on the cheapest path; the arguments are `trellis_plain`'s."
     T, states, n = second.shape
     first_arm, second_arm = before.astype(np.uint8)[..., None]
+    # [state, i] laid flat: a step back, state = before[way, state] of each sequence, is one take
     entered = np.where(second, second_arm, first_arm).reshape(T, states * n)
     first_arm, second_arm = subset.astype(np.uint8)[..., None]
     used = np.where(second, second_arm, first_arm).reshape(T, states * n)

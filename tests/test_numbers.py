@@ -60,6 +60,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("08b", "a cap of 50 seconds at 100 ms a step", "settings of the example in the next cell"),
     ("08b", "a counter that gains 10 ms at every look", "settings of the example in the next cell"),
     ("10b", "in memory, 32 bits each", "definition of float32"),
+    ("10e", "95 % bootstrap intervals", "definition of the interval"),
     ("10b", "under about 0.25 bits", "= 0.25"),
     ("11", "stays under 32 bits", "definition of the coder's state"),
     ("11", "its low 16 bits go out", "definition of the coder's word"),
