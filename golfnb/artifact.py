@@ -280,7 +280,7 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     """The container of a packed state, its sections stored by `codec`.
 
     `meta` holds facts that JSON can hold: settings, tokenizer_sha256,
-    vocab_size, recipe, seed, steps.
+    vocab_size, recipe, seed, steps. GolfError for others.
     """
     refuse_word(codec)
     tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
@@ -296,7 +296,11 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
         sections.append([section, name, len(stored)])
         payload += stored
     header = {"meta": meta, "tensors": tensors, "sections": sections}
-    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise GolfError(f"the meta of an artifact must be what JSON can hold, found otherwise "
+                        f"({error}): give plain numbers, texts, lists and dicts") from None
     return seal(zlib.compress(text.encode(), 9), payload)
 
 # %% ../nbs/story/11b_artifact.ipynb #4027d201

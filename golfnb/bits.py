@@ -24,10 +24,10 @@ from .model import BLOCK_MATRICES, WHOLE, Block, Golf, make_block, quant_kind
 from .parallel_muon import Ranks
 from .quantize import (
     INT_MAX,
-    NothingFits,
     Packed,
     check_matrix,
     hessian_factor,
+    nothing_fits,
     quantize_state,
 )
 from .settings import GolfError, require
@@ -174,7 +174,8 @@ def sensitivities(model: Golf, batches: Iterable[Tensor], ranks: Ranks,
                   seed: int = 0) -> dict[str, Sensitivity]:
     """What errors of each block's matrices, the embedding and the tables cost, by published name.
 
-    For another model than `Golf`, make a `Sensitivity` of each matrix yourself.
+    For another model than `Golf`, make a `Sensitivity` of each matrix yourself, as *A model of your
+    own* in chapter 10e does.
 
     A forward and a backward pass for each of `batches` of ids [B, T]; each rank has its own, at
     least one, all must call, and get the same. Weights, kernels and gradients stay as they are.
@@ -494,10 +495,7 @@ def fit_alone(plans: list[Plan], rest: Mapping[str, Packed], target_bytes: int,
     start = target_bytes - sum(p.data.nbytes for p in rest.values())
     found, rounded = search_constant(plans, start, target_bytes, size)
     if found > target_bytes:
-        error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes "
-                            f"{found:,}; allow at least that much or train a smaller model")
-        error.packed = state(rounded)
-        raise error
+        raise nothing_fits(target_bytes, found, state(rounded), rest, "a sensitivity")
     return state(rounded), loss_shares(rounded)
 
 # %% ../nbs/story/10e_bits.ipynb #fa2271c3
@@ -506,10 +504,11 @@ def fit_trellis(named: Mapping[str, Tensor], found: Mapping[str, Sensitivity], t
                 ranks: Ranks = Ranks()) -> tuple[dict[str, Packed], dict[str, float]]:
     """Named weights packed into at most `target_bytes`, and each matrix' share of the loss.
 
-    `found`: of `sensitivities`. `measure(state, shares)` counts a file's bytes. What has no
-    sensitivity is packed as in chapter 10b, what has up to `small` elements as fp16. Rank 0 works,
-    all call, and get the same. Raises, on all ranks, NothingFits when even the coarsest is too
-    large, and GolfError as `plan_state` and `round_plans` do.
+    `found`: of `sensitivities`, or made for matrices [rows, cols] of any names. `measure(state,
+    shares)` counts a file's bytes. What has no sensitivity is packed by `quantize_state`, what has
+    up to `small` elements as fp16. Rank 0 works, all call, and get the same. Raises, on all ranks,
+    NothingFits when even the coarsest is too large, and GolfError as `plan_state` and `round_plans`
+    do.
     """
     result = None
     if ranks.is_rank0:

@@ -79,7 +79,9 @@ class ByteTable:
 
 # %% ../nbs/story/01_bpb.ipynb #13451138
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The byte table of a tokenizer, on the CPU."
+    "The byte table of a tokenizer that `load_tokenizer` gave, on the CPU. GolfError for a path."
+    require(not isinstance(sp, (str, Path)), f"a tokenizer must be loaded to have a table, found "
+            f"{sp}: call byte_table(load_tokenizer({str(sp)!r}))")
     rows = []
     for i in range(sp.get_piece_size()):
         piece = sp.id_to_piece(i)
@@ -95,7 +97,11 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
 
 # %% ../nbs/story/01_bpb.ipynb #4b11aaec
 def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    "Bytes of text behind each target, given the token before it; all int64, of one shape."
+    """Bytes of text behind each target, given the token before it; all int64, of one shape.
+
+    All must be tokens of the table, which is not checked, as a GPU would wait: leave out positions
+    that a loss ignores (-100), they would be read from the table's end.
+    """
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 # %% ../nbs/story/01_bpb.ipynb #4fd532ac

@@ -226,7 +226,9 @@ def check_answer(name: str, p: nn.Parameter, answer: object) -> dict[str, Any]:
     options: Any = {"rule": answer} if isinstance(answer, str) else answer
     if not isinstance(options, dict) or options.get("rule") not in RULES:
         raise OptimizerError("a filter returns None for the usual choice, 'muon', 'adamw' or a "
-                             f"dict with one of them as 'rule': for {name} it returned {answer!r}")
+                             f"dict with one of them as 'rule', but for {name} it returned "
+                             f"{answer!r}: for another rule, give it to a group afterwards, as in "
+                             "group['rule'] = 'normuon'")
     allowed = MUON_OPTIONS if options["rule"] == "muon" else ()
     for key in options:
         if key not in ("rule", *allowed):
@@ -284,7 +286,8 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
 
     A group has `params`, a list of (name, parameter), a `name` and a `rule`, and where it applies
     `split_sizes`, the outputs of each of the matrices that are fused in one; `transposed`: stored
-    [inputs, outputs]; `flatten`: filters [out, in, ...] count as matrices [out, in * ...].
+    [inputs, outputs]; `flatten`: filters [out, in, ...] count as matrices [out, in * ...]. A rule
+    may be changed before the optimizer is made: group["rule"] = "normuon" where it is "muon".
 
     Each trainable parameter is in one group, a shared one once, a frozen one in none: unfreeze it
     before. Names are without what torch.compile and DDP add. Warns if Muon gets under half of the

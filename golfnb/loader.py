@@ -31,7 +31,8 @@ class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
     `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
-    micro-batches.
+    micro-batches. Raises GolfError without shards, for a rank outside 0 to world - 1 and for sizes
+    below 1.
 
     An order of windows derives from this class and says five things:
 
@@ -54,6 +55,10 @@ class WindowSampler(Iterator):
                  accum: int = 1):
         self.paths = list(paths)
         require(self.paths, "a sampler must have shards to read, found none: give it their paths")
+        require(0 <= rank < world, f"a sampler's rank must be one of 0 to world - 1, found rank "
+                f"{rank} of world {world}: give both as the launcher numbers them")
+        require(min(rows, seq_len, accum) >= 1, "a sampler's sizes must be at least 1, found "
+                f"rows={rows}, seq_len={seq_len} and accum={accum}: give each at least 1")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -248,13 +253,14 @@ def deal(rng: np.random.Generator, piles: list[list]) -> list:
 class CoprimeSampler(WindowSampler):
     """Many shards in every step, every block once a pass, the same plan on every rank (PR #726).
 
-    The plan is drawn from `seed`. Raises GolfError if no shard is longer than a row.
+    The plan is drawn from `seed`, 0 or more. Raises GolfError if no shard is longer than a row.
     """
     order = "coprime"
 
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
                  seed: int, accum: int = 1):
         super().__init__(paths, rank, world, rows, seq_len, accum)
+        require(seed >= 0, f"a sampler's seed must be 0 or more, found {seed}: give another")
         self.usable = [shard for shard, tokens in enumerate(self.tokens) if tokens > seq_len]
         if not self.usable:
             raise GolfError(f"a training shard must hold more than TRAIN_SEQ_LEN={seq_len} tokens, "

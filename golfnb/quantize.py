@@ -79,18 +79,21 @@ def std_scale(w: Tensor, k: float) -> Tensor:
 
 def check_matrix(name: str, w: Tensor, kind: str) -> None:
     "Raise GolfError, naming it, unless w is a finite matrix."
-    require(w.ndim == 2 and torch.isfinite(w).all(),
-            f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape "
-            f"{tuple(w.shape)}: the run has diverged or the name is misspelt")
+    require(w.ndim == 2, f"{name} must be a matrix to be stored as {kind}, found shape "
+            f"{tuple(w.shape)}: make it one, as w.flatten(1) does with a convolution's weight")
+    require(torch.isfinite(w).all(), f"{name} must be a finite matrix to be stored as {kind}, "
+            "found NaN or infinity: the run has diverged, use earlier weights")
 
-
+# %% ../nbs/story/10b_quantize.ipynb #5ecb0f18
 @torch.no_grad()
 def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False) -> Packed:
     """Store w [rows, cols] as integers of a `kind`, int6 by GPTQ-lite or int8, one scale per row.
 
     `scale_floor`: no scale under 1/31 or 1/127, as published. Raises GolfError, naming the matrix,
-    for another shape and for weights that are not finite.
+    for another kind or shape and for weights that are not finite.
     """
+    require(kind in INT_MAX, f"the kind of {name} must be int6 or int8, found {kind}: for others "
+            "call pack_plain")
     check_matrix(name, w, kind)
     if kind == "int8":
         q, scale = quantize_int8(w, scale_floor)
@@ -112,22 +115,33 @@ def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
                    log=None) -> dict:
     """Named weights as name -> Packed, as PR #399: fp16 up to `small` elements.
 
-    Arguments as of `pack_rows`.
+    Of larger ones, matrices [rows, cols] with .attn. or .mlp. in their name are int6, other
+    matrices int8, vectors and names of CONTROL_NAMES (chapter 05c) fp32. That suits the names of
+    `Golf`: rename the weights of another model, or pack each with `pack_rows` or `pack_plain`.
+    `scale_floor` as of `pack_rows`. Raises GolfError, naming it, for a weight of more dimensions,
+    one that is not finite, and integers.
     """
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
     packed = {}
     for name, kind in counted(kinds.items(), "quantizing", log):
+        require(named[name].is_floating_point(), f"{name} must hold real floats, found "
+                f"{named[name].dtype}: leave it out, or convert it")
         if kind in INT_MAX:
             packed[name] = pack_rows(name, named[name], kind, scale_floor)
         else:
             packed[name] = pack_plain(name, named[name], kind)
     return packed
 
-
+# %% ../nbs/story/10b_quantize.ipynb #be545465
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
-    "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
+    """The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers.
+
+    Raises GolfError for matrices of a trellis, which chapter 10d's `dequantize_trellis` reads.
+    """
     state = {}
     for name, p in packed.items():
+        require(f"{name}.columns" not in packed, f"{name} must be a matrix without parts, found "
+                f"{name}.columns, as of a trellis: call dequantize_trellis instead")
         if p.scale is None:
             plain = unpack_plain(p)
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
@@ -189,8 +203,10 @@ def captured_inputs(model: Golf, capture: Callable[[str, Tensor], None]) -> Iter
 def calibrate(model: Golf, batches: Iterable[Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Mean x^T x [cols, cols] of each matrix's input, over `batches` of ids [B, T].
 
-    All ranks must call.
+    All ranks must call. GolfError for a model that is no `Golf`: give `Gptq` such means yourself.
     """
+    require(isinstance(model, Golf), f"a Golf is calibrated here, found {type(model).__name__}: "
+            "give Gptq the mean x^T x of each matrix's input, by the matrix's name, yourself")
     sums, tokens = {}, torch.zeros(1, dtype=torch.float64, device=ranks.device)
 
     def add(name: str, x: Tensor):
@@ -266,6 +282,9 @@ def pack_gptq(name: str, w: Tensor, h: Tensor | None, scale_floor: bool = False,
     """
     if h is None or w.ndim != 2 or not torch.isfinite(w).all():
         return Nearest(scale_floor)(name, w, k)
+    cols = w.shape[1]
+    require(h.shape == (cols, cols), f"h of {name} must be [{cols}, {cols}], found "
+            f"{list(h.shape)}: it is of another matrix")
     factor = hessian_factor(h)
     if factor is None:
         return Nearest(scale_floor)(name, w, k)
@@ -349,6 +368,24 @@ class NothingFits(GolfError):
     "No grid is coarse enough for a target; `packed` is the coarsest. Raised on all ranks alike."
     packed: dict[str, Packed]
 
+# %% ../nbs/story/10b_quantize.ipynb #63d77148
+def nothing_fits(target_bytes: int, size: int, packed: dict, fixed: Iterable[str],
+                 takes: str) -> NothingFits:
+    """The error for the coarsest, `packed` in `size` bytes.
+
+    Tensors that are `fixed` get no coarser, for which it `takes` more.
+    """
+    advice = "allow at least that much or train a smaller model"
+    held = {name: packed[name].data.nbytes for name in fixed}
+    if 2 * sum(held.values()) > size:
+        largest = max(held, key=lambda name: held[name])
+        advice = (f"{sum(held.values()):,} uncompressed are of tensors that get no coarser, mostly "
+                  f"{largest}: that takes more than `small` (SMALL_TENSOR) elements and {takes}")
+    error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes "
+                        f"{size:,}; {advice}")
+    error.packed = packed
+    return error
+
 # %% ../nbs/story/10b_quantize.ipynb #278f1db0
 def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callable[[dict], int],
                    int6: Callable[[float], dict[str, Packed]]) -> dict[str, Packed]:
@@ -374,10 +411,8 @@ def size_to_target(packed: dict[str, Packed], target_bytes: int, measure: Callab
         if good or hopeless:
             break
     if not found:
-        error = NothingFits(f"cannot quantize to {target_bytes:,} bytes: the coarsest grid takes "
-                            f"{size:,}; allow at least that much or train a smaller model")
-        error.packed = packed
-        raise error
+        fixed = [name for name, p in packed.items() if p.kind != "int6"]
+        raise nothing_fits(target_bytes, size, packed, fixed, ".attn. or .mlp. in the name")
     return found[max(found)]
 
 # %% ../nbs/story/10b_quantize.ipynb #aff743f5
@@ -400,7 +435,7 @@ def fit_state(packed: dict, named: Mapping, target_bytes: int, measure: Callable
     """The state as fine as `target_bytes` allow; errors as in `size_to_target`.
 
     `packed`, the `named` weights on the finest grid, is tried first, then coarser ones that `int6`
-    makes of the matrices. All `ranks` call, and get the same; `measure` is called on rank 0.
+    makes of what is int6 in it. All `ranks` call, and get the same; `measure` is called on rank 0.
     """
     matrices = int6_matrices(packed, named)
 

@@ -374,7 +374,11 @@ class Trainer:
             self.read(values)
 
     def projector(self) -> Callable | None:
-        "What rounds the weights that this step publishes; None while the learning rate is high."
+        """What rounds the weights that this step publishes; None before late rounding has begun.
+
+        It begins once the learning rate falls below `late_qat_threshold` of its peak, and stays: a
+        rate that rises again does not end it.
+        """
         late = self.late_rate < self.settings.late_qat_threshold
         if late and self.project is None and self.make_projector is not None:
             self.project = self.make_projector(self.engine)

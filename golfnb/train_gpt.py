@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source d4627023fb44fa31
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 7b253abdae04cd65
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -336,7 +336,9 @@ class ByteTable:
 
 
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The byte table of a tokenizer, on the CPU."
+    "The byte table of a tokenizer that `load_tokenizer` gave, on the CPU. GolfError for a path."
+    require(not isinstance(sp, (str, Path)), f"a tokenizer must be loaded to have a table, found "
+            f"{sp}: call byte_table(load_tokenizer({str(sp)!r}))")
     rows = []
     for i in range(sp.get_piece_size()):
         piece = sp.id_to_piece(i)
@@ -352,7 +354,11 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
 
 
 def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    "Bytes of text behind each target, given the token before it; all int64, of one shape."
+    """Bytes of text behind each target, given the token before it; all int64, of one shape.
+
+    All must be tokens of the table, which is not checked, as a GPU would wait: leave out positions
+    that a loss ignores (-100), they would be read from the table's end.
+    """
     return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
 
 
@@ -1773,7 +1779,8 @@ class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
     `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
-    micro-batches.
+    micro-batches. Raises GolfError without shards, for a rank outside 0 to world - 1 and for sizes
+    below 1.
 
     An order of windows derives from this class and says five things:
 
@@ -1796,6 +1803,10 @@ class WindowSampler(Iterator):
                  accum: int = 1):
         self.paths = list(paths)
         require(self.paths, "a sampler must have shards to read, found none: give it their paths")
+        require(0 <= rank < world, f"a sampler's rank must be one of 0 to world - 1, found rank "
+                f"{rank} of world {world}: give both as the launcher numbers them")
+        require(min(rows, seq_len, accum) >= 1, "a sampler's sizes must be at least 1, found "
+                f"rows={rows}, seq_len={seq_len} and accum={accum}: give each at least 1")
         self.rank = rank
         self.world = world
         self.rows = rows
@@ -3251,9 +3262,10 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
 
 def check_matrix(name: str, w: Tensor, kind: str) -> None:
     "Raise GolfError, naming it, unless w is a finite matrix."
-    require(w.ndim == 2 and torch.isfinite(w).all(),
-            f"{name} must be a finite matrix to be stored as {kind}, found NaN, infinity or shape "
-            f"{tuple(w.shape)}: the run has diverged or the name is misspelt")
+    require(w.ndim == 2, f"{name} must be a matrix to be stored as {kind}, found shape "
+            f"{tuple(w.shape)}: make it one, as w.flatten(1) does with a convolution's weight")
+    require(torch.isfinite(w).all(), f"{name} must be a finite matrix to be stored as {kind}, "
+            "found NaN or infinity: the run has diverged, use earlier weights")
 
 
 @torch.no_grad()
@@ -3261,8 +3273,10 @@ def pack_rows(name: str, w: Tensor, kind: str, scale_floor: bool = False) -> Pac
     """Store w [rows, cols] as integers of a `kind`, int6 by GPTQ-lite or int8, one scale per row.
 
     `scale_floor`: no scale under 1/31 or 1/127, as published. Raises GolfError, naming the matrix,
-    for another shape and for weights that are not finite.
+    for another kind or shape and for weights that are not finite.
     """
+    require(kind in INT_MAX, f"the kind of {name} must be int6 or int8, found {kind}: for others "
+            "call pack_plain")
     check_matrix(name, w, kind)
     if kind == "int8":
         q, scale = quantize_int8(w, scale_floor)
@@ -3275,11 +3289,17 @@ def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
                    log=None) -> dict:
     """Named weights as name -> Packed, as PR #399: fp16 up to `small` elements.
 
-    Arguments as of `pack_rows`.
+    Of larger ones, matrices [rows, cols] with .attn. or .mlp. in their name are int6, other
+    matrices int8, vectors and names of CONTROL_NAMES (chapter 05c) fp32. That suits the names of
+    `Golf`: rename the weights of another model, or pack each with `pack_rows` or `pack_plain`.
+    `scale_floor` as of `pack_rows`. Raises GolfError, naming it, for a weight of more dimensions,
+    one that is not finite, and integers.
     """
     kinds = {name: quant_kind(name, tuple(w.shape), small) for name, w in named.items()}
     packed = {}
     for name, kind in counted(kinds.items(), "quantizing", log):
+        require(named[name].is_floating_point(), f"{name} must hold real floats, found "
+                f"{named[name].dtype}: leave it out, or convert it")
         if kind in INT_MAX:
             packed[name] = pack_rows(name, named[name], kind, scale_floor)
         else:
@@ -3288,9 +3308,14 @@ def quantize_state(named: Mapping, scale_floor: bool, small: int = SMALL_MATRIX,
 
 
 def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
-    "The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers."
+    """The weights a model loads, fp32 on the CPU; what was quantized holds bfloat16 numbers.
+
+    Raises GolfError for matrices of a trellis, which chapter 10d's `dequantize_trellis` reads.
+    """
     state = {}
     for name, p in packed.items():
+        require(f"{name}.columns" not in packed, f"{name} must be a matrix without parts, found "
+                f"{name}.columns, as of a trellis: call dequantize_trellis instead")
         if p.scale is None:
             plain = unpack_plain(p)
             state[name] = plain.to(torch.promote_types(plain.dtype, torch.float32))
@@ -3415,7 +3440,7 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
     """The container of a packed state, its sections stored by `codec`.
 
     `meta` holds facts that JSON can hold: settings, tokenizer_sha256,
-    vocab_size, recipe, seed, steps.
+    vocab_size, recipe, seed, steps. GolfError for others.
     """
     refuse_word(codec)
     tensors = [[name, packed[name].kind, list(packed[name].shape)] for name in sorted(packed)]
@@ -3431,7 +3456,11 @@ def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
         sections.append([section, name, len(stored)])
         payload += stored
     header = {"meta": meta, "tensors": tensors, "sections": sections}
-    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise GolfError(f"the meta of an artifact must be what JSON can hold, found otherwise "
+                        f"({error}): give plain numbers, texts, lists and dicts") from None
     return seal(zlib.compress(text.encode(), 9), payload)
 
 
@@ -3890,7 +3919,11 @@ class Trainer:
             self.read(values)
 
     def projector(self) -> Callable | None:
-        "What rounds the weights that this step publishes; None while the learning rate is high."
+        """What rounds the weights that this step publishes; None before late rounding has begun.
+
+        It begins once the learning rate falls below `late_qat_threshold` of its peak, and stays: a
+        rate that rises again does not end it.
+        """
         late = self.late_rate < self.settings.late_qat_threshold
         if late and self.project is None and self.make_projector is not None:
             self.project = self.make_projector(self.engine)

@@ -2,6 +2,7 @@
 import bz2
 import hashlib
 import json
+import math
 import lzma
 import random
 import re
@@ -12,6 +13,7 @@ import tracemalloc
 import zlib
 
 import numpy as np
+from pathlib import Path
 from dataclasses import asdict
 
 import pytest
@@ -319,6 +321,13 @@ def test_a_codec_of_ones_own():
 
 
 # --- on disk
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), math.nan, {1, 2}, Path("x")], ids=["tensor", "nan", "set", "path"])
+def test_a_meta_that_json_cannot_hold_is_refused(value, tmp_path):
+    with pytest.raises(GolfError, match="meta .*JSON"):
+        save_artifact(tmp_path / "a.golf", {}, {"loss": value}, Plain())
+    assert not list(tmp_path.iterdir())
+
 
 def test_missing_directory_and_other_files(tmp_path):
     (tmp_path / "pickle.golf").write_bytes(__import__("pickle").dumps({"a": 1}))

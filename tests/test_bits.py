@@ -15,7 +15,7 @@ from forked import fork_processes
 from tiny import TINY, golfnb, run_quietly, tiny_data, torchrun
 
 import golfnb.model as model_module
-from golfnb.artifact import Best, load_model, pack_bytes
+from golfnb.artifact import Best, load_artifact, load_model, pack_bytes, save_artifact
 from golfnb.bits import (
     NEAR,
     TRIES,
@@ -378,6 +378,53 @@ def test_a_sensitivity_of_another_matrix_is_refused_by_name(of):
 def test_another_model_is_refused_in_a_sentence():
     with pytest.raises(GolfError, match="found Linear"):
         sensitivities(torch.nn.Linear(3, 3), words(), Ranks())
+    with pytest.raises(GolfError, match="found Linear.*Gptq"):
+        calibrate(torch.nn.Linear(3, 3), words(), Ranks())
+
+
+class Own(torch.nn.Module):
+    "A model in plain torch, with names of its own and a convolution."
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(40, 16)
+        self.conv = torch.nn.Conv1d(16, 24, 3)
+        self.up, self.down = torch.nn.Linear(24, 64), torch.nn.Linear(64, 40)
+
+    def forward(self, ids): return self.down(self.up(self.conv(self.embed(ids).mT).mT).relu())
+
+
+def test_a_module_of_ones_own_goes_into_a_file_and_comes_back(tmp_path):
+    torch.manual_seed(0)
+    model, again, path = Own(), Own(), tmp_path / "own.golf"
+    named = dict(model.state_dict())
+    found = {name: even(named[name]) for name in ("up.weight", "down.weight")}
+    with pytest.raises(GolfError, match=r"conv.weight must be a matrix .*\(24, 16, 3\).*flatten") as caught:
+        fit_trellis(named, found, 6000, measure, 500)
+    assert "diverged" not in str(caught.value)
+    shape = named["conv.weight"].shape
+    named["conv.weight"] = named["conv.weight"].flatten(1)
+    packed, shares = fit_trellis(named, found, 6000, measure, 500)
+    assert save_artifact(path, packed, {"shares": shares}, Best()) <= 6000 and shares.keys() == found.keys()
+    back = dequantize_trellis(load_artifact(path)[1])
+    back["conv.weight"] = back["conv.weight"].view(shape)
+    again.load_state_dict(back)
+    ids = torch.arange(40)[None]
+    assert (again(ids) - model(ids)).abs().mean() < 0.1 * model(ids).abs().mean()
+
+
+def test_what_does_not_fit_for_lack_of_sensitivities_or_size_says_so():
+    named = {"a": torch.randn(30, 40), "b": torch.randn(90, 40)}
+    for found, small in (({}, 100), ({"a": even(named["a"])}, 100), ({n: even(w) for n, w in named.items()}, 65_536)):
+        with pytest.raises(NothingFits, match="no coarser, mostly b: .*`small`.* a sensitivity"):
+            fit_trellis(named, found, 100, measure, small)
+    with pytest.raises(NothingFits) as caught:
+        fit_trellis(named, {n: even(w) for n, w in named.items()}, 100, measure, 100)
+    assert "`small`" not in str(caught.value)
+    for small in (100, 65_536):
+        packed = quantize_state(named, False, small)
+        with pytest.raises(NothingFits, match="no coarser, mostly b: .*`small`.* .attn. or .mlp."):
+            fit_state(packed, named, 100, measure, Gptq({}))
 
 
 def test_what_can_not_be_met():

@@ -1,6 +1,7 @@
 """Bytes of tokens against the bytes of real decoded text: random Unicode, several kinds of tokenizer, many documents in one stream."""
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +121,12 @@ def test_unigram_against_plain_python(models):
     assert unigram_bpb(torch.from_numpy(counts), torch.from_numpy(val.astype(np.int64)), table) == unigram_bpb(counts, val, table)
     with pytest.raises(GolfError, match="340.*339"):
         unigram_bpb(counts[:-1], val, table)
+
+
+@pytest.mark.parametrize("path", ["x.model", Path("x.model")])
+def test_a_table_of_a_path_is_refused(path):
+    with pytest.raises(GolfError, match="load_tokenizer.'x.model'"):
+        byte_table(path)
 
 
 def test_tokenizer_files(models, tmp_path):

@@ -58,6 +58,8 @@ def test_documents_of_a_made_up_library(tmp_path):
         "The *with* statement.", "If.", "module pkg\n\nThe package.", "class pkg.b.A\n\nOuter.", "class pkg.b.B\n\nInner.\n\ndef go(self, x=1)\nGoes."]
     with pytest.raises(GolfError, match=f"{package}"):
         stdlib_documents(["absent"], package)
+    with pytest.raises(GolfError, match="absent"):
+        stdlib_documents(["absent"], tmp_path)  # help topics alone are not what was asked for
     assert topic_documents("x = 1") == [] and module_documents("m", "") == []
 
 

@@ -87,6 +87,12 @@ def test_the_output_is_closer_than_by_rounding_to_the_nearest(k):
         assert np.array_equal(pack_gptq("w", w, h, k=k).scale, pack_std("w", w, k).scale), "the scale by spread is the same: so is the size, nearly"
 
 
+def test_an_h_of_another_matrix_is_refused_by_name():
+    for wrong in (torch.eye(4), torch.eye(6)[:5], torch.ones(6)):
+        with pytest.raises(GolfError, match=r"h of up must be \[6, 6\]"):
+            pack_gptq("up", torch.randn(4, 6), wrong)
+
+
 def test_fallback_when_there_is_no_factor():
     w, h = case(0)
     for bad in (h * float("nan"), h.index_fill(0, torch.tensor([1]), float("inf")), -h):

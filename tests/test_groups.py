@@ -89,6 +89,17 @@ def test_training(batches):
     assert done.losses[-1] < done.losses[0] and 5 < done.rounded_from < 10 and len(done.average.weights()) == len(engine.tensors())
 
 
+def test_late_rounding_stays_on_when_the_rate_rises_again(batches):
+    engine = an_engine(a_model())
+    cfg = TrainSettings(iterations=10, warmdown_iters=5, max_wallclock_seconds=0, late_qat_threshold=0.5)
+    trainer = Trainer(cfg, engine, batches, Ema(engine.tensors()), make_projector=partial(GridProjector, floor=False))
+    found = []
+    for trainer.late_rate in (1.0, 0.4, 0.9):
+        found.append(trainer.projector())
+    assert found[0] is None and found[1] is not None and found[2] is found[1]
+    assert "stays" in (Trainer.projector.__doc__ or "")
+
+
 def test_averages_and_grid():
     model = a_model()
     engine, decay = an_engine(model), AveragingSettings(ema_decay=0.5).ema_decay

@@ -234,6 +234,24 @@ def test_a_faulty_order_is_refused_before_anything_is_read(paths, fault):
         SequentialSampler([], 0, 1, 2, 8)
 
 
+WRONG_SIZES = {"rank": (2, -1), "world": (0,), "rows": (0,), "seq_len": (0,), "accum": (0,), "seed": (-1,)}
+
+
+@pytest.mark.parametrize("order", [order for order, _ in ORDERS])
+@pytest.mark.parametrize("word", WRONG_SIZES)
+def test_a_sampler_refuses_what_it_cannot_deal_out(paths, order, word):
+    usual = {"rank": 0, "world": 2, "rows": 3, "seq_len": 16, "accum": 1}
+    if order is not SequentialSampler:
+        usual["seed"] = 5
+    elif word == "seed":
+        return
+    order(paths, **usual)
+    for wrong in WRONG_SIZES[word]:
+        with pytest.raises(GolfError, match=f"found.*{wrong}") as raised:
+            order(paths, **usual | {word: wrong})
+        assert word in str(raised.value)
+
+
 def test_trying_an_order_leaves_it_where_it_is(paths):
     orders = [random_order()(paths, 0, 1, 4, 16)] + [order(paths, 0, 1, 4, 16, *more) for order, more in ORDERS]
     plain = [random_order()(paths, 0, 1, 4, 16)] + [order(paths, 0, 1, 4, 16, *more) for order, more in ORDERS]

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from workers import spawn
 
 from golfnb.exchange import Group, block_of, matrices_of
-from golfnb.grouping import param_groups
+from golfnb.grouping import OptimizerError, param_groups
 from golfnb.optimizer import ParallelMuon
 from golfnb.parallel_muon import Ranks
-from golfnb.rules import BankRule
+from golfnb.rules import BankRule, MuonRule, NorMuonRule, rule_of
 from golfnb.settings import GolfError
 from golfnb.sharded_state import ChunkedTensor, ShardedState, chunk_of
 
@@ -168,6 +168,59 @@ def weight() -> nn.Parameter:
 def test_what_is_no_group(given, words):
     with pytest.raises(GolfError, match=words):
         ParallelMuon(given())
+
+
+@pytest.mark.parametrize("rule, key", [("muon", "weight_dacay"), ("muon", "betas"), ("muon", "maximize"), ("normuon", "betas"), ("adamw", "transposed"), ("adamw", "beta2"), ("sgd", "eps"), (MuonRule(), "betas")])
+def test_a_key_that_means_nothing_in_a_group_is_refused_and_the_known_ones_named(rule, key):
+    group = {"params": [("a", weight())], "rule": rule, "lr": 0.1}
+    with pytest.raises(OptimizerError, match=f"no '{key}'.* has lr, weight_decay, "):
+        ParallelMuon([{**group, key: 0.5}])
+    opt = ParallelMuon([group])
+    with pytest.raises(OptimizerError, match=f"no '{key}'"):
+        opt.add_param_group({**group, "params": [("b", weight())], key: 0.5})
+    assert len(opt.param_groups) == 1
+    ParallelMuon([{**group, **rule_of(group).defaults, "name": "mine", "initial_lr": 0.1}])
+
+
+def test_normuon_by_changing_the_rule_of_groups():
+    groups = param_groups(small())
+    for group in groups:
+        if group["rule"] == "muon":
+            group["rule"] = "normuon"
+    opt = ParallelMuon(groups)
+    assert any(isinstance(member.rule, NorMuonRule) for member in opt.members) and "beta2" in opt.param_groups[0]
+    assert 'group["rule"] = "normuon"' in (param_groups.__doc__ or "")
+
+
+@pytest.mark.parametrize("way", ["groups", "file", "parts", "copy"])
+def test_keys_that_schedulers_add_go_on_working(way, tmp_path):
+    def planned(opt, last_epoch=-1):
+        return torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=6, last_epoch=last_epoch)
+
+    model, made = small(), None
+    opt = ParallelMuon(model)
+    plan = planned(opt)
+    torch.optim.swa_utils.SWALR(opt, swa_lr=0.01)
+    walked(model, opt)
+    plan.step()
+    assert all({"initial_lr", "max_lr", "max_momentum", "swa_lr"} <= g.keys() for g in opt.param_groups)
+    twin = copy.deepcopy(model)
+    if way == "groups":
+        made = ParallelMuon(opt.param_groups)
+    elif way == "copy":
+        made = copy.deepcopy(opt)
+    else:
+        made = ParallelMuon(twin)
+        planned(made)
+    if way == "file":
+        made.load_state_dict(opt.state_dict())
+    elif way == "parts":
+        dcp.save({"o": ShardedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True)
+    assert [(g["lr"], g["initial_lr"], g["max_lr"]) for g in made.param_groups] == [(g["lr"], g["initial_lr"], g["max_lr"]) for g in opt.param_groups]
+    planned(made, 1).step()
+    if way in ("file", "parts"):
+        walked(twin, made, 2, 3)
 
 
 def test_a_later_group_has_names_if_the_others_have():

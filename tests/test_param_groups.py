@@ -394,7 +394,7 @@ WEIGHT, CONV, BIAS = "blocks.0.up.weight", "conv.weight", "stem.bias"
 
 
 @pytest.mark.parametrize("name, answer, words", [
-    (WEIGHT, True, "True"), (WEIGHT, False, "False"), (WEIGHT, "mun", "'mun'"), (WEIGHT, {}, "{}"), (WEIGHT, {"flatten": True}, "'rule'"), (WEIGHT, {"rule": ["muon"]}, "'rule'"),
+    (WEIGHT, True, "True"), (WEIGHT, False, "False"), (WEIGHT, "mun", "'mun'"), (WEIGHT, "normuon", "group.'rule'. = 'normuon'"), (WEIGHT, {}, "{}"), (WEIGHT, {"flatten": True}, "'rule'"), (WEIGHT, {"rule": ["muon"]}, "'rule'"),
     (WEIGHT, {"rule": "muon", "fltten": True}, "'fltten'"), (WEIGHT, {"rule": "adamw", "flatten": True}, "'flatten'"), (WEIGHT, {"rule": "muon", "flatten": True}, r"\(64, 32\)"),
     (WEIGHT, {"rule": "muon", "split_sizes": (32, 16)}, "64 outputs"), (WEIGHT, {"rule": "muon", "split_sizes": 3}, "64 outputs"), (WEIGHT, {"rule": "muon", "split_sizes": (96, -32)}, "64 outputs"),
     (WEIGHT, {"rule": "muon", "split_sizes": (32, 32), "transposed": True}, "32 outputs"), (WEIGHT, {"rule": "muon", "split_sizes": (32.0, 32.0)}, "64 outputs"),

@@ -93,6 +93,18 @@ def test_weights_that_are_not_finite_are_refused_by_name(bad, name):
         quantize_state(named, False)
 
 
+@pytest.mark.parametrize("ids", [torch.arange(5), torch.arange(500).view(10, 50), torch.ones(3) > 0])
+def test_integers_are_refused_by_name(ids):
+    with pytest.raises(GolfError, match=f"^ids must .*{ids.dtype}"):
+        quantize_state({"ids": ids}, False, small=100)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp16", ""])
+def test_a_kind_without_rows_is_refused(kind):
+    with pytest.raises(GolfError, match=f"the kind of w .*int6 or int8, found {kind}"):
+        pack_rows("w", torch.randn(4, 4), kind)
+
+
 def test_shapes_that_have_no_rows_are_refused():
     for shape in ((4,), (2, 3, 4)):
         with pytest.raises(GolfError, match=re.escape(f"{shape}")):

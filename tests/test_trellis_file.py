@@ -97,6 +97,13 @@ def test_neighbours_do_not_matter_and_matrices_of_equal_height_go_together():
     assert torch.equal(back["a"], plain["a"]) and torch.equal(back["gain"], plain["gain"])
 
 
+def test_the_plain_reader_refuses_a_trellis_and_names_its_reader():
+    packed = pack_trellis("a", *matrix(12, 10, 0, 400)) | quantize_state({"gain.columns": torch.ones(5)}, False)
+    with pytest.raises(GolfError, match="^a must .*a.columns.*dequantize_trellis"):
+        dequantize_state(packed)
+    assert torch.equal(dequantize_state({"gain.columns": packed["gain.columns"]})["gain.columns"], torch.ones(5))
+
+
 def test_a_state_without_a_trellis_is_read_as_before():
     packed = quantize_state({"a.high": torch.randn(300, 300), "b": torch.ones(5)}, False)
     assert all(torch.equal(w, dequantize_state(packed)[n]) for n, w in dequantize_trellis(packed).items()) and trellis_names({}) == []

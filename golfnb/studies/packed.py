@@ -16,6 +16,7 @@ import numpy as np
 
 from ..loader import Loader, WindowSampler, grad_accum
 from ..run import Run
+from ..settings import require
 from ..shards import BOS_ID
 
 # %% ../../nbs/studies/34b_packed.ipynb #66f486cd
@@ -34,7 +35,7 @@ def index_documents(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class PackedSampler(WindowSampler):
     """Rows that begin with a BOS, filled with documents: each token once a pass.
 
-    The order is drawn from `seed`. The place is (pass, group of shards, token of the group's stream).
+    The order is drawn from `seed`, 0 or more. The place is (pass, group of shards, token of the group's stream).
     """
     order = "packed"
     group_shards = 4
@@ -42,6 +43,7 @@ class PackedSampler(WindowSampler):
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, seed: int,
                  accum: int = 1):
         super().__init__(paths, rank, world, rows, seq_len, accum)
+        require(seed >= 0, f"a sampler's seed must be 0 or more, found {seed}: give another")
         self.seed = seed
         self.next_row = (0, 0, 0)
         self.group = lru_cache(maxsize=2)(self.draw_group)
