@@ -347,6 +347,7 @@ class Golf(torch.nn.Module):
         mix = self.resid_mix.to(self.compute)
         freeze = self.freeze if torch.is_grad_enabled() else None
         L, banks = self.cfg.num_layers, self.banks.items()
+        # run r of a bank: its slots r L to (r + 1) L; to slice costs a gradient of the bank's size
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         # [blocks, rows, columns]

@@ -350,7 +350,7 @@ class Trainer:
         expected = self.expected_steps()
         tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
         self.log.at = "training", self.steps, expected, tokens
-        under_way = LATE_STEPS * elapsed / max(self.steps, 1)
+        under_way = (1 + LATE_STEPS) * elapsed / max(self.steps, 1)
         stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
         return elapsed, stop
 

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 7b253abdae04cd65
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 7ed3fd920a063342
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1411,6 +1411,7 @@ class Golf(torch.nn.Module):
         mix = self.resid_mix.to(self.compute)
         freeze = self.freeze if torch.is_grad_enabled() else None
         L, banks = self.cfg.num_layers, self.banks.items()
+        # run r of a bank: its slots r L to (r + 1) L; to slice costs a gradient of the bank's size
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         # [blocks, rows, columns]
@@ -1911,7 +1912,7 @@ class SequentialSampler(WindowSampler):
         starts = (self.position + n * self.seq_len + spans_before) % self.total
         self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
         parts = starts.reshape(-1, self.rows)
-        return parts.T.ravel().tolist()  # a card for every part, then the next
+        return parts.T.ravel().tolist()  # row 0 of every part, then row 1
 
     def place(self) -> dict:
         "The position is all."
@@ -3895,7 +3896,7 @@ class Trainer:
         expected = self.expected_steps()
         tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
         self.log.at = "training", self.steps, expected, tokens
-        under_way = LATE_STEPS * elapsed / max(self.steps, 1)
+        under_way = (1 + LATE_STEPS) * elapsed / max(self.steps, 1)
         stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
         return elapsed, stop
 
