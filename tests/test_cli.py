@@ -136,6 +136,26 @@ def test_a_score_takes_its_settings_from_the_run(trained, score):
     assert exact(other.stdout, "val_bpb")["final_int6_sliding_window"] != pytest.approx(summary(run)["sliding_bpb"], abs=1e-6)
 
 
+def test_shards_that_their_manifest_gives_to_another_tokenizer_are_refused(trained, score, tmp_path):
+    "Also as calibration; but shards without a manifest, or fewer than it lists, are scored."
+    root, run, data, _ = trained
+    mine = shutil.copytree(data, tmp_path / "mine")
+    for path in mine.glob("*_train_*.bin"):
+        path.unlink()
+    (shard,) = mine.glob("*_val_*.bin")
+    right = exact(score(val=shard).stdout, "val_bpb")
+    other = json.loads((mine / "manifest.json").read_text()) | {"tokenizer_sha256": "0123456789abcdef" * 4}
+    (mine / "manifest.json").write_text(json.dumps(other))
+    shutil.copytree(data, tmp_path / "theirs")
+    shutil.copy(mine / "manifest.json", tmp_path / "theirs")
+    for done in (score(val=mine / "*_val_*.bin"), score("--audit", "--train", shard), golfnb("quantize", run, "--gptq", cwd=root, DATA_PATH=str(tmp_path / "theirs"))):
+        assert done.returncode == 2 and one_sentence(done.stderr) and "0123456789ab" in done.stderr and "tokenizer" in done.stderr, done.stderr
+    unknown = shutil.copy(shard, mine / "wiki_val_000001.bin")
+    assert exact(score(val=unknown).stdout, "val_bpb") == right, "the manifest does not list it"
+    (mine / "manifest.json").unlink()
+    assert exact(score(val=shard).stdout, "val_bpb") == right and right
+
+
 def test_a_score_without_its_runs_summary_says_so(trained, score, tmp_path):
     "A file on its own, then beside the summary of another run."
     copy = shutil.copy(trained[1] / "artifact.golf", tmp_path / "copy.golf")

@@ -108,7 +108,7 @@ class Stopped(GolfError):
     status = 5  # of the process
 
 
-STOPPED_BY = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+STOPPED_BY: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #2f6f9265
 class Keeper(Watcher):

@@ -839,7 +839,9 @@ class Packing:
     @property
     def train_paths(self) -> list[Path]:
         "The training shards, on which a rounding is calibrated."
-        paths = book.shards.find_shards(Path(self.settings.data_path) / "*_train_*.bin")
+        pattern = Path(self.settings.data_path) / "*_train_*.bin"
+        check_cut_by(pattern, self.header)
+        paths = book.shards.find_shards(pattern)
         book.run.count_tokens(paths, self.settings.vocab_size)
         print(f"calibrating on {paths[0].parent}, on {self.ranks.device}", flush=True)
         return paths
@@ -861,10 +863,10 @@ class Packing:
         over.unlink(missing_ok=True)
         return data
 
-
+# %% ../../nbs/tools/23_cli.ipynb #7feb6cd7
 CALIBRATION_BATCHES = 64
 
-# %% ../../nbs/tools/23_cli.ipynb #7feb6cd7
+
 def run_hessians(run: Packing, model, program) -> dict:
     "What GPTQ needs: the Hessians of a model's matrices on the program's batches."
     with program.data(run) as batches:
@@ -1134,11 +1136,17 @@ def settings_line(args, scored: Scored) -> str:
     given = f", but {' '.join(args.settings)} given here" if args.settings else ""
     return f"settings: {line}; {settings_source(scored.file, scored.meta)}{given}"
 
-# %% ../../nbs/tools/23_cli.ipynb #51e7b127
+# %% ../../nbs/tools/23_cli.ipynb #d0ebe2a1
 def silent(*words, **options) -> None:
     "What ranks other than the first print."
 
 
+def check_cut_by(shards: Path | str, meta: dict) -> None:
+    "Raises GolfError for shards of another tokenizer than that of an artifact, as far as their manifest says."
+    if "tokenizer_sha256" in meta:
+        book.guard.check_shards(book.shards.find_shards(shards), meta["tokenizer_sha256"])
+
+# %% ../../nbs/tools/23_cli.ipynb #51e7b127
 def score_file(args, ranks) -> tuple:
     "Score an artifact on `ranks`, print it on rank 0; what was scored, and findings if it is audited."
     import torch
@@ -1150,6 +1158,9 @@ def score_file(args, ranks) -> tuple:
     forward = scored.forward
     if args.ttt and not args.adapters and not hasattr(scored.program, "ADAPT"):
         raise GolfError(f"score: recipe {s.recipe} has no test-time training (ADAPT); leave --ttt out, or take --adapters")
+    check_cut_by(args.val, scored.meta)
+    if args.audit and args.train:
+        check_cut_by(args.train, scored.meta)
     table = book.bpb.byte_table(scored.tokenizer).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
