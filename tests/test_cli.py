@@ -197,6 +197,12 @@ def test_score_refuses_another_tokenizer_and_a_model_setting(trained, score, tmp
         assert done.returncode == 2 and one_sentence(done.stderr) and words in done.stderr
 
 
+@pytest.mark.parametrize("words, said", [([], "neither; add a text"), (["hi", "-i"], "both; leave one out")])
+def test_a_sample_wants_a_prompt_or_asks_for_it(trained, words, said):
+    done = golfnb("sample", trained[1], *words, cwd=trained[0])
+    assert done.returncode == 2 and one_sentence(done.stderr) and said in done.stderr, done.stderr
+
+
 def test_sample_continues_the_prompt(trained, tmp_path):
     root, run, data, _ = trained
     done = [golfnb("sample", run / "artifact.golf", "Return the", "--tokenizer", data / "tokenizer.model", "--tokens", 12, cwd=root) for _ in range(2)]

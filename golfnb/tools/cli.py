@@ -1282,7 +1282,8 @@ def write_on(player, text: str, args) -> None:
          count("--top-k", "draw from the likeliest so many; 0: from all", 0, 0))
 def sample_command(args) -> int:
     if (args.prompt is None) != args.interactive:
-        raise GolfError("sample: a PROMPT or -i is expected, found both or neither; choose one")
+        found = "both; leave one out" if args.interactive else "neither; add a text in quotes to go on with, or -i"
+        raise GolfError(f"sample: either a PROMPT or -i is expected, found {found}")
     note_settings(args.program, args.file)
     player = book.play.Player(args.file, args.tokenizer, args.program)
     if not args.interactive:
