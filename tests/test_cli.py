@@ -111,6 +111,12 @@ def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
     assert ours.keys() == theirs.keys() and all((ours[n].float() == theirs[n]).all() for n in ours)
 
 
+def test_a_training_without_data_says_how_to_get_some(tmp_path):
+    done = golfnb("train", cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and not list(tmp_path.iterdir()), done.stderr
+    assert re.search("fineweb_1024_bpe.model; .*golfnb data build.*golfnb data download", done.stderr), done.stderr
+
+
 def test_a_finished_run_is_not_overwritten(trained):
     root, run, data, _ = trained
     before = (run / "train_gpt.py").stat().st_mtime_ns

@@ -330,13 +330,14 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
     script = folder / "train_gpt.py"
     tokenizer = Path(s.tokenizer_path)
     check_output(script, "script of golfnb")
-    if tokenizer.is_file():
-        check_tokenizer(folder / "tokenizer.model", tokenizer)
+    if not tokenizer.is_file():
+        raise GolfError(f"train: shards and their tokenizer are needed, found no {tokenizer}; make them with `golfnb "
+                        "data build` or fetch them with `golfnb data download`: both print the command that trains")
+    check_tokenizer(folder / "tokenizer.model", tokenizer)
     new = [p for p in (folder, folder.parent) if not p.exists()]
     try:
         print("script: " + write_script(script, program, pack), flush=True)
-        if tokenizer.is_file():  # for `sample`, `score` and `play`
-            book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
+        book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())  # for sample, score, play
         return start_run(folder, s, settings | {"RECIPE": s.recipe}, ranks, own_file(program))
     finally:
         if folder in new and not (folder / "train.log").exists():  # it never began
@@ -553,9 +554,7 @@ def open_corpus(args, left_out: list) -> Corpus:
     corpus = Corpus(files, args.field, library)
     lengths = [len(text) for text in islice(corpus.read([]), 100)]
     if not lengths:
-        named = ", ".join(str(path) for path in files[:3])
-        if len(files) > 3:
-            named += f" and {len(files) - 3:,} more"
+        named = book.data.some_names(files)
         raise GolfError(f"documents must hold text, found none in {named}: see what these files hold, "
                         "or name others")
     if len(lengths) < 100:  # into a hundred parts, so that some are on each side
