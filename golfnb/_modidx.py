@@ -1842,6 +1842,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                   'golfnb.tools.cli.Corpus.documents': ('tools/cli.html#corpus.documents', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.Corpus.read': ('tools/cli.html#corpus.read', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.Corpus.size': ('tools/cli.html#corpus.size', 'golfnb/tools/cli.py'),
+                                  'golfnb.tools.cli.OverBudget': ('tools/cli.html#overbudget', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.Packing': ('tools/cli.html#packing', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.Packing.__init__': ('tools/cli.html#packing.__init__', 'golfnb/tools/cli.py'),
                                   'golfnb.tools.cli.Packing.meta': ('tools/cli.html#packing.meta', 'golfnb/tools/cli.py'),

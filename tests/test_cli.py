@@ -259,14 +259,28 @@ def test_quantize_again_and_below_what_is_possible(trained, tmp_path):
     assert golfnb("quantize", run, "-o", tmp_path / "same.golf", cwd=root).returncode == 0
     assert (tmp_path / "same.golf").read_bytes() == (run / "artifact.golf").read_bytes()
     done = golfnb("quantize", run, "--target-bytes", 1000, "-o", tmp_path / "none.golf", cwd=root)
-    assert done.returncode == 2 and one_sentence(done.stderr) and not (tmp_path / "none.golf").exists()
+    assert done.returncode == 3 and one_sentence(done.stderr) and "earlier" not in done.stderr and not (tmp_path / "none.golf").exists()
     assert "--target-bytes 1000" not in done.stderr, "what has just failed is no advice"
     least = int(re.search(r"found ([\d,]+)", done.stderr)[1].replace(",", ""))
     assert least == summary(run)["code_bytes"] + (tmp_path / "none.golf.over").stat().st_size, "what --target-bytes counts"
     assert golfnb("quantize", run, "--target-bytes", least, "-o", tmp_path / "none.golf", cwd=root).returncode == 0
     assert not (tmp_path / "none.golf.over").exists()
+    kept = (tmp_path / "none.golf").read_bytes()
+    done = golfnb("quantize", run, "--target-bytes", 1000, "-o", tmp_path / "none.golf", cwd=root)
+    assert done.returncode == 3 and re.search(r"none\.golf\.over, and \S+none\.golf is an earlier one", done.stderr), done.stderr
+    assert (tmp_path / "none.golf").read_bytes() == kept
+    done = golfnb("quantize", run / "artifact.golf", cwd=root)
+    assert done.returncode == 2 and one_sentence(done.stderr) and f"give {run}, " in done.stderr, done.stderr
     done = golfnb("quantize", run, "-o", tmp_path, cwd=root)
     assert done.returncode == 2 and one_sentence(done.stderr) and "directory" in done.stderr and "settings:" not in done.stdout, "said before the work"
+
+
+def test_a_run_that_has_not_ended_has_nothing_to_score_yet(tmp_path):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "progress.json").write_text("{}")
+    for command in (["score", "half"], ["sample", "half", "x"], ["play", "half"]):
+        done = golfnb(*command, cwd=tmp_path)
+        assert done.returncode == 2 and one_sentence(done.stderr) and "golfnb train --resume half" in done.stderr, done.stderr
 
 
 def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_path):

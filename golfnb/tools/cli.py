@@ -818,6 +818,11 @@ def recipe_copy_command(args) -> int:
           "DATA_PATH=SHARDS TOKENIZER_PATH=MODEL")
     return 0
 
+# %% ../../nbs/tools/23_cli.ipynb #816f17a2
+class OverBudget(GolfError):
+    "A file does not fit the byte budget."
+    status = 3  # of the process, as at the end of a run
+
 # %% ../../nbs/tools/23_cli.ipynb #ec073eb9
 class Packing:
     "What a program's `pack` asks of a run, for weights that lie in a file."
@@ -850,14 +855,15 @@ class Packing:
         return nullcontext()
 
     def share_artifact(self, packed: dict, model, codec) -> bytes:
-        "Write the file. Raises GolfError where it is over the budget; then it is kept under another name."
+        "Write the file. Raises OverBudget where it is too large; then it is kept under another name."
         data = book.artifact.pack_bytes(packed, self.meta(model), codec)
         cap, total = self.settings.target_bytes, len(data) + len(self.code)
         over = self.out.with_name(self.out.name + ".over")
         if total > cap:
             book.shards.atomic_write(over, data)
-            raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,}, the script's "
-                            f"{len(self.code):,} among them: the artifact is kept as {over}; {self.advice}")
+            earlier = f", and {self.out} is an earlier one" if self.out.is_file() else ""
+            raise OverBudget(f"artifact and code must have at most {cap:,} bytes, found {total:,}, the script's "
+                             f"{len(self.code):,} among them: the artifact is kept as {over}{earlier}; {self.advice}")
         book.shards.atomic_write(self.out, data)
         over.unlink(missing_ok=True)
         return data
@@ -941,6 +947,9 @@ def next_score(program, s, path: Path, meta: dict, own: str | None) -> str:
              "recipe trellis always is"), OWN_PROGRAM,
          arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.requantized.golf"))
 def quantize_command(args) -> int:
+    if args.run_dir.is_file():
+        raise GolfError(f"quantize: the directory of a run is expected, found the file {args.run_dir}; give "
+                        f"{args.run_dir.parent}, whose ema.golf has the unquantized weights")
     path = Path(args.output or args.run_dir / "artifact.requantized.golf")
     weights = args.run_dir / "ema.golf"
     script = args.run_dir / "train_gpt.py"
@@ -1623,6 +1632,7 @@ def main_cli(argv: list[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a closed pipe is found
     except GolfError as e:
         print(f"golfnb: {printable(' '.join(str(e).split()))}", file=sys.stderr)
+        return getattr(e, "status", 2)
     except KeyboardInterrupt:
         print("golfnb: interrupted", file=sys.stderr)
         return 130
