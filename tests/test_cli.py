@@ -510,6 +510,7 @@ def test_doctor_says_where_it_cannot_know_the_extras(monkeypatch, capsys):
 def test_settings_may_stand_around_options():
     args = read_command(["train", "SEED=1", "--nproc", "2", "iterations=5"])
     assert read_settings(args.settings) == {"SEED": "1", "ITERATIONS": "5"} and args.nproc == 2
+    assert read_settings(["SEED=1", "seed=2"]) == {"SEED": "2"}, "as the help says"
 
 
 def test_a_study_gets_its_words(monkeypatch, capsys):

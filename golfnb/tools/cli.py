@@ -780,7 +780,7 @@ def drill_command(args) -> int:
          arg("program", nargs="*", metavar="mine.py", help="the file of a program of your own"),
          arg("--recipe", help="whose program (pr549)"),
          arg("--pack", action="store_true", help="without comments and docstrings, compressed"),
-         arg("-o", dest="output", metavar="FILE", required=True, help="where to write it"))
+         arg("-o", dest="output", metavar="FILE", required=True, help="where to write it; missing directories are made"))
 def script_command(args) -> int:
     numbers = [word for word in args.program if "=" in word]
     if numbers:
@@ -1568,7 +1568,8 @@ GROUPS = {  # heading of the help -> commands
     "files of weights": ("quantize", "artifact inspect", "artifact export", "artifact import", "submission"),
     "the book and this machine": ("lab", "bench", "study", "drill", "doctor"),
 }
-ENDING = "Settings are NAME=VALUE, named as in the environment. Exit status is 0 only for success."
+ENDING = ("Settings are NAME=VALUE, named as in the environment; of one given twice the last counts. "
+          "Exit status is 0 only for success.")
 
 
 def listed(names) -> str:
