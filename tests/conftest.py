@@ -3,7 +3,10 @@ import gc
 import os
 import signal
 import sys
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 for p in (str(ROOT), str(ROOT / "tests")):
@@ -24,3 +27,19 @@ LONG = tuple("test_" + name for name in """
 def pytest_collection_modifyitems(items):
     "The longest files first (with --no-loadscope-reorder): no worker ends with one of them while the other waits."
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def chapters_are_read_once():
+    "Scripts are joined from the same chapters again and again; none changes while tests run. Programs are read each time."
+    from golfnb.tools import joiner
+
+    read_each_time = joiner.read_file
+    read_once = cache(read_each_time)
+
+    def read_file(path, package, start=""):
+        return read_each_time(path, package, start) if start or not path.is_relative_to(ROOT / "golfnb") else read_once(path, package)
+
+    joiner.read_file = read_file
+    yield
+    joiner.read_file = read_each_time

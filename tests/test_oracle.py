@@ -51,7 +51,7 @@ def test_program_and_script_give_the_oracles_numbers(case, place, monkeypatch):
         assert differences(wanted, found) == [], form
 
 
-@pytest.mark.parametrize("case, form", [("pr549", "packed"), ("golf", "script"), ("demo", "program")])
+@pytest.mark.parametrize("case, form", [("pr549", "packed"), ("golf", "program")])
 def test_a_script_or_program_gives_the_oracles_numbers_on_two_ranks(case, form, place):
     root, data = place
     wanted = summary_of(write_script("oracle", case, root), case, 2, data, forked_ranks)
