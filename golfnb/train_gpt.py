@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 7ed3fd920a063342
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 178c3f71cd8b61bf
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1191,7 +1191,8 @@ def table_rules(cfg: ModelSettings) -> Rules:
     blocks = {n for n in numbers if n < cfg.num_layers}
     yield not cfg.ve_enabled or 0 < len(parts) == len(blocks), (
         f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none twice, parted "
-        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
+        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS={cfg.num_layers - 1} or "
+        "VE_ENABLED=0")
 
 
 @dataclass
