@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_another_models_refused(tmp_path
         def line(self, text): lines.append(text)
     whole, _ = lives(Ranks(), str(tmp_path))
     newest = tmp_path / "checkpoints" / "step-00000012"
-    tensors = next(newest.glob("*.distcp"))
+    tensors = next(newest.glob("rank*.pt"))
     good = tensors.read_bytes()
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 0x40
@@ -190,7 +190,7 @@ def test_what_is_whole_and_cannot_be_loaded_is_not_called_damaged(tmp_path, monk
     one_run(Ranks(), keeper)
     keeper.wait()
     def fails(*args, **how): raise RuntimeError("of another version")
-    monkeypatch.setattr(keeper.dcp, "load", fails)
+    monkeypatch.setattr(torch, "load", fails)
     with pytest.raises(GolfError, match="step-00000012.*of another version"):
         keeper.newest()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000012"]
@@ -212,17 +212,24 @@ def test_a_disk_without_room_costs_the_checkpoint_not_the_run(tmp_path):
     assert (tmp_path / "step-00000012").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_torchs_own_writer_without_room_costs_the_checkpoint_too(tmp_path, monkeypatch):
-    "Its error is no Exception, and many lines long."
+def last_disk_full(ranks, folder: str) -> list[str]:
+    "What the log of a run says whose last rank can write nothing."
     lines = []
     class Log(RunLog):
         def line(self, text): lines.append(text)
     def full(fd): raise OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "fsync", full)
-    keeper = Keeper(tmp_path, 0.0, Ranks(), Log(quiet=True))
-    one_run(Ranks(), keeper)
+    if ranks.rank == ranks.world - 1:
+        os.fsync = full
+    keeper = Keeper(Path(folder), 0.0, ranks, Log(quiet=True))
+    one_run(ranks, keeper)
     keeper.wait()
-    assert any("no checkpoint of step" in line and "No space left" in line for line in lines) and not any("\n" in line for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_whose_disk_is_full_costs_all_the_checkpoint(tmp_path, world):
+    for lines in spawn(world, "last_disk_full", str(tmp_path), module="test_checkpoint"):
+        assert any("no checkpoint of step" in line and "No space left" in line for line in lines) and not any("\n" in line for line in lines)
     assert not list(tmp_path.glob("step-*"))
 
 
