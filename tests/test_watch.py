@@ -313,7 +313,7 @@ def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch, capsys):
     for terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
         bar = watch.Bar()
-        for _ in evaluate.counted(range(3), "scoring", bar, 60):
+        for _ in train.counted(range(3), "scoring", bar, 60):
             bar.event("ttt", bpb=1.25)
             bar.bar.refresh()
         bar.close()

@@ -48,7 +48,8 @@ from .guard import EmaAdvice, Watcher, guarded_rank, interrupted, preflight, sur
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Engine, Ranks
     from golfnb.run import Run
-    from golfnb.train import GridProjector, RunLog, Trainer
+    from golfnb.grid import GridProjector
+    from golfnb.train import RunLog, Trainer
 
 # torch gives out torch._foreach_copy_ without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false
