@@ -10,9 +10,9 @@ from golfnb.layout import mlp_in_one_bank
 from golfnb.model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
 from golfnb.newton_schulz import quintic
 from golfnb.averaging import Ema
+from golfnb.grid import GridProjector
 from golfnb.parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Muon, Ranks
-from golfnb.train import (GridProjector, Trainer, TrainSettings, lr_schedule, micro_batches,
-                          momentum_schedule)
+from golfnb.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from golfnb.quantize import (Gptq, QuantSettings, dequantize_state, int6_matrices, quantize_state,
                              shared_out)
 from golfnb.artifact import ArtifactSettings, Best, unpack_bytes
