@@ -84,7 +84,7 @@ def as_page(stem: str) -> nbformat.NotebookNode:
             marks, source = directives(cell.source)
             if "hide" in marks or "default_exp" in marks or not source.strip():
                 continue
-            tags = [tag for mark, tag in MARKS.items() if mark in marks]
+            tags = [tag for mark, tag in MARKS.items() if marks.get(mark, "false") != "false"]
             image = {"image": {"alt": marks.get("fig-alt") or marks.get("fig-cap") or unnamed}}
             cell.source, cell.metadata = source, {"tags": tags, "mystnb": image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
         if cell.cell_type != "raw":

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bpb import ByteTable, target_bytes
-from .evaluate import EvalSettings, counted, total_score
+from .evaluate import EvalSettings, total_score
 from .layers import rms_norm, token_nll
 from .model import Block, BlockWeights, ComputeSettings, Golf, load_named
 from .parallel_muon import CudaGraphed, Ranks
 from .quantize import deal_jobs
 from .settings import Rules, require, setting
 from .shards import BOS_ID
-from .train import RunLog, compiled
+from .train import RunLog, compiled, counted
 from .ttt import Case, Ledger, Trial, audit_scorer, finding, log_score, steps_between_lines
 
 # %% ../nbs/story/13b_adapters.ipynb #641c3942

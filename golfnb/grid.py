@@ -7,12 +7,16 @@ rounded weights.
 # %% auto #0
 __all__ = ['CLIP_QUANTILES', 'INT8_QUANTILE', 'FP16_TINY', 'FP16_HUGE', 'row_clip', 'row_scale',
            'quantize_rows', 'dequantize_rows', 'finite_matrix', 'best_clip', 'quantize_int8',
-           'clip_ratio', 'round_to_grid']
+           'clip_ratio', 'round_to_grid', 'GridProjector']
 
 # %% ../nbs/story/10_grid.ipynb #e4193dbc
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
+from .layout import packed_as, slots_of
+from .parallel_muon import Engine
 from .settings import require
 
 # %% ../nbs/story/10_grid.ipynb #dc70d43f
@@ -108,3 +112,35 @@ def round_to_grid(w: Tensor, ratio: Tensor, qmax: int = 31, floor: bool = False)
     "w [..., rows, cols] on the grid whose clip is `ratio` [..., rows] times each row's maximum."
     scale = row_scale(row_clip(w, 1.0) * ratio, qmax, floor)
     return dequantize_rows(quantize_rows(w, scale, qmax), scale).to(w.dtype)
+
+# %% ../nbs/story/10_grid.ipynb #caf95871
+class GridProjector:
+    """Rounds a bank shard to the int6 grid, with clip ratios frozen when it
+    is made; for `Engine.publish`.
+
+    Late QAT as parameter-golf PR #399 meant it; `floor` is the published scale floor.
+    """
+
+    def __init__(self, engine: Engine, floor: bool):
+        self.floor, self.runs = floor, {}
+        for name, bank in engine.banks.items():
+            self.runs[name] = []
+            end = 0
+            matrices = slots_of(bank.spec, bank.ranks.rank)
+            kinds = [m and (packed_as(m), m.transposed) for m in matrices]
+            for kind, run in groupby(kinds):
+                start, end = end, end + len(list(run))
+                if kind is None or kind[0] != "int6":
+                    continue
+                flip = kind[1]
+                w = bank.fp32_shard[start:end]
+                rows = w.mT if flip else w
+                self.runs[name].append((start, end, flip, clip_ratio(rows, floor=floor)))
+
+    def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        "A copy of bank `name`'s shard `master [n, r, c]` with every int6 matrix on its grid."
+        out = master.clone()
+        for start, end, flip, ratio in self.runs[name]:
+            w = out[start:end].mT if flip else out[start:end]
+            w.copy_(round_to_grid(w, ratio, floor=self.floor))
+        return out

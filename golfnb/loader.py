@@ -163,7 +163,7 @@ class SequentialSampler(WindowSampler):
         starts = (self.position + n * self.seq_len + spans_before) % self.total
         self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
         parts = starts.reshape(-1, self.rows)
-        return parts.T.ravel().tolist()  # a card for every part, then the next
+        return parts.T.ravel().tolist()  # row 0 of every part, then row 1
 
     def place(self) -> dict:
         "The position is all."

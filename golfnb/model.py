@@ -113,7 +113,8 @@ def table_rules(cfg: ModelSettings) -> Rules:
     blocks = {n for n in numbers if n < cfg.num_layers}
     yield not cfg.ve_enabled or 0 < len(parts) == len(blocks), (
         f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none twice, parted "
-        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
+        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS={cfg.num_layers - 1} or "
+        "VE_ENABLED=0")
 
 # %% ../nbs/story/05c_model.ipynb #e2595d18
 @dataclass
@@ -347,6 +348,7 @@ class Golf(torch.nn.Module):
         mix = self.resid_mix.to(self.compute)
         freeze = self.freeze if torch.is_grad_enabled() else None
         L, banks = self.cfg.num_layers, self.banks.items()
+        # run r of a bank: its slots r L to (r + 1) L; to slice costs a gradient of the bank's size
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         # [blocks, rows, columns]

@@ -44,7 +44,8 @@ def ns_product_kernel(x, square, norm, out, M, K, a, b, c, POLYNOMIAL: tl.conste
     tiles = high * (high + 1) // 2
     n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     other, i = tile // (high + 1), tile % (high + 1)
-    j = high - 1 - other  # columns j and other have high + 1 tiles between them
+    # columns j and other have high + 1 tiles between them: of 4 x 4 tiles, 3 and 0 have five
+    j = high - 1 - other
     if i > j:
         i -= j + 1
         j = other

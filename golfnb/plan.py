@@ -186,7 +186,8 @@ def predict(plan: CommSchedule, layout: Layout, links: MachineModel, small_bytes
     if small_bytes:
         send("small", "all-reduce", gate, small_bytes, nodes, all_ranks)
     for name in plan.scatter:
-        arrived[name] = send(name, "scatter", gate, n_bytes := 2 * numel(bank_named(layout, name)))
+        n_bytes = 2 * numel(bank_named(layout, name))
+        arrived[name] = send(name, "scatter", gate, n_bytes)
         # its ranks share the node's link: together they send the whole bank
         if two_level and nodes > 1:
             us = transfer_us(2 * n_bytes, nodes, links, "cross", nodes)

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .evaluate import counted
 from .grid import (
     CLIP_QUANTILES,
     best_clip,
@@ -37,6 +36,7 @@ from .layout import SMALL_MATRIX
 from .model import BLOCK_MATRICES, Block, Golf, make_block, quant_kind
 from .parallel_muon import Ranks
 from .settings import BaseSettings, GolfError, require, setting
+from .train import counted
 
 # %% ../nbs/story/10b_quantize.ipynb #af0837fd
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8",

@@ -7,7 +7,7 @@ and the last weights.
 # %% auto #0
 __all__ = ['LATE_STEPS', 'TrainSettings', 'momentum_schedule', 'lr_schedule', 'LateReader',
            'training_loss', 'compiled', 'backward_pass', 'micro_batches', 'StepGraph', 'RunLog',
-           'GridProjector', 'Trainer', 'Extra', 'train', 'undone', 'rehearse']
+           'counted', 'Trainer', 'Extra', 'train', 'undone', 'rehearse']
 
 # %% ../nbs/story/08b_train.ipynb #11bd76f1
 import json
@@ -18,19 +18,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from .averaging import Average, AveragingSettings
-from .evaluate import counted
-from .grid import clip_ratio, round_to_grid
 from .layers import softcap_loss
-from .layout import packed_as, slots_of
 from .loader import Loader, grad_accum
 from .model import ComputeSettings
 from .parallel_muon import CONTROL_SCALARS, CudaGraphed, Engine
@@ -265,37 +261,16 @@ class RunLog:
                 if now - self.spoke > 8:
                     self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
 
-# %% ../nbs/story/08b_train.ipynb #3fc19faa
-class GridProjector:
-    """Rounds a bank shard to the int6 grid, with clip ratios frozen when it
-    is made; for `Engine.publish`.
+# %% ../nbs/story/08b_train.ipynb #af3c2ab3
+def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
+    """The items.
 
-    Late QAT as parameter-golf PR #399 meant it; `floor` is the published scale floor.
+    Before each, `log.at` says: `what`, how many are done, how many there are, tokens in all.
     """
-
-    def __init__(self, engine: Engine, floor: bool):
-        self.floor, self.runs = floor, {}
-        for name, bank in engine.banks.items():
-            self.runs[name] = []
-            end = 0
-            matrices = slots_of(bank.spec, bank.ranks.rank)
-            kinds = [m and (packed_as(m), m.transposed) for m in matrices]
-            for kind, run in groupby(kinds):
-                start, end = end, end + len(list(run))
-                if kind is None or kind[0] != "int6":
-                    continue
-                flip = kind[1]
-                w = bank.fp32_shard[start:end]
-                rows = w.mT if flip else w
-                self.runs[name].append((start, end, flip, clip_ratio(rows, floor=floor)))
-
-    def __call__(self, name: str, master: torch.Tensor) -> torch.Tensor:
-        "A copy of bank `name`'s shard `master [n, r, c]` with every int6 matrix on its grid."
-        out = master.clone()
-        for start, end, flip, ratio in self.runs[name]:
-            w = out[start:end].mT if flip else out[start:end]
-            w.copy_(round_to_grid(w, ratio, floor=self.floor))
-        return out
+    for i, item in enumerate(items := list(items)):
+        if log is not None:
+            log.at = what, i, len(items), tokens
+        yield item
 
 # %% ../nbs/story/08b_train.ipynb #1195a8e2
 class Trainer:
@@ -350,7 +325,7 @@ class Trainer:
         expected = self.expected_steps()
         tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
         self.log.at = "training", self.steps, expected, tokens
-        under_way = LATE_STEPS * elapsed / max(self.steps, 1)
+        under_way = (1 + LATE_STEPS) * elapsed / max(self.steps, 1)
         stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
         return elapsed, stop
 

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source a7d5ead45d25c09b
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 50b32377280b75de
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1192,7 +1192,8 @@ def table_rules(cfg: ModelSettings) -> Rules:
     blocks = {n for n in numbers if n < cfg.num_layers}
     yield not cfg.ve_enabled or 0 < len(parts) == len(blocks), (
         f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none twice, parted "
-        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS=9,10 or VE_ENABLED=0")
+        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS={cfg.num_layers - 1} or "
+        "VE_ENABLED=0")
 
 
 @dataclass
@@ -1412,6 +1413,7 @@ class Golf(torch.nn.Module):
         mix = self.resid_mix.to(self.compute)
         freeze = self.freeze if torch.is_grad_enabled() else None
         L, banks = self.cfg.num_layers, self.banks.items()
+        # run r of a bank: its slots r L to (r + 1) L; to slice costs a gradient of the bank's size
         runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
         kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
         # [blocks, rows, columns]
@@ -1659,430 +1661,6 @@ class FusedBlock(Block):
         return scaled(activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
 
 
-# ---- golfnb/shards.py ----
-def cannot_write(path: Path, error: OSError) -> GolfError:
-    "What to raise where a file cannot be written."
-    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-    return GolfError(f"cannot write {path} ({error.strerror}; {free:,} bytes free on its disk): "
-                     "free some space or write elsewhere")
-
-
-def atomic_write(path: str | Path, data: bytes | str) -> None:
-    "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
-    path = Path(path)
-    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    if isinstance(data, str):
-        data = data.encode()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temp, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        with suppress(OSError):
-            temp.unlink(missing_ok=True)  # it is there only if something failed
-
-
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-HEADER_BYTES = 1024
-
-
-@contextmanager
-def shard_file(path: str | Path):
-    "An open shard and its number of tokens. GolfError if it is missing, damaged or no shard."
-    try:
-        with open(path, "rb", buffering=0) as file:
-            stat = os.fstat(file.fileno())
-            yield file, _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
-    except OSError as error:
-        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
-
-
-def read_header(path: str | Path) -> int:
-    "The tokens in a shard. Raises GolfError as `shard_file` does."
-    with shard_file(path) as (_, tokens):
-        return tokens
-
-
-@cache
-def _checked_header(path: str, size: int, mtime_ns: int) -> int:
-    "The tokens that the header of a file of this size and time promises."
-    magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-    wanted = HEADER_BYTES + 2 * max(tokens, 0)
-    require(size >= HEADER_BYTES + 2, f"shard {path} must have a header of {HEADER_BYTES} bytes "
-            f"and at least one token, found {size} bytes: it is empty or cut off, build it again")
-    require(magic == SHARD_MAGIC, f"shard {path} must start with magic {SHARD_MAGIC}, found "
-            f"{magic}: it is no token shard")
-    require(version == SHARD_VERSION, f"shard {path} must be of version {SHARD_VERSION}, found "
-            f"{version}: build it again")
-    require(tokens > 0 and size == wanted, f"shard {path} must have {wanted:,} bytes for its "
-            f"{tokens:,} tokens, found {size:,}: it is cut off or damaged, copy or build it again")
-    return tokens
-
-
-def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
-    """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
-
-    Raises GolfError as `shard_file` does, if the shard no longer has
-    `expected` tokens, or if it ends early.
-    """
-    with shard_file(path) as (file, tokens):
-        wanted = expected or tokens
-        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
-                f"runs, found {tokens:,}: do not change shards in use")
-        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
-    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
-    return part
-
-
-def find_shards(pattern: str | Path) -> list[Path]:
-    "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
-    text = str(pattern)
-    found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
-    require(found, f"no shard matches {text}: expected at least one file, found none; "
-            "check the directory (DATA_PATH) and the pattern")
-    return [Path(p) for p in found]
-
-
-def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int) -> None:
-    "Raise GolfError unless these tokens of a shard are below `vocab_size`."
-    if tokens.max(initial=0) >= vocab_size:
-        raise GolfError(f"tokens of {path} must be below VOCAB_SIZE={vocab_size}, found "
-                        f"{tokens.max()}: the shard belongs to another tokenizer")
-
-
-def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
-    "The tokens of all matching shards, uint16 [n]. GolfError unless all are below `vocab_size`."
-    parts = []
-    for path in find_shards(pattern):
-        parts.append(read_span(path, 0, read_header(path)))
-        check_tokens(path, parts[-1], vocab_size or 65_536)
-    return np.concatenate(parts).astype(np.uint16, copy=False)
-
-
-def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
-    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
-    tokens = read_tokens(pattern, vocab_size=vocab_size)
-    rows = (tokens.size - 1) // seq_len
-    require(rows > 0, f"validation must hold at least one window of {seq_len} tokens and one "
-            f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
-            "window")
-    return tokens[: rows * seq_len + 1]
-
-
-# ---- golfnb/loader.py ----
-class WindowSampler(Iterator):
-    """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
-
-    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
-    micro-batches. Raises GolfError without shards, for a rank outside 0 to world - 1 and for sizes
-    below 1.
-
-    An order of windows derives from this class and says five things:
-
-    - `order`: its name in saved states
-    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out,
-      in a form of its own; the same list on every rank, so chance comes from a seed that all share
-    - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
-    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no
-      key named order, corpus or turn
-    - `go_to(place)`: go there; the next plan is then what it would have been
-    """
-    order = ""
-    plan: Callable[..., list]
-    window: Callable[..., np.ndarray]
-    place: Callable[..., dict]
-    go_to: Callable[..., None]
-    vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
-
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
-                 accum: int = 1):
-        self.paths = list(paths)
-        require(self.paths, "a sampler must have shards to read, found none: give it their paths")
-        require(0 <= rank < world, f"a sampler's rank must be one of 0 to world - 1, found rank "
-                f"{rank} of world {world}: give both as the launcher numbers them")
-        require(min(rows, seq_len, accum) >= 1, "a sampler's sizes must be at least 1, found "
-                f"rows={rows}, seq_len={seq_len} and accum={accum}: give each at least 1")
-        self.rank = rank
-        self.world = world
-        self.rows = rows
-        self.seq_len = seq_len
-        self.accum = accum
-        self.windows = rows * world * accum  # of a step
-        self.turn = 0                        # the micro-batch that comes next
-        self.tokens = [read_header(path) for path in self.paths]
-        self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
-
-    def __next__(self) -> np.ndarray:
-        if self.turn == 0:
-            self.plan_step()
-        parts = self.world * self.accum
-        part = self.turn * self.world + self.rank
-        self.turn = (self.turn + 1) % self.accum
-        return np.stack([self.window(place) for place in self.planned[part::parts]])
-
-    def plan_step(self) -> None:
-        "Plan the windows of a step, and keep where the order stood before."
-        self.before = self.place()
-        self.planned = self.plan()
-
-    def read(self, shard: int, begin: int, count: int) -> np.ndarray:
-        """Tokens of a shard.
-
-        GolfError if there are fewer, one is too large, or the shard has changed.
-        """
-        part = read_span(self.paths[shard], begin, count, self.tokens[shard])
-        check_tokens(self.paths[shard], part, self.vocab_size)
-        return part
-
-    def state(self) -> dict:
-        "The place after the last batch, as JSON."
-        place = self.before if self.turn else self.place()
-        return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
-
-    def load_state(self, state: dict) -> None:
-        "Go to a place that `state` gave. Raises GolfError for another order or corpus."
-        found = (state.get("order"), state.get("corpus"))
-        own = (self.order, self.corpus)
-        require(found == own, f"a saved loader state must be of order and corpus {own}, found "
-                f"{found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
-        self.go_to(state)
-        self.turn = int(state["turn"])
-        if self.turn:
-            self.plan_step()
-
-    def saved_place(self) -> str:
-        "The place as JSON. Raises GolfError for one that JSON cannot hold."
-        try:
-            return json.dumps(self.place(), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, "
-                            f"for checkpoints, found one that cannot be written ({error}): give "
-                            "plain numbers, texts and lists") from error
-
-    def check(self) -> None:
-        """Raise GolfError for an order that lacks a part or cannot plan and go back.
-
-        It stays where it is.
-        """
-        name = type(self).__name__
-        for part in ("order", "plan", "window", "place", "go_to"):
-            require(getattr(self, part, None), f"{name} must have an order, plan, window, place "
-                    f"and go_to, found no {part}: see the docstring of WindowSampler")
-        try:
-            place = self.saved_place()
-            planned = len(self.plan())
-            self.saved_place()
-            self.go_to(json.loads(place))
-        except GolfError:
-            raise
-        except Exception as error:
-            raise GolfError(f"{name} must plan {self.windows} windows and go back to where "
-                            f"it stood, found {type(error).__name__}: {error}: mend its "
-                            "plan, place or go_to") from error
-        require(planned == self.windows, f"the plan of {name} must be the {self.windows} windows "
-                f"of a step, found {planned}: plan as many as self.windows")
-
-
-class SequentialSampler(WindowSampler):
-    """The baseline's order: the joined shards, round and round.
-
-    A step is cut into `spans`, each a token longer than its rows; 0: one
-    for each rank and micro-batch.
-    """
-    order = "sequential"
-
-    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
-                 accum: int = 1, spans: int = 0):
-        super().__init__(paths, rank, world, rows, seq_len, accum)
-        self.spans = spans or world * accum
-        self.position = 0                   # in the stream, where the next step begins
-        self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
-        self.total = int(self.ends[-1])
-
-    def plan(self) -> list[int]:
-        "Where the windows of the next step begin in the stream; a rank gets neighbours."
-        n = np.arange(self.windows)
-        spans_before = n * self.spans // self.windows
-        starts = (self.position + n * self.seq_len + spans_before) % self.total
-        self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
-        parts = starts.reshape(-1, self.rows)
-        return parts.T.ravel().tolist()  # a card for every part, then the next
-
-    def place(self) -> dict:
-        "The position is all."
-        return {"position": self.position}
-
-    def go_to(self, place: dict) -> None:
-        "Take it up."
-        self.position = int(place["position"])
-
-    def locate(self, position: int) -> tuple[int, int]:
-        "Shard and offset of a token of the stream; after the last shard comes the first."
-        position %= self.total
-        shard = int(np.searchsorted(self.ends, position, side="right"))
-        begin = int(self.ends[shard]) - self.tokens[shard]
-        return shard, position - begin
-
-    def window(self, position: int) -> np.ndarray:
-        "The tokens from a position of the stream on, uint16 [seq_len + 1]."
-        pieces = []
-        missing = self.seq_len + 1
-        while missing > 0:
-            shard, offset = self.locate(position)
-            piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
-            pieces.append(piece)
-            position += len(piece)
-            missing -= len(piece)
-        return np.concatenate(pieces)
-
-
-def grad_accum(world: int) -> int:
-    "Micro-steps of a step: a rank holds at most an eighth of the batch at once."
-    return max(1, 8 // world)
-
-
-@dataclass
-class LoaderSettings(BaseSettings):
-    "What one training step reads."
-    data_path: str = setting("./data/datasets/fineweb10B_sp1024",
-                             "directory of NAME_train_*.bin and NAME_val_*.bin: path")
-    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens",
-                                      bounds="> 0")
-    seed: int = setting(1337, "seed of initial weights and loader's order: integer",
-                        bounds="[0, 2^63)")
-
-    def rows_per_micro(self, world: int, seq_len: int) -> int:
-        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-batch."
-        return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
-
-
-def check_batch(cfg: LoaderSettings, seq_len: int, world: int) -> None:
-    "Raise GolfError if `world` ranks cannot share out a batch of rows of `seq_len` tokens."
-    tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
-    require(tokens % part == 0, f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} "
-            f"tokens, in number a multiple of {world} ranks x {grad_accum(world)} micro-batches, "
-            f"found {tokens} tokens: set it to {max(1, tokens // part) * part} or use another "
-            "number of ranks")
-
-
-Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
-
-
-class Loader(Iterator):
-    """An endless iterator over batches on a device, built ahead by a thread.
-    Use it in a `with`, or close it.
-
-    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
-    batches are built ahead.
-    """
-
-    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int,
-                 depth: int = 4):
-        self.sampler = sampler
-        sampler.vocab_size = vocab_size
-        self.device = torch.device(device)
-        cuda = self.device.type == "cuda"
-        shape = (sampler.rows, sampler.seq_len + 1)
-        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda)
-                        for _ in range(depth)]
-        self.stream = torch.cuda.Stream(self.device) if cuda else None
-        self.thread = None
-        sampler.check()
-        self.rewind(sampler.state())
-
-    def __enter__(self) -> "Loader": return self
-    def __exit__(self, *_) -> None: self.close()
-
-    def state(self) -> dict:
-        "The sampler's state after the last batch handed out, as JSON."
-        return self.given
-
-    def close(self) -> None:
-        "Stop the thread, wait for it and for copies; may be called twice."
-        if self.thread is not None:
-            self.running = False
-            self.free.put(None)
-            self.thread.join()
-            self.thread = None
-            if self.stream:
-                self.stream.synchronize()
-
-    def rewind(self, state: dict) -> None:
-        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
-        self.close()
-        self.sampler.load_state(state)
-        self.free = queue.SimpleQueue()   # buffers to fill
-        self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
-        self.sent = deque()               # batches on their way to the device
-        self.copied = []                  # buffers that a copy still reads
-        for buffer in self.buffers:
-            self.free.put(buffer)
-        self.given = self.sampler.state()
-        self.running = True
-        self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
-        self.thread.start()
-
-    def feed(self) -> None:
-        "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
-        try:
-            while (buffer := self.free.get()) is not None and self.running:
-                buffer.numpy()[:] = next(self.sampler).view(np.int16)
-                self.ready.put((buffer, self.sampler.state()))
-        except BaseException as error:
-            self.ready.put(error)
-
-    def send(self, buffer: torch.Tensor, state: dict) -> None:
-        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
-        with torch.cuda.stream(self.stream):  # does nothing where there is no stream
-            narrow = buffer.to(self.device, non_blocking=True)
-            self.copied.append((buffer, self.stream and self.stream.record_event()))
-            wide = narrow.long() & 0xFFFF
-            batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
-        self.sent.append((batch, state, self.stream and self.stream.record_event()))
-
-    def take_back(self) -> None:
-        "Wait for the copies that were under way a step ago, and give the thread their buffers."
-        for buffer, event in self.copied:
-            if event is not None:
-                event.synchronize()
-            self.free.put(buffer)
-        self.copied = []
-
-    def send_ahead(self) -> None:
-        "Send this call's batch, and the following one if it is built, or note the thread's error."
-        while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
-            built = self.ready.get()
-            if isinstance(built, BaseException):
-                self.sent.append(built)  # where it stays
-            else:
-                self.send(*built)
-
-    def __next__(self) -> Batch:
-        """The next batch, ready for the current stream.
-
-        Raises an error of the thread, then on every call.
-        """
-        require(self.thread, "the loader must be open, found it closed: make a new Loader, or "
-                "rewind this one")
-        self.take_back()
-        self.send_ahead()
-        if isinstance(self.sent[0], BaseException):
-            raise self.sent[0]
-        batch, self.given, arrived = self.sent.popleft()
-        if arrived is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(arrived)
-            for tensor in batch:
-                tensor.record_stream(current)  # keeps its memory while in use
-        return batch
-
-
 # ---- golfnb/newton_schulz.py ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 
@@ -2098,7 +1676,8 @@ def ns_product_kernel(x, square, norm, out, M, K, a, b, c, POLYNOMIAL: tl.conste
     tiles = high * (high + 1) // 2
     n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     other, i = tile // (high + 1), tile % (high + 1)
-    j = high - 1 - other  # columns j and other have high + 1 tiles between them
+    # columns j and other have high + 1 tiles between them: of 4 x 4 tiles, 3 and 0 have five
+    j = high - 1 - other
     if i > j:
         i -= j + 1
         j = other
@@ -3028,128 +2607,6 @@ class EngineSettings(BaseSettings):
                                     bounds=">= 0")
 
 
-# ---- golfnb/evaluate.py ----
-def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
-    """First tokens `starts [W]` of windows of min(seq_len, n_targets)
-    tokens that score every target once.
-
-    `keeps [W]`: how many of its last targets a window scores. Raises
-    GolfError for a stride over a row.
-    """
-    require(n_targets > 0 and 1 <= stride <= seq_len,
-            f"scoring needs targets, and EVAL_STRIDE from 1 to the row length {seq_len}: found "
-            f"{n_targets} targets and stride {stride}")
-    row = min(seq_len, n_targets)
-    later = -(-(n_targets - row) // stride)
-    starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
-    return starts, (starts + row).diff(prepend=torch.zeros(1, dtype=torch.int64))
-
-
-def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
-    "Batches (first window, one past the last, last_n) of `batch_seqs` windows of equal `keeps`."
-    same, counts = torch.unique_consecutive(keeps, return_counts=True)
-    ends = counts.cumsum(0)
-    groups = zip(same.tolist(), counts.tolist(), ends.tolist(), strict=True)
-    return [(a, min(a + batch_seqs, end), last_n) for last_n, n, end in groups
-            for a in range(end - n, end, batch_seqs)]
-
-
-def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
-    """The items.
-
-    Before each, `log.at` says: `what`, how many are done, how many there are, tokens in all.
-    """
-    for i, item in enumerate(items := list(items)):
-        if log is not None:
-            log.at = what, i, len(items), tokens
-        yield item
-
-
-@torch.no_grad()
-def score_windows(model, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
-                  batch_seqs: int, out: Tensor | None = None, log=None) -> Tensor:
-    """Score some windows of `row` tokens on this rank alone; returns fp64 [3]:
-    nats, bytes, count of targets.
-
-    `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`;
-    a forward takes `batch_seqs` rows. `out [N]` receives each target's nats.
-    """
-    total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
-    starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
-    for a, b, last_n in counted(window_batches(keeps, batch_seqs), "scoring", log,
-                                tokens.numel() - 1):
-        first = starts[a:b]
-        filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
-        ids = tokens[filled[:, None] + span].long()
-        x, y = ids[:, :-1], ids[:, 1:]
-        nll = token_nll(model(x, last_n), y[:, -last_n:], model.cap)[:b - a]
-        n_bytes = target_bytes(table, x[:b - a, -last_n:], y[:b - a, -last_n:])
-        total += torch.stack([nll.double().sum(), n_bytes.sum().double(),
-                              torch.full_like(total[0], nll.numel())])
-        if out is not None:
-            out[first[:, None] + span[row - last_n:row]] = nll.to(out.dtype)
-    return total
-
-
-def share_of(n: int, ranks: Ranks) -> tuple[int, int]:
-    "This rank's share of `n` things: the first, and one past the last."
-    return n * ranks.rank // ranks.world, n * (ranks.rank + 1) // ranks.world
-
-
-def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
-    """Nats a token and bits per byte of all ranks' `sums [3]`.
-
-    Raises GolfError unless they hold `n` targets.
-    """
-    nll, n_bytes, count = ranks.sum_late(sums).tolist()
-    require(count == n, f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
-            "do all ranks hold the same tokens?")
-    return nll / n, bits_per_byte(nll, n_bytes)
-
-
-def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
-                 batch_seqs: int, ranks: Ranks, out: Tensor | None = None,
-                 log=None) -> tuple[float, float]:
-    """Nats a token and bits per byte of a stream in `windows`, as `score_windows`.
-
-    Every rank must call.
-    """
-    n = tokens.numel() - 1
-    starts, keeps = windows(n, seq_len, stride)
-    lo, hi = share_of(len(starts), ranks)
-    sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n),
-                         min(batch_seqs, len(starts)), out, log)
-    return total_score(sums, n, ranks)
-
-
-def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
-               ranks: Ranks, log=None, out: Tensor | None = None) -> tuple[float, float]:
-    "Plain validation: `sliding_loss` in disjoint rows."
-    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, out, log)
-
-
-@dataclass
-class EvalSettings(BaseSettings):
-    "How validation is cut into windows."
-    eval_seq_len: int = setting(2048, "length of a validation window: tokens", bounds="> 0")
-    eval_stride: int = setting(64, "targets scored by each window after the first: tokens",
-                               bounds="> 0")
-    val_batch_size: int = setting(524_288, "size of a validation forward, all ranks: tokens",
-                                  bounds="> 0")
-
-    def rows_per_score(self, world: int, row: int = 0) -> int:
-        "Rows of `row` tokens (0: EVAL_SEQ_LEN) in a scoring forward of each of `world` ranks."
-        return max(1,
-                   self.val_batch_size // ((row or self.eval_seq_len) * world * grad_accum(world)))
-
-    def rules(self) -> Rules:
-        "A stride that leaves no target out."
-        yield from super().rules()
-        stride, row = self.eval_stride, self.eval_seq_len
-        yield stride <= row, ("EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, "
-                              f"found {stride} and {row}: lower EVAL_STRIDE")
-
-
 # ---- golfnb/grid.py ----
 # GPTQ-lite's candidates; 1.0 is the row maximum
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)
@@ -3227,6 +2684,951 @@ def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     scale = (clip / 127).clamp(least, FP16_HUGE)
     bounded = wide.clamp(-clip[..., None], clip[..., None])
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
+
+
+# ---- golfnb/averaging.py ----
+# torch gives out torch._foreach_lerp_ and its like without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
+
+
+def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
+    "Copies in at least fp32: in bf16 an average would swallow its small steps."
+    return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
+
+
+class Average:
+    """What a training asks of an average of the weights: derive yours from this.
+
+    - `update(tensors, step, lr_schedule)`: take in the weights after `step`, made at `lr_schedule`
+      of the peak learning rate; always in the same order, and never waits
+    - `weights()`: copies, in at least fp32, of the weights to export
+    - `state()`: name -> live tensors that a checkpoint must keep
+    """
+    update: Callable[..., None]
+    weights: Callable[[], list[Tensor]]
+    state: Callable[[], dict[str, list[Tensor]]]
+
+    def remark(self, log):
+        "Write into the log what there is to say of the exported weights; may wait for the GPU."
+
+
+class Ema(Average):
+    "E = decay*E + (1-decay)*W after every step (PR #549), from the initial weights `tensors`."
+
+    def __init__(self, tensors: list[Tensor], decay: float = 0.997):
+        require(0 <= decay < 1,
+                f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
+        self.tensors = wide_copy(tensors)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
+        "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
+        now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
+        torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
+
+    def weights(self) -> list[Tensor]:
+        "Copies of the average."
+        return wide_copy(self.tensors)
+
+    def state(self) -> dict[str, list[Tensor]]:
+        "The average itself."
+        return {"ema": self.tensors}
+
+
+@dataclass
+class AveragingSettings(BaseSettings):
+    "How the averages of the weights are taken."
+    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio",
+                               bounds="[0, 1)")
+    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps",
+                             bounds="> 0")
+
+
+# ---- golfnb/shards.py ----
+def cannot_write(path: Path, error: OSError) -> GolfError:
+    "What to raise where a file cannot be written."
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+    return GolfError(f"cannot write {path} ({error.strerror}; {free:,} bytes free on its disk): "
+                     "free some space or write elsewhere")
+
+
+def atomic_write(path: str | Path, data: bytes | str) -> None:
+    "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
+    path = Path(path)
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    if isinstance(data, str):
+        data = data.encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temp, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)  # it is there only if something failed
+
+
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+HEADER_BYTES = 1024
+
+
+@contextmanager
+def shard_file(path: str | Path):
+    "An open shard and its number of tokens. GolfError if it is missing, damaged or no shard."
+    try:
+        with open(path, "rb", buffering=0) as file:
+            stat = os.fstat(file.fileno())
+            yield file, _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
+
+
+def read_header(path: str | Path) -> int:
+    "The tokens in a shard. Raises GolfError as `shard_file` does."
+    with shard_file(path) as (_, tokens):
+        return tokens
+
+
+@cache
+def _checked_header(path: str, size: int, mtime_ns: int) -> int:
+    "The tokens that the header of a file of this size and time promises."
+    magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    wanted = HEADER_BYTES + 2 * max(tokens, 0)
+    require(size >= HEADER_BYTES + 2, f"shard {path} must have a header of {HEADER_BYTES} bytes "
+            f"and at least one token, found {size} bytes: it is empty or cut off, build it again")
+    require(magic == SHARD_MAGIC, f"shard {path} must start with magic {SHARD_MAGIC}, found "
+            f"{magic}: it is no token shard")
+    require(version == SHARD_VERSION, f"shard {path} must be of version {SHARD_VERSION}, found "
+            f"{version}: build it again")
+    require(tokens > 0 and size == wanted, f"shard {path} must have {wanted:,} bytes for its "
+            f"{tokens:,} tokens, found {size:,}: it is cut off or damaged, copy or build it again")
+    return tokens
+
+
+def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
+    """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
+
+    Raises GolfError as `shard_file` does, if the shard no longer has
+    `expected` tokens, or if it ends early.
+    """
+    with shard_file(path) as (file, tokens):
+        wanted = expected or tokens
+        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
+                f"runs, found {tokens:,}: do not change shards in use")
+        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
+    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
+            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
+    return part
+
+
+def find_shards(pattern: str | Path) -> list[Path]:
+    "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
+    text = str(pattern)
+    found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
+    require(found, f"no shard matches {text}: expected at least one file, found none; "
+            "check the directory (DATA_PATH) and the pattern")
+    return [Path(p) for p in found]
+
+
+def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int) -> None:
+    "Raise GolfError unless these tokens of a shard are below `vocab_size`."
+    if tokens.max(initial=0) >= vocab_size:
+        raise GolfError(f"tokens of {path} must be below VOCAB_SIZE={vocab_size}, found "
+                        f"{tokens.max()}: the shard belongs to another tokenizer")
+
+
+def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
+    "The tokens of all matching shards, uint16 [n]. GolfError unless all are below `vocab_size`."
+    parts = []
+    for path in find_shards(pattern):
+        parts.append(read_span(path, 0, read_header(path)))
+        check_tokens(path, parts[-1], vocab_size or 65_536)
+    return np.concatenate(parts).astype(np.uint16, copy=False)
+
+
+def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
+    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
+    tokens = read_tokens(pattern, vocab_size=vocab_size)
+    rows = (tokens.size - 1) // seq_len
+    require(rows > 0, f"validation must hold at least one window of {seq_len} tokens and one "
+            f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
+            "window")
+    return tokens[: rows * seq_len + 1]
+
+
+# ---- golfnb/loader.py ----
+class WindowSampler(Iterator):
+    """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
+
+    `paths` are sorted shards; a step takes `rows` on each of `world` ranks in each of `accum`
+    micro-batches. Raises GolfError without shards, for a rank outside 0 to world - 1 and for sizes
+    below 1.
+
+    An order of windows derives from this class and says five things:
+
+    - `order`: its name in saved states
+    - `plan()`: the windows of the next step, of all ranks and micro-batches as they are dealt out,
+      in a form of its own; the same list on every rank, so chance comes from a seed that all share
+    - `window(place)`: the tokens of one of these windows, uint16 [seq_len + 1], with `read`
+    - `place()`: where the order stands between two steps, a dict that JSON can hold, with no
+      key named order, corpus or turn
+    - `go_to(place)`: go there; the next plan is then what it would have been
+    """
+    order = ""
+    plan: Callable[..., list]
+    window: Callable[..., np.ndarray]
+    place: Callable[..., dict]
+    go_to: Callable[..., None]
+    vocab_size = 65_536  # tokens must be below; a `Loader` sets its own
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1):
+        self.paths = list(paths)
+        require(self.paths, "a sampler must have shards to read, found none: give it their paths")
+        require(0 <= rank < world, f"a sampler's rank must be one of 0 to world - 1, found rank "
+                f"{rank} of world {world}: give both as the launcher numbers them")
+        require(min(rows, seq_len, accum) >= 1, "a sampler's sizes must be at least 1, found "
+                f"rows={rows}, seq_len={seq_len} and accum={accum}: give each at least 1")
+        self.rank = rank
+        self.world = world
+        self.rows = rows
+        self.seq_len = seq_len
+        self.accum = accum
+        self.windows = rows * world * accum  # of a step
+        self.turn = 0                        # the micro-batch that comes next
+        self.tokens = [read_header(path) for path in self.paths]
+        self.corpus = hashlib.sha256(repr((self.tokens, seq_len)).encode()).hexdigest()[:16]
+
+    def __next__(self) -> np.ndarray:
+        if self.turn == 0:
+            self.plan_step()
+        parts = self.world * self.accum
+        part = self.turn * self.world + self.rank
+        self.turn = (self.turn + 1) % self.accum
+        return np.stack([self.window(place) for place in self.planned[part::parts]])
+
+    def plan_step(self) -> None:
+        "Plan the windows of a step, and keep where the order stood before."
+        self.before = self.place()
+        self.planned = self.plan()
+
+    def read(self, shard: int, begin: int, count: int) -> np.ndarray:
+        """Tokens of a shard.
+
+        GolfError if there are fewer, one is too large, or the shard has changed.
+        """
+        part = read_span(self.paths[shard], begin, count, self.tokens[shard])
+        check_tokens(self.paths[shard], part, self.vocab_size)
+        return part
+
+    def state(self) -> dict:
+        "The place after the last batch, as JSON."
+        place = self.before if self.turn else self.place()
+        return {"order": self.order, "corpus": self.corpus, "turn": self.turn} | place
+
+    def load_state(self, state: dict) -> None:
+        "Go to a place that `state` gave. Raises GolfError for another order or corpus."
+        found = (state.get("order"), state.get("corpus"))
+        own = (self.order, self.corpus)
+        require(found == own, f"a saved loader state must be of order and corpus {own}, found "
+                f"{found}: go on with the same shards, TRAIN_SEQ_LEN and LOADER")
+        self.go_to(state)
+        self.turn = int(state["turn"])
+        if self.turn:
+            self.plan_step()
+
+    def saved_place(self) -> str:
+        "The place as JSON. Raises GolfError for one that JSON cannot hold."
+        try:
+            return json.dumps(self.place(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise GolfError(f"place() of {type(self).__name__} must be a dict that JSON can hold, "
+                            f"for checkpoints, found one that cannot be written ({error}): give "
+                            "plain numbers, texts and lists") from error
+
+    def check(self) -> None:
+        """Raise GolfError for an order that lacks a part or cannot plan and go back.
+
+        It stays where it is.
+        """
+        name = type(self).__name__
+        for part in ("order", "plan", "window", "place", "go_to"):
+            require(getattr(self, part, None), f"{name} must have an order, plan, window, place "
+                    f"and go_to, found no {part}: see the docstring of WindowSampler")
+        try:
+            place = self.saved_place()
+            planned = len(self.plan())
+            self.saved_place()
+            self.go_to(json.loads(place))
+        except GolfError:
+            raise
+        except Exception as error:
+            raise GolfError(f"{name} must plan {self.windows} windows and go back to where "
+                            f"it stood, found {type(error).__name__}: {error}: mend its "
+                            "plan, place or go_to") from error
+        require(planned == self.windows, f"the plan of {name} must be the {self.windows} windows "
+                f"of a step, found {planned}: plan as many as self.windows")
+
+
+class SequentialSampler(WindowSampler):
+    """The baseline's order: the joined shards, round and round.
+
+    A step is cut into `spans`, each a token longer than its rows; 0: one
+    for each rank and micro-batch.
+    """
+    order = "sequential"
+
+    def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int,
+                 accum: int = 1, spans: int = 0):
+        super().__init__(paths, rank, world, rows, seq_len, accum)
+        self.spans = spans or world * accum
+        self.position = 0                   # in the stream, where the next step begins
+        self.ends = np.cumsum(self.tokens)  # of the shards, in the stream
+        self.total = int(self.ends[-1])
+
+    def plan(self) -> list[int]:
+        "Where the windows of the next step begin in the stream; a rank gets neighbours."
+        n = np.arange(self.windows)
+        spans_before = n * self.spans // self.windows
+        starts = (self.position + n * self.seq_len + spans_before) % self.total
+        self.position = (self.position + self.windows * self.seq_len + self.spans) % self.total
+        parts = starts.reshape(-1, self.rows)
+        return parts.T.ravel().tolist()  # row 0 of every part, then row 1
+
+    def place(self) -> dict:
+        "The position is all."
+        return {"position": self.position}
+
+    def go_to(self, place: dict) -> None:
+        "Take it up."
+        self.position = int(place["position"])
+
+    def locate(self, position: int) -> tuple[int, int]:
+        "Shard and offset of a token of the stream; after the last shard comes the first."
+        position %= self.total
+        shard = int(np.searchsorted(self.ends, position, side="right"))
+        begin = int(self.ends[shard]) - self.tokens[shard]
+        return shard, position - begin
+
+    def window(self, position: int) -> np.ndarray:
+        "The tokens from a position of the stream on, uint16 [seq_len + 1]."
+        pieces = []
+        missing = self.seq_len + 1
+        while missing > 0:
+            shard, offset = self.locate(position)
+            piece = self.read(shard, offset, min(missing, self.tokens[shard] - offset))
+            pieces.append(piece)
+            position += len(piece)
+            missing -= len(piece)
+        return np.concatenate(pieces)
+
+
+def grad_accum(world: int) -> int:
+    "Micro-steps of a step: a rank holds at most an eighth of the batch at once."
+    return max(1, 8 // world)
+
+
+@dataclass
+class LoaderSettings(BaseSettings):
+    "What one training step reads."
+    data_path: str = setting("./data/datasets/fineweb10B_sp1024",
+                             "directory of NAME_train_*.bin and NAME_val_*.bin: path")
+    train_batch_tokens: int = setting(786_432, "tokens of a step on all ranks: tokens",
+                                      bounds="> 0")
+    seed: int = setting(1337, "seed of initial weights and loader's order: integer",
+                        bounds="[0, 2^63)")
+
+    def rows_per_micro(self, world: int, seq_len: int) -> int:
+        "Rows of `seq_len` tokens that each of `world` ranks reads in a micro-batch."
+        return self.train_batch_tokens // (world * grad_accum(world) * seq_len)
+
+
+def check_batch(cfg: LoaderSettings, seq_len: int, world: int) -> None:
+    "Raise GolfError if `world` ranks cannot share out a batch of rows of `seq_len` tokens."
+    tokens, part = cfg.train_batch_tokens, seq_len * world * grad_accum(world)
+    require(tokens % part == 0, f"TRAIN_BATCH_TOKENS must be whole rows of TRAIN_SEQ_LEN={seq_len} "
+            f"tokens, in number a multiple of {world} ranks x {grad_accum(world)} micro-batches, "
+            f"found {tokens} tokens: set it to {max(1, tokens // part) * part} or use another "
+            "number of ranks")
+
+
+Batch = namedtuple("Batch", "ids targets")  # on the device, int64 [rows, seq_len] each
+
+
+class Loader(Iterator):
+    """An endless iterator over batches on a device, built ahead by a thread.
+    Use it in a `with`, or close it.
+
+    It takes over the `sampler`, a `WindowSampler`. Tokens must be below `vocab_size`; up to `depth`
+    batches are built ahead.
+    """
+
+    def __init__(self, sampler: WindowSampler, device: torch.device | str, vocab_size: int,
+                 depth: int = 4):
+        self.sampler = sampler
+        sampler.vocab_size = vocab_size
+        self.device = torch.device(device)
+        cuda = self.device.type == "cuda"
+        shape = (sampler.rows, sampler.seq_len + 1)
+        self.buffers = [torch.empty(shape, dtype=torch.int16, pin_memory=cuda)
+                        for _ in range(depth)]
+        self.stream = torch.cuda.Stream(self.device) if cuda else None
+        self.thread = None
+        sampler.check()
+        self.rewind(sampler.state())
+
+    def __enter__(self) -> "Loader": return self
+    def __exit__(self, *_) -> None: self.close()
+
+    def state(self) -> dict:
+        "The sampler's state after the last batch handed out, as JSON."
+        return self.given
+
+    def close(self) -> None:
+        "Stop the thread, wait for it and for copies; may be called twice."
+        if self.thread is not None:
+            self.running = False
+            self.free.put(None)
+            self.thread.join()
+            self.thread = None
+            if self.stream:
+                self.stream.synchronize()
+
+    def rewind(self, state: dict) -> None:
+        "Go to a place that `state` gave; batches built ahead are dropped. Opens a closed loader."
+        self.close()
+        self.sampler.load_state(state)
+        self.free = queue.SimpleQueue()   # buffers to fill
+        self.ready = queue.SimpleQueue()  # filled ones with their states, or an error
+        self.sent = deque()               # batches on their way to the device
+        self.copied = []                  # buffers that a copy still reads
+        for buffer in self.buffers:
+            self.free.put(buffer)
+        self.given = self.sampler.state()
+        self.running = True
+        self.thread = threading.Thread(target=self.feed, name="golfnb-feeder", daemon=True)
+        self.thread.start()
+
+    def feed(self) -> None:
+        "The thread: fill free buffers. Hands over (buffer, state), or the exception that ended it."
+        try:
+            while (buffer := self.free.get()) is not None and self.running:
+                buffer.numpy()[:] = next(self.sampler).view(np.int16)
+                self.ready.put((buffer, self.sampler.state()))
+        except BaseException as error:
+            self.ready.put(error)
+
+    def send(self, buffer: torch.Tensor, state: dict) -> None:
+        "Begin to copy a filled buffer, int16 [rows, seq_len + 1], to the device."
+        with torch.cuda.stream(self.stream):  # does nothing where there is no stream
+            narrow = buffer.to(self.device, non_blocking=True)
+            self.copied.append((buffer, self.stream and self.stream.record_event()))
+            wide = narrow.long() & 0xFFFF
+            batch = Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous())
+        self.sent.append((batch, state, self.stream and self.stream.record_event()))
+
+    def take_back(self) -> None:
+        "Wait for the copies that were under way a step ago, and give the thread their buffers."
+        for buffer, event in self.copied:
+            if event is not None:
+                event.synchronize()
+            self.free.put(buffer)
+        self.copied = []
+
+    def send_ahead(self) -> None:
+        "Send this call's batch, and the following one if it is built, or note the thread's error."
+        while not self.sent or (len(self.sent) < 2 and not self.ready.empty()):
+            built = self.ready.get()
+            if isinstance(built, BaseException):
+                self.sent.append(built)  # where it stays
+            else:
+                self.send(*built)
+
+    def __next__(self) -> Batch:
+        """The next batch, ready for the current stream.
+
+        Raises an error of the thread, then on every call.
+        """
+        require(self.thread, "the loader must be open, found it closed: make a new Loader, or "
+                "rewind this one")
+        self.take_back()
+        self.send_ahead()
+        if isinstance(self.sent[0], BaseException):
+            raise self.sent[0]
+        batch, self.given, arrived = self.sent.popleft()
+        if arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(arrived)
+            for tensor in batch:
+                tensor.record_stream(current)  # keeps its memory while in use
+        return batch
+
+
+# ---- golfnb/train.py ----
+@dataclass
+class TrainSettings(AveragingSettings, ComputeSettings):
+    "How long a run trains, on which schedule, and what it logs."
+    iterations: int = setting(9000, "training steps at most: steps", bounds="> 0")
+    warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps",
+                                  bounds=">= 0")
+    warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards: steps",
+                               bounds="0 to 10000")
+    max_wallclock_seconds: float = setting(600.0, "training time; 0: no limit: seconds",
+                                           bounds=">= 0")
+    val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps",
+                                  bounds=">= 0")
+    train_log_every: int = setting(500, "steps between logged losses; 0: ten in all: steps",
+                                   bounds=">= 0")
+    muon_momentum: float = setting(0.99, "Muon momentum once warmed up: ratio", bounds="[0, 1)")
+    muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio",
+                                                bounds="[0, 1)")
+    muon_momentum_warmup_steps: int = setting(1500, "linear momentum warm-up: steps", bounds=">= 0")
+    late_qat_threshold: float = setting(0.15,
+                                        "share of the peak learning rate below which weights are "
+                                        "published on the grid, where a recipe does so: ratio")
+    step_graph: bool = setting(True,
+                               "on CUDA, record forward and backward as one CUDA graph: 0 or 1")
+
+    @property
+    def train_cap_ms(self) -> float:
+        "Milliseconds of training after which the run stops; 0: no cap."
+        return 1000 * self.max_wallclock_seconds
+
+
+def momentum_schedule(s: TrainSettings, step: int) -> float:
+    "Muon's momentum for the step about to run."
+    start = s.muon_momentum_warmup_start
+    warm_up = s.muon_momentum_warmup_steps
+    done = 1.0 if step >= warm_up else step / warm_up
+    return start + (s.muon_momentum - start) * done
+
+
+def lr_schedule(s: TrainSettings, step: int,
+                elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
+    """Share of the peak learning rate for the step about to run.
+
+    Under a cap a tensor, from rank 0's clock.
+    """
+    cap = s.train_cap_ms
+    down = s.warmdown_iters
+    if down <= 0:
+        return 1.0
+    if cap <= 0:
+        return min(1.0, (s.iterations - step) / down)
+    elapsed = torch.as_tensor(elapsed_ms, dtype=getattr(elapsed_ms, "dtype", torch.float64))
+    per_step = (elapsed / max(step, 1)).clamp(min=1e-9)
+    return ((cap - elapsed).clamp(min=0) / (down * per_step)).clamp(max=1.0)
+
+
+LATE_STEPS = 2
+
+
+class LateReader:
+    "Small device tensors, each read `LATE_STEPS` pushes later, when that costs no waiting."
+
+    def __init__(self):
+        self.queue = deque()
+
+    def push(self, t: torch.Tensor) -> list | None:
+        "Queue `t`; returns the values pushed `LATE_STEPS` ago, or None while there are none."
+        # from a GPU: into pinned memory, without waiting
+        on_cpu = t.to("cpu", non_blocking=True, copy=True)
+        event = torch.cuda.current_stream().record_event() if t.is_cuda else None
+        self.queue.append((on_cpu, event))
+        return self.pop() if len(self.queue) > LATE_STEPS else None
+
+    def pop(self) -> list:
+        "The oldest values, waiting for them if need be."
+        on_cpu, event = self.queue.popleft()
+        if event is not None:
+            event.synchronize()
+        return on_cpu.tolist()
+
+
+def training_loss(model: Callable, cap: float) -> Callable:
+    "The function (ids, targets) -> mean loss that training differentiates."
+    return lambda ids, targets: softcap_loss(model(ids), targets, cap)
+
+
+def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callable:
+    "`fn` under torch.compile where the settings ask for it."
+    if cfg.compile == "0" or (cfg.compile == "auto" and device.type != "cuda"):
+        return fn
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)  # blocks of several kinds, many shapes
+    return torch.compile(fn, dynamic=False, fullgraph=True)
+
+
+def backward_pass(loss_fn: Callable, ids: torch.Tensor, targets: torch.Tensor,
+                  accum: int) -> torch.Tensor:
+    """Forward and backward of one of `accum` micro-batches.
+
+    Returns its share of the mean loss, detached.
+    """
+    loss = loss_fn(ids, targets) / accum
+    loss.backward()
+    return loss.detach()
+
+
+def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: int) -> torch.Tensor:
+    """Forward and backward over the `accum` micro-batches of a step; returns this rank's mean loss.
+
+    `backward(ids, targets, accum)` is `backward_pass` of a loss function, or a `StepGraph`'s.
+    """
+    total = None
+    for _ in range(accum):
+        ids, targets = next(batches)
+        loss = backward(ids, targets, accum)
+        total = loss if total is None else total + loss
+        if accum > 1:
+            engine.accumulate()
+    assert total is not None  # a step has a micro-batch at least
+    return total
+
+
+class StepGraph:
+    """A loss function whose `backward` is recorded on CUDA and then replayed.
+
+    `params` get the gradients.
+    """
+
+    def __init__(self, loss_fn: Callable, params: list):
+        self.loss_fn, self.params, self.places = loss_fn, params, None
+
+    def differentiate(self):
+        "Loss and gradients of the fixed batch."
+        loss = self.loss_fn(self.ids, self.targets) / self.accum
+        self.loss = loss.detach()
+        self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+
+    def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
+        "What `backward_pass` does; shapes and `accum` are the same in all calls."
+        places = [p.data_ptr() for p in self.params]
+        if places != self.places:
+            self.ids = ids.clone()
+            self.targets = targets.clone()
+            self.accum = accum
+            self.places = places
+            self.graphed = CudaGraphed(self.differentiate, ids.device)
+        earlier = {}  # copies, by parameter: of other micro-batches
+        for p in self.params:
+            if p.grad is not None:
+                earlier[p] = p.grad.clone()
+        self.ids.copy_(ids)
+        self.targets.copy_(targets)
+        self.graphed()
+        for p, grad in zip(self.params, self.grads, strict=True):
+            p.grad = earlier[p].add_(grad) if p in earlier else grad
+        return self.loss.clone()
+
+
+class RunLog:
+    """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
+
+    A `node` that is not rank 0's has no events and train.node1.log: on a
+    shared disk it would collide.
+    """
+
+    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
+        names = (f"train.node{node}.log",) if node else ("train.log", "metrics.jsonl")
+        self.loud, self.reported = writes and not quiet and not node, set()
+        self.files = []
+        if folder is not None and writes:
+            for name in names:
+                self.files.append(open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8"))
+        for f in (f for f in self.files if f.tell()):
+            f.write("\n")  # an earlier life may have ended within a line
+        self.at: tuple[str, float, float, float] = ("starting", 0, 0, 0)
+        self.pacing = None
+        self.spoke = time.perf_counter()
+        threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
+
+    def line(self, text: str):
+        "One line of text."
+        self.spoke = time.perf_counter()
+        self.put(text, *[sys.stdout] * self.loud, *self.files[:1])
+
+    def event(self, kind: str, **values):
+        "One event with its numbers."
+        self.put(json.dumps({"event": kind, **values}), *self.files[1:])
+
+    def close(self):
+        "Write what still waits, if there is room now, and close the files."
+        for f in self.files:
+            with suppress(OSError):
+                f.close()
+
+    def put(self, text: str, *files):
+        """Write a line to open files and flush.
+
+        What cannot be written is told, once for each kind of error.
+        """
+        for f in files:
+            try:
+                print(f"{text}\n", end="", file=f, flush=True)  # in one piece: a thread writes too
+            except OSError as e:
+                if f not in self.files:  # or Python tries once more as it ends, and fails
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
+                if e.errno not in self.reported:
+                    self.reported.add(e.errno)
+                    self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its "
+                             "lines go to train.log as soon as there is room", sys.stderr)
+
+    def listen(self):
+        "A thread: an event each second on how far the run is, a line if there was none for eight."
+        first = 0
+        begun = 0.0
+        with suppress(ReferenceError, ValueError):  # the log is gone, or closed
+            while not time.sleep(1.0) and self.files:
+                (what, done, total, tokens), now = self.at, time.perf_counter()
+                # the first part warms up and says nothing of the pace
+                if self.pacing != (what, done > 1):
+                    self.pacing, first, begun = (what, done > 1), done, now
+                pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
+                speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
+                left = f"{now - begun:.0f} s so far"
+                if pace:
+                    left = f"{(total - done) / pace:.0f} s left"
+                self.event("progress", what=what, done=done, total=total, left=left)
+                if now - self.spoke > 8:
+                    self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
+
+
+def counted(items: Iterable, what: str, log, tokens: int = 0) -> Iterator:
+    """The items.
+
+    Before each, `log.at` says: `what`, how many are done, how many there are, tokens in all.
+    """
+    for i, item in enumerate(items := list(items)):
+        if log is not None:
+            log.at = what, i, len(items), tokens
+        yield item
+
+
+class Trainer:
+    """What a run knows of its steps: clock, losses, log. Only `stop_clock`
+    and `finish` wait for the device.
+
+    `average` takes in the weights after each step; `make_projector(engine)`, if given, makes what
+    rounds the weights that late steps publish. `losses`: mean loss of each step, nats a token.
+    `train_ms`: training time. `skipped`: steps left out for a gradient that was not finite.
+    `val_loss`, `val_bpb`: of the last validation. `rounded_from`: the first step, counted from 0,
+    that published rounded weights.
+    """
+    control_scalars = CONTROL_SCALARS
+
+    def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: Average,
+                 log: RunLog | None = None, now: Callable = time.perf_counter,
+                 make_projector: Callable | None = None):
+        self.settings = settings
+        self.engine = engine
+        self.batches = batches
+        self.average = average
+        self.log = log or RunLog(quiet=True)
+        self.now = now
+        self.begun = now()
+        self.make_projector = make_projector
+        self.project = self.rounded_from = None
+        self.accum = grad_accum(engine.ranks.world)
+        self.reader = LateReader()
+        self.steps = self.skipped = self.skipped_in_a_row = 0
+        self.train_ms, self.stop = 0.0, False
+        self.losses, self.starts = [], []
+        self.late_rate = 1.0  # share of the peak learning rate, of the last step that was read
+        self.val_loss = self.val_bpb = None
+
+    def elapsed_ms(self) -> float:
+        "Milliseconds of training so far, by this rank's clock."
+        return 1000 * (self.now() - self.begun)
+
+    def expected_steps(self) -> float:
+        "How many steps there will be, by the pace until the step that began last."
+        cap = self.settings.train_cap_ms or math.inf
+        in_time = cap * max(self.steps, 1) / max(self.starts[-1], 1e-9)
+        return min(self.settings.iterations, in_time)
+
+    def clock(self) -> tuple[float, bool]:
+        """Called as a step begins: its time in milliseconds, and whether to stop.
+
+        What rank 0 says counts.
+        """
+        elapsed = self.elapsed_ms()
+        self.starts.append(elapsed)
+        expected = self.expected_steps()
+        tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
+        self.log.at = "training", self.steps, expected, tokens
+        under_way = (1 + LATE_STEPS) * elapsed / max(self.steps, 1)
+        stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
+        return elapsed, stop
+
+    def launch(self, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
+        """Start the step's communication; time and stop travel with the gradients.
+
+        Returns the control vector.
+        """
+        if self.steps == 0:
+            self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
+        return self.engine.launch(loss, elapsed_ms, stop)
+
+    def push(self, control: torch.Tensor, loss: torch.Tensor):
+        "Called as a step ends: control vector and this rank's loss, to be read two steps later."
+        self.steps += 1
+        scalars = self.engine.scalars  # what the step was made with, whatever schedule gave it
+        more = torch.stack([loss.to(control.dtype).view(()), scalars.lr_schedule.to(control.dtype),
+                            scalars.momentum.to(control.dtype)])
+        values = self.reader.push(torch.cat([control, more]))
+        if values is not None:
+            self.read(values)
+
+    def projector(self) -> Callable | None:
+        """What rounds the weights that this step publishes; None before late rounding has begun.
+
+        It begins once the learning rate falls below `late_qat_threshold` of its peak, and stays: a
+        rate that rises again does not end it.
+        """
+        late = self.late_rate < self.settings.late_qat_threshold
+        if late and self.project is None and self.make_projector is not None:
+            self.project = self.make_projector(self.engine)
+            self.rounded_from = self.steps
+            self.log.line(f"late_qat:enabled step:{self.steps + 1} owner-side int6 grid")
+        return self.project
+
+    def stop_clock(self):
+        "Wait for the device, and note the milliseconds of training so far."
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.train_ms = self.elapsed_ms()
+
+    def finish(self):
+        "Read what is still under way; the model then holds the unrounded weights."
+        self.stop_clock()
+        while self.reader.queue:
+            self.read(self.reader.pop())
+        if self.stop:
+            self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
+                          f"step:{self.steps}/{self.settings.iterations}")
+        self.check_weights()
+        self.engine.publish()
+
+    def count_skipped(self, step: int, norm_sq: float):
+        """Note whether a step was skipped.
+
+        Raises GolfError after MOST_SKIPPED in a row, on all ranks alike.
+        """
+        if math.isfinite(norm_sq):
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.log.line(f"step:{step} skipped: the gradient was not finite")
+        require(self.skipped_in_a_row < MOST_SKIPPED, "the gradient must be finite, found NaN or "
+                f"infinity in the {MOST_SKIPPED} steps up to step {step}: {DIVERGED}")
+
+    def check_weights(self):
+        "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
+        bad = torch.stack([torch.isfinite(t).logical_not().sum()
+                           for t in self.engine.tensors()]).sum()
+        require(self.engine.ranks.sum(bad).item() == 0, "the weights must be finite, found NaN or "
+                f"infinity after step {self.steps}: {DIVERGED}")
+
+    def read(self, values: list):
+        "Take in the next unread step: control scalars, own loss, learning rate, momentum."
+        s = self.settings
+        step = len(self.losses)
+        own_loss, rate, momentum = values[-3:]
+        # a rule's numbers may follow
+        control = dict(zip(self.control_scalars, values, strict=False))
+        world = self.engine.ranks.world
+        self.losses.append(control["loss"] / world)
+        self.stop = self.stop or control["stop"] > 0
+        self.late_rate = rate
+        self.count_skipped(step + 1, control["norm_sq"])
+        norm_sq = control["norm_sq"]
+        if self.engine.clip.norm_is_sum:
+            norm_sq = norm_sq / world
+        begin = self.starts[step]
+        end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
+        self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss,
+                       ms=end - begin,
+                       train_ms=end, multiplier=round(rate, 7), momentum=round(momentum, 7),
+                       grad_norm=norm_sq ** 0.5)
+        step += 1
+        logged = s.train_log_every > 0 and step % s.train_log_every == 0
+        if step < 11 or logged or step == s.iterations:
+            self.log.line(f"step:{step}/{s.iterations} train_loss:{own_loss:.4f} "
+                          f"train_time:{end:.0f}ms step_avg:{end / step:.2f}ms")
+
+    def validate(self, score: Callable):
+        "Score the weights with the clock stopped; `score()` gives nats a token and bits per byte."
+        self.stop_clock()
+        self.engine.publish()
+        self.val_loss, self.val_bpb = score()
+        check_score(f"the validation after step {self.steps}", self.val_loss)
+        self.log.line(f"step:{self.steps}/{self.settings.iterations} val_loss:{self.val_loss:.4f} "
+                      f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
+                      f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
+        self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb,
+                       train_ms=self.train_ms)
+        self.engine.publish(project=self.project)
+        self.begun = self.now() - self.train_ms / 1000
+
+
+MOST_SKIPPED = 10  # steps in a row
+DIVERGED = "lower the learning rates, or go back to the recipe's settings"
+
+
+def check_score(what: str, loss: float):
+    "Raise GolfError for a score that is NaN or infinite."
+    require(math.isfinite(loss),
+            f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
+
+
+def train(t: Trainer, step: Callable, validate: Callable | None = None,
+          extras: Sequence = ()) -> Trainer:
+    """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
+
+    `validate()` gives nats a token and bits per byte; `extras`, each as
+    `Extra`, are called around the steps.
+    """
+    for extra in extras:
+        extra.before_training(t)
+    every = t.settings.val_loss_every
+    while t.steps < t.settings.iterations and not t.stop:
+        if validate and every > 0 and t.steps % every == 0:
+            t.validate(validate)
+        step(t)
+        for extra in extras:
+            extra.after_step(t)
+    for extra in extras:
+        extra.after_training(t)
+    if validate:
+        t.validate(validate)
+    t.finish()
+    return t
+
+
+@contextmanager
+def undone(engine: Engine, batches: Loader) -> Iterator[None]:
+    "What is trained in this block is put back as it was: weights, momenta, and the loader's place."
+    saved = [t.clone() for t in engine.state()]
+    place = batches.state()
+    yield
+    engine.restore(saved)
+    batches.rewind(place)
+
+
+def rehearse(t: Trainer, step: Callable, log: RunLog):
+    "Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time."
+    count = t.settings.warmup_steps
+    for n in counted(range(1, count + 1), "compiling", log):
+        step(t)
+        if n <= 3 or n % 10 == 0 or n == count:
+            log.line(f"warmup_step:{n}/{count}")
 
 
 # ---- golfnb/quantize.py ----
@@ -3556,514 +3958,115 @@ def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[st
     return rows
 
 
-# ---- golfnb/averaging.py ----
-# torch gives out torch._foreach_lerp_ and its like without saying so to type checkers:
-# pyright: reportPrivateImportUsage=false
+# ---- golfnb/evaluate.py ----
+def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
+    """First tokens `starts [W]` of windows of min(seq_len, n_targets)
+    tokens that score every target once.
 
-
-def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
-    "Copies in at least fp32: in bf16 an average would swallow its small steps."
-    return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
-
-
-class Average:
-    """What a training asks of an average of the weights: derive yours from this.
-
-    - `update(tensors, step, lr_schedule)`: take in the weights after `step`, made at `lr_schedule`
-      of the peak learning rate; always in the same order, and never waits
-    - `weights()`: copies, in at least fp32, of the weights to export
-    - `state()`: name -> live tensors that a checkpoint must keep
+    `keeps [W]`: how many of its last targets a window scores. Raises
+    GolfError for a stride over a row.
     """
-    update: Callable[..., None]
-    weights: Callable[[], list[Tensor]]
-    state: Callable[[], dict[str, list[Tensor]]]
-
-    def remark(self, log):
-        "Write into the log what there is to say of the exported weights; may wait for the GPU."
-
-
-class Ema(Average):
-    "E = decay*E + (1-decay)*W after every step (PR #549), from the initial weights `tensors`."
-
-    def __init__(self, tensors: list[Tensor], decay: float = 0.997):
-        require(0 <= decay < 1,
-                f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
-        self.tensors = wide_copy(tensors)
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
-        "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
-        now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
-        torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
-
-    def weights(self) -> list[Tensor]:
-        "Copies of the average."
-        return wide_copy(self.tensors)
-
-    def state(self) -> dict[str, list[Tensor]]:
-        "The average itself."
-        return {"ema": self.tensors}
+    require(n_targets > 0 and 1 <= stride <= seq_len,
+            f"scoring needs targets, and EVAL_STRIDE from 1 to the row length {seq_len}: found "
+            f"{n_targets} targets and stride {stride}")
+    row = min(seq_len, n_targets)
+    later = -(-(n_targets - row) // stride)
+    starts = (torch.arange(later + 1) * stride).clamp(max=n_targets - row)
+    return starts, (starts + row).diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 
-@dataclass
-class AveragingSettings(BaseSettings):
-    "How the averages of the weights are taken."
-    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio",
-                               bounds="[0, 1)")
-    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps",
-                             bounds="> 0")
+def window_batches(keeps: Tensor, batch_seqs: int) -> list[tuple[int, int, int]]:
+    "Batches (first window, one past the last, last_n) of `batch_seqs` windows of equal `keeps`."
+    same, counts = torch.unique_consecutive(keeps, return_counts=True)
+    ends = counts.cumsum(0)
+    groups = zip(same.tolist(), counts.tolist(), ends.tolist(), strict=True)
+    return [(a, min(a + batch_seqs, end), last_n) for last_n, n, end in groups
+            for a in range(end - n, end, batch_seqs)]
 
 
-# ---- golfnb/train.py ----
-@dataclass
-class TrainSettings(AveragingSettings, ComputeSettings):
-    "How long a run trains, on which schedule, and what it logs."
-    iterations: int = setting(9000, "training steps at most: steps", bounds="> 0")
-    warmdown_iters: int = setting(3500, "final linear decay of the learning rate to 0: steps",
-                                  bounds=">= 0")
-    warmup_steps: int = setting(20, "untimed steps before the run, undone afterwards: steps",
-                               bounds="0 to 10000")
-    max_wallclock_seconds: float = setting(600.0, "training time; 0: no limit: seconds",
-                                           bounds=">= 0")
-    val_loss_every: int = setting(4000, "steps between validations; 0: only at the end: steps",
-                                  bounds=">= 0")
-    train_log_every: int = setting(500, "steps between logged losses; 0: ten in all: steps",
-                                   bounds=">= 0")
-    muon_momentum: float = setting(0.99, "Muon momentum once warmed up: ratio", bounds="[0, 1)")
-    muon_momentum_warmup_start: float = setting(0.92, "Muon momentum at step 0: ratio",
-                                                bounds="[0, 1)")
-    muon_momentum_warmup_steps: int = setting(1500, "linear momentum warm-up: steps", bounds=">= 0")
-    late_qat_threshold: float = setting(0.15,
-                                        "share of the peak learning rate below which weights are "
-                                        "published on the grid, where a recipe does so: ratio")
-    step_graph: bool = setting(True,
-                               "on CUDA, record forward and backward as one CUDA graph: 0 or 1")
+@torch.no_grad()
+def score_windows(model, tokens: Tensor, table: ByteTable, starts: Tensor, keeps: Tensor, row: int,
+                  batch_seqs: int, out: Tensor | None = None, log=None) -> Tensor:
+    """Score some windows of `row` tokens on this rank alone; returns fp64 [3]:
+    nats, bytes, count of targets.
 
-    @property
-    def train_cap_ms(self) -> float:
-        "Milliseconds of training after which the run stops; 0: no cap."
-        return 1000 * self.max_wallclock_seconds
-
-
-def momentum_schedule(s: TrainSettings, step: int) -> float:
-    "Muon's momentum for the step about to run."
-    start = s.muon_momentum_warmup_start
-    warm_up = s.muon_momentum_warmup_steps
-    done = 1.0 if step >= warm_up else step / warm_up
-    return start + (s.muon_momentum - start) * done
-
-
-def lr_schedule(s: TrainSettings, step: int,
-                elapsed_ms: torch.Tensor | float) -> torch.Tensor | float:
-    """Share of the peak learning rate for the step about to run.
-
-    Under a cap a tensor, from rank 0's clock.
+    `tokens [N + 1]` and `table` lie on the model's device; `starts` and `keeps` are from `windows`;
+    a forward takes `batch_seqs` rows. `out [N]` receives each target's nats.
     """
-    cap = s.train_cap_ms
-    down = s.warmdown_iters
-    if down <= 0:
-        return 1.0
-    if cap <= 0:
-        return min(1.0, (s.iterations - step) / down)
-    elapsed = torch.as_tensor(elapsed_ms, dtype=getattr(elapsed_ms, "dtype", torch.float64))
-    per_step = (elapsed / max(step, 1)).clamp(min=1e-9)
-    return ((cap - elapsed).clamp(min=0) / (down * per_step)).clamp(max=1.0)
-
-
-LATE_STEPS = 2
-
-
-class LateReader:
-    "Small device tensors, each read `LATE_STEPS` pushes later, when that costs no waiting."
-
-    def __init__(self):
-        self.queue = deque()
-
-    def push(self, t: torch.Tensor) -> list | None:
-        "Queue `t`; returns the values pushed `LATE_STEPS` ago, or None while there are none."
-        # from a GPU: into pinned memory, without waiting
-        on_cpu = t.to("cpu", non_blocking=True, copy=True)
-        event = torch.cuda.current_stream().record_event() if t.is_cuda else None
-        self.queue.append((on_cpu, event))
-        return self.pop() if len(self.queue) > LATE_STEPS else None
-
-    def pop(self) -> list:
-        "The oldest values, waiting for them if need be."
-        on_cpu, event = self.queue.popleft()
-        if event is not None:
-            event.synchronize()
-        return on_cpu.tolist()
-
-
-def training_loss(model: Callable, cap: float) -> Callable:
-    "The function (ids, targets) -> mean loss that training differentiates."
-    return lambda ids, targets: softcap_loss(model(ids), targets, cap)
-
-
-def compiled(fn: Callable, cfg: ComputeSettings, device: torch.device) -> Callable:
-    "`fn` under torch.compile where the settings ask for it."
-    if cfg.compile == "0" or (cfg.compile == "auto" and device.type != "cuda"):
-        return fn
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)  # blocks of several kinds, many shapes
-    return torch.compile(fn, dynamic=False, fullgraph=True)
-
-
-def backward_pass(loss_fn: Callable, ids: torch.Tensor, targets: torch.Tensor,
-                  accum: int) -> torch.Tensor:
-    """Forward and backward of one of `accum` micro-batches.
-
-    Returns its share of the mean loss, detached.
-    """
-    loss = loss_fn(ids, targets) / accum
-    loss.backward()
-    return loss.detach()
-
-
-def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: int) -> torch.Tensor:
-    """Forward and backward over the `accum` micro-batches of a step; returns this rank's mean loss.
-
-    `backward(ids, targets, accum)` is `backward_pass` of a loss function, or a `StepGraph`'s.
-    """
-    total = None
-    for _ in range(accum):
-        ids, targets = next(batches)
-        loss = backward(ids, targets, accum)
-        total = loss if total is None else total + loss
-        if accum > 1:
-            engine.accumulate()
-    assert total is not None  # a step has a micro-batch at least
+    total = torch.zeros(3, dtype=torch.float64, device=tokens.device)
+    starts, span = starts.to(tokens.device), torch.arange(row + 1, device=tokens.device)
+    for a, b, last_n in counted(window_batches(keeps, batch_seqs), "scoring", log,
+                                tokens.numel() - 1):
+        first = starts[a:b]
+        filled = torch.cat([first, first[-1:].expand(batch_seqs - (b - a))])
+        ids = tokens[filled[:, None] + span].long()
+        x, y = ids[:, :-1], ids[:, 1:]
+        nll = token_nll(model(x, last_n), y[:, -last_n:], model.cap)[:b - a]
+        n_bytes = target_bytes(table, x[:b - a, -last_n:], y[:b - a, -last_n:])
+        total += torch.stack([nll.double().sum(), n_bytes.sum().double(),
+                              torch.full_like(total[0], nll.numel())])
+        if out is not None:
+            out[first[:, None] + span[row - last_n:row]] = nll.to(out.dtype)
     return total
 
 
-class StepGraph:
-    """A loss function whose `backward` is recorded on CUDA and then replayed.
+def share_of(n: int, ranks: Ranks) -> tuple[int, int]:
+    "This rank's share of `n` things: the first, and one past the last."
+    return n * ranks.rank // ranks.world, n * (ranks.rank + 1) // ranks.world
 
-    `params` get the gradients.
+
+def total_score(sums: Tensor, n: int, ranks: Ranks) -> tuple[float, float]:
+    """Nats a token and bits per byte of all ranks' `sums [3]`.
+
+    Raises GolfError unless they hold `n` targets.
     """
-
-    def __init__(self, loss_fn: Callable, params: list):
-        self.loss_fn, self.params, self.places = loss_fn, params, None
-
-    def differentiate(self):
-        "Loss and gradients of the fixed batch."
-        loss = self.loss_fn(self.ids, self.targets) / self.accum
-        self.loss = loss.detach()
-        self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
-
-    def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
-        "What `backward_pass` does; shapes and `accum` are the same in all calls."
-        places = [p.data_ptr() for p in self.params]
-        if places != self.places:
-            self.ids = ids.clone()
-            self.targets = targets.clone()
-            self.accum = accum
-            self.places = places
-            self.graphed = CudaGraphed(self.differentiate, ids.device)
-        earlier = {}  # copies, by parameter: of other micro-batches
-        for p in self.params:
-            if p.grad is not None:
-                earlier[p] = p.grad.clone()
-        self.ids.copy_(ids)
-        self.targets.copy_(targets)
-        self.graphed()
-        for p, grad in zip(self.params, self.grads, strict=True):
-            p.grad = earlier[p].add_(grad) if p in earlier else grad
-        return self.loss.clone()
+    nll, n_bytes, count = ranks.sum_late(sums).tolist()
+    require(count == n, f"every target must be scored once: {n:,} targets, {count:,.0f} scored; "
+            "do all ranks hold the same tokens?")
+    return nll / n, bits_per_byte(nll, n_bytes)
 
 
-class RunLog:
-    """Lines to the terminal and `folder`/train.log, events to metrics.jsonl, if this rank `writes`.
+def sliding_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, stride: int,
+                 batch_seqs: int, ranks: Ranks, out: Tensor | None = None,
+                 log=None) -> tuple[float, float]:
+    """Nats a token and bits per byte of a stream in `windows`, as `score_windows`.
 
-    A `node` that is not rank 0's has no events and train.node1.log: on a
-    shared disk it would collide.
+    Every rank must call.
     """
-
-    def __init__(self, folder: Path | None = None, writes=True, quiet: bool = False, node: int = 0):
-        names = (f"train.node{node}.log",) if node else ("train.log", "metrics.jsonl")
-        self.loud, self.reported = writes and not quiet and not node, set()
-        self.files = []
-        if folder is not None and writes:
-            for name in names:
-                self.files.append(open(Path(folder) / name, "a", buffering=2**24, encoding="utf-8"))
-        for f in (f for f in self.files if f.tell()):
-            f.write("\n")  # an earlier life may have ended within a line
-        self.at: tuple[str, float, float, float] = ("starting", 0, 0, 0)
-        self.pacing = None
-        self.spoke = time.perf_counter()
-        threading.Thread(target=RunLog.listen, args=(weakref.proxy(self),), daemon=True).start()
-
-    def line(self, text: str):
-        "One line of text."
-        self.spoke = time.perf_counter()
-        self.put(text, *[sys.stdout] * self.loud, *self.files[:1])
-
-    def event(self, kind: str, **values):
-        "One event with its numbers."
-        self.put(json.dumps({"event": kind, **values}), *self.files[1:])
-
-    def close(self):
-        "Write what still waits, if there is room now, and close the files."
-        for f in self.files:
-            with suppress(OSError):
-                f.close()
-
-    def put(self, text: str, *files):
-        """Write a line to open files and flush.
-
-        What cannot be written is told, once for each kind of error.
-        """
-        for f in files:
-            try:
-                print(f"{text}\n", end="", file=f, flush=True)  # in one piece: a thread writes too
-            except OSError as e:
-                if f not in self.files:  # or Python tries once more as it ends, and fails
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), f.fileno())
-                if e.errno not in self.reported:
-                    self.reported.add(e.errno)
-                    self.put(f"golfnb: cannot write {f.name} ({e.strerror}): the run goes on, its "
-                             "lines go to train.log as soon as there is room", sys.stderr)
-
-    def listen(self):
-        "A thread: an event each second on how far the run is, a line if there was none for eight."
-        first = 0
-        begun = 0.0
-        with suppress(ReferenceError, ValueError):  # the log is gone, or closed
-            while not time.sleep(1.0) and self.files:
-                (what, done, total, tokens), now = self.at, time.perf_counter()
-                # the first part warms up and says nothing of the pace
-                if self.pacing != (what, done > 1):
-                    self.pacing, first, begun = (what, done > 1), done, now
-                pace = (done - first) / (now - begun) if done > max(first, 1) else 0.0
-                speed = f", {tokens * pace / max(total, 1):,.0f} tokens/s" * (tokens * pace > 0)
-                left = f"{now - begun:.0f} s so far"
-                if pace:
-                    left = f"{(total - done) / pace:.0f} s left"
-                self.event("progress", what=what, done=done, total=total, left=left)
-                if now - self.spoke > 8:
-                    self.line(f"progress: {what} {done / max(total, 1):.0%}{speed}, {left}")
+    n = tokens.numel() - 1
+    starts, keeps = windows(n, seq_len, stride)
+    lo, hi = share_of(len(starts), ranks)
+    sums = score_windows(model, tokens, table, starts[lo:hi], keeps[lo:hi], min(seq_len, n),
+                         min(batch_seqs, len(starts)), out, log)
+    return total_score(sums, n, ranks)
 
 
-class Trainer:
-    """What a run knows of its steps: clock, losses, log. Only `stop_clock`
-    and `finish` wait for the device.
-
-    `average` takes in the weights after each step; `make_projector(engine)`, if given, makes what
-    rounds the weights that late steps publish. `losses`: mean loss of each step, nats a token.
-    `train_ms`: training time. `skipped`: steps left out for a gradient that was not finite.
-    `val_loss`, `val_bpb`: of the last validation. `rounded_from`: the first step, counted from 0,
-    that published rounded weights.
-    """
-    control_scalars = CONTROL_SCALARS
-
-    def __init__(self, settings: TrainSettings, engine: Engine, batches: Loader, average: Average,
-                 log: RunLog | None = None, now: Callable = time.perf_counter,
-                 make_projector: Callable | None = None):
-        self.settings = settings
-        self.engine = engine
-        self.batches = batches
-        self.average = average
-        self.log = log or RunLog(quiet=True)
-        self.now = now
-        self.begun = now()
-        self.make_projector = make_projector
-        self.project = self.rounded_from = None
-        self.accum = grad_accum(engine.ranks.world)
-        self.reader = LateReader()
-        self.steps = self.skipped = self.skipped_in_a_row = 0
-        self.train_ms, self.stop = 0.0, False
-        self.losses, self.starts = [], []
-        self.late_rate = 1.0  # share of the peak learning rate, of the last step that was read
-        self.val_loss = self.val_bpb = None
-
-    def elapsed_ms(self) -> float:
-        "Milliseconds of training so far, by this rank's clock."
-        return 1000 * (self.now() - self.begun)
-
-    def expected_steps(self) -> float:
-        "How many steps there will be, by the pace until the step that began last."
-        cap = self.settings.train_cap_ms or math.inf
-        in_time = cap * max(self.steps, 1) / max(self.starts[-1], 1e-9)
-        return min(self.settings.iterations, in_time)
-
-    def clock(self) -> tuple[float, bool]:
-        """Called as a step begins: its time in milliseconds, and whether to stop.
-
-        What rank 0 says counts.
-        """
-        elapsed = self.elapsed_ms()
-        self.starts.append(elapsed)
-        expected = self.expected_steps()
-        tokens = expected * getattr(self.settings, "train_batch_tokens", 0)
-        self.log.at = "training", self.steps, expected, tokens
-        under_way = LATE_STEPS * elapsed / max(self.steps, 1)
-        stop = 0 < self.settings.train_cap_ms <= elapsed + under_way and self.steps > 0
-        return elapsed, stop
-
-    def launch(self, loss: torch.Tensor, elapsed_ms: float, stop: bool) -> torch.Tensor:
-        """Start the step's communication; time and stop travel with the gradients.
-
-        Returns the control vector.
-        """
-        if self.steps == 0:
-            self.engine.ranks.barrier()  # one rank may have compiled minutes longer than the others
-        return self.engine.launch(loss, elapsed_ms, stop)
-
-    def push(self, control: torch.Tensor, loss: torch.Tensor):
-        "Called as a step ends: control vector and this rank's loss, to be read two steps later."
-        self.steps += 1
-        scalars = self.engine.scalars  # what the step was made with, whatever schedule gave it
-        more = torch.stack([loss.to(control.dtype).view(()), scalars.lr_schedule.to(control.dtype),
-                            scalars.momentum.to(control.dtype)])
-        values = self.reader.push(torch.cat([control, more]))
-        if values is not None:
-            self.read(values)
-
-    def projector(self) -> Callable | None:
-        """What rounds the weights that this step publishes; None before late rounding has begun.
-
-        It begins once the learning rate falls below `late_qat_threshold` of its peak, and stays: a
-        rate that rises again does not end it.
-        """
-        late = self.late_rate < self.settings.late_qat_threshold
-        if late and self.project is None and self.make_projector is not None:
-            self.project = self.make_projector(self.engine)
-            self.rounded_from = self.steps
-            self.log.line(f"late_qat:enabled step:{self.steps + 1} owner-side int6 grid")
-        return self.project
-
-    def stop_clock(self):
-        "Wait for the device, and note the milliseconds of training so far."
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.train_ms = self.elapsed_ms()
-
-    def finish(self):
-        "Read what is still under way; the model then holds the unrounded weights."
-        self.stop_clock()
-        while self.reader.queue:
-            self.read(self.reader.pop())
-        if self.stop:
-            self.log.line(f"stopping_early: wallclock_cap train_time:{self.train_ms:.0f}ms "
-                          f"step:{self.steps}/{self.settings.iterations}")
-        self.check_weights()
-        self.engine.publish()
-
-    def count_skipped(self, step: int, norm_sq: float):
-        """Note whether a step was skipped.
-
-        Raises GolfError after MOST_SKIPPED in a row, on all ranks alike.
-        """
-        if math.isfinite(norm_sq):
-            self.skipped_in_a_row = 0
-            return
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        self.log.line(f"step:{step} skipped: the gradient was not finite")
-        require(self.skipped_in_a_row < MOST_SKIPPED, "the gradient must be finite, found NaN or "
-                f"infinity in the {MOST_SKIPPED} steps up to step {step}: {DIVERGED}")
-
-    def check_weights(self):
-        "Raise GolfError, on all ranks alike, if a weight is NaN or infinite."
-        bad = torch.stack([torch.isfinite(t).logical_not().sum()
-                           for t in self.engine.tensors()]).sum()
-        require(self.engine.ranks.sum(bad).item() == 0, "the weights must be finite, found NaN or "
-                f"infinity after step {self.steps}: {DIVERGED}")
-
-    def read(self, values: list):
-        "Take in the next unread step: control scalars, own loss, learning rate, momentum."
-        s = self.settings
-        step = len(self.losses)
-        own_loss, rate, momentum = values[-3:]
-        # a rule's numbers may follow
-        control = dict(zip(self.control_scalars, values, strict=False))
-        world = self.engine.ranks.world
-        self.losses.append(control["loss"] / world)
-        self.stop = self.stop or control["stop"] > 0
-        self.late_rate = rate
-        self.count_skipped(step + 1, control["norm_sq"])
-        norm_sq = control["norm_sq"]
-        if self.engine.clip.norm_is_sum:
-            norm_sq = norm_sq / world
-        begin = self.starts[step]
-        end = self.starts[step + 1] if step + 1 < len(self.starts) else self.train_ms
-        self.log.event("step", step=step + 1, loss=self.losses[-1], own_loss=own_loss,
-                       ms=end - begin,
-                       train_ms=end, multiplier=round(rate, 7), momentum=round(momentum, 7),
-                       grad_norm=norm_sq ** 0.5)
-        step += 1
-        logged = s.train_log_every > 0 and step % s.train_log_every == 0
-        if step < 11 or logged or step == s.iterations:
-            self.log.line(f"step:{step}/{s.iterations} train_loss:{own_loss:.4f} "
-                          f"train_time:{end:.0f}ms step_avg:{end / step:.2f}ms")
-
-    def validate(self, score: Callable):
-        "Score the weights with the clock stopped; `score()` gives nats a token and bits per byte."
-        self.stop_clock()
-        self.engine.publish()
-        self.val_loss, self.val_bpb = score()
-        check_score(f"the validation after step {self.steps}", self.val_loss)
-        self.log.line(f"step:{self.steps}/{self.settings.iterations} val_loss:{self.val_loss:.4f} "
-                      f"val_bpb:{self.val_bpb:.4f} train_time:{self.train_ms:.0f}ms "
-                      f"step_avg:{self.train_ms / max(self.steps, 1):.2f}ms")
-        self.log.event("val", step=self.steps, loss=self.val_loss, bpb=self.val_bpb,
-                       train_ms=self.train_ms)
-        self.engine.publish(project=self.project)
-        self.begun = self.now() - self.train_ms / 1000
+def plain_loss(model: Callable, tokens: Tensor, table: ByteTable, seq_len: int, batch_seqs: int,
+               ranks: Ranks, log=None, out: Tensor | None = None) -> tuple[float, float]:
+    "Plain validation: `sliding_loss` in disjoint rows."
+    return sliding_loss(model, tokens, table, seq_len, seq_len, batch_seqs, ranks, out, log)
 
 
-MOST_SKIPPED = 10  # steps in a row
-DIVERGED = "lower the learning rates, or go back to the recipe's settings"
+@dataclass
+class EvalSettings(BaseSettings):
+    "How validation is cut into windows."
+    eval_seq_len: int = setting(2048, "length of a validation window: tokens", bounds="> 0")
+    eval_stride: int = setting(64, "targets scored by each window after the first: tokens",
+                               bounds="> 0")
+    val_batch_size: int = setting(524_288, "size of a validation forward, all ranks: tokens",
+                                  bounds="> 0")
 
+    def rows_per_score(self, world: int, row: int = 0) -> int:
+        "Rows of `row` tokens (0: EVAL_SEQ_LEN) in a scoring forward of each of `world` ranks."
+        return max(1,
+                   self.val_batch_size // ((row or self.eval_seq_len) * world * grad_accum(world)))
 
-def check_score(what: str, loss: float):
-    "Raise GolfError for a score that is NaN or infinite."
-    require(math.isfinite(loss),
-            f"{what} must be a finite score, found {loss} nats a token: {DIVERGED}")
-
-
-def train(t: Trainer, step: Callable, validate: Callable | None = None,
-          extras: Sequence = ()) -> Trainer:
-    """Call `step(t)` until ITERATIONS or the wall-clock cap; returns the trainer.
-
-    `validate()` gives nats a token and bits per byte; `extras`, each as
-    `Extra`, are called around the steps.
-    """
-    for extra in extras:
-        extra.before_training(t)
-    every = t.settings.val_loss_every
-    while t.steps < t.settings.iterations and not t.stop:
-        if validate and every > 0 and t.steps % every == 0:
-            t.validate(validate)
-        step(t)
-        for extra in extras:
-            extra.after_step(t)
-    for extra in extras:
-        extra.after_training(t)
-    if validate:
-        t.validate(validate)
-    t.finish()
-    return t
-
-
-@contextmanager
-def undone(engine: Engine, batches: Loader) -> Iterator[None]:
-    "What is trained in this block is put back as it was: weights, momenta, and the loader's place."
-    saved = [t.clone() for t in engine.state()]
-    place = batches.state()
-    yield
-    engine.restore(saved)
-    batches.rewind(place)
-
-
-def rehearse(t: Trainer, step: Callable, log: RunLog):
-    "Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time."
-    count = t.settings.warmup_steps
-    for n in counted(range(1, count + 1), "compiling", log):
-        step(t)
-        if n <= 3 or n % 10 == 0 or n == count:
-            log.line(f"warmup_step:{n}/{count}")
+    def rules(self) -> Rules:
+        "A stride that leaves no target out."
+        yield from super().rules()
+        stride, row = self.eval_stride, self.eval_seq_len
+        yield stride <= row, ("EVAL_STRIDE must be at most EVAL_SEQ_LEN, or targets are left out, "
+                              f"found {stride} and {row}: lower EVAL_STRIDE")
 
 
 # ---- golfnb/run.py ----

@@ -25,7 +25,6 @@ from torch import Tensor
 from .bpb import ByteTable, bits_per_byte, target_bytes
 from .evaluate import (
     EvalSettings,
-    counted,
     plain_loss,
     score_windows,
     share_of,
@@ -39,7 +38,7 @@ from .model import ComputeSettings, Golf, load_named, published_views
 from .parallel_muon import ClipMean, CudaGraphed, Engine, Ranks, Sgd
 from .settings import GolfError, Rules, require, setting
 from .shards import BOS_ID, check_disjoint, open_shard
-from .train import RunLog, compiled
+from .train import RunLog, compiled, counted
 
 # %% ../nbs/story/13_ttt.ipynb #829a154e
 class Ledger:

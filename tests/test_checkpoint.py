@@ -1,6 +1,7 @@
 """Checkpoints: a run stopped anywhere goes on as if nothing had happened, on any number of ranks; damage and full disks cost a checkpoint, not a run."""
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -21,7 +22,8 @@ from golfnb.tools.report import read_run
 from golfnb.settings import GolfError, finite
 from golfnb.shards import HEADER_BYTES, write_shard
 from golfnb.train import RunLog, training_loss
-from tiny import TINY, tiny_data
+from forked import run_python
+from tiny import TINY, clean_env, tiny_data
 from workers import Batches, machine, settings, spawn, trained
 
 ENV = settings(3, ITERATIONS="12", WARMDOWN_ITERS="8", QAT_BANKS="1", LATE_QAT_THRESHOLD="0.7", SCALE_FLOOR="0", SMALL_TENSOR="64", AVERAGING="ema+swa", SWA_EVERY="1")
@@ -96,13 +98,57 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_on_any_number_of_ranks(tmp_path, 
             assert distance(whole, found) < 1e-9 and np.allclose(found[1], whole[1], atol=1e-9)
 
 
+ASKED = """
+import os
+import signal
+import sys
+from pathlib import Path
+from golfnb import run
+from golfnb.tools.checkpoint import Keeper
+from golfnb.tools.guard import guarded_rank
+
+def work(ranks):
+    keeper = Keeper(Path("runs/x/checkpoints"), 1e9, ranks, None)
+    keeper.training = True
+    for word in sys.argv[1:]:
+        print(word)
+        os.kill(os.getpid(), getattr(signal, word))
+    keeper.after_training(training)
+
+class training: steps = None
+
+guarded_rank(run, work)
+"""
+
+
+@pytest.mark.parametrize("signals, status, said", [
+    ("SIGTERM SIGTERM", 5, "golfnb: stopped by SIGTERM; .*--resume runs/x\n"),
+    ("SIGTERM SIGINT", 5, "golfnb: Ctrl-C.*\ngolfnb: stopped by Ctrl-C; .*--resume runs/x\n"),
+    ("SIGINT SIGINT SIGTERM", 130, "golfnb: Ctrl-C.*\ngolfnb: interrupted\n"),
+    ("SIGINT SIGTERM SIGTERM", 130, "golfnb: Ctrl-C.*\ngolfnb: interrupted\n")])
+def test_a_second_signal_after_a_ctrl_c_ends_at_once(tmp_path, signals, status, said):
+    "Torchrun sends its ranks SIGTERM where it gets a second SIGINT; some clusters send SIGTERM twice."
+    (tmp_path / "asked.py").write_text(ASKED)
+    done = run_python([tmp_path / "asked.py", *signals.split()], tmp_path, clean_env())
+    assert done.returncode == status and re.fullmatch(said, done.stderr), done.stderr
+
+
+def test_outside_a_guarded_rank_ctrl_c_stays_as_it_was(tmp_path):
+    "In a notebook, for instance."
+    before = signal.getsignal(signal.SIGINT)
+    keeper = Keeper(tmp_path, 1e9, Ranks(), RunLog(quiet=True))
+    assert signal.getsignal(signal.SIGINT) is before and signal.getsignal(signal.SIGTERM) == keeper.on_signal
+    keeper.close()
+    assert signal.getsignal(signal.SIGTERM) != keeper.on_signal
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_another_models_refused(tmp_path):
     lines = []
     class Log(RunLog):
         def line(self, text): lines.append(text)
     whole, _ = lives(Ranks(), str(tmp_path))
     newest = tmp_path / "checkpoints" / "step-00000012"
-    tensors = next(newest.glob("*.distcp"))
+    tensors = next(newest.glob("rank*.pt"))
     good = tensors.read_bytes()
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 0x40
@@ -144,7 +190,7 @@ def test_what_is_whole_and_cannot_be_loaded_is_not_called_damaged(tmp_path, monk
     one_run(Ranks(), keeper)
     keeper.wait()
     def fails(*args, **how): raise RuntimeError("of another version")
-    monkeypatch.setattr(keeper.dcp, "load", fails)
+    monkeypatch.setattr(torch, "load", fails)
     with pytest.raises(GolfError, match="step-00000012.*of another version"):
         keeper.newest()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000012"]
@@ -166,17 +212,24 @@ def test_a_disk_without_room_costs_the_checkpoint_not_the_run(tmp_path):
     assert (tmp_path / "step-00000012").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_torchs_own_writer_without_room_costs_the_checkpoint_too(tmp_path, monkeypatch):
-    "Its error is no Exception, and many lines long."
+def last_disk_full(ranks, folder: str) -> list[str]:
+    "What the log of a run says whose last rank can write nothing."
     lines = []
     class Log(RunLog):
         def line(self, text): lines.append(text)
     def full(fd): raise OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "fsync", full)
-    keeper = Keeper(tmp_path, 0.0, Ranks(), Log(quiet=True))
-    one_run(Ranks(), keeper)
+    if ranks.rank == ranks.world - 1:
+        os.fsync = full
+    keeper = Keeper(Path(folder), 0.0, ranks, Log(quiet=True))
+    one_run(ranks, keeper)
     keeper.wait()
-    assert any("no checkpoint of step" in line and "No space left" in line for line in lines) and not any("\n" in line for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_whose_disk_is_full_costs_all_the_checkpoint(tmp_path, world):
+    for lines in spawn(world, "last_disk_full", str(tmp_path), module="test_checkpoint"):
+        assert any("no checkpoint of step" in line and "No space left" in line for line in lines) and not any("\n" in line for line in lines)
     assert not list(tmp_path.glob("step-*"))
 
 

@@ -111,6 +111,12 @@ def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
     assert ours.keys() == theirs.keys() and all((ours[n].float() == theirs[n]).all() for n in ours)
 
 
+def test_a_training_without_data_says_how_to_get_some(tmp_path):
+    done = golfnb("train", cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and not list(tmp_path.iterdir()), done.stderr
+    assert re.search("fineweb_1024_bpe.model; .*golfnb data build.*golfnb data download", done.stderr), done.stderr
+
+
 def test_a_finished_run_is_not_overwritten(trained):
     root, run, data, _ = trained
     before = (run / "train_gpt.py").stat().st_mtime_ns
@@ -134,6 +140,26 @@ def test_a_score_takes_its_settings_from_the_run(trained, score):
     other = golfnb("score", run, "EVAL_STRIDE=64", cwd=root)
     assert "stride 64" in other.stdout and " EVAL_STRIDE=64 " in other.stdout
     assert exact(other.stdout, "val_bpb")["final_int6_sliding_window"] != pytest.approx(summary(run)["sliding_bpb"], abs=1e-6)
+
+
+def test_shards_that_their_manifest_gives_to_another_tokenizer_are_refused(trained, score, tmp_path):
+    "Also as calibration; but shards without a manifest, or fewer than it lists, are scored."
+    root, run, data, _ = trained
+    mine = shutil.copytree(data, tmp_path / "mine")
+    for path in mine.glob("*_train_*.bin"):
+        path.unlink()
+    (shard,) = mine.glob("*_val_*.bin")
+    right = exact(score(val=shard).stdout, "val_bpb")
+    other = json.loads((mine / "manifest.json").read_text()) | {"tokenizer_sha256": "0123456789abcdef" * 4}
+    (mine / "manifest.json").write_text(json.dumps(other))
+    shutil.copytree(data, tmp_path / "theirs")
+    shutil.copy(mine / "manifest.json", tmp_path / "theirs")
+    for done in (score(val=mine / "*_val_*.bin"), score("--audit", "--train", shard), golfnb("quantize", run, "--gptq", cwd=root, DATA_PATH=str(tmp_path / "theirs"))):
+        assert done.returncode == 2 and one_sentence(done.stderr) and "0123456789ab" in done.stderr and "tokenizer" in done.stderr, done.stderr
+    unknown = shutil.copy(shard, mine / "wiki_val_000001.bin")
+    assert exact(score(val=unknown).stdout, "val_bpb") == right, "the manifest does not list it"
+    (mine / "manifest.json").unlink()
+    assert exact(score(val=shard).stdout, "val_bpb") == right and right
 
 
 def test_a_score_without_its_runs_summary_says_so(trained, score, tmp_path):
@@ -175,6 +201,12 @@ def test_score_refuses_another_tokenizer_and_a_model_setting(trained, score, tmp
     other.write_bytes((trained[2] / "tokenizer.model").read_bytes() + b"\x00")
     for done, words in ((score(tokenizer=other), "tokenizer"), (score("NUM_LAYERS=3"), "NUM_LAYERS"), (score(val=tmp_path / "nothing_*.bin"), "nothing_")):
         assert done.returncode == 2 and one_sentence(done.stderr) and words in done.stderr
+
+
+@pytest.mark.parametrize("words, said", [([], "neither; add a text"), (["hi", "-i"], "both; leave one out")])
+def test_a_sample_wants_a_prompt_or_asks_for_it(trained, words, said):
+    done = golfnb("sample", trained[1], *words, cwd=trained[0])
+    assert done.returncode == 2 and one_sentence(done.stderr) and said in done.stderr, done.stderr
 
 
 def test_sample_continues_the_prompt(trained, tmp_path):
@@ -227,14 +259,28 @@ def test_quantize_again_and_below_what_is_possible(trained, tmp_path):
     assert golfnb("quantize", run, "-o", tmp_path / "same.golf", cwd=root).returncode == 0
     assert (tmp_path / "same.golf").read_bytes() == (run / "artifact.golf").read_bytes()
     done = golfnb("quantize", run, "--target-bytes", 1000, "-o", tmp_path / "none.golf", cwd=root)
-    assert done.returncode == 2 and one_sentence(done.stderr) and not (tmp_path / "none.golf").exists()
+    assert done.returncode == 3 and one_sentence(done.stderr) and "earlier" not in done.stderr and not (tmp_path / "none.golf").exists()
     assert "--target-bytes 1000" not in done.stderr, "what has just failed is no advice"
     least = int(re.search(r"found ([\d,]+)", done.stderr)[1].replace(",", ""))
     assert least == summary(run)["code_bytes"] + (tmp_path / "none.golf.over").stat().st_size, "what --target-bytes counts"
     assert golfnb("quantize", run, "--target-bytes", least, "-o", tmp_path / "none.golf", cwd=root).returncode == 0
     assert not (tmp_path / "none.golf.over").exists()
+    kept = (tmp_path / "none.golf").read_bytes()
+    done = golfnb("quantize", run, "--target-bytes", 1000, "-o", tmp_path / "none.golf", cwd=root)
+    assert done.returncode == 3 and re.search(r"none\.golf\.over, and \S+none\.golf is an earlier one", done.stderr), done.stderr
+    assert (tmp_path / "none.golf").read_bytes() == kept
+    done = golfnb("quantize", run / "artifact.golf", cwd=root)
+    assert done.returncode == 2 and one_sentence(done.stderr) and f"give {run}, " in done.stderr, done.stderr
     done = golfnb("quantize", run, "-o", tmp_path, cwd=root)
     assert done.returncode == 2 and one_sentence(done.stderr) and "directory" in done.stderr and "settings:" not in done.stdout, "said before the work"
+
+
+def test_a_run_that_has_not_ended_has_nothing_to_score_yet(tmp_path):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "progress.json").write_text("{}")
+    for command in (["score", "half"], ["sample", "half", "x"], ["play", "half"]):
+        done = golfnb(*command, cwd=tmp_path)
+        assert done.returncode == 2 and one_sentence(done.stderr) and "golfnb train --resume half" in done.stderr, done.stderr
 
 
 def test_a_run_over_the_cap_has_a_report_and_can_be_packed_again(trained, tmp_path):
@@ -464,6 +510,7 @@ def test_doctor_says_where_it_cannot_know_the_extras(monkeypatch, capsys):
 def test_settings_may_stand_around_options():
     args = read_command(["train", "SEED=1", "--nproc", "2", "iterations=5"])
     assert read_settings(args.settings) == {"SEED": "1", "ITERATIONS": "5"} and args.nproc == 2
+    assert read_settings(["SEED=1", "seed=2"]) == {"SEED": "2"}, "as the help says"
 
 
 def test_a_study_gets_its_words(monkeypatch, capsys):

@@ -13,8 +13,7 @@ STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks"
 CORE = (*REFERENCE, *STORY)
 RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726", "trellis")
 RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
-AHEAD = {  # imports of a story's chapter from a later one
-    ("model", "kernels"), ("newton_schulz", "kernels"), ("parallel_muon", "kernels"), ("quantize", "evaluate"), ("train", "evaluate"), ("train", "grid")}
+AHEAD = {("model", "kernels"), ("newton_schulz", "kernels"), ("parallel_muon", "kernels")}  # imports of a story's chapter from a later one
 
 
 def imports(module: str) -> set[str]:

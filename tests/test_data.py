@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,33 @@ def test_bad_documents_are_refused_in_a_sentence(tmp_path, name, content, word):
     with pytest.raises(GolfError, match=word) as caught:
         list(read_documents([tmp_path / name]))
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_all_files_in_another_encoding_are_named_at_once(tmp_path):
+    "The first three, and their number; of lines of JSON only the file that was read."
+    for i in range(9):
+        (tmp_path / f"n{i}.md").write_bytes("Grüße".encode("utf-8" if i < 4 else "latin-1"))
+    with pytest.raises(GolfError, match=r"found 5 files .*n4\.md, .*n5\.md, .*n6\.md and 2 more: .*iconv"):
+        list(read_documents([tmp_path]))
+    with pytest.raises(GolfError, match=r"n8\.md .*0xfc at 2: .*iconv"):
+        list(read_documents([tmp_path / "n8.md", tmp_path / "n1.md"]))
+
+
+def test_an_empty_directory_is_called_so(tmp_path):
+    with pytest.raises(GolfError, match="empty directory"):
+        list(read_documents([tmp_path]))
+    (tmp_path / "a.png").write_bytes(b"\0")
+    with pytest.raises(GolfError, match="1 files of other kinds"):
+        list(read_documents([tmp_path]))
+
+
+def test_how_many_pieces_a_small_text_allows_is_said_and_true(tmp_path):
+    (tmp_path / "few.txt").write_text("\n\n".join(f"{'a few words of text ' * 20}{i}" for i in range(200)))
+    build = ["data", "build", tmp_path / "few.txt", "--out", tmp_path / "s"]
+    done = golfnb(*build, cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr), done.stderr
+    wanted = re.search(r"with (--vocab-size) (\d+)$", done.stderr, re.M)
+    assert golfnb(*build, *wanted.groups(), cwd=tmp_path).returncode == 0
 
 
 def test_missing_file_and_directory(tmp_path):

@@ -131,3 +131,34 @@ def test_what_others_found_names_its_source(module):
     path = next(p for p in CHAPTERS if p.stem.split("_", 1)[1] == module)
     text = " ".join(c.source for c in nbformat.read(path, as_version=4).cells)
     assert not [s for s in SOURCES[module].split() if s not in text]
+
+
+def defined(path: Path) -> set[str]:
+    "The names that a chapter's exported cells define."
+    code = "\n".join(re.sub(r"(?m)^[!%].*", "", cell.source) for cell in nbformat.read(path, 4).cells if exported(cell))
+    nodes = ast.parse(code).body
+    names = {n.name for n in nodes if isinstance(n, (*FUNCTION, ast.ClassDef))}
+    return names | {n.id for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign)) for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def stray_references(text: str, names: dict[str, set[str]]) -> list[str]:
+    "Chapters that do not exist, and names of a chapter's last lines that the chapter behind them does not define."
+    found = [f"chapter {n}" for said in re.findall(r"[Cc]hapters? (\d\d\w?(?:(?:, | and | or | to )\d\d\w?)*)", text)
+             for n in re.findall(r"\d\d\w?", said) if n not in names]
+    for listed in re.findall(r"Symbols: (.*)", text):
+        waiting = []
+        for name, chapter in re.findall(r"`(\w+)`|\((?:chapter )?(\d\d\w?)\)", listed):
+            if name:
+                waiting.append(name)
+            else:
+                found += [f"{x} ({chapter})" for x in waiting if x not in names.get(chapter, ())]
+                waiting = []
+    return found
+
+
+def test_chapters_and_their_names_are_where_others_say():
+    names = {path.stem.split("_")[0]: defined(path) for path in CHAPTERS}
+    assert stray_references("As chapters 01, 99 and 02b say. Symbols: `bits_per_byte`, `nowhere` (chapter 01), `Loader` (02).", names) == ["chapter 99", "nowhere (01)", "Loader (02)"]
+    for path in NBS.rglob("*.ipynb"):
+        text = "\n".join(cell.source for cell in nbformat.read(path, 4).cells)
+        assert stray_references(text, names) == [], path.name

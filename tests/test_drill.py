@@ -1,4 +1,4 @@
-"""The drill, small; torchrun that starts the ranks again; SIGTERM that leaves a run to go on with; what is said where there is nothing to go on with."""
+"""The drill, small; torchrun that starts the ranks again; SIGTERM and Ctrl-C that leave a run to go on with; what is said where there is nothing to go on with."""
 import os
 import re
 import shutil
@@ -35,7 +35,7 @@ def test_two_kills(data, tmp_path, monkeypatch):
 
 
 def launched(words: list, folder: Path, until: str, prepare=dict, **env):
-    "A process in a session of its own, once its run's log says `until`: the run waits after step 9, until the file `wait` is gone or SIGTERM has come."
+    "A process in a session of its own, once its run's log says `until`: the run waits after step 9, until the file `wait` is gone or SIGTERM or SIGINT has come."
     (folder / "wait").touch()
     with open(folder / "said", "w") as said:
         child = fork_python(words, said, said, folder, clean_env(**env), prepare)
@@ -83,6 +83,23 @@ def test_sigterm_leaves_a_run_that_goes_on(data, tmp_path):
     assert "summary.json" in left and not left & {"progress.json", "checkpoints"}
     again = golfnb("train", "--resume", "runs/x", cwd=tmp_path)
     assert again.returncode == 2 and one_sentence(again.stderr) and "runs/x" in again.stderr
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on_and_says_where_it_begins(data, tmp_path):
+    "The terminal sends it to the whole group of processes."
+    child = launched(["-m", "golfnb.tools.cli", "train", "--nproc", "2", *words(data, RUN_ID="x")], tmp_path, "step:5/", wait_in_scripts)
+    os.killpg(child.pid, signal.SIGINT)
+    child.join(600)
+    said = (tmp_path / "said").read_text()
+    assert child.exitcode == 5 and re.search(r"^golfnb: Ctrl-C: .*at once$", said, re.M), said
+    assert re.fullmatch(r"golfnb: .*Ctrl-C .*step \d+; .*golfnb train --resume runs/x", said.splitlines()[-1]) and "interrupted" not in said, said
+    (tmp_path / "wait").unlink()
+    stopped, again = tmp_path / "runs" / "x", shutil.copytree(tmp_path / "runs" / "x", tmp_path / "runs" / "y")
+    shutil.rmtree(again / "checkpoints")
+    for folder, begins in ((stopped, r"resumed:\S+ step:\d\d? "), (again, "note: .*runs/y has no checkpoint: .*anew")):
+        done = golfnb("train", "--resume", folder, "--nproc", 1, cwd=tmp_path)
+        assert done.returncode == 0 and re.search(f"^{begins}", done.stdout, re.M), done.stderr
+        assert ("resumed:" in done.stdout, "anew" in done.stdout) == (folder == stopped, folder == again)
 
 
 def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkeypatch):

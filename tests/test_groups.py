@@ -18,7 +18,8 @@ from golfnb.model import Golf, ModelSettings, init_model, load_named, named_stat
 from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
 from golfnb.quantize import Nearest, dequantize_state, fit_state, quantize_state
 from golfnb.shards import write_shard
-from golfnb.train import GridProjector, Trainer, TrainSettings, train, training_loss
+from golfnb.grid import GridProjector
+from golfnb.train import Trainer, TrainSettings, train, training_loss
 from golfnb.ttt import TttSettings, score_first
 from workers import train_with
 

@@ -136,7 +136,7 @@ def test_the_rank_that_began_is_blamed(codes, ranks, code):
 
 @pytest.mark.parametrize("lines, ended, status, words", [
     ([LOST, KILLED], 1, 1, "rank 1 .*signal 9"), ([LOST, LOST], 4, 4, re.escape(LOST[8:-1])), ([LOST], 143, 143, "signal 15"),
-    ([STOPPED, LOST], 143, 5, "SIGTERM .*step 7"), ([STOPPED], 5, 5, "SIGTERM .*step 7"), (["golfnb: interrupted\n"], 130, 130, "interrupted"),
+    ([STOPPED, LOST], 143, 5, "SIGTERM .*step 7"), ([STOPPED], 5, 5, "SIGTERM .*step 7"), ([STOPPED.replace("SIGTERM", "Ctrl-C")], 130, 5, "Ctrl-C .*step 7"), (["golfnb: interrupted\n"], 130, 130, "interrupted"),
     ([STOPPED, KILLED], 1, 1, "rank 1 .*signal 9"), ([], 130, 130, "interrupted"), (["golfnb: no shard\n", STOPPED, LOST], 2, 2, "no shard")])
 def test_who_ended_a_run_is_said_once(lines, ended, status, words):
     found, out = told(lines, ended)

@@ -58,7 +58,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("21b", "takes up to 14 seconds", "choice: the limit is in the code below"),
     ("16", "a minute (40 seconds between nodes)", "choice: chapter 07b has it"),
     ("08b", "a cap of 50 seconds at 100 ms a step", "settings of the example in the next cell"),
-    ("08b", "a counter that gains 10 ms at every look", "settings of the example in the next cell"),
+    ("08b", "a counter that gains 10 ms a step", "settings of the example in the next cell"),
     ("10b", "in memory, 32 bits each", "definition of float32"),
     ("10e", "95 % bootstrap intervals", "definition of the interval"),
     ("10b", "under about 0.25 bits", "= 0.25"),

@@ -109,7 +109,7 @@ def test_the_recipes_are_listed_shown_and_copied(tmp_path):
     assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
     assert (tmp_path / "b.py").read_text() == shown.replace('recipe="pr726"', 'recipe="b"')
     refused(golfnb("train", "b.py", "LOADER=coprime", cwd=tmp_path), "LOADER .*recipe b")
-    for words, said in ((("pr726", "b.py"), r"b\.py"), (("pr726", "b.txt"), r"b\.txt"), (("pr000", "c.py"), "'pr000'"), (("pr549", "golf.py"), "'golf'"), (("pr549", "a-b.py"), "'a-b'")):
+    for words, said in ((("pr726", "b.py"), r"b\.py"), (("pr726", "b.txt"), r"b\.txt"), (("pr000", "c.py"), "'pr000'"), (("pr549", "golf.py"), r"'golf'.* mine\.py"), (("pr549", "a-b.py"), r"'a-b'.* a_b\.py"), (("pr549", "3x.py"), r"'3x'.* mine\.py")):
         refused(golfnb("recipe", "copy", *words, cwd=tmp_path), said)
     assert [p.name for p in tmp_path.glob("*.*")] == ["b.py"]
 
@@ -159,6 +159,22 @@ def test_it_is_opened_with_the_program_that_made_it_alone(place):
         for command in (["score", "runs/a"], ["sample", "runs/a", "x"], ["quantize", "runs/a"]):
             refused(golfnb(*command, "--program", "mine.py", cwd=root), "mine.py must be as it was when it made")
         (root / name).write_text(kept)
+
+
+def test_a_script_is_not_taken_for_the_program_that_it_was_made_from(place, tmp_path):
+    root, _ = place
+    for words in (["mine.py", "--pack"], ["--recipe", "golf"]):
+        assert golfnb("script", *words, "-o", tmp_path / f"{words[-1]}.py", cwd=root).returncode == 0
+    for script, name in ((root / "runs/a/train_gpt.py", r"mine\.py"), (tmp_path / "--pack.py", r"mine\.py"), (tmp_path / "golf.py", "golf")):
+        for command in (["score", "runs/a", "--program", script], ["train", script], ["sample", "runs/a", "x", "--program", script]):
+            refused(golfnb(*command, cwd=root), f"a script that was made from one: give {name}$")
+
+
+@pytest.mark.parametrize("name, copy", [("my-recipe.py", "my_recipe.py"), ("golf.py", "mine.py"), ("new.py", "new.py")])
+def test_the_copy_that_is_advised_can_be_made(tmp_path, name, copy):
+    done = golfnb("train", name, cwd=tmp_path)
+    refused(done, f"found none: .*golfnb recipe copy golf {copy}$")
+    assert golfnb("recipe", "copy", "golf", copy, cwd=tmp_path).returncode == 0
 
 
 def test_its_script_gives_the_same_losses(place):

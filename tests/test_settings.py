@@ -179,6 +179,9 @@ def test_the_advice_works():
         with pytest.raises(GolfError) as caught:
             load(wish).check(world)
         load({name: str(caught.value).split("set it to ")[1].split()[0]}).check(world)
+    with pytest.raises(GolfError) as caught:
+        load({"NUM_LAYERS": "4"}).check()
+    load({"NUM_LAYERS": "4"} | env(str(caught.value).split("write like ")[1].split()[0])).check()
 
 
 @given(st.sampled_from(RECIPES), st.dictionaries(st.sampled_from(sorted(known_names())), st.one_of(st.integers(-9, 4096).map(str), st.text(max_size=6), st.floats(allow_nan=True).map(str)), max_size=6), st.integers(1, 9))

@@ -115,26 +115,27 @@ train_at_once = train
 
 
 def train(t, step, validate=None, extras=()):
-    told, before = [], signal.getsignal(signal.SIGTERM)
+    told, before = [], {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     rank = os.environ.get("RANK", "0")
 
-    def terminated(number, frame):
+    def asked(number, frame):
         told.append(number)
-        before(number, frame)
+        before[number](number, frame)
 
     def step_later(t):
         while rank == "0" and t.steps == 9 and os.path.exists("wait") and not told:
             time.sleep(0.01)
         step(t)
 
-    if callable(before):
-        signal.signal(signal.SIGTERM, terminated)
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, asked)
     return train_at_once(t, step_later, validate, extras)
 """
 
 
 def waiting(script: str) -> str:
-    "The script, but its rank 0 stays after step 9, and other ranks in the next step, for as long as there is a file `wait` where it was started and SIGTERM has not come."
+    "The script, but its rank 0 stays after step 9, and other ranks in the next step, for as long as there is a file `wait` where it was started and neither SIGTERM nor SIGINT has come."
     before, main = script.split("\n\nif __name__ ==")
     return f"{before}\n\nimport signal\nimport time\n{WAIT}\n\nif __name__ =={main}"
 

@@ -28,7 +28,8 @@ from golfnb.model import named_state
 from golfnb.parallel_muon import ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
 from golfnb.recipes import pr549
 from golfnb.tools.guard import LOST_RANK_WORDS
-from golfnb.train import GridProjector, Trainer, backward_pass, train, training_loss
+from golfnb.grid import GridProjector
+from golfnb.train import Trainer, backward_pass, train, training_loss
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -13,6 +13,7 @@ from functools import partial
 
 from ..artifact import ArtifactSettings, Best, unpack_bytes
 from ..averaging import Ema
+from ..grid import GridProjector
 from ..layout import mlp_in_one_bank
 from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
@@ -28,14 +29,7 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..train import (
-    GridProjector,
-    Trainer,
-    TrainSettings,
-    lr_schedule,
-    micro_batches,
-    momentum_schedule,
-)
+from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from ..ttt import TttSettings, score_first
 
 # %% ../../nbs/recipes/golf.ipynb #a0d00106

@@ -18,6 +18,7 @@ from typing import TypeVar
 from ..artifact import ArtifactSettings
 from ..averaging import Ema, EmaAndSwa, NoAverage, Swa
 from ..evaluate import EvalSettings
+from ..grid import GridProjector
 from ..layout import bank_per_shape, mlp_in_one_bank
 from ..loader import Loader, LoaderSettings
 from ..model import ModelSettings, SigmoidSkips, WeightedSkips
@@ -28,7 +29,7 @@ from ..run import RunSettings
 from ..settings import BaseSettings, GolfError, one_spelling, parse_setting, published_words
 from .packed import packed_data
 from ..tools.programs import DEFAULT_RECIPE, find_program, settings_of
-from ..train import GridProjector, RunLog, Trainer, TrainSettings
+from ..train import RunLog, Trainer, TrainSettings
 from ..ttt import score_first
 
 # %% ../../nbs/studies/29_variants.ipynb #a0d02907

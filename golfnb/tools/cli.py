@@ -330,13 +330,14 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
     script = folder / "train_gpt.py"
     tokenizer = Path(s.tokenizer_path)
     check_output(script, "script of golfnb")
-    if tokenizer.is_file():
-        check_tokenizer(folder / "tokenizer.model", tokenizer)
+    if not tokenizer.is_file():
+        raise GolfError(f"train: shards and their tokenizer are needed, found no {tokenizer}; make them with `golfnb "
+                        "data build` or fetch them with `golfnb data download`: both print the command that trains")
+    check_tokenizer(folder / "tokenizer.model", tokenizer)
     new = [p for p in (folder, folder.parent) if not p.exists()]
     try:
         print("script: " + write_script(script, program, pack), flush=True)
-        if tokenizer.is_file():  # for `sample`, `score` and `play`
-            book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
+        book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())  # for sample, score, play
         return start_run(folder, s, settings | {"RECIPE": s.recipe}, ranks, own_file(program))
     finally:
         if folder in new and not (folder / "train.log").exists():  # it never began
@@ -553,9 +554,7 @@ def open_corpus(args, left_out: list) -> Corpus:
     corpus = Corpus(files, args.field, library)
     lengths = [len(text) for text in islice(corpus.read([]), 100)]
     if not lengths:
-        named = ", ".join(str(path) for path in files[:3])
-        if len(files) > 3:
-            named += f" and {len(files) - 3:,} more"
+        named = book.data.some_names(files)
         raise GolfError(f"documents must hold text, found none in {named}: see what these files hold, "
                         "or name others")
     if len(lengths) < 100:  # into a hundred parts, so that some are on each side
@@ -781,7 +780,7 @@ def drill_command(args) -> int:
          arg("program", nargs="*", metavar="mine.py", help="the file of a program of your own"),
          arg("--recipe", help="whose program (pr549)"),
          arg("--pack", action="store_true", help="without comments and docstrings, compressed"),
-         arg("-o", dest="output", metavar="FILE", required=True, help="where to write it"))
+         arg("-o", dest="output", metavar="FILE", required=True, help="where to write it; missing directories are made"))
 def script_command(args) -> int:
     numbers = [word for word in args.program if "=" in word]
     if numbers:
@@ -819,6 +818,11 @@ def recipe_copy_command(args) -> int:
           "DATA_PATH=SHARDS TOKENIZER_PATH=MODEL")
     return 0
 
+# %% ../../nbs/tools/23_cli.ipynb #816f17a2
+class OverBudget(GolfError):
+    "A file does not fit the byte budget."
+    status = 3  # of the process, as at the end of a run
+
 # %% ../../nbs/tools/23_cli.ipynb #ec073eb9
 class Packing:
     "What a program's `pack` asks of a run, for weights that lie in a file."
@@ -839,7 +843,9 @@ class Packing:
     @property
     def train_paths(self) -> list[Path]:
         "The training shards, on which a rounding is calibrated."
-        paths = book.shards.find_shards(Path(self.settings.data_path) / "*_train_*.bin")
+        pattern = Path(self.settings.data_path) / "*_train_*.bin"
+        check_cut_by(pattern, self.header)
+        paths = book.shards.find_shards(pattern)
         book.run.count_tokens(paths, self.settings.vocab_size)
         print(f"calibrating on {paths[0].parent}, on {self.ranks.device}", flush=True)
         return paths
@@ -849,22 +855,23 @@ class Packing:
         return nullcontext()
 
     def share_artifact(self, packed: dict, model, codec) -> bytes:
-        "Write the file. Raises GolfError where it is over the budget; then it is kept under another name."
+        "Write the file. Raises OverBudget where it is too large; then it is kept under another name."
         data = book.artifact.pack_bytes(packed, self.meta(model), codec)
         cap, total = self.settings.target_bytes, len(data) + len(self.code)
         over = self.out.with_name(self.out.name + ".over")
         if total > cap:
             book.shards.atomic_write(over, data)
-            raise GolfError(f"artifact and code must have at most {cap:,} bytes, found {total:,}, the script's "
-                            f"{len(self.code):,} among them: the artifact is kept as {over}; {self.advice}")
+            earlier = f", and {self.out} is an earlier one" if self.out.is_file() else ""
+            raise OverBudget(f"artifact and code must have at most {cap:,} bytes, found {total:,}, the script's "
+                             f"{len(self.code):,} among them: the artifact is kept as {over}{earlier}; {self.advice}")
         book.shards.atomic_write(self.out, data)
         over.unlink(missing_ok=True)
         return data
 
-
+# %% ../../nbs/tools/23_cli.ipynb #7feb6cd7
 CALIBRATION_BATCHES = 64
 
-# %% ../../nbs/tools/23_cli.ipynb #7feb6cd7
+
 def run_hessians(run: Packing, model, program) -> dict:
     "What GPTQ needs: the Hessians of a model's matrices on the program's batches."
     with program.data(run) as batches:
@@ -940,6 +947,9 @@ def next_score(program, s, path: Path, meta: dict, own: str | None) -> str:
              "recipe trellis always is"), OWN_PROGRAM,
          arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.requantized.golf"))
 def quantize_command(args) -> int:
+    if args.run_dir.is_file():
+        raise GolfError(f"quantize: the directory of a run is expected, found the file {args.run_dir}; give "
+                        f"{args.run_dir.parent}, whose ema.golf has the unquantized weights")
     path = Path(args.output or args.run_dir / "artifact.requantized.golf")
     weights = args.run_dir / "ema.golf"
     script = args.run_dir / "train_gpt.py"
@@ -1134,11 +1144,17 @@ def settings_line(args, scored: Scored) -> str:
     given = f", but {' '.join(args.settings)} given here" if args.settings else ""
     return f"settings: {line}; {settings_source(scored.file, scored.meta)}{given}"
 
-# %% ../../nbs/tools/23_cli.ipynb #51e7b127
+# %% ../../nbs/tools/23_cli.ipynb #d0ebe2a1
 def silent(*words, **options) -> None:
     "What ranks other than the first print."
 
 
+def check_cut_by(shards: Path | str, meta: dict) -> None:
+    "Raises GolfError for shards of another tokenizer than that of an artifact, as far as their manifest says."
+    if "tokenizer_sha256" in meta:
+        book.guard.check_shards(book.shards.find_shards(shards), meta["tokenizer_sha256"])
+
+# %% ../../nbs/tools/23_cli.ipynb #51e7b127
 def score_file(args, ranks) -> tuple:
     "Score an artifact on `ranks`, print it on rank 0; what was scored, and findings if it is audited."
     import torch
@@ -1150,6 +1166,9 @@ def score_file(args, ranks) -> tuple:
     forward = scored.forward
     if args.ttt and not args.adapters and not hasattr(scored.program, "ADAPT"):
         raise GolfError(f"score: recipe {s.recipe} has no test-time training (ADAPT); leave --ttt out, or take --adapters")
+    check_cut_by(args.val, scored.meta)
+    if args.audit and args.train:
+        check_cut_by(args.train, scored.meta)
     table = book.bpb.byte_table(scored.tokenizer).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
@@ -1271,7 +1290,8 @@ def write_on(player, text: str, args) -> None:
          count("--top-k", "draw from the likeliest so many; 0: from all", 0, 0))
 def sample_command(args) -> int:
     if (args.prompt is None) != args.interactive:
-        raise GolfError("sample: a PROMPT or -i is expected, found both or neither; choose one")
+        found = "both; leave one out" if args.interactive else "neither; add a text in quotes to go on with, or -i"
+        raise GolfError(f"sample: either a PROMPT or -i is expected, found {found}")
     note_settings(args.program, args.file)
     player = book.play.Player(args.file, args.tokenizer, args.program)
     if not args.interactive:
@@ -1548,7 +1568,8 @@ GROUPS = {  # heading of the help -> commands
     "files of weights": ("quantize", "artifact inspect", "artifact export", "artifact import", "submission"),
     "the book and this machine": ("lab", "bench", "study", "drill", "doctor"),
 }
-ENDING = "Settings are NAME=VALUE, named as in the environment. Exit status is 0 only for success."
+ENDING = ("Settings are NAME=VALUE, named as in the environment; of one given twice the last counts. "
+          "Exit status is 0 only for success.")
 
 
 def listed(names) -> str:
@@ -1612,6 +1633,7 @@ def main_cli(argv: list[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a closed pipe is found
     except GolfError as e:
         print(f"golfnb: {printable(' '.join(str(e).split()))}", file=sys.stderr)
+        return getattr(e, "status", 2)
     except KeyboardInterrupt:
         print("golfnb: interrupted", file=sys.stderr)
         return 130

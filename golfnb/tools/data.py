@@ -185,8 +185,8 @@ def folder_documents(folder: Path) -> tuple[list[Path], list[Path]]:
         else:
             others.append(path)
     if not taken:
-        raise GolfError(f"{folder} must hold documents, found {len(others)} files of other kinds: "
-                        "check the path")
+        found = f"found {len(others):,} files of other kinds" if others else "found an empty directory"
+        raise GolfError(f"{folder} must hold documents, {found}: check the path")
     return taken, others
 
 
@@ -198,6 +198,13 @@ def holds_documents(path: Path) -> bool:
     return kind in DOCUMENTS
 
 # %% ../../nbs/tools/20_data.ipynb #8132fe79
+class NotUtf8(GolfError):
+    "A document is in another encoding."
+
+
+CONVERT = "convert such files, as with `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW`, or leave them out"
+
+
 def document_text(data: bytes, where: str, field: str | None) -> str:
     "A document of these bytes, or of the `field` of a JSON line. Raises GolfError that says `where`."
     try:
@@ -207,7 +214,7 @@ def document_text(data: bytes, where: str, field: str | None) -> str:
         text.encode()
     except UnicodeDecodeError as e:
         byte = f"{data[e.start]:#x} at {e.start:,}"
-        raise GolfError(f"{where} must be UTF-8, found byte {byte}: convert it") from None
+        raise NotUtf8(f"{where} must be UTF-8, found byte {byte}: {CONVERT}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise GolfError(f'{where} must be a JSON object with a "{field}", found {data[:40]!r}: fix it, or '
                         "name another field with --field") from None
@@ -259,6 +266,31 @@ def file_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
                 where = f"{path} line {i}"
                 yield where, document_text(data, where, field)
 
+# %% ../../nbs/tools/20_data.ipynb #63c20c31
+def some_names(paths: list[Path]) -> str:
+    "The first three of many paths, and how many more there are."
+    named = ", ".join(str(path) for path in paths[:3])
+    if len(paths) > 3:
+        named += f" and {len(paths) - 3:,} more"
+    return named
+
+
+def check_encodings(files: list[Path]) -> None:
+    "Raise NotUtf8 with the names of all files of text that are not UTF-8, if there are several."
+    others = [path for path in files if file_kind(path) in TEXTS and not is_utf8(path)]
+    if len(others) > 1:
+        raise NotUtf8(f"documents must be UTF-8, found {len(others):,} files that are not, "
+                      f"{some_names(others)}: {CONVERT}")
+
+
+def is_utf8(path: Path) -> bool:
+    "Whether a whole file is UTF-8."
+    try:
+        path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
 # %% ../../nbs/tools/20_data.ipynb #56b1e3cc
 def read_documents(paths: Iterable[str | Path], skipped: list | None = None,
                    field: str = "text") -> Iterator[str]:
@@ -266,13 +298,17 @@ def read_documents(paths: Iterable[str | Path], skipped: list | None = None,
 
     Raises GolfError as `find_documents` does, and for text that is not UTF-8 or rows without the field.
     """
-    for path in find_documents(paths):
+    files = find_documents(paths)
+    for path in files:
         try:
             for where, text in file_texts(path, field):
                 if text:
                     yield text
                 elif skipped is not None:
                     skipped.append(where)
+        except NotUtf8 as error:
+            check_encodings(files)
+            raise error from None  # a line of a file of many
         except (OSError, EOFError) as e:
             reason = getattr(e, "strerror", None) or e
             raise GolfError(f"cannot read {path} ({reason}): check the path") from None
@@ -363,8 +399,10 @@ def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 102
             max_sentence_length=2**24, num_threads=2, minloglevel=2)
     except (RuntimeError, ValueError, OSError) as e:
         reason = str(e).split("] ")[-1].strip(" .\n")
-        raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces ({reason}): "
-                        "bring more text or ask for fewer pieces, more than 260") from None
+        most = re.search(r"value <= (\d+)", reason)
+        fewer = f"--vocab-size {most[1]}" if most else "a smaller --vocab-size, above 260"
+        raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces ({reason}): bring more text, or "
+                        f"ask for fewer pieces with {fewer}") from None
     atomic_write(path, model.getvalue())
     return load_tokenizer(path, vocab_size)
 

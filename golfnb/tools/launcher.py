@@ -84,8 +84,8 @@ def start_torchrun(arguments: list[str]) -> int:
     return 0
 
 # %% ../../nbs/tools/21_launcher.ipynb #8642e9e9
-LAST_RESORT = re.compile(r"golfnb: (rank \S+ lost |stopped by SIGTERM)")  # if nothing says more
-STOP_STATUS = {"golfnb: stopped by SIGTERM": 5, "golfnb: interrupted": 130}  # what rank 0 says of a signal
+LAST_RESORT = re.compile(r"golfnb: (rank \S+ lost |stopped by )")  # if nothing says more
+STOP_STATUS = {"golfnb: stopped by ": 5, "golfnb: interrupted": 130}  # what rank 0 says of a signal
 
 
 class Relay:
@@ -126,7 +126,7 @@ class Relay:
         """
         asked = [code for start, code in STOP_STATUS.items() if any(s.startswith(start) for s in self.seen)]
         if asked and (status in (0, *asked) or status > 128):
-            self.tell_postponed("stopped by SIGTERM")
+            self.tell_postponed("stopped by")
             return asked[0]
         if status == 130:
             self.tell("golfnb: interrupted\n")

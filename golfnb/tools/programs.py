@@ -6,9 +6,10 @@ of your own.
 
 # %% auto #0
 __all__ = ['RECIPES', 'DEFAULT_RECIPE', 'TAKEN', 'OWN_START', 'check_recipe', 'recipe_program',
-           'file_program', 'check_program', 'check_files_beside', 'find_program', 'settings_of',
-           'program_path', 'setting_specs', 'every_setting', 'setting_groups', 'program_source',
-           'copied_program', 'program_sha256', 'script_text', 'save_script']
+           'file_program', 'check_program', 'check_no_script', 'copy_name', 'check_files_beside',
+           'find_program', 'settings_of', 'program_path', 'setting_specs', 'every_setting',
+           'setting_groups', 'program_source', 'copied_program', 'program_sha256', 'script_text',
+           'save_script']
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2002
 import ast
@@ -53,7 +54,8 @@ def file_program(path: Path | str) -> ModuleType:
     path = Path(path).resolve()
     if not path.is_file():
         raise GolfError(f"{path} must be the file of a program, found none: see its name, or begin "
-                        f"with a copy: golfnb recipe copy golf {path.name}")
+                        f"with a copy: golfnb recipe copy golf {copy_name(path.stem)}.py")
+    check_no_script(path)
     spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # a .py file has them
     module = importlib.util.module_from_spec(spec)
@@ -81,7 +83,24 @@ def check_program(module: ModuleType, path: Path) -> None:
     found = module.OWN.get("recipe", "")
     if not re.fullmatch(r"[\w-]+", found) or found in RECIPES:
         raise GolfError(f"{path} must give itself a name in OWN, of letters and digits and not that "
-                        f"of a recipe of golfnb, found recipe={found!r}: call it {path.stem!r}")
+                        f"of a recipe of golfnb, found recipe={found!r}: call it {copy_name(path.stem)!r}")
+
+
+def check_no_script(path: Path) -> None:
+    "Raise GolfError for a script that was made from a program, and cannot be read as one."
+    with open(path, encoding="utf-8", errors="replace") as file:
+        made = re.match(r"# (.+)\.py with what it uses of golfnb ", file.readline())
+    if made:
+        name = made[1] if made[1] in RECIPES else f"{made[1]}.py"
+        raise GolfError(f"{path} must be a program, found a script that was made from one: give {name}")
+
+
+def copy_name(stem: str) -> str:
+    "A name that a copy of a recipe may have, as near as can be to one that is wanted."
+    name = re.sub(r"\W", "_", stem)
+    if re.fullmatch(r"[A-Za-z_]\w*", name) and name not in RECIPES:
+        return name
+    return "mine"
 
 
 def check_files_beside(path: Path) -> None:
@@ -154,9 +173,9 @@ def program_source(recipe: str) -> str:
 
 def copied_program(recipe: str, name: str) -> str:
     "The text of a recipe's program as one of your own, called `name`. Raises GolfError."
-    if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in RECIPES:
+    if name != copy_name(name):
         raise GolfError(f"a copy must have a name of its own, of letters, digits and _, found {name!r}: "
-                        "call its file mine.py")
+                        f"call its file {copy_name(name)}.py")
     return program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2021

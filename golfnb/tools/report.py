@@ -146,8 +146,10 @@ def find_artifact(path: str | Path) -> Path:
         return path
     found = artifact_file(path)
     if found is None:
-        raise GolfError(f"{path} must hold artifact.golf, found none; name the directory of a "
-                        "finished run, or a file")
+        advice = "name the directory of a finished run, or a file"
+        if (path / "progress.json").is_file():
+            advice = f"the run has not ended, go on with it: golfnb train --resume {path}"
+        raise GolfError(f"{path} must hold artifact.golf, found none; {advice}")
     return found
 
 # %% ../../nbs/tools/24_report.ipynb #32ffcf86
