@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .banks import make_banks, unbank
+from .jit import KERNELS, usable_kernels
 from .kernels import (
-    KERNELS,
     MLP_DOWN_TILES,
     MLP_UP_TILES,
     fused_exclusive,
@@ -31,7 +31,6 @@ from .kernels import (
     fused_mlp,
     heads_fit,
     mlp_fit,
-    usable_kernels,
 )
 from .layers import (
     attend,

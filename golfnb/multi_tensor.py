@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .kernels import inlined, jitted, tl, triton
+from .jit import inlined, jitted, tl, triton
 from .rules import (
     AdamWRule,
     MuonRule,

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .kernels import TensorDescriptor, check_runnable, jitted, tl, usable_kernels
+from .jit import TensorDescriptor, check_runnable, jitted, tl, usable_kernels
 from .settings import require
 
 # %% ../nbs/story/04_newton_schulz.ipynb #308a1840

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import check_runnable, jitted, tl, triton, usable_kernels
+from .jit import check_runnable, jitted, tl, triton, usable_kernels
 from .layout import BankSpec, Layout
 from .newton_schulz import quintic
 from .plan import CommSchedule, check_comm_schedule, comm_schedule

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import TensorDescriptor, jitted, tl, triton
+from .jit import TensorDescriptor, jitted, tl, triton
 from .multi_tensor import RECORDING, Upload
 from .newton_schulz import first_steps, half_product, newton_schulz, product_tiles
 from .rules import ParamGroup, coefficients_of

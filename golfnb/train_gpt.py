@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 50b32377280b75de
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 3ee6e71cf0e97ff2
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -548,6 +548,43 @@ def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return named
 
 
+# ---- golfnb/jit.py ----
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton on this machine: the plain twins do everything
+    triton: Any = None
+    TensorDescriptor: Any = None
+    tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+
+
+@functools.cache
+def jitted(kernel):
+    "The compiled (or, under TRITON_INTERPRET=1, interpreted) form of a kernel function."
+    return triton.jit(kernel)
+
+
+KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})
+
+
+def usable_kernels(device: str | torch.device, dtype: torch.dtype,
+                   wanted: Iterable[str] = KERNELS) -> frozenset[str]:
+    "Those of `wanted` that may run on tensors of this device and dtype."
+    cuda = triton is not None and torch.device(device).type == "cuda"
+    if cuda and dtype in (torch.bfloat16, torch.float16):
+        return frozenset(wanted)
+    return frozenset()
+
+
+def check_runnable(x: Tensor):
+    "Raise GolfError where neither CUDA nor the interpreter can run a kernel on x."
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
+    if triton is None or not (interpreted or usable_kernels(x.device, x.dtype)):
+        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on "
+                        f"{x.device}; use its plain twin instead")
+
+
 # ---- golfnb/layers.py ----
 def widen(x: Tensor) -> Tensor:
     "A 16-bit tensor as float32; a wider one unchanged."
@@ -773,45 +810,11 @@ def token_nll(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
 
 
 # ---- golfnb/kernels.py ----
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no Triton on this machine: the plain functions of chapter 03 do everything
-    triton: Any = None
-    TensorDescriptor: Any = None
-    tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
-
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
 
-# fold: chapter 05c; ns: chapters 04 and 07b
-KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})
 HEAD_ROWS, XSA_ROWS = 32, 16  # tokens of one program
-
-
-def usable_kernels(device: str | torch.device, dtype: torch.dtype,
-                   wanted: Iterable[str] = KERNELS) -> frozenset[str]:
-    "Those of `wanted` that may run on tensors of this device and dtype."
-    cuda = triton is not None and torch.device(device).type == "cuda"
-    if cuda and dtype in (torch.bfloat16, torch.float16):
-        return frozenset(wanted)
-    return frozenset()
-
-
-@functools.cache
-def jitted(kernel):
-    "The compiled (or, under TRITON_INTERPRET=1, interpreted) form of a kernel function."
-    return triton.jit(kernel)
-
-
-def check_runnable(x: Tensor):
-    "Raise GolfError where neither CUDA nor the interpreter can run a kernel on x."
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
-    if triton is None or not (interpreted or usable_kernels(x.device, x.dtype)):
-        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on "
-                        f"{x.device}; use its plain twin instead")
 
 
 def kernel_op(name: str, schema: str, grad=None):

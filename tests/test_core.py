@@ -7,13 +7,13 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ("settings", "run", "grouping", "owners", "rules", "exchange", "multi_tensor", "optimizer_state", "optimizer", "recorded", "sharded_state")
+REFERENCE = ("settings", "jit", "run", "grouping", "owners", "rules", "exchange", "multi_tensor", "optimizer_state", "optimizer", "recorded", "sharded_state")
 STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks", "model", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "trellis", "trellis_file", "bits", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
 RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726", "trellis")
 RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
-AHEAD = {("model", "kernels"), ("newton_schulz", "kernels"), ("parallel_muon", "kernels")}  # imports of a story's chapter from a later one
+AHEAD = {("model", "kernels")}  # imports of a story's chapter from a later one
 
 
 def imports(module: str) -> set[str]:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from golfnb.settings import GolfError
-from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit, triton, usable_kernels
+from golfnb.jit import triton, usable_kernels
+from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
 from golfnb.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
@@ -17,6 +18,7 @@ from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, 
 CASES = """
 import os, sys, torch
 import torch.nn.functional as F
+import golfnb.jit
 import golfnb.kernels as K
 from golfnb.kernels import *
 from golfnb.layers import *
@@ -145,7 +147,7 @@ def run(plan, fused, compiled, keep=None):
     M.init_model(model, s, 1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))
-    if fused: model.fuse(K.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
+    if fused: model.fuse(golfnb.jit.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
     loss = lambda i, t: softcap_loss(model(i, keep), t[:, -(keep or 0):], model.cap)
     if compiled:
         torch._dynamo.reset()
@@ -167,7 +169,8 @@ WITHOUT = """
 import sys
 sys.modules["triton"] = None          # any import of triton raises ImportError
 import torch
-from golfnb.kernels import fused_exclusive, triton, usable_kernels
+from golfnb.jit import triton, usable_kernels
+from golfnb.kernels import fused_exclusive
 from golfnb.settings import GolfError
 assert triton is None and not usable_kernels("cuda", torch.bfloat16) and torch.ops.golfnb.heads
 try:

@@ -13,7 +13,7 @@ from golfnb.studies.buckets import BucketGolf, read_plan
 from golfnb.settings import GolfError
 from golfnb.layout import bank_per_shape, matrix_names
 from golfnb.layers import rms_norm, softcap_loss, token_nll
-from golfnb.kernels import KERNELS
+from golfnb.jit import KERNELS
 from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
 from golfnb.quantize import captured_inputs
 from golfnb.recipes import pr549

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import golfnb.multi_tensor as M
-from golfnb.kernels import triton
+from golfnb.jit import triton
 from golfnb.multi_tensor import apply_each, plain_apply, plain_prepare, plain_update, prepare_each, update_each
 from golfnb.rules import AdamWRule, MuonRule, NorMuonRule, SgdRule
 

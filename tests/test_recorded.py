@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from golfnb.kernels import triton
+from golfnb.jit import triton
 from golfnb.multi_tensor import RECORDING, Upload, check_kernel, current_upload, numbers_of, on_device
 from golfnb.newton_schulz import newton_schulz
 from golfnb.recorded import STREAMS, Recorder, on_streams, orthogonalized_in_place, share_out, spare_elements

@@ -365,7 +365,7 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
     import torch
     from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
-    from golfnb.kernels import KERNELS
+    from golfnb.jit import KERNELS
 
     class Seen(Exception):
         pass

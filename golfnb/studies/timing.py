@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
                           timed_block, wait_for)
+from ..jit import usable_kernels
 from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
-                            usable_kernels, xsa_grad_op, xsa_op)
+                            xsa_grad_op, xsa_op)
 from ..layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
 from ..model import Golf
 from ..parallel_muon import Ranks, record_graph
