@@ -38,7 +38,9 @@ def chapters_are_read_once():
     read_once = cache(read_each_time)
 
     def read_file(path, package, start=""):
-        return read_each_time(path, package, start) if start or not path.is_relative_to(ROOT / "golfnb") else read_once(path, package)
+        if path.is_relative_to(ROOT / "golfnb") and not start:
+            return read_once(path, package)
+        return read_each_time(path, package, start)
 
     joiner.read_file = read_file
     yield

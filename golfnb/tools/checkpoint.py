@@ -212,16 +212,17 @@ class Keeper(Watcher):
             tensors = self.gather_buffers()
         elif not is_rank0:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(SHARED)}
-        self.together(lambda: is_rank0 and empty_folder(folder))
-        self.together(lambda: tensors and write_tensors(tensors, folder / f"rank{self.ranks.rank}.pt"))
+        self.together(is_rank0, empty_folder, folder)
+        self.together(len(tensors) > 0, write_tensors, tensors, folder / f"rank{self.ranks.rank}.pt")
         if is_rank0:
             atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
 
-    def together(self, work: Callable[[], Any]):
-        "Call `work` on every rank and wait for all. Raises GolfError on all if it raised on one."
+    def together(self, here: bool, work: Callable, *args):
+        "Where `here` holds, call work(*args); wait for all ranks. Raises GolfError on all if it raised on one."
         problems = [""] * self.ranks.world
         try:
-            work()
+            if here:
+                work(*args)
         except Exception as error:
             problems[self.ranks.rank] = reason(error)
         if self.ranks.world > 1:
