@@ -31,6 +31,8 @@ import numpy as np
 import torch
 
 from .bpb import tokenizer_hash
+from .jit import usable_kernels
+from .kernels import fuse
 from .model import Golf, ModelSettings, load_named, model_from_settings
 from .quantize import (
     FLOATS,
@@ -693,6 +695,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32,
     if tokenizer_path:
         check_tokenizer(meta, path, tokenizer_path)
     model, cfg, _ = model_from_settings(meta["settings"], dtype, device, world)
+    fuse(model, usable_kernels(device, dtype))
     load_named(model, dequantize_trellis(packed))
     return model, meta, cfg
 

@@ -4,10 +4,13 @@
 
 # %% auto #0
 __all__ = ['HEAD_ROWS', 'XSA_ROWS', 'Tiles', 'MLP_UP_TILES', 'MLP_DOWN_TILES', 'fused_heads',
-           'heads_fit', 'fused_exclusive', 'mlp_launch', 'fused_mlp', 'mlp_fit']
+           'heads_fit', 'fused_exclusive', 'mlp_launch', 'fused_mlp', 'mlp_fit', 'FusedBlock',
+           'fuse']
 
 # %% ../nbs/story/09_kernels.ipynb #b03661f7
 from collections import namedtuple
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from .jit import TensorDescriptor, check_runnable, jitted, tl, triton
 from .layers import NORM_EPS
+from .model import Block, Golf, LeakyReluSquared, make_block, scaled
 
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
@@ -342,3 +346,48 @@ def fused_mlp(n: Tensor, up: Tensor, down: Tensor, slope: float,
 def mlp_fit(hidden: int, D: int, dtype: torch.dtype) -> bool:
     "Whether rows of [hidden, D] and of its transpose start on 16 bytes each, as bulk copies need."
     return hidden * dtype.itemsize % 16 == 0 and D * dtype.itemsize % 16 == 0
+
+# %% ../nbs/story/09_kernels.ipynb #56698880
+@dataclass
+class FusedBlock(Block):
+    "A block that computes with `kernels`, those of this chapter; the MLP's products in `tiles`."
+    kernels: frozenset = frozenset()
+    tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
+
+    def heads(self, n, w, cos, sin, ve=None, last_n=None):
+        "As `Block.heads`."
+        if "heads" not in self.kernels or last_n not in (None, n.shape[1]):
+            return Block.heads(self, n, w, cos, sin, ve, last_n)
+        assert w.qkv is not None  # `joined` made it
+        q, k, v = fused_heads(n, w.qkv, w.gain, cos, sin, w.k.shape[0] // self.head_dim)
+        return q, k, v if ve is None else v + ve.view(v.shape)
+
+    def exclusive(self, y, v):
+        "As `Block.exclusive`."
+        if "xsa" not in self.kernels:
+            return Block.exclusive(self, y, v)
+        return fused_exclusive(y, v)
+
+    def mlp(self, n, w):
+        "As `Block.mlp`."
+        if "mlp" not in self.kernels:
+            return Block.mlp(self, n, w)
+        assert isinstance(self.activation, LeakyReluSquared)  # `fuse` saw to it
+        h = fused_mlp(n, w.up, w.down, self.activation.negative_slope, self.tiles)
+        return scaled(h, w.mlp_scale)
+
+# %% ../nbs/story/09_kernels.ipynb #35b345cf
+def fuse(model: Golf, kernels: Iterable[str], tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)):
+    """Let a model compute with these kernels from now on, as far as they suit its shapes.
+
+    `kernels`: names of `KERNELS` (chapter 15), such as `usable_kernels` gives. An activation of
+    your own has no kernel.
+    """
+    cfg = model.cfg
+    fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
+            "mlp": (type(model.activation) is LeakyReluSquared
+                    and mlp_fit(cfg.mlp_dim, cfg.model_dim, model.compute))}
+    model.kernels = frozenset(k for k in kernels if fits.get(k, True))
+    model.blocks = [make_block(cfg, i, model.activation, model.attention, FusedBlock,
+                               kernels=model.kernels, tiles=tiles)
+                    for i in range(cfg.num_layers)]

@@ -9,7 +9,7 @@ __all__ = ['BLOCK_MATRICES', 'WHOLE', 'CONTROL_NAMES', 'ModelSettings', 'Compute
            'table_shapes', 'WeightedSkips', 'SigmoidSkips', 'scalar_shapes', 'BlockWeights',
            'Block', 'LeakyReluSquared', 'make_block', 'Golf', 'published_names', 'published_views',
            'named_state', 'load_named', 'drawn_state', 'init_model', 'SavedModel', 'saved_settings',
-           'model_from_settings', 'quant_kind', 'FusedBlock']
+           'model_from_settings', 'quant_kind']
 
 # %% ../nbs/story/05c_model.ipynb #1a597c27
 import math
@@ -22,16 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .banks import make_banks, unbank
-from .jit import KERNELS, usable_kernels
-from .kernels import (
-    MLP_DOWN_TILES,
-    MLP_UP_TILES,
-    fused_exclusive,
-    fused_heads,
-    fused_mlp,
-    heads_fit,
-    mlp_fit,
-)
 from .layers import (
     attend,
     bigram_rows,
@@ -263,10 +253,6 @@ class LeakyReluSquared:
         "Of z of any shape."
         return squared_leaky(z, self.negative_slope)
 
-    def mlp(self, x: Tensor, up: Tensor, down: Tensor, tiles: tuple) -> Tensor:
-        "Linear, activation, linear of x [..., D], on the kernel of chapter 09."
-        return fused_mlp(x, up, down, self.negative_slope, tiles)
-
 # %% ../nbs/story/05c_model.ipynb #2b00ea36
 def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
                kind: type[Block] = Block, **more) -> Block:
@@ -292,12 +278,11 @@ class Golf(torch.nn.Module):
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
-                 skips: WeightedSkips = WeightedSkips(), activation: Callable | None = None,
-                 kernels=KERNELS):
-        """`dtype` is the compute dtype; `kernels`, those that may be used where they can run.
+                 skips: WeightedSkips = WeightedSkips(), activation: Callable | None = None):
+        """`dtype` is the compute dtype.
 
         `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared
-        with the settings' slope, which alone has a kernel. Raises GolfError for one with weights.
+        with the settings' slope. Raises GolfError for one with weights.
         """
         super().__init__()
         self.skips = skips
@@ -311,7 +296,7 @@ class Golf(torch.nn.Module):
         self.freeze: Callable | None = None  # such as FreezeBlocks
         self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads,
                                          cfg.head_dim)
-        self.kernels = frozenset()
+        self.kernels = frozenset()  # none, until chapter 09's `fuse` hands them in
         self.blocks = [make_block(cfg, i, self.activation, self.attention) for i in self.order]
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
         self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
@@ -327,8 +312,6 @@ class Golf(torch.nn.Module):
         rotary = rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)
         for name, table in zip(("cos", "sin"), rotary, strict=True):
             self.register_buffer(f"rotary_{name}", table, persistent=False)
-        if usable := usable_kernels(device, dtype, kernels):
-            self.fuse(usable)
 
     def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         "Parameters by role: bank (in the layout's order), table, scalar."
@@ -415,16 +398,6 @@ class Golf(torch.nn.Module):
                                       last_n if last else None)
 
         return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
-
-    def fuse(self, kernels, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
-        "Compute with these kernels from now on, as far as the shapes and the activation suit them."
-        cfg, has_kernel = self.cfg, hasattr(self.activation, "mlp")
-        fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
-                "mlp": has_kernel and mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
-        self.kernels = frozenset(k for k in kernels if fits.get(k, True))
-        more = dict(kernels=self.kernels, tiles=tiles)
-        self.blocks = [make_block(cfg, i, self.activation, self.attention, FusedBlock, **more)
-                       for i in range(cfg.num_layers)]
 
 # %% ../nbs/story/05c_model.ipynb #f8a5fa7c
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
@@ -613,29 +586,3 @@ def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> 
     if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
         return "fp32"
     return "int6" if ".attn." in name or ".mlp." in name else "int8"
-
-# %% ../nbs/story/05c_model.ipynb #0eadd00d
-@dataclass
-class FusedBlock(Block):
-    "A block that computes with `kernels` of chapter 09."
-    kernels: frozenset = KERNELS
-    tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
-
-    def heads(self, n, w, cos, sin, ve=None, last_n=None):
-        "As `Block.heads`."
-        if "heads" not in self.kernels or last_n not in (None, n.shape[1]):
-            return Block.heads(self, n, w, cos, sin, ve, last_n)
-        assert w.qkv is not None  # `joined` made it
-        q, k, v = fused_heads(n, w.qkv, w.gain, cos, sin, w.k.shape[0] // self.head_dim)
-        return q, k, v if ve is None else v + ve.view(v.shape)
-
-    def exclusive(self, y, v):
-        "As `Block.exclusive`."
-        return fused_exclusive(y, v) if "xsa" in self.kernels else exclusive(y, v)
-
-    def mlp(self, n, w):
-        "As `Block.mlp`."
-        if "mlp" not in self.kernels:
-            return Block.mlp(self, n, w)
-        activation: Any = self.activation  # one with a kernel, or "mlp" would not be here
-        return scaled(activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)

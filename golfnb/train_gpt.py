@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 3ee6e71cf0e97ff2
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 393deba31aa3cdd9
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -374,180 +374,6 @@ def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTab
                          target_bytes(table, tokens[:-1], tokens[1:]).sum())
 
 
-# ---- golfnb/layout.py ----
-SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One logical matrix, [rows, cols] of F.linear, and how it is stored.
-
-    `name` is that in a state dict, `group` its bank; `transposed` means stored as [cols, rows];
-    with at most `small` elements it is packed as fp16.
-    """
-    name: str
-    rows: int
-    cols: int
-    group: str
-    transposed: bool = False
-    small: int = SMALL_MATRIX
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        "The shape of its slot."
-        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
-
-    @property
-    def shape_lr_scale(self) -> float:
-        "Muon's factor on the learning rate."
-        return sqrt(max(1.0, self.rows / self.cols))
-
-
-@dataclass(frozen=True)
-class BankSpec:
-    "Matrices of one stored shape, in slot order, padded to a multiple of the `world` ranks."
-    name: str
-    matrices: tuple[Matrix, ...]
-    world: int
-
-    @property
-    def real(self) -> int:
-        "Slots that hold a matrix."
-        return len(self.matrices)
-
-    @property
-    def per_rank(self) -> int:
-        "Slots that each rank owns."
-        return -(-self.real // self.world)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        "[slots with padding, stored rows, stored columns]"
-        return (self.per_rank * self.world, *self.matrices[0].stored)
-
-    @property
-    def padding(self) -> int:
-        "Empty slots."
-        return self.shape[0] - self.real
-
-    def shard(self, rank: int) -> range:
-        "The slots that a rank owns."
-        return range(rank * self.per_rank, (rank + 1) * self.per_rank)
-
-    def row_scales(self) -> list[list[float]]:
-        "The learning-rate scale of each slot, a list of one number for its rows; 1 in the padding."
-        return [[m.shape_lr_scale] for m in self.matrices] + [[1.0]] * self.padding
-
-    def views(self, bank) -> list:
-        "Its matrices: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
-        return list(bank.unbind(0)[:self.real])
-
-
-@dataclass(frozen=True)
-class Layout:
-    "All banks of a model for one world size."
-    banks: tuple[BankSpec, ...]
-    world: int
-
-    def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
-        return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
-
-
-def group_matrices(matrices: list[Matrix], world: int) -> Layout:
-    "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
-    require(world > 0 and matrices, "a layout needs at least one rank and one matrix: found "
-            f"{world} and {len(matrices)}")
-    groups, names = {}, [m.name for m in matrices]
-    for m in matrices:
-        groups.setdefault(m.group, []).append(m)
-        first = groups[m.group][0]
-        require(first.stored == m.stored,
-                f"matrices of a bank must have one stored shape: {m.group!r} has {first.name} of "
-                f"{first.stored} and {m.name} of {m.stored}; transpose or move one")
-        require(names.count(m.name) == 1, f"matrix names must be unique: {m.name!r} appears twice")
-    return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
-
-
-@dataclass
-class LayoutSettings(BaseSettings):
-    "The matrices of the blocks, and how they share banks."
-    num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
-    model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
-    num_heads: int = setting(8, "query heads: count", bounds="> 0")
-    num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count",
-                                bounds="> 0")
-    mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    small_tensor: int = setting(65_536,
-                                "tensors of at most so many elements are stored as fp16: elements")
-
-    @property
-    def head_dim(self) -> int:
-        "Channels of a head."
-        return self.model_dim // self.num_heads
-
-    @property
-    def kv_dim(self) -> int:
-        "Channels of all key heads together."
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def mlp_dim(self) -> int:
-        "Channels of the MLP."
-        return int(self.mlp_mult * self.model_dim)
-
-    def rules(self) -> Rules:
-        "Which shapes are possible."
-        yield from super().rules()
-        yield self.mlp_dim >= 1, ("MLP_MULT must give at least one channel, "
-                                  f"found {self.mlp_mult} of {self.model_dim}: raise it")
-        for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
-                                 ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
-            yield n % d == 0, (f"{one} must be divisible by {other}, found {n} and {d}: "
-                               "change one of them")
-
-
-def block_layout(cfg: LayoutSettings, world: int,
-                 mlp: list[tuple[str, int, int, str, bool]]) -> Layout:
-    "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
-    d = cfg.model_dim
-    kv = cfg.kv_dim
-    attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
-                 ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False)]
-    matrices = []
-    for kind, rows, cols, bank, transposed in attention + mlp:
-        for i in range(cfg.num_layers):
-            name = f"blocks.{i}.{kind}.weight"
-            matrices.append(Matrix(name, rows, cols, bank, transposed, cfg.small_tensor))
-    return group_matrices(matrices, world)
-
-
-def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
-    "The published layout of the blocks over `world` ranks: a bank for each shape (PR #399)."
-    up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
-    down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
-    return block_layout(cfg, world, [up, down])
-
-
-# ---- golfnb/banks.py ----
-def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
-               device: str | torch.device = "cpu") -> dict[str, torch.nn.Parameter]:
-    "A zero-filled parameter [slots with padding, rows, columns] for each bank, by name (PR #399)."
-    storage = {b.name: torch.zeros(b.shape, dtype=dtype, device=device) for b in layout.banks}
-    return {name: torch.nn.Parameter(zeros) for name, zeros in storage.items()}
-
-
-def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views [rows, cols] of all matrices by name, in layout order.
-
-    Gradients flow back into the banks.
-    """
-    views = (v for b in layout.banks for v in b.views(banks[b.name]))
-    named = {}
-    for (_, _, matrix), stored in zip(layout, views, strict=True):
-        named[matrix.name] = stored.T if matrix.transposed else stored
-    return named
-
-
 # ---- golfnb/jit.py ----
 try:
     import triton
@@ -807,6 +633,663 @@ def token_nll(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
     capped = widen(softcap(logits, cap).to(logits.dtype))
     return F.cross_entropy(capped.flatten(0, -2), targets.flatten(),
                            reduction="none").view(targets.shape)
+
+
+# ---- golfnb/layout.py ----
+SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One logical matrix, [rows, cols] of F.linear, and how it is stored.
+
+    `name` is that in a state dict, `group` its bank; `transposed` means stored as [cols, rows];
+    with at most `small` elements it is packed as fp16.
+    """
+    name: str
+    rows: int
+    cols: int
+    group: str
+    transposed: bool = False
+    small: int = SMALL_MATRIX
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        "The shape of its slot."
+        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+
+    @property
+    def shape_lr_scale(self) -> float:
+        "Muon's factor on the learning rate."
+        return sqrt(max(1.0, self.rows / self.cols))
+
+
+@dataclass(frozen=True)
+class BankSpec:
+    "Matrices of one stored shape, in slot order, padded to a multiple of the `world` ranks."
+    name: str
+    matrices: tuple[Matrix, ...]
+    world: int
+
+    @property
+    def real(self) -> int:
+        "Slots that hold a matrix."
+        return len(self.matrices)
+
+    @property
+    def per_rank(self) -> int:
+        "Slots that each rank owns."
+        return -(-self.real // self.world)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        "[slots with padding, stored rows, stored columns]"
+        return (self.per_rank * self.world, *self.matrices[0].stored)
+
+    @property
+    def padding(self) -> int:
+        "Empty slots."
+        return self.shape[0] - self.real
+
+    def shard(self, rank: int) -> range:
+        "The slots that a rank owns."
+        return range(rank * self.per_rank, (rank + 1) * self.per_rank)
+
+    def row_scales(self) -> list[list[float]]:
+        "The learning-rate scale of each slot, a list of one number for its rows; 1 in the padding."
+        return [[m.shape_lr_scale] for m in self.matrices] + [[1.0]] * self.padding
+
+    def views(self, bank) -> list:
+        "Its matrices: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
+        return list(bank.unbind(0)[:self.real])
+
+
+@dataclass(frozen=True)
+class Layout:
+    "All banks of a model for one world size."
+    banks: tuple[BankSpec, ...]
+    world: int
+
+    def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
+        return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
+
+
+def group_matrices(matrices: list[Matrix], world: int) -> Layout:
+    "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
+    require(world > 0 and matrices, "a layout needs at least one rank and one matrix: found "
+            f"{world} and {len(matrices)}")
+    groups, names = {}, [m.name for m in matrices]
+    for m in matrices:
+        groups.setdefault(m.group, []).append(m)
+        first = groups[m.group][0]
+        require(first.stored == m.stored,
+                f"matrices of a bank must have one stored shape: {m.group!r} has {first.name} of "
+                f"{first.stored} and {m.name} of {m.stored}; transpose or move one")
+        require(names.count(m.name) == 1, f"matrix names must be unique: {m.name!r} appears twice")
+    return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
+
+
+@dataclass
+class LayoutSettings(BaseSettings):
+    "The matrices of the blocks, and how they share banks."
+    num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
+    model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
+    num_heads: int = setting(8, "query heads: count", bounds="> 0")
+    num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count",
+                                bounds="> 0")
+    mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
+    small_tensor: int = setting(65_536,
+                                "tensors of at most so many elements are stored as fp16: elements")
+
+    @property
+    def head_dim(self) -> int:
+        "Channels of a head."
+        return self.model_dim // self.num_heads
+
+    @property
+    def kv_dim(self) -> int:
+        "Channels of all key heads together."
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def mlp_dim(self) -> int:
+        "Channels of the MLP."
+        return int(self.mlp_mult * self.model_dim)
+
+    def rules(self) -> Rules:
+        "Which shapes are possible."
+        yield from super().rules()
+        yield self.mlp_dim >= 1, ("MLP_MULT must give at least one channel, "
+                                  f"found {self.mlp_mult} of {self.model_dim}: raise it")
+        for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
+                                 ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
+            yield n % d == 0, (f"{one} must be divisible by {other}, found {n} and {d}: "
+                               "change one of them")
+
+
+def block_layout(cfg: LayoutSettings, world: int,
+                 mlp: list[tuple[str, int, int, str, bool]]) -> Layout:
+    "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
+    d = cfg.model_dim
+    kv = cfg.kv_dim
+    attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
+                 ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False)]
+    matrices = []
+    for kind, rows, cols, bank, transposed in attention + mlp:
+        for i in range(cfg.num_layers):
+            name = f"blocks.{i}.{kind}.weight"
+            matrices.append(Matrix(name, rows, cols, bank, transposed, cfg.small_tensor))
+    return group_matrices(matrices, world)
+
+
+def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
+    "The published layout of the blocks over `world` ranks: a bank for each shape (PR #399)."
+    up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
+    down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
+    return block_layout(cfg, world, [up, down])
+
+
+# ---- golfnb/banks.py ----
+def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
+               device: str | torch.device = "cpu") -> dict[str, torch.nn.Parameter]:
+    "A zero-filled parameter [slots with padding, rows, columns] for each bank, by name (PR #399)."
+    storage = {b.name: torch.zeros(b.shape, dtype=dtype, device=device) for b in layout.banks}
+    return {name: torch.nn.Parameter(zeros) for name, zeros in storage.items()}
+
+
+def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Views [rows, cols] of all matrices by name, in layout order.
+
+    Gradients flow back into the banks.
+    """
+    views = (v for b in layout.banks for v in b.views(banks[b.name]))
+    named = {}
+    for (_, _, matrix), stored in zip(layout, views, strict=True):
+        named[matrix.name] = stored.T if matrix.transposed else stored
+    return named
+
+
+# ---- golfnb/model.py ----
+@dataclass
+class ModelSettings(LayoutSettings):
+    "Shapes of the transformer."
+    vocab_size: int = setting(1024, "pieces of the tokenizer, rows of the token table: count",
+                              bounds="> 0")
+    train_seq_len: int = setting(2048, "length of a training row: tokens", bounds="> 0")
+    rope_base: float = setting(10_000.0, "base of the rotary frequencies: number", bounds="> 0")
+    rope_dims: int = setting(16, "channels of each head that are rotated: channels", bounds="> 0")
+    rope_train_len: int = setting(1024, "row length from which RoPE is NTK-scaled: tokens",
+                                  bounds="> 0")
+    logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits",
+                                   bounds="> 0")
+    qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
+    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
+    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0")
+    negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio",
+                                    bounds="[0, 1)")
+    tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number",
+                                         bounds="> 0")
+    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
+    bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
+    ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
+    ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
+    ve_layers: str = setting("9,10",
+                             "blocks that add a value embedding, numbered from 0: list of blocks")
+
+    @property
+    def ve_layer_list(self) -> list[int]:
+        "Blocks with a value embedding."
+        return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
+
+    def rules(self) -> Rules:
+        "Which models are possible."
+        yield from super().rules()
+        rope, head, row = self.rope_dims, self.head_dim, self.train_seq_len
+        yield self.vocab_size <= 65_536, ("VOCAB_SIZE must be at most 65536 (tokens are stored as "
+                                          f"uint16), found {self.vocab_size}: use a smaller "
+                                          "tokenizer")
+        yield rope % 2 == 0 and rope <= head, (
+            f"ROPE_DIMS must be even and at most the head width {head}, found {rope}: choose an "
+            f"even number up to {head}")
+        yield row * rope <= 2**24, ("TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the "
+                                    f"rotary tables), found {row} x {rope}: shorten the row")
+        yield from table_rules(self)
+
+
+def table_rules(cfg: ModelSettings) -> Rules:
+    "Which bigram tables and value embeddings are possible."
+    rows = cfg.bigram_vocab_size
+    yield rows == 0 or rows >= 2, ("BIGRAM_VOCAB_SIZE must be 0 or at least 2, "
+                                   f"found {rows}: change it")
+    parts = [p.strip() for p in cfg.ve_layers.split(",") if p.strip()]
+    numbers = [int(p) for p in parts if p.isdecimal() and len(p) < 9]
+    blocks = {n for n in numbers if n < cfg.num_layers}
+    yield not cfg.ve_enabled or 0 < len(parts) == len(blocks), (
+        f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none twice, parted "
+        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS={cfg.num_layers - 1} or "
+        "VE_ENABLED=0")
+
+
+@dataclass
+class ComputeSettings(BaseSettings):
+    "How a model is computed on this machine."
+    weight_dtype: str = setting("auto",
+                                "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
+                                "auto", "bf16", "fp32", "fp64")
+    attention: str = setting("auto",
+                             "attention backend; auto: the fastest that works here (chapter 03)",
+                             "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
+    compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only",
+                           "auto", "0", "1")
+
+
+def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
+    "Parameters that are looked up by row: name -> (rows, width)."
+    shapes = {"tok_emb": (cfg.vocab_size, cfg.model_dim)}
+    if cfg.bigram_vocab_size:
+        shapes["bigram_table"] = (cfg.bigram_vocab_size, cfg.bigram_dim)
+    if cfg.ve_enabled:
+        shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
+    return shapes
+
+
+class WeightedSkips:
+    "For `Golf`: a U-Net skip is multiplied by a weight for each channel, as published."
+    start = 1.0  # of the weights
+    word = "one"  # in a file
+
+    def weight_shape(self, skips: int, channels: int) -> tuple[int, int]:
+        "The shape of the weights of so many skips."
+        return skips, channels
+
+    def gates(self, weights: Tensor) -> Tensor:
+        "What the skips are multiplied by: [skips, 1 or channels] of the weights."
+        return weights
+
+
+def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[int, ...]]:
+    "Small parameters, stacked over the layers where each has one: name -> shape."
+    L, D = cfg.num_layers, cfg.model_dim
+    shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D),
+              "q_gain": (L, cfg.num_heads),
+              "smear_gate": (D,)}
+    if L > 1:
+        shapes["skip_weights"] = skips.weight_shape(L // 2, D)
+    if cfg.bigram_vocab_size:
+        shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
+    if cfg.ve_enabled:
+        blocks = len(cfg.ve_layer_list)
+        shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (),
+                   "ve_layer_scales": (blocks,)}
+    return shapes
+
+
+BLOCK_MATRICES = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.proj", "mlp.fc", "mlp.proj")
+
+
+class BlockWeights(NamedTuple):
+    """What a block reads, BLOCK_MATRICES first; or, with an axis in front, what all blocks read.
+
+    Matrices and mix are in the compute dtype, the other scalars in float32."""
+    q: Tensor                   # [D, D]
+    k: Tensor                   # [KV*head, D]
+    v: Tensor                   # [KV*head, D]
+    out: Tensor                 # [D, D]
+    up: Tensor                  # [hidden, D]
+    down: Tensor                # [D, hidden]
+    attn_scale: Tensor | None   # [D]; None: multiplied into `out` already
+    mlp_scale: Tensor | None    # [D]; None: multiplied into `down` already
+    mix: Tensor                 # [2, D]
+    gain: Tensor                # [H]
+    qkv: Tensor | None = None  # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
+
+
+@dataclass
+class Block:
+    "One block of the transformer without its weights: what is fixed about it, and how it computes."
+    head_dim: int
+    norm_scale: float | Tensor  # factor after its norms: a number, or one for each channel [D]
+    activation: Callable        # of the MLP: a function or module of a tensor of any shape
+    xsa: bool                   # exclusive self-attention
+    attention: str = "auto"     # backend, see `attend`
+
+    def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
+        "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
+        return F.linear(x, weight)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        "Attention of q [B, T, H, head] over k and v [B, T, KV, head]."
+        return attend(q, k, v, self.attention)
+
+    def exclusive(self, y: Tensor, v: Tensor) -> Tensor:
+        "XSA: attention's output y [B, T, H, head] without its part along v [B, T, KV, head]."
+        return exclusive(y, v)
+
+    def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, last_n=None):
+        "Queries [B, last_n, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
+        q = self.linear(last_positions(n, last_n), w.q, 0)
+        k = self.linear(n, w.k, 1)
+        v = self.linear(n, w.v, 2)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim))
+                   for t in (q, k, v if ve is None else v + ve))
+        return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
+
+    def mlp(self, n: Tensor, w: BlockWeights) -> Tensor:
+        "Up, activation, down, scale: n [B, T, D] -> [B, T, D]."
+        h = self.activation(self.linear(n, w.up, 4))
+        return scaled(self.linear(h, w.down, 5), w.mlp_scale)
+
+    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, last_n=None) -> Tensor:
+        """The block's output, at the last `last_n` positions if given: x
+        [B, T, D] -> [B, last_n, D].
+
+        x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value
+        embedding; cos, sin as in `rotate`."""
+        x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
+        q, k, v = self.heads(n, w, cos, sin, ve, last_n)
+        y = self.attend(q, k, v)
+        if self.xsa:
+            y = self.exclusive(y, last_positions(v, last_n))
+        x = last_positions(x_in, last_n) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
+        return x + self.mlp(scaled_norm(x, self.norm_scale), w)
+
+
+@dataclass
+class LeakyReluSquared:
+    "The activation leaky_relu(z, negative_slope)**2 of the records; 0 is ReLU squared."
+    negative_slope: float = 0.5
+
+    def __call__(self, z: Tensor) -> Tensor:
+        "Of z of any shape."
+        return squared_leaky(z, self.negative_slope)
+
+
+def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
+               kind: type[Block] = Block, **more) -> Block:
+    "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
+    norm_scale = 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0
+    xsa = i >= cfg.num_layers - cfg.xsa_last_n
+    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
+
+
+def last_positions(x: Tensor, last_n: int | None) -> Tensor:
+    "The last `last_n` positions of x [B, T, ...]; None: all."
+    return x if last_n is None or last_n == x.shape[1] else x[:, -last_n:]
+
+
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    "x [..., D] times a scale per channel [D]; x where the scale is in the matrix already."
+    return x if scale is None else scale.to(x.dtype) * x
+
+
+class Golf(torch.nn.Module):
+    "The model. All parameters are zero until `init_model` or `load_named` fills them."
+    __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
+
+    def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu", attention: str = "auto",
+                 skips: WeightedSkips = WeightedSkips(), activation: Callable | None = None):
+        """`dtype` is the compute dtype.
+
+        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared
+        with the settings' slope. Raises GolfError for one with weights.
+        """
+        super().__init__()
+        self.skips = skips
+        if activation is None:
+            activation = LeakyReluSquared(cfg.negative_slope)
+        self.activation = activation
+        require(not [*self.parameters()], "an activation must have no weights, since no optimizer "
+                f"or file would hold them, found {type(activation).__name__}: use one without")
+        self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
+        self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
+        self.freeze: Callable | None = None  # such as FreezeBlocks
+        self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads,
+                                         cfg.head_dim)
+        self.kernels = frozenset()  # none, until chapter 09's `fuse` hands them in
+        self.blocks = [make_block(cfg, i, self.activation, self.attention) for i in self.order]
+        places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
+        self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
+        self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
+        tables, scalars = table_shapes(cfg), scalar_shapes(cfg, self.skips)
+        self.tables, self.scalars = tuple(tables), tuple(scalars)
+        wide = torch.promote_types(dtype, torch.float32)
+        for shapes, kind in ((tables, dtype), (scalars, wide)):
+            for name, shape in shapes.items():
+                setattr(self, name,
+                        torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
+        self.rope = cfg.rope_dims, cfg.rope_base, cfg.rope_train_len
+        rotary = rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)
+        for name, table in zip(("cos", "sin"), rotary, strict=True):
+            self.register_buffer(f"rotary_{name}", table, persistent=False)
+
+    def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        "Parameters by role: bank (in the layout's order), table, scalar."
+        return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks},
+                "table": {n: getattr(self, n) for n in self.tables},
+                "scalar": {n: getattr(self, n) for n in self.scalars}}
+
+    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
+        "cos and sin for rows of T tokens, [T, rope_dims/2] each."
+        if T == self.cfg.train_seq_len:
+            return self.rotary_cos, self.rotary_sin
+        return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
+
+    def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
+        "What every block reads, as views of the banks, or joined as `kernels` want it."
+        mix = self.resid_mix.to(self.compute)
+        freeze = self.freeze if torch.is_grad_enabled() else None
+        L, banks = self.cfg.num_layers, self.banks.items()
+        # run r of a bank: its slots r L to (r + 1) L; to slice costs a gradient of the bank's size
+        runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
+        kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
+        # [blocks, rows, columns]
+        kinds = [stack.mT if flipped else stack for stack, flipped in kinds]
+        stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
+        stack = joined(stack, kernels) if freeze is None else stack
+        columns = [[None] * L if t is None else t.unbind(0) for t in stack]
+        # a bank may end in padding
+        blocks = [BlockWeights(*w) for w in zip(*columns, strict=False)]
+        if freeze is None:
+            return blocks
+        return [joined(w, kernels) for w in freeze(blocks)]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+        x = F.embedding(ids, self.tok_emb).to(self.compute)
+        if self.cfg.bigram_vocab_size:
+            pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]),
+                               self.bigram_table).to(x.dtype)
+            x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
+        return smear(rms_norm(x), self.smear_gate)
+
+    def value_embeddings(self, ids: Tensor) -> dict[int, Tensor]:
+        "What is added to the values [B, T, KV*head], for each block that has a value embedding."
+        if not self.cfg.ve_enabled:
+            return {}
+        ve = F.embedding(ids, self.ve_table).to(self.compute)
+        ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
+        scales = self.ve_layer_scales.to(ve.dtype).unbind(0)
+        return {i: ve * s for i, s in zip(self.ve_blocks, scales, strict=True)}
+
+    def run_blocks(self, x: Tensor, run: Callable) -> Tensor:
+        """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
+
+        `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
+        half, outputs = self.cfg.num_layers // 2, {}
+        skips = ()
+        if half:
+            skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
+        for place, i in enumerate(self.order):
+            if half <= i < 2 * half:
+                x = x + skips[i - half] * outputs[2 * half - 1 - i]
+            x = run(x, i, place + 1 == len(self.order))
+            if i < half:
+                outputs[i] = x
+        return x
+
+    def forward(self, ids: Tensor, last_n: int | None = None,
+                rope_len: int | None = None) -> Tensor:
+        """Logits [B, last_n, V] before the cap, of tokens [B, T]; all
+        positions if `last_n` is None.
+
+        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a
+        `last_n` that is not in 1..T."""
+        T = ids.shape[1]
+        if last_n is not None and not 1 <= last_n <= T:
+            raise GolfError(f"last_n must be between 1 and the row length {T}: found {last_n}")
+        x0 = self.embed(ids)
+        values = self.value_embeddings(ids)
+        weights = self.weights(self.kernels)
+        cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
+
+        def run(x, i, last):
+            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i),
+                                      last_n if last else None)
+
+        return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
+
+
+def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    "Rows of weight [..., out, in] times scale [..., out], multiplied in float32 and rounded once."
+    return (weight * scale[..., None]).to(weight.dtype)
+
+
+def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
+    "Weights of a block, or of all blocks, as these kernels want them."
+    q, k, v, out, down = (t[:len(w.gain)] if t.ndim == 3 else t
+                          for t in (w.q, w.k, w.v, w.out, w.down))
+    if "heads" in kernels:
+        w = w._replace(qkv=torch.cat((q, k, v), dim=-2))
+    if "fold" in kernels:
+        assert w.attn_scale is not None and w.mlp_scale is not None  # nothing is folded twice
+        out, down = folded_weight(out, w.attn_scale), folded_weight(down, w.mlp_scale)
+        w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
+    return w
+
+
+WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table",
+         "bigram.scale": "bigram_scale",
+         "bigram.proj.weight": "bigram_proj", "smear.gate": "smear_gate",
+         "skip_weights": "skip_weights",
+         "ve_shared.embed.weight": "ve_table", "ve_shared.proj.weight": "ve_proj",
+         "ve_shared.scale": "ve_scale"}
+
+
+def published_names(model: Golf) -> dict[str, tuple]:
+    "Published name -> (parameter, index into it) for everything that is not in a bank."
+    cfg = model.cfg
+    present = {*model.tables, *model.scalars}
+    names: dict[str, tuple] = {name: (param, ...)
+                               for name, param in WHOLE.items() if param in present}
+    for j in range(len(cfg.ve_layer_list)):
+        names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
+    for i in range(cfg.num_layers):
+        names |= {f"blocks.{i}.{n}": (n, i) for n in ("attn_scale", "mlp_scale", "resid_mix")}
+        names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
+    return names
+
+
+def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
+    "Views of full banks and other parameters (by their names here) under the published names."
+    views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
+    return views | unbank(model.layout, banks)
+
+
+@torch.no_grad()
+def named_state(model: Golf, banks: dict | None = None, others: Mapping | None = None) -> dict:
+    "Copies of the weights, or of these banks and others, under the published names."
+    own = model.role_params()
+    views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
+    return {name: view.detach().clone(memory_format=torch.contiguous_format)
+            for name, view in views.items()}
+
+
+@torch.no_grad()
+def load_named(model: Golf, state: Mapping[str, Tensor]):
+    """Fill the model in place: the inverse of `named_state`, from tensors of any dtype and device.
+
+    Raises GolfError, before anything is written, for a missing, surplus or misshapen tensor."""
+    own = model.role_params()
+    views = published_views(model, own["bank"], own["table"] | own["scalar"])
+    advice = "build the model from the settings saved with them"
+    names, found = set(views), set(state)
+    for kind, wrong in (("lack", names - found), ("have the unknown", found - names)):
+        require(not wrong, f"these weights do not belong to this model: they {kind} "
+                f"{min(wrong, default='')!r} ({len(wrong)} such names); {advice}")
+    for name, view in views.items():
+        shape, saved = tuple(view.shape), tuple(state[name].shape)
+        one = shape == (1,) and saved == ()  # as older files have it
+        require(shape == saved or one, f"tensor {name} must have shape {shape}: found {saved}; "
+                f"{advice}")
+    for name, view in views.items():
+        view.copy_(state[name])
+
+
+def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
+    "All random tensors of a fresh model by published name, drawn in the published order (PR #549)."
+    g, tables, out = torch.Generator().manual_seed(seed), table_shapes(cfg), {}
+    scalars = scalar_shapes(cfg, WeightedSkips())  # for skips nothing is drawn
+
+    def normal(shape, std): return torch.empty(shape).normal_(0.0, std, generator=g)
+    def orthogonal(shape): return torch.nn.init.orthogonal_(torch.empty(shape), generator=g)
+
+    normal(tables["tok_emb"], 1.0)  # thrown away
+    parts = ("bigram", "bigram_table", "bigram_proj"), ("ve_shared", "ve_table", "ve_proj")
+    kinds = [part for part in parts if part[1] in tables]
+    for kind, table, proj in kinds:
+        normal(tables[table], 1.0)  # thrown away
+        rows = normal(tables[table], 0.01) if kind == "ve_shared" else torch.zeros(tables[table])
+        out[f"{kind}.embed.weight"] = rows
+        # thrown away
+        torch.nn.init.kaiming_uniform_(torch.empty(scalars[proj]), a=math.sqrt(5), generator=g)
+    out["tok_emb.weight"] = normal(tables["tok_emb"], cfg.tied_embed_init_std)
+    shapes = {m.name: (m.rows, m.cols) for _, _, m in bank_per_shape(cfg, 1)}
+    for i in range(cfg.num_layers):
+        for name in (f"blocks.{i}.{part}.weight"
+                     for part in ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")):
+            out[name] = orthogonal(shapes[name])
+    return out | {f"{kind}.proj.weight": orthogonal(scalars[proj]) for kind, _, proj in kinds}
+
+
+def init_model(model: Golf, cfg: ModelSettings, seed: int):
+    "Fill a fresh model: published draws for `seed`, constants for the rest, rounded to bfloat16."
+    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
+                "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05,
+                "ve_scale": 0.1}
+    state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
+    for name, (param, _) in published_names(model).items():
+        state[name].fill_(constant.get(param, 0.0))
+        if param == "resid_mix":
+            state[name][0] = 1.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        state |= drawn_state(cfg, seed)
+    finally:
+        torch.set_num_threads(threads)
+    load_named(model, {name: t.bfloat16() for name, t in state.items()})
+
+
+def saved_settings(model: Golf) -> dict:
+    "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
+    values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
+    plan = "shared_mlp" if "mlp_bank" in model.banks else "pr399"
+    return values | {"plan": plan, "skip_gate": model.skips.word}
+
+
+CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear",
+                 "ve_layer_scales",
+                 "ve_shared.scale", "bigram.scale")
+
+
+def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> str:
+    "How an artifact stores this tensor: fp16 up to `small` elements, else fp32, int6 or int8."
+    if math.prod(shape) <= small:
+        return "fp16"
+    if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
+        return "fp32"
+    return "int6" if ".attn." in name or ".mlp." in name else "int8"
 
 
 # ---- golfnb/kernels.py ----
@@ -1138,510 +1621,10 @@ def mlp_fit(hidden: int, D: int, dtype: torch.dtype) -> bool:
     return hidden * dtype.itemsize % 16 == 0 and D * dtype.itemsize % 16 == 0
 
 
-# ---- golfnb/model.py ----
-@dataclass
-class ModelSettings(LayoutSettings):
-    "Shapes of the transformer."
-    vocab_size: int = setting(1024, "pieces of the tokenizer, rows of the token table: count",
-                              bounds="> 0")
-    train_seq_len: int = setting(2048, "length of a training row: tokens", bounds="> 0")
-    rope_base: float = setting(10_000.0, "base of the rotary frequencies: number", bounds="> 0")
-    rope_dims: int = setting(16, "channels of each head that are rotated: channels", bounds="> 0")
-    rope_train_len: int = setting(1024, "row length from which RoPE is NTK-scaled: tokens",
-                                  bounds="> 0")
-    logit_softcap: float = setting(30.0, "logits are cap * tanh(logits / cap): logits",
-                                   bounds="> 0")
-    qk_gain_init: float = setting(1.5, "initial gain of every query head after rotation: ratio")
-    ln_scale: bool = setting(True, "scale the norms of block l by 1 / sqrt(l + 1): 0 or 1")
-    xsa_last_n: int = setting(4, "last blocks with XSA, at most all: blocks", bounds=">= 0")
-    negative_slope: float = setting(0.5, "slope s below 0 in leaky_relu(x, s)**2: ratio",
-                                    bounds="[0, 1)")
-    tied_embed_init_std: float = setting(0.005, "deviation of the first tok_emb: number",
-                                         bounds="> 0")
-    bigram_vocab_size: int = setting(1536, "rows of the bigram hash table; 0: no table: rows")
-    bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
-    ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
-    ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
-    ve_layers: str = setting("9,10",
-                             "blocks that add a value embedding, numbered from 0: list of blocks")
-
-    @property
-    def ve_layer_list(self) -> list[int]:
-        "Blocks with a value embedding."
-        return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
-
-    def rules(self) -> Rules:
-        "Which models are possible."
-        yield from super().rules()
-        rope, head, row = self.rope_dims, self.head_dim, self.train_seq_len
-        yield self.vocab_size <= 65_536, ("VOCAB_SIZE must be at most 65536 (tokens are stored as "
-                                          f"uint16), found {self.vocab_size}: use a smaller "
-                                          "tokenizer")
-        yield rope % 2 == 0 and rope <= head, (
-            f"ROPE_DIMS must be even and at most the head width {head}, found {rope}: choose an "
-            f"even number up to {head}")
-        yield row * rope <= 2**24, ("TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the "
-                                    f"rotary tables), found {row} x {rope}: shorten the row")
-        yield from table_rules(self)
-
-
-def table_rules(cfg: ModelSettings) -> Rules:
-    "Which bigram tables and value embeddings are possible."
-    rows = cfg.bigram_vocab_size
-    yield rows == 0 or rows >= 2, ("BIGRAM_VOCAB_SIZE must be 0 or at least 2, "
-                                   f"found {rows}: change it")
-    parts = [p.strip() for p in cfg.ve_layers.split(",") if p.strip()]
-    numbers = [int(p) for p in parts if p.isdecimal() and len(p) < 9]
-    blocks = {n for n in numbers if n < cfg.num_layers}
-    yield not cfg.ve_enabled or 0 < len(parts) == len(blocks), (
-        f"VE_LAYERS must name at least one block of 0..{cfg.num_layers - 1} and none twice, parted "
-        f"by commas: found {cfg.ve_layers!r}; write like VE_LAYERS={cfg.num_layers - 1} or "
-        "VE_ENABLED=0")
-
-
-@dataclass
-class ComputeSettings(BaseSettings):
-    "How a model is computed on this machine."
-    weight_dtype: str = setting("auto",
-                                "dtype of weights and activations; auto: bf16 on CUDA, fp32 on CPU",
-                                "auto", "bf16", "fp32", "fp64")
-    attention: str = setting("auto",
-                             "attention backend; auto: the fastest that works here (chapter 03)",
-                             "auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4")
-    compile: str = setting("auto", "torch.compile the forward; auto: on CUDA only",
-                           "auto", "0", "1")
-
-
-def table_shapes(cfg: ModelSettings) -> dict[str, tuple[int, int]]:
-    "Parameters that are looked up by row: name -> (rows, width)."
-    shapes = {"tok_emb": (cfg.vocab_size, cfg.model_dim)}
-    if cfg.bigram_vocab_size:
-        shapes["bigram_table"] = (cfg.bigram_vocab_size, cfg.bigram_dim)
-    if cfg.ve_enabled:
-        shapes["ve_table"] = (cfg.vocab_size, cfg.ve_dim)
-    return shapes
-
-
-class WeightedSkips:
-    "For `Golf`: a U-Net skip is multiplied by a weight for each channel, as published."
-    start = 1.0  # of the weights
-    word = "one"  # in a file
-
-    def weight_shape(self, skips: int, channels: int) -> tuple[int, int]:
-        "The shape of the weights of so many skips."
-        return skips, channels
-
-    def gates(self, weights: Tensor) -> Tensor:
-        "What the skips are multiplied by: [skips, 1 or channels] of the weights."
-        return weights
-
-
-def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[int, ...]]:
-    "Small parameters, stacked over the layers where each has one: name -> shape."
-    L, D = cfg.num_layers, cfg.model_dim
-    shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D),
-              "q_gain": (L, cfg.num_heads),
-              "smear_gate": (D,)}
-    if L > 1:
-        shapes["skip_weights"] = skips.weight_shape(L // 2, D)
-    if cfg.bigram_vocab_size:
-        shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
-    if cfg.ve_enabled:
-        blocks = len(cfg.ve_layer_list)
-        shapes |= {"ve_proj": (cfg.kv_dim, cfg.ve_dim), "ve_scale": (),
-                   "ve_layer_scales": (blocks,)}
-    return shapes
-
-
-BLOCK_MATRICES = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.proj", "mlp.fc", "mlp.proj")
-
-
-class BlockWeights(NamedTuple):
-    """What a block reads, BLOCK_MATRICES first; or, with an axis in front, what all blocks read.
-
-    Matrices and mix are in the compute dtype, the other scalars in float32."""
-    q: Tensor                   # [D, D]
-    k: Tensor                   # [KV*head, D]
-    v: Tensor                   # [KV*head, D]
-    out: Tensor                 # [D, D]
-    up: Tensor                  # [hidden, D]
-    down: Tensor                # [D, hidden]
-    attn_scale: Tensor | None   # [D]; None: multiplied into `out` already
-    mlp_scale: Tensor | None    # [D]; None: multiplied into `down` already
-    mix: Tensor                 # [2, D]
-    gain: Tensor                # [H]
-    qkv: Tensor | None = None  # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
-
-
-@dataclass
-class Block:
-    "One block of the transformer without its weights: what is fixed about it, and how it computes."
-    head_dim: int
-    norm_scale: float | Tensor  # factor after its norms: a number, or one for each channel [D]
-    activation: Callable        # of the MLP: a function or module of a tensor of any shape
-    xsa: bool                   # exclusive self-attention
-    attention: str = "auto"     # backend, see `attend`
-
-    def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
-        "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
-        return F.linear(x, weight)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        "Attention of q [B, T, H, head] over k and v [B, T, KV, head]."
-        return attend(q, k, v, self.attention)
-
-    def exclusive(self, y: Tensor, v: Tensor) -> Tensor:
-        "XSA: attention's output y [B, T, H, head] without its part along v [B, T, KV, head]."
-        return exclusive(y, v)
-
-    def heads(self, n: Tensor, w: BlockWeights, cos: Tensor, sin: Tensor, ve=None, last_n=None):
-        "Queries [B, last_n, H, head], keys and values [B, T, KV, head] of the norm n [B, T, D]."
-        q = self.linear(last_positions(n, last_n), w.q, 0)
-        k = self.linear(n, w.k, 1)
-        v = self.linear(n, w.v, 2)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim))
-                   for t in (q, k, v if ve is None else v + ve))
-        return *qk_norm_rope_gain(q, k, cos, sin, w.gain), v
-
-    def mlp(self, n: Tensor, w: BlockWeights) -> Tensor:
-        "Up, activation, down, scale: n [B, T, D] -> [B, T, D]."
-        h = self.activation(self.linear(n, w.up, 4))
-        return scaled(self.linear(h, w.down, 5), w.mlp_scale)
-
-    def run(self, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve=None, last_n=None) -> Tensor:
-        """The block's output, at the last `last_n` positions if given: x
-        [B, T, D] -> [B, last_n, D].
-
-        x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value
-        embedding; cos, sin as in `rotate`."""
-        x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
-        q, k, v = self.heads(n, w, cos, sin, ve, last_n)
-        y = self.attend(q, k, v)
-        if self.xsa:
-            y = self.exclusive(y, last_positions(v, last_n))
-        x = last_positions(x_in, last_n) + scaled(self.linear(y.flatten(2), w.out, 3), w.attn_scale)
-        return x + self.mlp(scaled_norm(x, self.norm_scale), w)
-
-
-@dataclass
-class LeakyReluSquared:
-    "The activation leaky_relu(z, negative_slope)**2 of the records; 0 is ReLU squared."
-    negative_slope: float = 0.5
-
-    def __call__(self, z: Tensor) -> Tensor:
-        "Of z of any shape."
-        return squared_leaky(z, self.negative_slope)
-
-    def mlp(self, x: Tensor, up: Tensor, down: Tensor, tiles: tuple) -> Tensor:
-        "Linear, activation, linear of x [..., D], on the kernel of chapter 09."
-        return fused_mlp(x, up, down, self.negative_slope, tiles)
-
-
-def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
-               kind: type[Block] = Block, **more) -> Block:
-    "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
-    norm_scale = 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0
-    xsa = i >= cfg.num_layers - cfg.xsa_last_n
-    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
-
-
-def last_positions(x: Tensor, last_n: int | None) -> Tensor:
-    "The last `last_n` positions of x [B, T, ...]; None: all."
-    return x if last_n is None or last_n == x.shape[1] else x[:, -last_n:]
-
-
-def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    "x [..., D] times a scale per channel [D]; x where the scale is in the matrix already."
-    return x if scale is None else scale.to(x.dtype) * x
-
-
-class Golf(torch.nn.Module):
-    "The model. All parameters are zero until `init_model` or `load_named` fills them."
-    __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
-
-    def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu", attention: str = "auto",
-                 skips: WeightedSkips = WeightedSkips(), activation: Callable | None = None,
-                 kernels=KERNELS):
-        """`dtype` is the compute dtype; `kernels`, those that may be used where they can run.
-
-        `activation`: of the MLPs, a function or a module without weights; None: LeakyReluSquared
-        with the settings' slope, which alone has a kernel. Raises GolfError for one with weights.
-        """
-        super().__init__()
-        self.skips = skips
-        if activation is None:
-            activation = LeakyReluSquared(cfg.negative_slope)
-        self.activation = activation
-        require(not [*self.parameters()], "an activation must have no weights, since no optimizer "
-                f"or file would hold them, found {type(activation).__name__}: use one without")
-        self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
-        self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
-        self.freeze: Callable | None = None  # such as FreezeBlocks
-        self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads,
-                                         cfg.head_dim)
-        self.kernels = frozenset()
-        self.blocks = [make_block(cfg, i, self.activation, self.attention) for i in self.order]
-        places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
-        self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
-        self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
-        tables, scalars = table_shapes(cfg), scalar_shapes(cfg, self.skips)
-        self.tables, self.scalars = tuple(tables), tuple(scalars)
-        wide = torch.promote_types(dtype, torch.float32)
-        for shapes, kind in ((tables, dtype), (scalars, wide)):
-            for name, shape in shapes.items():
-                setattr(self, name,
-                        torch.nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
-        self.rope = cfg.rope_dims, cfg.rope_base, cfg.rope_train_len
-        rotary = rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)
-        for name, table in zip(("cos", "sin"), rotary, strict=True):
-            self.register_buffer(f"rotary_{name}", table, persistent=False)
-        if usable := usable_kernels(device, dtype, kernels):
-            self.fuse(usable)
-
-    def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
-        "Parameters by role: bank (in the layout's order), table, scalar."
-        return {"bank": {b.name: self.banks[b.name] for b in self.layout.banks},
-                "table": {n: getattr(self, n) for n in self.tables},
-                "scalar": {n: getattr(self, n) for n in self.scalars}}
-
-    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
-        "cos and sin for rows of T tokens, [T, rope_dims/2] each."
-        if T == self.cfg.train_seq_len:
-            return self.rotary_cos, self.rotary_sin
-        return rotary_tables(T, *self.rope, self.tok_emb.device, self.compute)
-
-    def weights(self, kernels: frozenset = frozenset()) -> list[BlockWeights]:
-        "What every block reads, as views of the banks, or joined as `kernels` want it."
-        mix = self.resid_mix.to(self.compute)
-        freeze = self.freeze if torch.is_grad_enabled() else None
-        L, banks = self.cfg.num_layers, self.banks.items()
-        # run r of a bank: its slots r L to (r + 1) L; to slice costs a gradient of the bank's size
-        runs = {name: bank.split(L) if bank.shape[0] >= 2 * L else (bank,) for name, bank in banks}
-        kinds = [(runs[bank][run].to(self.compute), flipped) for bank, run, flipped in self.places]
-        # [blocks, rows, columns]
-        kinds = [stack.mT if flipped else stack for stack, flipped in kinds]
-        stack = BlockWeights(*kinds, self.attn_scale, self.mlp_scale, mix, self.q_gain)
-        stack = joined(stack, kernels) if freeze is None else stack
-        columns = [[None] * L if t is None else t.unbind(0) for t in stack]
-        # a bank may end in padding
-        blocks = [BlockWeights(*w) for w in zip(*columns, strict=False)]
-        if freeze is None:
-            return blocks
-        return [joined(w, kernels) for w in freeze(blocks)]
-
-    def embed(self, ids: Tensor) -> Tensor:
-        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
-        x = F.embedding(ids, self.tok_emb).to(self.compute)
-        if self.cfg.bigram_vocab_size:
-            pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]),
-                               self.bigram_table).to(x.dtype)
-            x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
-        return smear(rms_norm(x), self.smear_gate)
-
-    def value_embeddings(self, ids: Tensor) -> dict[int, Tensor]:
-        "What is added to the values [B, T, KV*head], for each block that has a value embedding."
-        if not self.cfg.ve_enabled:
-            return {}
-        ve = F.embedding(ids, self.ve_table).to(self.compute)
-        ve = F.linear(ve, self.ve_proj.to(ve.dtype)) * self.ve_scale.to(ve.dtype)
-        scales = self.ve_layer_scales.to(ve.dtype).unbind(0)
-        return {i: ve * s for i, s in zip(self.ve_blocks, scales, strict=True)}
-
-    def run_blocks(self, x: Tensor, run: Callable) -> Tensor:
-        """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
-
-        `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
-        half, outputs = self.cfg.num_layers // 2, {}
-        skips = ()
-        if half:
-            skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
-        for place, i in enumerate(self.order):
-            if half <= i < 2 * half:
-                x = x + skips[i - half] * outputs[2 * half - 1 - i]
-            x = run(x, i, place + 1 == len(self.order))
-            if i < half:
-                outputs[i] = x
-        return x
-
-    def forward(self, ids: Tensor, last_n: int | None = None,
-                rope_len: int | None = None) -> Tensor:
-        """Logits [B, last_n, V] before the cap, of tokens [B, T]; all
-        positions if `last_n` is None.
-
-        `rope_len` is the row length that sets the rotary base; None: T. Raises GolfError for a
-        `last_n` that is not in 1..T."""
-        T = ids.shape[1]
-        if last_n is not None and not 1 <= last_n <= T:
-            raise GolfError(f"last_n must be between 1 and the row length {T}: found {last_n}")
-        x0 = self.embed(ids)
-        values = self.value_embeddings(ids)
-        weights = self.weights(self.kernels)
-        cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
-
-        def run(x, i, last):
-            return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i),
-                                      last_n if last else None)
-
-        return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
-
-    def fuse(self, kernels, tiles=(MLP_UP_TILES, MLP_DOWN_TILES)):
-        "Compute with these kernels from now on, as far as the shapes and the activation suit them."
-        cfg, has_kernel = self.cfg, hasattr(self.activation, "mlp")
-        fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
-                "mlp": has_kernel and mlp_fit(cfg.mlp_dim, cfg.model_dim, self.compute)}
-        self.kernels = frozenset(k for k in kernels if fits.get(k, True))
-        more = dict(kernels=self.kernels, tiles=tiles)
-        self.blocks = [make_block(cfg, i, self.activation, self.attention, FusedBlock, **more)
-                       for i in range(cfg.num_layers)]
-
-
-def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
-    "Rows of weight [..., out, in] times scale [..., out], multiplied in float32 and rounded once."
-    return (weight * scale[..., None]).to(weight.dtype)
-
-
-def joined(w: BlockWeights, kernels: frozenset) -> BlockWeights:
-    "Weights of a block, or of all blocks, as these kernels want them."
-    q, k, v, out, down = (t[:len(w.gain)] if t.ndim == 3 else t
-                          for t in (w.q, w.k, w.v, w.out, w.down))
-    if "heads" in kernels:
-        w = w._replace(qkv=torch.cat((q, k, v), dim=-2))
-    if "fold" in kernels:
-        assert w.attn_scale is not None and w.mlp_scale is not None  # nothing is folded twice
-        out, down = folded_weight(out, w.attn_scale), folded_weight(down, w.mlp_scale)
-        w = w._replace(out=out, down=down, attn_scale=None, mlp_scale=None)
-    return w
-
-
-WHOLE = {"tok_emb.weight": "tok_emb", "bigram.embed.weight": "bigram_table",
-         "bigram.scale": "bigram_scale",
-         "bigram.proj.weight": "bigram_proj", "smear.gate": "smear_gate",
-         "skip_weights": "skip_weights",
-         "ve_shared.embed.weight": "ve_table", "ve_shared.proj.weight": "ve_proj",
-         "ve_shared.scale": "ve_scale"}
-
-
-def published_names(model: Golf) -> dict[str, tuple]:
-    "Published name -> (parameter, index into it) for everything that is not in a bank."
-    cfg = model.cfg
-    present = {*model.tables, *model.scalars}
-    names: dict[str, tuple] = {name: (param, ...)
-                               for name, param in WHOLE.items() if param in present}
-    for j in range(len(cfg.ve_layer_list)):
-        names[f"ve_layer_scales.{j}"] = "ve_layer_scales", slice(j, j + 1)  # [1], as published
-    for i in range(cfg.num_layers):
-        names |= {f"blocks.{i}.{n}": (n, i) for n in ("attn_scale", "mlp_scale", "resid_mix")}
-        names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
-    return names
-
-
-def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
-    "Views of full banks and other parameters (by their names here) under the published names."
-    views = {name: others[param][at] for name, (param, at) in published_names(model).items()}
-    return views | unbank(model.layout, banks)
-
-
-@torch.no_grad()
-def named_state(model: Golf, banks: dict | None = None, others: Mapping | None = None) -> dict:
-    "Copies of the weights, or of these banks and others, under the published names."
-    own = model.role_params()
-    views = published_views(model, banks or own["bank"], others or own["table"] | own["scalar"])
-    return {name: view.detach().clone(memory_format=torch.contiguous_format)
-            for name, view in views.items()}
-
-
-@torch.no_grad()
-def load_named(model: Golf, state: Mapping[str, Tensor]):
-    """Fill the model in place: the inverse of `named_state`, from tensors of any dtype and device.
-
-    Raises GolfError, before anything is written, for a missing, surplus or misshapen tensor."""
-    own = model.role_params()
-    views = published_views(model, own["bank"], own["table"] | own["scalar"])
-    advice = "build the model from the settings saved with them"
-    names, found = set(views), set(state)
-    for kind, wrong in (("lack", names - found), ("have the unknown", found - names)):
-        require(not wrong, f"these weights do not belong to this model: they {kind} "
-                f"{min(wrong, default='')!r} ({len(wrong)} such names); {advice}")
-    for name, view in views.items():
-        shape, saved = tuple(view.shape), tuple(state[name].shape)
-        one = shape == (1,) and saved == ()  # as older files have it
-        require(shape == saved or one, f"tensor {name} must have shape {shape}: found {saved}; "
-                f"{advice}")
-    for name, view in views.items():
-        view.copy_(state[name])
-
-
-def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
-    "All random tensors of a fresh model by published name, drawn in the published order (PR #549)."
-    g, tables, out = torch.Generator().manual_seed(seed), table_shapes(cfg), {}
-    scalars = scalar_shapes(cfg, WeightedSkips())  # for skips nothing is drawn
-
-    def normal(shape, std): return torch.empty(shape).normal_(0.0, std, generator=g)
-    def orthogonal(shape): return torch.nn.init.orthogonal_(torch.empty(shape), generator=g)
-
-    normal(tables["tok_emb"], 1.0)  # thrown away
-    parts = ("bigram", "bigram_table", "bigram_proj"), ("ve_shared", "ve_table", "ve_proj")
-    kinds = [part for part in parts if part[1] in tables]
-    for kind, table, proj in kinds:
-        normal(tables[table], 1.0)  # thrown away
-        rows = normal(tables[table], 0.01) if kind == "ve_shared" else torch.zeros(tables[table])
-        out[f"{kind}.embed.weight"] = rows
-        # thrown away
-        torch.nn.init.kaiming_uniform_(torch.empty(scalars[proj]), a=math.sqrt(5), generator=g)
-    out["tok_emb.weight"] = normal(tables["tok_emb"], cfg.tied_embed_init_std)
-    shapes = {m.name: (m.rows, m.cols) for _, _, m in bank_per_shape(cfg, 1)}
-    for i in range(cfg.num_layers):
-        for name in (f"blocks.{i}.{part}.weight"
-                     for part in ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")):
-            out[name] = orthogonal(shapes[name])
-    return out | {f"{kind}.proj.weight": orthogonal(scalars[proj]) for kind, _, proj in kinds}
-
-
-def init_model(model: Golf, cfg: ModelSettings, seed: int):
-    "Fill a fresh model: published draws for `seed`, constants for the rest, rounded to bfloat16."
-    constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
-                "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05,
-                "ve_scale": 0.1}
-    state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
-    for name, (param, _) in published_names(model).items():
-        state[name].fill_(constant.get(param, 0.0))
-        if param == "resid_mix":
-            state[name][0] = 1.0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        state |= drawn_state(cfg, seed)
-    finally:
-        torch.set_num_threads(threads)
-    load_named(model, {name: t.bfloat16() for name, t in state.items()})
-
-
-def saved_settings(model: Golf) -> dict:
-    "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
-    values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
-    plan = "shared_mlp" if "mlp_bank" in model.banks else "pr399"
-    return values | {"plan": plan, "skip_gate": model.skips.word}
-
-
-CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear",
-                 "ve_layer_scales",
-                 "ve_shared.scale", "bigram.scale")
-
-
-def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> str:
-    "How an artifact stores this tensor: fp16 up to `small` elements, else fp32, int6 or int8."
-    if math.prod(shape) <= small:
-        return "fp16"
-    if len(shape) < 2 or any(c in name for c in CONTROL_NAMES):
-        return "fp32"
-    return "int6" if ".attn." in name or ".mlp." in name else "int8"
-
-
 @dataclass
 class FusedBlock(Block):
-    "A block that computes with `kernels` of chapter 09."
-    kernels: frozenset = KERNELS
+    "A block that computes with `kernels`, those of this chapter; the MLP's products in `tiles`."
+    kernels: frozenset = frozenset()
     tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)
 
     def heads(self, n, w, cos, sin, ve=None, last_n=None):
@@ -1654,14 +1637,33 @@ class FusedBlock(Block):
 
     def exclusive(self, y, v):
         "As `Block.exclusive`."
-        return fused_exclusive(y, v) if "xsa" in self.kernels else exclusive(y, v)
+        if "xsa" not in self.kernels:
+            return Block.exclusive(self, y, v)
+        return fused_exclusive(y, v)
 
     def mlp(self, n, w):
         "As `Block.mlp`."
         if "mlp" not in self.kernels:
             return Block.mlp(self, n, w)
-        activation: Any = self.activation  # one with a kernel, or "mlp" would not be here
-        return scaled(activation.mlp(n, w.up, w.down, self.tiles), w.mlp_scale)
+        assert isinstance(self.activation, LeakyReluSquared)  # `fuse` saw to it
+        h = fused_mlp(n, w.up, w.down, self.activation.negative_slope, self.tiles)
+        return scaled(h, w.mlp_scale)
+
+
+def fuse(model: Golf, kernels: Iterable[str], tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)):
+    """Let a model compute with these kernels from now on, as far as they suit its shapes.
+
+    `kernels`: names of `KERNELS` (chapter 15), such as `usable_kernels` gives. An activation of
+    your own has no kernel.
+    """
+    cfg = model.cfg
+    fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
+            "mlp": (type(model.activation) is LeakyReluSquared
+                    and mlp_fit(cfg.mlp_dim, cfg.model_dim, model.compute))}
+    model.kernels = frozenset(k for k in kernels if fits.get(k, True))
+    model.blocks = [make_block(cfg, i, model.activation, model.attention, FusedBlock,
+                               kernels=model.kernels, tiles=tiles)
+                    for i in range(cfg.num_layers)]
 
 
 # ---- golfnb/newton_schulz.py ----
@@ -4678,6 +4680,7 @@ def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthog
     layout = banks(s, ranks.world)
     dtype = weight_dtype(s, ranks.device)
     model = Golf(s, layout, dtype, ranks.device, s.attention, skips())
+    fuse(model, usable_kernels(ranks.device, dtype))
     init_model(model, s, s.seed)
     matrices = Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)

@@ -43,7 +43,7 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float]:
     for i in held:
         nb.cells[i] = nbformat.v4.new_raw_cell("")
     nb.cells.append(nbformat.v4.new_code_cell(PROCESSOR_SECONDS))
-    NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, iopub_timeout=HANG_SECONDS, kernel_name="python3", extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(nb, timeout=HANG_SECONDS, startup_timeout=HANG_SECONDS, iopub_timeout=HANG_SECONDS, kernel_name="python3", coalesce_streams=True, extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(path.parent)}}).execute()
     last = nb.cells.pop().outputs
     printed = "".join(output.get("text", "") for output in last).split()  # may come in pieces, or not at all
     if not printed:

@@ -65,18 +65,23 @@ torch.manual_seed(0)
 def near(a, b, terms):
     "Two orders of the same sums: the rounding errors of `terms` terms add up like a random walk."
     return float((a - b).norm() / b.norm()) < terms ** 0.5 * torch.finfo(b.dtype).eps
+def mirrored(A, side):
+    "Tiles above the diagonal are below it too, to the bit; those on it are products of the CPU's library, which may round either half otherwise."
+    tiles = A.unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
+    off = ~torch.eye(tiles.shape[1], dtype=torch.bool)
+    return torch.equal(tiles[:, off], tiles.transpose(1, 2).mT[:, off])
 for n, M, K, side in ((2, 64, 128, 64), (1, 192, 64, 64), (3, 128, 192, 128), (2, 384, 64, 128), (1, 256, 448, 128), (2, 320, 320, 64)):  # one tile, odd and even numbers of them
     for X in (torch.randn(n, M, K), torch.randn(n, K, M).mT):  # either orientation
         A, exact = half_product(X, side, 4), X.double() @ X.double().mT
-        assert torch.equal(A, A.mT) and near(A, exact.float(), K)
+        assert mirrored(A, side) and near(A, exact.float(), K)
         norm, (a, b, c) = torch.rand(n) + 0.5, (3.4, -4.7, 2.0)
         S = A.double() / norm.view(n, 1, 1) ** 2
         exact = (a * torch.eye(M) + b * S + c * S @ S) / norm.view(n, 1, 1)
         B = half_product(A, side, 4, norm, (a, b, c))
-        assert torch.equal(B, B.mT) and near(B, exact.float(), M)
+        assert mirrored(B, side) and near(B, exact.float(), M)
 X = torch.randn(1, 576, 64)  # nine of them
 A = half_product(X, 64, 4)
-assert torch.equal(A, A.mT) and near(A, (X.double() @ X.double().mT).float(), 64)
+assert mirrored(A, 64) and near(A, (X.double() @ X.double().mT).float(), 64)
 for shape in ((3, 70, 100), (2, 130, 65)):
     n, r, c = shape
     some = torch.arange(n).view(n, 1, 1) % 2 == 0  # every other slot has a gradient
@@ -147,7 +152,7 @@ def run(plan, fused, compiled, keep=None):
     M.init_model(model, s, 1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))
-    if fused: model.fuse(golfnb.jit.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
+    if fused: K.fuse(model, golfnb.jit.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
     loss = lambda i, t: softcap_loss(model(i, keep), t[:, -(keep or 0):], model.cap)
     if compiled:
         torch._dynamo.reset()

@@ -14,6 +14,7 @@ from golfnb.settings import GolfError
 from golfnb.layout import bank_per_shape, matrix_names
 from golfnb.layers import rms_norm, softcap_loss, token_nll
 from golfnb.jit import KERNELS
+from golfnb.kernels import fuse
 from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
 from golfnb.quantize import captured_inputs
 from golfnb.recipes import pr549
@@ -142,7 +143,7 @@ def test_banked_equals_plain_linears_forward_and_backward(variant):
 @pytest.mark.parametrize("world", [1, 3])
 def test_weights_made_for_all_blocks_at_once_change_nothing(plan, world, monkeypatch):
     "What kernels want made of the weights, with plain functions for kernels: same logits, same gradients, padding included."
-    from golfnb import model as module
+    from golfnb import kernels as chapter, model as module
     from golfnb.studies import buckets
     from golfnb.layers import qk_norm_rope_gain
     seen, bucketed = [], "," in plan
@@ -156,12 +157,12 @@ def test_weights_made_for_all_blocks_at_once_change_nothing(plan, world, monkeyp
         if bucketed:
             state, model = named_state(model), BucketGolf(cfg, read_plan(cfg, plan, world)[0], torch.float64)
             load_named(model, state)
-        model.fuse(kernels)
+        fuse(model, kernels)
         logits = model(tokens(cfg))
         logits.square().sum().backward()
         return [logits] + [p.grad for params in model.role_params().values() for p in params.values()]
     expected = run()
-    monkeypatch.setattr(module, "fused_heads", plain_heads)
+    monkeypatch.setattr(chapter, "fused_heads", plain_heads)
     for where in (module, buckets):
         monkeypatch.setattr(where, "joined", lambda w, kernels, join=module.joined: seen.append(w.q.ndim) or join(w, kernels))
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(run({"heads", "fold"}), expected)) and set(seen) == {2 if bucketed else 3}
@@ -248,7 +249,7 @@ def test_an_activation_of_ones_own(activation, compile):
     filling, cfg = filled("shared")
     model = Golf(cfg, filling.layout, torch.float64, skips=filling.skips, activation=activation)
     load_named(model, named_state(filling))
-    model.fuse(KERNELS - {"heads", "xsa"})
+    fuse(model, KERNELS - {"heads", "xsa"})
     assert "mlp" not in model.kernels and model.state_dict().keys() == filling.state_dict().keys()
     inputs = {}
     with captured_inputs(model, inputs.__setitem__):

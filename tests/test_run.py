@@ -366,6 +366,7 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
     from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
     from golfnb.jit import KERNELS
+    from golfnb.kernels import fuse
 
     class Seen(Exception):
         pass
@@ -377,7 +378,7 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
     p, graphs = demo.build(settings_for("demo", **TINY, DATA_PATH="none"), Ranks()), []
     keep_traces()
     for kernels in ((), KERNELS):
-        p.model.fuse(kernels)
+        fuse(p.model, kernels)
         torch._dynamo.reset()
         with pytest.raises(Exception):
             torch.compile(training_loss(p.model, p.model.cap), backend=backend, fullgraph=True)(*torch.randint(300, (2, 2, 16)))

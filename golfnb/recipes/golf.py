@@ -14,6 +14,8 @@ from functools import partial
 from ..artifact import ArtifactSettings, Best, unpack_bytes
 from ..averaging import Ema
 from ..grid import GridProjector
+from ..jit import usable_kernels
+from ..kernels import fuse
 from ..layout import mlp_in_one_bank
 from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
@@ -61,6 +63,7 @@ def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipMean, ortho
     layout = banks(s, ranks.world)
     dtype = weight_dtype(s, ranks.device)
     model = Golf(s, layout, dtype, ranks.device, s.attention, skips())
+    fuse(model, usable_kernels(ranks.device, dtype))
     init_model(model, s, s.seed)
     matrices = Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)

@@ -13,6 +13,8 @@ from functools import partial
 from ..artifact import ArtifactSettings, Lzma, unpack_bytes
 from ..averaging import Ema
 from ..evaluate import EvalSettings
+from ..jit import usable_kernels
+from ..kernels import fuse
 from ..layout import bank_per_shape
 from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 from ..model import Golf, ModelSettings, WeightedSkips, init_model, load_named
@@ -56,6 +58,7 @@ def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthog
     layout = banks(s, ranks.world)
     dtype = weight_dtype(s, ranks.device)
     model = Golf(s, layout, dtype, ranks.device, s.attention, skips())
+    fuse(model, usable_kernels(ranks.device, dtype))
     init_model(model, s, s.seed)
     matrices = Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)

@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
                           step_block, timed_block, wait_for)
 from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
+from ..jit import usable_kernels
+from ..kernels import fuse
 from ..layout import BankSpec, Layout, LayoutSettings, Matrix, numel, padding_waste, slots_of
 from ..loader import grad_accum
 from ..model import Golf, init_model
@@ -200,6 +202,7 @@ def plan_model(variant: Variant, plan: str, ranks: Ranks, world: int, wide: bool
     layout, orders = read_plan(s, line, world)
     kind = Golf if plan in ("pr399", "shared_mlp") else BucketGolf
     model = kind(s, layout, dtype, ranks.device, s.attention, variant.part("skips")())
+    fuse(model, usable_kernels(ranks.device, dtype))
     init_model(model, s, s.seed)
     if wide:
         model.banks.to(torch.promote_types(dtype, torch.float32))

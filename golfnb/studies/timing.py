@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
                           timed_block, wait_for)
 from ..jit import usable_kernels
-from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
+from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, fuse, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
                             xsa_grad_op, xsa_op)
 from ..layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
 from ..model import Golf
@@ -153,7 +153,7 @@ def whole_pass(words: str, model: Golf, s: ProgramSettings) -> Callable:
     "A function (ids, targets) -> loss that leaves gradients, with a set's kernels, compiled as `s` says."
     wanted = set(words.split("+")) - {"plain", "graph"}
     twin = copy.copy(model)  # the same parameters
-    twin.fuse(usable_kernels(model.tok_emb.device, model.compute, wanted))
+    fuse(twin, usable_kernels(model.tok_emb.device, model.compute, wanted))
     params = list(model.parameters())
     loss_fn = compiled(training_loss(twin, model.cap), s, model.tok_emb.device)
     graph = StepGraph(loss_fn, params) if "graph" in words else None

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from golfnb.jit import usable_kernels
+from golfnb.kernels import fuse
 from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from golfnb.layout import mlp_in_one_bank
 from golfnb.model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
@@ -65,6 +67,7 @@ def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipMean, ortho
     layout = banks(s, ranks.world)
     dtype = weight_dtype(s, ranks.device)
     model = Golf(s, layout, dtype, ranks.device, s.attention, skips())
+    fuse(model, usable_kernels(ranks.device, dtype))
     init_model(model, s, s.seed)
     matrices = Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)

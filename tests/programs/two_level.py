@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from golfnb.jit import usable_kernels
+from golfnb.kernels import fuse
 from golfnb.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 from golfnb.layout import bank_per_shape
 from golfnb.model import Golf, ModelSettings, WeightedSkips, init_model, load_named
@@ -49,6 +51,7 @@ def build(s: Settings, ranks: Ranks, banks=bank_per_shape, clip=ClipEach, orthog
     layout = banks(s, inside.world)
     dtype = weight_dtype(s, ranks.device)
     model = Golf(s, layout, dtype, ranks.device, s.attention, skips())
+    fuse(model, usable_kernels(ranks.device, dtype))
     init_model(model, s, s.seed)
     matrices = Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps)
