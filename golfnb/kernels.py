@@ -364,9 +364,7 @@ class FusedBlock(Block):
 
     def exclusive(self, y, v):
         "As `Block.exclusive`."
-        if "xsa" not in self.kernels:
-            return Block.exclusive(self, y, v)
-        return fused_exclusive(y, v)
+        return fused_exclusive(y, v) if "xsa" in self.kernels else Block.exclusive(self, y, v)
 
     def mlp(self, n, w):
         "As `Block.mlp`."

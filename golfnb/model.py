@@ -15,7 +15,7 @@ __all__ = ['BLOCK_MATRICES', 'WHOLE', 'CONTROL_NAMES', 'ModelSettings', 'Compute
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +36,7 @@ from .layers import (
     squared_leaky,
 )
 from .layout import SMALL_MATRIX, Layout, LayoutSettings, bank_per_shape, mlp_in_one_bank
-from .settings import (
-    BaseSettings,
-    GolfError,
-    Rules,
-    require,
-    setting,
-    settings_from,
-)
+from .settings import BaseSettings, GolfError, Rules, require, setting, settings_from
 
 # %% ../nbs/story/05c_model.ipynb #714ae904
 @dataclass

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 393deba31aa3cdd9
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b47b10aeaace72bb
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1637,9 +1637,7 @@ class FusedBlock(Block):
 
     def exclusive(self, y, v):
         "As `Block.exclusive`."
-        if "xsa" not in self.kernels:
-            return Block.exclusive(self, y, v)
-        return fused_exclusive(y, v)
+        return fused_exclusive(y, v) if "xsa" in self.kernels else Block.exclusive(self, y, v)
 
     def mlp(self, n, w):
         "As `Block.mlp`."

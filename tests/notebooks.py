@@ -120,7 +120,10 @@ def attempt(path: Path, write: bool) -> str | None:
     if path.stat().st_size > MAX_BYTES:
         return f"{path.name}: {path.stat().st_size:,} bytes, at most {MAX_BYTES:,} are allowed: fewer or smaller pictures"
     stale = [(i, a, b) for i, (a, b) in enumerate(zip(kept, text_outputs(done))) if a != b and not write]
-    return next((f"{path.name}: kept output of cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}\n  run: python tests/notebooks.py run {path.relative_to(ROOT)}" for i, a, b in stale), None)
+    said = [f"{path.name}: kept output of cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}" for i, a, b in stale]
+    if said:
+        said.append(f"  run: python tests/notebooks.py run {path.relative_to(ROOT)}")
+    return "\n".join(said) or None
 
 
 def jupytext(*argv: str | Path) -> None:

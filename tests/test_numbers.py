@@ -46,7 +46,6 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("02b", "1/e of them, 37 %", "= round(100 * math.exp(-1))"),
     ("03", "bfloat16: 8 bits of mantissa", "definition of bfloat16, the leading one counted"),
     ("03", "the capped logits to 16 bits", "definition of bfloat16"),
-    ("09", "every load stays 16 bytes wide", "definition: eight bfloat16 a load"),
     ("09", "start on 16 bytes each", "definition: what the card's bulk copies ask for"),
     ("10", "its weights take 32 bits each", "definition of float32"),
     ("07", "a whole optimizer step of 1.3 milliseconds (PR #399)", "published: PR #399"),
