@@ -11,7 +11,7 @@ REFERENCE = ("settings", "jit", "run", "grouping", "owners", "rules", "exchange"
 STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks", "model", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "trellis", "trellis_file", "bits", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
-RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726", "trellis")
+RECIPES = ("demo", "golf", "pr1060", "pr399", "pr549", "pr726", "trellis", "wide")
 RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
 
 

@@ -104,7 +104,7 @@ def refused(done, words: str) -> None:
 
 
 def test_the_recipes_are_listed_shown_and_copied(tmp_path):
-    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == ["pr399", "pr549", "pr726", "pr1060", "golf", "trellis", "demo"]
+    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == ["pr399", "pr549", "pr726", "pr1060", "golf", "trellis", "wide", "demo"]
     shown = golfnb("recipe", "show", "pr726", cwd=tmp_path).stdout
     assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
     assert (tmp_path / "b.py").read_text() == shown.replace('recipe="pr726"', 'recipe="b"')

@@ -198,7 +198,7 @@ def test_what_a_file_says_of_a_model_survives_json(name):
     saved = saved_settings(meta_model(find_program(name), load({"RECIPE": name})))
     again = settings_from(SavedModel, json.loads(json.dumps(saved)))
     assert dataclasses.asdict(again) == saved
-    program = find_program("golf" if name == "trellis" else name)  # whose model it is
+    program = find_program("golf" if name in ("trellis", "wide") else name)  # whose model it is
     words = published_words(program.Settings, program.OWN)
     assert (again.plan, again.skip_gate) == (words["PLAN"], words["SKIP_GATE"])
     found = settings_from(SavedModel, saved | {"mlp_mult": 3}).mlp_mult

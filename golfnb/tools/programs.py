@@ -29,7 +29,7 @@ from golfnb.shards import atomic_write
 from golfnb.tools.joiner import START, join_program, pack_program, read_files
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2005
-RECIPES = ("pr399", "pr549", "pr726", "pr1060", "golf", "trellis", "demo")
+RECIPES = ("pr399", "pr549", "pr726", "pr1060", "golf", "trellis", "wide", "demo")
 DEFAULT_RECIPE = "pr549"
 
 # %% ../../nbs/tools/20c_programs.ipynb #82689dc3
