@@ -21,6 +21,7 @@ from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
 from ..parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Ranks
 from ..quantize import QuantSettings
+from ..rules import BankRule, NorMuonRule
 from ..run import (
     Run,
     RunSettings,
@@ -33,7 +34,6 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..rules import BankRule, NorMuonRule
 from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from ..trellis_file import dequantize_trellis
 from ..ttt import TttSettings, score_first
