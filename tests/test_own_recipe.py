@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
 
+from golfnb.tools.programs import RECIPES
+
 WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
 ACTS = '''"""Parts that golfnb has not."""
 import bz2
@@ -104,7 +106,7 @@ def refused(done, words: str) -> None:
 
 
 def test_the_recipes_are_listed_shown_and_copied(tmp_path):
-    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == ["pr399", "pr549", "pr726", "pr1060", "golf", "trellis", "wide", "demo"]
+    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == [*RECIPES]
     shown = golfnb("recipe", "show", "pr726", cwd=tmp_path).stdout
     assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
     assert (tmp_path / "b.py").read_text() == shown.replace('recipe="pr726"', 'recipe="b"')
