@@ -260,7 +260,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
 
 
 def left_out(*patterns: str | Path) -> str:
-    "A note on the files that patterns match and `find_shards` does not take; empty if there are none."
+    "A note on files that match and `find_shards` does not take; empty if there are none."
     others = [path.name for pattern in patterns for path in matching_shards(pattern)[1]]
     if not others:
         return ""
