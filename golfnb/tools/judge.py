@@ -45,7 +45,7 @@ from ..ttt import audit_files, chunk_windows, finding
 KINDS = ("float32", "float64", "int64")  # of the numbers in a message
 MOST = 2**31                             # bytes of one array
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #2cde21ba
 def send(connection: Connection, words: dict, *arrays: Tensor) -> None:
     "Send words and arrays of numbers."
     shapes = [(str(array.dtype).removeprefix("torch."), list(array.shape)) for array in arrays]
@@ -53,7 +53,7 @@ def send(connection: Connection, words: dict, *arrays: Tensor) -> None:
     for array in arrays:
         connection.send_bytes(array.detach().cpu().contiguous().numpy().tobytes())
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #9e170b1e
 def receive(connection: Connection) -> tuple[dict, list[Tensor]]:
     "Words and arrays that the other side sent. Raises GolfError for an error of the other side, or no message."
     try:
@@ -84,7 +84,7 @@ class Judged:
     ranks: Ranks
     opened: set = field(default_factory=set)
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #2d6202fa
 def watch_files(opened: set) -> None:
     "From here on, note the files that this process opens."
     def hook(event: str, args: tuple) -> None:
@@ -93,7 +93,7 @@ def watch_files(opened: set) -> None:
 
     sys.addaudithook(hook)
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #d918c5d7
 def open_judged(place: dict) -> Judged:
     "In the child: the program, and the model of its artifact."
     opened = set()
@@ -111,26 +111,26 @@ def open_judged(place: dict) -> Judged:
     state = report.decoded(program, file)
     return Judged(program, s, model, forward, state, file, Path(place["tokenizer"]), ranks, opened)
 
-# %% ../../nbs/tools/28b_judge.ipynb #2d6202fa
+# %% ../../nbs/tools/28b_judge.ipynb #d7d15811
 def capped_logits(judged: Judged, ids: Tensor, last_n: int) -> Tensor:
     "Logits [B, last_n, V] of ids [B, T] as scoring takes them: capped, and rounded to the model's type."
     logits = judged.forward(ids.to(judged.ranks.device), last_n)
     return softcap(logits, judged.model.cap).to(logits.dtype)
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #f83489dd
 def answer_forward(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
     "Logits of the rows that came."
     with torch.no_grad():
         send(connection, {}, capped_logits(judged, arrays[0], words["last_n"]).float())
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #b5951947
 def answer_facts(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
     "The settings, and whether the program adapts."
     adapts = hasattr(judged.program, "ADAPT")
     device = import_module("golfnb.run").device_name(judged.ranks)
     send(connection, {"settings": asdict(judged.settings), "adapts": adapts, "device": device})
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #e1fe18ee
 def answer_opened(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
     "The files that this process has opened, as far as they look like data."
     found = [os.path.abspath(path) for path in judged.opened]
@@ -157,10 +157,10 @@ def answer_adapt(judged: Judged, connection: Connection, words: dict, arrays: li
     loss, bpb, *_ = judged.program.ADAPT(judged.model, judged.state, tokens, table, judged.settings, judged.ranks, forward)
     send(connection, {"done": [float(loss), float(bpb)]})
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #a3bcf893
 ANSWERS = {"forward": answer_forward, "facts": answer_facts, "opened": answer_opened, "adapt": answer_adapt}
 
-# %% ../../nbs/tools/28b_judge.ipynb #a3bcf893
+# %% ../../nbs/tools/28b_judge.ipynb #6b9eeda0
 def answer(connection: Connection, place: dict) -> None:
     "The child: open what is judged, and answer until the judge hangs up."
     try:
@@ -177,7 +177,7 @@ def answer(connection: Connection, place: dict) -> None:
         with suppress(OSError):
             send(connection, {"error": sentence})
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #95577346
 def receive_request(connection: Connection) -> tuple[dict, list[Tensor]]:
     "A request; EOFError once the judge has hung up."
     if not connection.poll(None):
@@ -197,7 +197,7 @@ def start_process(number: int, place: dict, env: dict) -> tuple[Connection, Any]
                                  stdout=sys.stderr.fileno() if has_descriptor(sys.stderr) else subprocess.DEVNULL)
     return Connection(ours.detach()), child
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #8fe8ce62
 def has_descriptor(file: Any) -> bool:
     "Whether a child can write into a file."
     try:
@@ -205,14 +205,14 @@ def has_descriptor(file: Any) -> bool:
     except (AttributeError, OSError, ValueError):
         return False
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #2625488e
 def free_port() -> int:
     "A port of this machine that nobody listens at."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #60c9b64e
 @contextmanager
 def children(place: dict, world: int) -> Iterator[list[Connection]]:
     "The pipes to `world` children, which end with the block."
@@ -227,11 +227,14 @@ def children(place: dict, world: int) -> Iterator[list[Connection]]:
             pipes.append(stack.enter_context(closing(pipe)))
         yield pipes
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #2d5153c8
 def end(child: Any) -> None:
     "End a child that has nothing more to do."
     child.kill()
-    getattr(child, "wait", getattr(child, "join", None))()
+    if isinstance(child, subprocess.Popen):
+        child.wait()
+    else:  # a process of multiprocessing
+        child.join()
 
 # %% ../../nbs/tools/28b_judge.ipynb #74045765
 def ask(pipe: Connection, do: str, *arrays: Tensor, **words) -> tuple[dict, list[Tensor]]:
@@ -245,13 +248,13 @@ def ask(pipe: Connection, do: str, *arrays: Tensor, **words) -> tuple[dict, list
 # %% ../../nbs/tools/28b_judge.ipynb #50e65d68
 ROOM = 2**24  # logits in one message
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #9173d29f
 def nats_of(logits: Tensor, targets: Tensor) -> Tensor:
     "Minus the log of the targets' probabilities: logits [n, K, V], targets [n, K]."
     wide = logits.double()
     return wide.logsumexp(-1) - wide.gather(-1, targets[..., None])[..., 0]
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #a2ea6875
 @dataclass
 class Stream:
     "The text that is scored: tokens [N + 1], and how many pieces the vocabulary has."
@@ -261,7 +264,7 @@ class Stream:
     def __len__(self) -> int:
         return len(self.tokens) - 1
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #f541d422
 def forward_of(pipe: Connection, ids: Tensor, last_n: int, vocab: int) -> Tensor:
     "Logits [B, last_n, V] that a child has for ids [B, T]. Raises GolfError for other shapes, and for NaN."
     _, (logits,) = ask(pipe, "forward", ids, last_n=last_n)
@@ -270,7 +273,7 @@ def forward_of(pipe: Connection, ids: Tensor, last_n: int, vocab: int) -> Tensor
         raise GolfError(f"the judged program must give finite logits {list(wanted)}, found {list(logits.shape)}")
     return logits
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #ab4f70ec
 def window_nats(pipe: Connection, stream: Stream, row: int, stride: int, rows: int, seed: int) -> Tensor:
     "Every target's nats [N], by windows of `row` tokens in a drawn order, `rows` at a time."
     n = len(stream)
@@ -300,7 +303,7 @@ class Call:
     starts: Tensor
     last_n: int
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #6189d29e
 def planned(n: int, s: SimpleNamespace, rank: int, world: int) -> list[Call]:
     "The forwards of one rank in an honest pass over `n` targets."
     starts, keeps = windows(n, s.eval_seq_len, s.eval_stride)
@@ -368,7 +371,7 @@ def take_call(pass_: Reveal, rank: int, words: dict, arrays: list[Tensor]) -> Ca
     pass_.left[call.part] -= 1
     return call
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #9f6eb42b
 def release(pass_: Reveal, waiting: set[int], call: Call, rank: int) -> None:
     "Reveal what follows a call, and answer the ranks that may go on."
     waiting.add(rank)
@@ -397,14 +400,14 @@ def adapted_pass(pipes: list[Connection], stream: Stream, s: SimpleNamespace, fo
     for rank, pipe in enumerate(pipes):
         pass_.show_next(rank)
         send(pipe, {"do": "adapt", "stream": str(pass_.files[rank]), "size": len(stream) + 1})
-    going, waiting = list(pipes), set()
+    going, waiting = list(range(len(pipes))), set()
     while going:
-        for pipe in wait(going):
-            rank = pipes.index(pipe)
-            words, arrays = receive(pipe)
+        ready = wait([pipes[rank] for rank in going])
+        for rank in [rank for rank in going if pipes[rank] in ready]:
+            words, arrays = receive(pipes[rank])
             if "done" in words:
                 pass_.reported.append(words["done"])
-                going.remove(pipe)
+                going.remove(rank)
                 continue
             call = take_call(pass_, rank, words, arrays)
             if call is None:
@@ -419,7 +422,7 @@ LABELS = {  # scorer -> its name in a log, and in summary.json
     "sliding window": ("final_int6_sliding_window", "sliding"),
     "score-first training": ("legal_ttt", "ttt")}
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #afb69367
 @dataclass
 class Case:
     "What is judged: a run's files as they lie there, the text, and what the judge itself has found."
@@ -452,26 +455,26 @@ class Case:
         nats = self.nats[scorer]
         return float(nats.mean()), bits_per_byte(nats.sum(), self.bytes.sum())
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #a5a26edb
 def held(scorer: str, condition: str, check: str, passed: object, found: str) -> dict:
     "A finding of one scorer, or of what else is looked at."
     return finding(condition, check, bool(passed), found) | {"scorer": scorer}
 
-# %% ../../nbs/tools/28b_judge.ipynb #afb69367
+# %% ../../nbs/tools/28b_judge.ipynb #4349c529
 def logged(log: str) -> dict[str, tuple[float, float]]:
     "The exact scores of a log: label -> nats a token, bits per byte; the last of each."
     rows = re.findall(r"^(\w+)_exact val_loss:([\d.]+) val_bpb:([\d.]+)$", log, re.M)
     return {label: (float(loss), float(bpb)) for label, loss, bpb in rows}
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #7f24b523
 def numbers_of(case: Case, scorer: str) -> dict[str, tuple]:
     "What log and summary say a scorer found."
     label, name = LABELS[scorer]
-    found = {"the log": logged(case.log).get(label)}
+    found: dict[str, Any] = {"the log": logged(case.log).get(label)}
     found["summary.json"] = tuple(case.summary.get(f"{name}_{kind}") for kind in ("loss", "bpb"))
     return {where: pair for where, pair in found.items() if pair and None not in pair}
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #fff3d57a
 def check_scores(case: Case) -> Iterator[dict]:
     "The judge's scores are those of log and summary."
     for scorer in case.nats if case.comparable else ():
@@ -487,7 +490,7 @@ def check_scores(case: Case) -> Iterator[dict]:
 # %% ../../nbs/tools/28b_judge.ipynb #fd09d3a1
 PROBED = 12  # windows of each kind
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #f772e089
 def probe_rows(case: Case, row: int, rows: int, number: int) -> Tensor:
     "Some rows of the text [n, row], early ones and late ones: tokens."
     n = len(case.stream)
@@ -498,7 +501,7 @@ def probe_rows(case: Case, row: int, rows: int, number: int) -> Tensor:
     starts[0], starts[-1] = 0, room - 1
     return case.stream.tokens[starts[:, None] + torch.arange(row)]
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #55e44f0c
 def other_tokens(case: Case, ids: Tensor, cut: int, number: int) -> Tensor:
     "The rows with other tokens of the text after column `cut`."
     draws = torch.Generator().manual_seed(case.seed + 7 * number + 1)
@@ -507,12 +510,12 @@ def other_tokens(case: Case, ids: Tensor, cut: int, number: int) -> Tensor:
     later = torch.arange(ids.shape[1]) > cut
     return torch.where(later, drawn, ids)
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #386466c9
 def lengths_of(s: SimpleNamespace) -> dict[str, tuple[int, int]]:
     "The row length of each scorer, and how many targets a row scores."
     return {"plain rows": (s.train_seq_len, s.train_seq_len), "sliding window": (s.eval_seq_len, s.eval_stride)}
 
-# %% ../../nbs/tools/28b_judge.ipynb #f772e089
+# %% ../../nbs/tools/28b_judge.ipynb #ce433ca4
 def check_prefix(case: Case, pipe: Connection) -> Iterator[dict]:
     "Later tokens change no earlier logits, at every length that is scored."
     for number, (scorer, (row, last_n)) in enumerate(lengths_of(case.s).items()):
@@ -530,7 +533,7 @@ def check_prefix(case: Case, pipe: Connection) -> Iterator[dict]:
         yield held(scorer, "strict prefix", f"later tokens change no logits, in rows of {ids.shape[1]}", not wrong,
                    "; ".join(wrong[:3]) or f"{len(cuts)} places in each of {len(ids)} rows")
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #e57ee8c5
 def check_neighbours(case: Case, pipe: Connection) -> Iterator[dict]:
     "A row's logits are the same whatever rows stand beside it, and when it is asked for again."
     for number, (scorer, (row, last_n)) in enumerate(lengths_of(case.s).items()):
@@ -556,7 +559,7 @@ def with_other_end(stream: Stream, place: int, seed: int) -> Stream:
     tokens[place + 1:] = drawn[place + 1:]
     return Stream(tokens, stream.vocab)
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #1f5f9dea
 def check_adapting(case: Case, pipes: list[Connection], folder: Path) -> Iterator[dict]:
     "The program's test-time training on the whole stream, revealed as it is scored; notes its nats."
     base = adapted_pass(pipes, case.stream, case.s, folder, case.seed)
@@ -588,13 +591,13 @@ def sha256(file: Path) -> str:
     "The SHA-256 of a file."
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #2fbefec9
 def run_text(folder: Path, name: str) -> str:
     "A text of a run's folder, '' if there is none."
     path = folder / name
     return path.read_text("utf-8", "replace") if path.is_file() else ""
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #544e2055
 def events_of(text: str) -> list[dict]:
     "The events of metrics.jsonl, as far as they can be read."
     found = []
@@ -605,7 +608,7 @@ def events_of(text: str) -> list[dict]:
                 found.append(event)
     return found
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #b2fa54c9
 def scoring_settings(facts: dict, world: int, vocab: int) -> SimpleNamespace:
     "The numbers that say which windows are scored, as the child has them. Raises GolfError for other vocabularies."
     values = facts["settings"]
@@ -618,14 +621,14 @@ def scoring_settings(facts: dict, world: int, vocab: int) -> SimpleNamespace:
     s.device = facts["device"]
     return s
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #cc937742
 def same_settings(case_settings: dict, summary: dict) -> bool:
     "Whether a run was scored with these settings, as far as its summary says."
     config = summary.get("config") or {}
     names = [n for n in case_settings if n.startswith(("eval_", "ttt_", "train_seq"))]
     return bool(config) and all(config.get(name) == case_settings[name] for name in names)
 
-# %% ../../nbs/tools/28b_judge.ipynb #2fbefec9
+# %% ../../nbs/tools/28b_judge.ipynb #1b7e6874
 def check_identity(case: Case) -> Iterator[dict]:
     "Log and summary are of this artifact."
     ours = sha256(case.file)
@@ -636,18 +639,18 @@ def check_identity(case: Case) -> Iterator[dict]:
     yield held("log", "single pass", "log and summary are of this artifact", not other,
                f"{' and '.join(other)} tell of another file" if other else f"sha256 {ours:.12}")
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #13972bd6
 def check_files(case: Case) -> Iterator[dict]:
     "Training and validation shards share no file, and few stretches of text."
     if case.train_paths:
         for found in audit_files(case.train_paths, case.val_paths):
             yield found | {"scorer": "files"}
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #9fa2cef3
 CHECKS = [check_identity, check_scores, check_files]      # of files and scores alone
 FORWARD_CHECKS = [check_prefix, check_neighbours]         # ask the program's forward
 
-# %% ../../nbs/tools/28b_judge.ipynb #544e2055
+# %% ../../nbs/tools/28b_judge.ipynb #cc550667
 @dataclass
 class Asked:
     "What a judge is asked to look at."
@@ -659,14 +662,14 @@ class Asked:
     words: Sequence[str] = ()
     ttt: bool = False
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #f5f1ea37
 def ranks_of(summary: dict) -> int:
     "The ranks of a run, of which each learns from its own rows; as many as this machine has GPUs, if it has some."
     world = summary.get("world", 1)
     world = world if isinstance(world, int) and 1 <= world <= 64 else 1
     return min(world, torch.cuda.device_count() or world)
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #d5d0668b
 def open_case(asked: Asked, meta: dict, summary: dict, sp, facts: dict, world: int) -> Case:
     "The files of a run and the text, as the judge reads them. Raises GolfError for what cannot be read."
     folder = asked.file.parent
