@@ -517,7 +517,7 @@ def over_path(path: Path) -> Path:
                     "was too large, found another file: move it away")
     return over
 
-
+# %% ../nbs/story/11b_artifact.ipynb #ae50105c
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
                   cap: float = math.inf, code_bytes: int = 0) -> int:
     """Write a container (`pack_bytes`), whole or not at all; returns its bytes.

@@ -7,9 +7,9 @@ all.
 # %% auto #0
 __all__ = ['SHARED', 'FACTS', 'STOPPED_BY', 'CHECKPOINT', 'HALF_WRITTEN', 'LATE_VOTES',
            'NOTES_FORMAT', 'MAY_DIFFER', 'TRACES', 'named_tensors', 'by_matrix', 'frozen_clips',
-           'plain_facts', 'Stopped', 'Keeper', 'clear_checkpoints', 'clear_half_written',
-           'Progress', 'check_format', 'check_same', 'load_program', 'read_keeping', 'run_state',
-           'open_folder', 'functions_of', 'open_kept', 'keep_script']
+           'plain_facts', 'Stopped', 'Keeper', 'clear_checkpoints', 'Progress', 'check_format',
+           'check_same', 'load_program', 'read_keeping', 'run_state', 'open_folder', 'functions_of',
+           'open_kept', 'keep_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #bb403a85
 #| eval: false
@@ -403,7 +403,7 @@ def clear_checkpoints(folder: Path, names: re.Pattern = CHECKPOINT):
     with suppress(OSError):
         folder.rmdir()
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #d9939959
 def clear_half_written(folder: Path):
     "Remove what a process was writing into a run's folder when it was killed."
     for path in folder.glob(".*.tmp"):
@@ -589,7 +589,7 @@ def read_keeping(env: dict[str, str]) -> tuple[float, bool]:
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2210
 TRACES = ("train.log", "metrics.jsonl", "checkpoints", "raw.golf", "ema.golf", "artifact.golf", "artifact.golf.over")
 
-
+# %% ../../nbs/tools/22_checkpoint.ipynb #c4219912
 def run_state(folder: Path) -> str:
     "What a run directory holds already; empty for nothing."
     if (folder / "summary.json").exists():

@@ -146,7 +146,7 @@ def known_settings(programs: Iterable) -> set[str]:
     found = {"RECIPE", *s.KEEPING, *s.NOT_BUILT, *s.IGNORED}
     for program in programs:
         found |= {name.upper() for name in book.programs.setting_specs(program)}
-        found |= set(s.published_words(program.Settings, program.OWN))
+        found |= set(s.published_words(program.Settings))
     return found
 
 # %% ../../nbs/tools/23_cli.ipynb #74d3d812
@@ -324,7 +324,7 @@ def untouched(folder: Path, since: int | None) -> bool:
     names = {path.name for path in folder.glob("*")}
     return names <= {"train_gpt.py", "tokenizer.model"} and since in (None, folder.stat().st_mtime_ns)
 
-
+# %% ../../nbs/tools/23_cli.ipynb #f7a52187
 @contextmanager
 def made_folder(folder: Path) -> Iterator[Callable[[], None]]:
     """A run's directory; at the end of the block it goes again, if it is new and untouched.
@@ -445,7 +445,7 @@ def same_config(one: dict, other: dict) -> bool:
     places = book.checkpoint.MAY_DIFFER
     return all(one.get(name) == other.get(name) for name in {*one, *other} - places)
 
-
+# %% ../../nbs/tools/23_cli.ipynb #73e7a0c9
 def clear_ended(folder: Path) -> None:
     "Remove what only a run that goes on needs, of one that ended and died while it cleared up. Raises GolfError."
     if not (folder / "summary.json").exists():
@@ -741,7 +741,7 @@ RUN_FILES = {
     "raw.golf", "ema.golf", "artifact.golf", "artifact.golf.over", "artifact.audit.json", "report.html",
     "artifact.requantized.golf", "artifact.requantized.golf.over", "checkpoints", ".lock"}
 
-
+# %% ../../nbs/tools/23_cli.ipynb #99e76b89
 def check_demo(folder: Path, known: set[str]) -> list[Path]:
     "What lies in a directory and may be replaced by the demo. Raises GolfError for what is not its own."
     found = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -751,14 +751,14 @@ def check_demo(folder: Path, known: set[str]) -> list[Path]:
                         "own; move it away")
     return found
 
-
+# %% ../../nbs/tools/23_cli.ipynb #189e5838
 def demo_files(folder: Path) -> set[str]:
     "The shards that a manifest names, the manifest and the tokenizer."
     made = book.report.read_file(folder / "manifest.json")
     sides = [made.get(split, {}).get("shards", []) for split in ("train", "val")]
     return {"manifest.json", "tokenizer.model"} | {shard["name"] for side in sides for shard in side}
 
-
+# %% ../../nbs/tools/23_cli.ipynb #73ab66c0
 def clear_demo(folder: Path) -> None:
     "Remove an earlier demo's run. Raises GolfError, before anything is removed, for another run."
     config = {}
