@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0f6c1d022e1a7a10
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 1e86ac43b1df82c7
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2651,7 +2651,7 @@ def finite_matrix(w: Tensor) -> Tensor:
 
 
 def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
+    """GPTQ-lite (PR #414) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES.
     Raises GolfError for a NaN or inf.
