@@ -11,10 +11,10 @@ from tiny import known_names, own_program
 
 from golfnb.adapters import AdapterSettings
 from golfnb.loader import grad_accum
-from golfnb.model import Golf, SavedModel, saved_settings
+from golfnb.model import EACH_ONCE, Golf, SavedModel, saved_settings
 from golfnb.parallel_muon import Ranks
 from golfnb.tools.guard import check_memory, preflight
-from golfnb.settings import IGNORED, NOT_BUILT, GolfError, printable, published_words, read_json, settings_from
+from golfnb.settings import IGNORED, NOT_BUILT, BaseSettings, GolfError, printable, published_words, read_json, setting, settings_from
 from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_groups, setting_specs, settings_of
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
@@ -53,6 +53,31 @@ def meta_model(program, s) -> Golf:
 def test_every_name_of_the_field_is_known():
     assert not set(FIELD_NAMES + OWN_NAMES) - known_names()
     assert not {name.upper() for name in SPECS} & {*NOT_BUILT, *IGNORED}
+
+
+@pytest.mark.parametrize("bounds, default, good, bad", [
+    ("[0, 1]", 0.5, (0.0, 1.0), (-0.1, 1.1)), ("(0, 1)", 0.5, (1e-3, 0.999), (0.0, 1.0, 1 - 2**-30)), ("[0, 1)", 0.5, (0.0, 1 - 2**-24), (1 - 2**-26, 1.0)),
+    ("(0.5, 2.5]", 1.0, (0.6, 2.5), (0.5, 2.6)), ("[0, 0.1]", 0.1, (0.1,), (0.11,)), ("> -1", 0, (0, 5), (-1, 2**31)), (">=1e-3", 1.0, (0.001, 1e36), (0.0, 1e37)), ("< 10", 3, (9, -4), (10, -2**31)),
+    ("<= 10", 3, (10,), (11,)), ("2 to 8", 3, (2, 8), (1, 9)), ("[0, 2^63)", 3, (0, 2**63 - 1), (-1, 2**63)), ("", 1.0, (-1e36, 0.0), (1e37, 1e-37))])
+def test_bounds_are_written_as_in_mathematics(bounds, default, good, bad):
+    @dataclasses.dataclass
+    class Own(BaseSettings):
+        mine: type(default) = setting(default, "a number: number", bounds=bounds)
+
+    for value in good:
+        Own(value).check()
+    for value in bad:
+        with pytest.raises(GolfError, match=r"MINE must be .*found .*: choose"):
+            Own(value).check()
+
+
+def test_bounds_that_say_nothing_are_refused_where_they_are_written():
+    for wrong in ("0..1", "[0, 1", "positive", "> x", "[1]", "0 to"):
+        with pytest.raises(GolfError, match="bounds must be written"):
+            setting(1, "a number: number", bounds=wrong)
+    for default in ("word", True, None):
+        with pytest.raises(GolfError, match="number"):
+            setting(default, "no number: word", bounds="> 0")
 
 
 def test_every_setting_has_a_meaning_a_unit_and_its_type():
@@ -196,18 +221,18 @@ def test_no_environment_makes_anything_but_a_golf_error(recipe, pairs, world):
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_a_file_says_of_a_model_survives_json(name):
     saved = saved_settings(meta_model(find_program(name), load({"RECIPE": name})))
-    again = settings_from(SavedModel, json.loads(json.dumps(saved)))
+    again = settings_from(SavedModel, EACH_ONCE | json.loads(json.dumps(saved)))
     assert dataclasses.asdict(again) == saved
     program = find_program("golf" if name in ("trellis", "wide") else name)  # whose model it is
     words = published_words(program.Settings, program.OWN)
     assert (again.plan, again.skip_gate) == (words["PLAN"], words["SKIP_GATE"])
-    found = settings_from(SavedModel, saved | {"mlp_mult": 3}).mlp_mult
+    found = settings_from(SavedModel, EACH_ONCE | saved | {"mlp_mult": 3}).mlp_mult
     assert found == 3.0 and type(found) is float
 
 
 @pytest.mark.parametrize("change", [{"num_layers": "11"}, {"num_layers": 11.0}, {"num_layers": True}, {"num_layers": 0}, {"ln_scale": 1}, {"extra": 1}, {"plan": None}, {"plan": "x"}, {"num_heads": 7}, {"train_seq_len": 0}, None])
 def test_damaged_model_settings_are_refused(change):
-    good = saved_settings(meta_model(find_program("pr549"), load({})))
+    good = EACH_ONCE | saved_settings(meta_model(find_program("pr549"), load({})))
     bad = {**good, **change} if change is not None else {k: v for k, v in good.items() if k != "vocab_size"}
     with pytest.raises(GolfError):
         settings_from(SavedModel, bad)
