@@ -47,8 +47,8 @@ NUMBER = r"\s*([-+]?(?:2\^\d+|\d+\.?\d*(?:e[-+]?\d+)?))\s*"
 COMPARED = re.compile(rf"([<>]=?){NUMBER}")
 INTERVAL = re.compile(rf"([\[(]){NUMBER},{NUMBER}([\])])")
 FROM_TO = re.compile(rf"{NUMBER}to{NUMBER}")
-COMPARISONS = {">": (operator.gt, "above"), ">=": (operator.ge, "at least"),
-               "<": (operator.lt, "below"), "<=": (operator.le, "at most")}
+COMPARISONS = {">": (operator.gt, "above {}"), ">=": (operator.ge, "{} or more"),
+               "<": (operator.lt, "below {}"), "<=": (operator.le, "at most {}")}
 
 
 def limits_of(bounds: str) -> list[tuple[str, str]]:
@@ -91,12 +91,14 @@ def within(value, sign: str, limit: float) -> bool:
 def bounds_rule(value, bounds: str) -> tuple[bool, str]:
     "Whether a value lies within bounds, and what is expected of it."
     limits = [(sign, limit_value(text), text) for sign, text in limits_of(bounds)]
-    expected = [f"{COMPARISONS[sign][1]} {text}" for sign, _, text in limits]
-    if any(abs(limit) >= 2**31 for _, limit, _ in limits):  # what it is for needs no device
-        usual = True
-    else:
+    expected = []
+    if limits:
+        words = [COMPARISONS[sign][1].format(text) for sign, _, text in limits]
+        expected.append(f"be {' and '.join(words)}")
+    usual = True
+    if all(abs(limit) < 2**31 for _, limit, _ in limits):  # or it is for no device
         usual = in_32_bits(value)
-        expected.append("a number that int32 or float32 holds")
+        expected.append("fit into int32 or float32")
     holds = usual and all(within(value, sign, limit) for sign, limit, _ in limits)
     return holds, " and ".join(expected)
 
@@ -134,7 +136,7 @@ def bounds_of(cfg: BaseSettings) -> Rules:
     for spec in fields(cfg):
         value = getattr(cfg, spec.name)
         holds, expected = bounds_rule(value, spec.metadata.get("bounds", ""))
-        yield holds, (f"{spec.name.upper()} must be {expected}, found {value}: "
+        yield holds, (f"{spec.name.upper()} must {expected}, found {value}: "
                       "choose another number")
 
 # %% ../nbs/reference/00_settings.ipynb #db092c0b
