@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['NUMBER', 'COMPARED', 'INTERVAL', 'FROM_TO', 'COMPARISONS', 'Rules', 'WANTED', 'YES_NO',
-           'IGNORED', 'NOT_BUILT', 'KEEPING', 'THEIRS', 'OURS', 'ADAPTING', 'PUBLISHED', 'CONTROLS',
-           'GolfError', 'require', 'in_32_bits', 'limits_of', 'limit_value', 'same_float32',
-           'within', 'bounds_rule', 'setting', 'BaseSettings', 'bounds_of', 'parsed',
-           'parse_setting', 'published_number', 'refuse_not_built', 'refuse_keeping',
-           'published_words', 'one_spelling', 'refuse_words', 'read_settings', 'printable',
-           'reading', 'read_json', 'settings_from', 'patch']
+           'IGNORED', 'NOT_BUILT', 'KEEPING', 'PUBLISHED', 'CONTROLS', 'GolfError', 'require',
+           'in_32_bits', 'limits_of', 'limit_value', 'same_float32', 'within', 'bounds_rule',
+           'setting', 'BaseSettings', 'bounds_of', 'parsed', 'parse_setting', 'published_number',
+           'refuse_not_built', 'refuse_keeping', 'published_words', 'one_spelling', 'refuse_words',
+           'read_settings', 'printable', 'reading', 'read_json', 'settings_from', 'patch']
 
 # %% ../nbs/reference/00_settings.ipynb #4c57ac47
 import json
@@ -121,6 +120,8 @@ Rules = Iterator[tuple[bool, str]]  # whether a rule holds, and what to say if i
 class BaseSettings:
     "A group of settings; each chapter derives its own dataclass from it."
 
+    WORDS = ""  # published words that are true of the program, like CLIP=local NS=ns5
+
     def rules(self) -> Rules:
         "What must hold between settings."
         return iter(())
@@ -214,39 +215,30 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
                 "golfnb.tools.checkpoint SCRIPT")
 
 # %% ../nbs/reference/00_settings.ipynb #a0de1104
-THEIRS = ("pr549", "pr399", "pr726", "pr1060")
-OURS = ("golf", "demo")
-ADAPTING = ("pr549", "golf", "demo", "pr726")  # recipes with test-time training
-PUBLISHED = {  # published word -> value -> the recipes whose program does it
-    "LOADER": {"sequential": ("pr549", "pr399", "pr1060"), "coprime": ("pr726", "golf", "demo")},
-    "PLAN": {"pr399": THEIRS, "shared_mlp": OURS},
-    "LINKS": {"flat": THEIRS + OURS},
-    "CLIP": {"local": THEIRS, "global": OURS},
-    "NS": {"ns5": THEIRS + OURS},
-    "SKIP_GATE": {"one": THEIRS, "sigmoid": OURS},
-    "AVERAGING": {"ema": THEIRS + OURS},
-    "EMA_ENABLED": {"1": THEIRS + OURS},
-    "LATE_QAT": {"1": OURS},
-    "QAT_BANKS": {"0": THEIRS, "1": OURS},
-    "SCALE_FLOOR": {"0": OURS, "1": THEIRS},
-    "CODEC": {"lzma": THEIRS, "best": OURS},
-    "USE_GPTQ": {"0": ("pr549", "pr399", "pr726", "golf", "demo"), "1": ("pr1060",)},
-    "TTT_ENABLED": {"0": ("pr399", "pr1060"), "1": ADAPTING},
-    "TTT_FORM": {"chunks": ADAPTING},
-    "TTT_FREEZE_BLOCKS": {"0": ("pr549", "golf", "demo"), "2": ("pr726",)},
-    "TTT_FREEZE_SCOPE": {"all": ("pr726",)},
+PUBLISHED = {  # published word -> value -> a recipe whose program does it
+    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
+    "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
+    "LINKS": {"flat": "pr549"},
+    "CLIP": {"local": "pr549", "global": "golf"},
+    "NS": {"ns5": "pr549"},
+    "SKIP_GATE": {"one": "pr549", "sigmoid": "golf"},
+    "AVERAGING": {"ema": "pr549"},
+    "EMA_ENABLED": {"1": "pr549"},
+    "LATE_QAT": {"1": "golf"},
+    "QAT_BANKS": {"0": "pr549", "1": "golf"},
+    "SCALE_FLOOR": {"0": "golf", "1": "pr549"},
+    "CODEC": {"lzma": "pr549", "best": "golf"},
+    "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
+    "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
+    "TTT_FORM": {"chunks": "pr549"},
+    "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
+    "TTT_FREEZE_SCOPE": {"all": "pr726"},
 }
 
 # %% ../nbs/reference/00_settings.ipynb #c633c6e8
-def published_words(group: type, own: Mapping) -> dict[str, str]:
-    "Published words that are true of a program with these `Settings` and `OWN`, settings aside."
-    settings = [spec.name.upper() for spec in fields(group)]
-    found = {}
-    for word, values in PUBLISHED.items():
-        for value, recipes in values.items():
-            if own["recipe"] in recipes and word not in settings:
-                found[word] = value
-    return found
+def published_words(group: type) -> dict[str, str]:
+    "The published words that are true of a program with these `Settings`: word -> value."
+    return dict(word.split("=") for word in group.WORDS.split())
 
 # %% ../nbs/reference/00_settings.ipynb #52e6b438
 def one_spelling(text: str) -> str:
@@ -263,8 +255,8 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
         text = env.get(name, true)
         found = one_spelling(text)
         advice = "leave it out, or copy this program and give it that part: no recipe has it"
-        if found in PUBLISHED[name]:
-            other = PUBLISHED[name][found][0]
+        other = PUBLISHED.get(name, {}).get(found)
+        if other:
             advice = f"leave it out, or run recipe {other}, whose program does it"
         require(found == true,
                 f"{name} must be {true} in recipe {recipe}, found {text!r}: {advice}")
@@ -283,7 +275,7 @@ def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     asked = env.get("RECIPE", recipe)
     require(asked == recipe, f"RECIPE must be {recipe} in this program, found {asked!r}: leave "
             "it out, or run the program of that recipe")
-    refuse_words(recipe, published_words(group, own), env)
+    refuse_words(recipe, published_words(group), env)
     values = dict(own)
     for spec in fields(group):
         name = spec.name.upper()

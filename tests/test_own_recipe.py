@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
 
+from golfnb.tools.programs import RECIPES
+
 WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
 ACTS = '''"""Parts that golfnb has not."""
 import bz2
@@ -104,11 +106,11 @@ def refused(done, words: str) -> None:
 
 
 def test_the_recipes_are_listed_shown_and_copied(tmp_path):
-    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == ["pr399", "pr549", "pr726", "pr1060", "golf", "trellis", "wide", "demo"]
+    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == [*RECIPES]
     shown = golfnb("recipe", "show", "pr726", cwd=tmp_path).stdout
     assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
     assert (tmp_path / "b.py").read_text() == shown.replace('recipe="pr726"', 'recipe="b"')
-    refused(golfnb("train", "b.py", "LOADER=coprime", cwd=tmp_path), "LOADER .*recipe b")
+    refused(golfnb("train", "b.py", "LOADER=sequential", cwd=tmp_path), "LOADER must be coprime in recipe b, .*recipe pr549")
     for words, said in ((("pr726", "b.py"), r"b\.py"), (("pr726", "b.txt"), r"b\.txt"), (("pr000", "c.py"), "'pr000'"), (("pr549", "golf.py"), r"'golf'.* mine\.py"), (("pr549", "a-b.py"), r"'a-b'.* a_b\.py"), (("pr549", "3x.py"), r"'3x'.* mine\.py")):
         refused(golfnb("recipe", "copy", *words, cwd=tmp_path), said)
     assert [p.name for p in tmp_path.glob("*.*")] == ["b.py"]

@@ -146,7 +146,7 @@ def known_settings(programs: Iterable) -> set[str]:
     found = {"RECIPE", *s.KEEPING, *s.NOT_BUILT, *s.IGNORED}
     for program in programs:
         found |= {name.upper() for name in book.programs.setting_specs(program)}
-        found |= set(s.published_words(program.Settings, program.OWN))
+        found |= set(s.published_words(program.Settings))
     return found
 
 # %% ../../nbs/tools/23_cli.ipynb #74d3d812
