@@ -7,8 +7,8 @@ sampling, and its names in a checkpoint.
 # %% auto #0
 __all__ = ['BLOCK_MATRICES', 'WHOLE', 'EACH_ONCE', 'CONTROL_NAMES', 'ModelSettings',
            'ComputeSettings', 'table_shapes', 'WeightedSkips', 'SigmoidSkips', 'scalar_shapes',
-           'BlockWeights', 'Block', 'LeakyReluSquared', 'make_block', 'Visit', 'Golf',
-           'published_names', 'published_views', 'named_state', 'load_named', 'drawn_state',
+           'BlockWeights', 'Block', 'LeakyReluSquared', 'make_block', 'Visit', 'checked_order',
+           'Golf', 'published_names', 'published_views', 'named_state', 'load_named', 'drawn_state',
            'init_model', 'SavedModel', 'saved_settings', 'take_order', 'model_from_settings',
            'quant_kind']
 
@@ -63,8 +63,7 @@ class ModelSettings(LayoutSettings):
     bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
     ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
     ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
-    ve_layers: str = setting("9,10",
-                             "blocks that add a value embedding, numbered from 0: list of blocks")
+    ve_layers: str = setting("9,10", "blocks with a value embedding, from 0: list of blocks")
 
     @property
     def ve_layer_list(self) -> list[int]:
@@ -278,6 +277,17 @@ class Visit(NamedTuple):
     last: bool  # whether no other comes after it
 
 
+def checked_order(order: Iterable[int], cfg: ModelSettings) -> tuple[int, ...]:
+    "An order that names each block at least once and runs at most `cfg.visits`; else GolfError."
+    order = tuple(order)
+    blocks, visits = cfg.num_layers, cfg.visits
+    require(set(order) == set(range(blocks)), "an order must name each of the blocks 0 to "
+            f"{blocks - 1} at least once and no others, found {order!s:.60}: correct it")
+    require(len(order) <= visits, f"an order may run {visits} blocks, as the settings say, "
+            f"found {len(order)}: let the property `visits` of the settings be {len(order)}")
+    return order
+
+# %% ../nbs/story/05c_model.ipynb #78c3f470
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
     __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
@@ -322,22 +332,13 @@ class Golf(torch.nn.Module):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The blocks in the order in which a forward runs them; it may be set at any time.
-
-        Each is named once at least, and in all there are at most the settings' `visits`: else
-        GolfError. What is recorded for one order (`StepGraph`) is recorded again for another.
-        """
+        "The blocks in the order in which a forward runs them; it may be set at any time."
         return self.run_order
 
     @order.setter
     def order(self, order: Iterable[int]):
-        order = tuple(order)
-        blocks, visits = self.cfg.num_layers, self.cfg.visits
-        require(set(order) == set(range(blocks)), "an order must name each of the blocks 0 to "
-                f"{blocks - 1} at least once and no others, found {order!s:.60}: correct it")
-        require(len(order) <= visits, f"an order may run {visits} blocks, as the settings say, "
-                f"found {len(order)}: let the property `visits` of the settings be {len(order)}")
-        self.run_order = order
+        "See `checked_order`. What is recorded for one (`StepGraph`) is not replayed for another."
+        self.run_order = checked_order(order, self.cfg)
 
     def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         "Parameters by role: bank (in the layout's order), table, scalar."
@@ -425,8 +426,6 @@ class Golf(torch.nn.Module):
                                       last_n if visit.last else None)
 
         return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
-
-
 
 # %% ../nbs/story/05c_model.ipynb #f8a5fa7c
 def folded_weight(weight: Tensor, scale: Tensor) -> Tensor:
@@ -600,7 +599,7 @@ def saved_settings(model: Golf) -> dict:
         values |= {"order": ",".join(map(str, model.order)), "most_visits": model.cfg.visits}
     return values
 
-
+# %% ../nbs/story/05c_model.ipynb #0fd0458f
 def take_order(model: Golf, settings: Mapping) -> None:
     "Let a model run its blocks as a file of weights says. GolfError if it cannot."
     word = str(settings.get("order", ""))

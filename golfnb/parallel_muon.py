@@ -461,7 +461,8 @@ def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | No
     gc.disable()
     try:
         # thread_local: other threads go on
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream,
+                              capture_error_mode="thread_local"):
             return fn()
     finally:
         if collecting:

@@ -61,11 +61,12 @@ def limits_of(bounds: str) -> list[tuple[str, str]]:
         last = "<=" if found[4] == "]" else "<"
         return [(first, found[2]), (last, found[3])]
     found = FROM_TO.fullmatch(bounds)
-    require(found, 'bounds must be written like "> 0", "[0, 1)" or "1 to 100", found '
-            f"{bounds!r}: correct them")
+    if not found:
+        raise GolfError('bounds must be written like "> 0", "[0, 1)" or "1 to 100", found '
+                        f"{bounds!r}: correct them")
     return [(">=", found[1]), ("<=", found[2])]
 
-
+# %% ../nbs/reference/00_settings.ipynb #df0e205b
 def limit_value(text: str) -> float | int:
     "The number of a limit, such as '0', '-1.5', '1e-3' or '2^63'."
     if "^" in text:
@@ -77,7 +78,7 @@ def limit_value(text: str) -> float | int:
 
 def same_float32(a: float, b: float) -> bool:
     "Whether two numbers are one in float32."
-    return struct.pack("f", a) == struct.pack("f", b)
+    return max(abs(a), abs(b)) < 1e38 and struct.pack("f", a) == struct.pack("f", b)
 
 
 def within(value, sign: str, limit: float) -> bool:
@@ -86,7 +87,7 @@ def within(value, sign: str, limit: float) -> bool:
         return False
     return "=" in sign or type(value) is not float or not same_float32(value, limit)
 
-
+# %% ../nbs/reference/00_settings.ipynb #d71db391
 def bounds_rule(value, bounds: str) -> tuple[bool, str]:
     "Whether a value lies within bounds, and what is expected of it."
     limits = [(sign, limit_value(text), text) for sign, text in limits_of(bounds)]

@@ -170,7 +170,7 @@ class RecordedPass:
         self.loss = loss.detach()
         self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
-
+# %% ../nbs/story/08b_train.ipynb #f0246952
 class StepGraph:
     """A model's loss function whose `backward` is recorded on CUDA and then replayed.
 

@@ -148,9 +148,10 @@ def within_seconds(root: Path, notebooks: list[Path], seconds: int) -> list[Path
     "The first of some notebooks, as many as take so long."
     taken = []
     for path in notebooks:
-        seconds -= stated_seconds(root / path)
-        if seconds >= 0:
+        needed = stated_seconds(root / path)
+        if needed <= seconds:
             taken.append(path)
+            seconds -= needed
     return taken
 
 
