@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from forked import fork_judged
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
 
 from golfnb.tools.programs import RECIPES
@@ -125,7 +127,8 @@ def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
     two = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--nproc", 2, cwd=root)
     assert two.returncode == 0 and [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", two.stdout)] == pytest.approx(found, abs=1e-5), two.stderr
     assert " GAIN=0.5" in done.stdout and " GAIN=0.5" in two.stdout
-    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--audit", cwd=root)
+    with patch("golfnb.tools.judge.start_process", fork_judged):
+        done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--audit", cwd=root)
     assert "score-first training: " in done.stdout and "FAILS  score-first" not in done.stdout and "FAILS  sliding" not in done.stdout, done.stderr
     assert (root / "runs/a/artifact.audit.json").is_file()
     sampled = golfnb("sample", "runs/a", "Return", "--tokens", 4, "--program", "mine.py", cwd=root)

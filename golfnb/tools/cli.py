@@ -40,7 +40,8 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge",
+         "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
 
 
 class Chapters:
@@ -1083,12 +1084,24 @@ def score_command(args) -> int:
     if not args.val:
         raise GolfError(f"score: validation shards are needed, {args.file} and its summary.json name none that "
                         "are there; give them with --val")
+    if args.audit and not args.adapters:
+        return judge_file(args)
     ranks = book.parallel_muon.start_ranks()
     scored, tokens, table, findings = score_file(args, ranks)
     book.parallel_muon.stop_ranks(ranks)
     if args.audit:
         return audit_file(args, scored, tokens.cpu(), table.to("cpu"), findings)
     return 0
+
+# %% ../../nbs/tools/23_cli.ipynb #a0de28b0
+def judge_file(args) -> int:
+    "Audit an artifact with its program in another process; 0 where all holds, 1 where not. Raises GolfError."
+    meta = book.artifact.read_meta(args.file)
+    check_cut_by(args.val, meta)
+    if args.train:
+        check_cut_by(args.train, meta)
+    asked = book.judge.Asked(args.file, args.val, args.train, args.program, args.tokenizer, args.settings, args.ttt)
+    return book.judge.write_judgment(asked, print)
 
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
 def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], adapters: bool):
