@@ -173,7 +173,7 @@ def adapted_block(traits: Block, x: Tensor, x0: Tensor, w: BlockWeights, norm: T
 def adapted_walk(model: Golf, ids: Tensor, fill: Tensor, flats: list[Tensor], keys: Tensor,
                  values: Tensor, row: int, run: Callable) -> tuple[Tensor, Tensor, Tensor]:
     """The last residual stream [slots, T, D]; the chunk's keys and values
-    [layers, slots, KV, T, head].
+    [visits, slots, KV, T, head], in the model's order.
 
     ids [slots, 2 + T]; fill [slots]: tokens before them in their `row`;
     `flats`: each block's adapters.
@@ -183,10 +183,11 @@ def adapted_walk(model: Golf, ids: Tensor, fill: Tensor, flats: list[Tensor], ke
     places = fill[:, None] + torch.arange(ids.shape[1] - 2, device=ids.device)
     cos, sin = (table[places] for table in model.rotary(row))
 
-    def run_block(x, i, last):
+    def run_block(x, visit):
+        i = visit.block
         block = model.blocks[i]
         norm = torch.full_like(model.attn_scale[i], model.blocks[i].norm_scale)
-        stored = keys[i], values[i], fill
+        stored = keys[visit.place], values[visit.place], fill
         x, *new = run(block, x, x0, weights[i], norm, flats[i], cos, sin, ves.get(i), *stored)
         made.append(new)
         return x
@@ -250,7 +251,7 @@ class DocumentSlots:
         self.second = torch.zeros_like(self.masters)
         self.flats = [block.detach().requires_grad_() for block in self.flat.unbind(0)]
         places = cfg.eval_seq_len // size * size
-        room = shape.num_layers, slots, shape.num_kv_heads, places, shape.head_dim
+        room = len(model.order), slots, shape.num_kv_heads, places, shape.head_dim
         self.keys, self.values = self.flat.new_zeros(room), self.flat.new_zeros(room)
         self.count = self.masters.new_zeros(slots, 1)  # steps so far
         self.total = torch.zeros(3, dtype=torch.float64, device=device)

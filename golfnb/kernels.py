@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEAD_ROWS', 'XSA_ROWS', 'Tiles', 'MLP_UP_TILES', 'MLP_DOWN_TILES', 'fused_heads',
-           'heads_fit', 'fused_exclusive', 'mlp_launch', 'fused_mlp', 'mlp_fit', 'FusedBlock',
-           'fuse']
+           'heads_fit', 'fused_exclusive', 'xsa_fit', 'mlp_launch', 'fused_mlp', 'mlp_fit',
+           'FusedBlock', 'fuse']
 
 # %% ../nbs/story/09_kernels.ipynb #b03661f7
 from collections import namedtuple
@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jit import TensorDescriptor, check_runnable, jitted, tl, triton
+from .jit import KERNELS, TensorDescriptor, check_runnable, jitted, tl, triton
 from .layers import NORM_EPS
 from .model import Block, Golf, LeakyReluSquared, make_block, scaled
+from .settings import require
 
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
@@ -250,6 +251,11 @@ def fused_exclusive(y: Tensor, v: Tensor) -> Tensor:
     "Twin of `exclusive`: y [B, T, H, D] without its part along v [B, T, KV, D]."
     return xsa_op(y, v)
 
+
+def xsa_fit(head_dim: int) -> bool:
+    "Whether a head is a power of two wide, as the kernel reads it."
+    return head_dim & (head_dim - 1) == 0
+
 # %% ../nbs/story/09_kernels.ipynb #7fe5f44c
 def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
                        FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
@@ -378,11 +384,14 @@ class FusedBlock(Block):
 def fuse(model: Golf, kernels: Iterable[str], tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)):
     """Let a model compute with these kernels from now on, as far as they suit its shapes.
 
-    `kernels`: names of `KERNELS` (chapter 15), such as `usable_kernels` gives. An activation of
-    your own has no kernel.
+    `kernels`: names of `KERNELS` (chapter 15), such as `usable_kernels` gives; GolfError for
+    others. An activation of your own has no kernel.
     """
-    cfg = model.cfg
-    fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
+    cfg, kernels = model.cfg, set(kernels)
+    unknown = sorted(kernels - KERNELS)
+    require(not unknown, f"kernels must be among {', '.join(sorted(KERNELS))}, found "
+            f"{', '.join(map(repr, unknown))}: correct the names")
+    fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims), "xsa": xsa_fit(cfg.head_dim),
             "mlp": (type(model.activation) is LeakyReluSquared
                     and mlp_fit(cfg.mlp_dim, cfg.model_dim, model.compute))}
     model.kernels = frozenset(k for k in kernels if fits.get(k, True))

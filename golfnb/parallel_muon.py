@@ -451,16 +451,18 @@ class AdamW:
         group.rounded.copy_(group.fp32_shard)
 
 # %% ../nbs/story/07b_parallel_muon.ipynb #bad7a375
-def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
+def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None,
+                 pool=None):
     """Record into `graph` what `fn()` launches on `stream` (None: one that torch picks).
 
-    Returns its result.
+    `pool`: another graph's memory to use, see `CudaGraphed`. Returns its result.
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
         # thread_local: other threads go on
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream,
+                              capture_error_mode="thread_local"):
             return fn()
     finally:
         if collecting:
@@ -470,11 +472,13 @@ def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | No
 class CudaGraphed:
     """A function on fixed tensors.
 
-    On CUDA it is recorded after `eager` calls, on the calling stream, then replayed.
+    On CUDA it is recorded after `eager` calls, on the calling stream, then replayed. It works in
+    the memory of `beside`, if given: once one of the two is called, what the other gave is gone.
     """
 
-    def __init__(self, fn, device: torch.device, eager: int = 2):
-        self.fn, self.graph = fn, None
+    def __init__(self, fn, device: torch.device, eager: int = 2,
+                 beside: "CudaGraphed | None" = None):
+        self.fn, self.graph, self.beside = fn, None, beside
         self.left = eager if device.type == "cuda" else -1  # calls until it is recorded; -1: never
 
     def __call__(self):
@@ -483,7 +487,10 @@ class CudaGraphed:
             here = torch.cuda.current_stream()
             if here == torch.cuda.default_stream():  # which cannot be recorded
                 here = None
-            record_graph(self.fn, self.graph, here)
+            pool = None
+            if self.beside is not None and self.beside.graph is not None:
+                pool = self.beside.graph.pool()
+            record_graph(self.fn, self.graph, here, pool)
         if self.graph is not None:
             self.graph.replay()
         else:

@@ -121,7 +121,7 @@ def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callab
     """
     loss_fn = compiled(training_loss(model, model.cap), s, device)
     if s.step_graph:
-        return StepGraph(loss_fn, list(model.parameters())).backward
+        return StepGraph(loss_fn, model).backward
     return partial(backward_pass, loss_fn)
 
 # %% ../nbs/reference/16_run.ipynb #a0de16b0

@@ -6,8 +6,8 @@ and the last weights.
 
 # %% auto #0
 __all__ = ['LATE_STEPS', 'TrainSettings', 'momentum_schedule', 'lr_schedule', 'LateReader',
-           'training_loss', 'compiled', 'backward_pass', 'micro_batches', 'StepGraph', 'RunLog',
-           'counted', 'Trainer', 'Extra', 'train', 'undone', 'rehearse']
+           'training_loss', 'compiled', 'backward_pass', 'micro_batches', 'RecordedPass',
+           'StepGraph', 'RunLog', 'counted', 'Trainer', 'Extra', 'train', 'undone', 'rehearse']
 
 # %% ../nbs/story/08b_train.ipynb #11bd76f1
 import json
@@ -154,14 +154,15 @@ def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: in
     return total
 
 # %% ../nbs/story/08b_train.ipynb #b8515255
-class StepGraph:
-    """A loss function whose `backward` is recorded on CUDA and then replayed.
+class RecordedPass:
+    "Loss and gradients of a batch that stands at fixed addresses, recorded on CUDA."
 
-    `params` get the gradients.
-    """
-
-    def __init__(self, loss_fn: Callable, params: list):
-        self.loss_fn, self.params, self.places = loss_fn, params, None
+    def __init__(self, loss_fn: Callable, params: list, batch: tuple, accum: int,
+                 beside: CudaGraphed | None):
+        self.loss_fn, self.params, self.accum = loss_fn, params, accum
+        self.ids, self.targets = (t.clone() for t in batch)
+        self.places = [p.data_ptr() for p in params]
+        self.graphed = CudaGraphed(self.differentiate, self.ids.device, beside=beside)
 
     def differentiate(self):
         "Loss and gradients of the fixed batch."
@@ -169,25 +170,42 @@ class StepGraph:
         self.loss = loss.detach()
         self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
+# %% ../nbs/story/08b_train.ipynb #f0246952
+class StepGraph:
+    """A model's loss function whose `backward` is recorded on CUDA and then replayed.
+
+    The model's parameters get the gradients. For each `order` of the model's blocks there is a
+    recording of its own, made when it is first asked for.
+    """
+
+    def __init__(self, loss_fn: Callable, model: torch.nn.Module):
+        self.loss_fn, self.model, self.params = loss_fn, model, list(model.parameters())
+        self.recorded: dict[tuple | None, RecordedPass] = {}  # by order
+
+    def recording(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> RecordedPass:
+        "That of the model's order, and of where its parameters lie now."
+        order = getattr(self.model, "order", None)
+        places = [p.data_ptr() for p in self.params]
+        self.recorded = {o: found for o, found in self.recorded.items() if found.places == places}
+        if order not in self.recorded:
+            beside = next((found.graphed for found in self.recorded.values()), None)
+            self.recorded[order] = RecordedPass(self.loss_fn, self.params, (ids, targets), accum,
+                                                beside)
+        return self.recorded[order]
+
     def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
         "What `backward_pass` does; shapes and `accum` are the same in all calls."
-        places = [p.data_ptr() for p in self.params]
-        if places != self.places:
-            self.ids = ids.clone()
-            self.targets = targets.clone()
-            self.accum = accum
-            self.places = places
-            self.graphed = CudaGraphed(self.differentiate, ids.device)
+        recording = self.recording(ids, targets, accum)
         earlier = {}  # copies, by parameter: of other micro-batches
         for p in self.params:
             if p.grad is not None:
                 earlier[p] = p.grad.clone()
-        self.ids.copy_(ids)
-        self.targets.copy_(targets)
-        self.graphed()
-        for p, grad in zip(self.params, self.grads, strict=True):
+        recording.ids.copy_(ids)
+        recording.targets.copy_(targets)
+        recording.graphed()
+        for p, grad in zip(self.params, recording.grads, strict=True):
             p.grad = earlier[p].add_(grad) if p in earlier else grad
-        return self.loss.clone()
+        return recording.loss.clone()
 
 # %% ../nbs/story/08b_train.ipynb #8c815e23
 class RunLog:
@@ -303,6 +321,7 @@ class Trainer:
         self.train_ms, self.stop = 0.0, False
         self.losses, self.starts = [], []
         self.late_rate = 1.0  # share of the peak learning rate, of the last step that was read
+        self.share_done = 0.0  # of the run, by the last step that was read: the same on all ranks
         self.val_loss = self.val_bpb = None
 
     def elapsed_ms(self) -> float:
@@ -347,6 +366,11 @@ class Trainer:
         values = self.reader.push(torch.cat([control, more]))
         if values is not None:
             self.read(values)
+
+    def share_of_run(self, steps: int, elapsed_ms: float) -> float:
+        "Share of a run that is done after so many steps and ms, by what ends it first: ratio."
+        cap = self.settings.train_cap_ms or math.inf
+        return max(steps / self.settings.iterations, elapsed_ms / cap)
 
     def projector(self) -> Callable | None:
         """What rounds the weights that this step publishes; None before late rounding has begun.
@@ -410,6 +434,7 @@ class Trainer:
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0
         self.late_rate = rate
+        self.share_done = max(self.share_done, self.share_of_run(step + 1, control["elapsed_ms"]))
         self.count_skipped(step + 1, control["norm_sq"])
         norm_sq = control["norm_sq"]
         if self.engine.clip.norm_is_sum:
@@ -505,9 +530,15 @@ def undone(engine: Engine, batches: Loader) -> Iterator[None]:
 
 # %% ../nbs/story/08b_train.ipynb #d16e01b8
 def rehearse(t: Trainer, step: Callable, log: RunLog):
-    "Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time."
+    """Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time.
+
+    In the last half of them it says that the run is as good as done (`share_done`), so that what
+    begins late is compiled too.
+    """
     count = t.settings.warmup_steps
     for n in counted(range(1, count + 1), "compiling", log):
+        if n == 1 + (count + 1) // 2:
+            t.share_done = 1.0
         step(t)
         if n <= 3 or n % 10 == 0 or n == count:
             log.line(f"warmup_step:{n}/{count}")

@@ -102,6 +102,15 @@ def one(path: Path, write: bool) -> str | None:
     return attempt(path, write) and attempt(path, write)
 
 
+def stale_sentence(name: str, cell: int, kept: str, now: str) -> str:
+    "What differs: both outputs from a little before the first place where they do."
+    same = len(os.path.commonprefix([kept, now]))
+    begin = max(0, same - 80)
+    line = kept.count("\n", 0, same) + 1
+    shown = [f"{'...' if begin else ''}{text[begin:same + 320]!r}" for text in (kept, now)]
+    return f"{name}: kept output of cell {cell} is stale from its line {line} on\n  kept: {shown[0]}\n  now:  {shown[1]}"
+
+
 def attempt(path: Path, write: bool) -> str | None:
     "Run one notebook; None when it is in order, else the sentence that says why not."
     try:
@@ -120,7 +129,7 @@ def attempt(path: Path, write: bool) -> str | None:
     if path.stat().st_size > MAX_BYTES:
         return f"{path.name}: {path.stat().st_size:,} bytes, at most {MAX_BYTES:,} are allowed: fewer or smaller pictures"
     stale = [(i, a, b) for i, (a, b) in enumerate(zip(kept, text_outputs(done))) if a != b and not write]
-    said = [f"{path.name}: kept output of cell {i} is stale\n  kept: {a[:400]!r}\n  now:  {b[:400]!r}" for i, a, b in stale]
+    said = [stale_sentence(path.name, *found) for found in stale]
     if said:
         said.append(f"  run: python tests/notebooks.py run {path.relative_to(ROOT)}")
     return "\n".join(said) or None

@@ -6,12 +6,14 @@ What differs is read from git: commits since the branch left main, changes that 
 and new files. Of it are checked:
 
     step.py         notebooks, modules, script and README are in step
-    notebooks.py    the changed notebooks run top to bottom
+    notebooks.py    the changed notebooks run top to bottom; of those that use a changed module,
+                    whose outputs may be stale too, as many as take NOTEBOOK_SECONDS in all
     pytest          the test files that changed, that import a changed module or one that imports
                     a changed module, and, if a notebook changed, that read notebooks
 
 Slow test files run only if they changed themselves; BROAD ones, which check the whole rather than
-a chapter, also if the module changed that they are named after. `make test` is the whole.
+a chapter, also if the module changed that they are named after. What was not run is named at the
+end; `make test` is the whole.
 """
 import ast
 import json
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,8 @@ from conftest import LONG, ROOT
 from tiny import TINY, run_quietly, tiny_data
 
 FOLDERS_ON_PATH = ("tests", "book")  # their files are imported by their bare names
+NOTEBOOK_SECONDS = 90  # of a processor, for notebooks that did not change themselves
+UNSTATED_SECONDS = 60  # of a page that does not say how long it takes
 BROAD = ("test_demo", "test_fuzz", "test_joiner", "test_lab", "test_overwrite", "test_submission", "test_watch")
 
 
@@ -57,11 +62,22 @@ def module_name(path: Path) -> str:
     return ".".join(parts)
 
 
+def code_of(notebook: Path) -> list[str]:
+    "The sources of a notebook's cells of code."
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
 def exported_module(notebook: Path) -> set[str]:
     "The module that a notebook makes; none for a page."
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    source = "\n".join("".join(cell["source"]) for cell in cells)
+    source = "\n".join(code_of(notebook))
     return {f"golfnb.{name}" for name in re.findall(r"^#\|\s*default_exp\s+(\S+)", source, re.M)}
+
+
+def stated_seconds(notebook: Path) -> int:
+    "Seconds of a processor that a notebook says it takes."
+    found = re.search(r"CPU run time of this chapter: about (\d+) s", notebook.read_text(encoding="utf-8"))
+    return int(found[1]) if found else UNSTATED_SECONDS
 
 
 def imported(root: Path, path: Path) -> set[str]:
@@ -70,8 +86,22 @@ def imported(root: Path, path: Path) -> set[str]:
     `from golfnb.run import run` gives golfnb.run and golfnb.run.run: a module or what is in one.
     """
     package = module_name(path.parent / "__init__.py").split(".")
+    return names_imported((root / path).read_text(encoding="utf-8"), package)
+
+
+def imported_by_notebook(notebook: Path) -> set[str]:
+    "Every name that the cells of a notebook import; a cell that is not Python has none."
     found = set()
-    for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
+    for source in code_of(notebook):
+        with suppress(SyntaxError):
+            found |= names_imported(source, [])
+    return found
+
+
+def names_imported(source: str, package: list[str]) -> set[str]:
+    "Every name that a source in a package imports."
+    found = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -85,10 +115,44 @@ def imported(root: Path, path: Path) -> set[str]:
 
 @dataclass
 class Selection:
-    "Paths relative to the root: notebooks and test files to run, and test files left out."
+    "Paths relative to the root: notebooks and test files to run, and what is left out of both."
     notebooks: list[Path]
     tests: list[Path]
     left_out: list[Path]
+
+
+def reached(root: Path, modules: set[str]) -> set[str]:
+    "The modules, and all of the package that import them, by whatever way."
+    files = [path.relative_to(root) for path in sorted((root / "golfnb").rglob("*.py"))]
+    needs = {module_name(path): imported(root, path) for path in files}
+    found = set(modules)
+    while more := {name for name, names in needs.items() if names & found} - found:
+        found |= more
+    return found
+
+
+def notebooks_that_use(root: Path, modules: set[str]) -> list[Path]:
+    "Pages that reach a module by whatever way, then chapters that import one; the quickest first."
+    pages, chapters = [], []
+    everything = reached(root, modules)
+    for path in sorted((root / "nbs").rglob("*.ipynb"), key=stated_seconds):
+        names = imported_by_notebook(path)
+        if exported_module(path):
+            chapters += [path] if names & modules else []
+        elif names & everything:
+            pages.append(path)
+    return [path.relative_to(root) for path in pages + chapters]
+
+
+def within_seconds(root: Path, notebooks: list[Path], seconds: int) -> list[Path]:
+    "The first of some notebooks, as many as take so long."
+    taken = []
+    for path in notebooks:
+        needed = stated_seconds(root / path)
+        if needed <= seconds:
+            taken.append(path)
+            seconds -= needed
+    return taken
 
 
 def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[str, ...] = ()) -> Selection:
@@ -97,13 +161,15 @@ def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[
     modules = {module_name(path) for path in changed if path.suffix == ".py"}
     for notebook in notebooks:
         modules |= exported_module(root / notebook)
+    using = [path for path in notebooks_that_use(root, modules) if path not in notebooks]
+    taken = within_seconds(root, using, NOTEBOOK_SECONDS)
     if notebooks:
         modules.add("nbformat")  # imported by the tests that read notebooks
     package = [path.relative_to(root) for path in sorted((root / "golfnb").rglob("*.py"))]
     importers = {module_name(path) for path in package if imported(root, path) & modules}
     named_after = {f"test_{module.split('.')[-1]}" for module in modules}
     put_off = {*slow, *set(broad) - named_after}
-    tests, left_out = [], []
+    tests, left_out = [], [path for path in using if path not in taken]
     for path in sorted((root / "tests").glob("test_*.py")):
         path = path.relative_to(root)
         if path in changed:
@@ -111,7 +177,7 @@ def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[
         elif imported(root, path) & (modules | importers):
             chosen = left_out if path.stem in put_off else tests
             chosen.append(path)
-    return Selection(notebooks, tests, left_out)
+    return Selection(notebooks + taken, tests, left_out)
 
 
 def smoke_run() -> None:
@@ -136,14 +202,21 @@ def checks(chosen: Selection) -> list[list[str]]:
     return commands
 
 
+def closing_line(chosen: Selection, seconds: float) -> str:
+    "What may be said after all checks went well."
+    if not chosen.left_out:
+        return f"all in order after {seconds:.0f} s"
+    left_out = " ".join(map(str, chosen.left_out))
+    return (f"what ran is in order after {seconds:.0f} s; left out, because they take long, and so "
+            f"not known to be: {left_out} (make test runs all)")
+
+
 def main() -> int:
     start = time.perf_counter()
     changed = changed_paths(ROOT)
     chosen = select(ROOT, changed, LONG, BROAD)
     print(f"{len(changed)} files differ from main: {len(chosen.notebooks)} notebooks and "
           f"{len(chosen.tests)} test files to run", flush=True)
-    if chosen.left_out:
-        print(f"left out, because they take long: {' '.join(map(str, chosen.left_out))}", flush=True)
     smoke_run()
     commands = checks(chosen) if changed else []
     for command in commands:
@@ -152,7 +225,7 @@ def main() -> int:
         if status:
             print(f"quick: this failed: python {' '.join(command)}", file=sys.stderr)
             return status
-    print(f"all in order after {time.perf_counter() - start:.0f} s")
+    print(closing_line(chosen, time.perf_counter() - start))
     return 0
 
 

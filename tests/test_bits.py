@@ -45,9 +45,15 @@ CFG = settings_of(golf, {"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4",
 TABLES = {"tok_emb.weight", "bigram.embed.weight", "ve_shared.embed.weight"}
 
 
-def a_model(dtype=torch.float32):
-    model = Golf(CFG, bank_per_shape(CFG, 1), dtype)
-    init_model(model, CFG, 0)
+class Looped(type(CFG)):
+    visits = 6
+
+
+def a_model(dtype=torch.float32, order=(0, 1)):
+    cfg = Looped(**vars(CFG)) if len(order) > 2 else CFG
+    model = Golf(cfg, bank_per_shape(cfg, 1), dtype)
+    model.order = order
+    init_model(model, cfg, 0)
     g = torch.Generator().manual_seed(2)
     load_named(model, {n: t + 0.1 * torch.randn(t.shape, generator=g) for n, t in named_state(model).items()})
     return model
@@ -84,8 +90,9 @@ class Nudged:
     def embedding(self, ids, table): return self.with_leaf("embedding", ids, table, F.embedding(ids, table))
 
 
-def test_calibration_is_what_plain_autograd_gives(monkeypatch):
-    model, batches = a_model(torch.float64), words(2)
+@pytest.mark.parametrize("order", [(0, 1), (0, 1, 0, 1, 0, 1)])  # what a matrix costs is the sum over its visits
+def test_calibration_is_what_plain_autograd_gives(monkeypatch, order):
+    model, batches = a_model(torch.float64, order), words(2)
     found = sensitivities(model, batches, Ranks(), seed=5)
     state, generator = named_state(model), torch.Generator().manual_seed(5)
     nudged, sums, tokens = Nudged(), {}, 0

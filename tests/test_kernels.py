@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from golfnb.settings import GolfError
-from golfnb.jit import triton, usable_kernels
-from golfnb.kernels import fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit
+from golfnb.jit import KERNELS, triton, usable_kernels
+from golfnb.kernels import fuse, fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
+from golfnb.layout import bank_per_shape
+from golfnb.model import Golf
 from golfnb.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
-
+from tiny import settings_for
 CASES = """
 import os, sys, torch
 import torch.nn.functional as F
@@ -298,6 +300,23 @@ def test_refusals(monkeypatch):
                 call(dtype)
     assert heads_fit(64, 16) and heads_fit(32, 32) and not any(heads_fit(*a) for a in ((64, 12), (48, 16), (64, 0), (16, 32)))
     assert mlp_fit(24, 16, torch.float32) and mlp_fit(24, 16, torch.bfloat16) and not mlp_fit(24, 12, torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads, width, fits", [(2, 24, False), (2, 33, False), (1, 96, False), (2, 32, True), (4, 16, True)])
+def test_a_model_takes_the_kernels_that_fit_its_heads(heads, width, fits):
+    s = settings_for("demo", MODEL_DIM=heads * width, NUM_HEADS=heads, NUM_KV_HEADS=1, ROPE_DIMS=8)
+    model = Golf(s, bank_per_shape(s, 1), device="meta")
+    fuse(model, KERNELS)
+    assert ("xsa" in model.kernels, "heads" in model.kernels) == (fits, fits) and "fold" in model.kernels
+    assert all(block.kernels == model.kernels for block in model.blocks)
+
+
+def test_a_kernel_that_there_is_not_is_refused():
+    s = settings_for("demo")
+    model = Golf(s, bank_per_shape(s, 1), device="meta")
+    with pytest.raises(GolfError, match="found 'attention'"):
+        fuse(model, ["xsa", "attention"])
+    assert model.kernels == frozenset()
 
 
 def gpu_apart(twin, plain, *inputs):

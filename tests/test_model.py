@@ -285,10 +285,11 @@ def test_a_walk_of_blocks_of_ones_own_is_the_forward():
     places = torch.arange(24).expand(2, 24)
     x0, values, weights, (cos, sin) = model.embed(ids), model.value_embeddings(ids), model.weights(), model.rotary(24)
 
-    def run(x, i, last):
+    def run(x, visit):
+        i = visit.block
         b = model.blocks[i]
         own = Own(b.head_dim, torch.full((cfg.model_dim,), b.norm_scale), b.activation, b.xsa)
-        assert last == (i == cfg.num_layers - 1)
+        assert visit == (i, i, i == cfg.num_layers - 1)
         return own.run(x, x0, weights[i], cos[places], sin[places], values.get(i))
 
     logits = F.linear(rms_norm(model.run_blocks(x0, run)), model.tok_emb)

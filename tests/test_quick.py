@@ -4,7 +4,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from quick import BROAD, changed_paths, select
+from notebooks import stale_sentence
+from quick import BROAD, changed_paths, closing_line, select
 
 FILES = {
     "golfnb/__init__.py": "",
@@ -64,6 +65,38 @@ def test_a_notebook_in_any_folder_stands_for_its_module(tree):
     page = notebook(tree, "index.ipynb", "# a page\n")
     assert chosen(tree, path, page) == (["test_cli", "test_docs"], [])
     assert select(tree, [path, page, Path("nbs/deleted.ipynb")], ()).notebooks == [path, page]
+
+
+def page(root: Path, name: str, imports: str, seconds: int, exports: str = "") -> Path:
+    path = root / "nbs" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    code = [f"#| default_exp {exports}\n"] * bool(exports) + ["%matplotlib inline\n", imports]
+    cells = [{"cell_type": "code", "source": [line]} for line in code]
+    cells.append({"cell_type": "markdown", "source": [f"CPU run time of this chapter: about {seconds} s."]})
+    path.write_text(json.dumps({"cells": cells}))
+    return path.relative_to(root)
+
+
+def test_notebooks_that_use_what_changed_run_too_as_far_as_time_allows(tree):
+    "A page may be stale though nothing in it changed: it runs, or is named as left out."
+    own = page(tree, "own.ipynb", "from golfnb.tools.cli import main", 45)
+    long = page(tree, "start.ipynb", "import golfnb.tools.cli", 80)
+    chapter = page(tree, "story/08_averaging.ipynb", "from golfnb.settings import setting", 5, "averaging")
+    page(tree, "other.ipynb", "import numpy", 5)
+    found = select(tree, [Path("golfnb/settings.py")], ())
+    assert found.notebooks == [own, chapter] and found.left_out == [long]
+    assert str(long) in closing_line(found, 1.0) and "all in order" not in closing_line(found, 1.0)
+    found = select(tree, [Path("golfnb/train.py"), long], ())
+    assert found.notebooks == [long, own] and not found.left_out
+    assert closing_line(found, 1.0) == "all in order after 1 s"
+
+
+def test_an_excerpt_shows_where_outputs_differ():
+    kept, now = ("\n".join(f"line {i}" for i in range(200)) + end for end in ("0 was\nmore", "0 is\nmore"))
+    said = stale_sentence("own.ipynb", 7, kept, now)
+    first, *excerpts = said.splitlines()
+    assert first.startswith("own.ipynb") and "line 200 on" in first
+    assert "0 was" in excerpts[0] and "0 is" in excerpts[1] and excerpts[0].count("line") < 15
 
 
 def test_slow_files_are_left_out_unless_they_changed(tree):

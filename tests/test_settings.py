@@ -11,10 +11,10 @@ from tiny import known_names, own_program
 
 from golfnb.adapters import AdapterSettings
 from golfnb.loader import grad_accum
-from golfnb.model import Golf, SavedModel, saved_settings
+from golfnb.model import EACH_ONCE, Golf, SavedModel, saved_settings
 from golfnb.parallel_muon import Ranks
 from golfnb.tools.guard import check_memory, preflight
-from golfnb.settings import IGNORED, NOT_BUILT, GolfError, printable, published_words, read_json, settings_from
+from golfnb.settings import IGNORED, NOT_BUILT, BaseSettings, GolfError, printable, published_words, read_json, setting, settings_from
 from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_groups, setting_specs, settings_of
 
 FIELD_NAMES = """DATA_PATH TOKENIZER_PATH RUN_ID SEED ITERATIONS WARMDOWN_ITERS WARMUP_STEPS TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN EVAL_STRIDE
@@ -53,6 +53,31 @@ def meta_model(program, s) -> Golf:
 def test_every_name_of_the_field_is_known():
     assert not set(FIELD_NAMES + OWN_NAMES) - known_names()
     assert not {name.upper() for name in SPECS} & {*NOT_BUILT, *IGNORED}
+
+
+@pytest.mark.parametrize("bounds, default, good, bad", [
+    ("[0, 1]", 0.5, (0.0, 1.0), (-0.1, 1.1)), ("(0, 1)", 0.5, (1e-3, 0.999), (0.0, 1.0, 1 - 2**-30)), ("[0, 1)", 0.5, (0.0, 1 - 2**-24), (1 - 2**-26, 1.0)),
+    ("(0.5, 2.5]", 1.0, (0.6, 2.5), (0.5, 2.6)), ("[0, 0.1]", 0.1, (0.1,), (0.11,)), ("> -1", 0, (0, 5), (-1, 2**31)), (">=1e-3", 1.0, (0.001, 1e36), (0.0, 1e37)), ("< 10", 3, (9, -4), (10, -2**31)),
+    ("<= 10", 3, (10,), (11,)), ("2 to 8", 3, (2, 8), (1, 9)), ("[0, 2^63)", 3, (0, 2**63 - 1), (-1, 2**63)), ("", 1.0, (-1e36, 0.0), (1e37, 1e-37))])
+def test_bounds_are_written_as_in_mathematics(bounds, default, good, bad):
+    @dataclasses.dataclass
+    class Own(BaseSettings):
+        mine: type(default) = setting(default, "a number: number", bounds=bounds)
+
+    for value in good:
+        Own(value).check()
+    for value in bad:
+        with pytest.raises(GolfError, match=r"MINE must .*found .*: choose"):
+            Own(value).check()
+
+
+def test_bounds_that_say_nothing_are_refused_where_they_are_written():
+    for wrong in ("0..1", "[0, 1", "positive", "> x", "[1]", "0 to"):
+        with pytest.raises(GolfError, match="bounds must be written"):
+            setting(1, "a number: number", bounds=wrong)
+    for default in ("word", True, None):
+        with pytest.raises(GolfError, match="number"):
+            setting(default, "no number: word", bounds="> 0")
 
 
 def test_every_setting_has_a_meaning_a_unit_and_its_type():
@@ -151,12 +176,12 @@ def test_off_values_of_what_is_not_built_are_accepted():
 
 @pytest.mark.parametrize("pairs, words", [
     ("NUM_HEADS=7", "MODEL_DIM .*NUM_HEADS"), ("NUM_KV_HEADS=3", "NUM_HEADS .*NUM_KV_HEADS"), ("NUM_HEADS=0", "NUM_HEADS .*above 0"), ("NUM_KV_HEADS=0", "NUM_KV_HEADS .*above 0"),
-    ("MODEL_DIM=0", "MODEL_DIM .*above 0"), ("NUM_LAYERS=0", "NUM_LAYERS .*above 0"), ("NUM_LAYERS=4", "VE_LAYERS .*0..3"), ("VE_LAYERS=9,9", "VE_LAYERS .*'9,9'"), ("VE_LAYERS=", "VE_LAYERS .*''"),
+    ("MODEL_DIM=0", "MODEL_DIM .*above 0"), ("NUM_LAYERS=0", "NUM_LAYERS .*1 or more and at most 10000"), ("NUM_LAYERS=4", "VE_LAYERS .*0..3"), ("VE_LAYERS=9,9", "VE_LAYERS .*'9,9'"), ("VE_LAYERS=", "VE_LAYERS .*''"),
     ("VE_LAYERS=a,b", "VE_LAYERS .*'a,b'"), ("VE_LAYERS=-1", "VE_LAYERS .*'-1'"), ("ROPE_DIMS=15", "ROPE_DIMS .*15"), ("ROPE_DIMS=66", "ROPE_DIMS .*66"), ("ROPE_DIMS=0", "ROPE_DIMS .*above 0"),
     ("VOCAB_SIZE=70000", "VOCAB_SIZE .*65536"), ("BIGRAM_VOCAB_SIZE=1", "BIGRAM_VOCAB_SIZE .*2"), ("BIGRAM_DIM=0", "BIGRAM_DIM .*above 0"), ("VE_DIM=0", "VE_DIM .*above 0"), ("NEGATIVE_SLOPE=-1", "NEGATIVE_SLOPE"), ("LOGIT_SOFTCAP=0", "LOGIT_SOFTCAP .*above 0"),
     ("TRAIN_BATCH_TOKENS=1000", "TRAIN_BATCH_TOKENS .*1000"), ("TRAIN_BATCH_TOKENS=0", "TRAIN_BATCH_TOKENS .*above 0"), ("TRAIN_SEQ_LEN=0", "TRAIN_SEQ_LEN .*above 0"), ("TRAIN_SEQ_LEN=-8", "TRAIN_SEQ_LEN .*above 0"), ("TRAIN_BATCH_TOKENS=6144", "TRAIN_BATCH_TOKENS .*8 ranks.*6144"),
     ("EVAL_STRIDE=2049", "EVAL_STRIDE .*EVAL_SEQ_LEN"), ("EVAL_STRIDE=0", "EVAL_STRIDE .*above 0"), ("ITERATIONS=0", "ITERATIONS .*above 0"), ("WARMDOWN_ITERS=-1", "WARMDOWN_ITERS .*0 or more"), ("MAX_WALLCLOCK_SECONDS=-1", "MAX_WALLCLOCK_SECONDS .*0 or more"),
-    ("SEED=-1", "SEED .*0 or more"), ("BETA1=1", r"BETA1 .*\[0, 1\)"), ("EMA_DECAY=1.5", r"EMA_DECAY .*\[0, 1\)"), ("SWA_EVERY=0", "SWA_EVERY .*above 0"), ("TTT_CHUNK_TOKENS=100", "TTT_CHUNK_TOKENS .*100"),
+    ("SEED=-1", "SEED .*0 or more"), ("BETA1=1", "BETA1 .*0 or more and below 1"), ("EMA_DECAY=1.5", "EMA_DECAY .*below 1"), ("SWA_EVERY=0", "SWA_EVERY .*above 0"), ("TTT_CHUNK_TOKENS=100", "TTT_CHUNK_TOKENS .*100"),
     ("TTT_BATCH_SEQS=0", "TTT_BATCH_SEQS .*above 0"), ("RUN_ID=../x", "RUN_ID .*'../x'"), ("RUN_ID=..", "RUN_ID .*'..'"),
     ("MLP_MULT=0.001", "MLP_MULT .*0.001"), ("SEED=9223372036854775808", "SEED .*below 2"),
 ])
@@ -196,17 +221,17 @@ def test_no_environment_makes_anything_but_a_golf_error(recipe, pairs, world):
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_a_file_says_of_a_model_survives_json(name):
     saved = saved_settings(meta_model(find_program(name), load({"RECIPE": name})))
-    again = settings_from(SavedModel, json.loads(json.dumps(saved)))
-    assert dataclasses.asdict(again) == saved
+    again = settings_from(SavedModel, EACH_ONCE | json.loads(json.dumps(saved)))
+    assert dataclasses.asdict(again) == EACH_ONCE | saved
     words = published_words(find_program(name).Settings)
     assert (again.plan, again.skip_gate) == (words["PLAN"], words["SKIP_GATE"])
-    found = settings_from(SavedModel, saved | {"mlp_mult": 3}).mlp_mult
+    found = settings_from(SavedModel, EACH_ONCE | saved | {"mlp_mult": 3}).mlp_mult
     assert found == 3.0 and type(found) is float
 
 
 @pytest.mark.parametrize("change", [{"num_layers": "11"}, {"num_layers": 11.0}, {"num_layers": True}, {"num_layers": 0}, {"ln_scale": 1}, {"extra": 1}, {"plan": None}, {"plan": "x"}, {"num_heads": 7}, {"train_seq_len": 0}, None])
 def test_damaged_model_settings_are_refused(change):
-    good = saved_settings(meta_model(find_program("pr549"), load({})))
+    good = EACH_ONCE | saved_settings(meta_model(find_program("pr549"), load({})))
     bad = {**good, **change} if change is not None else {k: v for k, v in good.items() if k != "vocab_size"}
     with pytest.raises(GolfError):
         settings_from(SavedModel, bad)

@@ -156,7 +156,7 @@ def whole_pass(words: str, model: Golf, s: ProgramSettings) -> Callable:
     fuse(twin, usable_kernels(model.tok_emb.device, model.compute, wanted))
     params = list(model.parameters())
     loss_fn = compiled(training_loss(twin, model.cap), s, model.tok_emb.device)
-    graph = StepGraph(loss_fn, params) if "graph" in words else None
+    graph = StepGraph(loss_fn, twin) if "graph" in words else None
 
     def run(ids, targets):
         for p in params:

@@ -98,7 +98,7 @@ def frozen_clips(engine: "Engine", project: "GridProjector") -> dict[str, Tensor
     return named
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #d0ec9dff
-FACTS = ("steps", "losses", "starts", "skipped", "stop", "late_rate", "rounded_from", "val_loss", "val_bpb")
+FACTS = ("steps", "losses", "starts", "skipped", "stop", "late_rate", "share_done", "rounded_from", "val_loss", "val_bpb")
 
 
 def plain_facts(t: "Trainer") -> dict:

@@ -1028,6 +1028,7 @@ def quantize_command(args) -> int:
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
     print(f"settings: {settings_source(weights, meta)}", flush=True)
     p = program.build(s, ranks)
+    book.model.take_order(p.model, meta.get("settings", {}))
     book.model.load_named(p.model, named)
     searched = args.target_bytes or packs_trellis(program)
     advice = "allow as many, or train a smaller model" if searched else f"give --target-bytes {s.target_bytes}"

@@ -112,7 +112,7 @@ def bytes_needed(s: "ProgramSettings", world: int, item: int) -> int:
     if getattr(s, "ttt_enabled", False):
         adapting: Any = s  # which has those of a TttSettings too
         tokens = max(tokens, adapting.tokens_adapted(world))
-    a_token = s.num_layers * (2 * s.model_dim + s.mlp_dim) + s.vocab_size
+    a_token = s.visits * (2 * s.model_dim + s.mlp_dim) + s.vocab_size
     return item * (numbers + tokens * a_token)
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d000b

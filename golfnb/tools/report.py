@@ -37,7 +37,7 @@ from ..artifact import (ARTIFACT_CAP, CODECS, check_tokenizer, container_header,
                              read_container, read_meta)
 from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
-from ..model import load_named
+from ..model import load_named, take_order
 from ..parallel_muon import Ranks
 from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
                                    recipe_program, settings_of)
@@ -215,7 +215,9 @@ def decoded(program: ModuleType, file: Path) -> dict:
 def own_model(program: ModuleType, s, file: Path, ranks: Ranks) -> tuple:
     "The model that a program builds with settings `s`, filled from a file, and its forward."
     parts = program.build(s, ranks)
-    load_named(parts.model, decoded(program, file))
+    meta, packed = read_container(file, CODECS | program.CODEC.known())
+    take_order(parts.model, meta.get("settings", {}))
+    load_named(parts.model, dequantize_trellis(packed))
     return parts.model, parts.forward
 
 # %% ../../nbs/tools/24_report.ipynb #ff7c6dac

@@ -86,7 +86,7 @@ class CachedReader:
         cfg = model.cfg
         room = (1, cfg.num_kv_heads, cfg.train_seq_len, cfg.head_dim)
         self.blocks = []
-        for i in range(len(model.order)):
+        for i in model.order:  # a block that is run twice has two stores
             keys = torch.zeros(room, dtype=model.compute, device=model.tok_emb.device)
             values = torch.zeros_like(keys)
             block = make_block(cfg, i, model.activation, model.attention, CachedBlock, keys=keys,
@@ -111,9 +111,10 @@ class CachedReader:
         ves = model.value_embeddings(row[:, -new:])
         cos, sin = (table[done - first:len(ids) - first] for table in model.rotary(T))
 
-        def run(x, i, last):
-            keep = 1 if last else None
-            return self.blocks[i].run(x, x0, self.weights[i], cos, sin, ves.get(i), keep)
+        def run(x, visit):
+            i = visit.block
+            keep = 1 if visit.last else None
+            return self.blocks[visit.place].run(x, x0, self.weights[i], cos, sin, ves.get(i), keep)
 
         x = model.run_blocks(x0, run)[:, -1]
         return softcap(F.linear(rms_norm(x), model.tok_emb.to(model.compute))[0], model.cap)
