@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['START', 'RESERVED', 'END_WITH_TORCHRUN', 'HEADER', 'WRAPPER', 'own_files',
-           'check_own_name', 'join_program', 'pack_program']
+           'join_program', 'pack_program']
 
 # %% ../../nbs/tools/20b_joiner.ipynb #1c90fe42
 import ast
@@ -278,7 +278,7 @@ def source_text(path: Path) -> str:
         raise GolfError(f"{path} must be a file of Python, found: {e}; mend it") from e
     return text
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #ecd1082d
 def in_pieces(path: Path, text: str, package: Path, is_program: bool = False) -> SourceFile:
     "A file with this text, in pieces. Raises GolfError for what cannot stand in a script."
     file = SourceFile(path, package, is_program)
@@ -289,7 +289,7 @@ def in_pieces(path: Path, text: str, package: Path, is_program: bool = False) ->
         end = n.end_lineno or 0
     return file
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #30190517
 def read_file(path: Path, package: Path, start: str = "") -> SourceFile:
     "A chapter, or the program of a recipe with its `start`, in pieces; errors as of `in_pieces`."
     text = source_text(path)
@@ -402,7 +402,7 @@ class OwnFile:
     text: str = ""
     asked: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #32083e1b
 def program_module(program: Path) -> str:
     "The name of a program's module."
     return "program_" + re.sub(r"[^A-Za-z0-9_]", "_", program.stem)
@@ -414,7 +414,7 @@ def is_installed(module: str, folder: Path) -> bool:
     found = PathFinder.find_spec(module, elsewhere)
     return module in sys.stdlib_module_names or bool(found and found.loader)
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #08951b81
 def file_beside(folder: Path, module: str) -> Path | None:
     "The file, or folder, in a program's folder that a module's whole name means. Raises GolfError."
     path = folder.joinpath(*module.split("."))
@@ -434,7 +434,7 @@ def file_beside(folder: Path, module: str) -> Path | None:
 # %% ../../nbs/tools/20b_joiner.ipynb #08ad7cda
 BY_NAME = ("import_module", "__import__", "find_spec")  # functions that are given a module's name
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #f8501cfe
 def named_in_call(n: ast.AST) -> str:
     "The module that a call such as `import_module` names; empty for other code."
     if not isinstance(n, ast.Call) or called(n) not in BY_NAME or not n.args:
@@ -444,12 +444,12 @@ def named_in_call(n: ast.AST) -> str:
         return name.value
     return ""
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #0ec5d9cb
 def called(n: ast.Call) -> str:
     "The last name of what a call calls."
     return ast.unparse(n.func).rpartition(".")[2]
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #1d7cf782
 def package_asked(file: OwnFile, n: ast.ImportFrom, where: str) -> str:
     "The whole name of the module that a `from` import names. Raises GolfError."
     if not n.level:
@@ -488,7 +488,7 @@ NO_PLACE = ("asks for the place of a file, and in a script the program has no fi
 NO_FINDER = ("finds files in a way that the joiner cannot follow: put the file beside the program "
              "and import it by its name")
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #65f22255
 def words_in(n: ast.AST) -> list[str]:
     "The names that a node of a syntax tree reads or imports, whole and in parts."
     if isinstance(n, ast.Attribute):
@@ -503,7 +503,7 @@ def words_in(n: ast.AST) -> list[str]:
         return [word for word in PLACES[:5] if word == n.value]
     return []
 
-# %% ../../nbs/tools/20b_joiner.ipynb #65f22255
+# %% ../../nbs/tools/20b_joiner.ipynb #e711d286
 def text_problem(folder: Path, text: str) -> str:
     "Why a text in quotes cannot be kept; empty if it can."
     if re.fullmatch(r"golfnb(\.\w+)+", text):
@@ -512,7 +512,7 @@ def text_problem(folder: Path, text: str) -> str:
         return "reads a file of Python in another way than by an import: import it"
     return ""
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #900a0036
 def call_problem(n: ast.Call, folder: Path) -> str:
     "Why a call cannot be kept; empty if it can."
     name = called(n)
@@ -523,7 +523,7 @@ def call_problem(n: ast.Call, folder: Path) -> str:
         return "imports inside a text: write the import as code"
     return ""
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #e3deaa57
 def own_problem(n: ast.AST, folder: Path) -> str:
     "Why code of a program of one's own cannot be kept; empty if it can."
     words = words_in(n)
@@ -544,32 +544,32 @@ def own_problem(n: ast.AST, folder: Path) -> str:
 # %% ../../nbs/tools/20b_joiner.ipynb #7f374b50
 FROM_GOLFNB = re.compile(r"from[\s\\]+golfnb(?:[\s\\]*\.[\s\\]*\w+)*[\s\\]+import\b")
 
-
-def of_golfnb(n: ast.AST) -> bool:
-    "Whether code is an import of golfnb."
+# %% ../../nbs/tools/20b_joiner.ipynb #822b8498
+def of_golfnb(n: Import) -> bool:
+    "Whether an import is one of golfnb."
     if isinstance(n, ast.ImportFrom):
         return not n.level and (n.module or "").split(".")[0] == "golfnb"
-    return isinstance(n, ast.Import) and any(a.name.split(".")[0] == "golfnb" for a in n.names)
+    return any(a.name.split(".")[0] == "golfnb" for a in n.names)
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #194e0c68
 def take_golfnb(file: OwnFile, n: Import, where: str, package: Path) -> None:
     "Note what an import asks of golfnb. Raises GolfError for what a script cannot give."
-    path = None
-    problem = "brings a module of golfnb as a whole: write `from module import name`"
-    if isinstance(n, ast.ImportFrom):
-        path = package.parent.joinpath(*(n.module or "").split(".")).with_suffix(".py")
-        problem = ""
-        if any(a.name == "*" for a in n.names):
-            problem = "does not say which names it means: write them out"
-        elif not path.is_file():
-            problem = "names no chapter of golfnb: import from the module that defines the name"
+    module = n.module if isinstance(n, ast.ImportFrom) else ""
+    path = package.parent.joinpath(*(module or "").split(".")).with_suffix(".py")
+    problem = ""
+    if isinstance(n, ast.Import):
+        problem = "brings a module of golfnb as a whole: write `from module import name`"
+    elif any(a.name == "*" for a in n.names):
+        problem = "does not say which names it means: write them out"
+    elif not path.is_file():
+        problem = "names no chapter of golfnb: import from the module that defines the name"
     if problem:
         raise GolfError(f"{where}: `{ast.unparse(n)}` {problem}")
     for a in n.names:
         file.asked[a.name] = path, where
 
-
-def for_script(text: str, found: list[ast.AST]) -> str:
+# %% ../../nbs/tools/20b_joiner.ipynb #da4c6985
+def for_script(text: str, found: list[Import]) -> str:
     "A file's text, with its imports of golfnb made those of the script."
     lines = text.split("\n")
     for n in sorted(found, key=lambda n: (n.lineno, n.col_offset), reverse=True):
@@ -581,7 +581,7 @@ def for_script(text: str, found: list[ast.AST]) -> str:
         text = text[:begin] + f"from golfnb_program {broken}import" + text[words.end() :]
     return text
 
-# %% ../../nbs/tools/20b_joiner.ipynb #822b8498
+# %% ../../nbs/tools/20b_joiner.ipynb #a66f4e4b
 def read_own(module: str, path: Path, folder: Path, package: Path) -> tuple[OwnFile, dict[str, str]]:
     "A file of one's own, and whole names that it may import -> where. Raises GolfError."
     file = OwnFile(module, path, path.relative_to(folder).as_posix())
@@ -593,14 +593,14 @@ def read_own(module: str, path: Path, folder: Path, package: Path) -> tuple[OwnF
     wanted = {}
     golfnb_imports = []
     tree = ast.parse(file.text)
-    docstrings = {id(body[0].value) for body in documented(tree)}
+    docstrings = {id(n) for body in documented(tree) for n in ast.walk(body[0])}
     for n in ast.walk(tree):
         where = f"{file.name} line {getattr(n, 'lineno', 0)}"
         problem = "" if id(n) in docstrings else own_problem(n, folder)
         if problem:
             shown = " ".join(ast.unparse(n).split())
             raise GolfError(f"{where}: `{shown:.60}` {problem}")
-        if of_golfnb(n):
+        if isinstance(n, Import) and of_golfnb(n):
             golfnb_imports.append(n)
             take_golfnb(file, n, where, package)
         else:
@@ -608,7 +608,7 @@ def read_own(module: str, path: Path, folder: Path, package: Path) -> tuple[OwnF
     file.text = for_script(file.text, golfnb_imports)
     return file, wanted
 
-# %% ../../nbs/tools/20b_joiner.ipynb #194e0c68
+# %% ../../nbs/tools/20b_joiner.ipynb #c11e571d
 def own_files(program: Path, package: Path | None = None) -> dict[str, OwnFile]:
     """Module -> file: a program of one's own, last, and all files beside it that it may import.
 
@@ -637,7 +637,7 @@ def own_files(program: Path, package: Path | None = None) -> dict[str, OwnFile]:
     load(program_module(program), program)
     return files
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #72ebed5d
 def check_own_name(module: str, path: Path, program: Path, where: str) -> None:
     "Raise GolfError for a file that cannot be imported by this name."
     if path == program:
@@ -718,7 +718,7 @@ sys.meta_path.insert(0, OwnFiles())
 own_program = import_module("{module}")
 """
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #b5ca9e30
 def quoted(text: str) -> str:
     "A text as Python writes it, its lines as they are wherever that can be."
     for quotes in ("'''", '"""'):
@@ -727,7 +727,7 @@ def quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'''\n{escaped}'''[1:]"
 
-# %% ../../nbs/tools/20b_joiner.ipynb #b5ca9e30
+# %% ../../nbs/tools/20b_joiner.ipynb #90a268bf
 def wanted_by(start: str) -> list[str]:
     "The names that a program must have for its last lines."
     tree = ast.parse(start)
@@ -735,7 +735,7 @@ def wanted_by(start: str) -> list[str]:
     read = names_read(symtable.symtable(start, "start", "exec")) - bound
     return sorted(name for name in read if not hasattr(builtins, name) and name[:2] != "__")
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #f91a0161
 def read_program(program: Path, package: Path, start: str, own: dict[str, OwnFile]) -> SourceFile:
     "A program of one's own, with all its files, as pieces of a script. Raises GolfError."
     text = OWN_FILES
@@ -753,7 +753,7 @@ def read_program(program: Path, package: Path, start: str, own: dict[str, OwnFil
             made.pieces[0].reads[name] = where
     return made
 
-
+# %% ../../nbs/tools/20b_joiner.ipynb #b276d924
 def check_own_names(own: dict[str, OwnFile], reached: set[Piece]) -> None:
     "Raise GolfError for a file of one's own with the name of a module that golfnb imports."
     for piece in reached:
