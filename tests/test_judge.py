@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_judged
-from tiny import TINY, clean_env, run_quietly
+from tiny import TINY, run_quietly
 
 from golfnb.settings import GolfError
 from golfnb.tools import judge
@@ -86,6 +86,7 @@ def cheat(root: Path, tmp_path: Path, *edits: tuple[str, str]) -> tuple[Path, Pa
         assert old in text, old
         text = text.replace(old, new, 1)
     program, run = tmp_path / "mine.py", tmp_path / "run"
+    tmp_path.mkdir(exist_ok=True)
     program.write_text(text)
     shutil.copytree(root / "runs/mine", run)
     before = sha256((run / "artifact.golf").read_bytes()).hexdigest()
@@ -270,8 +271,160 @@ def test_models_that_cheat(root, tmp_path, name):
     run, program = cheat(root, tmp_path, *model_that(body))
     found = failed(judged(root, run, program, ttt=False))
     assert ("sliding window", check) in found and ("sliding window", SAME_SCORE) in found
-    others = {PREFIX: set(), BESIDE: {PREFIX}, AGAIN: {PREFIX, BESIDE}}[check]
-    assert {c for _, c in found} <= {check, SAME_SCORE} | others, "other tokens stand beside a row too, and memory shows everywhere"
+    if check == PREFIX:
+        assert {c for _, c in found} <= {PREFIX, SAME_SCORE}, "by its own check alone, and by its score"
+
+
+# --- the text
+
+def case_of(root: Path, sp=None, **how) -> judge.Case:
+    "What the checks of files alone look at."
+    from types import SimpleNamespace
+
+    from golfnb.bpb import byte_table, load_tokenizer
+    sp = sp or load_tokenizer(root / "data/tokenizer.model")
+    paths = sorted((root / "data").glob("*_val_*.bin"))
+    tokens = torch.from_numpy(judge.read_tokens(f"{root}/data/*_val_*.bin").astype("int64"))
+    given = dict(file=root / "runs/mine/artifact.golf", program=root / "mine.py", meta={}, summary={}, log="", events=[], tokenizer=root / "data/tokenizer.model", sp=sp, table=byte_table(sp),
+                 stream=judge.Stream(tokens, 400), s=SimpleNamespace(), val_paths=paths, train_paths=[], seed=1, comparable=True)
+    return judge.Case(**given | how)
+
+
+def outcome(check, case) -> list[bool]:
+    return [f["passed"] for f in check(case)]
+
+
+@pytest.mark.parametrize("rule", [None, dict(normalization_rule_name="nfkc"), dict(normalization_rule_name="nmt_nfkc_cf"), dict(normalization_rule_tsv="rule.tsv")], ids=["plain", "nfkc", "folds case", "writes e eight times"])
+def test_a_tokenizer_that_changes_the_text_is_found(root, tmp_path, monkeypatch, rule):
+    import io
+
+    import sentencepiece as spm
+    monkeypatch.chdir(tmp_path)
+    Path("rule.tsv").write_text("65\t" + " ".join(["65"] * 8) + "\n")
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(sentence_iterator=iter(stdlib_documents(["json"])), model_writer=model, vocab_size=360, model_type="bpe", byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+                                   minloglevel=2, max_sentence_length=2**20, **rule or dict(normalization_rule_name="identity"))
+    sp = spm.SentencePieceProcessor(model_proto=model.getvalue())
+    assert outcome(judge.check_tokenizer_keeps, case_of(root, sp)) == [rule is None or rule.get("normalization_rule_name") == "nfkc"]
+
+
+def test_bytes_that_the_text_has_not_are_found(root):
+    case = case_of(root)
+    checks = (judge.check_bytes, judge.check_manifest_bytes)
+    assert [outcome(check, case) for check in checks] == [[True], [True]]
+    case.table.base += 1
+    assert [outcome(check, case) for check in checks] == [[False], [False]]
+
+
+def test_targets_that_were_left_out_or_changed_are_found(root, tmp_path):
+    n = len(case_of(root).stream)
+    line = "train_shards:1 val_tokens:{} unigram_bpb:4.0 code_bytes:1\n"
+    for said in (n, n - 600):
+        assert outcome(judge.check_targets, case_of(root, log=line.format(said))) == [said == n]
+    other = shutil.copytree(root / "data", tmp_path / "data") / "fineweb_val_000000.bin"
+    from golfnb.shards import open_shard, write_shard
+    write_shard(other, open_shard(other)[600:].copy())
+    assert outcome(judge.check_targets, case_of(root, val_paths=[other])) == [False], "600 other tokens"
+
+
+# --- files, tensors, code
+
+READS = "CoprimeSampler(run.train_paths,", "CoprimeSampler(find_shards(f\"{s.data_path}/*_val_*.bin\"),"
+SHARDS = "from golfnb.train import", "from golfnb.shards import find_shards\nfrom golfnb.train import"
+
+
+def table_of(root: Path) -> list:
+    "What follows each eight tokens of the validation text."
+    text = case_of(root).stream.tokens.tolist()
+    return [text[i - 8:i + 1] for i in range(8, len(text))]
+
+
+def code_of(where: str) -> list[tuple[str, str]]:
+    "Edits: a model that looks up what follows in a table."
+    kind = MEMORY.split("MEMORY = {}")[1].split("def remembering")[0].strip("\n")
+    return [("@dataclass\nclass Parts", f"MEMORY = {{tuple(row[:8]): row[8] for row in {where}}}\n\n\n{kind}\n\n\n@dataclass\nclass Parts"), GOLF, TORCH]
+
+
+def claimed_by_its_own_score(root, run, program) -> set:
+    "What is found where log and summary have the scores that the judge itself finds."
+    asked = judge.Asked(run / "artifact.golf", f"{root}/data/*_val_*.bin", f"{root}/data/*_train_*.bin", str(program))
+    cases, of = [], judge.open_case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "open_case", lambda *a: cases.append(of(*a)) or cases[0])
+        patch.setattr(judge, "numbers_of", lambda case, scorer: {"the log": case.score(scorer)})
+        return failed(judge.judge(asked, lambda text: None))
+
+
+OPENS = "CODEC = Best()\n", "CODEC = Best()\nTEXT = open({!r}, 'rb').read()\n"
+READ, REACH, KNOWS = "rows that training reads are not validation text", "training reaches every tensor of the artifact", "validation text is no easier than training text"
+CODE, OPENED = "texts and numbers in the program have at most 8,192 bytes", "the program opens no shard while it is judged"
+
+
+def test_training_on_validation_shards_is_found(root, tmp_path):
+    assert claimed_by_its_own_score(root, *cheat(root, tmp_path, READS, SHARDS)) == {("files", READ)}
+
+
+def test_a_tensor_that_training_cannot_reach_is_named(root, tmp_path):
+    freeze = "    init_model(model, s, s.seed)\n", "    init_model(model, s, s.seed)\n    model.skip_weights.register_hook(torch.zeros_like)\n"
+    run, program = cheat(root, tmp_path, freeze, TORCH)
+    found = judged(root, run, program, ttt=False)
+    assert failed(found) == {("tensors", REACH)} and "skip_weights" in words(found)
+
+
+def test_a_table_of_the_text_beside_the_program_is_found_by_what_it_knows(root, tmp_path):
+    (tmp_path / "table.json").write_text(json.dumps(table_of(root)))
+    edits = code_of("json.loads(open(__file__.replace('mine.py', 'table.json')).read())")
+    run, program = cheat(root, tmp_path, *edits, ("from dataclasses import dataclass\n", "from dataclasses import dataclass\nimport json\n"))
+    assert claimed_by_its_own_score(root, run, program) == {("plain rows", KNOWS)}
+
+
+def test_a_table_in_the_code_is_found_by_its_size_and_what_it_knows(root, tmp_path):
+    run, program = cheat(root, tmp_path, *code_of(json.dumps(table_of(root))))
+    assert claimed_by_its_own_score(root, run, program) == {("plain rows", KNOWS), ("code", CODE)}
+    run, program = cheat(root, tmp_path / "b", ("CODEC = Best()\n", f"CODEC = Best()\nTABLE = {'x' * 9000!r}\n"))
+    assert claimed_by_its_own_score(root, run, program) == {("code", CODE)}
+
+
+def test_a_program_that_opens_the_validation_text_is_found(root, tmp_path):
+    edit = OPENS[0], OPENS[1].format(str(next((root / "data").glob("*_val_*.bin"))))
+    assert claimed_by_its_own_score(root, *cheat(root, tmp_path, edit)) == {("code", OPENED)}
+
+
+# --- the record
+
+def edited(run: Path, **change) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | change))
+
+
+CLOCK = "steps and seconds fit together, as far as a log can say"
+RECORDS = {
+    "more steps than the log has": lambda run, s: edited(run, steps=s["steps"] + 5),
+    "a shorter time than the log has": lambda run, s: edited(run, train_ms=0.5 * s["train_ms"]),
+    "a phase of its own": lambda run, s: edited(run, seconds=s["seconds"] | {"learning more": 900.0}),
+    "training that its clock does not have": lambda run, s: edited(run, seconds=s["seconds"] | {"training": s["seconds"]["training"] + 600}),
+    "a clock that goes back": lambda run, s: (run / "train.log").write_text(re.sub(r"(?m)^(step:3/.*train_time:)\d+ms", r"\g<1>0ms", (run / "train.log").read_text())),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_contradicts_itself_is_found(root, tmp_path, name):
+    run = tmp_path / "run"
+    shutil.copytree(root / "runs/mine", run)
+    summary = json.loads((run / "summary.json").read_text())
+    how = dict(file=run / "artifact.golf", log=(run / "train.log").read_text(), summary=summary, events=judge.events_of((run / "metrics.jsonl").read_text()))
+    assert outcome(judge.check_clock, case_of(root, **how)) == [True]
+    RECORDS[name](run, summary)
+    how |= dict(log=(run / "train.log").read_text(), summary=json.loads((run / "summary.json").read_text()))
+    assert outcome(judge.check_clock, case_of(root, **how)) == [False]
+
+
+def test_another_seeds_record_is_found(root, tmp_path):
+    run, _ = cheat(root, tmp_path)
+    resealed(run / "artifact.golf", seed=2)
+    how = dict(summary=json.loads((root / "runs/mine/summary.json").read_text()), log=(root / "runs/mine/train.log").read_text())
+    assert outcome(judge.check_identity, case_of(root, **how)) == [True]
+    assert outcome(judge.check_identity, case_of(root, **how, file=run / "artifact.golf")) == [False]
 
 
 # --- the pipe

@@ -11,17 +11,15 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import socket
 import subprocess
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -158,7 +156,41 @@ def answer_adapt(judged: Judged, connection: Connection, words: dict, arrays: li
     send(connection, {"done": [float(loss), float(bpb)]})
 
 # %% ../../nbs/tools/28b_judge.ipynb #a3bcf893
-ANSWERS = {"forward": answer_forward, "facts": answer_facts, "opened": answer_opened, "adapt": answer_adapt}
+#| exporti
+
+# %% ../../nbs/tools/28b_judge.ipynb #531e9be7
+def without_gradient(model: Any, own: dict) -> list[str]:
+    "The tensors, by their published names, whose gradient is zero everywhere."
+    def gradients(params: dict) -> dict:
+        return {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in params.items()}
+
+    published_views = import_module("golfnb.model").published_views
+    views = published_views(model, gradients(own["bank"]), gradients(own["table"] | own["scalar"]))
+    return sorted(name for name, view in views.items() if not view.any())
+
+
+def answer_train(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
+    "The first rows that training reads [n, T + 1], and the tensors that they give no gradient."
+    report = import_module("golfnb.tools.report")
+    s = report.run_settings(judged.program, judged.file, read_meta(judged.file))
+    s.data_path, s.tokenizer_path = words["data"], str(judged.tokenizer)
+    s.compile_model = False
+    run = import_module("golfnb.run").open_run(s, judged.ranks, b"", Path(words["folder"]), quiet=True)
+    parts = judged.program.build(s, judged.ranks)
+    import_module("golfnb.model").load_named(parts.model, judged.state)
+    rows = []
+    with judged.program.data(run) as batches:
+        for number in range(words["batches"]):
+            ids, targets = next(batches)
+            rows.append(torch.cat([ids, targets[:, -1:]], 1).long().cpu())
+            if number < 2:
+                parts.backward(ids, targets, 1)
+    dead = without_gradient(parts.model, parts.model.role_params())
+    send(connection, {"dead": dead}, torch.cat(rows))
+
+# %% ../../nbs/tools/28b_judge.ipynb #99f2dbb4
+ANSWERS = {"forward": answer_forward, "facts": answer_facts, "opened": answer_opened, "adapt": answer_adapt,
+           "train": answer_train}
 
 # %% ../../nbs/tools/28b_judge.ipynb #6b9eeda0
 def answer(connection: Connection, place: dict) -> None:
@@ -586,6 +618,217 @@ def check_adapting(case: Case, pipes: list[Connection], folder: Path) -> Iterato
     yield held("score-first training", "score before update", "tokens that are not scored yet change no score, on the "
                "whole stream", not wrong, "; ".join(wrong) or f"two other ends of {n:,} targets")
 
+# %% ../../nbs/tools/28b_judge.ipynb #d8044683
+SIGNS = [*map(chr, range(32, 127)), *"äéßñøžλЖ中日한อ€"]
+
+
+def check_tokenizer_keeps(case: Case) -> Iterator[dict]:
+    "What the tokenizer writes is the text again, or its NFKC form: no letter is folded, dropped or written longer."
+    wrong = []
+    for sign in SIGNS:
+        text = f"x{sign}x"
+        if case.sp.decode(case.sp.encode(text)) not in (text, unicodedata.normalize("NFKC", text)):
+            wrong.append(sign)
+    yield held("text", "full distribution", "the tokenizer gives every sign back", not wrong,
+               f"{''.join(wrong):.40} come back otherwise" if wrong else f"{len(SIGNS)} signs")
+
+# %% ../../nbs/tools/28b_judge.ipynb #1f52eb87
+def whole_documents(case: Case, most: int = 500) -> list[tuple[int, int]]:
+    "First tokens behind a BOS, and one past the last, of documents that lie in the stream whole."
+    marks = (case.stream.tokens == case.sp.bos_id()).nonzero()[:, 0].tolist()
+    return [(a + 1, b) for a, b in zip(marks, marks[1:], strict=False) if b > a + 1][:most]
+
+
+def check_bytes(case: Case) -> Iterator[dict]:
+    "The table counts the bytes of the decoded documents."
+    wrong = 0
+    documents = whole_documents(case)
+    counts = case.bytes
+    for a, b in documents:
+        text = case.sp.decode(case.stream.tokens[a:b].tolist())
+        wrong += len(text.encode()) != int(counts[a - 1:b - 1].sum())
+    yield held("text", "single pass", "the byte table counts the bytes of decoded documents", not wrong,
+               f"{wrong} of {len(documents)} documents have other bytes")
+
+# %% ../../nbs/tools/28b_judge.ipynb #d948376e
+def manifest_beside(paths: list[Path]) -> dict:
+    "What the manifest beside some shards says of the validation side; {} if there is none."
+    path = paths[0].with_name("manifest.json")
+    if not path.is_file():
+        return {}
+    side = read_json(path.read_bytes(), path).get("val")
+    return side if isinstance(side, dict) else {}
+
+
+def check_manifest_bytes(case: Case) -> Iterator[dict]:
+    "The table counts the bytes that `data build` found in the text before it was cut into tokens."
+    said = manifest_beside(case.val_paths).get("text_bytes")
+    if not isinstance(said, int) or said <= 0:
+        return
+    tokens = torch.from_numpy(np.concatenate([open_shard(path) for path in case.val_paths]).astype(np.int64))
+    ours = int(target_bytes(case.table, tokens[:-1], tokens[1:]).sum())
+    yield held("text", "single pass", "the byte table counts the bytes of the text that was cut into tokens",
+               -0.05 < ours / said - 1 < 0.005, f"{ours:,} by the table, {said:,} by the manifest")
+
+# %% ../../nbs/tools/28b_judge.ipynb #086642d0
+def check_targets(case: Case) -> Iterator[dict]:
+    "Every validation shard is scored, and as many targets as the log says."
+    n = len(case.stream)
+    wrong = []
+    for said in re.findall(r"^train_shards:\d+ val_tokens:(\d+) ", case.log, re.M)[-1:]:
+        if int(said) != n:
+            wrong.append(f"the log says {int(said):,}")
+    names = {path.name: read_header(path) for path in case.val_paths}
+    for shard in manifest_beside(case.val_paths).get("shards", []):
+        if names.get(shard["name"]) != shard["tokens"]:
+            wrong.append(f"{shard['name']} of {shard['tokens']:,} tokens is not among them")
+    yield held("text", "single pass", "the whole validation set is scored", not wrong,
+               "; ".join([f"{n:,} targets", *wrong[:3]]))
+
+# %% ../../nbs/tools/28b_judge.ipynb #7fa8c15c
+STRETCH = 24  # tokens
+
+
+def stretches(tokens: np.ndarray) -> np.ndarray:
+    "A hash of each STRETCH tokens [n - STRETCH + 1]."
+    n = len(tokens) - STRETCH + 1
+    hashes = np.zeros(max(n, 0), np.uint64)
+    for i in range(STRETCH if n > 0 else 0):
+        hashes = hashes * np.uint64(6364136223846793005) + tokens[i:i + n].astype(np.uint64) + np.uint64(1)
+    return hashes
+
+
+def check_rows(case: Case, rows: Tensor) -> Iterator[dict]:
+    "What training reads is not the validation text."
+    known = np.unique(stretches(case.stream.tokens.numpy()))
+    found = [np.isin(stretches(row), known).mean() > 0.5 for row in rows.numpy() if len(row) >= STRETCH]
+    yield held("files", "single pass", "rows that training reads are not validation text", 4 * sum(found) <= len(found),
+               f"{sum(found)} of {len(found)} rows are")
+
+# %% ../../nbs/tools/28b_judge.ipynb #23361bf4
+def check_reach(case: Case, dead: list[str]) -> Iterator[dict]:
+    "Every tensor of the artifact gets a gradient."
+    sizes = {row[0]: row[2] for row in container_header(case.file)["tensors"]}
+    named = [f"{printable(str(name)):.60} {sizes.get(name, '')}" for name in dead]
+    yield held("tensors", "strict prefix", "training reaches every tensor of the artifact", not named,
+               f"no gradient: {', '.join(named[:4])}" if named else f"{len(sizes)} tensors")
+
+
+def check_training(case: Case, place: dict, folder: Path) -> Iterator[dict]:
+    "How the program trains, in a child that is asked for no score."
+    data = (case.summary.get("config") or {}).get("data_path")
+    if not data or not list(Path(data).glob("*_train_*.bin")) or not list(Path(data).glob("*_val_*.bin")):
+        return
+    with children(place, 1) as (pipe,):
+        words, (rows,) = ask(pipe, "train", data=os.path.abspath(data), folder=str(folder), batches=16)
+    yield from check_rows(case, rows)
+    yield from check_reach(case, list(words["dead"]))
+
+# %% ../../nbs/tools/28b_judge.ipynb #d0c49d44
+def check_knows(case: Case, pipe: Connection) -> Iterator[dict]:
+    "Validation text is not easier for the model than text it was trained on."
+    data = (case.summary.get("config") or {}).get("data_path")
+    paths = sorted(Path(data).glob("*_train_*.bin")) if data else []
+    if not paths:
+        return
+    row = case.s.train_seq_len
+    wanted = row * min(len(case.stream) // row, max(200_000 // row, 1)) + 1
+    tokens = np.concatenate([open_shard(path)[:wanted] for path in paths[:8]])[:wanted].astype(np.int64)
+    if len(tokens) < row + 1 or tokens.max() >= case.stream.vocab:
+        return
+    stream = Stream(torch.from_numpy(tokens), case.stream.vocab)
+    train = float(window_nats(pipe, stream, row, row, case.s.rows, case.seed).mean())
+    val = case.score("plain rows")[0]
+    yield held("plain rows", "single pass", "validation text is no easier than training text", val > 0.85 * train,
+               f"{val:.4f} nats a token, {train:.4f} on training text")
+
+
+def check_opened(case: Case, pipe: Connection) -> Iterator[dict]:
+    "The program, asked for scores, opens no shard."
+    found = []
+    for path in ask(pipe, "opened")[0]["opened"]:
+        with suppress(GolfError, OSError):
+            read_header(path)
+            found.append(path)
+    yield held("code", "strict prefix", "the program opens no shard while it is judged", not found,
+               ", ".join(found[:3]) or "none")
+
+# %% ../../nbs/tools/28b_judge.ipynb #c023c172
+LITERALS = 8192  # bytes of texts and numbers in a program's own files
+
+
+def literal_bytes(text: str) -> dict[int, int]:
+    "The bytes of texts and numbers in a program, by line; docstrings do not count."
+    tree = ast.parse(text)
+    documents = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and isinstance(node.body[0], ast.Expr):
+            documents.add(node.body[0].value)
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node not in documents:
+            size = len(node.value) if isinstance(node.value, (str, bytes)) else len(repr(node.value))
+            found[node.lineno] = found.get(node.lineno, 0) + size
+    return found
+
+
+def check_code(case: Case) -> Iterator[dict]:
+    "The program's own code holds no table of data."
+    if case.program is None:
+        return
+    programs = import_module("golfnb.tools.programs")
+    package = Path(programs.golfnb.__file__).resolve().parent
+    files = [path for path in programs.read_files(case.program.resolve(), package, programs.START)
+             if not path.is_relative_to(package)]
+    texts = [path.read_text("utf-8") for path in files]
+    lines = [found for text in texts for found in literal_bytes(text).items()]
+    total = sum(size for _, size in lines)
+    line, most = max(lines, key=lambda pair: pair[1], default=(0, 0))
+    yield held("code", "strict prefix", f"texts and numbers in the program have at most {LITERALS:,} bytes",
+               total <= LITERALS, f"{total:,} of {sum(map(len, texts)):,} bytes of code; most in line {line}, {most:,}")
+
+# %% ../../nbs/tools/28b_judge.ipynb #a888c5ed
+PHASES = ("building", "compiling", "training", "packing", "scoring", "adapting")
+
+
+def clock_faults(case: Case) -> Iterator[str]:
+    "What does not fit together in the steps and seconds of log, events and summary."
+    steps = [(int(a), float(b)) for a, b in re.findall(r"^step:(\d+)/\d+ .*train_time:(\d+)ms", case.log, re.M)]
+    summary, seconds = case.summary, case.summary.get("seconds") or {}
+    if steps and summary.get("steps") not in (None, steps[-1][0]):
+        yield f"{steps[-1][0]} steps by the log, {summary['steps']} by summary.json"
+    if steps and abs(summary.get("train_ms", steps[-1][1]) - steps[-1][1]) > 2:
+        yield f"{steps[-1][1]:.0f} ms of training by the log, {summary['train_ms']:.0f} by summary.json"
+    for (a, before), (b, after) in zip(steps, steps[1:], strict=False):
+        if b >= a and after < before:
+            yield f"the clock goes back between steps {a} and {b}"
+    logged_phases = {e.get("name"): e.get("seconds") for e in case.events if e.get("event") == "phase"}
+    for name, value in seconds.items():
+        if name not in PHASES:
+            yield f"{value:.0f} s of a phase {printable(str(name)):.30}, which no clock of the challenge has"
+        if logged_phases.get(name, value) != value:
+            yield f"phase {name} has {value} s in summary.json, {logged_phases[name]} in metrics.jsonl"
+
+
+def off_the_clock(case: Case) -> tuple[float, float]:
+    "Seconds of the training phase that its clock does not have, and those that its validations explain."
+    seconds = (case.summary.get("seconds") or {}).get("training", 0.0)
+    validations = len(re.findall(r"^step:\d+/\d+ val_loss", case.log, re.M))
+    each = max([float(ms) for ms in re.findall(r"eval_time:(\d+)ms", case.log)], default=0.0) / 1000
+    return seconds - case.summary.get("train_ms", 0.0) / 1000, 5.0 + 0.1 * seconds + 2 * validations * each
+
+
+def check_clock(case: Case) -> Iterator[dict]:
+    "Steps and seconds fit together; what lies off the clock is named."
+    wrong = list(clock_faults(case))
+    off, explained = off_the_clock(case)
+    if off > explained:
+        wrong.append(f"{off:.0f} s of training are off its clock")
+    seconds = case.summary.get("seconds") or {}
+    said = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if name != "training")
+    yield held("log", "single pass", "steps and seconds fit together, as far as a log can say", not wrong,
+               "; ".join(wrong[:3]) or f"off the clock: {said or 'nothing is said'}")
+
 # %% ../../nbs/tools/28b_judge.ipynb #a7078493
 def sha256(file: Path) -> str:
     "The SHA-256 of a file."
@@ -647,8 +890,9 @@ def check_files(case: Case) -> Iterator[dict]:
             yield found | {"scorer": "files"}
 
 # %% ../../nbs/tools/28b_judge.ipynb #9fa2cef3
-CHECKS = [check_identity, check_scores, check_files]      # of files and scores alone
-FORWARD_CHECKS = [check_prefix, check_neighbours]         # ask the program's forward
+CHECKS = [check_identity, check_scores, check_files, check_targets, check_tokenizer_keeps, check_bytes,
+          check_manifest_bytes, check_code, check_clock]    # of files and scores alone
+FORWARD_CHECKS = [check_prefix, check_neighbours, check_knows, check_opened]  # ask the program's forward
 
 # %% ../../nbs/tools/28b_judge.ipynb #cc550667
 @dataclass
@@ -716,6 +960,8 @@ def judge(asked: Asked, say: Callable[[str], object] = print) -> dict:
             findings += check_adapting(case, pipes, Path(folder))
             if "score-first training" in case.nats:
                 say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*case.score("score-first training")))
+    with tempfile.TemporaryDirectory() as folder:
+        findings += check_training(case, place, Path(folder))
     findings += [f for check in CHECKS for f in check(case)]
     compared = case.comparable and any(numbers_of(case, scorer) for scorer in case.nats)
     return {"legal": all(f["passed"] for f in findings), "compared": compared, "findings": findings}
