@@ -4,11 +4,25 @@ The names below come from the chapters, loaded when first used.
 """
 __version__ = "0.1.0"
 
-import importlib
-import importlib.machinery
 import sys
-import warnings
-from typing import TYPE_CHECKING
+
+def _module_to_run() -> str:
+    "What `python -m` runs; empty if it does not."
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if word.startswith("-m"):
+            return word[2:] or next(words, "")
+    return ""
+
+
+_found_here = sys.argv[:1] == ["-m"] and not sys.flags.safe_path
+if _found_here and _module_to_run().split(".")[0] == "golfnb":
+    del sys.path[0]  # the current folder: what lies there does not run in place of Python's own
+
+import importlib  # noqa: E402
+import importlib.machinery  # noqa: E402
+import warnings  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .artifact import load_model as load_model

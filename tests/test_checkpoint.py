@@ -1,4 +1,5 @@
 """Checkpoints: a run stopped anywhere goes on as if nothing had happened, on any number of ranks; damage and full disks cost a checkpoint, not a run."""
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from golfnb.settings import GolfError, finite
 from golfnb.shards import HEADER_BYTES, write_shard
 from golfnb.train import RunLog, training_loss
 from forked import run_python
-from tiny import TINY, clean_env, tiny_data
+from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 from workers import Batches, machine, settings, spawn, trained
 
 ENV = settings(3, ITERATIONS="12", WARMDOWN_ITERS="8", QAT_BANKS="1", LATE_QAT_THRESHOLD="0.7", SCALE_FLOOR="0", SMALL_TENSOR="64", AVERAGING="ema+swa", SWA_EVERY="1")
@@ -401,3 +402,104 @@ def test_spans_of_a_large_shard_tell_its_text(tmp_path):
         found.add(shard_identity(tmp_path / "x.bin"))
     write_shard(tmp_path / "x.bin", tokens)
     assert len(found | {shard_identity(tmp_path / "x.bin")}) == 5
+
+
+FLIPS = (r'("state": \{"state": \d{5})(\d)', r'("losses": \[\d\.\d)(\d)', r'("elapsed_ms": \d*)(\d)', r'("steps": \d*)(\d)', r'(_fr)(o)', r'("checksum": ")(\w)')
+
+
+def flipped(text: str, pattern: str) -> str:
+    "A digit or a letter changed, at the end of what a pattern finds."
+    changed = re.sub(pattern, lambda m: m[1] + ("1" if m[2] != "1" else "2"), text, count=1)
+    assert changed != text and len(changed) == len(text), pattern
+    return changed
+
+
+def test_a_changed_digit_in_the_facts_of_a_checkpoint_sets_it_aside(tmp_path):
+    "One that changes the random state, a loss, the time, a step, a name, the checksum itself: what holds the checksums has one."
+    keeper = Keeper(tmp_path, 1e9, Ranks(), RunLog(quiet=True))
+    one_run(Ranks(), keeper)
+    keeper.wait()
+    (newest,) = tmp_path.glob("step-*")
+    text = (newest / "trainer.json").read_text()
+    for number, pattern in enumerate(FLIPS):
+        if not re.search(pattern, text):
+            continue  # the batches of this test draw nothing
+        (newest / "trainer.json").write_text(flipped(text, pattern))
+        assert keeper.newest() is None and len(list(tmp_path.glob("damaged-*"))) == 1, pattern
+        next(tmp_path.glob("damaged-*")).rename(newest)
+        (newest / "trainer.json").write_text(text)
+    assert number == 5 and keeper.newest()[0]["steps"] == 12
+
+
+def test_what_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    keeper = Keeper(tmp_path, 1e9, Ranks(), RunLog(quiet=True))
+    one_run(Ranks(), keeper)
+    keeper.wait()
+    def closed(path): raise PermissionError(13, "Permission denied", str(path))
+    monkeypatch.setattr("golfnb.tools.checkpoint.read_sealed", closed)
+    with pytest.raises(GolfError, match="trainer.json must be readable.*nothing was changed"):
+        keeper.newest()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000012"]
+
+
+@pytest.mark.parametrize("pattern", [r'("seed": \d*)(\d)', r'("threads": \d*)(\d)', r'("format": )(\d)', r'("ema_bpb": )(\d)', r'("confi)(g)', r'(^)(.)', r'("checksum": ")(\w)'])
+def test_changed_notes_are_refused(life, tmp_path, pattern):
+    _, begin = life
+    first = begin()
+    first.summary = {"ema_bpb": 2.0, "ema_loss": 1.0}
+    first.note("scored ema")
+    path = tmp_path / "runs" / "x" / "progress.json"
+    path.write_text(flipped(path.read_text(), pattern))
+    before = path.read_bytes()
+    with pytest.raises(GolfError, match="damage|another version"):
+        begin(RESUME="1")
+    done = golfnb("train", "--resume", path.parent, cwd=tmp_path)
+    assert done.returncode == 2 and one_sentence(done.stderr) and path.read_bytes() == before
+
+
+def test_an_artifact_that_is_not_the_one_of_the_notes_is_refused(life, tmp_path):
+    _, begin = life
+    first = begin()
+    (first.folder / "artifact.golf").write_bytes(b"packed")
+    first.summary = {"artifact_bytes": 6, "artifact_sha256": hashlib.sha256(b"packed").hexdigest()}
+    first.note("packed")
+    assert begin(RESUME="1").results["packed"] == b"packed"
+    (first.folder / "artifact.golf").write_bytes(b"pakced")
+    with pytest.raises(GolfError, match="artifact.golf must be the artifact that was packed"):
+        begin(RESUME="1")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_run_goes_on_with_no_token_changed_anywhere(life, monkeypatch, at_once):
+    "Also between the spans that are hashed before the first step; of more than a gigabyte beside training."
+    data, begin = life
+    for name, value in (("SPANS", 4), ("SPAN", 16), *([("HASHED_AT_START", 0)] if not at_once else [])):
+        monkeypatch.setattr(f"golfnb.tools.checkpoint.{name}", value)
+    first = begin()
+    first.extras[-1].hashes.finish()
+    first.note("hashed")
+    path = max(data.glob("*_train_*"))
+    before = shard_identity(path)
+    tokens = bytearray(path.read_bytes())
+    tokens[HEADER_BYTES + 40:HEADER_BYTES + 42] = b"\x07\x01"
+    path.write_bytes(tokens)
+    assert shard_identity(path) == before, "it lies between the spans"
+    with pytest.raises(GolfError, match=f"tokens of {path} must have SHA-256.*before it stopped"):
+        begin(RESUME="1").extras[-1].after_training(None)
+
+
+def test_a_shard_of_the_same_size_and_time_is_not_read_again(life, monkeypatch):
+    data, begin = life
+    begin()
+    monkeypatch.setattr("golfnb.tools.checkpoint.check_tokens_of", None)
+    monkeypatch.setattr("golfnb.tools.checkpoint.tokens_sha256", None)
+    assert len(begin(RESUME="1").extras[-1].hashes.found) == len(list(data.glob("*_train_*")))
+
+
+def test_a_run_does_not_start_on_tokens_that_are_not_its_manifests(tmp_path):
+    (tmp_path / "data").mkdir()
+    env = TINY | tiny_data(tmp_path / "data") | {"RUN_ID": "x", "RUNS_DIR": str(tmp_path / "runs"), "CHECKPOINT_EVERY_S": "60"}
+    other_last_shard(tmp_path / "data")
+    with pytest.raises(GolfError, match="fineweb_train.*as its manifest says"):
+        open_kept(demo, env, Ranks(), b"script", quiet=True)
+    assert not (tmp_path / "runs").exists()

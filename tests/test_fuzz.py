@@ -45,7 +45,7 @@ from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, wr
 from golfnb.tools.submission import claim_numbers, read_log
 from golfnb.trellis_file import COLUMNS, HIGH, pack_trellis, without_parts
 from test_artifact import META, same, toy
-from tiny import model_settings, settings_for
+from tiny import TINY, golfnb, model_settings, one_sentence, settings_for, tiny_data
 
 CODECS = (Lzma(), Zlib(), Rans(), Best(), Plain())
 MEMORY = 192 << 20  # bytes a process may grow by while it reads damaged files of at most 64 KB
@@ -489,6 +489,39 @@ def test_loading_takes_the_stated_multiple_of_what_is_needed(good, bomb, load, t
     forms = {name: (kind, tuple(shape)) for name, kind, shape in open_container(path.read_bytes())[0]["tensors"]}
     numbers = sum(math.prod(shape) for _, shape in (without_parts(forms) if load is load_model else forms).values())
     assert path.stat().st_size < 12_000 and 8e6 < numbers and taken(lambda: load(path)) < times * numbers * (4 if load is load_model else 1)
+
+
+def resealed(path: Path, **settings) -> None:
+    "Other settings in a container's header, its checksum right."
+    header, payload = open_container(path.read_bytes())
+    header["meta"]["settings"] |= settings
+    path.write_bytes(seal(zlib.compress(json.dumps(header).encode(), 9), bytes(payload)))
+
+
+@pytest.mark.parametrize("words", [["quantize", "run"], ["score", "run"], ["sample", "run", "a", "--tokens", "1"]])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("settings", [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 10**6}, {"vocab_size": 10**8}])
+def test_no_model_is_built_that_its_file_does_not_hold(tmp_path, words, own, settings):
+    "A container of some KB whose settings ask for a large model, with the program of a recipe and with one of your own."
+    from golfnb.tools.programs import find_program, program_sha256
+
+    (tmp_path / "run").mkdir()
+    data = tiny_data(tmp_path / "run")
+    assert golfnb("recipe", "copy", "demo", "mine.py", cwd=tmp_path).returncode == 0
+    found = settings_for("demo", **{name: value for name, value in TINY.items() if name != "RECIPE"})
+    model, saved, _ = model_from_settings(model_settings(found))
+    meta = {"settings": model_settings(found), "tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "seed": 1, "steps": 1, "vocab_size": 400, "recipe": "demo"}
+    if own:
+        meta |= {"recipe": "mine", "program_sha256": program_sha256(find_program(tmp_path / "mine.py"))}
+        words = [*words, "--program", "mine.py"]
+    save_weights(tmp_path / "run" / "artifact.golf", named_state(model), meta)
+    shutil.copy(tmp_path / "run" / "artifact.golf", tmp_path / "run" / "ema.golf")
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"recipe": meta["recipe"], "seed": 1, "steps": 1, "config": {"data_path": data["DATA_PATH"]}}))
+    for name in ("artifact.golf", "ema.golf"):
+        resealed(tmp_path / "run" / name, **settings)
+    done = []
+    grew = taken(lambda: done.append(golfnb(*words, cwd=tmp_path)) or (done[0].returncode == 2 and one_sentence(done[0].stderr)) or os._exit(3))
+    assert grew < 512 << 20
 
 
 def main(limit: int = 10**9) -> None:

@@ -12,6 +12,7 @@ from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
 from golfnb.shards import atomic_write
 from golfnb.tools import guard
+from tiny import tiny_data
 
 ENDING = """
 import os
@@ -45,6 +46,9 @@ def ending(folder: Path, work: str) -> subprocess.CompletedProcess:
     ("raise OurError('stopped')", 5, "golfnb: stopped\n"),
     ("return 'too large'", 3, "golfnb: too large\n"),
     ("raise torch.OutOfMemoryError('CUDA out of memory')", 2, "golfnb: rank 0 is full\n"),
+    ("torch.empty(2**60)", 2, "golfnb: the memory of this process must suffice"),
+    ("raise PermissionError(13, 'Permission denied', 'x/train.log')", 2, "golfnb: x/train.log must be usable, found that it is not (Permission denied)"),
+    ("raise OSError(30, 'Read-only file system', 'x/.lock')", 2, "golfnb: x/.lock must be usable"),
     ("raise RuntimeError('NCCL timeout')", 4, "golfnb: rank 0 lost the others in a collective (NCCL timeout)"),
     ("os.kill(os.getpid(), 2)", 130, "golfnb: interrupted\n"),
     ("return None", 0, "")])
@@ -118,3 +122,18 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(GolfError, match="RUNS_DIR"):
         guard.check_room(tmp_path / "runs")
+
+
+def test_other_tokens_in_the_same_place_are_refused_where_a_manifest_has_their_hash(tmp_path):
+    "As many, and of the same vocabulary."
+    tiny_data(tmp_path)
+    guard.check_hashes(tmp_path)
+    for path in sorted(tmp_path.glob("*.bin")):
+        good = path.read_bytes()
+        path.write_bytes(good[:-2] + bytes([good[-2] ^ 1, good[-1]]))
+        with pytest.raises(GolfError, match=f"tokens of {path} must have SHA-256.*its manifest.*build it again"):
+            guard.check_hashes(tmp_path)
+        path.write_bytes(good)
+    path.write_bytes(good[:-2] + bytes([good[-2] ^ 1, good[-1]]))
+    (tmp_path / "manifest.json").unlink()
+    guard.check_hashes(tmp_path)  # nothing is known of them

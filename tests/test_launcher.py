@@ -3,6 +3,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 
 import golfnb.tools.launcher as launcher
 from golfnb.tools.joiner import END_WITH_TORCHRUN, pack_program
-from golfnb.tools.launcher import TORCHRUN, Relay, first_failures, package_dir, run_script, usable_cores
+from golfnb.tools.launcher import TORCHRUN, Relay, first_failures, package_dir, python_module, run_script, safe_environment, this_golfnb, usable_cores
 from golfnb.tools.programs import recipe_program, script_text
+from tiny import golfnb, one_sentence
 
 
 def told(lines: list[str], status: int) -> tuple[int, list[str]]:
@@ -191,7 +193,7 @@ def test_nobody_is_left_behind(tmp_path, to, number, status, words):
 
 
 def test_torchrun_does_not_begin_where_its_parent_has_ended():
-    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1), "--standalone", "none.py"], capture_output=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", TORCHRUN.format(parent=-1, golfnb=this_golfnb()), "--standalone", "none.py"], capture_output=True, timeout=300)
     assert done.returncode == 143
 
 
@@ -226,6 +228,63 @@ def test_ranks_end_with_a_torchrun_that_is_killed_as_it_starts_them(tmp_path):
         for p in running(str(tmp_path)):
             os.kill(p, signal.SIGKILL)
         job.wait()
+
+
+# ---- a folder that somebody else has filled ----
+
+HOSTILE = ("random", "numpy", "triton", "torch", "argparse", "json", "typing", "runpy", "warnings", "ctypes", "logging", "sitecustomize", "usercustomize")
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    "The current folder, whose files tell beside it that they were executed; PYTHONPATH ends with nothing, which is the current folder."
+    folder = tmp_path / "run"
+    (folder / "golfnb").mkdir(parents=True)
+    for name in (*HOSTILE, "golfnb/__init__"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path)!r} + '/executed', 'a').write({name!r})\nraise ImportError('hostile')\n")
+    (folder / "mine.pth").write_text("import random\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{package_dir().parent}{os.pathsep}")
+    return folder
+
+
+def executed(folder: Path) -> str:
+    return (folder.parent / "executed").read_text() if (folder.parent / "executed").exists() else ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_run_nothing_that_lies_in_the_current_folder(hostile, ranks):
+    "Also where their script lies there, as that of a run."
+    said = []
+    (hostile / "s.py").write_text("import random, sys, typing\nassert not any('executed' in open(p.__file__).read() for p in (random, typing))\n")
+    assert run_script(hostile / "s.py", ranks, {}, said.append) == 0 and not said
+    status = run_script(hostile / "none.py", ranks, {}, said.append, module="golfnb.tools.checkpoint")
+    assert status == 2 and len(said) == 1 and re.fullmatch("golfnb: .*none.py.*No such file.*\n", said[0]), said
+    assert not executed(hostile)
+
+
+def test_a_score_on_two_ranks_runs_nothing_that_lies_in_the_run(hostile):
+    done = golfnb("score", ".", "--nproc", 2, cwd=hostile)
+    assert done.returncode == 2 and one_sentence(done.stderr), done.stderr
+    assert not executed(hostile)
+
+
+@pytest.mark.parametrize("module", ["golfnb", "golfnb.tools.cli", "golfnb.tools.checkpoint"])
+def test_python_m_runs_nothing_that_lies_in_the_current_folder(hostile, module):
+    "But for a package golfnb, which is then what was asked for."
+    shutil.rmtree(hostile / "golfnb")
+    env = safe_environment({})
+    del env["PYTHONSAFEPATH"]
+    words = ["-m", module, "none.py" if module.endswith("checkpoint") else "--version"]
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 * module.endswith("checkpoint") and "Traceback" not in done.stderr and not executed(hostile), done.stderr
+
+
+def test_a_module_of_golfnb_is_that_of_the_package_that_runs(hostile):
+    "Without a PYTHONPATH that leads to it, and in the folder of another."
+    env = safe_environment({"PYTHONPATH": ""})
+    done = subprocess.run([*python_module("golfnb.settings", "import random\n"), "x"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and "PYTHONPATH" not in env and not executed(hostile)
 
 
 # ---- the real package ----

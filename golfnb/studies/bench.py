@@ -40,7 +40,8 @@ from ..adapters import AdapterSettings, score_documents
 from ..bpb import ByteTable
 from ..evaluate import plain_loss, sliding_loss
 from ..tools.joiner import END_WITH_TORCHRUN
-from ..tools.launcher import checkout_commit, free_cores, package_dir, run_script, usable_cores
+from ..tools.launcher import (checkout_commit, free_cores, python_module, run_ranks, safe_environment,
+                                   this_golfnb, usable_cores)
 from ..model import named_state
 from ..parallel_muon import Ranks
 from ..plan import read_machine_model
@@ -446,7 +447,7 @@ while True:
 @contextmanager
 def companion(code: str, env: dict) -> Iterator[subprocess.Popen]:
     "A Python process beside this one, with pipes to it; it ends with the block."
-    child = subprocess.Popen([sys.executable, "-c", code], env=env, stdin=subprocess.PIPE,
+    child = subprocess.Popen([sys.executable, "-P", "-c", this_golfnb() + code], env=env, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, text=True)
     try:
         yield child
@@ -523,13 +524,9 @@ def launches_of(job: BenchJob, nproc: int) -> Iterator[tuple[str, int, dict]]:
 
 # %% ../../nbs/studies/30_bench.ipynb #387040d9
 def launch_module(words: list[str], nproc: int, settings: dict[str, str]) -> int:
-    "Run a module (`words` as after python -m) on several ranks; returns the exit status, as `run_script`."
-    start = END_WITH_TORCHRUN
-    start += f"import runpy, sys\nsys.argv[1:] = {words[1:]}\nrunpy.run_module('{words[0]}', None, '__main__')"
-    path = os.pathsep.join([str(package_dir().parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        atomic_write(Path(folder, "start.py"), start)
-        return run_script(Path(folder, "start.py"), nproc, settings | {"PYTHONPATH": path}, sys.stderr.write)
+    "Run a module (`words` as after python -m) on several ranks; returns the exit status, as `run_ranks`."
+    first = f"{END_WITH_TORCHRUN}import sys\nsys.argv[1:] = {words[1:]}\n"  # torchrun would take some for its own
+    return run_ranks(["--no-python", *python_module(words[0], first)], nproc, settings)
 
 # %% ../../nbs/studies/30_bench.ipynb #e7726a48
 def measure_part(job: BenchJob, ranks: Ranks, env: dict) -> None:
@@ -597,8 +594,7 @@ def measure_here(*benches: str, gpus: int = 1) -> None:
         return
     for what in benches:
         if not list(HERE.glob(f"{what}_*.json")):
-            command = "from golfnb.tools.cli import main_cli; raise SystemExit(main_cli())"
-            subprocess.run([sys.executable, "-c", command, "bench", what])
+            subprocess.run([*python_module("golfnb.tools.cli"), "bench", what], env=safe_environment({}))
 
 # %% ../../nbs/studies/30_bench.ipynb #903970e1
 def record_run(folder: Path, into: Path | str = "nbs/results") -> Path:

@@ -7,9 +7,9 @@ all.
 # %% auto #0
 __all__ = ['SHARED', 'FACTS', 'STOPPED_BY', 'CHECKPOINT', 'HALF_WRITTEN', 'LATE_VOTES',
            'NOTES_FORMAT', 'MAY_DIFFER', 'TRACES', 'named_tensors', 'by_matrix', 'frozen_clips',
-           'plain_facts', 'Stopped', 'Keeper', 'clear_checkpoints', 'Progress', 'check_format',
+           'plain_facts', 'Stopped', 'Keeper', 'clear_checkpoints', 'ShardHashes', 'Progress',
            'check_same', 'load_program', 'read_keeping', 'run_state', 'open_folder', 'functions_of',
-           'open_kept', 'keep_script']
+           'open_kept', 'read_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #bb403a85
 #| eval: false
@@ -45,7 +45,8 @@ from torch import Tensor
 from ..layout import slots_of
 from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
-from .guard import EmaAdvice, Watcher, guarded_rank, interrupted, preflight, survive_full_disks
+from .guard import (HASHED_AT_START, EmaAdvice, Watcher, check_tokens_of, end_rank, guarded_rank, interrupted,
+                                manifest_hashes, preflight, survive_full_disks, tokens_sha256, unreadable)
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Engine, Ranks
@@ -222,7 +223,7 @@ class Keeper(Watcher):
         self.together(is_rank0, empty_folder, folder)
         self.together(len(tensors) > 0, write_tensors, tensors, folder / f"rank{self.ranks.rank}.pt")
         if is_rank0:
-            atomic_write(folder / "trainer.json", json.dumps(facts | {"sha256": file_hashes(folder)}))
+            write_sealed(folder / "trainer.json", facts | {"sha256": file_hashes(folder)})
 
     def together(self, here: bool, work: Callable, *args):
         "Where `here` holds, call work(*args); wait for all ranks. Raises GolfError on all if it raised on one."
@@ -303,10 +304,13 @@ class Keeper(Watcher):
         "Facts and tensors of the newest checkpoint that is whole; None without one."
         for path in reversed(self.checkpoints()):
             try:
-                facts = json.loads((path / "trainer.json").read_text())
+                facts = read_sealed(path / "trainer.json")
                 if facts["sha256"] != file_hashes(path):
                     raise ValueError("its files are not what was written")
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except PermissionError as error:
+                raise GolfError(f"{error.filename} must be readable to go on, found that it is not: change its "
+                                "permissions; nothing was changed") from error
+            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 self.set_aside(path, error)
             else:
                 return facts, self.read_tensors(path)
@@ -381,7 +385,26 @@ class Keeper(Watcher):
 def file_hashes(folder: Path) -> dict[str, str]:
     "Name -> SHA-256 of a checkpoint's files, but that which holds these."
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-            for p in sorted(folder.iterdir()) if p.name != "trainer.json"}
+            for p in sorted(folder.iterdir()) if p.is_file() and p.name != "trainer.json"}
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #18e508f8
+def seal_of(values: dict) -> str:
+    "The SHA-256 of plain data, whatever the order of its names."
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #6dee5e5f
+def write_sealed(path: Path, values: dict):
+    "Write plain data with its checksum, as JSON."
+    values = json.loads(json.dumps(values))  # as it will be read
+    atomic_write(path, json.dumps(values | {"checksum": seal_of(values)}) + "\n")
+
+
+def read_sealed(path: Path) -> dict:
+    "The plain data of `write_sealed`. Raises ValueError for what is not as it was written."
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or values.pop("checksum", "") != seal_of(values):
+        raise ValueError(f"{path.name} is not what was written")
+    return values
 
 
 def reason(error: BaseException) -> str:
@@ -445,13 +468,67 @@ def shard_identity(path: Path) -> str:
     return f"{tokens:,} tokens with hash {digest.hexdigest()[:16]}"
 
 
+def code_identity(code: bytes) -> str:
+    "A script's bytes, in number and hash."
+    return f"{len(code):,} bytes with hash {hashlib.sha256(code).hexdigest()[:16]}"
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #df5ba08a
 def identity(run: "Run") -> dict[str, str]:
     "What must be the same in every life of a run, beside its settings: name -> size and hash."
     val = run.val.cpu().numpy().astype(np.uint16)
     return {"tokenizer": f"a file with hash {run.tokenizer_sha256[:16]}",
-            "script": f"{len(run.code):,} bytes with hash {hashlib.sha256(run.code).hexdigest()[:16]}",
+            "script": code_identity(run.code),
             "validation": f"{val.size:,} tokens with hash {hashlib.sha256(val.data).hexdigest()[:16]}",
             **{path.name: shard_identity(path) for path in run.train_paths}}
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #f88bf8ca
+class ShardHashes:
+    """Hashes shards whole, in a thread beside training, on the first rank of each node.
+
+    `wanted`: shard -> SHA-256 of its tokens, where it is known. `kept`: what an earlier life has found, {name: [size, time in ns, SHA-256]}; a file of that
+    size and time is not read again.
+    """
+
+    def __init__(self, paths: list[Path], wanted: dict[str, str], kept: dict[str, list]):
+        self.paths = paths
+        self.wanted = wanted | {name: sha256 for name, (_, _, sha256) in kept.items()}
+        self.kept = kept
+        self.found = {}      # as `kept`
+        self.problem = None  # why they differ
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self):
+        "The thread."
+        for path in self.paths:
+            try:
+                self.found[path.name] = self.look_at(path)
+            except (GolfError, OSError) as error:
+                self.problem = error
+                return
+
+    def look_at(self, path: Path) -> list:
+        "Size, time and hash of a shard. Raises GolfError for other tokens than wanted."
+        stat = path.stat()
+        facts = [stat.st_size, stat.st_mtime_ns]
+        before = self.kept.get(path.name, [])
+        if before[:2] == facts:
+            return before
+        wanted = self.wanted.get(path.name)
+        if wanted:
+            check_tokens_of(path, wanted, "the manifest, or the run before it stopped,")
+            return [*facts, wanted]
+        return [*facts, tokens_sha256(path)]
+
+    def check(self):
+        "Raise what the thread has found."
+        if self.problem is not None:
+            raise self.problem
+
+    def finish(self):
+        "Wait for the thread, and raise what it has found."
+        self.thread.join()
+        self.check()
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2205
 class Progress(Watcher):
@@ -462,19 +539,20 @@ class Progress(Watcher):
         self.ranks = run.ranks
         self.path = run.folder / "progress.json"
         self.identity = identity(run)
-        self.resumed = False
+        self.hashes = None  # on the first rank of a node
         notes = self.take_notes() if self.ranks.is_rank0 else None
         notes = self.ranks.broadcast_object(notes)
         if notes is None:
             raise GolfError(f"{run.folder} is a run that still goes on: wait until its processes have ended")
-        if notes:
-            self.resumed = True
-            try:
+        self.resumed = bool(notes)
+        try:
+            if notes:
                 self.take_up(notes)
-            except GolfError:
-                if self.ranks.is_rank0:
-                    self.lock.close()  # the next attempt may come from this process
-                raise
+            self.hash_shards(notes.get("shards", {}))
+        except GolfError:
+            if self.ranks.is_rank0:
+                self.lock.close()  # the next attempt may come from this process
+            raise
         self.note("begun")
 
     def take_up(self, notes: dict):
@@ -491,11 +569,35 @@ class Progress(Watcher):
         s = self.run.settings
         places = {name: os.path.abspath(getattr(s, name)) for name in ("data_path", "tokenizer_path")}
         notes = {"format": NOTES_FORMAT, "config": asdict(s) | places, "identity": self.identity,
+                 "shards": dict(self.hashes.found) if self.hashes else {},
                  "world": self.ranks.world, "threads": torch.get_num_threads(),
                  "summary": finite(self.run.summary), "seconds": self.run.seconds}
+        self.noted = self.hashes is None or not self.hashes.thread.is_alive()
         with suppress(GolfError):
             if self.ranks.is_rank0:
-                atomic_write(self.path, json.dumps(notes) + "\n")
+                write_sealed(self.path, notes)
+
+    def hash_shards(self, kept: dict[str, list]):
+        "Begin to hash the shards. A small text is hashed at once; what differs is raised."
+        if self.ranks.local != 0:
+            return
+        folder = Path(self.run.settings.data_path)
+        self.hashes = ShardHashes(self.run.train_paths, manifest_hashes(folder), kept)
+        if sum(path.stat().st_size for path in self.run.train_paths) <= HASHED_AT_START:
+            self.hashes.finish()
+
+    def after_step(self, t: "Trainer"):
+        "End the run if a shard is of other tokens; note the hashes as soon as all are there."
+        if self.hashes is None or self.noted:
+            return
+        self.hashes.check()
+        if not self.hashes.thread.is_alive():
+            self.note("hashed")
+
+    def after_training(self, t: "Trainer"):
+        "No run is trained to its end on tokens that were not looked at."
+        if self.hashes is not None:
+            self.hashes.finish()
 
     def results(self) -> dict:
         "What the stages of the earlier life gave: its scores, and the artifact if it was packed."
@@ -509,6 +611,7 @@ class Progress(Watcher):
         data = path.read_bytes() if self.ranks.is_rank0 and path.exists() else None
         data = self.ranks.broadcast_object(data)
         if data is not None and "artifact_bytes" in self.run.summary:
+            check_artifact(path, data, self.run.summary["artifact_sha256"])
             found["packed"] = data
         return found
 
@@ -521,7 +624,7 @@ class Progress(Watcher):
         except OSError:
             return None
         clear_half_written(folder)
-        return json.loads(self.path.read_text()) if self.path.exists() else {}
+        return read_notes(folder)
 
     def close(self):
         "The run has ended: remove what only a second life would need."
@@ -532,10 +635,32 @@ class Progress(Watcher):
                 (folder / ".lock").unlink(missing_ok=True)
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2207
-NOTES_FORMAT = 3
+NOTES_FORMAT = 4
 MAY_DIFFER = {"run_id", "runs_dir", "data_path", "tokenizer_path"}  # settings
 
+# %% ../../nbs/tools/22_checkpoint.ipynb #1cc7ad07
+def read_notes(folder: Path) -> dict:
+    "What a run's progress.json says, {} where there is none. Raises GolfError for what is not as it was written."
+    path = folder / "progress.json"
+    if not path.exists():
+        return {}
+    try:
+        notes = json.loads(path.read_text(encoding="utf-8"))
+        check_format(notes, folder)
+        return read_sealed(path)
+    except (ValueError, AttributeError, RecursionError):
+        raise GolfError(f"{path} must be as it was written, found damage: bring back a copy, or start a new "
+                        "run") from None
 
+# %% ../../nbs/tools/22_checkpoint.ipynb #a80f197c
+def check_artifact(path: Path, data: bytes, sha256: str):
+    "Raises GolfError for an artifact that is not the one that the notes tell of."
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise GolfError(f"{path} must be the artifact that was packed, with SHA-256 {sha256[:12]}..., found "
+                        f"{found[:12]}...: bring it back, or start a new run")
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #9a732508
 def check_format(notes: dict, folder: Path):
     "Raises GolfError for notes of an earlier version of golfnb."
     if notes.get("format") != NOTES_FORMAT:
@@ -650,10 +775,27 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
     return run
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de2211
+def read_script(path: Path) -> tuple:
+    """The bytes of a script, and it as a module; a sentence ends the process where that cannot be.
+
+    The script of a run that goes on is not run before it is known to be the same.
+    """
+    try:
+        code = path.read_bytes()
+        notes = read_notes(path.parent)
+        if notes and notes["identity"]["script"] != code_identity(code):
+            raise GolfError(f"{path} must be the script that the run began with, {notes['identity']['script']}, "
+                            f"found {code_identity(code)}: bring it back, or start a new run")
+        return code, load_program(path)
+    except OSError as error:
+        end_rank(unreadable(error), 2)
+    except GolfError as error:
+        end_rank(str(error), 2)
+
+# %% ../../nbs/tools/22_checkpoint.ipynb #7c977420
 def keep_script(path: str):
     "One run of the script at `path` with checkpoints; ends the process."
-    program = load_program(path)
-    code = Path(path).read_bytes()
+    code, program = read_script(Path(path))
 
     def work(ranks: "Ranks") -> str | None:
         run = open_kept(program, dict(os.environ), ranks, code)

@@ -14,14 +14,14 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from ..artifact import load_artifact
 from ..studies.bench import read_result, record_result
-from .checkpoint import file_hashes
+from .checkpoint import file_hashes, read_sealed
+from .launcher import python_module, safe_environment
 from .programs import recipe_program, setting_specs
 from .report import read_file
 from ..settings import GolfError
@@ -44,9 +44,9 @@ def small_run(recipe: str) -> list[str]:
 
 def start(folder: Path, words: list[str]) -> subprocess.Popen:
     "`golfnb train` on two ranks in a session of its own; what it prints goes to FOLDER.log."
+    command = [*python_module("golfnb.tools.cli"), "train", "--nproc", "2", *words]
     with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen([sys.executable, "-m", "golfnb.tools.cli", "train", "--nproc", "2", *words],
-                                stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, env=safe_environment({}), stdout=log, stderr=log, start_new_session=True)
 
 # %% ../../nbs/tools/27_drill.ipynb #ed2c5bd7
 def processes(folder: Path) -> dict[str, int]:
@@ -58,7 +58,7 @@ def processes(folder: Path) -> dict[str, int]:
             if not any(folder.name in word for word in words):  # a zombie has no words
                 continue
             name = process_name(words, null_separated(place / "environ"))
-            if name != "golfnb" or "golfnb.tools.cli" in words:
+            if name != "golfnb" or any("golfnb.tools.cli" in word for word in words):
                 found[name] = int(place.name)
     return found
 
@@ -155,8 +155,10 @@ def half_files(folder: Path) -> list[str]:
         except (GolfError, ValueError):
             bad.append(path.name)
     for path in folder.glob("checkpoints/step-*"):
-        facts = path / "trainer.json"
-        whole = facts.is_file() and json.loads(facts.read_text())["sha256"] == file_hashes(path)
+        try:
+            whole = read_sealed(path / "trainer.json")["sha256"] == file_hashes(path)
+        except (OSError, ValueError):
+            whole = False
         if not whole:
             bad.append(path.name)
     return bad

@@ -82,4 +82,4 @@ def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> No
         options.append("--no-browser")
     if port:
         options += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
-    os.execv(sys.executable, [sys.executable, *options])
+    os.execv(sys.executable, [sys.executable, "-P", *options])
