@@ -480,6 +480,31 @@ def test_autocast_and_narrow_weights_learn():
         assert all(t.dtype == torch.float32 for s in states for t in s.values()) and all(("master" in s) == (dtype == torch.bfloat16) for s in states)
 
 
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_a_step_inside_autocast_is_the_step_outside(rule):
+    "With a closure, whose forward pass keeps the autocast of the loop."
+    def trained(inside):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)])
+        groups, dtypes = param_groups(model), set()
+        groups[0]["rule"] = rule
+        opt = ParallelMuon(groups)
+
+        def closure():
+            with torch.autocast("cpu", torch.bfloat16, enabled=torch.is_autocast_enabled("cpu") or not inside):
+                out = model(torch.randn(16, 8, generator=torch.Generator().manual_seed(opt.steps)))
+            dtypes.add(out.dtype)
+            opt.zero_grad()
+            out.float().square().mean().backward()
+
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                opt.step(closure)
+        assert dtypes == {torch.bfloat16}
+        return weights_of(model)
+    assert distance(trained(True), trained(False)) == 0
+
+
 def test_gradients_and_parameters_stay_where_they_are():
     model = small()
     addresses = {n: p.data_ptr() for n, p in model.named_parameters()}
@@ -879,7 +904,7 @@ def several(request):
     jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
     jobs += [("early", (), {}), ("unaveraged", (), {})]
     if world == 2:
-        jobs.append(("rank_0_alone", (), {}))
+        jobs += [("rank_0_alone", (), {}), ("consolidated", ("plain", 1), {}), ("consolidated", ("sharded", 0), {})]
     return world, run_ranks(world, jobs)
 
 
@@ -953,8 +978,8 @@ def test_the_group_of_all_ranks_is_not_kept():
 
 
 def test_a_barrier_of_the_other_ranks_does_not_let_rank_0_save_alone():
-    ((warned, error),), _ = run_ranks(2, [("rank_0_saves", (), {})])
-    assert "ParallelMuon.state_dict()" in warned and error == f"GolfError: {warned}"
+    ((error,),), _ = run_ranks(2, [("rank_0_saves", (), {})])
+    assert "ParallelMuon.state_dict()" in error and error.startswith("GolfError")
 
 
 def test_ranks_that_save_and_load_at_once_hear_of_it():
@@ -1016,12 +1041,43 @@ def test_gradients_leave_during_backward(several):
             assert distance(found, want) < 1e-10
 
 
-def test_what_one_rank_alone_calls_is_told_soon(several):
+def test_what_one_rank_alone_calls_ends_soon_and_leaves_nothing_behind(several):
+    "Once the wait is over in a sentence with the way out; then all ranks, one of them late, save, load and train."
     if several[0] != 2:
         return
-    warned, error, late = several[1][0][-1]
-    assert "rank 0" in warned and "ParallelMuon.state_dict()" in warned
-    assert error == f"GolfError: {warned}" and "ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
+    ((saves, loads), weights), (none, others) = (out[-3] for out in several[1])
+    for said, call in ((saves, "state_dict"), (loads, "load_state_dict")):
+        assert f"rank 0 misses rank 1 in ParallelMuon.{call}()" in said
+        assert "every rank must call it" in said and "consolidate_state_dict(to=rank)" in said and "patience_s" in said
+    assert none == [] and distance(weights, others) == 0
+    model = build("vision")
+    opt = ParallelMuon(model, **SETTINGS)
+    for step in range(2):
+        opt.zero_grad()
+        backward(model, step, 0, 1)
+        opt.step()
+    assert distance(weights, weights_of(model)) < 1e-10
+
+
+@pytest.mark.parametrize("case, to", [(-2, 1), (-1, 0)], ids=["plain", "sharded"])
+def test_one_rank_saves_alone_what_was_consolidated(several, case, to):
+    if several[0] != 2:
+        return
+    for rank, (said, after, before) in enumerate(out[case] for out in several[1]):
+        words, last = said
+        assert last == "GolfError: to must be one of the ranks 0 to 1, found 2"
+        if rank == to:
+            assert "misses rank" in words, "after a step it is old"
+        else:
+            assert f"consolidate_state_dict(to={to})" in words and f"rank {rank} has no state" in words
+        assert after.keys() == before.keys() and all(torch.equal(t, before[k][name]) for k, s in after.items() for name, t in s.items())
+
+
+def test_the_wait_is_ten_seconds_and_can_be_set():
+    opt = ParallelMuon(build("vision"))
+    assert ParallelMuon.patience_s == 10.0
+    opt.patience_s = 60.0
+    assert copy.deepcopy(opt).patience_s == 60.0
 
 
 # --- accidents and bad input
