@@ -6,13 +6,13 @@ with the same weights.
 
 # %% auto #0
 __all__ = ['AnyBucket', 'Params', 'OTHER_KEYS', 'SCHEDULED', 'MATRIX_OPTIONS', 'OTHER_OPTIONS',
-           'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'RECORDABLE', 'SENT', 'problem_with',
-           'check_members', 'find_ranks', 'described', 'compare_ranks', 'copy_from_rank_0',
-           'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of', 'module_order', 'list_of',
-           'listed', 'check_keys', 'check_known', 'rule_without_word', 'with_defaults',
-           'ParallelMuon', 'check_reduce', 'layout_of', 'layers_from_last', 'in_turn',
-           'gradient_here', 'mean_gradients', 'sum_of_squares', 'group_store', 'close_meeting',
-           'absent_ranks', 'meet', 'unsharded']
+           'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'RECORDABLE', 'SENT', 'LOOKED_AT',
+           'problem_with', 'check_members', 'find_ranks', 'described', 'compare_ranks',
+           'copy_from_rank_0', 'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of',
+           'module_order', 'list_of', 'listed', 'check_keys', 'check_known', 'rule_without_word',
+           'with_defaults', 'ParallelMuon', 'check_reduce', 'layout_of', 'layers_from_last',
+           'in_turn', 'gradient_here', 'mean_gradients', 'sum_of_squares', 'group_store',
+           'close_meeting', 'absent_ranks', 'meet', 'unsharded']
 
 # %% ../nbs/reference/17g_optimizer.ipynb #1b9644d7
 import logging
@@ -47,7 +47,13 @@ from .exchange import (
     make_buckets,
     split_pieces,
 )
-from .grouping import MUON_OPTIONS, group_table, named_members, param_groups
+from .grouping import (
+    MUON_OPTIONS,
+    group_table,
+    named_members,
+    param_groups,
+    problem_with_shape,
+)
 from .multi_tensor import (
     apply_each,
     check_kernel,
@@ -104,11 +110,11 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[
 # %% ../nbs/reference/17g_optimizer.ipynb #a717ba60
 def problem_with(name: str, p: Tensor) -> str:
     "Why a parameter cannot be trained here; '' if nothing is wrong."
-    if "_fsdp_wrapped_module." in name or getattr(p, "_is_flat_param", False):
-        return ("is of FullyShardedDataParallel, which hides the matrices: shard the model with "
-                "torch.distributed.fsdp.fully_shard")
-    if nn.parameter.is_lazy(p):
-        return "has no shape yet: run the model once, then make the optimizer"
+    if problem := problem_with_shape(name, p):
+        return problem
+    if p.device.type == "mps":
+        return ("is on MPS, which lacks the float64 that norms and steps are counted in: train on "
+                "a CPU or on CUDA, or by torch.optim.Muon and AdamW")
     if p.layout is not torch.strided:
         return f"must be dense, found {p.layout}: leave it out"
     if p.is_meta:
@@ -338,9 +344,9 @@ class ParallelMuon(torch.optim.Optimizer):
         its rule stays.
     lr, weight_decay, momentum, nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn: of groups
         with a matrix rule; names and meanings are torch.optim.Muon's, but that momentum is a sum
-        and eps is added to a norm: with the same lr both take the same steps, unless gradients
-        are as small as eps. ns_coefficients: also "quintic", "polar_express", or a tuple for each
-        step
+        and eps is added to a norm: with the same lr both take the same steps while momentum is
+        constant, unless gradients are as small as eps. ns_coefficients: also "quintic",
+        "polar_express", or a tuple for each step
     adam_lr, adam_weight_decay, betas, adam_eps: of the other groups
     mesh: the ranks that share the work: a process group, a DeviceMesh of one dimension; None: all
     reduce: "mean": gradients are averaged here, without DDP; "none": DDP has averaged them.
@@ -388,12 +394,14 @@ class ParallelMuon(torch.optim.Optimizer):
         self.members: list[Member] = []
         self.ranks = find_ranks(mesh)
         self.steps = self.clipped_alike = 0
-        self.warned_of_no_gradient = False
+        self.warned_of_no_gradient = self.warned_of_others = False
         self.loaded = False
-        self.consolidated: tuple[int, int, dict] | None = None  # steps then, the rank that has it, it
+        self.consolidated: tuple[int, int, dict] | None = None  # steps, the rank that has it, it
         self.order = module_order(params)
         self.layouts: list[list] = []
         groups = groups_of(params)
+        self.notes: tuple[str, ...] = getattr(groups, "notes", ())
+        self.module = weakref.ref(params) if isinstance(params, nn.Module) else None
         usual = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         torch.optim.Optimizer.__init__(self, groups, usual)
         self.extend(self.param_groups)
@@ -517,14 +525,14 @@ class ParallelMuon(torch.optim.Optimizer):
         "What is copied and pickled; buckets and views are made again."
         made = ("members", "buckets", "early", "params_of", "arrived", "begun", "states", "slots",
                 "weights", "owned", "ranks", "ok", "coef", "recorder", "by_stream", "room",
-                "consolidated")
+                "consolidated", "module")
         return {name: value for name, value in self.__dict__.items()
                 if name not in made and not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         "Plans again; on several ranks every rank must do it."
         torch.optim.Optimizer.__setstate__(self, state)
-        self.ranks, self.consolidated = find_ranks(self.mesh), None
+        self.ranks, self.consolidated, self.module = find_ranks(self.mesh), None, None
         self.members = []
         members = members_of(self.param_groups)
         self.plan(members)
@@ -532,7 +540,8 @@ class ParallelMuon(torch.optim.Optimizer):
             self.new_state(member, self.state.get(member.param, {}))
 
     def __repr__(self) -> str:
-        return f"ParallelMuon on {self.ranks.world} rank(s)\n{group_table(self.param_groups)}"
+        lines = [f"ParallelMuon on {self.ranks.world} rank(s)", group_table(self.param_groups)]
+        return "\n".join([*lines, *self.notes])
 
     def watch_gradients(self, fresh: Sequence[Member]) -> None:
         "With `overlap`, has every gradient of a matrix say when it is there."
@@ -826,6 +835,7 @@ class ParallelMuon(torch.optim.Optimizer):
                                  "one rank skip a step: train in bf16 or fp32, which need none")
         self.check_layouts()
         self.follow_groups()
+        self.check_module()
         for member in self.members:
             grad = member.param.grad
             if grad is not None and grad.is_sparse:
@@ -833,6 +843,29 @@ class ParallelMuon(torch.optim.Optimizer):
                                      "with sparse=False")
         if self.ranks.world > 1 and self.steps < 4:
             self.compare_gradients()
+
+    def check_module(self) -> None:
+        """Now and then looks at the module that the optimizer was made of.
+
+        Warns of parameters that have a gradient and are not trained. Raises OptimizerError under
+        DistributedDataParallel.join.
+        """
+        module = None if self.module is None else self.module()
+        if module is None or self.steps % LOOKED_AT:
+            return
+        joined = getattr(module, "_join_config", None)
+        if joined is not None and joined.enable and not joined.throw_on_early_termination:
+            raise OptimizerError("under DistributedDataParallel.join() a rank without batches "
+                                 "answers for DDP, not for ParallelMuon, whose ranks work together "
+                                 "in step(): give all ranks the same number of batches")
+        others = [name for name, p in module.named_parameters()
+                  if p.grad is not None and p not in self.states]
+        if others and not self.warned_of_others:
+            self.warned_of_others = True
+            logging.getLogger("golfnb").warning(
+                "%d parameters have a gradient and are not trained, %s first: frozen, or not "
+                "there, when ParallelMuon was made; give them to add_param_group, as (name, "
+                "parameter) pairs, or make a new optimizer", len(others), canonical(others[0]))
 
     def check_layouts(self) -> None:
         "Raises OptimizerError for a group whose rule is another than it was made with."
@@ -925,18 +958,18 @@ class ParallelMuon(torch.optim.Optimizer):
         "Returns when all ranks are here. Raises OptimizerError if one is `patience_s` late."
         if self.ranks.world == 1:
             return
-        rank, absent = self.ranks.rank, []
+        here = f"rank {self.ranks.rank}"
         try:
             absent = meet(group_store(self.ranks), self.ranks, call, self.patience_s)
         except RuntimeError as error:  # the process that kept the store has ended
-            raise OptimizerError(f"rank {rank} has lost the others in ParallelMuon.{call}()") from error
+            raise OptimizerError(f"{here} has lost the others in ParallelMuon.{call}()") from error
         if absent:
             who = ", ".join(map(str, absent[:8])) + ", ..." * (len(absent) > 8)
             raise OptimizerError(
-                f"rank {rank} misses rank {who} in ParallelMuon.{call}(), {self.patience_s:g} s long: "
-                "every rank must call it, also where one alone reads or writes the file; to save on "
-                "one rank alone, call optimizer.consolidate_state_dict(to=rank) on all of them before; "
-                "if a rank may be later, set optimizer.patience_s to more seconds")
+                f"{here} misses rank {who} in ParallelMuon.{call}(), after {self.patience_s:g} s: "
+                "every rank must call it, also where one alone reads or writes the file; to save "
+                "on one rank alone, call optimizer.consolidate_state_dict(to=rank) on all of them "
+                "before; if a rank may be later, set optimizer.patience_s to more seconds")
 
     def gathered_state(self) -> dict[Tensor, dict[str, Tensor]]:
         "The state of each parameter, from all ranks or as consolidated. Raises OptimizerError."
@@ -945,13 +978,13 @@ class ParallelMuon(torch.optim.Optimizer):
             return {p: s.whole() for p, s in self.states.items()}
         _, to, found = self.consolidated
         if self.ranks.rank != to:
-            raise OptimizerError(f"rank {self.ranks.rank} has no state since consolidate_state_dict(to="
-                                 f"{to}): call state_dict() on rank {to} alone, or on every rank "
-                                 "without consolidating before")
+            raise OptimizerError(f"rank {self.ranks.rank} has no state since "
+                                 f"consolidate_state_dict(to={to}): call state_dict() on rank {to} "
+                                 "alone, or on every rank without consolidating before")
         return found
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the state on rank `to`, which may then call `state_dict` alone, until the next step.
+        """Gathers the state on rank `to`, which may call `state_dict` alone until the next step.
 
             optimizer.consolidate_state_dict()  # on every rank
             if rank == 0:
@@ -961,7 +994,7 @@ class ParallelMuon(torch.optim.Optimizer):
         OptimizerError for a rank that is not there, and if one does not call it.
         """
         if not isinstance(to, int) or not 0 <= to < self.ranks.world:
-            raise OptimizerError(f"to must be one of the ranks 0 to {self.ranks.world - 1}, found {to}")
+            raise OptimizerError(f"to must be a rank, 0 to {self.ranks.world - 1}, found {to!r}")
         self.wait_for_ranks("consolidate_state_dict")
         found = {}
         for p, s in self.states.items():
@@ -971,7 +1004,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.consolidated = (self.steps, to, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, for any number of ranks; every rank must call it (or `consolidate_state_dict`).
+        """Its state, for any number of ranks; every rank calls it, or `consolidate_state_dict`.
 
         State that is divided among owners comes whole, on the CPU; DTensors stay DTensors, for
         torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch. For
@@ -1125,6 +1158,9 @@ def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
         norms = torch._foreach_norm(alike, 2, dtype=dtype)
         total += torch.stack(norms).to(torch.float64).square().sum()
     return total
+
+# %% ../nbs/reference/17g_optimizer.ipynb #74b2956b
+LOOKED_AT = 20  # steps from one look at the module to the next
 
 # %% ../nbs/reference/17g_optimizer.ipynb #2f547df4
 def group_store(ranks: Group) -> dist.Store:

@@ -540,6 +540,21 @@ def consolidated(ranks, how: str, to: int):
     return said, {k: full(s) for k, s in opt.state_dict()["state"].items()}, together
 
 
+def joined(ranks):
+    "What is heard of ranks with other numbers of batches under DDP's join."
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+    opt = ParallelMuon(model, reduce="none")
+
+    def train():
+        with model.join():
+            for _ in range(2 + 2 * ranks.rank):
+                opt.zero_grad()
+                model(torch.ones(2, 4)).square().mean().backward()
+                opt.step()
+    return heard(train)
+
+
 def other_call(ranks):
     "Rank 1 loads while rank 0 saves: what is heard."
     _, opt = fresh("vision", "plain", 0)
