@@ -175,11 +175,12 @@ class Bare(nn.Module):
 
 
 class Numbered(nn.Module):
-    "Blocks as attributes, with a stem and a head of the same class."
+    "Blocks as attributes, and one of their class under another name."
 
     def __init__(self):
         super().__init__()
-        self.stem, self.block1, self.block2, self.head = (Block(4) for _ in range(4))
+        self.stem, self.head = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+        self.block1, self.block2, self.between = (Block(4) for _ in range(3))
 
 
 class NumberedLinears(nn.Module):
@@ -203,7 +204,7 @@ BLOCKS = {
     "parameters without layers": (lambda: nn.ModuleList(Bare() for _ in range(2)), ["0.", "1."]),
     "features and classifier": (lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Dropout(), nn.Linear(4, 2))), [""]),
     "linears alone": (lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), [""]),
-    "numbered attributes": (lambda: Numbered(), ["block1.", "block2."]),
+    "numbered attributes": (lambda: Numbered(), ["block1.", "block2.", "between."]),
     "numbered linears": (lambda: NumberedLinears(), [""]),
     "one layer, many times": (lambda: nn.ModuleList([Block(4)] * 3), ["0.", "1.", "2."]),
 }
