@@ -6,21 +6,23 @@ with the same weights.
 
 # %% auto #0
 __all__ = ['AnyBucket', 'Params', 'OTHER_KEYS', 'SCHEDULED', 'MATRIX_OPTIONS', 'OTHER_OPTIONS',
-           'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'RECORDABLE', 'SENT', 'problem_with',
-           'check_members', 'find_ranks', 'described', 'compare_ranks', 'copy_from_rank_0',
-           'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of', 'module_order', 'list_of',
-           'listed', 'check_keys', 'check_known', 'rule_without_word', 'with_defaults',
-           'ParallelMuon', 'check_reduce', 'layout_of', 'layers_from_last', 'in_turn',
-           'gradient_here', 'mean_gradients', 'sum_of_squares']
+           'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'RECORDABLE', 'SENT', 'LOOKED_AT',
+           'problem_with', 'check_members', 'find_ranks', 'described', 'compare_ranks',
+           'copy_from_rank_0', 'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of',
+           'module_order', 'list_of', 'listed', 'check_keys', 'check_known', 'rule_without_word',
+           'with_defaults', 'ParallelMuon', 'check_reduce', 'layout_of', 'layers_from_last',
+           'in_turn', 'gradient_here', 'mean_gradients', 'sum_of_squares', 'group_store',
+           'close_meeting', 'absent_ranks', 'meet', 'unsharded']
 
 # %% ../nbs/reference/17g_optimizer.ipynb #1b9644d7
 import logging
 import os
-import threading
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -45,7 +47,13 @@ from .exchange import (
     make_buckets,
     split_pieces,
 )
-from .grouping import MUON_OPTIONS, group_table, named_members, param_groups
+from .grouping import (
+    MUON_OPTIONS,
+    group_table,
+    named_members,
+    param_groups,
+    problem_with_shape,
+)
 from .multi_tensor import (
     apply_each,
     check_kernel,
@@ -102,11 +110,11 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[
 # %% ../nbs/reference/17g_optimizer.ipynb #a717ba60
 def problem_with(name: str, p: Tensor) -> str:
     "Why a parameter cannot be trained here; '' if nothing is wrong."
-    if "_fsdp_wrapped_module." in name or getattr(p, "_is_flat_param", False):
-        return ("is of FullyShardedDataParallel, which hides the matrices: shard the model with "
-                "torch.distributed.fsdp.fully_shard")
-    if nn.parameter.is_lazy(p):
-        return "has no shape yet: run the model once, then make the optimizer"
+    if problem := problem_with_shape(name, p):
+        return problem
+    if p.device.type == "mps":
+        return ("is on MPS, which lacks the float64 that norms and steps are counted in: train on "
+                "a CPU or on CUDA, or by torch.optim.Muon and AdamW")
     if p.layout is not torch.strided:
         return f"must be dense, found {p.layout}: leave it out"
     if p.is_meta:
@@ -230,6 +238,7 @@ def module_order(params: Any) -> list[str]:
     return [canonical(name) for name, _ in params.named_parameters()]
 
 
+
 # %% ../nbs/reference/17g_optimizer.ipynb #cf1fb1c7
 def list_of(params: Any) -> list[Any]:
     "A group's parameters. Raises OptimizerError for what has none, or has them in no order."
@@ -249,6 +258,7 @@ def listed(params: list[Any]) -> list[tuple[str, Tensor]]:
             raise OptimizerError("ParallelMuon takes a module, parameters, (name, parameter) pairs "
                                  f"or groups of them, found a {type(p).__name__} as {name}")
     return found
+
 
 
 # %% ../nbs/reference/17g_optimizer.ipynb #2fc9c7c4
@@ -282,6 +292,7 @@ def check_known(group: dict[str, Any], rule: Rule) -> None:
             raise OptimizerError(f"a group with {type(rule).__name__} has no {key!r}, found "
                                  f"{group[key]!r:.80}: it has {', '.join(known)}, params, rule and "
                                  "name; set others on optimizer.param_groups afterwards")
+
 
 
 # %% ../nbs/reference/17g_optimizer.ipynb #f48923d4
@@ -333,9 +344,9 @@ class ParallelMuon(torch.optim.Optimizer):
         its rule stays.
     lr, weight_decay, momentum, nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn: of groups
         with a matrix rule; names and meanings are torch.optim.Muon's, but that momentum is a sum
-        and eps is added to a norm: with the same lr both take the same steps, unless gradients
-        are as small as eps. ns_coefficients: also "quintic", "polar_express", or a tuple for each
-        step
+        and eps is added to a norm: with the same lr both take the same steps while momentum is
+        constant, unless gradients are as small as eps. ns_coefficients: also "quintic",
+        "polar_express", or a tuple for each step
     adam_lr, adam_weight_decay, betas, adam_eps: of the other groups
     mesh: the ranks that share the work: a process group, a DeviceMesh of one dimension; None: all
     reduce: "mean": gradients are averaged here, without DDP; "none": DDP has averaged them.
@@ -348,9 +359,10 @@ class ParallelMuon(torch.optim.Optimizer):
     these are not sharded and reduce is "mean". A step in which a gradient is not finite on some
     rank changes nothing on any; `skipped` counts them. `grad_norm` is the norm of the last step's
     mean gradient before clipping. State is in fp32 or wider; a narrower weight has a master, which
-    follows what is written into the weight. Raises OptimizerError, a ValueError, for what cannot
-    be trained.
+    follows what is written into the weight. `state_dict` and `load_state_dict` wait `patience_s`
+    seconds for the other ranks. Raises OptimizerError, a ValueError, for what cannot be trained.
     """
+    patience_s: float = 10.0
     _step_supports_amp_scaling = True  # a GradScaler then calls `step`, which refuses
 
     @property
@@ -382,11 +394,14 @@ class ParallelMuon(torch.optim.Optimizer):
         self.members: list[Member] = []
         self.ranks = find_ranks(mesh)
         self.steps = self.clipped_alike = 0
-        self.warned_of_no_gradient = False
+        self.warned_of_no_gradient = self.warned_of_others = False
         self.loaded = False
+        self.consolidated: tuple[int, int, dict] | None = None  # steps, the rank that has it, it
         self.order = module_order(params)
         self.layouts: list[list] = []
         groups = groups_of(params)
+        self.notes: tuple[str, ...] = getattr(groups, "notes", ())
+        self.module = weakref.ref(params) if isinstance(params, nn.Module) else None
         usual = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         torch.optim.Optimizer.__init__(self, groups, usual)
         self.extend(self.param_groups)
@@ -426,6 +441,7 @@ class ParallelMuon(torch.optim.Optimizer):
         compare_ranks([words for member in fresh for words in described(member)], self.ranks)
         if self.reduce == "mean":
             copy_from_rank_0([member.param for member in fresh], self.ranks)
+        self.consolidated = None
         self.plan(fresh)
         self.layouts += [layout_of(group) for group in groups]
         for member in fresh:
@@ -508,14 +524,15 @@ class ParallelMuon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         "What is copied and pickled; buckets and views are made again."
         made = ("members", "buckets", "early", "params_of", "arrived", "begun", "states", "slots",
-                "weights", "owned", "ranks", "ok", "coef", "recorder", "by_stream", "room")
+                "weights", "owned", "ranks", "ok", "coef", "recorder", "by_stream", "room",
+                "consolidated", "module")
         return {name: value for name, value in self.__dict__.items()
                 if name not in made and not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         "Plans again; on several ranks every rank must do it."
         torch.optim.Optimizer.__setstate__(self, state)
-        self.ranks = find_ranks(self.mesh)
+        self.ranks, self.consolidated, self.module = find_ranks(self.mesh), None, None
         self.members = []
         members = members_of(self.param_groups)
         self.plan(members)
@@ -523,7 +540,8 @@ class ParallelMuon(torch.optim.Optimizer):
             self.new_state(member, self.state.get(member.param, {}))
 
     def __repr__(self) -> str:
-        return f"ParallelMuon on {self.ranks.world} rank(s)\n{group_table(self.param_groups)}"
+        lines = [f"ParallelMuon on {self.ranks.world} rank(s)", group_table(self.param_groups)]
+        return "\n".join([*lines, *self.notes])
 
     def watch_gradients(self, fresh: Sequence[Member]) -> None:
         "With `overlap`, has every gradient of a matrix say when it is there."
@@ -608,7 +626,8 @@ class ParallelMuon(torch.optim.Optimizer):
         if not grads:
             self.notice_no_gradient()
         key = self.recording_key(scratch, grads)
-        self.recorder.call(key, grads, partial(self.update, scratch))
+        with torch.autocast(self.norm.device.type, enabled=False):  # it would round the products
+            self.recorder.call(key, grads, partial(self.update, scratch))
         self.count_step()
         return loss
 
@@ -816,6 +835,7 @@ class ParallelMuon(torch.optim.Optimizer):
                                  "one rank skip a step: train in bf16 or fp32, which need none")
         self.check_layouts()
         self.follow_groups()
+        self.check_module()
         for member in self.members:
             grad = member.param.grad
             if grad is not None and grad.is_sparse:
@@ -823,6 +843,29 @@ class ParallelMuon(torch.optim.Optimizer):
                                      "with sparse=False")
         if self.ranks.world > 1 and self.steps < 4:
             self.compare_gradients()
+
+    def check_module(self) -> None:
+        """Now and then looks at the module that the optimizer was made of.
+
+        Warns of parameters that have a gradient and are not trained. Raises OptimizerError under
+        DistributedDataParallel.join.
+        """
+        module = None if self.module is None else self.module()
+        if module is None or self.steps % LOOKED_AT:
+            return
+        joined = getattr(module, "_join_config", None)
+        if joined is not None and joined.enable and not joined.throw_on_early_termination:
+            raise OptimizerError("under DistributedDataParallel.join() a rank without batches "
+                                 "answers for DDP, not for ParallelMuon, whose ranks work together "
+                                 "in step(): give all ranks the same number of batches")
+        others = [name for name, p in module.named_parameters()
+                  if p.grad is not None and p not in self.states]
+        if others and not self.warned_of_others:
+            self.warned_of_others = True
+            logging.getLogger("golfnb").warning(
+                "%d parameters have a gradient and are not trained, %s first: frozen, or not "
+                "there, when ParallelMuon was made; give them to add_param_group, as (name, "
+                "parameter) pairs, or make a new optimizer", len(others), canonical(others[0]))
 
     def check_layouts(self) -> None:
         "Raises OptimizerError for a group whose rule is another than it was made with."
@@ -911,37 +954,66 @@ class ParallelMuon(torch.optim.Optimizer):
                 "ParallelMuon skipped %d of %d steps: a gradient was not finite on some rank",
                 self.skipped, self.steps)
 
-    def wait_for_ranks(self, call: str, patience: float = 5.0) -> None:
-        """Returns when all ranks are here; after `patience` seconds says who waits.
-
-        Raises OptimizerError if one never comes.
-        """
+    def wait_for_ranks(self, call: str) -> None:
+        "Returns when all ranks are here. Raises OptimizerError if one is `patience_s` late."
         if self.ranks.world == 1:
             return
-        words = (f"rank {self.ranks.rank} misses another rank in ParallelMuon.{call}(): every rank "
-                 "must call it, also where one alone reads or writes the file")
-        late = threading.Timer(patience, logging.getLogger("golfnb").warning, [words])
-        late.start()
-        calls: list[Any] = [None] * self.ranks.world
-        try:  # no barrier: it would meet one in which the other ranks wait for this one
-            dist.all_gather_object(calls, call, group=self.ranks.process_group)
-        except RuntimeError as error:
-            raise OptimizerError(words) from error
-        finally:
-            late.cancel()
-        if set(calls) != {call}:
-            raise OptimizerError(words)
+        here = f"rank {self.ranks.rank}"
+        try:
+            absent = meet(group_store(self.ranks), self.ranks, call, self.patience_s)
+        except RuntimeError as error:  # the process that kept the store has ended
+            raise OptimizerError(f"{here} has lost the others in ParallelMuon.{call}()") from error
+        if absent:
+            who = ", ".join(map(str, absent[:8])) + ", ..." * (len(absent) > 8)
+            raise OptimizerError(
+                f"{here} misses rank {who} in ParallelMuon.{call}(), after {self.patience_s:g} s: "
+                "every rank must call it, also where one alone reads or writes the file; to save "
+                "on one rank alone, call optimizer.consolidate_state_dict(to=rank) on all of them "
+                "before; if a rank may be later, set optimizer.patience_s to more seconds")
+
+    def gathered_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        "The state of each parameter, from all ranks or as consolidated. Raises OptimizerError."
+        if self.consolidated is None or self.consolidated[0] != self.steps:
+            self.wait_for_ranks("state_dict")
+            return {p: s.whole() for p, s in self.states.items()}
+        _, to, found = self.consolidated
+        if self.ranks.rank != to:
+            raise OptimizerError(f"rank {self.ranks.rank} has no state since "
+                                 f"consolidate_state_dict(to={to}): call state_dict() on rank {to} "
+                                 "alone, or on every rank without consolidating before")
+        return found
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gathers the state on rank `to`, which may call `state_dict` alone until the next step.
+
+            optimizer.consolidate_state_dict()  # on every rank
+            if rank == 0:
+                torch.save(optimizer.state_dict(), path)
+
+        Shards of `fully_shard` come whole, too, on the CPU. The other ranks keep nothing. Raises
+        OptimizerError for a rank that is not there, and if one does not call it.
+        """
+        if not isinstance(to, int) or not 0 <= to < self.ranks.world:
+            raise OptimizerError(f"to must be a rank, 0 to {self.ranks.world - 1}, found {to!r}")
+        self.wait_for_ranks("consolidate_state_dict")
+        found = {}
+        for p, s in self.states.items():
+            state = {name: unsharded(t) for name, t in s.whole().items()}
+            if self.ranks.rank == to:
+                found[p] = state
+        self.consolidated = (self.steps, to, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, for any number of ranks; every rank must call it.
+        """Its state, for any number of ranks; every rank calls it, or `consolidate_state_dict`.
 
         State that is divided among owners comes whole, on the CPU; DTensors stay DTensors, for
         torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch. For
-        checkpoints in which each rank writes its part, see `golfnb.ShardedState`.
+        checkpoints in which each rank writes its part, see `golfnb.ShardedState`. Raises
+        OptimizerError if another rank is `patience_s` late.
         """
-        self.wait_for_ranks("state_dict")
+        found = self.gathered_state()
         live = self.state
-        self.state = defaultdict(dict, {p: s.whole() for p, s in self.states.items()})
+        self.state = defaultdict(dict, found)
         try:
             saved = torch.optim.Optimizer.state_dict(self)
         finally:
@@ -979,7 +1051,7 @@ class ParallelMuon(torch.optim.Optimizer):
             name = canonical(state.member.name)
             if name in fitting:
                 load_member(state, saved[name])
-        self.loaded = True
+        self.loaded, self.consolidated = True, None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -999,6 +1071,7 @@ LAYOUT = ("rule", *MUON_OPTIONS)
 def layout_of(group: dict[str, Any]) -> list:
     "What state and buckets of a group are made for."
     return [group.get(name) for name in LAYOUT]
+
 
 
 # %% ../nbs/reference/17g_optimizer.ipynb #ed7ec228
@@ -1085,3 +1158,54 @@ def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
         norms = torch._foreach_norm(alike, 2, dtype=dtype)
         total += torch.stack(norms).to(torch.float64).square().sum()
     return total
+
+# %% ../nbs/reference/17g_optimizer.ipynb #74b2956b
+LOOKED_AT = 20  # steps from one look at the module to the next
+
+# %% ../nbs/reference/17g_optimizer.ipynb #2f547df4
+def group_store(ranks: Group) -> dist.Store:
+    "The key-value store of a group's ranks, under a prefix of its own."
+    group = ranks.process_group
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    return dist.PrefixStore("golfnb", dist.distributed_c10d._get_process_group_store(group))
+
+
+def close_meeting(store: dist.Store, number: int, outcome: str) -> None:
+    "Says how a meeting ended, unless another rank has said so; the next one is open then."
+    if store.add(f"{number}/closed", 1) == 1:
+        store.add("number", 1)
+        store.set(f"{number}/outcome", outcome)
+
+
+def absent_ranks(store: dist.Store, number: int, world: int) -> list[int]:
+    "The ranks that did not come to a meeting."
+    return [rank for rank in range(world) if not store.check([f"{number}/{rank}"])]
+
+
+def meet(store: dist.Store, ranks: Group, call: str, patience_s: float) -> list[int]:
+    """Waits for all ranks, each for its own time; [] if they are here, else who did not come.
+
+    Ranks that are here for another call did not come. Raises RuntimeError if the store is gone.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        number = store.add("number", 0)
+        store.set(f"{number}/{ranks.rank}", call)
+        if store.add(f"{number}/here", 1) == ranks.world:
+            close_meeting(store, number, "go")
+        try:
+            left = max(end - time.monotonic(), 0.001)
+            store.wait([f"{number}/outcome"], timedelta(seconds=left))
+        except dist.DistStoreError:
+            close_meeting(store, number, "left")
+        if store.get(f"{number}/outcome") == b"go":
+            calls = [store.get(f"{number}/{rank}").decode() for rank in range(ranks.world)]
+            return [rank for rank, theirs in enumerate(calls) if theirs != call]
+        if time.monotonic() >= end:
+            return absent_ranks(store, number, ranks.world)
+
+# %% ../nbs/reference/17g_optimizer.ipynb #237a0a55
+def unsharded(t: Tensor) -> Tensor:
+    "A DTensor whole, on the CPU, which every rank must ask for; another tensor as it is."
+    return t.full_tensor().cpu() if is_dtensor(t) else t

@@ -8,7 +8,8 @@ more.
 __all__ = ['ParamGroup', 'State', 'COEFFICIENTS', 'FACTORS', 'RULES', 'CHECKS', 'replace', 'Rule',
            'apply_direction', 'follow', 'heavy_ball', 'SgdRule', 'AdamWRule', 'original_factor',
            'rms_factor', 'is_triple', 'coefficients_of', 'product_dtype', 'orthogonalized',
-           'MuonRule', 'NorMuonRule', 'rule_of', 'check_group', 'stored_alike', 'BankRule']
+           'MuonRule', 'NorMuonRule', 'MuonEqRule', 'rule_of', 'check_group', 'stored_alike',
+           'BankRule']
 
 # %% ../nbs/reference/17c_rules.ipynb #72de9a23
 import math
@@ -224,9 +225,25 @@ class NorMuonRule(MuonRule):
         size, now = (t.norm(dim=(-2, -1), keepdim=True) for t in (made, balanced))
         return (balanced * (size / now.clamp(min=1e-8))).to(orthogonal.dtype)
 
+# %% ../nbs/reference/17c_rules.ipynb #105bab87
+class MuonEqRule(MuonRule):
+    """Muon of rows of one length (MuonEq-R); with `transposed`, of columns.
+
+    Choose it where the rows of momentum differ much in length, as early in training.
+    """
+
+    def direction(self, stack: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
+        "Each matrix [r, c] nearly orthogonal, after its rows are divided by their lengths."
+        rounded = stack.to(product_dtype(stack, group))  # as it may have travelled
+        wide = torch.promote_types(rounded.dtype, torch.float32)
+        along = -2 if group.get("transposed") else -1
+        lengths = rounded.to(wide).norm(dim=along, keepdim=True)
+        balanced = rounded / lengths.clamp(min=torch.finfo(torch.float32).tiny)
+        return orthogonalized(balanced, group)
+
 # %% ../nbs/reference/17c_rules.ipynb #7580e764
-RULES: dict[str, Rule] = {"muon": MuonRule(), "normuon": NorMuonRule(), "adamw": AdamWRule(),
-                          "sgd": SgdRule()}
+RULES: dict[str, Rule] = {"muon": MuonRule(), "normuon": NorMuonRule(),
+                          "muoneq_r": MuonEqRule(), "adamw": AdamWRule(), "sgd": SgdRule()}
 
 
 def rule_of(group: ParamGroup) -> Rule:

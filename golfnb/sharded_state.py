@@ -174,7 +174,7 @@ class ShardedState:
             load_group(group, [saved[name] for name in of_group if name in saved])
         for s in optimizer.states.values():
             s.follow()
-        optimizer.loaded = True
+        optimizer.loaded, optimizer.consolidated = True, None
 
 # %% ../nbs/reference/17i_sharded_state.ipynb #34cbe0c6
 def saved_groups(optimizer: ParallelMuon) -> list[dict[str, Any]]:

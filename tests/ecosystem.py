@@ -7,8 +7,10 @@ Every case trains a small model in float64 on the same batches and must end at t
 `make test`: it downloads.
 """
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -106,24 +108,49 @@ def under_lightning() -> nn.Module:
     return module.net
 
 
-def under_trainer() -> nn.Module:
-    from transformers import Trainer, TrainingArguments
+def a_trainer(model: nn.Module, folder: str, **more):
+    "A Trainer of the page, which takes the rows in order, with its callback that gathers state for rank 0."
+    import transformers
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    model = Net()
-    arguments = TrainingArguments(output_dir="unused", per_device_train_batch_size=ROWS // world, num_train_epochs=1, use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no", lr_scheduler_type="constant", max_grad_norm=0.0, remove_unused_columns=False, dataloader_pin_memory=False, disable_tqdm=True)
+    arguments = transformers.TrainingArguments(output_dir=folder, per_device_train_batch_size=ROWS // world, num_train_epochs=1, use_cpu=True, report_to=[], logging_strategy="no", lr_scheduler_type="constant", max_grad_norm=0.0, remove_unused_columns=False, dataloader_pin_memory=False, disable_tqdm=True, **more)
 
-    class InOrder(Trainer):
+    class InOrder(transformers.Trainer):
         def _get_train_sampler(self, *args):
             return torch.utils.data.SequentialSampler(Rows())
 
+    class Consolidate(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            if control.should_save or control.should_evaluate:
+                getattr(optimizer, "optimizer", optimizer).consolidate_state_dict()
+
+        on_epoch_end = on_step_end
+
     kwargs = {"params": param_groups(model), "reduce": "none" if world > 1 else "mean", **SETTINGS}
-    trainer = InOrder(model=model, args=arguments, train_dataset=Rows(), optimizer_cls_and_kwargs=(ParallelMuon, kwargs))
-    trainer.train()
+    return InOrder(model=model, args=arguments, train_dataset=Rows(), optimizer_cls_and_kwargs=(ParallelMuon, kwargs), callbacks=[Consolidate()])
+
+
+def under_trainer() -> nn.Module:
+    model = Net()
+    a_trainer(model, "unused", save_strategy="no").train()
     return model
 
 
-CASES = {"accelerate": under_accelerate, "lightning": under_lightning, "trainer": under_trainer}
+def resumed_by_trainer() -> nn.Module:
+    "Saved as Trainer does unless told otherwise, in the middle; another model goes on from there."
+    folder = Path(tempfile.gettempdir()) / f"golfnb-trainer-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    a_trainer(Net(), str(folder), save_steps=STEPS // 2).train()
+    model = Net()
+    for p in model.parameters():
+        p.data.zero_()
+    a_trainer(model, str(folder), save_steps=STEPS // 2).train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    return model
+
+
+CASES = {"accelerate": under_accelerate, "lightning": under_lightning, "trainer": under_trainer, "trainer resumed": resumed_by_trainer}
 
 
 def run_case(name: str) -> None:

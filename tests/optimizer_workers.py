@@ -3,6 +3,7 @@ import copy
 import logging
 import math
 import sys
+import time
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -486,14 +487,20 @@ def unaveraged(ranks):
 
 
 def rank_0_alone(ranks):
-    "`if rank == 0: optimizer.load_state_dict(...)`, or `state_dict()`, while the others leave once rank 0 has warned: what is heard."
-    (_, opt), (_, other) = fresh("vision", "plain", 0), fresh("vision", "plain", 1)
-    state, store = opt.state_dict(), dist.distributed_c10d._get_default_store()
-    if not ranks.is_rank0:
-        return store.wait(["warned"])
-    logging.getLogger("golfnb").addFilter(lambda record: store.set("warned", "") or True)
-    opt.wait_for_ranks, other.wait_for_ranks = partial(opt.wait_for_ranks, patience=0.3), partial(other.wait_for_ranks, patience=600)
-    return heard(opt.state_dict) + heard(lambda: other.load_state_dict(state))
+    "`if rank == 0: optimizer.state_dict()`, or `load_state_dict`, while the other is elsewhere, late or never; what is heard, whether all works afterwards."
+    model, opt = fresh("vision", "plain", 0)
+    state, store, said = opt.state_dict(), dist.distributed_c10d._get_default_store(), []
+    for name, call in (("save", opt.state_dict), ("load", lambda: opt.load_state_dict(state))):
+        opt.patience_s = 0.3
+        if ranks.is_rank0:
+            said += heard(call)
+            store.set(f"{name} alone", "")
+        else:
+            store.wait([f"{name} alone"])
+        opt.patience_s = 30.0
+        time.sleep(0.5 * ranks.rank)  # late, and waited for
+        said += heard(call)
+    return said, walk(model, opt, "plain", 0, 2)
 
 
 def rank_0_saves(ranks):
@@ -504,8 +511,48 @@ def rank_0_saves(ranks):
         with suppress(RuntimeError):  # nobody comes
             dist.barrier(group)
         return []
-    opt.wait_for_ranks = partial(opt.wait_for_ranks, patience=0.3)
+    opt.patience_s = 0.3
     return heard(opt.state_dict)
+
+
+def consolidated(ranks, how: str, to: int):
+    "Whether what rank `to` saves alone is what all save together; what is heard of the others, and of saving after a step; weights of a run that goes on from it."
+    model, opt = fresh("vision", how, 0)
+    walk(model, opt, how, 0, 2)
+    together = {k: full(s) for k, s in opt.state_dict()["state"].items()}
+    opt.consolidate_state_dict(to=to)
+    said, alone = [], None
+    if ranks.rank == to:
+        alone = copy.deepcopy(opt.state_dict())
+        assert all(torch.equal(t, together[k][name]) for k, s in alone["state"].items() for name, t in s.items()) and alone["state"].keys() == together.keys()
+    else:
+        said += heard(opt.state_dict)
+    given = [alone]
+    dist.broadcast_object_list(given, to)
+    walk(model, opt, how, 2, 1)
+    opt.patience_s = 0.2
+    said += heard(opt.state_dict) if ranks.rank == to else []
+    dist.barrier()
+    opt.patience_s = 30.0
+    opt.load_state_dict(given[0])
+    assert not heard(opt.state_dict), "after loading all save together"
+    said += heard(lambda: opt.consolidate_state_dict(to=ranks.world))
+    return said, {k: full(s) for k, s in opt.state_dict()["state"].items()}, together
+
+
+def joined(ranks):
+    "What is heard of ranks with other numbers of batches under DDP's join."
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+    opt = ParallelMuon(model, reduce="none")
+
+    def train():
+        with model.join():
+            for _ in range(2 + 2 * ranks.rank):
+                opt.zero_grad()
+                model(torch.ones(2, 4)).square().mean().backward()
+                opt.step()
+    return heard(train)
 
 
 def other_call(ranks):

@@ -18,7 +18,8 @@ from workers import spawn
 
 from golfnb.exchange import Group, block_of, matrices_of
 from golfnb.grouping import OptimizerError, param_groups
-from golfnb.optimizer import ParallelMuon
+from golfnb.newton_schulz import quintic
+from golfnb.optimizer import ParallelMuon, problem_with
 from golfnb.parallel_muon import Ranks
 from golfnb.rules import BankRule, MuonRule, NorMuonRule, rule_of
 from golfnb.settings import GolfError
@@ -261,6 +262,39 @@ def test_a_step_without_any_gradient_is_warned_of_once(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("way", ["unfrozen", "added", "trained"])
+def test_a_parameter_that_has_gradients_and_is_not_trained_is_told_once(way, caplog):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    if way == "unfrozen":
+        model[:3].requires_grad_(False)
+    opt = ParallelMuon(model)
+    for step in range(60):
+        if step == 10 and way == "unfrozen":
+            model.requires_grad_(True)
+        if step == 10 and way == "added":
+            model.append(nn.Linear(4, 4))
+        opt.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        opt.step()
+    said = [r.getMessage() for r in caplog.records if "not trained" in r.getMessage()]
+    assert len(said) == (0 if way == "trained" else 1)
+    assert way == "trained" or (said[0].startswith("6 parameters" if way == "unfrozen" else "2 parameters") and "add_param_group" in said[0])
+
+
+def test_what_was_guessed_stands_in_the_optimizer_s_table(caplog):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.gate = nn.Linear(8, 24, bias=False), nn.Linear(128, 2, bias=False)
+
+    model = nn.ModuleList(Block() for _ in range(2))
+    with caplog.at_level(logging.INFO, "golfnb"):
+        opt = ParallelMuon(model)
+    assert "0-1.qkv.weight (2 x [24, 8], split_sizes=(8, 8, 8)?)" in repr(opt)
+    assert "0-1.gate.weight (2 x [2, 128])" in repr(opt) and repr(opt) in caplog.text
+    assert repr(copy.deepcopy(opt)) == repr(opt)
+
+
 def test_the_callers_groups_stay_as_they_were():
     model = small()
     groups = param_groups(model)
@@ -478,6 +512,31 @@ def test_autocast_and_narrow_weights_learn():
         assert losses[-1] < losses[0] and all(p.dtype == dtype for p in model.parameters())
         states = [s for s in opt.state.values()]
         assert all(t.dtype == torch.float32 for s in states for t in s.values()) and all(("master" in s) == (dtype == torch.bfloat16) for s in states)
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_a_step_inside_autocast_is_the_step_outside(rule):
+    "With a closure, whose forward pass keeps the autocast of the loop."
+    def trained(inside):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)])
+        groups, dtypes = param_groups(model), set()
+        groups[0]["rule"] = rule
+        opt = ParallelMuon(groups)
+
+        def closure():
+            with torch.autocast("cpu", torch.bfloat16, enabled=torch.is_autocast_enabled("cpu") or not inside):
+                out = model(torch.randn(16, 8, generator=torch.Generator().manual_seed(opt.steps)))
+            dtypes.add(out.dtype)
+            opt.zero_grad()
+            out.float().square().mean().backward()
+
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                opt.step(closure)
+        assert dtypes == {torch.bfloat16}
+        return weights_of(model)
+    assert distance(trained(True), trained(False)) == 0
 
 
 def test_gradients_and_parameters_stay_where_they_are():
@@ -741,6 +800,80 @@ def test_states_of_dion_are_read():
     assert made.param_groups[0]["lr"] == 0.5 and made.param_groups[0]["momentum"] == 0.9 and made.param_groups[1]["betas"] == (0.8, 0.7)
 
 
+class AverageMuon(torch.optim.Optimizer):
+    "Keller Jordan's: momentum is an average, and its groups say nothing of it."
+
+    def __init__(self, params, lr=0.02, weight_decay=0.0, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - group["momentum"])
+                p.sub_(quintic(p.grad.lerp(average, group["momentum"])), alpha=group["lr"])
+
+
+FOREIGN = {
+    "average": AverageMuon, "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9), "NAdam": torch.optim.NAdam, "RAdam": torch.optim.RAdam, "Adamax": torch.optim.Adamax,
+    "SGD with dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.9), "SGD with decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam with decay": lambda p: torch.optim.Adam(p, weight_decay=0.1), "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True), "maximize": lambda p: torch.optim.AdamW(p, maximize=True),
+}
+
+
+def three(seed=0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)]).double()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("maker", FOREIGN)
+def test_state_of_an_unknown_optimizer_is_refused(maker, strict):
+    "What its buffers mean cannot be seen; nothing of it comes in, its lr and eps neither."
+    theirs = three()
+    old = FOREIGN[maker](list(theirs.parameters()))
+    walked(theirs, old, 2)
+    rule = "adamw" if "exp_avg" in next(iter(old.state.values())) else "muon"
+    opt = ParallelMuon([{"params": list(three().parameters()), "rule": rule}], lr=0.5)
+    before = {k: v for k, v in opt.param_groups[0].items() if k != "params"}
+    with pytest.raises(ValueError, match="not known here.*momentum_buffer as a sum.*group\\['rule'\\]"):
+        opt.load_state_dict(old.state_dict(), strict=strict)
+    assert {k: v for k, v in opt.param_groups[0].items() if k != "params"} == before
+    assert not any(t.any() for s in opt.state.values() for t in s.values())
+
+
+def test_who_knows_that_momentum_is_an_average_goes_on_from_it():
+    "As the sentence says: the sum is the average over 1 - momentum, and the group says its rule."
+    theirs, ours = three(), three()
+    old = AverageMuon(list(theirs.parameters()))
+    walked(theirs, old, 5)
+    ours.load_state_dict(theirs.state_dict())
+    new, saved = ParallelMuon(list(ours.parameters()), lr=0.02, weight_decay=0.0), copy.deepcopy(old.state_dict())
+    for state in saved["state"].values():
+        state["momentum_buffer"] /= 1 - 0.95
+    saved["param_groups"][0]["rule"] = "muon"
+    new.load_state_dict(saved)
+    walked(theirs, old, 3, 5)
+    walked(ours, new, 3, 5)
+    assert distance(weights_of(theirs), weights_of(ours)) < 1e-6  # eps
+
+
+@pytest.mark.parametrize("maker, rule, fits", [(torch.optim.SGD, "sgd", True), (torch.optim.SGD, "muon", False), (torch.optim.Muon, "sgd", False), (torch.optim.Adam, "adamw", True)])
+def test_state_of_another_rule_does_not_fit(maker, rule, fits):
+    theirs = three()
+    old = maker(list(theirs.parameters()), lr=0.01, **({"momentum": 0.9} if maker is torch.optim.SGD else {}))
+    walked(theirs, old, 2)
+    opt = ParallelMuon([{"params": list(three().parameters()), "rule": rule}])
+    if fits:
+        opt.load_state_dict(old.state_dict())
+        name = "momentum_buffer" if rule == "sgd" else "exp_avg"
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(opt.state.values(), old.state.values(), strict=True)) and opt.param_groups[0]["lr"] == 0.01
+    else:
+        with pytest.raises(ValueError, match=f"another rule here than that of torch.optim.{maker.__name__}"):
+            opt.load_state_dict(old.state_dict())
+
+
 def test_compiled_and_grown_models_take_over_what_fits():
     model = small()
     opt = ParallelMuon(model)
@@ -879,7 +1012,7 @@ def several(request):
     jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
     jobs += [("early", (), {}), ("unaveraged", (), {})]
     if world == 2:
-        jobs.append(("rank_0_alone", (), {}))
+        jobs += [("rank_0_alone", (), {}), ("consolidated", ("plain", 1), {}), ("consolidated", ("sharded", 0), {})]
     return world, run_ranks(world, jobs)
 
 
@@ -953,8 +1086,8 @@ def test_the_group_of_all_ranks_is_not_kept():
 
 
 def test_a_barrier_of_the_other_ranks_does_not_let_rank_0_save_alone():
-    ((warned, error),), _ = run_ranks(2, [("rank_0_saves", (), {})])
-    assert "ParallelMuon.state_dict()" in warned and error == f"GolfError: {warned}"
+    ((error,),), _ = run_ranks(2, [("rank_0_saves", (), {})])
+    assert "ParallelMuon.state_dict()" in error and error.startswith("GolfError")
 
 
 def test_ranks_that_save_and_load_at_once_hear_of_it():
@@ -1016,12 +1149,43 @@ def test_gradients_leave_during_backward(several):
             assert distance(found, want) < 1e-10
 
 
-def test_what_one_rank_alone_calls_is_told_soon(several):
+def test_what_one_rank_alone_calls_ends_soon_and_leaves_nothing_behind(several):
+    "Once the wait is over in a sentence with the way out; then all ranks, one of them late, save, load and train."
     if several[0] != 2:
         return
-    warned, error, late = several[1][0][-1]
-    assert "rank 0" in warned and "ParallelMuon.state_dict()" in warned
-    assert error == f"GolfError: {warned}" and "ParallelMuon.load_state_dict()" in late, "warned while it waits, refused as soon as the other has left"
+    ((saves, loads), weights), (none, others) = (out[-3] for out in several[1])
+    for said, call in ((saves, "state_dict"), (loads, "load_state_dict")):
+        assert f"rank 0 misses rank 1 in ParallelMuon.{call}()" in said
+        assert "every rank must call it" in said and "consolidate_state_dict(to=rank)" in said and "patience_s" in said
+    assert none == [] and distance(weights, others) == 0
+    model = build("vision")
+    opt = ParallelMuon(model, **SETTINGS)
+    for step in range(2):
+        opt.zero_grad()
+        backward(model, step, 0, 1)
+        opt.step()
+    assert distance(weights, weights_of(model)) < 1e-10
+
+
+@pytest.mark.parametrize("case, to", [(-2, 1), (-1, 0)], ids=["plain", "sharded"])
+def test_one_rank_saves_alone_what_was_consolidated(several, case, to):
+    if several[0] != 2:
+        return
+    for rank, (said, after, before) in enumerate(out[case] for out in several[1]):
+        words, last = said
+        assert last == "GolfError: to must be a rank, 0 to 1, found 2"
+        if rank == to:
+            assert "misses rank" in words, "after a step it is old"
+        else:
+            assert f"consolidate_state_dict(to={to})" in words and f"rank {rank} has no state" in words
+        assert after.keys() == before.keys() and all(torch.equal(t, before[k][name]) for k, s in after.items() for name, t in s.items())
+
+
+def test_the_wait_is_ten_seconds_and_can_be_set():
+    opt = ParallelMuon(build("vision"))
+    assert ParallelMuon.patience_s == 10.0
+    opt.patience_s = 60.0
+    assert copy.deepcopy(opt).patience_s == 60.0
 
 
 # --- accidents and bad input
@@ -1087,6 +1251,25 @@ def test_a_launcher_without_a_group_and_ddp_are_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(GolfError, match="reduce='none'"):
         ParallelMuon(object.__new__(nn.parallel.DistributedDataParallel))
+
+
+def test_what_no_weight_is_made_of():
+    "ZeRO-3's placeholders; MPS, where float64 is missing."
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for p in model.parameters():
+        p.ds_shape, p.data = p.shape, torch.empty(0)
+    for call in (lambda: ParallelMuon(model), lambda: param_groups(model), lambda: ParallelMuon([{"params": list(model.named_parameters()), "rule": "adamw"}])):
+        with pytest.raises(ValueError, match="0.weight is a placeholder.*ZeRO-3"):
+            call()
+
+    class OnMps(torch.Tensor):
+        device = torch.device("mps")
+    assert "float64" in problem_with("w", torch.ones(2, 2).as_subclass(OnMps))
+
+
+def test_under_ddp_s_join_the_first_step_refuses():
+    for rank, (said,) in enumerate(run_ranks(2, [("joined", (), {})])):
+        assert len(said) == 1 and "join()" in said[0] and "same number of batches" in said[0], rank
 
 
 def test_what_a_step_refuses():

@@ -174,6 +174,21 @@ class Bare(nn.Module):
         self.up, self.down = nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(4, 8))
 
 
+class Numbered(nn.Module):
+    "Blocks as attributes, and one of their class under another name."
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+        self.block1, self.block2, self.between = (Block(4) for _ in range(3))
+
+
+class NumberedLinears(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.norm1, self.norm2 = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4)
+
+
 def layers(kind=nn.ModuleList, count=2):
     return kind(Block(4) for _ in range(count)) if kind is nn.ModuleList else kind(*(Block(4) for _ in range(count)))
 
@@ -189,6 +204,8 @@ BLOCKS = {
     "parameters without layers": (lambda: nn.ModuleList(Bare() for _ in range(2)), ["0.", "1."]),
     "features and classifier": (lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Dropout(), nn.Linear(4, 2))), [""]),
     "linears alone": (lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), [""]),
+    "numbered attributes": (lambda: Numbered(), ["block1.", "block2.", "between."]),
+    "numbered linears": (lambda: NumberedLinears(), [""]),
     "one layer, many times": (lambda: nn.ModuleList([Block(4)] * 3), ["0.", "1.", "2."]),
 }
 
@@ -296,6 +313,34 @@ def test_what_is_no_hidden_matrix_is_for_adamw(make, name):
 def test_thin_is_64_times_as_long_as_wide():
     found = in_blocks(lambda: Holds(thin=(2, 128), less=(2, 127), batch=(5, 2, 128)))
     assert found == {"thin": ADAMW, "less": MUON, "batch": ADAMW}
+
+
+def test_a_long_matrix_that_is_wide_is_no_gate():
+    "DeepSeek-V3's kv_b_proj at its size and with twice the heads; what is as long, and narrow."
+    class Mla(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with torch.device("meta"):
+                self.kv_b_proj, self.twice, self.gates = nn.Linear(512, 32768, bias=False), nn.Linear(512, 65536, bias=False), nn.Linear(8192, 127, bias=False)
+
+    found = in_blocks(Mla)
+    assert found == {"kv_b_proj.weight": MUON, "twice.weight": MUON, "gates.weight": ADAMW}
+
+
+@pytest.mark.parametrize("width", [64, 896, 4096])
+@pytest.mark.parametrize("rank", [2, 16, 128])
+def test_both_halves_of_an_adapter_have_one_rule_whatever_their_shapes(width, rank):
+    "Named as PEFT, diffusers and torchtune do."
+    class Lora(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with torch.device("meta"):
+                self.base = nn.Linear(width, 4 * width, bias=False)
+                self.lora_A, self.lora_B = (nn.ModuleDict({"default": nn.Linear(*shape, bias=False)}) for shape in ((width, rank), (rank, 4 * width)))
+                self.lora_down, self.lora_up = nn.Linear(width, rank), nn.Linear(rank, width)
+
+    found = in_blocks(Lora)
+    assert found.pop("base.weight") == MUON and all(how == ADAMW for how in found.values()) and len(found) == 6
 
 
 def test_a_marked_parameter_is_for_adamw():
@@ -447,9 +492,51 @@ def test_little_for_muon_is_told_with_the_largest(caplog):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_model_of_the_tables_is_warned_of(name, caplog):
+def test_models_of_the_tables_are_warned_of_fused_matrices_alone(name, caplog):
     param_groups(MODELS[name](), filter=FILTERS.get(name))
-    assert not ours(caplog)
+    fused = {"GPT-2": "c_attn.weight (3 x [32, 96], split_sizes=(32, 32, 32)?)", "Mamba": "in_proj.weight", "Mixtral": "gate_up_proj (3 x [4, 96, 32], split_sizes=(48, 48)?)", "Qwen2-MoE": "gate_up_proj"}
+    said = [record.getMessage() for record in ours(caplog)]
+    assert len(said) == (name in fused)
+    assert not said or (said[0].startswith("several matrices by their names") and fused[name] in said[0])
+
+
+class Fused(nn.Module):
+    "Names of ModernBERT, timm, DiT, DeepSeek and grouped queries; T5's wi and an ordinary MLP, which are not fused."
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleDict({"Wqkv": nn.Linear(8, 24), "qkv_proj": nn.Linear(8, 16), "kv_b_proj": nn.Linear(8, 32)})
+        self.mlp = nn.ModuleDict({"Wi": nn.Linear(8, 32), "wi": nn.Linear(8, 32), "up": nn.Linear(8, 32), "wide": nn.Linear(8, 24), "gate_up_proj": nn.Linear(8, 22)})
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(8, 48))
+
+
+def test_matrices_that_look_fused_are_named_with_the_sizes_to_write(caplog):
+    model = nn.ModuleList(Fused() for _ in range(2))
+    groups = param_groups(model)
+    (said,) = [r.getMessage() for r in ours(caplog)]
+    for words in ("0-1.attn.Wqkv.weight (2 x [24, 8], split_sizes=(8, 8, 8)?)", "0-1.attn.qkv_proj.weight (2 x [16, 8], split_sizes=(8, 4, 4)?)", "0-1.attn.kv_b_proj.weight (2 x [32, 8])",
+                  "0-1.mlp.Wi.weight (2 x [32, 8], split_sizes=(16, 16)?)", "0-1.mlp.gate_up_proj.weight (2 x [22, 8], split_sizes=(11, 11)?)", "0-1.adaLN_modulation.1.weight (2 x [48, 8])"):
+        assert words in said
+    assert ".wi." not in said and ".up." not in said and said == groups.notes[0]
+    (three,) = groups.notes[1:]
+    assert "three times as many outputs" in three and "0-1.mlp.wide.weight" in three and "Wqkv" not in three
+
+
+def test_a_filter_settles_what_is_fused(caplog):
+    def settle(name, p):
+        if "Wqkv" in name and p.ndim == 2:
+            return {"rule": "muon", "split_sizes": (8, 8, 8)}
+        return "muon" if p.ndim == 2 else None
+    assert param_groups(nn.ModuleList(Fused() for _ in range(2)), filter=settle).notes == () and not ours(caplog)
+
+
+def test_what_a_threshold_decides_is_said_with_it(caplog):
+    with caplog.at_level(logging.INFO, "golfnb"):
+        groups = param_groups(nn.ModuleList(Holds(gate=(2, 128), low=(128, 8192), up=(8, 4)) for _ in range(2)))
+    thin, long = groups.notes
+    assert thin.startswith("for AdamW, since 64 times") and "narrower than 128: 0-1.gate (2 x [2, 128])" in thin
+    assert long == "for Muon, though 64 times as long as wide or more: 0-1.low (2 x [128, 8192])"
+    assert [r.getMessage() for r in ours(caplog)] == [thin, long]
 
 
 def test_what_is_no_matter_of_choice_is_not_warned_of(caplog):

@@ -18,6 +18,7 @@ CASES = {  # numbers of a group for each rule
     "muon": [{"nesterov": False}, {"ns_coefficients": "polar_express", "adjust_lr_fn": "match_rms_adamw"}, {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 8},
              {"ns_coefficients": ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5)), "ns_steps": 3, "adjust_lr_fn": None, "momentum": 0.0}],
     "normuon": [{}, {"beta2": 0.5, "nesterov": False, "ns_steps": 2}, {"transposed": True}],
+    "muoneq_r": [{}, {"ns_coefficients": "polar_express", "nesterov": False}, {"transposed": True, "ns_steps": 2}],
     "adamw": [{}, {"betas": (0.0, 0.999), "eps": 1e-3}],
     "sgd": [{}, {"nesterov": True}, {"momentum": 0.0}],
 }
@@ -140,6 +141,15 @@ def normuon_reference(grad, kept, group):
     return each(lambda v: v * total, balanced)
 
 
+def muoneq_r_reference(grad, kept, group):
+    made = momentum_step(grad, kept, group)
+    made = turned(made) if group.get("transposed") else made
+    made = [[v / math.sqrt(sum(v * v for v in row)) for v in row] for row in made]
+    made = turned(made) if group.get("transposed") else made
+    scale = factor(len(grad), len(grad[0]), group["adjust_lr_fn"])
+    return each(lambda v: scale * v, orthogonal(made, group))
+
+
 def adamw_reference(grad, kept, group):
     (beta1, beta2), zeros = group["betas"], each(lambda g: 0.0, grad)
     n = kept["n"] = kept.get("n", 0) + 1
@@ -148,7 +158,7 @@ def adamw_reference(grad, kept, group):
     return each(lambda m, v: m / (1 - beta1 ** n) / (math.sqrt(v / (1 - beta2 ** n)) + group["eps"]), kept["m"], kept["v"])
 
 
-REFERENCES = {"sgd": sgd_reference, "muon": muon_reference, "normuon": normuon_reference, "adamw": adamw_reference}
+REFERENCES = {"sgd": sgd_reference, "muon": muon_reference, "normuon": normuon_reference, "muoneq_r": muoneq_r_reference, "adamw": adamw_reference}
 
 
 def expected(group: Mapping, shape) -> Tensor:
@@ -183,7 +193,7 @@ def test_a_step_that_does_not_count_changes_nothing(name, numbers):
         assert state["step"].item() == sum(COUNTS)
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon"])
+@pytest.mark.parametrize("name", ["muon", "normuon", "muoneq_r"])
 def test_in_a_stack_each_matrix_counts_for_itself(name):
     group = group_of(name)
     weight = start((3, 5, 7))
@@ -322,7 +332,7 @@ def test_products_are_narrow_on_gpus_only():
     assert product_dtype(Like(wide, True), {"product_dtype": wide}) == wide
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon"])
+@pytest.mark.parametrize("name", ["muon", "normuon", "muoneq_r"])
 def test_what_is_rounded_before_it_travels_gives_the_same_bits(name):
     group = group_of(name, product_dtype=torch.bfloat16)
     stack, ok = start((3, 40, 24), torch.float32), torch.tensor(True)
@@ -332,13 +342,24 @@ def test_what_is_rounded_before_it_travels_gives_the_same_bits(name):
     assert torch.equal(first["row_moment"], second["row_moment"])
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon"])
+@pytest.mark.parametrize("name", ["muon", "normuon", "muoneq_r"])
 def test_zeros_stay_zeros(name):
     group = {**group_of(name), "eps": 1e-7}
     weight = start((2, 4, 6), torch.float32)
     before = weight.clone()
     move(weight, torch.zeros(2, 4, 6), new_state(weight, group), {**group, "weight_decay": 0.0}, torch.tensor(True))
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_muoneq_r_does_not_see_the_length_of_a_row(dtype):
+    "Nor does it grow one of zeros."
+    group, grad = group_of("muoneq_r", product_dtype=dtype, eps=1e-7), start((2, 6, 9)).float()
+    grad[:, 3] = 0
+    scales = 2.0 ** torch.arange(-3.0, 3.0).view(1, 6, 1)
+    first, scaled = (rule_of(group).direction(g, {}, group, torch.tensor(True)) for g in (grad, grad * scales))
+    torch.testing.assert_close(first, scaled, rtol=0, atol=0)
+    assert first.dtype == dtype and first.isfinite().all() and not first[:, 3].any()
 
 
 def test_normuon_keeps_the_norm_and_balances_rows():
