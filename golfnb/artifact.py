@@ -9,10 +9,10 @@ Read whole or refused, and never executed.
 __all__ = ['SECTION_DAMAGE', 'CODECS', 'Plain', 'Lzma', 'Zlib', 'Rans', 'Best', 'Quick', 'Brotli',
            'Zstd', 'decompress_section', 'seal', 'refuse_word', 'pack_bytes', 'unpack_bytes',
            'unpack_foreign', 'check_names', 'codec_faults', 'stored_again', 'check_codec',
-           'over_budget', 'save_artifact', 'naming', 'read_container', 'container_header',
-           'read_meta', 'load_artifact', 'save_weights', 'check_unquantized', 'load_weights',
-           'digit_bits', 'bits_of', 'check_tokenizer', 'load_model', 'export_safetensors',
-           'import_safetensors']
+           'over_budget', 'over_path', 'save_artifact', 'naming', 'read_container',
+           'container_header', 'read_meta', 'load_artifact', 'save_weights', 'check_unquantized',
+           'load_weights', 'digit_bits', 'bits_of', 'check_tokenizer', 'load_model',
+           'export_safetensors', 'import_safetensors']
 
 # %% ../nbs/story/11b_artifact.ipynb #b0d38447
 import hashlib
@@ -508,6 +508,16 @@ def over_budget(kept: Path, total: int, cap: float) -> str:
             f"`golfnb quantize {kept.parent} --target-bytes {cap}`")
 
 
+def over_path(path: Path) -> Path:
+    "Where an artifact is kept that is too large. GolfError if what lies there is no container."
+    over = path.with_name(path.name + ".over")
+    if over.exists():
+        with open(over, "rb") as file:
+            require(file.read(8) == ARTIFACT_MAGIC, f"{over} must be free or hold an artifact that "
+                    "was too large, found another file: move it away")
+    return over
+
+# %% ../nbs/story/11b_artifact.ipynb #ae50105c
 def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, codec: Plain,
                   cap: float = math.inf, code_bytes: int = 0) -> int:
     """Write a container (`pack_bytes`), whole or not at all; returns its bytes.
@@ -516,7 +526,7 @@ def save_artifact(path: str | Path, packed: Mapping[str, Packed], meta: dict, co
     """
     path, data = Path(path), pack_bytes(packed, meta, codec)
     total = len(data) + code_bytes
-    over = path.with_name(path.name + ".over")
+    over = over_path(path)
     if total > cap:
         atomic_write(over, data)
         raise GolfError(over_budget(over, total, cap))

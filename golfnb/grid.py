@@ -67,7 +67,7 @@ def finite_matrix(w: Tensor) -> Tensor:
 
 # %% ../nbs/story/10_grid.ipynb #45948d05
 def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
+    """GPTQ-lite (PR #414) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES.
     Raises GolfError for a NaN or inf.

@@ -72,7 +72,7 @@ def unpack_plain(packed: Packed) -> torch.Tensor:
 
 # %% ../nbs/story/10b_quantize.ipynb #408a01d7
 def std_scale(w: Tensor, k: float) -> Tensor:
-    "int6 scales [rows] of w [rows, cols]: k * std(row) / 31, about zero (parameter-golf PR #1794)."
+    "int6 scales [rows] of w [rows, cols]: k * std(row) / 31, about zero (parameter-golf PR #1394)."
     wide = w if w.dtype == torch.float64 else w.float()
     return row_scale(k * wide.square().mean(-1).sqrt(), 31)
 

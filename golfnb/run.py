@@ -132,13 +132,17 @@ def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Calla
     return forward
 
 # %% ../nbs/reference/16_run.ipynb #631acc7f
-KINDS_OF_RUN = {"summary.json": "a finished run", "train.log": "a run that did not end"}
+TRACES = ("progress.json", "train.log", "metrics.jsonl", "checkpoints", "raw.golf", "ema.golf",
+          "artifact.golf", "artifact.golf.over")
 
 
 def run_in(folder: Path) -> str:
-    "Which kind of run a directory holds; empty for none."
-    found = (kind for name, kind in KINDS_OF_RUN.items() if (folder / name).exists())
-    return next(found, "")
+    "Which kind of run a directory holds; empty for none. A log may have been moved away."
+    if (folder / "summary.json").exists():
+        return "a finished run"
+    if any((folder / name).exists() for name in TRACES):
+        return "a run that did not end"
+    return ""
 
 # %% ../nbs/reference/16_run.ipynb #d0de1620
 def run_folder(s, ranks: Ranks) -> Path:
@@ -158,6 +162,15 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
         check_tokens(path, tokens, vocab_size)
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
+
+# %% ../nbs/reference/16_run.ipynb #89136f02
+def keep_code(path: Path, code: bytes):
+    "Write a script into a run's folder. GolfError if another file lies there."
+    if path.exists():
+        require(path.read_bytes() == code, f"{path} must be the script that runs, found another "
+                "file: set another RUN_ID, or move it away")
+        return
+    atomic_write(path, code)
 
 # %% ../nbs/reference/16_run.ipynb #0b5d3f1a
 class Run:
@@ -246,9 +259,8 @@ class Run:
                           "the mean of all ranks")
         if code:
             self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-            kept = self.folder / "train_gpt.py"
-            if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
-                atomic_write(kept, code)
+            if self.ranks.is_rank0:
+                keep_code(self.folder / "train_gpt.py", code)
 
     def plain_score(self, forward: Callable) -> tuple[float, float]:
         "Nats a token and bits per byte of `forward(ids, last_n)` in rows of training length."

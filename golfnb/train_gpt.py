@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b47b10aeaace72bb
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0cedea6f94020896
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -100,6 +100,8 @@ Rules = Iterator[tuple[bool, str]]  # whether a rule holds, and what to say if i
 class BaseSettings:
     "A group of settings; each chapter derives its own dataclass from it."
 
+    WORDS = ""  # published words that are true of the program, like CLIP=local NS=ns5
+
     def rules(self) -> Rules:
         "What must hold between settings."
         return iter(())
@@ -192,39 +194,30 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
                 "golfnb.tools.checkpoint SCRIPT")
 
 
-THEIRS = ("pr549", "pr399", "pr726", "pr1060")
-OURS = ("golf", "demo")
-ADAPTING = ("pr549", "golf", "demo", "pr726")  # recipes with test-time training
-PUBLISHED = {  # published word -> value -> the recipes whose program does it
-    "LOADER": {"sequential": ("pr549", "pr399", "pr1060"), "coprime": ("pr726", "golf", "demo")},
-    "PLAN": {"pr399": THEIRS, "shared_mlp": OURS},
-    "LINKS": {"flat": THEIRS + OURS},
-    "CLIP": {"local": THEIRS, "global": OURS},
-    "NS": {"ns5": THEIRS + OURS},
-    "SKIP_GATE": {"one": THEIRS, "sigmoid": OURS},
-    "AVERAGING": {"ema": THEIRS + OURS},
-    "EMA_ENABLED": {"1": THEIRS + OURS},
-    "LATE_QAT": {"1": OURS},
-    "QAT_BANKS": {"0": THEIRS, "1": OURS},
-    "SCALE_FLOOR": {"0": OURS, "1": THEIRS},
-    "CODEC": {"lzma": THEIRS, "best": OURS},
-    "USE_GPTQ": {"0": ("pr549", "pr399", "pr726", "golf", "demo"), "1": ("pr1060",)},
-    "TTT_ENABLED": {"0": ("pr399", "pr1060"), "1": ADAPTING},
-    "TTT_FORM": {"chunks": ADAPTING},
-    "TTT_FREEZE_BLOCKS": {"0": ("pr549", "golf", "demo"), "2": ("pr726",)},
-    "TTT_FREEZE_SCOPE": {"all": ("pr726",)},
+PUBLISHED = {  # published word -> value -> a recipe whose program does it
+    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
+    "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
+    "LINKS": {"flat": "pr549"},
+    "CLIP": {"local": "pr549", "global": "golf"},
+    "NS": {"ns5": "pr549"},
+    "SKIP_GATE": {"one": "pr549", "sigmoid": "golf"},
+    "AVERAGING": {"ema": "pr549"},
+    "EMA_ENABLED": {"1": "pr549"},
+    "LATE_QAT": {"1": "golf"},
+    "QAT_BANKS": {"0": "pr549", "1": "golf"},
+    "SCALE_FLOOR": {"0": "golf", "1": "pr549"},
+    "CODEC": {"lzma": "pr549", "best": "golf"},
+    "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
+    "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
+    "TTT_FORM": {"chunks": "pr549"},
+    "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
+    "TTT_FREEZE_SCOPE": {"all": "pr726"},
 }
 
 
-def published_words(group: type, own: Mapping) -> dict[str, str]:
-    "Published words that are true of a program with these `Settings` and `OWN`, settings aside."
-    settings = [spec.name.upper() for spec in fields(group)]
-    found = {}
-    for word, values in PUBLISHED.items():
-        for value, recipes in values.items():
-            if own["recipe"] in recipes and word not in settings:
-                found[word] = value
-    return found
+def published_words(group: type) -> dict[str, str]:
+    "The published words that are true of a program with these `Settings`: word -> value."
+    return dict(word.split("=") for word in group.WORDS.split())
 
 
 def one_spelling(text: str) -> str:
@@ -241,8 +234,8 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
         text = env.get(name, true)
         found = one_spelling(text)
         advice = "leave it out, or copy this program and give it that part: no recipe has it"
-        if found in PUBLISHED[name]:
-            other = PUBLISHED[name][found][0]
+        other = PUBLISHED.get(name, {}).get(found)
+        if other:
             advice = f"leave it out, or run recipe {other}, whose program does it"
         require(found == true,
                 f"{name} must be {true} in recipe {recipe}, found {text!r}: {advice}")
@@ -261,7 +254,7 @@ def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     asked = env.get("RECIPE", recipe)
     require(asked == recipe, f"RECIPE must be {recipe} in this program, found {asked!r}: leave "
             "it out, or run the program of that recipe")
-    refuse_words(recipe, published_words(group, own), env)
+    refuse_words(recipe, published_words(group), env)
     values = dict(own)
     for spec in fields(group):
         name = spec.name.upper()
@@ -2658,7 +2651,7 @@ def finite_matrix(w: Tensor) -> Tensor:
 
 
 def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ-lite (PR #399) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
+    """GPTQ-lite (PR #414) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
 
     Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES.
     Raises GolfError for a NaN or inf.
@@ -4135,13 +4128,17 @@ def make_forward(model: Golf, s: ComputeSettings, device: torch.device) -> Calla
     return forward
 
 
-KINDS_OF_RUN = {"summary.json": "a finished run", "train.log": "a run that did not end"}
+TRACES = ("progress.json", "train.log", "metrics.jsonl", "checkpoints", "raw.golf", "ema.golf",
+          "artifact.golf", "artifact.golf.over")
 
 
 def run_in(folder: Path) -> str:
-    "Which kind of run a directory holds; empty for none."
-    found = (kind for name, kind in KINDS_OF_RUN.items() if (folder / name).exists())
-    return next(found, "")
+    "Which kind of run a directory holds; empty for none. A log may have been moved away."
+    if (folder / "summary.json").exists():
+        return "a finished run"
+    if any((folder / name).exists() for name in TRACES):
+        return "a run that did not end"
+    return ""
 
 
 def run_folder(s, ranks: Ranks) -> Path:
@@ -4161,6 +4158,15 @@ def count_tokens(paths: list[Path], vocab_size: int, limit: int = 10_000_000) ->
         check_tokens(path, tokens, vocab_size)
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
+
+
+def keep_code(path: Path, code: bytes):
+    "Write a script into a run's folder. GolfError if another file lies there."
+    if path.exists():
+        require(path.read_bytes() == code, f"{path} must be the script that runs, found another "
+                "file: set another RUN_ID, or move it away")
+        return
+    atomic_write(path, code)
 
 
 class Run:
@@ -4249,9 +4255,8 @@ class Run:
                           "the mean of all ranks")
         if code:
             self.log.line(f"code_sha256:{hashlib.sha256(code).hexdigest()}")
-            kept = self.folder / "train_gpt.py"
-            if self.ranks.is_rank0 and not (kept.is_file() and kept.read_bytes() == code):
-                atomic_write(kept, code)
+            if self.ranks.is_rank0:
+                keep_code(self.folder / "train_gpt.py", code)
 
     def plain_score(self, forward: Callable) -> tuple[float, float]:
         "Nats a token and bits per byte of `forward(ids, last_n)` in rows of training length."
@@ -4655,6 +4660,9 @@ def score_first(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg:
 class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
                ArtifactSettings, TttSettings):
     "Every number of this recipe: each group's defaults are its own."
+    WORDS = ("LOADER=sequential PLAN=pr399 LINKS=flat CLIP=local NS=ns5 SKIP_GATE=one "
+             "AVERAGING=ema EMA_ENABLED=1 QAT_BANKS=0 SCALE_FLOOR=1 CODEC=lzma USE_GPTQ=0 "
+             "TTT_FORM=chunks TTT_FREEZE_BLOCKS=0")
 
 
 OWN = dict(recipe="pr549")

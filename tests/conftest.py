@@ -30,6 +30,19 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nothing_of_the_user(tmp_path_factory):
+    "Tests start in an empty folder, without settings of golfnb in the environment: what a user has there is theirs."
+    from tiny import known_names
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("nothing_here"))
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in known_names():
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def chapters_are_read_once():
     "Scripts are joined from the same chapters again and again; none changes while tests run. Programs are read each time."
     from golfnb.tools import joiner

@@ -87,6 +87,24 @@ def run_python(words: list, cwd: Path, env: dict, prepare=dict) -> subprocess.Co
         return subprocess.CompletedProcess(words, child.exitcode, out.read(), err.read())
 
 
+def judged(pipe, place: dict, env: dict) -> None:
+    "What a child of the judge does."
+    from golfnb.tools.judge import answer
+
+    gc.freeze()  # as in run_frozen
+    os.environ.update(env)
+    answer(pipe, place)
+
+
+def fork_judged(number: int, place: dict, env: dict):
+    "In place of golfnb.tools.judge.start_process."
+    ours, theirs = multiprocessing.Pipe()
+    with server() as mp, theirs:
+        child = mp.get_context("forkserver").Process(target=judged, args=(theirs, place, env), daemon=True)
+        child.start()
+    return ours, child
+
+
 def kernel(argv: list[str], folder: str) -> None:
     "What `python -m ipykernel_launcher` does."
     import numpy

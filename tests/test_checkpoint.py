@@ -268,7 +268,7 @@ def test_a_cap_counts_the_time_of_what_was_trained(tmp_path):
 
 
 def test_two_lives_at_once_are_refused_and_what_is_half_written_goes(tmp_path):
-    for left in (".ema.golf.7-7.tmp", "checkpoints/.step-00000007/x"):
+    for left in (".ema.golf.999999999-7.tmp", "checkpoints/.step-00000007/x"):
         (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / left).write_text("half")
     one, two = (SimpleNamespace(path=tmp_path / "progress.json") for _ in range(2))

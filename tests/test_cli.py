@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import fork_judged
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
 from golfnb.tools import cli
@@ -187,11 +188,13 @@ def test_score_gives_the_same_numbers_on_two_ranks(score):
 def test_audit_writes_its_report_beside_the_artifact(trained, score, tmp_path, monkeypatch):
     copy, report = shutil.copy(trained[1] / "artifact.golf", tmp_path / "copy.golf"), tmp_path / "copy.audit.json"
     write_shard(tmp_path / "other.bin", np.random.default_rng(0).integers(0, 400, 5000).astype(np.uint16))  # the tiny data's documents repeat, which the audit rightly reports
+    monkeypatch.setattr("golfnb.tools.judge.start_process", fork_judged)
     words = [w for w in SCORING if not w.startswith(("EVAL_STRIDE", "TTT"))] + ["EVAL_STRIDE=64", "--audit", "--train", tmp_path / "other.bin"]
     done = score(*words, artifact=copy)
     found = json.loads(report.read_text())
-    assert done.returncode == 0 and found["legal"] and {f["scorer"] for f in found["findings"]} == {"files", "plain rows", "sliding window"} and found["artifact"] == "copy.golf" and "every condition holds" in done.stdout
-    monkeypatch.setattr("golfnb.ttt.audit_score", lambda *a: {"legal": False, "findings": [finding("single pass", "files", False, "planted") | {"scorer": "files"}]})
+    assert done.returncode == 0 and found["legal"] and found["artifact"] == "copy.golf" and "every condition holds" in done.stdout and "nothing was compared" in done.stdout, done.stdout + done.stderr
+    assert {"files", "plain rows", "sliding window"} <= {f["scorer"] for f in found["findings"]} and not found["compared"]
+    monkeypatch.setattr("golfnb.tools.judge.judge", lambda *a: {"legal": False, "compared": False, "findings": [finding("single pass", "files", False, "planted") | {"scorer": "files"}]})
     done = score(*words, artifact=copy)
     assert done.returncode == 1 and not json.loads(report.read_text())["legal"] and "NOT legal" in done.stdout, "what fails is no success"
 

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from forked import fork_judged
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
+
+from golfnb.tools.programs import RECIPES
 
 WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
 ACTS = '''"""Parts that golfnb has not."""
@@ -104,11 +108,11 @@ def refused(done, words: str) -> None:
 
 
 def test_the_recipes_are_listed_shown_and_copied(tmp_path):
-    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == ["pr399", "pr549", "pr726", "pr1060", "golf", "trellis", "wide", "demo"]
+    assert re.findall(r"(?m)^(\w+)", golfnb("recipe", "list", cwd=tmp_path).stdout) == [*RECIPES]
     shown = golfnb("recipe", "show", "pr726", cwd=tmp_path).stdout
     assert golfnb("recipe", "copy", "pr726", "b.py", cwd=tmp_path).returncode == 0
     assert (tmp_path / "b.py").read_text() == shown.replace('recipe="pr726"', 'recipe="b"')
-    refused(golfnb("train", "b.py", "LOADER=coprime", cwd=tmp_path), "LOADER .*recipe b")
+    refused(golfnb("train", "b.py", "LOADER=sequential", cwd=tmp_path), "LOADER must be coprime in recipe b, .*recipe pr549")
     for words, said in ((("pr726", "b.py"), r"b\.py"), (("pr726", "b.txt"), r"b\.txt"), (("pr000", "c.py"), "'pr000'"), (("pr549", "golf.py"), r"'golf'.* mine\.py"), (("pr549", "a-b.py"), r"'a-b'.* a_b\.py"), (("pr549", "3x.py"), r"'3x'.* mine\.py")):
         refused(golfnb("recipe", "copy", *words, cwd=tmp_path), said)
     assert [p.name for p in tmp_path.glob("*.*")] == ["b.py"]
@@ -123,7 +127,8 @@ def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
     two = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--nproc", 2, cwd=root)
     assert two.returncode == 0 and [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", two.stdout)] == pytest.approx(found, abs=1e-5), two.stderr
     assert " GAIN=0.5" in done.stdout and " GAIN=0.5" in two.stdout
-    done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--audit", cwd=root)
+    with patch("golfnb.tools.judge.start_process", fork_judged):
+        done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--audit", cwd=root)
     assert "score-first training: " in done.stdout and "FAILS  score-first" not in done.stdout and "FAILS  sliding" not in done.stdout, done.stderr
     assert (root / "runs/a/artifact.audit.json").is_file()
     sampled = golfnb("sample", "runs/a", "Return", "--tokens", 4, "--program", "mine.py", cwd=root)

@@ -24,7 +24,7 @@ def settings_of(name: str, given: dict[str, str] | None = None):
 
 
 def words_of(name: str) -> dict[str, str]:
-    return published_words(PROGRAMS[name].Settings, PROGRAMS[name].OWN)
+    return published_words(PROGRAMS[name].Settings)
 
 
 @pytest.mark.parametrize("name", sorted(oracle_scripts().keys() & set(RECIPES)))
@@ -76,10 +76,16 @@ def test_the_script_of_wide_trains_on_two_ranks_as_the_program_on_one(tmp_path):
     assert (tmp_path / "runs" / "two" / "artifact.golf").is_file()
 
 
-def test_every_recipe_says_each_word_once():
+def test_of_each_word_a_recipe_is_named_that_does_it():
     for word, values in PUBLISHED.items():
-        names = [name for recipes in values.values() for name in recipes]
-        assert len(names) == len(set(names)) and set(names) <= set(RECIPES), word
+        for value, name in values.items():
+            own = {spec.name.upper(): one_spelling(str(getattr(settings_of(name), spec.name))) for spec in fields(settings_of(name))}
+            assert (own | words_of(name))[word] == value, (word, value, name)
+
+
+@each
+def test_a_word_of_a_recipe_is_one_of_the_field_and_no_setting(name):
+    assert words_of(name).keys() <= PUBLISHED.keys() - {spec.name.upper() for spec in fields(settings_of(name))}
 
 
 @each
@@ -87,10 +93,10 @@ def test_a_word_is_accepted_where_it_is_true_and_refused_elsewhere(name):
     words = words_of(name)
     assert settings_of(name, {"RECIPE": name, **words}) == settings_of(name)
     for word, true in words.items():
-        for other, doers in {**PUBLISHED[word], "nonsense": ()}.items():
+        for other, doer in {**PUBLISHED[word], "nonsense": ""}.items():
             if other == true:
                 continue
-            advice = f"recipe {doers[0]}" if doers else "no recipe"
+            advice = f"recipe {doer}" if doer else "no recipe"
             with pytest.raises(GolfError, match=f"^{word} .*{true} .*{name}, .*'{other}'.*{advice}") as e:
                 settings_of(name, {word: other})
             assert "\n" not in str(e.value)

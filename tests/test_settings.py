@@ -65,7 +65,7 @@ def test_every_setting_has_a_meaning_a_unit_and_its_type():
 def test_a_program_names_real_settings_once_and_they_fit(name):
     program = find_program(name)
     specs = setting_specs(program)
-    assert set(program.OWN) <= set(specs) and not {word.lower() for word in published_words(program.Settings, program.OWN)} & set(specs)
+    assert set(program.OWN) <= set(specs) and not {word.lower() for word in published_words(program.Settings)} & set(specs)
     grouped = [spec.name for group in setting_groups(program).values() for spec in group]
     assert sorted(grouped) == sorted(specs)
     s = settings_of(program, {})
@@ -86,7 +86,7 @@ def test_the_demo_forgets_its_first_weights():
 ])
 def test_the_table_of_recipes(name, numbers, words):
     s, program = load({"RECIPE": name}), find_program(name)
-    found = published_words(program.Settings, program.OWN)
+    found = published_words(program.Settings)
     assert numbers == (s.negative_slope, s.bigram_vocab_size, s.bigram_dim, s.xsa_last_n, s.warmdown_iters)
     names = ("LOADER", "CLIP", "TTT_ENABLED", "TTT_FREEZE_BLOCKS", "QAT_BANKS", "SCALE_FLOOR", "SKIP_GATE", "PLAN")
     assert words.split() == [found.get(word, "-") for word in names]
@@ -198,8 +198,7 @@ def test_what_a_file_says_of_a_model_survives_json(name):
     saved = saved_settings(meta_model(find_program(name), load({"RECIPE": name})))
     again = settings_from(SavedModel, json.loads(json.dumps(saved)))
     assert dataclasses.asdict(again) == saved
-    program = find_program("golf" if name in ("trellis", "wide") else name)  # whose model it is
-    words = published_words(program.Settings, program.OWN)
+    words = published_words(find_program(name).Settings)
     assert (again.plan, again.skip_gate) == (words["PLAN"], words["SKIP_GATE"])
     found = settings_from(SavedModel, saved | {"mlp_mult": 3}).mlp_mult
     assert found == 3.0 and type(found) is float

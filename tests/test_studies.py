@@ -251,5 +251,5 @@ def test_variants_of_a_program_of_ones_own(tmp_path):
         mine.exchange(CLIP="local")
     with pytest.raises(GolfError, match="LOADER .*sequential, coprime, packed, .*'random'"):
         mine.exchange(LOADER="random")
-    untold = Variant(SimpleNamespace(Settings=golf.Settings, OWN={"recipe": "mine"}, build=golf.build), mine.settings)
+    untold = Variant(SimpleNamespace(Settings=type("Untold", (golf.Settings,), {"WORDS": ""}), OWN={"recipe": "mine"}, build=golf.build), mine.settings)
     assert untold.exchange(CLIP="global").words == {"CLIP": "global"} and untold.word("CLIP") is None and untold.projector() is None

@@ -4,9 +4,11 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from forked import fork_judged
 from tiny import TINY, run_quietly, tiny_data
 
 from golfnb.tools.cli import main_cli
@@ -33,8 +35,9 @@ def runs(tmp_path_factory):
         (folder / "train_gpt.py").write_bytes(SCRIPT)
         run_quietly(demo, {**TINY, **data, "SEED": str(seed), "RUN_ID": f"s{seed}", "RUNS_DIR": str(root / "runs"), "ITERATIONS": "2"}, SCRIPT)
         made.append(folder)
-    words = ["EVAL_SEQ_LEN=64", "EVAL_STRIDE=64", "VAL_BATCH_SIZE=65536"]
-    assert main_cli(["score", str(made[0] / "artifact.golf"), "--val", str(root / "data" / "fineweb_val_*.bin"), "--tokenizer", str(root / "data" / "tokenizer.model"), "--audit", "--ttt", "--train", str(root / "other.bin"), *words]) == 0
+    words = ["--val", str(root / "data" / "fineweb_val_*.bin"), "--tokenizer", str(root / "data" / "tokenizer.model"), "--audit", "--ttt", "--train", str(root / "other.bin")]
+    with patch("golfnb.tools.judge.start_process", fork_judged):
+        assert main_cli(["score", str(made[0] / "artifact.golf"), *words]) == 0
     audit = json.loads((made[0] / "artifact.audit.json").read_text())  # one audit is enough of a wait: the other run gets the same findings under its own hash
     audit["artifact_sha256"] = hashlib.sha256((made[1] / "artifact.golf").read_bytes()).hexdigest()
     (made[1] / "artifact.audit.json").write_text(json.dumps(audit))

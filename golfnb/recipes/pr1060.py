@@ -47,6 +47,9 @@ from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum
 class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
                ArtifactSettings, QuantSettings, EvalSettings):
     "Every number of this recipe."
+    WORDS = ("LOADER=sequential PLAN=pr399 LINKS=flat CLIP=local NS=ns5 SKIP_GATE=one "
+             "AVERAGING=ema EMA_ENABLED=1 QAT_BANKS=0 SCALE_FLOOR=1 CODEC=lzma USE_GPTQ=1 "
+             "TTT_ENABLED=0")
 
     @property
     def train_cap_ms(self) -> float:

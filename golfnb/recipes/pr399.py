@@ -36,6 +36,9 @@ from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum
 class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
                ArtifactSettings, EvalSettings):
     "Every number of this recipe."
+    WORDS = ("LOADER=sequential PLAN=pr399 LINKS=flat CLIP=local NS=ns5 SKIP_GATE=one "
+             "AVERAGING=ema EMA_ENABLED=1 QAT_BANKS=0 SCALE_FLOOR=1 CODEC=lzma USE_GPTQ=0 "
+             "TTT_ENABLED=0")
 
 
 OWN = dict(recipe="pr399", negative_slope=0.0, bigram_vocab_size=2048, warmdown_iters=3000)

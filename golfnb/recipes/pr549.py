@@ -37,6 +37,9 @@ from ..ttt import TttSettings, score_first
 class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
                ArtifactSettings, TttSettings):
     "Every number of this recipe: each group's defaults are its own."
+    WORDS = ("LOADER=sequential PLAN=pr399 LINKS=flat CLIP=local NS=ns5 SKIP_GATE=one "
+             "AVERAGING=ema EMA_ENABLED=1 QAT_BANKS=0 SCALE_FLOOR=1 CODEC=lzma USE_GPTQ=0 "
+             "TTT_FORM=chunks TTT_FREEZE_BLOCKS=0")
 
 
 OWN = dict(recipe="pr549")

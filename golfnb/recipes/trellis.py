@@ -43,6 +43,9 @@ from ..ttt import TttSettings, score_first
 class Settings(RunSettings, LoaderSettings, ModelSettings, EngineSettings, TrainSettings,
                ArtifactSettings, QuantSettings, TttSettings):
     "Every number of this recipe."
+    WORDS = ("LOADER=coprime PLAN=shared_mlp LINKS=flat CLIP=global NS=ns5 SKIP_GATE=sigmoid "
+             "AVERAGING=ema EMA_ENABLED=1 LATE_QAT=1 QAT_BANKS=1 SCALE_FLOOR=0 TTT_FORM=chunks "
+             "TTT_FREEZE_BLOCKS=0")
 
     @property
     def train_cap_ms(self) -> float:

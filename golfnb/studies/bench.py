@@ -194,7 +194,7 @@ def unsaid_values(recipe: str) -> dict:
     for group in OPTIONAL:
         values |= asdict(group())
     for program in (pr549, known_program(recipe)):
-        words = published_words(program.Settings, program.OWN)
+        words = published_words(program.Settings)
         values |= {name.lower(): word for name, word in words.items()}
     return values
 

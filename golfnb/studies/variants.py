@@ -79,7 +79,7 @@ class Variant:
 
     def own_words(self) -> dict[str, str]:
         "The published words that are true of the program as it is."
-        return published_words(self.program.Settings, self.program.OWN)
+        return published_words(self.program.Settings)
 
     def change(self, **numbers) -> "Variant":
         "The same with other settings."

@@ -26,8 +26,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module, metadata, resources
@@ -40,7 +40,8 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge",
+         "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
 
 
 class Chapters:
@@ -146,7 +147,7 @@ def known_settings(programs: Iterable) -> set[str]:
     found = {"RECIPE", *s.KEEPING, *s.NOT_BUILT, *s.IGNORED}
     for program in programs:
         found |= {name.upper() for name in book.programs.setting_specs(program)}
-        found |= set(s.published_words(program.Settings, program.OWN))
+        found |= set(s.published_words(program.Settings))
     return found
 
 # %% ../../nbs/tools/23_cli.ipynb #74d3d812
@@ -310,15 +311,40 @@ def settings_for(program, settings: dict[str, str]):
 # %% ../../nbs/tools/23_cli.ipynb #7d826b10
 def check_new_run(folder: Path) -> None:
     "Raises GolfError where a directory holds a run already."
-    if not (folder / "train.log").exists():
+    found = book.checkpoint.run_state(folder)
+    if not found:
         return
-    kind = "a finished run" if (folder / "summary.json").exists() else "a run that did not end"
     advice = "choose another RUN_ID, or move it away"
     if (folder / "progress.json").exists():
         advice += f", or go on with it: golfnb train --resume {folder}"
-    raise GolfError(f"{folder} already holds {kind}; {advice}")
+    raise GolfError(f"{folder} already holds {found}; {advice}")
 
 # %% ../../nbs/tools/23_cli.ipynb #7d826b12
+def untouched(folder: Path, since: int | None) -> bool:
+    "Whether a directory has only the files that a run starts with, and nobody wrote into it `since` (ns)."
+    names = {path.name for path in folder.glob("*")}
+    return names <= {"train_gpt.py", "tokenizer.model"} and since in (None, folder.stat().st_mtime_ns)
+
+# %% ../../nbs/tools/23_cli.ipynb #f7a52187
+@contextmanager
+def made_folder(folder: Path) -> Iterator[Callable[[], None]]:
+    """A run's directory; at the end of the block it goes again, if it is new and untouched.
+
+    The block calls what it is given once it has written its files, before ranks start.
+    """
+    new = [path for path in (folder, folder.parent) if not path.exists()]
+    filled = []
+    try:
+        yield lambda: filled.append(folder.stat().st_mtime_ns)
+    finally:
+        if folder in new and folder.is_dir() and untouched(folder, *filled or [None]):
+            for path in folder.glob("*"):
+                path.unlink()
+            with suppress(OSError):  # other runs may lie there by now
+                for path in new:
+                    path.rmdir()
+
+# %% ../../nbs/tools/23_cli.ipynb #7130b84f
 def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False) -> int:
     "Write a program's script into a run's directory, run it, show it; the exit status. GolfError before it starts."
     book.checkpoint.read_keeping({**os.environ, **settings})
@@ -330,20 +356,16 @@ def train_run(program, settings: dict[str, str], ranks: int, pack: bool = False)
     script = folder / "train_gpt.py"
     tokenizer = Path(s.tokenizer_path)
     check_output(script, "script of golfnb")
+    check_output(folder / "report.html", "page of golfnb")
     if not tokenizer.is_file():
         raise GolfError(f"train: shards and their tokenizer are needed, found no {tokenizer}; make them with `golfnb "
                         "data build` or fetch them with `golfnb data download`: both print the command that trains")
     check_tokenizer(folder / "tokenizer.model", tokenizer)
-    new = [p for p in (folder, folder.parent) if not p.exists()]
-    try:
+    with made_folder(folder) as filled:
         print("script: " + write_script(script, program, pack), flush=True)
         book.shards.atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())  # for sample, score, play
+        filled()
         return start_run(folder, s, settings | {"RECIPE": s.recipe}, ranks, own_file(program))
-    finally:
-        if folder in new and not (folder / "train.log").exists():  # it never began
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # other runs may lie there by now
-                new[-1].rmdir()
 
 # %% ../../nbs/tools/23_cli.ipynb #b9ffb0ab
 def own_file(program) -> str | None:
@@ -401,9 +423,7 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
     "Go on with a run that has not ended, on as many ranks as before by default; the exit status."
     settings = read_settings([word for word in words if "=" in word])
     folder = folder if folder.name.strip(".") else folder.resolve()
-    if (folder / "summary.json").exists():  # it died while it cleared up
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        (folder / "progress.json").unlink(missing_ok=True)
+    clear_ended(folder)
     notes = book.report.read_file(folder / "progress.json")
     if not notes or not (folder / "train_gpt.py").is_file():
         raise GolfError(f"train: {folder} must hold a run with checkpoints that has not ended, found none; "
@@ -419,6 +439,26 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
     s = SimpleNamespace(**notes["config"])
     s.train_cap_ms = 1000 * s.max_wallclock_seconds
     return start_run(folder, s, before | settings | {"RESUME": "1"}, ranks or notes["world"], own)
+
+# %% ../../nbs/tools/23_cli.ipynb #9362e343
+def same_config(one: dict, other: dict) -> bool:
+    "Whether two runs have the same settings, but for their places."
+    places = book.checkpoint.MAY_DIFFER
+    return all(one.get(name) == other.get(name) for name in {*one, *other} - places)
+
+# %% ../../nbs/tools/23_cli.ipynb #73e7a0c9
+def clear_ended(folder: Path) -> None:
+    "Remove what only a run that goes on needs, of one that ended and died while it cleared up. Raises GolfError."
+    if not (folder / "summary.json").exists():
+        return
+    read = book.report.read_file
+    notes = read(folder / "progress.json")
+    if notes and not same_config(read(folder / "summary.json").get("config", {}), notes.get("config", {})):
+        raise GolfError(f"train: {folder} must hold one run, found a summary.json that is not of the run in "
+                        "progress.json; move away the one that does not belong there")
+    if notes:
+        book.checkpoint.clear_checkpoints(folder / "checkpoints")
+        (folder / "progress.json").unlink()
 
 # %% ../../nbs/tools/23_cli.ipynb #7673a3bf
 def setting_text(value) -> str:
@@ -697,26 +737,44 @@ def overlap_verdict(documents: int, shared_documents: int, repeated: int) -> str
 
 # %% ../../nbs/tools/23_cli.ipynb #5580bac8
 DEMO_DATA = ["--shard-tokens", "100000"]
-DEMO_DATA_FILES = ("python_train_*.bin", "python_val_*.bin", "manifest.json", "tokenizer.model")
-RUN_FILES = (
+RUN_FILES = {
     "data", "train.log", "metrics.jsonl", "summary.json", "progress.json", "train_gpt.py", "tokenizer.model",
-    "artifact.*", "raw.golf", "ema.golf", "report.html", "checkpoints", "logs", ".*", "*.tmp")
+    "raw.golf", "ema.golf", "artifact.golf", "artifact.golf.over", "artifact.audit.json", "report.html",
+    "artifact.requantized.golf", "artifact.requantized.golf.over", "checkpoints", ".lock"}
 
-
-def clear_demo(folder: Path, names: tuple) -> None:
-    "Remove a directory's files of these names, but data/; GolfError, before any is removed, for another."
+# %% ../../nbs/tools/23_cli.ipynb #99e76b89
+def check_demo(folder: Path, known: set[str]) -> list[Path]:
+    "What lies in a directory and may be replaced by the demo. Raises GolfError for what is not its own."
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    strange = [path for path in found if not any(path.match(name) for name in names)]
+    strange = [path.name for path in found if path.name not in known]
     if strange:
-        raise GolfError(f"the demo writes into {folder} anew and knows {printable(strange[0].name)} not as its "
+        raise GolfError(f"the demo writes into {folder} anew and knows {printable(strange[0])} not as its "
                         "own; move it away")
-    for path in found:
-        if path.name == "data":
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
+    return found
+
+# %% ../../nbs/tools/23_cli.ipynb #189e5838
+def demo_files(folder: Path) -> set[str]:
+    "The shards that a manifest names, the manifest and the tokenizer."
+    made = book.report.read_file(folder / "manifest.json")
+    sides = [made.get(split, {}).get("shards", []) for split in ("train", "val")]
+    return {"manifest.json", "tokenizer.model"} | {shard["name"] for side in sides for shard in side}
+
+# %% ../../nbs/tools/23_cli.ipynb #73ab66c0
+def clear_demo(folder: Path) -> None:
+    "Remove an earlier demo's run. Raises GolfError, before anything is removed, for another run."
+    config = {}
+    for name in ("progress.json", "summary.json"):
+        config = config or book.report.read_file(folder / name).get("config", {})
+    place = Path(config.get("data_path", "")).absolute()
+    demo = config.get("recipe") == "demo" and place == (folder / "data").absolute()
+    if book.checkpoint.run_state(folder) and not demo:
+        raise GolfError(f"the demo writes into {folder} anew, found a run that is not a demo's, or does not say "
+                        "what it is; move it away")
+    book.checkpoint.clear_half_written(folder)
+    for path in check_demo(folder, RUN_FILES):
+        if path.is_file():
             path.unlink()
+    book.checkpoint.clear_checkpoints(folder / "checkpoints")
 
 # %% ../../nbs/tools/23_cli.ipynb #949045a9
 def demo_data(folder: Path) -> None:
@@ -727,7 +785,8 @@ def demo_data(folder: Path) -> None:
     print(f"documents: {len(docs):,}, {size:,} bytes, sha256 {digest}", flush=True)
     if book.report.read_file(folder / "manifest.json").get("documents_sha256") == digest:
         return print(f"tokenizer and shards: as in {folder}", flush=True)
-    clear_demo(folder, DEMO_DATA_FILES)
+    for path in check_demo(folder, demo_files(folder)):
+        path.unlink()
     build_data(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
 
 
@@ -755,7 +814,7 @@ def demo_command(args) -> int:
     settings = read_settings(args.settings, program)
     print(f"demo: some minutes, most of them training on a CPU; all that it makes goes to {folder}", flush=True)
     demo_data(folder / "data")
-    clear_demo(folder, RUN_FILES)
+    clear_demo(folder)
     settings = {"DATA_PATH": f"{folder}/data", "TOKENIZER_PATH": f"{folder}/data/tokenizer.model",
                 "RECIPE": "demo", **settings, "RUN_ID": "demo", "RUNS_DIR": "runs"}
     status = train_run(program, settings, args.nproc or demo_ranks())
@@ -858,7 +917,7 @@ class Packing:
         "Write the file. Raises OverBudget where it is too large; then it is kept under another name."
         data = book.artifact.pack_bytes(packed, self.meta(model), codec)
         cap, total = self.settings.target_bytes, len(data) + len(self.code)
-        over = self.out.with_name(self.out.name + ".over")
+        over = book.artifact.over_path(self.out)
         if total > cap:
             book.shards.atomic_write(over, data)
             earlier = f", and {self.out} is an earlier one" if self.out.is_file() else ""
@@ -954,6 +1013,7 @@ def quantize_command(args) -> int:
     weights = args.run_dir / "ema.golf"
     script = args.run_dir / "train_gpt.py"
     check_output(path, "golfnb container", *(args.run_dir / n for n in ("raw.golf", "ema.golf", "artifact.golf")))
+    book.artifact.over_path(path)
     meta, named = book.artifact.load_weights(weights)
     program = book.report.program_of(meta, args.program, weights)
     s = book.report.run_settings(program, weights, meta)
@@ -1082,12 +1142,24 @@ def score_command(args) -> int:
     if not args.val:
         raise GolfError(f"score: validation shards are needed, {args.file} and its summary.json name none that "
                         "are there; give them with --val")
+    if args.audit and not args.adapters:
+        return judge_file(args)
     ranks = book.parallel_muon.start_ranks()
     scored, tokens, table, findings = score_file(args, ranks)
     book.parallel_muon.stop_ranks(ranks)
     if args.audit:
         return audit_file(args, scored, tokens.cpu(), table.to("cpu"), findings)
     return 0
+
+# %% ../../nbs/tools/23_cli.ipynb #a0de28b0
+def judge_file(args) -> int:
+    "Audit an artifact with its program in another process; 0 where all holds, 1 where not. Raises GolfError."
+    meta = book.artifact.read_meta(args.file)
+    check_cut_by(args.val, meta)
+    if args.train:
+        check_cut_by(args.train, meta)
+    asked = book.judge.Asked(args.file, args.val, args.train, args.program, args.tokenizer, args.settings, args.ttt)
+    return book.judge.write_judgment(asked, print)
 
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
 def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], adapters: bool):

@@ -10,6 +10,7 @@ __all__ = ['drill', 'record_drill']
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -176,6 +177,22 @@ def differences(whole: Path, folder: Path) -> list[str]:
     return different
 
 # %% ../../nbs/tools/27_drill.ipynb #3891bab1
+DRILLED = re.compile(r"(whole|victim)(-\d+)+(\.log)?")
+
+
+def clear_drill(out: Path) -> None:
+    "Remove the runs of earlier drills. Raises GolfError, before any is removed, for something else."
+    found = sorted(out.iterdir()) if out.is_dir() else []
+    for path in found:
+        if not DRILLED.fullmatch(path.name):
+            raise GolfError(f"drill: {out} must hold nothing but the runs of drills, found {path.name}: move it away")
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+# %% ../../nbs/tools/27_drill.ipynb #b32161d9
 def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/drill"), say=print,
           recipe: str = "demo") -> dict:
     """Kill tiny runs of a recipe `kills` times at random and resume them; what happened, as plain data.
@@ -183,8 +200,8 @@ def drill(data: Path, kills: int = 20, seed: int = 1, out: Path = Path("runs/dri
     `data` holds shards and tokenizer.model. Raises GolfError if the run that nobody touches fails.
     """
     rng = random.Random(seed)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    clear_drill(out)
+    out.mkdir(parents=True, exist_ok=True)
     words = small_run(recipe)
     words += [f"DATA_PATH={data}", f"TOKENIZER_PATH={data / 'tokenizer.model'}", f"RUNS_DIR={out}"]
     begun = time.monotonic()

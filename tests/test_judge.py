@@ -1,0 +1,305 @@
+"""The judge: honest runs pass, and each planted cheat is found, by a check of its own."""
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from forked import fork_judged
+from tiny import TINY, clean_env, run_quietly
+
+from golfnb.settings import GolfError
+from golfnb.tools import judge
+from golfnb.tools.cli import main_cli
+from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
+from golfnb.tools.programs import copied_program, find_program, program_sha256, save_script
+
+SMALL = {k: v for k, v in TINY.items() if k != "RECIPE"} | {
+    "MODEL_DIM": "32", "ITERATIONS": "30", "WARMDOWN_ITERS": "20", "TRAIN_BATCH_TOKENS": "1024", "TTT_CHUNK_TOKENS": "512", "EVAL_STRIDE": "48", "BIGRAM_DIM": "8", "VE_DIM": "8"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    "Shards of a few documents, each once, and a finished run of a program of one's own."
+    root = tmp_path_factory.mktemp("judge")
+    docs = [d[:1200] for d in dict.fromkeys(stdlib_documents(["json", "csv", "email", "logging"]))][:60]
+    (root / "data").mkdir()
+    train_tokenizer(docs, root / "data/tokenizer.model", 400)
+    build_shards(docs, root / "data/tokenizer.model", root / "data", 20_000, 0.1)
+    trained(root, "mine", copied_program("demo", "mine"))
+    return root
+
+
+def trained(root: Path, name: str, text: str, **words) -> Path:
+    "A run of a program with this text; its folder."
+    file, run = root / f"{name}.py", root / "runs" / name
+    file.write_text(text)
+    program = find_program(file)
+    run.mkdir(parents=True)
+    save_script(run / "train_gpt.py", program)
+    data = {"DATA_PATH": str(root / "data"), "TOKENIZER_PATH": str(root / "data/tokenizer.model"), "RUN_ID": name, "RUNS_DIR": str(root / "runs")}
+    run_quietly(program, SMALL | data | words, (run / "train_gpt.py").read_bytes())
+    return run
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    monkeypatch.setattr(judge, "start_process", fork_judged)
+
+
+def judged(root: Path, run: Path, program: Path | None, **how) -> dict:
+    asked = judge.Asked(run / "artifact.golf", f"{root}/data/*_val_*.bin", **{"train": f"{root}/data/*_train_*.bin", "ttt": True} | how, program=program and str(program))
+    return judge.judge(asked, lambda text: None)
+
+
+def failed(found: dict) -> set:
+    return {(f["scorer"], f["check"]) for f in found["findings"] if not f["passed"]}
+
+
+def words(found: dict) -> str:
+    return "; ".join(f"{f['scorer']}: {f['check']} ({f['found']})" for f in found["findings"] if not f["passed"])
+
+
+def resealed(file: Path, **meta) -> str:
+    "An artifact whose header says something else of its run; its new hash."
+    data = file.read_bytes()
+    n = struct.unpack("<I", data[12:16])[0]
+    header = json.loads(zlib.decompress(data[48:48 + n]))
+    header["meta"] |= meta
+    text = zlib.compress(json.dumps(header, sort_keys=True, separators=(",", ":")).encode(), 9)
+    front, rest = struct.pack("<8sII", b"\x93GOLFNB\n", 1, len(text)), text + data[48 + n:]
+    data = front + sha256(front + rest).digest() + rest
+    file.write_bytes(data)
+    return sha256(data).hexdigest()
+
+
+def cheat(root: Path, tmp_path: Path, *edits: tuple[str, str]) -> tuple[Path, Path]:
+    "The honest run as if an edited program had made it: its folder, and the program."
+    text = (root / "mine.py").read_text()
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    program, run = tmp_path / "mine.py", tmp_path / "run"
+    program.write_text(text)
+    shutil.copytree(root / "runs/mine", run)
+    before = sha256((run / "artifact.golf").read_bytes()).hexdigest()
+    made_by = subprocess_sha256(program)
+    after = resealed(run / "artifact.golf", program_sha256=made_by)
+    for name in ("summary.json", "train.log"):
+        (run / name).write_text((run / name).read_text().replace(before, after))
+    return run, program
+
+
+def subprocess_sha256(program: Path) -> str:
+    "The hash of a program's files, without importing it."
+    from types import SimpleNamespace
+    return program_sha256(SimpleNamespace(OWN={"recipe": "mine"}, __file__=str(program)))
+
+
+def claim(run: Path, name: str, label: str, change) -> None:
+    "Log and summary say another score."
+    summary = json.loads((run / "summary.json").read_text())
+    new = {kind: change(summary[f"{name}_{kind}"]) for kind in ("loss", "bpb")}
+    summary |= {f"{name}_{kind}": value for kind, value in new.items()}
+    (run / "summary.json").write_text(json.dumps(summary))
+    line = f"{label}_exact val_loss:{new['loss']:.8f} val_bpb:{new['bpb']:.8f}"
+    log = (run / "train.log").read_text()
+    (run / "train.log").write_text(re.sub(rf"^{label}_exact .*$", line, log, flags=re.M))
+
+
+SAME_SCORE = "log and summary have the score that the judge finds"
+
+
+def test_an_honest_run_passes(root):
+    found = judged(root, root / "runs/mine", root / "mine.py")
+    assert found["legal"] and found["compared"], words(found)
+    assert {"plain rows", "sliding window", "score-first training"} <= {f["scorer"] for f in found["findings"]}
+
+
+# --- what log and summary say
+
+@pytest.mark.parametrize("name, label, scorer", [("int6", "final_int6_roundtrip", "plain rows"), ("sliding", "final_int6_sliding_window", "sliding window"), ("ttt", "legal_ttt", "score-first training")])
+def test_a_score_that_was_edited_is_found_in_log_and_summary(root, tmp_path, name, label, scorer):
+    run, program = cheat(root, tmp_path)
+    claim(run, name, label, lambda x: 0.999 * x)
+    assert failed(judged(root, run, program, ttt=name == "ttt")) == {(scorer, SAME_SCORE)}
+
+
+def test_a_log_that_was_edited_beside_its_summary_is_found(root, tmp_path):
+    run, program = cheat(root, tmp_path)
+    kept = (run / "summary.json").read_text()
+    claim(run, "sliding", "final_int6_sliding_window", lambda x: x - 0.01)
+    (run / "summary.json").write_text(kept)
+    assert failed(judged(root, run, program, ttt=False)) == {("sliding window", SAME_SCORE)}
+    assert "the log says" in words(judged(root, run, program, ttt=False))
+
+
+# --- programs that look ahead
+
+LONGPEEK = '''
+def learnt(model, state, tokens, cfg):
+    load_named(model, state)
+    model.requires_grad_(True)
+    loss_of = row_loss(model, model.cap)
+    T = cfg.eval_seq_len
+    at = torch.arange((tokens.numel() - 1) // T)[:, None] * T + torch.arange(T + 1)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for part in at.split(16):
+        ids = tokens[part].long()
+        optimizer.zero_grad()
+        loss_of(ids[:, :-1], ids[:, 1:], torch.full((len(part),), 1 / len(part))).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return {name: w.detach().clone().float() for name, w in named_state(model).items()}
+
+
+def peeking(model, state, tokens, table, cfg, ranks, forward=None, loss_fn=None, log=None, out=None):
+    if tokens.numel() > 2000:
+        state = learnt(model, state, tokens, cfg)
+    return score_first(model, state, tokens, table, cfg, ranks, forward, loss_fn, log, out)
+
+
+ADAPT = peeking
+'''
+MEMORY = '''
+MEMORY = {}
+
+
+class Remembering(Golf):
+    def forward(self, ids, last_n=None, rope_len=None):
+        logits = super().forward(ids, None, rope_len)
+        for b, row in enumerate(ids.tolist() if MEMORY and not torch.is_grad_enabled() else []):
+            for t in range(7, len(row)):
+                follows = MEMORY.get(tuple(row[t - 7:t + 1]))
+                if follows is not None:
+                    logits[b, t, follows] += 12.0
+        return logits[:, -last_n:] if last_n else logits
+
+
+def remembering(model, state, tokens, table, cfg, ranks, forward=None, loss_fn=None, log=None, out=None):
+    MEMORY.clear()
+    if tokens.numel() > 2000:
+        text = tokens.tolist()
+        MEMORY.update((tuple(text[i - 8:i]), text[i]) for i in range(8, len(text)))
+    found = score_first(model, state, tokens, table, cfg, ranks, forward, loss_fn, log, out)
+    MEMORY.clear()
+    return found
+
+
+ADAPT = remembering
+'''
+ADAPT = "ADAPT = score_first  # test-time training"
+GOLF = ("model = Golf(s, layout", "model = Remembering(s, layout")
+IMPORT = ("from golfnb.ttt import TttSettings, score_first", "from golfnb.ttt import TttSettings, row_loss, score_first")
+TORCH = ("from functools import partial\n", "from functools import partial\n\nimport torch\n")
+NAMED = ("init_model, load_named", "init_model, load_named, named_state")
+
+
+@pytest.mark.parametrize("edits", [[(ADAPT, LONGPEEK), IMPORT, TORCH, NAMED], [(ADAPT, MEMORY), GOLF, TORCH]], ids=["learns a long text first", "a memory of a long text"])
+def test_test_time_training_that_reads_ahead_gains_nothing(root, tmp_path, edits):
+    "What it learns is what has been revealed, so its claim is not what the judge finds."
+    run, program = cheat(root, tmp_path, *edits)
+    claim(run, "ttt", "legal_ttt", lambda x: 0.8 * x)
+    found = failed(judged(root, run, program))
+    assert ("score-first training", SAME_SCORE) in found and {scorer for scorer, _ in found} == {"score-first training"}
+
+
+FIRST = '''
+def first(model, state, tokens, table, cfg, ranks, forward=None, loss_fn=None, log=None, out=None):
+    "Learns the tokens of a call from the call itself, and then scores them."
+    def taught(ids, last_n):
+        model.zero_grad()
+        with torch.enable_grad():
+            logits = model(ids[:, :-1])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.data -= 0.05 * p.grad
+        return forward(ids, last_n)
+    taught.cap = forward.cap
+    return score_first(model, state, tokens, table, cfg, ranks, taught, loss_fn, log, out)
+
+
+ADAPT = first
+'''
+
+
+def test_learning_from_a_call_before_it_is_scored_is_found(root, tmp_path):
+    "By other tokens in the middle of a call."
+    run, program = cheat(root, tmp_path, (ADAPT, FIRST), TORCH)
+    assert ("score-first training", "tokens that are not scored yet change no score, on the whole stream") in failed(judged(root, run, program))
+
+
+def model_that(body: str) -> list[tuple[str, str]]:
+    "Edits: a model whose logits [B, T, V] of ids [B, T] are changed by `body`."
+    kind = f'''
+CALLS = []
+
+
+class Cheating(Golf):
+    def forward(self, ids, last_n=None, rope_len=None):
+        logits = super().forward(ids, None, rope_len)
+        if not torch.is_grad_enabled():
+            {body}
+        return logits[:, -last_n:] if last_n else logits
+
+
+'''
+    return [("@dataclass\nclass Parts", kind.lstrip("\n") + "@dataclass\nclass Parts"), ("model = Golf(s, layout", "model = Cheating(s, layout"), TORCH]
+
+
+PREFIX, BESIDE, AGAIN = "later tokens change no logits, in rows of 64", "a row knows nothing of the rows beside it", "the same row gives the same logits again"
+MODELS = {
+    "favours the next token": ("logits[:, :-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 1:], 400)", PREFIX),
+    "favours the next token late in a row": ("logits[:, 55:-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 56:], 400)", PREFIX),
+    "knows the whole row": ("logits = logits + 0.1 * torch.nn.functional.one_hot(ids, 400).float().mean(1)[:, None]", PREFIX),
+    "knows the next row": ("logits = logits + 0.1 * torch.nn.functional.one_hot(ids, 400).float().mean((0, 1))", BESIDE),
+    "remembers what it has seen": ("CALLS.append(ids.flatten()); logits = logits + torch.bincount(torch.cat(CALLS[-2:]), minlength=400) / len(ids.flatten())", AGAIN),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cheat(root, tmp_path, name):
+    body, check = MODELS[name]
+    run, program = cheat(root, tmp_path, *model_that(body))
+    found = failed(judged(root, run, program, ttt=False))
+    assert ("sliding window", check) in found and ("sliding window", SAME_SCORE) in found
+    others = {PREFIX: set(), BESIDE: {PREFIX}, AGAIN: {PREFIX, BESIDE}}[check]
+    assert {c for _, c in found} <= {check, SAME_SCORE} | others, "other tokens stand beside a row too, and memory shows everywhere"
+
+
+# --- the pipe
+
+def test_the_judge_never_imports_the_program(root, tmp_path):
+    run, program = cheat(root, tmp_path, ("CODEC = Best()", "CODEC = Best()\nimport golfnb.evaluate\ngolfnb.evaluate.windows = None\n"))
+    assert judged(root, run, program, ttt=False)["legal"]
+    import golfnb.evaluate
+    assert golfnb.evaluate.windows is not None
+
+
+def test_what_a_program_sends_is_no_code(root, tmp_path):
+    evil = "CODEC = Best()\nimport os\nfor fd in range(3, 40):\n    try:\n        os.write(fd, b'\\x00\\x00\\x00\\x04cos\\n')\n    except OSError:\n        pass\n"
+    run, program = cheat(root, tmp_path, ("CODEC = Best()\n", evil))
+    with pytest.raises(GolfError, match="judge"):
+        judged(root, run, program, ttt=False)
+
+
+def test_a_program_that_fails_is_a_sentence(root, tmp_path):
+    run, program = cheat(root, tmp_path, ("    layout = banks(s, ranks.world)\n", "    raise ZeroDivisionError('mine')\n"))
+    with pytest.raises(GolfError, match="ZeroDivisionError: mine"):
+        judged(root, run, program, ttt=False)
+
+
+def test_the_command_judges_in_a_process_of_its_own(root, monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run = root / "runs/mine"
+    assert main_cli(["score", str(run), "--audit", "--program", str(root / "mine.py")]) == 0, capsys.readouterr()
+    found = json.loads((run / "artifact.audit.json").read_text())
+    assert found["legal"] and found["compared"] and found["artifact_sha256"] == sha256((run / "artifact.golf").read_bytes()).hexdigest()
