@@ -50,6 +50,7 @@ from .shards import (
     atomic_write,
     check_tokens,
     find_shards,
+    left_out,
     read_header,
     read_span,
     val_tokens,
@@ -190,8 +191,10 @@ class Run:
         data = Path(s.data_path)
         table = byte_table(load_tokenizer(s.tokenizer_path, s.vocab_size))
         self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
-        self.train_paths = find_shards(data / "*_train_*.bin")
-        val = val_tokens(data / "*_val_*.bin", max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
+        train_files, val_files = data / "*_train_*.bin", data / "*_val_*.bin"
+        self.train_paths = find_shards(train_files)
+        self.data_notes = [left_out(train_files, val_files)]
+        val = val_tokens(val_files, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -254,6 +257,8 @@ class Run:
                       f"torch:{torch.__version__}")
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        for note in filter(None, self.data_notes):
+            self.log.line(note)
         if world > 1:
             self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is "
                           "the mean of all ranks")

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0cedea6f94020896
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 1e4d7f10dafe965b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -21,6 +21,7 @@ import math
 import numpy as np
 import os
 import queue
+import re
 import sentencepiece as spm
 import shutil
 import struct
@@ -2822,13 +2823,50 @@ def read_span(path: str | Path, begin: int, count: int, expected: int | None = N
     return part
 
 
+SHARD_NAME = re.compile(r"(.+)_(train|val)_[0-9]+\.bin")
+PATTERN_SIDE = re.compile(r"_(train|val)_[^_]*$")
+
+
+def shard_name(path: str | Path) -> tuple[str, str]:
+    "Corpus and side (train or val) of a shard, as its name says; two empty words for another name."
+    found = SHARD_NAME.fullmatch(Path(path).name)
+    return (found[1], found[2]) if found else ("", "")
+
+
+def matching_shards(pattern: str | Path) -> tuple[list[Path], list[Path]]:
+    """Which files that a pattern matches are shards of its side, and the others, sorted.
+
+    A pattern that names no side takes both. One file, named whole, is taken whatever its name.
+    """
+    text = str(pattern)
+    if os.path.isfile(text):
+        return [Path(text)], []
+    named = PATTERN_SIDE.search(Path(text).name)
+    sides = [named[1]] if named else ["train", "val"]
+    taken, others = [], []
+    for path in sorted(filter(os.path.isfile, glob.glob(text))):
+        kind = taken if shard_name(path)[1] in sides else others
+        kind.append(Path(path))
+    return taken, others
+
+
 def find_shards(pattern: str | Path) -> list[Path]:
     "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
-    text = str(pattern)
-    found = [text] if os.path.isfile(text) else sorted(filter(os.path.isfile, glob.glob(text)))
-    require(found, f"no shard matches {text}: expected at least one file, found none; "
+    taken, others = matching_shards(pattern)
+    found = f"only {others[0].name} or the like" if others else "none"
+    require(taken, f"no shard matches {pattern}: expected at least one file, named as "
+            f"NAME_train_000000.bin or NAME_val_000000.bin are, found {found}; "
             "check the directory (DATA_PATH) and the pattern")
-    return [Path(p) for p in found]
+    return taken
+
+
+def left_out(*patterns: str | Path) -> str:
+    "A note on files that match and `find_shards` does not take; empty if there are none."
+    others = [path.name for pattern in patterns for path in matching_shards(pattern)[1]]
+    if not others:
+        return ""
+    return (f"note: {len(others):,} files beside the shards are left out, as their names are not "
+            f"those of shards: {', '.join(others[:3])}")
 
 
 def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int) -> None:
@@ -4186,8 +4224,10 @@ class Run:
         data = Path(s.data_path)
         table = byte_table(load_tokenizer(s.tokenizer_path, s.vocab_size))
         self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
-        self.train_paths = find_shards(data / "*_train_*.bin")
-        val = val_tokens(data / "*_val_*.bin", max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
+        train_files, val_files = data / "*_train_*.bin", data / "*_val_*.bin"
+        self.train_paths = find_shards(train_files)
+        self.data_notes = [left_out(train_files, val_files)]
+        val = val_tokens(val_files, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -4250,6 +4290,8 @@ class Run:
                       f"torch:{torch.__version__}")
         self.log.line(f"train_shards:{len(self.train_paths)} val_tokens:{self.val.numel() - 1} "
                       f"unigram_bpb:{self.unigram:.4f} code_bytes:{len(code)}")
+        for note in filter(None, self.data_notes):
+            self.log.line(note)
         if world > 1:
             self.log.line("note: train_loss is of rank 0's micro-batches, loss in metrics.jsonl is "
                           "the mean of all ranks")

@@ -382,6 +382,8 @@ def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
     (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(GolfError, match="notes.txt"):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "mine", 5)
+    with pytest.raises(GolfError, match="fineweb_train and fineweb_val"):
+        recut_shards(tmp_path / "s" / "*.bin", tmp_path / "none", 5)
     with pytest.raises(GolfError, match="100000 shards"):
         recut_shards(tmp_path / "s" / "fineweb_train_*.bin", tmp_path / "none", 100_000)
 
@@ -566,6 +568,10 @@ def test_corpora_are_not_mixed_and_overlap_has_a_verdict(tmp_path):
         write_shard(tmp_path / name, sum(map(doc, some), []))
     done = golfnb("data", "inspect", tmp_path, cwd=tmp_path)
     assert "repeated training documents: 1" in done.stdout and "1 of 2 documents; this is bad" in done.stdout and "golfnb data build" in done.stdout
+    check_manifest(tmp_path, "")
+    write_shard(tmp_path / "a_val_bytes_000000.bin", [4] * 80)
+    done = golfnb("data", "inspect", tmp_path, cwd=tmp_path)
+    assert "left out" in done.stdout and "1 of 2 documents" in done.stdout
     check_manifest(tmp_path, "")
     write_shard(tmp_path / "fineweb_val_000000.bin", doc(3))
     with pytest.raises(GolfError, match="a and fineweb"):

@@ -68,6 +68,13 @@ def test_everything_lands_where_recipes_look_for_it_and_once(hub, tmp_path, caps
     assert target(tmp_path, TRAIN[2]).exists() and len(gets(hub)) == before + 1
 
 
+def test_files_beside_the_shards_are_left_out_and_named(hub, tmp_path, capsys):
+    for name in ("fineweb_val_bytes_000000.bin", "fineweb_train_bytes_000000.bin"):
+        hub.files[f"{DATA}/{name}"] = shard(300, 9)
+    download(hub, tmp_path, 3)
+    assert not [*tmp_path.rglob("*bytes*")] and "left out: 2 files" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("cuts", [[100_000], [1, 300_000, 50_000]])
 def test_a_line_that_breaks_is_taken_up_again_by_itself(hub, tmp_path, cuts):
     hub.cuts[TRAIN[0]] = list(cuts)

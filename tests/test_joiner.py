@@ -1,4 +1,4 @@
-"""The joiner: a program and what it reaches, word for word; refusals; the real program trains as the package does; packing."""
+"""The joiner: a program with its files whole, and what it reaches of golfnb, word for word; refusals; the real program trains as the package does; packing."""
 import ast
 import re
 import subprocess
@@ -11,9 +11,9 @@ from oracle.compare import SCORES, differences, summary_of, write_script
 from tiny import tiny_data
 
 from golfnb.settings import GolfError
+from golfnb.tools.joiner import (END_WITH_TORCHRUN, RESERVED, code_of, documented, indented, join_program, pack_program, quoted,
+                                 without_comments, without_docstrings)
 from golfnb.tools.programs import RECIPES
-from golfnb.tools.joiner import (END_WITH_TORCHRUN, RESERVED, code_of, documented, indented, join_program, pack_program, without_comments,
-                                 without_docstrings)
 
 GOLFNB = Path(__file__).resolve().parent.parent / "golfnb"
 STARTS = 'if __name__ == "__main__":\n    {}\n'
@@ -23,7 +23,7 @@ FILES = {
                         "# what holds for all\nSHAPE = (2, 3)  # rows, columns\n\n# %% ../nbs/01.ipynb 3\n#| export\n# A side in,\n# an area out.\n@dataclass\nclass A:\n    \"A square.\"\n    side: int = 1  # metres\n\n    def never_called(self):\n        return os.path.sep\n\n"
                         "def never(): return json.dumps(T.ones(2))\n\n# %% ../nbs/01.ipynb 4\n@patch\n@property\ndef area(self: A) -> int:\n    \"\"\"Its area,\n    in square metres.\"\"\"\n    text = \"\"\"two\nlines\"\"\"\n    return self.side**2 + len(text) + sum(SHAPE for SHAPE in range(2))\n",
     "units.py": "import os\n\nUNIT = 'm'\n\n\ndef metres(n: int):\n    return f'{n} {UNIT}' + os.sep\n\n\ndef feet(n): return n\n\n\nif __name__ == '__main__':\n    print(feet(1))\n",
-    "mine.py": '"""Mine."""\nfrom golfnb.shapes import A\nfrom units import metres\n\nREGISTRY = {}\nREGISTRY["a"] = A  # any statement may stand in a program\n\n\ndef main():\n    print(metres(REGISTRY["a"](3).area), __file__)\n',
+    "mine.py": '"""Mine."""\nfrom golfnb.shapes import A\nfrom units import metres\n\nREGISTRY = {}\nREGISTRY["a"] = A  # any statement may stand in a program\n\n\ndef main():\n    print(metres(REGISTRY["a"](3).area))\n',
 }
 
 
@@ -53,17 +53,17 @@ def test_a_program_is_joined_with_what_it_reaches(tmp_path):
     text = join(tmp_path)
     head, body = text.split(END_WITH_TORCHRUN)
     assert re.fullmatch(r"# mine\.py .* source [0-9a-f]{16}\n# torchrun --standalone --nproc_per_node=8 SCRIPT .*\n", head)
-    assert body == """
-import os
+    begin, end = body.index("# ---- mine.py ----"), body.index('FILES["units"]')
+    assert body[:begin] == """
+import linecache
 import os.path
+import sys
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import spec_from_loader
 
 
 # ---- golfnb/shapes.py ----
-# what holds for all
-SHAPE = (2, 3)  # rows, columns
-
-
 # A side in,
 # an area out.
 @dataclass
@@ -83,33 +83,31 @@ lines\"""
         return self.side**2 + len(text) + sum(SHAPE for SHAPE in range(2))
 
 
-# ---- units.py ----
-UNIT = 'm'
+"""
+    mine = FILES["mine.py"].replace("golfnb.shapes", "golfnb_program")
+    assert body[end:] == f"""FILES["units"] = "units.py", r'''
+{FILES["units.py"]}'''[1:]
+FILES["program_mine"] = "mine.py", r'''
+{mine}'''[1:]
 
-
-def metres(n: int):
-    return f'{n} {UNIT}' + os.sep
-
-
-# ---- mine.py ----
-REGISTRY = {}
-REGISTRY["a"] = A  # any statement may stand in a program
-
-
-def main():
-    print(metres(REGISTRY["a"](3).area), __file__)
+sys.modules["golfnb_program"] = sys.modules[__name__]  # where the files find what is golfnb's
+sys.meta_path.insert(0, OwnFiles())
+own_program = import_module("program_mine")
+main = own_program.main
 
 
 if __name__ == "__main__":
     main()
-""".replace("# what holds for all\nSHAPE = (2, 3)  # rows, columns\n\n\n", "")
+"""
 
 
 def test_the_same_files_give_the_same_bytes_anywhere(tmp_path):
     text = join(tmp_path / "a")
     assert text == join(tmp_path / "b" / "c") and pack_program(text) == pack_program(text)
-    assert join(tmp_path / "a", units=FILES["units.py"].replace("return n\n", "return -n\n")) == text, "what it does not use does not count"
-    assert join(tmp_path / "a", units=FILES["units.py"].replace("'m'", "'km'")).split("\n")[0] != text.split("\n")[0]
+    assert join(tmp_path / "a", units=FILES["units.py"].replace("return n\n", "return -n\n")) != text, "a file of one's own counts whole"
+    shapes = FILES["golfnb/shapes.py"]
+    assert join(tmp_path / "a", shapes=shapes.replace("T.ones(2)", "T.ones(3)")) == text, "what it does not use of golfnb does not count"
+    assert join(tmp_path / "a", shapes=shapes.replace("side: int = 1", "side: int = 2")).split("\n")[0] != text.split("\n")[0]
 
 
 def test_script_and_packed_script_run_alone(tmp_path):
@@ -118,72 +116,77 @@ def test_script_and_packed_script_run_alone(tmp_path):
         path = tmp_path / f"{name}.py"
         path.write_text(code)
         assert code.startswith(text[: text.index("import ctypes")])
-        assert run(path) == f"19 m/ {path}\n"
+        assert run(path) == "19 m/\n"
 
 
-def test_a_program_that_starts_itself_keeps_its_last_lines(tmp_path):
-    own = "# as I start it\nif __name__ == '__main__':\n    main()\n    print('done')\n"
-    assert join(tmp_path, mine=FILES["mine.py"] + "\n\n" + own).endswith("\n\n\n" + own)
+def test_a_program_is_started_as_programs_are_whatever_its_own_guard_does(tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text(join(tmp_path / "from", mine=FILES["mine.py"] + "\n\nif __name__ == '__main__':\n    assert False, 'a self test'\n"))
+    assert run(path) == "19 m/\n"
 
 
 def test_a_recipe_is_started_as_recipes_are(tmp_path):
     recipe = "Settings = OWN = 1\n\n\ndef main(): pass\n"
-    put(tmp_path, {"mine.py": recipe, "golfnb/run.py": "def start(*what): print(what[2:])\n\n\ndef other(): pass\n"})
+    put(tmp_path, {"golfnb/recipes/one.py": recipe, "mine.py": recipe, "golfnb/run.py": "def start(*what): print(what[2:])\n\n\ndef other(): pass\n"})
+    text = join_program(tmp_path / "golfnb/recipes/one.py", package=tmp_path / "golfnb")
+    starts = '\n\nif __name__ == "__main__":\n    start(__file__, main, Settings, OWN)'
+    assert text.split(END_WITH_TORCHRUN)[1].strip() == "# ---- golfnb/run.py ----\ndef start(*what): print(what[2:])\n\n\n# ---- golfnb/recipes/one.py ----\n" + recipe + starts
     text = join_program(tmp_path / "mine.py", package=tmp_path / "golfnb")
-    assert text.split(END_WITH_TORCHRUN)[1].strip() == ("# ---- golfnb/run.py ----\ndef start(*what): print(what[2:])\n\n\n# ---- mine.py ----\n" + recipe
-                                                        + '\n\nif __name__ == "__main__":\n    start(__file__, main, Settings, OWN)')
-
-
-def test_in_one_file_the_last_wins_as_python_has_it(tmp_path):
-    path = tmp_path / "s.py"
-    path.write_text(join(tmp_path, units="N = 1\nN = N + 1\ndef metres(n): return N\ndef metres(n): return N + 1\n", mine=FILES["mine.py"] + "for i in range(2):\n    x = i\nfor i in 'ab':\n    x += 1\n"))
-    assert run(path) == f"3 {path}\n"
+    (tmp_path / "s.py").write_text(text)
+    assert text.rstrip().endswith("OWN = own_program.OWN\nSettings = own_program.Settings\nmain = own_program.main\n" + starts)
+    assert run(tmp_path / "s.py") == "(1, 1)\n"
 
 
 def test_what_looks_like_nbdev_in_a_text_stays(tmp_path):
     text = 'T = """a\n# %% not a cell\n#| nor this\n\n\n\n"""'
-    assert text in join(tmp_path, units=text + "\ndef metres(n): return T\n")
+    assert text in join(tmp_path, shapes=text + "\ndef A(n): return T\n")
+
+
+@pytest.mark.parametrize("text", ["", "x", "'", '"', "\\", "'''", '"""', "'''\"\"\"", "a\\'", "'''\"\"\"'", "\\\\'''\"\"\"\\", "\n\n", "é\x0c\u2028\n'''\"\"\"", "r'''\\n'''[1:]\n\"\"\"x"])
+def test_a_text_is_quoted_as_it_is(text):
+    assert eval(quoted(text)) == text
 
 
 def test_imports_are_merged_a_line_a_module(tmp_path):
     many = [f"name_number_{i}" for i in range(9)]
-    text = join(tmp_path, mine=f"import numpy as np\nfrom far.away import {', '.join(many)}\nfrom pathlib import Path as P\nfrom units import metres\nfrom golfnb.shapes import A\ndef main(): return A, metres, np, P\n")
-    assert "import numpy as np\nimport os\nimport os.path\nfrom dataclasses import dataclass\nfrom far.away import (name_number_0," in text and max(map(len, text.split("\n"))) <= 110
+    shapes = f"import numpy as np\nimport os.path\nfrom far.away import {', '.join(many)}\nfrom pathlib import Path as P\nfrom dataclasses import dataclass\ndef A(): return np, P, os, dataclass, [\n" + ",\n".join(many) + "]\n"
+    text = join(tmp_path, shapes=shapes)
+    assert "import linecache\nimport numpy as np\nimport os.path\nimport sys\nfrom dataclasses import dataclass\nfrom far.away import (name_number_0," in text and max(map(len, text.split("\n"))) <= 110
     assert [a.name for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.module == "far.away" for a in n.names] == many
     assert "from pathlib import Path as P\n" in text
 
 
 BROKEN = {  # what is wrong: texts of files, file and line, what is said
-    "an alias of ours": ({"mine": "from units import metres as m\n"}, "mine.py line 1", "without `as`"),
-    "an alias of the package": ({"mine": "import os\nfrom golfnb.shapes import A as B\n"}, "mine.py line 2", "without `as`"),
-    "a star": ({"mine": "from math import *\n"}, "mine.py line 1", "write them out"),
-    "a star of ours": ({"mine": "from units import *\n"}, "mine.py line 1", "write them out"),
-    "the future": ({"units": "from __future__ import annotations\n"}, "units.py line 1", "leave it out"),
-    "a local module as a whole": ({"mine": "import os, units\n"}, "mine.py line 1", "write `from module import name`"),
+    "a star of golfnb": ({"mine": "from golfnb.shapes import *\n"}, "mine.py line 1", "write them out"),
+    "a star": ({"shapes": "from math import *\n"}, "golfnb/shapes.py line 1", "write them out"),
+    "an alias in a chapter": ({"shapes": "from .settings import patch as p\n"}, "golfnb/shapes.py line 1", "without `as`"),
+    "the future": ({"shapes": "from __future__ import annotations\n"}, "golfnb/shapes.py line 1", "leave it out"),
+    "golfnb as a whole": ({"units": "import os, golfnb.shapes\n"}, "units.py line 1", "write `from module import name`"),
+    "golfnb": ({"mine": "def main():\n    import golfnb\n"}, "mine.py line 2", "write `from module import name`"),
     "a chapter as a whole": ({"shapes": "import golfnb.settings\n"}, "golfnb/shapes.py line 1", "write `from module import name`"),
     "a chapter from its folder": ({"shapes": "from . import settings\n"}, "golfnb/shapes.py line 1", "import from the module that defines the name"),
     "a name from the front door": ({"mine": "from golfnb import A\n"}, "mine.py line 1", "import from the module that defines the name"),
-    "a folder beside": ({"mine": "from more import a\n", "more/__init__": "a = 1\n"}, "mine.py line 1", "import from the module that defines the name"),
-    "inside a function": ({"mine": "def main():\n    from units import metres\n    return metres(1)\n"}, "mine.py line 2", "move it to the top"),
+    "a chapter by a text": ({"mine": "import sys\nA = sys.modules['golfnb.shapes'].A\n"}, "mine.py line 2", "import what is needed of it"),
     "inside a function of a chapter": ({"shapes": "class A:\n    def go(self):\n        from .settings import patch\n"}, "golfnb/shapes.py line 3", "move it to the top"),
-    "inside a try": ({"mine": "try:\n    from units import metres\nexcept ImportError:\n    metres = None\n"}, "mine.py line 2", "move it to the top"),
-    "files in a ring": ({"units": "from golfnb.shapes import A\nfrom mine import main\ndef metres(n): return main\n"}, "units.py line 2", "into a third file"),
-    "nobody defines it": ({"mine": "def main():\n    area = 1\n    return arae\n"}, "mine.py line 3: arae is not defined in mine.py", "import it"),
-    "a file does not have it": ({"mine": "from units import yards\ndef main(): return yards\n"}, "mine.py line 1: yards is not defined in units.py", "import it"),
-    "no start": ({"mine": "def begin(): pass\n"}, "main is not defined in mine.py", "define it"),
-    "two definitions": ({"mine": FILES["mine.py"] + "UNIT = 1\n"}, "mine.py line 11: UNIT means something else in units.py line 3", "rename this one"),
-    "a definition and an import": ({"units": "from glob import glob\ndef metres(n): return glob\n", "mine": FILES["mine.py"] + "def glob(): pass\n"}, "mine.py line 11: glob means something else in units.py line 1", "rename this one"),
-    "two imports": ({"units": "from glob import glob\ndef metres(n): return glob\n", "mine": "import glob\n" + FILES["mine.py"]}, "mine.py line 1: glob means something else in units.py line 1", "rename this one"),
-    "an import of ours made new": ({"mine": "from units import metres\ndef main(): pass\ndef metres(): pass\n"}, "mine.py line 3: metres means something else in mine.py line 1", "rename this one"),
-    "a builtin made new": ({"units": "def metres(n):\n    return sum([n])\n", "mine": FILES["mine.py"] + "def sum(x): return 0\n"}, "mine.py line 11: sum means something else in units.py line 2", "rename this one"),
-    "a chapter with a name of programs": ({"shapes": FILES["golfnb/shapes.py"].replace("def never", "def data")}, "golfnb/shapes.py line 30: data is a name that programs define", "rename it here"),
+    "inside a try of a chapter": ({"shapes": "try:\n    from .settings import patch\nexcept ImportError:\n    patch = None\n"}, "golfnb/shapes.py line 2", "move it to the top"),
+    "chapters in a ring": ({"shapes": "from .settings import patch\nA = 1\n", "golfnb/settings": "from .shapes import A\ndef patch(): return A\n"}, "golfnb/settings.py line 1", "into a third file"),
+    "the program itself": ({"units": "from mine import main\ndef metres(n): return main\n"}, "units.py line 1: mine.py is the program itself", "into a third file"),
+    "nobody defines it": ({"shapes": "def A():\n    area = 1\n    return arae\n"}, "golfnb/shapes.py line 3: arae is not defined in golfnb/shapes.py", "import it"),
+    "a chapter does not have it": ({"mine": "from golfnb.shapes import B\ndef main(): return B\n"}, "mine.py line 1: B is not defined in golfnb/shapes.py", "import it"),
+    "one name of two chapters": ({"units": "from golfnb.settings import A\ndef metres(n): return A\n"}, "A is of (shapes|settings).py", "from one of them"),
+    "two definitions": ({"shapes": "from .settings import patch\ndef A(): return patch, UNIT\nUNIT = 1\n", "golfnb/settings": "UNIT = 2\ndef patch(): return UNIT\n"}, "golfnb/shapes.py line 3: UNIT means something else in golfnb/settings.py line 1", "rename this one"),
+    "two imports": ({"shapes": "import glob\nfrom .settings import patch\ndef A(): return patch, glob\n", "golfnb/settings": "from glob import glob\ndef patch(): return glob\n"}, "golfnb/shapes.py line 1: glob means something else in golfnb/settings.py line 1", "rename this one"),
+    "a builtin made new": ({"shapes": "from .settings import patch\ndef A(): return patch, sum(2)\ndef sum(x): return 0\n", "golfnb/settings": "def patch(n):\n    return sum([n])\n"}, "golfnb/shapes.py line 3: sum means something else in golfnb/settings.py line 2", "rename this one"),
+    "a chapter with a name of programs": ({"shapes": FILES["golfnb/shapes.py"].replace("def never()", "def data()")}, "golfnb/shapes.py line 30: data is a name that programs define", "rename it here"),
     "an effect in a chapter": ({"shapes": "A = 1\nprint('x')\n"}, "golfnb/shapes.py line 2: `print\\('x'\\)` is no definition", "put it into a function"),
-    "an effect in a second file": ({"units": FILES["units.py"] + "for i in range(3):\n    print(i)\n"}, "units.py line 15: `for i in range\\(3\\):` is no definition", "put it into a function"),
-    "an attribute set from afar": ({"units": "import os\nos.sep = 2\ndef metres(n): return n\n"}, "units.py line 2: `os.sep = 2`", "put it into a function"),
-    "two statements on a line": ({"units": "UNIT = 1; OTHER = 2\ndef metres(n): return n\n"}, "units.py line 1", "give each its own"),
-    "a patch from elsewhere": ({"mine": "from golfnb.shapes import A\nfrom golfnb.settings import patch\n@patch\ndef f(self: A): pass\ndef main(): pass\n"}, "mine.py line 4: A must be a class of this file", "derive a class"),
+    "an attribute set from afar": ({"shapes": "import os\nos.sep = 2\ndef A(n): return n\n"}, "golfnb/shapes.py line 2: `os.sep = 2`", "put it into a function"),
+    "two statements on a line": ({"shapes": "UNIT = 1; A = 2\n"}, "golfnb/shapes.py line 1", "give each its own"),
     "a patch that comes too late": ({"shapes": "class A:\n    x = 1\nN = 2\n@patch\ndef f(self: A, n=N): pass\n"}, "golfnb/shapes.py line 5: A is made before N", "move N above A"),
-    "no Python": ({"units": "def metres(:\n"}, "units.py must be a file of Python in UTF-8, found: .*line 1", "mend it"),
+    "no Python": ({"units": "def metres(:\n"}, "units.py must be a file of Python, found: .*line 1", "mend it"),
+    "the place of a file": ({"units": "from pathlib import Path\ndef metres(n): return Path(__file__)\n"}, "units.py line 2: `__file__` asks for the place", "as a setting"),
+    "a library's name": ({"mine": "def main():\n    import random\n", "random": ""}, "mine.py line 2: random is a module of Python's", "otherwise"),
+    "the name of what golfnb imports": ({"mine": FILES["mine.py"] + "import far\n", "far": "", "shapes": "import far\ndef A(): return far\n"}, "far.py has the name of a module that golfnb imports in golfnb/shapes.py line 1", "otherwise"),
+    "another folder": ({"units": "import sys\nsys.path.insert(0, 'more')\n"}, "units.py line 2: `sys.path` finds files in a way", "by its name"),
 }
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from golfnb.settings import GolfError
-from golfnb.shards import (HEADER_BYTES, SHARD_MAGIC, ShardWriter, _checked_header, atomic_write, check_disjoint, find_shards, open_shard, read_header,
-                           read_tokens, val_tokens, write_shard)
+from golfnb.shards import (HEADER_BYTES, SHARD_MAGIC, ShardWriter, _checked_header, atomic_write, check_disjoint, find_shards, left_out, open_shard, read_header,
+                           read_tokens, shard_name, val_tokens, write_shard)
 
 
 @given(tokens=st.lists(st.integers(0, 65_535), min_size=1, max_size=300))
@@ -91,6 +91,19 @@ def test_patterns_sort_and_join(tmp_path):
     assert [p.name[12:18] for p in find_shards(pattern)] == ["000000", "000001", "000002", "000010"]
     assert read_tokens(pattern).tolist() == [0, 0, 1, 1, 2, 2, 10, 10] and read_tokens(pattern).dtype == np.uint16
     assert read_tokens(tmp_path / "odd[1].bin").tolist() == [7], "a name that looks like a pattern is still a name"
+
+
+def test_only_names_of_shards_of_its_side_answer_a_pattern(tmp_path):
+    names = ["a_val_000000.bin", "a_val_bytes_000000.bin", "a_train_bytes_000000.bin", "my_val_set_train_000000.bin", "a_val_x.bin", "a_val_000001.bin.bak"]
+    for i, name in enumerate(names):
+        write_shard(tmp_path / name, [i, i])
+    val, train, both = (tmp_path / pattern for pattern in ("*_val_*.bin", "*_train_*.bin", "*.bin"))
+    assert [p.name for p in find_shards(val)] == names[:1] and [p.name for p in find_shards(train)] == ["my_val_set_train_000000.bin"] and len(find_shards(both)) == 2
+    assert shard_name(tmp_path / "my_val_set_train_000000.bin") == ("my_val_set", "train") and read_tokens(val).tolist() == [0, 0]
+    assert "a_val_bytes_000000.bin" in left_out(val) and left_out(tmp_path / "a_val_0*.bin") == "", "what is left out is named"
+    assert read_tokens(tmp_path / names[1]).tolist() == [1, 1], "a file that is named whole is what its name says"
+    with pytest.raises(GolfError, match="a_train_bytes_000000.bin"):
+        find_shards(tmp_path / "a_train_*.bin")
 
 
 def test_token_outside_the_vocabulary(tmp_path):

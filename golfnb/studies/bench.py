@@ -49,7 +49,7 @@ from ..recipes import pr549
 from .. import run as core
 from ..run import device_name
 from ..settings import GolfError, one_spelling, published_words
-from ..shards import atomic_write, find_shards, write_shard
+from ..shards import atomic_write, find_shards, matching_shards, write_shard
 from .variants import ProgramSettings, Variant, read_variant
 from ..tools.programs import DEFAULT_RECIPE, RECIPES, recipe_program
 from ..train import RunLog, Trainer, lr_schedule, micro_batches, momentum_schedule, rehearse, undone
@@ -232,7 +232,7 @@ def bench_shards(s: ProgramSettings, ranks: Ranks, scratch: Path | str, batches:
     "Training shards and what they hold: those of DATA_PATH, else random tokens of `batches` in `scratch`."
     data = Path(s.data_path)
     path = Path(scratch) / "fineweb_train_000000.bin"
-    found = sorted(data.glob("*_train_*.bin"))
+    found, _ = matching_shards(data / "*_train_*.bin")
     if found:
         return found, f"shards of {data.name}"
     if ranks.is_rank0:

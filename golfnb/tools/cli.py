@@ -689,6 +689,9 @@ def manifest_shards(folder: Path, tokenizer: str | None) -> list[dict]:
 def listed_shards(path: Path) -> list[Path]:
     "The shards of a directory, or the one file."
     if path.is_dir():
+        note = book.shards.left_out(path / "*.bin")
+        if note:
+            print(printable(note))
         return book.shards.find_shards(path / "*.bin")
     return [path]
 
@@ -716,7 +719,7 @@ def data_inspect_command(args) -> int:
         print(printable(facts.pop("path")))
         for name, value in facts.items():
             print(f"  {name.replace('_', ' '):16s} {inspected(value)}")
-    splits = [[p for p in paths if f"_{split}_" in p.name] for split in ("train", "val")]
+    splits = [[p for p in paths if book.shards.shard_name(p)[1] == split] for split in ("train", "val")]
     if all(splits):
         print(overlap_verdict(**book.data.count_overlap(*splits)))
     return 0
@@ -1249,6 +1252,8 @@ def score_file(args, ranks) -> tuple:
     if mixed:
         say(f"note: {mixed}; the scores below are of {file}")
     say(settings_line(args, scored))
+    if note := book.shards.left_out(args.val):
+        say(printable(note))
     workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)

@@ -12,7 +12,6 @@ __all__ = ['SENTENCE_END', 'BORDERS', 'module_files', 'stdlib_documents', 'find_
 # %% ../../nbs/tools/20_data.ipynb #1abbefcd
 import ast
 import fcntl
-import fnmatch
 import gzip
 import hashlib
 import io
@@ -37,7 +36,7 @@ from tqdm import tqdm
 
 from ..bpb import byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash
 from ..settings import GolfError
-from ..shards import BOS_ID, ShardWriter, atomic_write, find_shards, open_shard, read_header
+from ..shards import BOS_ID, ShardWriter, atomic_write, find_shards, open_shard, read_header, shard_name
 
 # %% ../../nbs/tools/20_data.ipynb #1f2c0139
 DEMO_MODULES = """
@@ -604,13 +603,16 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
     other = next(out_dir.iterdir(), None) if out_dir.is_dir() else None
     if other:
         raise GolfError(f"{out_dir} must be empty, found {other.name}: choose another directory")
-    name = paths[0].stem.rpartition("_")[0]
+    names = sorted({path.stem.rpartition("_")[0] for path in paths})
+    if len(names) > 1:
+        raise GolfError(f"{pattern} must name one side of one corpus, found {' and '.join(names[:3])}: "
+                        f"recut each alone, as with {names[0]}_*.bin")
     shards = [open_shard(path) for path in paths]
     edges = shard_edges(shards, count)
     made = []
     with whole_folder(out_dir) as folder:
         for number, (begin, end) in enumerate(pairwise(edges)):
-            writer = ShardWriter(folder / f"{name}_{number:06d}.bin")
+            writer = ShardWriter(folder / f"{names[0]}_{number:06d}.bin")
             for part in stream_parts(shards, begin, end):
                 writer.write(part)
             made.append(writer.close())
@@ -753,6 +755,9 @@ def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shar
         fetch_files(out, repo, missing, endpoint)
     load_tokenizer(out / model, vocab_size)
     print(f"{out}: {len(missing)} files fetched, {len(there)} there already")
+    others = [name for name in listed if name.startswith(f"{data}/") and not all(shard_name(name))]
+    if others:
+        print(f"left out: {len(others):,} files whose names are not those of shards, the first {others[0]}")
     return out / data, out / model
 
 # %% ../../nbs/tools/20_data.ipynb #37475416
@@ -763,8 +768,9 @@ def published_names(listed: Iterable[str], repo: str, data: str, model: str,
     Raises GolfError if some are missing.
     """
     models = [name for name in listed if name == model]
-    val = sorted(fnmatch.filter(listed, f"{data}/fineweb_val_*.bin"))
-    train = sorted(fnmatch.filter(listed, f"{data}/fineweb_train_*.bin"))
+    shards = sorted(name for name in listed if Path(name).parent == Path(data))
+    val = [name for name in shards if shard_name(name) == ("fineweb", "val")]
+    train = [name for name in shards if shard_name(name) == ("fineweb", "train")]
     for names, least, what, advice in (
         (models, 1, model, "check --repo and --vocab-size"),
         (val, 1, f"val shards in {data}", "check --repo"),

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ..bpb import load_tokenizer, tokenizer_hash
 from ..settings import GolfError
-from ..shards import check_disjoint, find_shards, read_header
+from ..shards import check_disjoint, find_shards, read_header, shard_name
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.loader import LoaderSettings
@@ -53,8 +53,8 @@ NO_MANIFEST = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
     "Raises GolfError for two corpora, a damaged manifest.json, or one of other shards or tokenizer."
-    found = [(p, p.name.split(f"_{s}_")[0]) for s in ("train", "val") for p in folder.glob(f"*_{s}_*.bin")]
-    corpora = {name for _, name in found}
+    found = [path for path in folder.glob("*.bin") if all(shard_name(path))]
+    corpora = {shard_name(path)[0] for path in found}
     if len(corpora) > 1:
         raise GolfError(f"{folder} must hold one corpus, found {' and '.join(sorted(corpora))}: move one out")
     path = folder / "manifest.json"
@@ -64,7 +64,7 @@ def check_manifest(folder: Path, tokenizer_sha256: str) -> None:
         named, cut_by = read_manifest(path)
     except NO_MANIFEST:
         raise GolfError(f"{path} must be as `golfnb data build` made it, found damage: build again") from None
-    there = {p.name: read_header(p) for p, _ in found}
+    there = {path.name: read_header(path) for path in found}
     for name in named | there:
         if named.get(name) != there.get(name):
             raise GolfError(f"{path} counts {named.get(name)!r:.20} tokens in {name!r:.60}, found "

@@ -6,27 +6,28 @@ of your own.
 
 # %% auto #0
 __all__ = ['PROGRAMS', 'RECIPES', 'DEFAULT_RECIPE', 'TAKEN', 'OWN_START', 'check_recipe',
-           'recipe_program', 'file_program', 'check_program', 'check_no_script', 'copy_name',
-           'check_files_beside', 'find_program', 'settings_of', 'program_path', 'setting_specs',
-           'every_setting', 'setting_groups', 'program_source', 'copied_program', 'program_sha256',
-           'script_text', 'save_script']
+           'recipe_program', 'file_program', 'raised_in', 'check_program', 'check_no_script',
+           'copy_name', 'check_files_beside', 'find_program', 'settings_of', 'program_path',
+           'setting_specs', 'every_setting', 'setting_groups', 'program_source', 'copied_program',
+           'program_sha256', 'script_text', 'save_script']
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2002
-import ast
 import hashlib
-import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from importlib import import_module
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import golfnb
 from golfnb.settings import GolfError, read_settings
 from golfnb.shards import atomic_write
-from golfnb.tools.joiner import START, join_program, pack_program, read_files
+from golfnb.tools.joiner import START, OwnFile, join_program, own_files, pack_program, program_module
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2005
 PROGRAMS = Path(golfnb.__file__).parent / "recipes"  # the folder is the list
@@ -46,6 +47,31 @@ def recipe_program(name: str) -> ModuleType:
     check_recipe(name)
     return import_module(f"golfnb.recipes.{name}")
 
+# %% ../../nbs/tools/20c_programs.ipynb #35cc3c47
+class FromSource(SourceFileLoader):
+    "Runs a file's text as it is now; what Python keeps beside it may be of the text before."
+
+    def get_code(self, fullname):
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+class OwnFinder:
+    "Gives Python's import the files of programs, by their modules, where the joiner found them."
+
+    def __init__(self):
+        self.files: dict[str, OwnFile] = {}
+
+    def find_spec(self, module: str, path=None, target=None) -> ModuleSpec | None:
+        if module not in self.files:
+            return None
+        path = self.files[module].path
+        if path is None:  # a folder without __init__.py
+            return ModuleSpec(module, None, is_package=True)
+        return spec_from_file_location(module, path, loader=FromSource(module, str(path)))
+
+
+OWN_FINDER = OwnFinder()
+
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2007
 TAKEN = ("OWN", "CODEC", "Settings", "build", "data", "step", "pack", "score", "main")
 
@@ -57,22 +83,28 @@ def file_program(path: Path | str) -> ModuleType:
         raise GolfError(f"{path} must be the file of a program, found none: see its name, or begin "
                         f"with a copy: golfnb recipe copy golf {copy_name(path.stem)}.py")
     check_no_script(path)
-    spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # a .py file has them
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    sys.path.insert(0, str(path.parent))
+    own = own_files(path)
+    check_files_beside(path, own)
+    if OWN_FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, OWN_FINDER)
+    OWN_FINDER.files |= own
+    sys.modules.pop(program_module(path), None)
     try:
-        spec.loader.exec_module(module)
-    except Exception as e:
+        module = import_module(program_module(path))
+    except (Exception, SystemExit) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())
-        raise GolfError(f"{path} must be a program that can be loaded, found {reason:.300}: mend "
-                        "it") from e
-    finally:
-        sys.path.remove(str(path.parent))
-    check_files_beside(path)
+        raise GolfError(f"{path} must be a program that can be loaded, found {reason:.300}"
+                        f"{raised_in(e, own)}: mend it") from e
     check_program(module, path)
     return module
+
+
+def raised_in(error: BaseException, own: dict[str, OwnFile]) -> str:
+    "Where in a program's files an error was raised, as words in brackets."
+    names = {str(file.path): file.name for file in own.values()}
+    steps = traceback.extract_tb(error.__traceback__)
+    places = [f" ({names[step.filename]} line {step.lineno})" for step in steps if step.filename in names]
+    return places[-1] if places else ""
 
 # %% ../../nbs/tools/20c_programs.ipynb #16f1998c
 def check_program(module: ModuleType, path: Path) -> None:
@@ -104,19 +136,15 @@ def copy_name(stem: str) -> str:
     return "mine"
 
 
-def check_files_beside(path: Path) -> None:
-    "Raise GolfError where a program in this process has got another's second file, of the same name."
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+def check_files_beside(path: Path, own: dict[str, OwnFile]) -> None:
+    "Raise GolfError where a module with the name of a program's second file is another file's in this process."
+    for module, file in own.items():
+        loaded = getattr(sys.modules.get(module), "__file__", None)
+        if file.path is None or file.path == path or not loaded:
             continue
-        parts = node.module.split(".")
-        if parts[0] == "golfnb":  # a checkout may lie beside the program
-            continue
-        beside = path.parent.joinpath(*parts).with_suffix(".py")
-        loaded = getattr(sys.modules.get(node.module), "__file__", None)
-        if beside.is_file() and loaded and Path(loaded).resolve() != beside:
-            raise GolfError(f"{path} must get its {beside.name} from beside it, found {loaded}, loaded "
-                            "by another program before: rename one of them, or use a process for each")
+        if Path(loaded).resolve() != file.path:
+            raise GolfError(f"{path} must get its {file.name} from beside it, found {loaded}, loaded "
+                            "before: rename one of them, or use a process for each")
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2008
 def find_program(name: str | Path) -> ModuleType:
@@ -193,12 +221,11 @@ def program_sha256(program: ModuleType) -> str:
     "The hash of a program's own file and the files beside it that it imports; empty for a recipe of golfnb."
     if program.OWN["recipe"] in RECIPES:
         return ""
-    package = Path(golfnb.__file__).resolve().parent
-    files = read_files(program_path(program), package, START)
-    own = [path for path in files if not path.is_relative_to(package)]
+    own = own_files(program_path(program)).values()
     digest = hashlib.sha256()
-    for path in sorted(own):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for file in sorted(own, key=lambda file: file.name):
+        if file.path:
+            digest.update(file.name.encode() + b"\0" + file.path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2022

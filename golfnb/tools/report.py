@@ -43,7 +43,7 @@ from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, pro
                                    recipe_program, settings_of)
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading, settings_from
-from ..shards import BOS_ID, atomic_write, find_shards, read_header, read_span
+from ..shards import BOS_ID, atomic_write, find_shards, matching_shards, read_header, read_span
 from ..trellis_file import dequantize_trellis, forms_of, trellis_indices, trellis_names, without_parts
 
 # %% ../../nbs/tools/24_report.ipynb #e56fec04
@@ -163,7 +163,8 @@ def run_place(artifact: Path | str, name: str) -> list[Path]:
 def run_data(artifact: Path | str, split: str) -> str:
     "A pattern for the shards, train or val, that an artifact's run used; '' if they are unknown or gone."
     folders = [*run_place(artifact, "data_path"), Path(artifact).parent / "data"]
-    return next((f"{f}/*_{split}_*.bin" for f in folders if any(f.glob(f"*_{split}_*.bin"))), "")
+    patterns = [f"{folder}/*_{split}_*.bin" for folder in folders]
+    return next((pattern for pattern in patterns if matching_shards(pattern)[0]), "")
 
 # %% ../../nbs/tools/24_report.ipynb #bcd4ba5b
 def find_tokenizer(artifact: str | Path, wanted: str | None = None) -> str:

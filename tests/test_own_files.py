@@ -1,0 +1,76 @@
+"""Files of a program of one's own, whatever Python allows in them: its script does what they do, or is refused; every byte of them counts."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from golfnb.tools.joiner import join_program, pack_program
+from golfnb.tools.programs import program_sha256
+
+BATTERY = Path(__file__).with_name("battery.py")
+START = 'if __name__ == "__main__":\n    main()\n'
+
+
+def test_a_script_does_what_its_program_does_or_is_refused():
+    "Plain Python, the script and the packed script of every program of the battery, in children of one process."
+    done = subprocess.run([sys.executable, BATTERY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) >= 175 and len({case["title"] for case in found}) == len(found)
+    assert [case for case in found if case["kind"] not in ("same", "refused")] == []
+    refused = [case["said"] for case in found if case["kind"] == "refused"]
+    assert len(refused) <= 20 and not [said for said in refused if "\n" in said or ": " not in said]
+
+
+FILES = {
+    "mine.py": "from sub.parts import X\ndef main():\n    from late import Y\n    print(X, Y)\n",
+    "sub/__init__.py": "", "sub/parts.py": "X = 1\n", "late.py": "Y = 2\n", "other.py": "Z = 3\n"}
+
+
+def put(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "mine.py"
+
+
+def test_every_byte_of_every_file_counts(tmp_path):
+    def sha256(name: str = "", more: str = "") -> str:
+        program = put(tmp_path, FILES | ({name: FILES[name] + more} if name else {}))
+        return program_sha256(SimpleNamespace(OWN={"recipe": "mine"}, __file__=str(program)))
+
+    before = sha256()
+    assert sha256("other.py", "# no matter\n") == before
+    found = {sha256(name, "# more\n") for name in ("mine.py", "sub/__init__.py", "sub/parts.py", "late.py")}
+    assert len(found | {before}) == 5
+
+
+SPAWNED = """
+import multiprocessing
+from parts import Rows
+def main():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(Rows(3).total))
+"""
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_process_that_is_spawned_finds_the_files(pack, tmp_path):
+    program = put(tmp_path / "from", {"mine.py": SPAWNED, "parts.py": "class Rows:\n    def __init__(self, n): self.n = n\n    def total(self): return sum(range(self.n))\n"})
+    text = join_program(program, START)
+    path = tmp_path / "script.py"
+    path.write_text(pack_program(text) if pack else text)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "3\n", done.stderr
+
+
+def test_a_traceback_names_the_file_and_the_line(tmp_path):
+    program = put(tmp_path / "from", {"mine.py": "from parts import fail\ndef main(): fail()\n", "parts.py": "def fail():\n    return 1 / 0  # here\n"})
+    path = tmp_path / "script.py"
+    path.write_text(join_program(program, START))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert 'File "<mine.py>", line 2, in main\n' in done.stderr and 'File "<parts.py>", line 2, in fail\n' in done.stderr
