@@ -1010,7 +1010,7 @@ def several(request):
     world = request.param
     jobs = [("drifting", (), {}), ("clipped", (), {}), ("other_calls", (), {}), ("narrow", ("plain",), {}), ("narrow", ("sharded",), {}), ("meshes", (), {}), ("mixed_precision", (), {}), ("normuon", ("plain",), {}), ("normuon", ("sharded",), {})]
     jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
-    jobs += [("early", (), {}), ("unaveraged", (), {})]
+    jobs += [("early", (), {}), ("unaveraged", (), {}), ("python_calls", (), {})]
     if world == 2:
         jobs += [("rank_0_alone", (), {}), ("consolidated", ("plain", 1), {}), ("consolidated", ("sharded", 0), {})]
     return world, run_ranks(world, jobs)
@@ -1147,6 +1147,11 @@ def test_gradients_leave_during_backward(several):
         assert len(said) == 1 and "no_sync()" in said[0]
         for found in (weights, twin):
             assert distance(found, want) < 1e-10
+
+
+def test_a_step_of_66_matrices_takes_few_calls_of_python(several):
+    "What a step takes of the host, whatever the machine."
+    assert max(rank[15] for rank in several[1]) <= 600
 
 
 def test_what_one_rank_alone_calls_ends_soon_and_leaves_nothing_behind(several):
