@@ -424,11 +424,10 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
     settings = read_settings([word for word in words if "=" in word])
     folder = folder if folder.name.strip(".") else folder.resolve()
     clear_ended(folder)
-    notes = book.report.read_file(folder / "progress.json")
+    notes = book.checkpoint.read_notes(folder)
     if not notes or not (folder / "train_gpt.py").is_file():
         raise GolfError(f"train: {folder} must hold a run with checkpoints that has not ended, found none; "
                         "name the directory of such a run")
-    book.checkpoint.check_format(notes, folder)
     own = None
     for word in words:
         if "=" not in word:
@@ -1027,7 +1026,7 @@ def quantize_command(args) -> int:
     ranks = book.parallel_muon.start_ranks()
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
     print(f"settings: {settings_source(weights, meta)}", flush=True)
-    p = program.build(s, ranks)
+    p = book.report.built(program, s, weights, ranks)
     book.model.take_order(p.model, meta.get("settings", {}))
     book.model.load_named(p.model, named)
     searched = args.target_bytes or packs_trellis(program)
@@ -1720,6 +1719,10 @@ def main_cli(argv: list[str] | None = None) -> int:
         return 1
     except OSError as e:
         print(f"golfnb: {e.filename or 'a file'}: {e.strerror or e}", file=sys.stderr)
+    except (MemoryError, ImportError, RuntimeError) as e:
+        if not book.launcher.lacks_memory(e):
+            raise
+        print(f"golfnb: {book.launcher.MEMORY_GONE}", file=sys.stderr)
     return 2
 
 # %% ../../nbs/tools/23_cli.ipynb #6e219490

@@ -9,36 +9,39 @@ __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOS
            'COLOURS', 'LINES', 'BPB_STAGES', 'QUANTILES', 'TABLES', 'PAGE_STYLE', 'DRAW_ALL',
            'read_file', 'artifact_file', 'read_summary', 'other_file', 'quantized_counts',
            'counts_entropy', 'event_of', 'read_run', 'find_artifact', 'run_place', 'run_data',
-           'find_tokenizer', 'open_model', 'program_of', 'decoded', 'own_model', 'run_config',
-           'run_settings', 'tokenizer_of', 'open_own', 'whole_lines', 'prompt_of', 'sampled_text',
-           'Chart', 'curve', 'series', 'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart',
-           'run_rows', 'run_table', 'Table', 'html_table', 'note', 'command', 'script_json',
-           'paired', 'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html',
-           'write_report']
+           'find_tokenizer', 'open_model', 'program_of', 'decoded', 'run_config', 'run_settings',
+           'tokenizer_of', 'open_own', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve',
+           'series', 'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows',
+           'run_table', 'Table', 'html_table', 'note', 'command', 'script_json', 'paired',
+           'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
 import hashlib
 import html
 import json
+import math
 import re
+import resource
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import torch
 
-from ..artifact import (ARTIFACT_CAP, CODECS, check_tokenizer, container_header, load_model, part_names,
-                             read_container, read_meta)
+from ..artifact import (ARTIFACT_CAP, CODECS, check_model, check_tokenizer, container_header, load_model, naming,
+                             part_names, read_container, read_meta)
 from ..studies.bench import settings_diff
 from ..bpb import load_tokenizer, tokenizer_hash
 from ..model import load_named, take_order
 from ..parallel_muon import Ranks
+from .launcher import lacks_memory
 from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
                                    recipe_program, settings_of)
 from .sampling import generate
@@ -212,12 +215,58 @@ def decoded(program: ModuleType, file: Path) -> dict:
     return dequantize_trellis(packed)
 
 # %% ../../nbs/tools/24_report.ipynb #a7bf8a5d
+BUILDING = 32             # bytes a weight: in fp32, and with it what an engine keeps
+FREE_TO_BUILD = 256 << 20  # and so many for whatever else a program makes
+
+
+@contextmanager
+def bounded_memory(room: int) -> Iterator[None]:
+    "On Linux, a block in which this process may take `room` more bytes of memory; beyond it an error comes."
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    threads = torch.get_num_threads()
+    status = Path("/proc/self/status")
+    if status.is_file():
+        found = re.search(r"VmData:\s+(\d+) kB", status.read_text())
+        most = 1024 * int(found[1]) + room if found else limits[0]
+        if limits[1] != resource.RLIM_INFINITY:
+            most = min(most, limits[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
+    torch.set_num_threads(1)  # new threads would take memory of their own
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+# %% ../../nbs/tools/24_report.ipynb #573bf68a
+def built(program: ModuleType, s, file: Path, ranks: Ranks):
+    """What a program builds with settings `s`, which are a file's; a file is held against its settings first.
+
+    Of a recipe the settings must ask for just the file's tensors. What a program of one's own makes of settings only
+    it knows, so it may take a multiple of the file's weights and no more. Raises GolfError.
+    """
+    header = container_header(file)
+    numbers = sum(math.prod(shape) for _, _, shape in header["tensors"])
+    if program.OWN["recipe"] in RECIPES:
+        with naming(file):
+            check_model(header)
+    if ranks.device.type != "cpu":
+        return program.build(s, ranks)
+    try:
+        with bounded_memory(BUILDING * numbers + FREE_TO_BUILD):
+            return program.build(s, ranks)
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        raise GolfError(f"{file}: its settings must ask for a model of the {numbers:,} weights that it holds, found "
+                        "that they ask for far more memory: it was not written by this program") from None
+
+# %% ../../nbs/tools/24_report.ipynb #d5afc692
 def own_model(program: ModuleType, s, file: Path, ranks: Ranks) -> tuple:
     "The model that a program builds with settings `s`, filled from a file, and its forward."
-    parts = program.build(s, ranks)
-    meta, packed = read_container(file, CODECS | program.CODEC.known())
-    take_order(parts.model, meta.get("settings", {}))
-    load_named(parts.model, dequantize_trellis(packed))
+    parts = built(program, s, file, ranks)
+    take_order(parts.model, read_meta(file).get("settings", {}))
+    load_named(parts.model, decoded(program, file))
     return parts.model, parts.forward
 
 # %% ../../nbs/tools/24_report.ipynb #ff7c6dac
