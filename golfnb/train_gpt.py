@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 1e4d7f10dafe965b
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 72bbd409280e3c51
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -19,6 +19,7 @@ import json
 import lzma
 import math
 import numpy as np
+import operator
 import os
 import queue
 import re
@@ -68,29 +69,75 @@ def in_32_bits(value) -> bool:
     return type(value) is not int or abs(value) < 2**31
 
 
-BOUNDS = {  # word -> (test, what is expected, what to do)
-    "": (in_32_bits, "fit into int32 or float32", "choose a usual number"),
-    "> 0": (lambda v: v > 0 and in_32_bits(v), "be above 0 and fit into int32 or float32",
-            "choose a usual number"),
-    ">= 0": (lambda v: v >= 0 and in_32_bits(v), "be 0 or more and fit into int32 or float32",
-             "choose 0 or a usual number"),
-    "0 to 10000": (lambda v: 0 <= v <= 10_000, "be 0 or more and at most 10000",
-                   "choose a usual number"),
-    "1 to 10000": (lambda v: 1 <= v <= 10_000, "be above 0 and at most 10000",
-                   "choose a usual number"),
-    "[0, 1)": (lambda v: 0 <= v <= 1 - 2**-24 and in_32_bits(v),
-               "lie in [0, 1) as float32 holds it",
-               "choose a ratio below 1"),
-    "[0, 2^63)": (lambda v: 0 <= v < 2**63, "be 0 or more and below 2^63", "choose another number"),
-}
+NUMBER = r"\s*([-+]?(?:2\^\d+|\d+\.?\d*(?:e[-+]?\d+)?))\s*"
+COMPARED = re.compile(rf"([<>]=?){NUMBER}")
+INTERVAL = re.compile(rf"([\[(]){NUMBER},{NUMBER}([\])])")
+FROM_TO = re.compile(rf"{NUMBER}to{NUMBER}")
+COMPARISONS = {">": (operator.gt, "above {}"), ">=": (operator.ge, "{} or more"),
+               "<": (operator.lt, "below {}"), "<=": (operator.le, "at most {}")}
+
+
+def limits_of(bounds: str) -> list[tuple[str, str]]:
+    "Bounds as comparisons, such as [('>=', '0'), ('<', '1')]. GolfError for what is none."
+    if not bounds:
+        return []
+    if found := COMPARED.fullmatch(bounds.strip()):
+        return [(found[1], found[2])]
+    if found := INTERVAL.fullmatch(bounds.strip()):
+        first = ">=" if found[1] == "[" else ">"
+        last = "<=" if found[4] == "]" else "<"
+        return [(first, found[2]), (last, found[3])]
+    found = FROM_TO.fullmatch(bounds)
+    if not found:
+        raise GolfError('bounds must be written like "> 0", "[0, 1)" or "1 to 100", found '
+                        f"{bounds!r}: correct them")
+    return [(">=", found[1]), ("<=", found[2])]
+
+
+def limit_value(text: str) -> float | int:
+    "The number of a limit, such as '0', '-1.5', '1e-3' or '2^63'."
+    if "^" in text:
+        base, power = text.split("^")
+        return int(base) ** int(power)
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def same_float32(a: float, b: float) -> bool:
+    "Whether two numbers are one in float32."
+    return max(abs(a), abs(b)) < 1e38 and struct.pack("f", a) == struct.pack("f", b)
+
+
+def within(value, sign: str, limit: float) -> bool:
+    "Whether a value compares so with a limit, and does not become it in float32 if it must not."
+    if not COMPARISONS[sign][0](value, limit):
+        return False
+    return "=" in sign or type(value) is not float or not same_float32(value, limit)
+
+
+def bounds_rule(value, bounds: str) -> tuple[bool, str]:
+    "Whether a value lies within bounds, and what is expected of it."
+    limits = [(sign, limit_value(text), text) for sign, text in limits_of(bounds)]
+    expected = []
+    if limits:
+        words = [COMPARISONS[sign][1].format(text) for sign, _, text in limits]
+        expected.append(f"be {' and '.join(words)}")
+    usual = True
+    if all(abs(limit) < 2**31 for _, limit, _ in limits):  # or it is for no device
+        usual = in_32_bits(value)
+        expected.append("fit into int32 or float32")
+    holds = usual and all(within(value, sign, limit) for sign, limit, _ in limits)
+    return holds, " and ".join(expected)
 
 
 def setting(default, meaning: str, *choices: str, bounds: str = "") -> Any:
     """A dataclass field with its meaning and its bounds; any type, as that of `field`.
 
-    `meaning` ends in its unit; `choices` are the words allowed, if not all
-    are; `bounds` is a key of BOUNDS.
+    `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds`, of a
+    number, are such as `limits_of` reads: GolfError for others.
     """
+    require(not limits_of(bounds) or type(default) in (int, float), "only the setting of a number "
+            f"has bounds, found {default!r} with {bounds!r}: leave them out")
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
 
 
@@ -116,9 +163,10 @@ class BaseSettings:
 def bounds_of(cfg: BaseSettings) -> Rules:
     "That each setting is within its bounds."
     for spec in fields(cfg):
-        fits, expected, advice = BOUNDS[spec.metadata.get("bounds", "")]
         value = getattr(cfg, spec.name)
-        yield fits(value), f"{spec.name.upper()} must {expected}, found {value}: {advice}"
+        holds, expected = bounds_rule(value, spec.metadata.get("bounds", ""))
+        yield holds, (f"{spec.name.upper()} must {expected}, found {value}: "
+                      "choose another number")
 
 
 WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "plain text"}
@@ -827,13 +875,17 @@ class ModelSettings(LayoutSettings):
     bigram_dim: int = setting(128, "width of the bigram hash table: channels", bounds="> 0")
     ve_enabled: bool = setting(True, "value embeddings: 0 or 1")
     ve_dim: int = setting(128, "width of the value-embedding table: channels", bounds="> 0")
-    ve_layers: str = setting("9,10",
-                             "blocks that add a value embedding, numbered from 0: list of blocks")
+    ve_layers: str = setting("9,10", "blocks with a value embedding, from 0: list of blocks")
 
     @property
     def ve_layer_list(self) -> list[int]:
         "Blocks with a value embedding."
         return [int(p) for p in self.ve_layers.split(",") if p.strip()] if self.ve_enabled else []
+
+    @property
+    def visits(self) -> int:
+        "The most blocks that a forward runs, one that runs twice counted twice; see `Golf.order`."
+        return self.num_layers
 
     def rules(self) -> Rules:
         "Which models are possible."
@@ -907,8 +959,8 @@ def scalar_shapes(cfg: ModelSettings, skips: WeightedSkips) -> dict[str, tuple[i
     shapes = {"attn_scale": (L, D), "mlp_scale": (L, D), "resid_mix": (L, 2, D),
               "q_gain": (L, cfg.num_heads),
               "smear_gate": (D,)}
-    if L > 1:
-        shapes["skip_weights"] = skips.weight_shape(L // 2, D)
+    if cfg.visits > 1:
+        shapes["skip_weights"] = skips.weight_shape(cfg.visits // 2, D)
     if cfg.bigram_vocab_size:
         shapes |= {"bigram_proj": (D, cfg.bigram_dim), "bigram_scale": ()}
     if cfg.ve_enabled:
@@ -1016,6 +1068,24 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else scale.to(x.dtype) * x
 
 
+class Visit(NamedTuple):
+    "A place in a model's `order`: what `run_blocks` asks for."
+    place: int  # 0 for the first
+    block: int
+    last: bool  # whether no other comes after it
+
+
+def checked_order(order: Iterable[int], cfg: ModelSettings) -> tuple[int, ...]:
+    "An order that names each block at least once and runs at most `cfg.visits`; else GolfError."
+    order = tuple(order)
+    blocks, visits = cfg.num_layers, cfg.visits
+    require(set(order) == set(range(blocks)), "an order must name each of the blocks 0 to "
+            f"{blocks - 1} at least once and no others, found {order!s:.60}: correct it")
+    require(len(order) <= visits, f"an order may run {visits} blocks, as the settings say, "
+            f"found {len(order)}: let the property `visits` of the settings be {len(order)}")
+    return order
+
+
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
     __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
@@ -1036,12 +1106,13 @@ class Golf(torch.nn.Module):
         require(not [*self.parameters()], "an activation must have no weights, since no optimizer "
                 f"or file would hold them, found {type(activation).__name__}: use one without")
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
-        self.order, self.ve_blocks = list(range(cfg.num_layers)), cfg.ve_layer_list
+        self.order, self.ve_blocks = tuple(range(cfg.num_layers)), cfg.ve_layer_list
         self.freeze: Callable | None = None  # such as FreezeBlocks
         self.attention = ready_attention(attention, device, cfg.num_heads, cfg.num_kv_heads,
                                          cfg.head_dim)
         self.kernels = frozenset()  # none, until chapter 09's `fuse` hands them in
-        self.blocks = [make_block(cfg, i, self.activation, self.attention) for i in self.order]
+        self.blocks = [make_block(cfg, i, self.activation, self.attention)
+                       for i in range(cfg.num_layers)]
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
         self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
@@ -1056,6 +1127,16 @@ class Golf(torch.nn.Module):
         rotary = rotary_tables(cfg.train_seq_len, *self.rope, device, dtype)
         for name, table in zip(("cos", "sin"), rotary, strict=True):
             self.register_buffer(f"rotary_{name}", table, persistent=False)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        "The blocks in the order in which a forward runs them; it may be set at any time."
+        return self.run_order
+
+    @order.setter
+    def order(self, order: Iterable[int]):
+        "See `checked_order`. What is recorded for one (`StepGraph`) is not replayed for another."
+        self.run_order = checked_order(order, self.cfg)
 
     def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         "Parameters by role: bank (in the layout's order), table, scalar."
@@ -1109,17 +1190,17 @@ class Golf(torch.nn.Module):
     def run_blocks(self, x: Tensor, run: Callable) -> Tensor:
         """All blocks of `order`, with the U-Net's skips: x [B, T, D] -> [B, T, D].
 
-        `run(x, i, last) -> x` computes block i; `last` says that none comes after it."""
-        half, outputs = self.cfg.num_layers // 2, {}
+        `run(x, visit) -> x` computes the block of a `Visit`."""
+        half, outputs = len(self.order) // 2, []
         skips = ()
         if half:
             skips = self.skips.gates(self.skip_weights).to(self.compute).unbind(0)
-        for place, i in enumerate(self.order):
-            if half <= i < 2 * half:
-                x = x + skips[i - half] * outputs[2 * half - 1 - i]
-            x = run(x, i, place + 1 == len(self.order))
-            if i < half:
-                outputs[i] = x
+        for place, block in enumerate(self.order):
+            if half <= place < 2 * half:
+                x = x + skips[place - half] * outputs.pop()
+            x = run(x, Visit(place, block, place + 1 == len(self.order)))
+            if place < half:
+                outputs.append(x)
         return x
 
     def forward(self, ids: Tensor, last_n: int | None = None,
@@ -1137,9 +1218,10 @@ class Golf(torch.nn.Module):
         weights = self.weights(self.kernels)
         cos, sin = (table[:T] for table in self.rotary(max(T, rope_len or T)))
 
-        def run(x, i, last):
+        def run(x, visit):
+            i = visit.block
             return self.blocks[i].run(x, x0, weights[i], cos, sin, values.get(i),
-                                      last_n if last else None)
+                                      last_n if visit.last else None)
 
         return F.linear(rms_norm(self.run_blocks(x0, run)), self.tok_emb.to(self.compute))
 
@@ -1269,7 +1351,10 @@ def saved_settings(model: Golf) -> dict:
     "What a file says of a model: the values of its `SavedModel`, plain data for JSON."
     values = {spec.name: getattr(model.cfg, spec.name) for spec in fields(ModelSettings)}
     plan = "shared_mlp" if "mlp_bank" in model.banks else "pr399"
-    return values | {"plan": plan, "skip_gate": model.skips.word}
+    values |= {"plan": plan, "skip_gate": model.skips.word}
+    if model.order != tuple(range(model.cfg.num_layers)) or model.cfg.visits > len(model.order):
+        values |= {"order": ",".join(map(str, model.order)), "most_visits": model.cfg.visits}
+    return values
 
 
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear",
@@ -1518,6 +1603,11 @@ def fused_exclusive(y: Tensor, v: Tensor) -> Tensor:
     return xsa_op(y, v)
 
 
+def xsa_fit(head_dim: int) -> bool:
+    "Whether a head is a power of two wide, as the kernel reads it."
+    return head_dim & (head_dim - 1) == 0
+
+
 def mlp_product_kernel(a, b, z, out, M, N, K, slope, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
                        FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     "Tiles of the product with the activation in the epilogue, or with its derivative."
@@ -1645,11 +1735,14 @@ class FusedBlock(Block):
 def fuse(model: Golf, kernels: Iterable[str], tiles: tuple = (MLP_UP_TILES, MLP_DOWN_TILES)):
     """Let a model compute with these kernels from now on, as far as they suit its shapes.
 
-    `kernels`: names of `KERNELS` (chapter 15), such as `usable_kernels` gives. An activation of
-    your own has no kernel.
+    `kernels`: names of `KERNELS` (chapter 15), such as `usable_kernels` gives; GolfError for
+    others. An activation of your own has no kernel.
     """
-    cfg = model.cfg
-    fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims),
+    cfg, kernels = model.cfg, set(kernels)
+    unknown = sorted(kernels - KERNELS)
+    require(not unknown, f"kernels must be among {', '.join(sorted(KERNELS))}, found "
+            f"{', '.join(map(repr, unknown))}: correct the names")
+    fits = {"heads": heads_fit(cfg.head_dim, cfg.rope_dims), "xsa": xsa_fit(cfg.head_dim),
             "mlp": (type(model.activation) is LeakyReluSquared
                     and mlp_fit(cfg.mlp_dim, cfg.model_dim, model.compute))}
     model.kernels = frozenset(k for k in kernels if fits.get(k, True))
@@ -2250,16 +2343,18 @@ class AdamW:
         group.rounded.copy_(group.fp32_shard)
 
 
-def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None):
+def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None,
+                 pool=None):
     """Record into `graph` what `fn()` launches on `stream` (None: one that torch picks).
 
-    Returns its result.
+    `pool`: another graph's memory to use, see `CudaGraphed`. Returns its result.
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
         # thread_local: other threads go on
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream,
+                              capture_error_mode="thread_local"):
             return fn()
     finally:
         if collecting:
@@ -2269,11 +2364,13 @@ def record_graph(fn, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | No
 class CudaGraphed:
     """A function on fixed tensors.
 
-    On CUDA it is recorded after `eager` calls, on the calling stream, then replayed.
+    On CUDA it is recorded after `eager` calls, on the calling stream, then replayed. It works in
+    the memory of `beside`, if given: once one of the two is called, what the other gave is gone.
     """
 
-    def __init__(self, fn, device: torch.device, eager: int = 2):
-        self.fn, self.graph = fn, None
+    def __init__(self, fn, device: torch.device, eager: int = 2,
+                 beside: "CudaGraphed | None" = None):
+        self.fn, self.graph, self.beside = fn, None, beside
         self.left = eager if device.type == "cuda" else -1  # calls until it is recorded; -1: never
 
     def __call__(self):
@@ -2282,7 +2379,10 @@ class CudaGraphed:
             here = torch.cuda.current_stream()
             if here == torch.cuda.default_stream():  # which cannot be recorded
                 here = None
-            record_graph(self.fn, self.graph, here)
+            pool = None
+            if self.beside is not None and self.beside.graph is not None:
+                pool = self.beside.graph.pool()
+            record_graph(self.fn, self.graph, here, pool)
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -3325,14 +3425,15 @@ def micro_batches(backward: Callable, batches: Loader, engine: Engine, accum: in
     return total
 
 
-class StepGraph:
-    """A loss function whose `backward` is recorded on CUDA and then replayed.
+class RecordedPass:
+    "Loss and gradients of a batch that stands at fixed addresses, recorded on CUDA."
 
-    `params` get the gradients.
-    """
-
-    def __init__(self, loss_fn: Callable, params: list):
-        self.loss_fn, self.params, self.places = loss_fn, params, None
+    def __init__(self, loss_fn: Callable, params: list, batch: tuple, accum: int,
+                 beside: CudaGraphed | None):
+        self.loss_fn, self.params, self.accum = loss_fn, params, accum
+        self.ids, self.targets = (t.clone() for t in batch)
+        self.places = [p.data_ptr() for p in params]
+        self.graphed = CudaGraphed(self.differentiate, self.ids.device, beside=beside)
 
     def differentiate(self):
         "Loss and gradients of the fixed batch."
@@ -3340,25 +3441,42 @@ class StepGraph:
         self.loss = loss.detach()
         self.grads = torch.autograd.grad(loss, self.params, allow_unused=True)
 
+
+class StepGraph:
+    """A model's loss function whose `backward` is recorded on CUDA and then replayed.
+
+    The model's parameters get the gradients. For each `order` of the model's blocks there is a
+    recording of its own, made when it is first asked for.
+    """
+
+    def __init__(self, loss_fn: Callable, model: torch.nn.Module):
+        self.loss_fn, self.model, self.params = loss_fn, model, list(model.parameters())
+        self.recorded: dict[tuple | None, RecordedPass] = {}  # by order
+
+    def recording(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> RecordedPass:
+        "That of the model's order, and of where its parameters lie now."
+        order = getattr(self.model, "order", None)
+        places = [p.data_ptr() for p in self.params]
+        self.recorded = {o: found for o, found in self.recorded.items() if found.places == places}
+        if order not in self.recorded:
+            beside = next((found.graphed for found in self.recorded.values()), None)
+            self.recorded[order] = RecordedPass(self.loss_fn, self.params, (ids, targets), accum,
+                                                beside)
+        return self.recorded[order]
+
     def backward(self, ids: torch.Tensor, targets: torch.Tensor, accum: int) -> torch.Tensor:
         "What `backward_pass` does; shapes and `accum` are the same in all calls."
-        places = [p.data_ptr() for p in self.params]
-        if places != self.places:
-            self.ids = ids.clone()
-            self.targets = targets.clone()
-            self.accum = accum
-            self.places = places
-            self.graphed = CudaGraphed(self.differentiate, ids.device)
+        recording = self.recording(ids, targets, accum)
         earlier = {}  # copies, by parameter: of other micro-batches
         for p in self.params:
             if p.grad is not None:
                 earlier[p] = p.grad.clone()
-        self.ids.copy_(ids)
-        self.targets.copy_(targets)
-        self.graphed()
-        for p, grad in zip(self.params, self.grads, strict=True):
+        recording.ids.copy_(ids)
+        recording.targets.copy_(targets)
+        recording.graphed()
+        for p, grad in zip(self.params, recording.grads, strict=True):
             p.grad = earlier[p].add_(grad) if p in earlier else grad
-        return self.loss.clone()
+        return recording.loss.clone()
 
 
 class RunLog:
@@ -3474,6 +3592,7 @@ class Trainer:
         self.train_ms, self.stop = 0.0, False
         self.losses, self.starts = [], []
         self.late_rate = 1.0  # share of the peak learning rate, of the last step that was read
+        self.share_done = 0.0  # of the run, by the last step that was read: the same on all ranks
         self.val_loss = self.val_bpb = None
 
     def elapsed_ms(self) -> float:
@@ -3518,6 +3637,11 @@ class Trainer:
         values = self.reader.push(torch.cat([control, more]))
         if values is not None:
             self.read(values)
+
+    def share_of_run(self, steps: int, elapsed_ms: float) -> float:
+        "Share of a run that is done after so many steps and ms, by what ends it first: ratio."
+        cap = self.settings.train_cap_ms or math.inf
+        return max(steps / self.settings.iterations, elapsed_ms / cap)
 
     def projector(self) -> Callable | None:
         """What rounds the weights that this step publishes; None before late rounding has begun.
@@ -3581,6 +3705,7 @@ class Trainer:
         self.losses.append(control["loss"] / world)
         self.stop = self.stop or control["stop"] > 0
         self.late_rate = rate
+        self.share_done = max(self.share_done, self.share_of_run(step + 1, control["elapsed_ms"]))
         self.count_skipped(step + 1, control["norm_sq"])
         norm_sq = control["norm_sq"]
         if self.engine.clip.norm_is_sum:
@@ -3657,9 +3782,15 @@ def undone(engine: Engine, batches: Loader) -> Iterator[None]:
 
 
 def rehearse(t: Trainer, step: Callable, log: RunLog):
-    "Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time."
+    """Run `warmup_steps` steps of a trainer that is thrown away, so that all is compiled in time.
+
+    In the last half of them it says that the run is as good as done (`share_done`), so that what
+    begins late is compiled too.
+    """
     count = t.settings.warmup_steps
     for n in counted(range(1, count + 1), "compiling", log):
+        if n == 1 + (count + 1) // 2:
+            t.share_done = 1.0
         step(t)
         if n <= 3 or n % 10 == 0 or n == count:
             log.line(f"warmup_step:{n}/{count}")
@@ -4154,7 +4285,7 @@ def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callab
     """
     loss_fn = compiled(training_loss(model, model.cap), s, device)
     if s.step_graph:
-        return StepGraph(loss_fn, list(model.parameters())).backward
+        return StepGraph(loss_fn, model).backward
     return partial(backward_pass, loss_fn)
 
 
