@@ -576,3 +576,45 @@ def test_corpora_are_not_mixed_and_overlap_has_a_verdict(tmp_path):
     write_shard(tmp_path / "fineweb_val_000000.bin", doc(3))
     with pytest.raises(GolfError, match="a and fineweb"):
         check_manifest(tmp_path, "")
+
+
+def test_what_is_no_whole_regular_file_is_refused_and_null_is_empty(tmp_path):
+    "A named pipe would hang, a damaged .gz ended in zlib.error; null is an empty document, as in a table."
+    import gzip
+    import zlib
+
+    from golfnb.tools.data import find_documents, read_documents
+
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(GolfError, match="pipe"):
+        find_documents([tmp_path / "pipe"])
+    packed = gzip.compress(b"".join(json.dumps({"text": hex(i**9)}).encode() + b"\n" for i in range(2000)))
+    damages = (packed[:at] + bytes(300) + packed[at + 300:] for at in range(2000, len(packed) - 2000, 500))
+    for data in damages:
+        try:
+            gzip.decompress(data)
+        except zlib.error:
+            break
+        except Exception:
+            continue
+    (tmp_path / "damaged.jsonl.gz").write_bytes(data)
+    with pytest.raises(GolfError, match="damaged.jsonl.gz"):
+        list(read_documents([tmp_path / "damaged.jsonl.gz"]))
+    skipped = []
+    (tmp_path / "n.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": null}\n{"text": "b"}\n'))
+    (tmp_path / "t.txt.gz").write_bytes(gzip.compress(b"c\n"))
+    assert list(read_documents([tmp_path / "n.json.gz", tmp_path / "t.txt.gz"], skipped)) == ["a", "b", "c"] and len(skipped) == 1
+
+
+def test_linked_folders_are_read_once_and_what_is_not_read_is_named(tmp_path):
+    from golfnb.tools.data import find_documents
+
+    (tmp_path / "store" / "wiki").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "store" / "wiki" / "a.txt").write_text("a")
+    (tmp_path / "notes" / "b.txt").write_text("b")
+    (tmp_path / "notes" / "wiki").symlink_to(tmp_path / "store" / "wiki")
+    (tmp_path / "store" / "wiki" / "loop").symlink_to(tmp_path / "notes")
+    (tmp_path / "notes" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    left_out = []
+    assert [p.name for p in find_documents([tmp_path / "notes"], left_out)] == ["b.txt", "a.txt"] and [p.name for p in left_out] == ["gone.txt"]

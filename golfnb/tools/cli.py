@@ -31,7 +31,6 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module, metadata, resources
-from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -535,8 +534,11 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
         print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
     if repeated:
         print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
+    closed = [path for path in left_out if path.is_dir()]
+    others = [path for path in left_out if not path.is_dir()]
     for words, places in (("skipped: {:,} empty documents", skipped), ("left out: {:,} files that are hidden, "
-                          "of other kinds or no text", left_out)):
+                          "of other kinds or no text", others),
+                          ("left out: {:,} directories that cannot be opened", closed)):
         if places:
             print(f"{words.format(len(places))}, the first {printable(str(places[0]))}")
     size = made["train"]["text_bytes"]
@@ -569,6 +571,7 @@ class Corpus:
     field: str            # of JSON lines, or column of tables
     library: list[str]    # the standard library's documentation, where no file is named
     part: int = 0         # characters of the parts that documents are cut into; 0: they stay whole
+    size: int = 0         # bytes of all text, whatever files take
 
     def read(self, skipped: list) -> Iterable[str]:
         "The documents as they are; `skipped` gets the places of empty ones."
@@ -580,18 +583,17 @@ class Corpus:
             return book.data.cut_texts(self.read(skipped), self.part)
         return self.read(skipped)
 
-    @property
-    def size(self) -> int:
-        "Bytes of the files."
-        return sum(path.stat().st_size for path in self.files)
-
 
 def open_corpus(args, left_out: list) -> Corpus:
     "The documents that the arguments name. Raises GolfError where they hold no text."
     files = book.data.find_documents(args.files, left_out)
     library = [] if args.files else book.data.stdlib_documents()
     corpus = Corpus(files, args.field, library)
-    lengths = [len(text) for text in islice(corpus.read([]), 100)]
+    lengths = []  # characters of the first hundred documents
+    for text in corpus.read([]):
+        corpus.size += len(text.encode())
+        if len(lengths) < 100:
+            lengths.append(len(text))
     if not lengths:
         named = book.data.some_names(files)
         raise GolfError(f"documents must hold text, found none in {named}: see what these files hold, "

@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,8 +127,9 @@ def documents_hash(documents: Iterable[str]) -> str:
 
 # %% ../../nbs/tools/20_data.ipynb #9fcbe245
 TEXTS = (".txt", ".md", ".rst", "")
+ZIPPED_TEXTS = (".txt.gz", ".md.gz", ".rst.gz")
 TABLES = (".parquet", ".arrow")
-DOCUMENTS = (*TEXTS, *TABLES, ".jsonl", ".jsonl.gz")
+DOCUMENTS = (*TEXTS, *ZIPPED_TEXTS, *TABLES, ".jsonl", ".jsonl.gz", ".json.gz")
 HUB_SCHEME = "hf://datasets/"  # then OWNER/NAME, and perhaps a folder in it
 
 
@@ -140,8 +142,19 @@ def file_kind(path: Path) -> str:
 
 def is_binary(path: Path) -> bool:
     "Whether a file holds a zero byte in its first 8 kB, as no text does."
-    with open(path, "rb") as file:
-        return b"\0" in file.read(8192)
+    try:
+        with open(path, "rb") as file:
+            return b"\0" in file.read(8192)
+    except OSError:
+        return False  # who reads it says why it cannot be read
+
+
+def whole_text(path: Path) -> bytes:
+    "What a file of text holds, unpacked."
+    data = path.read_bytes()
+    if file_kind(path) in ZIPPED_TEXTS:
+        return gzip.decompress(data)
+    return data
 
 # %% ../../nbs/tools/20_data.ipynb #2e34b077
 def find_documents(paths: Iterable[str | Path], left_out: list | None = None) -> list[Path]:
@@ -168,6 +181,9 @@ def check_document(path: Path) -> None:
     if not path.exists():
         raise GolfError(f"cannot read {path} (no such file): check the path; a data set of the hub "
                         f"is written {HUB_SCHEME}OWNER/NAME")
+    if not path.is_file():
+        raise GolfError(f"documents must be in a regular file, as they are read several times, found {path}, "
+                        "a pipe or a device: write them to a file first")
     if file_kind(path) not in DOCUMENTS:
         raise GolfError(f"documents must come as {' '.join(filter(None, DOCUMENTS))} or without an "
                         f"extension, found {path}: convert it")
@@ -176,17 +192,35 @@ def check_document(path: Path) -> None:
 def folder_documents(folder: Path) -> tuple[list[Path], list[Path]]:
     "The files of a directory that hold documents, and the others. Raises GolfError if none does."
     taken = []
-    others = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    found, others = folder_files(folder)
+    for path in found:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and holds_documents(path):
+        if path.is_file() and not hidden and holds_documents(path):
             taken.append(path)
         else:
             others.append(path)
     if not taken:
-        found = f"found {len(others):,} files of other kinds" if others else "found an empty directory"
+        found = "found an empty directory"
+        if others:
+            found = f"found {len(others):,} files of other kinds, {some_names(others)}"
         raise GolfError(f"{folder} must hold documents, {found}: check the path")
     return taken, others
+
+
+def folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    "All that lies in a directory and in those that it links, each read once; directories that cannot be opened."
+    found = []
+    closed = []
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=lambda e: closed.append(Path(e.filename))):
+        facts = os.stat(place)
+        if (facts.st_dev, facts.st_ino) in seen:  # by another link, or round a loop
+            folders.clear()
+            continue
+        seen.add((facts.st_dev, facts.st_ino))
+        folders.sort()
+        found += [Path(place, name) for name in names]
+    return sorted(found), sorted(closed)
 
 
 def holds_documents(path: Path) -> bool:
@@ -209,7 +243,8 @@ def document_text(data: bytes, where: str, field: str | None) -> str:
     try:
         text = data.decode("utf-8-sig").strip()
         if field and text:
-            text = json.loads(text)[field].strip()
+            value = json.loads(text)[field]
+            text = "" if value is None else value.strip()
         text.encode()
     except UnicodeDecodeError as e:
         byte = f"{data[e.start]:#x} at {e.start:,}"
@@ -256,8 +291,8 @@ def file_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
     if kind in TABLES:
         for i, text in enumerate(table_texts(path, field), 1):
             yield f"{path} row {i}", text
-    elif kind in TEXTS:
-        yield str(path), document_text(path.read_bytes(), str(path), None)
+    elif kind in TEXTS or kind in ZIPPED_TEXTS:
+        yield str(path), document_text(whole_text(path), str(path), None)
     else:
         open_lines = gzip.open if kind.endswith(".gz") else open
         with open_lines(path, "rb") as file:
@@ -308,9 +343,9 @@ def read_documents(paths: Iterable[str | Path], skipped: list | None = None,
         except NotUtf8 as error:
             check_encodings(files)
             raise error from None  # a line of a file of many
-        except (OSError, EOFError) as e:
+        except (OSError, EOFError, zlib.error) as e:
             reason = getattr(e, "strerror", None) or e
-            raise GolfError(f"cannot read {path} ({reason}): check the path") from None
+            raise GolfError(f"cannot read {path} ({reason}): check the path, or fetch the file again") from None
 
 # %% ../../nbs/tools/20_data.ipynb #3a63d5a1
 def batches(docs: Iterable[str], characters: int) -> Iterator[list[str]]:
