@@ -59,17 +59,19 @@ def has_parts(module: nn.Module) -> bool:
     return len(matrices) > 1 or next(module.children(), None) is not None
 
 # %% ../nbs/reference/17a_grouping.ipynb #edc1e21f
-def listed_members(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    "The members of a list of modules; of another module those whose names end with a number."
-    members = [(name, m) for name, m in container._modules.items() if m is not None]
-    if isinstance(container, (nn.ModuleList, nn.Sequential)):
-        return members
-    return [(name, m) for name, m in members if name[-1:].isdecimal()]
+def numbered_blocks(module: nn.Module) -> list[str]:
+    "Names of a module's members of a class that has several of them with numbered names."
+    members = [(name, block_kind(m), has_parts(m)) for name, m in module._modules.items()
+               if m is not None]
+    kinds = Counter(kind for name, kind, parts in members if parts and name[-1:].isdecimal())
+    return [name for name, kind, parts in members if parts and kinds[kind] > 1]
 
 # %% ../nbs/reference/17a_grouping.ipynb #e90bb8cc
 def members_in_blocks(container: nn.Module) -> list[str]:
     "Names of a container's members from its first repeated block to its last; [] without one."
-    members = listed_members(container)
+    if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+        return numbered_blocks(container)
+    members = [(name, m) for name, m in container._modules.items() if m is not None]
     kinds = Counter(block_kind(m) for _, m in members if has_parts(m))
     repeated = [i for i, (_, m) in enumerate(members) if kinds[block_kind(m)] > 1]
     if isinstance(container, nn.ModuleList) and len(members) == len(kinds) == 1:
