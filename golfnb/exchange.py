@@ -7,15 +7,16 @@ rank that updates each matrix, and what became of them back.
 # %% auto #0
 __all__ = ['Prepare', 'SCRATCH_BYTES', 'is_dtensor', 'ParamMatrix', 'matrices_of', 'held_rows',
            'piece_of', 'Transfer', 'Group', 'find_group', 'check_placement', 'rows_held',
-           'block_of', 'gradient_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket',
-           'Pieces', 'ShardedBucket', 'make_buckets']
+           'block_of', 'gradient_of', 'gradients_of', 'batch_of', 'runs_of', 'MatrixBucket',
+           'ReplicatedBucket', 'Pieces', 'ShardedBucket', 'make_buckets']
 
 # %% ../nbs/reference/17d_exchange.ipynb #cfd93c19
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .multi_tensor import copy_gradients
 from .owners import WorkItem, plan_owners
 from .rules import OptimizerError
 
@@ -61,12 +63,12 @@ class ParamMatrix:
         "Rows times columns."
         return self.rows * self.cols
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         "Whether the parameter is this matrix."
         return self.param.shape == (self.rows, self.cols)
 
-    @property
+    @cached_property
     def layer_shape(self) -> tuple[int, int]:
         "(outputs, inputs) of its layer."
         if self.group.get("transposed", False):
@@ -297,23 +299,28 @@ def gradient_of(m: ParamMatrix, ranks: Group) -> Tensor:
         grad = grad.contiguous()
     return block_of(m, grad, ranks)
 
+
+def gradients_of(matrices: Sequence[ParamMatrix], ranks: Group) -> list[Tensor]:
+    "`gradient_of` each."
+    found = [m.param.grad for m in matrices]
+    for i, m in enumerate(matrices):
+        if type(found[i]) is not Tensor or not m.alone:
+            found[i] = gradient_of(m, ranks)
+    return found
+
 # %% ../nbs/reference/17d_exchange.ipynb #dd75eabf
 def split_pieces(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     "Views of these shapes that lie one behind the other in `flat` [n], from its beginning."
     sizes = [math.prod(shape) for shape in shapes]
-    parts = flat[:sum(sizes)].split(sizes)
+    parts = flat[:sum(sizes)].split_with_sizes(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 # %% ../nbs/reference/17d_exchange.ipynb #a95956e6
-def cut_matrices(flat: Tensor, share: Sequence[ParamMatrix]) -> list[Tensor]:
-    "Views [rows, cols] of the matrices of a share in its row of a bucket, `flat` [n]."
-    return split_pieces(flat, [(m.rows, m.cols) for m in share])
-
-# %% ../nbs/reference/17d_exchange.ipynb #8e9f7ed2
 def cut_shares(flat: Tensor, shares: Sequence[Sequence[ParamMatrix]]) -> list[Tensor]:
     "Views [rows, cols] of all matrices of a bucket, `flat` [world, n]."
     rows = zip(flat, shares, strict=True)
-    return [part for row, share in rows for part in cut_matrices(row, share)]
+    return [part for row, share in rows
+            for part in split_pieces(row, [(m.rows, m.cols) for m in share])]
 
 # %% ../nbs/reference/17d_exchange.ipynb #6b32f6e2
 def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
@@ -322,8 +329,9 @@ def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
         torch._foreach_copy_(list(places), list(contents))
 
 # %% ../nbs/reference/17d_exchange.ipynb #1c9a2330
-# matrices of one group and shape, their gradients, the rows that these are of -> what to make whole
-Prepare = Callable[[list[ParamMatrix], list[Tensor], list[slice]], Sequence[Tensor] | Tensor]
+# matrices, their gradients, the rows that these are of -> what to make whole: of each matrix, or,
+# of matrices that are here whole, a stack for each run
+Prepare = Callable[[list[ParamMatrix], list[Tensor], list[slice]], Sequence[Tensor]]
 
 
 def batch_of(m: ParamMatrix) -> tuple[int, int, int]:
@@ -354,6 +362,8 @@ class MatrixBucket:
         self.dtype = dtype or self.like.dtype
         self.held: list[Tensor] = []  # of this rank: gradients, then what became of them
         self.transfer: Transfer | None = None
+        self.read = self.mine  # the matrices of which `begin` takes gradients
+        self.notes: dict[Any, Any] = {}  # of the bucket's user
 
     def arrived(self) -> Tensor:
         "What the transfer under way has brought; the bucket keeps nothing of it."
@@ -379,28 +389,60 @@ class ReplicatedBucket(MatrixBucket):
         super().__init__(shares, ranks, dtype)
         self.average = average and ranks.world > 1
         self.share_elements = max(sum(m.elements for m in share) for share in self.shares)
+        self.rows = [slice(0, m.rows) for m in self.everything]
+        if self.average:
+            self.read = self.everything
+        self.sizes: list[int] = []  # of the pieces of a flat bucket; their shapes, () of padding
+        self.shapes: list[tuple[int, ...]] = []
+        for share in self.shares:
+            self.sizes += [m.elements for m in share]
+            self.shapes += [(m.rows, m.cols) for m in share]
+            self.sizes.append(self.share_elements - sum(m.elements for m in share))
+            self.shapes.append(())
 
-    def begin(self, gradient: Callable[[ParamMatrix], Tensor]):
-        "Start averaging the gradients [rows, cols], each at its owner."
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        "Views of all matrices of the bucket, `flat` [world, n]."
+        pieces = flat.view(-1).split_with_sizes(self.sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)
+                if shape]
+
+    def padding(self, flat: Tensor) -> list[Tensor]:
+        "What is of no matrix."
+        pieces = flat.view(-1).split_with_sizes(self.sizes)
+        return [piece for piece, shape in zip(pieces, self.shapes, strict=True)
+                if not shape and len(piece)]
+
+    def begin(self, grads: list[Tensor]):
+        "Start averaging the gradients [rows, cols] of the matrices in `read`, each at its owner."
         if not self.average:
-            self.held = [gradient(m) for m in self.mine]
+            self.held = grads
             return
-        flat = self.like.new_zeros(self.ranks.world, self.share_elements)
-        copy_each(cut_shares(flat, self.shares), map(gradient, self.everything))
+        flat = self.like.new_empty(self.ranks.world, self.share_elements)
+        copy_gradients(self.cut(flat), grads)
+        for rest in self.padding(flat):
+            rest.zero_()
         self.transfer = self.ranks.mean_at_owners(flat)
 
     def arrive(self) -> list[Tensor]:
-        "The gradients of this rank's matrices; to be read."
+        "The gradients of this rank's matrices, to be read; `parts` are they in fewer pieces."
         if self.average:
-            self.held = cut_matrices(self.arrived(), self.mine)
+            received = self.arrived()
+            self.parts = [received]
+            self.held = split_pieces(received, [(m.rows, m.cols) for m in self.mine])
+        else:
+            self.parts = self.held
         return self.held
 
     def prepare(self, rule: Prepare):
-        "Make of the gradients what is to be orthogonal, run by run; nothing travels."
-        grads = iter(self.release())
-        for run in self.runs:
-            made = rule(run, list(islice(grads, len(run))), [slice(0, m.rows) for m in run])
-            self.held.append(made if isinstance(made, Tensor) else torch.stack(list(made)))
+        "Make of the gradients what is to be orthogonal; nothing travels."
+        self.parts = []
+        made = rule(self.mine, self.release(), [slice(0, m.rows) for m in self.mine])
+        if len(made) == len(self.runs) and all([stack.ndim == 3 for stack in made]):
+            self.held = list(made)
+            return
+        ends = list(accumulate([len(run) for run in self.runs]))
+        self.held = [torch.stack(list(made[end - len(run):end]))
+                     for run, end in zip(self.runs, ends, strict=True)]
 
     def whole(self) -> list[Tensor]:
         "What `rule` made of this rank's matrices: a stack [n, rows, cols] for each of `runs`."
@@ -408,21 +450,24 @@ class ReplicatedBucket(MatrixBucket):
 
     def give_back(self, made: Sequence[Tensor]):
         "Start sending what became of this rank's matrices, in stacks, to every rank."
-        results = [matrix for stack in made for matrix in stack.to(self.dtype)]
         if self.ranks.world == 1:
-            self.held = results
+            self.held = [matrix for stack in made for matrix in stack.to(self.dtype).unbind()]
             return
         flat = self.like.new_zeros(self.share_elements, dtype=self.dtype)
-        copy_each(cut_matrices(flat, self.mine), results)
+        if made:
+            pieces = [stack.to(self.dtype).reshape(-1) for stack in made]
+            torch.cat(pieces, out=flat[:sum([len(piece) for piece in pieces])])
         self.transfer = self.ranks.all_rows(flat)
 
-    def finish(self) -> Iterator[tuple[ParamMatrix, slice, Tensor]]:
+    def results(self) -> list[Tensor]:
+        "What became of each matrix in `everything`."
+        if self.ranks.world == 1:
+            return self.release()
+        return self.cut(self.arrived())
+
+    def finish(self) -> list[tuple[ParamMatrix, slice, Tensor]]:
         "Every matrix, its rows (all of them), and what became of them."
-        results = self.release()
-        if self.ranks.world > 1:
-            results = cut_shares(self.arrived(), self.shares)
-        for m, result in zip(self.everything, results, strict=True):
-            yield m, slice(0, m.rows), result
+        return list(zip(self.everything, self.rows, self.results(), strict=True))
 
 # %% ../nbs/reference/17d_exchange.ipynb #ce6c1c1d
 class Pieces(MatrixBucket):
@@ -455,22 +500,28 @@ class Pieces(MatrixBucket):
 class ShardedBucket(Pieces):
     "Matrices of DTensors sharded over their first dimension; gradients are means already."
 
-    def begin(self, gradient: Callable[[ParamMatrix], Tensor]):
+    def __init__(self, shares: Sequence[Sequence[ParamMatrix]], ranks: Group,
+                 dtype: torch.dtype | None = None):
+        super().__init__(shares, ranks, dtype)
+        self.read = self.everything
+        self.rows = self.pieces(self.everything, ranks.rank)
+        self.held_rows = [self.pieces(self.mine, rank) for rank in range(ranks.world)]
+        self.leaving, self.arriving = self.at_holder(), self.at_owner()
+
+    def begin(self, grads: list[Tensor]):
         "Take the gradients [n, cols] of the rows that this rank holds."
-        self.held = [gradient(m) for m in self.everything]
+        self.held = grads
 
     def arrive(self) -> list[Tensor]:
         "The gradients of the rows that this rank holds; to be read."
+        self.parts = self.held
         return self.held
 
     def prepare(self, rule: Prepare):
         "Make of the pieces what is to be orthogonal, and start sending them to their owners."
-        grads = iter(self.release())
-        made: list[Tensor] = []
-        for run in runs_of(self.everything):
-            rows = self.pieces(run, self.ranks.rank)
-            made += rule(run, list(islice(grads, len(run))), rows)
-        self.transfer = self.ranks.swap(self.flat(made), self.at_holder(), self.at_owner())
+        self.parts = []
+        made = rule(self.everything, self.release(), self.rows)
+        self.transfer = self.ranks.swap(self.flat(made), self.leaving, self.arriving)
 
     def whole(self) -> list[Tensor]:
         "This rank's matrices, assembled from all ranks' pieces: a stack for each of `runs`."
@@ -482,24 +533,27 @@ class ShardedBucket(Pieces):
 
     def by_rank(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         "The pieces of this rank's matrices, those that rank 0 holds first: views of the stacks."
-        matrices = [matrix for stack in stacks for matrix in stack]
-        return [matrix[rows] for rank in range(self.ranks.world)
-                for matrix, rows in zip(matrices, self.pieces(self.mine, rank), strict=True)]
+        matrices = [matrix for stack in stacks for matrix in stack.unbind()]
+        return [matrix[rows] for held in self.held_rows
+                for matrix, rows in zip(matrices, held, strict=True)]
 
     def give_back(self, made: Sequence[Tensor]):
         "Start sending the rows of what became of this rank's matrices to their holders."
         pieces = self.flat(self.by_rank(made))
-        self.transfer = self.ranks.swap(pieces, self.at_owner(), self.at_holder())
+        self.transfer = self.ranks.swap(pieces, self.arriving, self.leaving)
 
-    def finish(self) -> Iterator[tuple[ParamMatrix, slice, Tensor]]:
+    def results(self) -> list[Tensor]:
+        "What became of the rows that this rank holds of each matrix in `everything`."
+        shapes = [(r.stop - r.start, m.cols)
+                  for m, r in zip(self.everything, self.rows, strict=True)]
+        return split_pieces(self.arrived(), shapes)
+
+    def finish(self) -> list[tuple[ParamMatrix, slice, Tensor]]:
         "Every matrix, the rows of it that this rank holds, and what became of them."
-        rows = self.pieces(self.everything, self.ranks.rank)
-        shapes = [(r.stop - r.start, m.cols) for m, r in zip(self.everything, rows, strict=True)]
-        results = split_pieces(self.arrived(), shapes)
-        yield from zip(self.everything, rows, results, strict=True)
+        return list(zip(self.everything, self.rows, self.results(), strict=True))
 
 # %% ../nbs/reference/17d_exchange.ipynb #eef9dd63
-SCRATCH_BYTES = 128 << 20  # of a bucket on a rank, unless one matrix a rank needs more
+SCRATCH_BYTES = 160 << 20  # of a bucket on a rank, unless one matrix a rank needs more
 
 
 def make_buckets(matrices: Sequence[ParamMatrix], ranks: Group, average: bool = True,

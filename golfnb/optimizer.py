@@ -6,12 +6,13 @@ with the same weights.
 
 # %% auto #0
 __all__ = ['AnyBucket', 'Params', 'OTHER_KEYS', 'SCHEDULED', 'MATRIX_OPTIONS', 'OTHER_OPTIONS',
-           'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'RECORDABLE', 'SENT', 'problem_with',
+           'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'SENT', 'problem_with',
            'check_members', 'find_ranks', 'described', 'compare_ranks', 'copy_from_rank_0',
            'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of', 'module_order', 'list_of',
            'listed', 'check_keys', 'check_known', 'rule_without_word', 'with_defaults',
-           'ParallelMuon', 'check_reduce', 'layout_of', 'layers_from_last', 'in_turn',
-           'gradient_here', 'mean_gradients', 'sum_of_squares']
+           'ParallelMuon', 'check_reduce', 'layout_of', 'lent', 'Batch', 'layers_from_last',
+           'in_turn', 'words_of_all', 'readable', 'gradient_here', 'mean_gradients',
+           'sum_of_squares']
 
 # %% ../nbs/reference/17g_optimizer.ipynb #1b9644d7
 import logging
@@ -22,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from .exchange import (
     check_placement,
     copy_each,
     find_group,
-    gradient_of,
+    gradients_of,
     is_dtensor,
     local,
     make_buckets,
@@ -47,10 +49,14 @@ from .exchange import (
 )
 from .grouping import MUON_OPTIONS, group_table, named_members, param_groups
 from .multi_tensor import (
+    LIVE,
+    Kept,
     apply_each,
-    check_kernel,
+    at_rest,
+    copy_gradients,
     is_muon,
-    on_device,
+    live_numbers,
+    numbers_of,
     prepare_each,
     squares_each,
     update_each,
@@ -73,6 +79,7 @@ from .optimizer_state import (
 from .recorded import (
     STREAMS,
     Recorder,
+    SharedRecorder,
     on_streams,
     orthogonalized_in_place,
     share_out,
@@ -80,15 +87,16 @@ from .recorded import (
 )
 from .rules import (
     AT_LEAST_0,
-    AdamWRule,
     MuonRule,
     OptimizerError,
+    ParamGroup,
     Rule,
     check_group,
     check_number,
     product_dtype,
     rule_of,
 )
+from .settings import patch
 
 # %% ../nbs/reference/17g_optimizer.ipynb #963889d6
 # torch gives out torch._foreach_norm and its like without saying so to type checkers:
@@ -230,6 +238,7 @@ def module_order(params: Any) -> list[str]:
     return [canonical(name) for name, _ in params.named_parameters()]
 
 
+
 # %% ../nbs/reference/17g_optimizer.ipynb #cf1fb1c7
 def list_of(params: Any) -> list[Any]:
     "A group's parameters. Raises OptimizerError for what has none, or has them in no order."
@@ -249,6 +258,7 @@ def listed(params: list[Any]) -> list[tuple[str, Tensor]]:
             raise OptimizerError("ParallelMuon takes a module, parameters, (name, parameter) pairs "
                                  f"or groups of them, found a {type(p).__name__} as {name}")
     return found
+
 
 
 # %% ../nbs/reference/17g_optimizer.ipynb #2fc9c7c4
@@ -282,6 +292,7 @@ def check_known(group: dict[str, Any], rule: Rule) -> None:
             raise OptimizerError(f"a group with {type(rule).__name__} has no {key!r}, found "
                                  f"{group[key]!r:.80}: it has {', '.join(known)}, params, rule and "
                                  "name; set others on optimizer.param_groups afterwards")
+
 
 
 # %% ../nbs/reference/17g_optimizer.ipynb #f48923d4
@@ -439,7 +450,6 @@ class ParallelMuon(torch.optim.Optimizer):
             self.buckets: list[AnyBucket] = []
             self.states: dict[Tensor, MemberState] = {}
             self.owned: set[ParamMatrix] = set()
-            self.weights: dict[ParamMatrix, tuple[int, Tensor]] = {}
             self.slots: dict[ParamMatrix, dict[str, Tensor]] = {}
         parts = layers_from_last(fresh) if self.overlap else [fresh]
         buckets = [bucket for part in parts
@@ -447,12 +457,23 @@ class ParallelMuon(torch.optim.Optimizer):
         self.members += fresh
         self.buckets += buckets
         self.owned |= {m for bucket in buckets for m in bucket.mine}
+        self.params = [member.param for member in self.members]
+        self.has_dtensors = any(map(is_dtensor, self.params))
+        self.given_for = [(id(member.param), member.given) for member in self.members]
+        self.others = [member for member in self.members if not member.rule.matrices]
+        self.kept: dict[Any, Kept] = defaultdict(Kept)
+        self.finite = torch.ones((), dtype=torch.bool, device=self.norm.device)
+        self.flags = torch.ones(len(self.members), dtype=torch.bool, device=self.norm.device)
+        self.each_flag = list(self.flags.unbind())
         self.watch_gradients(fresh)
         self.plan_streams()
 
     def plan_streams(self) -> None:
         "Smaller buckets, on which a recording of one rank's step works at once."
         self.recorder, self.room = Recorder(self.norm.device), None
+        if self.ranks.world > 1:
+            ask_all = partial(words_of_all, ranks=self.ranks)
+            self.recorder = SharedRecorder(self.norm.device, self.ranks.rank, ask_all)
         self.by_stream: list[list[AnyBucket]] = [[] for _ in range(STREAMS)]
         if self.ranks.world > 1 or any(isinstance(b, ShardedBucket) for b in self.buckets):
             return
@@ -468,19 +489,20 @@ class ParallelMuon(torch.optim.Optimizer):
         self.room_sizes = [most_room(share) for share in self.by_stream]
         self.scratch_bytes = max(sum(self.room_sizes), most_room(self.buckets), LEAST_SCRATCH)
 
-    def lent(self, run: Sequence[ParamMatrix]) -> tuple[Tensor, Tensor] | None:
-        """A stack [n, r, c] for what is to be orthogonal, and flat what Newton-Schulz works in.
+    def lend(self, bucket: AnyBucket) -> list[tuple[Tensor, Tensor] | None]:
+        """For each run a stack [n, r, c] for what is to be orthogonal, and what its products need.
 
-        None where nothing is lent, or too little.
+        None for a run to which nothing is lent.
         """
-        needed = room_bytes(run)
-        if self.room is None or not 0 < needed <= len(self.room):
-            return None
-        n, rows, cols = len(run), run[0].rows, run[0].cols
-        room = self.room[:needed].view(travel_dtype(run[0]))
-        stack, spare, _ = room.tensor_split(
-            (n * rows * cols, n * rows * cols + spare_elements(n, rows, cols)))
-        return stack.view(n, rows, cols), spare
+        if "sizes" not in bucket.notes:
+            bucket.notes["sizes"] = [room_bytes(run) for run in bucket.runs]
+        sizes, room = bucket.notes["sizes"], self.room
+        if self.ranks.world > 1 and self.norm.is_cuda:
+            room = torch.empty(sum(sizes), dtype=torch.uint8, device=self.norm.device)
+        if room is None or sum(sizes) > len(room):
+            return [None] * len(sizes)
+        parts = room[:sum(sizes)].split_with_sizes(sizes)
+        return [lent(run, part) for run, part in zip(bucket.runs, parts, strict=True)]
 
     def new_scratch(self) -> Tensor | None:
         "Memory for a step on one rank of a GPU; None: each stack gets its own."
@@ -508,7 +530,8 @@ class ParallelMuon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         "What is copied and pickled; buckets and views are made again."
         made = ("members", "buckets", "early", "params_of", "arrived", "begun", "states", "slots",
-                "weights", "owned", "ranks", "ok", "coef", "recorder", "by_stream", "room")
+                "owned", "ranks", "ok", "coef", "recorder", "by_stream", "room",
+                "params", "given_for", "others", "kept", "finite", "flags", "each_flag")
         return {name: value for name, value in self.__dict__.items()
                 if name not in made and not name.startswith("_")}
 
@@ -554,7 +577,8 @@ class ParallelMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def begin_next(self) -> None:
         "Sends the gradients of the next bucket that can leave early."
-        self.early[self.begun].begin(partial(gradient_of, ranks=self.ranks))
+        bucket = self.early[self.begun]
+        bucket.begin(gradients_of(bucket.read, self.ranks))
         self.begun += 1
 
     def forget_sent(self) -> None:
@@ -603,20 +627,22 @@ class ParallelMuon(torch.optim.Optimizer):
         self.send_rest()
         self.check_step()
         scratch = self.new_scratch()
-        found = (member.param.grad for member in self.members)
-        grads = [grad for grad in found if grad is not None]
-        if not grads:
+        grads = [p.grad for p in self.params]
+        given = [grad for grad in grads if grad is not None]
+        if not given:
             self.notice_no_gradient()
-        key = self.recording_key(scratch, grads)
-        self.recorder.call(key, grads, partial(self.update, scratch))
+        if self.ranks.world > 1:
+            self.shared_step(grads)
+        else:
+            key = self.recording_key(scratch, given)
+            self.recorder.call(key, given, partial(self.update, scratch))
         self.count_step()
         return loss
 
     def update(self, scratch: Tensor | None) -> None:
         "All of a step that is done on the device."
-        given = self.gradients_given()
         others = self.mean_of_others()
-        self.measure(self.mean_of_matrices(), others, given)
+        self.measure(self.mean_of_matrices(), others)
         if scratch is not None and torch.cuda.is_current_stream_capturing():
             self.update_on_streams(scratch, others)
             return
@@ -626,12 +652,15 @@ class ParallelMuon(torch.optim.Optimizer):
         in_turn(self.buckets, self.prepare_bucket, self.give_back, self.move_matrices, apart=apart)
         self.room = None
 
+    def begin(self, bucket: AnyBucket) -> None:
+        "Sends a bucket's gradients to the owners."
+        bucket.begin(gradients_of(bucket.read, self.ranks))
+
     def update_on_streams(self, scratch: Tensor,
                           others: Sequence[tuple[Member, Tensor]]) -> None:
         "The last rows of the table, for several buckets at once, which are smaller."
         for bucket in self.buckets:
             bucket.release()
-        gradient = partial(gradient_of, ranks=self.ranks)
         rooms = scratch[:sum(self.room_sizes)].split(self.room_sizes)
         with on_streams(self.norm.device) as streams:
             with torch.cuda.stream(streams[-1]):
@@ -639,167 +668,224 @@ class ParallelMuon(torch.optim.Optimizer):
             for stream, buckets, room in zip(streams, self.by_stream, rooms, strict=True):
                 self.room = room
                 with torch.cuda.stream(stream):
-                    in_turn(buckets, lambda bucket: bucket.begin(gradient), self.prepare_bucket,
-                            self.give_back, self.move_matrices, apart=0)
+                    in_turn(buckets, self.begin, self.prepare_bucket, self.give_back,
+                            self.move_matrices, apart=0)
         self.room = None
+
+    def cannot_record(self) -> str:
+        "Why no step of this optimizer can be recorded; '' if one may be."
+        if type(self) is not ParallelMuon:
+            return f"{type(self).__name__} derives from ParallelMuon and may do more"
+        if self.early:
+            return "with overlap=True gradients leave before the step"
+        for group in self.param_groups:
+            rule = rule_of(group)
+            if not vars(type(rule)).get("recordable", False):
+                return f"{type(rule).__name__} does not say that it is recordable"
+            if any(isinstance(v, Tensor) for name, v in group.items() if name not in SENT):
+                return "a number of a group that is no learning rate is a tensor"
+        return ""
 
     def can_record(self, grads: Sequence[Tensor]) -> bool:
         "Whether a step is one of our kernels alone, with a gradient for every parameter."
-        rules = {type(rule_of(group)) for group in self.param_groups}
-        return (type(self) is ParallelMuon and rules <= RECORDABLE
-                and len(grads) == len(self.members)
-                and all(grad.is_contiguous() for grad in grads)
+        return (not self.cannot_record() and len(grads) == len(self.members)
+                and all([grad.is_contiguous() for grad in grads])
                 and not torch.cuda.is_current_stream_capturing())
+
+    def fixed_words(self) -> list:
+        "What of the groups a recording depends on but may not change."
+        return [value for group in self.param_groups for name, value in group.items()
+                if name not in SENT]
+
+    def kept_addresses(self) -> list[int]:
+        "Where that lies which stays in one place."
+        others = [t for member in self.others for t in self.states[member.param].tensors.values()]
+        weights = [local(p).data_ptr() for p in self.params]
+        return [*weights, *[local(t).data_ptr() for t in (self.norm, self.skips, *others)]]
 
     def recording_key(self, scratch: Tensor | None,
                       grads: Sequence[Tensor]) -> list | None:
         "All that a recording depends on but may not change; None if this step cannot be recorded."
         if scratch is None or not self.can_record(grads):
             return None
-        fixed = [value for group in self.param_groups for name, value in group.items()
-                 if name not in SENT]
         begins = [grad.data_ptr() for grad in grads]
-        if any(isinstance(value, Tensor) for value in fixed) or len({*begins}) < len(begins):
+        if len({*begins}) < len(begins):
             return None
-        others = [t for member in self.members if not member.matrices
-                  for t in self.states[member.param].tensors.values()]
-        kept = [t.data_ptr() for t in (scratch, self.norm, self.skips, *others)]
-        return [kept, [member.param.data_ptr() for member in self.members], self.max_norm, fixed,
+        return [scratch.data_ptr(), self.kept_addresses(), self.max_norm, self.fixed_words(),
                 [begin % 16 for begin in begins], [grad.dtype for grad in grads]]
 
+    def shared_step(self, grads: Sequence[Tensor | None]) -> None:
+        "A step on several ranks."
+        update = partial(self.update, None)
+        if not self.norm.is_cuda or torch.cuda.is_current_stream_capturing():
+            update()
+            return
+        found = [readable(grad, p) for grad, p in zip(grads, self.params, strict=True)]
+        reason = self.cannot_record()
+        for now, grad, member in zip(found, grads, self.members, strict=True):
+            if now is None or now is not local(grad):
+                reason = reason or f"the gradient of {member.name} is missing, or lies in no rows"
+        key = [self.kept_addresses(), self.max_norm, self.fixed_words()]
+        self.recorder.take(key, found, update, reason)
+
     def gradients_given(self) -> Tensor | None:
-        "Which parameters have a gradient on some rank; None if all have one, on a single rank."
-        given = [member.param.grad is not None for member in self.members]
-        if self.ranks.world == 1 and all(given):
+        "1 for each parameter that has a gradient here, else 0; None on one rank if all have one."
+        if self.ranks.world == 1 and None not in [p.grad for p in self.params]:
             return None
-        sent = on_device(torch.tensor(given, dtype=torch.float32), self.norm.device)
-        return self.ranks.sum(sent) > 0
+        params = self.params
+        return numbers_of(lambda: [float(p.grad is not None) for p in params], self.norm.device,
+                          self.kept["given"])
 
     def mean_of_matrices(self) -> list[Tensor]:
         "The mean gradients of the matrices that this rank owns, or of its shards."
         parts: list[Tensor] = []
         for bucket in self.early:
-            parts += bucket.arrive()
+            bucket.arrive()
+            parts += bucket.parts
         self.forget_sent()
         late = [bucket for bucket in self.buckets if bucket not in self.early]
-        gradient = partial(gradient_of, ranks=self.ranks)
-        in_turn(late, lambda bucket: bucket.begin(gradient),
-                lambda bucket: parts.extend(bucket.arrive()), apart=1)
+
+        def arrive(bucket: AnyBucket) -> None:
+            bucket.arrive()
+            parts.extend(bucket.parts)
+
+        in_turn(late, self.begin, arrive, apart=1)
         return parts
 
     def mean_of_others(self) -> list[tuple[Member, Tensor]]:
         "Parameters without a matrix rule, with mean gradients; of a sharded one, its shard's."
-        others = [member for member in self.members if not member.rule.matrices]
-        means = {}
+        others, means = self.others, {}
         if self.ranks.world > 1 and self.reduce == "mean":
             means = mean_gradients([m.param for m in others if not is_dtensor(m.param)], self.ranks)
         return [(m, means[m.param] if m.param in means else gradient_here(m.param))
                 for m in others]
 
-    def measure(self, parts: Sequence[Tensor], others: Sequence[tuple[Member, Tensor]],
-                given: Tensor | None) -> None:
+    def measure(self, parts: Sequence[Tensor],
+                others: Sequence[tuple[Member, Tensor]]) -> None:
         "Finds the norm of the mean gradient, the factor that clips, and which parameters move."
-        divided = [*parts, *(grad for member, grad in others if is_dtensor(member.param))]
+        divided = [*parts, *[grad for member, grad in others if is_dtensor(member.param)]]
         whole = [grad for member, grad in others if not is_dtensor(member.param)]
-        square = self.ranks.sum(sum_of_squares(divided, self.norm))
+        square = sum_of_squares(divided, self.norm, self.kept["divided"])
+        given = self.gradients_given()
+        if self.ranks.world > 1:
+            sums = self.ranks.sum(torch.cat([square.view(1), given]))
+            square, given = sums[0], sums[1:]
         if whole:
-            square += sum_of_squares(whole, self.norm)
+            square = square + sum_of_squares(whole, self.norm, self.kept["whole"])
         torch.sqrt(square, out=self.norm)
-        finite = self.norm < torch.inf  # neither infinite nor NaN
-        self.skips += ~finite
+        torch.lt(self.norm, torch.inf, out=self.finite)  # neither infinite nor NaN
+        self.skips += ~self.finite
         self.coef = torch.ones_like(self.norm)
         if self.max_norm:
             self.coef = (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
-        self.ok = [finite] * len(self.members)
+        self.ok = [self.finite] * len(self.members)
         if given is not None:
-            self.ok = list((given & finite).unbind())
+            torch.logical_and(given, self.finite, out=self.flags)
+            self.ok = self.each_flag
 
     def prepare_bucket(self, bucket: AnyBucket) -> None:
         "Makes of a bucket's gradients what becomes orthogonal."
-        bucket.prepare(self.prepare_run)
+        bucket.prepare(partial(self.prepare_matrices, bucket))
 
-    def prepare_run(self, run: list[ParamMatrix], grads: list[Tensor],
-                    rows: list[slice]) -> Tensor | list[Tensor]:
-        "What a rule makes of the gradients of matrices, or of the rows that are here."
-        group = run[0].group
-        slots = [self.slots[m] for m in run]
-        ok = [self.ok[m.number] for m in run]
-        lent = self.lent(run)
-        out = None if lent is None else lent[0]
-        return prepare_each(rule_of(group), grads, slots, group, ok, self.coef, out)
+    def prepare_matrices(self, bucket: AnyBucket, matrices: list[ParamMatrix],
+                         grads: list[Tensor], rows: list[slice]) -> Sequence[Tensor]:
+        "What rules make of the gradients of matrices, or of the rows that are here."
+        lent = bucket.notes["lent"] = self.lend(bucket)
+        stacks = [found[0] for found in lent if found]
+        places: list[Tensor] | None = None
+        if isinstance(bucket, ReplicatedBucket) and len(stacks) == len(lent):
+            places = [matrix for stack in stacks for matrix in stack.unbind()]
+        made = list(grads)
+        filled = places is not None
+        for batch in self.batches(bucket, "prepare", matrices):
+            ok = [self.ok[number] for number in batch.numbers]
+            out = None if places is None else batch.of(places)
+            found = prepare_each(rule_of(batch.group), batch.of(grads), batch.states, batch.group,
+                                 ok, self.coef, out, batch.kept)
+            filled = filled and found is out
+            for i, t in zip(batch.places, found, strict=True):
+                made[i] = t
+        return stacks if filled else made
 
     def give_back(self, bucket: AnyBucket) -> None:
         "Sends what became of this rank's matrices: directions, or weights (`weights_travel`)."
-        made = [self.turned_run(bucket, run, stack)
-                for run, stack in zip(bucket.runs, bucket.whole(), strict=True)]
+        made = self.directions(bucket, bucket.whole())
+        if self.weights_travel(bucket):
+            made = self.moved_stacks(bucket, made)
         bucket.give_back(made)
+        bucket.notes["lent"] = []
 
-    def turned_run(self, bucket: AnyBucket,
-                   run: list[ParamMatrix], stack: Tensor) -> Tensor:
-        "Directions of matrices of one group and shape; where `weights_travel`, new weights."
+    def directions(self, bucket: AnyBucket, stacks: Sequence[Tensor]) -> list[Tensor]:
+        "Directions of the stacks of a bucket's runs, in a recording on several ranks at once."
+        made = list(stacks)
+        if self.ranks.world == 1 or not self.recorder.recording:
+            for i, stack in enumerate(stacks):
+                made[i] = self.turned_run(bucket, i, stack)
+            return made
+        costs = [stack.numel() * min(stack.shape[1:]) for stack in stacks]
+        with on_streams(self.norm.device) as streams:
+            for stream, share in zip(streams, share_out(costs), strict=True):
+                with torch.cuda.stream(stream):
+                    for i in share:
+                        made[i] = self.turned_run(bucket, i, stacks[i])
+        return made
+
+    def turned_run(self, bucket: AnyBucket, number: int, stack: Tensor) -> Tensor:
+        "Directions of the matrices of a bucket's run of this number."
+        run, lent = bucket.runs[number], bucket.notes["lent"][number]
         group = run[0].group
         rule = rule_of(group)
-        lent = self.lent(run)
         if lent is not None and type(rule) is MuonRule:
             return orthogonalized_in_place(stack, lent[1], group)
+        group = live_numbers(group, stack.device)
         slots = [self.slots[m] for m in run]
         names = rule.matrix_state(run[0].rows, run[0].cols, group)
         kept = {name: torch.stack([slot[name] for slot in slots]) for name in names}
-        ok = torch.stack([self.ok[m.number] for m in run]).view(-1, 1, 1)
+        ok = self.finite.expand(len(run), 1, 1)
+        if self.ok is self.each_flag:
+            ok = torch.stack([self.ok[m.number] for m in run]).view(-1, 1, 1)
         made = rule.direction(stack, kept, group, ok)
         for name, new in kept.items():
             copy_each([slot[name] for slot in slots], new)
-        if self.weights_travel(bucket):
-            return torch.stack(self.move_alike(run, list(made)))
         return made
+
+    def moved_stacks(self, bucket: AnyBucket, made: Sequence[Tensor]) -> list[Tensor]:
+        "Moves this rank's matrices along directions, in stacks; stacks of the new weights."
+        directions = [matrix for stack in made for matrix in stack.unbind()]
+        weights: dict[int, Tensor] = {}
+        for batch in self.batches(bucket, "mine", bucket.mine):
+            moved = self.move_alike(batch, batch.of(directions))
+            weights |= dict(zip(batch.places, moved, strict=True))
+        rest = iter([weights[i] for i in range(len(directions))])
+        return [torch.stack(list(islice(rest, len(run)))) for run in bucket.runs]
 
     def weights_travel(self, bucket: AnyBucket) -> bool:
         "Whether owners send weights: narrow ones, of which they alone have masters."
-        member = self.states[bucket.everything[0].param].member
-        return self.ranks.world > 1 and isinstance(bucket, ReplicatedBucket) and member.narrow
-
-    def weight_here(self, m: ParamMatrix) -> Tensor:
-        "What this rank holds of a matrix, to be written in place; a view, anew if memory moved."
-        address = local(m.param).data_ptr()
-        found = self.weights.get(m)
-        if found is None or found[0] != address:
-            found = self.weights[m] = (address, block_of(m, m.param.detach(), self.ranks))
-        return found[1]
-
-    def move_alike(self, matrices: Sequence[ParamMatrix],
-                   directions: Sequence[Tensor]) -> list[Tensor]:
-        "Moves what is here of matrices of one group, along directions; the new weights."
-        group = matrices[0].group
-        rule = rule_of(group)
-        weights = [self.weight_here(m) for m in matrices]
-        masters = [self.slots.get(m, {}).get("master", weight)
-                   for m, weight in zip(matrices, weights, strict=True)]
-        ok = [self.ok[m.number] for m in matrices]
-        factors = [rule.factor(*m.layer_shape, group) for m in matrices]
-        apply_each(weights, directions, group, ok, factors, masters)
-        return weights
+        if "travel" not in bucket.notes:
+            narrow = self.states[bucket.everything[0].param].member.narrow
+            bucket.notes["travel"] = (self.ranks.world > 1 and narrow
+                                      and isinstance(bucket, ReplicatedBucket))
+        return bucket.notes["travel"]
 
     def move_matrices(self, bucket: AnyBucket) -> None:
         "Moves the weights of a bucket, or the rows of them that are here."
-        matrices, _, made = zip(*bucket.finish(), strict=True)
-        if self.weights_travel(bucket):
-            torch._foreach_copy_([self.weight_here(m) for m in matrices], made)
-            return
-        groups: dict[int, list[int]] = defaultdict(list)
-        for i, m in enumerate(matrices):
-            groups[id(m.group)].append(i)
-        for members in groups.values():
-            self.move_alike([matrices[i] for i in members], [made[i] for i in members])
+        made = bucket.results()
+        for batch in self.batches(bucket, "move", bucket.everything):
+            if self.weights_travel(bucket):
+                torch._foreach_copy_(self.weights_here(batch), list(batch.of(made)))
+            else:
+                self.move_alike(batch, batch.of(made))
 
     def move_others(self, others: Sequence[tuple[Member, Tensor]]) -> None:
         "Moves the parameters whose rule works element by element."
         groups: dict[int, list[tuple[Member, Tensor]]] = defaultdict(list)
         for member, grad in others:
             groups[id(member.group)].append((member, grad))
-        for members in groups.values():
-            self.update_alike(*zip(*members, strict=True))
+        for number, members in groups.items():
+            self.update_alike(*zip(*members, strict=True), self.kept[number])
 
-    def update_alike(self, members: Sequence[Member], grads: Sequence[Tensor]) -> None:
+    def update_alike(self, members: Sequence[Member], grads: Sequence[Tensor],
+                     kept: Kept) -> None:
         "Moves parameters of one group."
         group = members[0].group
         weights = [local(member.weight) for member in members]
@@ -807,7 +893,7 @@ class ParallelMuon(torch.optim.Optimizer):
                    for member in members]
         masters = [t.pop("master", weight) for t, weight in zip(tensors, weights, strict=True)]
         ok = [self.ok[member.number] for member in members]
-        update_each(rule_of(group), weights, grads, tensors, group, ok, self.coef, masters)
+        update_each(rule_of(group), weights, grads, tensors, group, ok, self.coef, masters, kept)
 
     def check_step(self) -> None:
         "Raises OptimizerError for what a step cannot do."
@@ -838,9 +924,7 @@ class ParallelMuon(torch.optim.Optimizer):
         Raises OptimizerError for that after a step or after loading.
         """
         params = [p for group in self.param_groups for p in group["params"]]
-        if len(params) == len(self.members) and all(
-                p is member.param and p.dtype == member.given
-                for p, member in zip(params, self.members, strict=True)):
+        if [(id(p), p.dtype) for p in params] == self.given_for:
             return
         if self.steps or self.loaded:
             raise OptimizerError("the parameters in the groups, or their dtypes, have changed "
@@ -1001,6 +1085,7 @@ def layout_of(group: dict[str, Any]) -> list:
     return [group.get(name) for name in LAYOUT]
 
 
+
 # %% ../nbs/reference/17g_optimizer.ipynb #ed7ec228
 def room_bytes(run: Sequence[ParamMatrix]) -> int:
     "What a run of Muon's takes beside gradients and state, in bytes; 0 for another rule."
@@ -1016,6 +1101,42 @@ def most_room(buckets: Sequence[AnyBucket]) -> int:
     return max((room_bytes(run) for bucket in buckets for run in bucket.runs), default=0)
 
 # %% ../nbs/reference/17g_optimizer.ipynb #eb06abbf
+def lent(run: Sequence[ParamMatrix], room: Tensor) -> tuple[Tensor, Tensor] | None:
+    "A stack for a run and what its products need, in `room`; None if that is empty."
+    if not len(room):
+        return None
+    n, rows, cols = len(run), run[0].rows, run[0].cols
+    sizes = n * rows * cols, spare_elements(n, rows, cols)
+    room = room[:sum(sizes) * travel_dtype(run[0]).itemsize].view(travel_dtype(run[0]))
+    stack, spare = room.split_with_sizes(sizes)
+    return stack.view(n, rows, cols), spare
+
+# %% ../nbs/reference/17g_optimizer.ipynb #c38945fc
+class Batch:
+    "Matrices of one group, at `places` in a list of a bucket: what one call works on."
+
+    def __init__(self, matrices: Sequence[ParamMatrix], places: list[int],
+                 slots: dict[ParamMatrix, dict[str, Tensor]]):
+        self.matrices, self.places = [matrices[i] for i in places], places
+        self.all = places == list(range(len(matrices)))
+        self.group = self.matrices[0].group
+        self.numbers = [m.number for m in self.matrices]
+        self.states = [slots.get(m, {}) for m in self.matrices]
+        self.shapes = [m.layer_shape for m in self.matrices]
+        self.kept = Kept()
+        self.addresses: list[int] = []
+        self.weights: list[Tensor] = []
+
+    def of(self, some: Sequence[Tensor]) -> Sequence[Tensor]:
+        "What belongs to its matrices, of a list for the bucket's."
+        return some if self.all else [some[i] for i in self.places]
+
+    def factors(self, rule: Rule, group: ParamGroup) -> list[float]:
+        "What multiplies the learning rate of each matrix."
+        found = {shape: float(rule.factor(*shape, group)) for shape in set(self.shapes)}
+        return [found[shape] for shape in self.shapes]
+
+# %% ../nbs/reference/17g_optimizer.ipynb #b93b2d07
 STREAM_BYTES = 36 << 20    # of room for each stream of a recording
 LEAST_SCRATCH = 2 << 20  # a large tensor gets the same place at each step, as a rule
 
@@ -1050,8 +1171,24 @@ def in_turn(buckets: Sequence[AnyBucket], *stages: Callable[[AnyBucket], Any],
                 stage(buckets[at - apart * number])
 
 # %% ../nbs/reference/17g_optimizer.ipynb #7647fb26
-RECORDABLE = {MuonRule, AdamWRule}  # a class of your own may do what no graph knows
-SENT = {"params", "param_names", "lr", "initial_lr", "weight_decay", "momentum", "betas"}
+SENT = {"params", "param_names", "initial_lr", *LIVE}
+
+# %% ../nbs/reference/17g_optimizer.ipynb #4c0f24a8
+def words_of_all(words: str, ranks: Group) -> list[str]:
+    "What each rank says; every rank must call it."
+    found: list[Any] = [None] * ranks.world
+    dist.all_gather_object(found, words, group=ranks.process_group)
+    return found
+
+
+def readable(grad: Tensor | None, p: Tensor) -> Tensor | None:
+    "This rank's part of a gradient as kernels read it: of its parameter's dtype, and contiguous."
+    if grad is None:
+        return None
+    grad = local(grad)
+    if grad.is_contiguous() and grad.dtype == p.dtype and grad.data_ptr() % 16 == 0:
+        return grad
+    return torch.empty_like(grad, dtype=p.dtype, memory_format=torch.contiguous_format).copy_(grad)
 
 # %% ../nbs/reference/17g_optimizer.ipynb #ea4d171d
 def gradient_here(p: Tensor) -> Tensor:
@@ -1064,20 +1201,22 @@ def mean_gradients(params: Sequence[Tensor], ranks: Group) -> dict[Tensor, Tenso
     found = {}
     for dtype in dict.fromkeys(p.dtype for p in params):
         alike = [p for p in params if p.dtype == dtype]
-        flat = torch.cat([gradient_here(p).to(dtype).reshape(-1) for p in alike])
-        mean = ranks.sum(flat).div_(ranks.world)
-        found |= dict(zip(alike, split_pieces(mean, [tuple(p.shape) for p in alike]), strict=True))
+        flat = alike[0].new_empty(sum([p.numel() for p in alike]))
+        pieces = split_pieces(flat, [tuple(p.shape) for p in alike])
+        copy_gradients(pieces, [gradient_here(p) for p in alike])
+        ranks.sum(flat).div_(ranks.world)
+        found |= dict(zip(alike, pieces, strict=True))
     return found
 
 # %% ../nbs/reference/17g_optimizer.ipynb #e3f50b5a
-def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+def sum_of_squares(tensors: Sequence[Tensor], like: Tensor, kept: Kept | None = None) -> Tensor:
     "Of all elements, in float64."
     if not tensors:
         return torch.zeros_like(like)
-    found = squares_each(tensors)
+    found = squares_each(tensors, kept)
     if found is not None:
         return found
-    check_kernel()
+    tensors = at_rest(tensors)
     dtypes = [torch.promote_types(t.dtype, torch.float32) for t in tensors]
     total = torch.zeros_like(like)
     for dtype in dict.fromkeys(dtypes):
@@ -1085,3 +1224,42 @@ def sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
         norms = torch._foreach_norm(alike, 2, dtype=dtype)
         total += torch.stack(norms).to(torch.float64).square().sum()
     return total
+
+# %% ../nbs/reference/17g_optimizer.ipynb #e3d47d25
+@patch
+def batches(self: ParallelMuon, bucket: AnyBucket, which: str,
+            matrices: Sequence[ParamMatrix]) -> list[Batch]:
+    "The matrices of a bucket's list called `which`, those of one group together."
+    if which not in bucket.notes:
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, m in enumerate(matrices):
+            groups[id(m.group)].append(i)
+        bucket.notes[which] = [Batch(matrices, some, self.slots) for some in groups.values()]
+    return bucket.notes[which]
+
+# %% ../nbs/reference/17g_optimizer.ipynb #4aaffc83
+@patch
+def weights_here(self: ParallelMuon, batch: Batch) -> list[Tensor]:
+    "What this rank holds of matrices, to be written in place; views, anew where memory moved."
+    params = [m.param for m in batch.matrices]
+    if self.has_dtensors:
+        params = list(map(local, params))
+    addresses = [p.data_ptr() for p in params]
+    if addresses != batch.addresses:
+        batch.weights = [block_of(m, m.param.detach(), self.ranks) for m in batch.matrices]
+        batch.addresses = addresses
+    return batch.weights
+
+
+@patch
+def move_alike(self: ParallelMuon, batch: Batch, directions: Sequence[Tensor]) -> list[Tensor]:
+    "Moves what is here of matrices of one group, along directions; the new weights."
+    group = batch.group
+    rule = rule_of(group)
+    weights = self.weights_here(batch)
+    masters = [state.get("master", weight)
+               for state, weight in zip(batch.states, weights, strict=True)]
+    ok = [self.ok[number] for number in batch.numbers]
+    factors = batch.factors(rule, live_numbers(group, self.norm.device))
+    apply_each(weights, directions, group, ok, factors, masters, batch.kept)
+    return weights

@@ -40,8 +40,13 @@ class Rule:
     `matrices`: whole matrices are needed, at one owner. `state_names`: state of the parameter's
     shape, kept where its rows are. `counters`: state of one number a parameter. All state begins
     with zeros, in fp32 or wider. `defaults`: numbers of a group that does not say its own.
+    `recordable`: it is nothing but operations on the device, so that a CUDA graph may repeat it;
+    `kernel`: what prepares it there. Both count for the class that says them, and not for those
+    that derive from it.
     """
     matrices: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False
+    kernel: ClassVar[str] = ""
     state_names: ClassVar[tuple[str, ...]] = ()
     counters: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[ParamGroup] = {}
@@ -98,6 +103,7 @@ def heavy_ball(grad: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Ten
 # %% ../nbs/reference/17c_rules.ipynb #0b29076d
 class SgdRule(Rule):
     "SGD with momentum, as torch.optim.SGD, the decay decoupled: for test-time training."
+    recordable = True
     state_names = ("momentum_buffer",)
     defaults: ClassVar[ParamGroup] = {"momentum": 0.9, "nesterov": False}
 
@@ -108,6 +114,8 @@ class SgdRule(Rule):
 # %% ../nbs/reference/17c_rules.ipynb #62b59afc
 class AdamWRule(Rule):
     "AdamW, as torch.optim.AdamW; `step` has the shape of `ok`."
+    recordable = True
+    kernel = "adamw"
     state_names = ("exp_avg", "exp_avg_sq")
     counters = ("step",)
     defaults: ClassVar[ParamGroup] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -185,6 +193,8 @@ class MuonRule(Rule):
     `eps` is added to the norm, where torch.optim.Muon takes the larger of the two.
     """
     matrices = True
+    recordable = True
+    kernel = "heavy_ball"
     state_names = ("momentum_buffer",)
     defaults: ClassVar[ParamGroup] = {
         "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "quintic",
@@ -205,6 +215,8 @@ class MuonRule(Rule):
 # %% ../nbs/reference/17c_rules.ipynb #b04bda1c
 class NorMuonRule(MuonRule):
     "Muon with rows of about equal length over time; with `transposed`, columns."
+    recordable = True
+    kernel = "heavy_ball"
     defaults: ClassVar[ParamGroup] = {**MuonRule.defaults, "beta2": 0.95}
 
     def matrix_state(self, rows: int, cols: int, group: ParamGroup) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from golfnb.exchange import Group, ParamMatrix, block_of, find_group, gradient_of, local, make_buckets, matrices_of, piece_of
+from golfnb.exchange import Group, ParamMatrix, block_of, find_group, gradient_of, gradients_of, local, make_buckets, matrices_of, piece_of
 from golfnb.newton_schulz import quintic
 from golfnb.settings import GolfError
 
@@ -99,7 +99,7 @@ def replicated(group: Group, average: bool, dtype=None):
     number_all(matrices)
     buckets = make_buckets(matrices, group, average, dtype)
     for b in buckets:
-        b.begin(partial(gradient_of, ranks=group))
+        b.begin(gradients_of(b.read, group))
     owned = 0
     for b in buckets:
         for m, grad in zip(b.mine, b.arrive(), strict=True):
@@ -148,7 +148,7 @@ def sharded(group: Group, dtype=None):
             local(p.grad).copy_(local(p.detach()))  # the gradient is the weight, which every rank can know whole
     buckets = make_buckets(matrices, group, dtype=dtype)
     for b in buckets:
-        b.begin(partial(gradient_of, ranks=group))
+        b.begin(gradients_of(b.read, group))
     for b in buckets:
         for m, piece in zip(b.everything, b.arrive(), strict=True):
             rows = piece_of(m, group.rank, group.world)
@@ -255,7 +255,7 @@ class SmallMuon:
     @torch.no_grad()
     def step(self):
         for b in self.buckets:
-            b.begin(partial(gradient_of, ranks=self.group))
+            b.begin(gradients_of(b.read, self.group))
         for b in self.buckets:
             b.arrive()
         for b in self.buckets:

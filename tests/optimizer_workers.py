@@ -27,6 +27,7 @@ from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon
 from golfnb.rules import RULES, BankRule, Rule, replace
 from golfnb.settings import GolfError
 from golfnb.sharded_state import ChunkedTensor, ShardedState
+from golfnb.studies.peers import Matrices
 from golfnb.train import training_loss
 
 ROWS, VOCAB, MU = 24, 23, 0.9
@@ -655,6 +656,19 @@ def early(ranks):
             backward(m, step, ranks.rank, ranks.world)
             o.step()
     return left, said, weights_of(model), weights_of(twin)
+
+
+def python_calls(ranks) -> int:
+    "Calls of Python functions in one step of 66 matrices, the sixth."
+    model = Matrices(64, 11, "fp32").build("cpu")
+    opt = ParallelMuon(model, lr=0.02)
+    for _ in range(5):
+        opt.step()
+    found = []
+    sys.setprofile(lambda frame, event, arg: found.append(event))
+    opt.step()
+    sys.setprofile(None)
+    return found.count("call")
 
 
 RECIPE = ModelSettings(num_layers=3, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, bigram_vocab_size=64, bigram_dim=8,

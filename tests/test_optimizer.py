@@ -877,7 +877,7 @@ def several(request):
     world = request.param
     jobs = [("drifting", (), {}), ("clipped", (), {}), ("other_calls", (), {}), ("narrow", ("plain",), {}), ("narrow", ("sharded",), {}), ("meshes", (), {}), ("mixed_precision", (), {}), ("normuon", ("plain",), {}), ("normuon", ("sharded",), {})]
     jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
-    jobs += [("early", (), {}), ("unaveraged", (), {})]
+    jobs += [("early", (), {}), ("unaveraged", (), {}), ("python_calls", (), {})]
     if world == 2:
         jobs.append(("rank_0_alone", (), {}))
     return world, run_ranks(world, jobs)
@@ -1014,6 +1014,11 @@ def test_gradients_leave_during_backward(several):
         assert len(said) == 1 and "no_sync()" in said[0]
         for found in (weights, twin):
             assert distance(found, want) < 1e-10
+
+
+def test_a_step_of_66_matrices_takes_few_calls_of_python(several):
+    "What a step takes of the host, whatever the machine."
+    assert max(rank[15] for rank in several[1]) <= 600
 
 
 def test_what_one_rank_alone_calls_is_told_soon(several):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from golfnb.jit import triton
-from golfnb.multi_tensor import RECORDING, Upload, check_kernel, current_upload, numbers_of, on_device
+from golfnb.multi_tensor import RECORDING, Kept, Upload, at_rest, copy_gradients, current_upload, live_numbers, numbers_of, on_device
 from golfnb.newton_schulz import newton_schulz
-from golfnb.recorded import STREAMS, Recorder, on_streams, orthogonalized_in_place, share_out, spare_elements
+from golfnb.recorded import STREAMS, Recorder, SharedRecorder, drop_all, on_streams, orthogonalized_in_place, share_out, spare_elements
 
 CPU = torch.device("cpu")
 GROUP = {"ns_coefficients": "quintic", "ns_steps": 5, "eps": 1e-7}
@@ -41,14 +41,17 @@ def test_an_upload_has_an_end():
 
 
 def test_numbers_and_plain_loops_know_of_a_recording():
-    check_kernel()
+    group, grads = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-7}, [torch.ones(2, 3)]
+    assert live_numbers(group, CPU) is group and at_rest(grads) is grads
     assert current_upload() is None and numbers_of(lambda: [1.0, torch.tensor(2)], CPU).tolist() == [1.0, 2.0]
     RECORDING.upload = upload = Upload(CPU, [torch.zeros(1)])
     try:
         assert numbers_of(lambda: [1.0], CPU).data_ptr() == upload.there.data_ptr()
         assert on_device(torch.ones(2), CPU).tolist() == [1.0, 1.0]
+        live = live_numbers(group, CPU)
+        assert live["lr"].data_ptr() >= upload.there.data_ptr() and [b.tolist() for b in live["betas"]] == [0.0, 0.0] and live["eps"] == 1e-7
         with pytest.raises(RuntimeError, match="kernels"):
-            check_kernel()
+            at_rest(grads)
     finally:
         RECORDING.upload = None
 
@@ -94,6 +97,87 @@ def test_a_step_is_replayed_after_a_few_alike(monkeypatch, caplog):
     assert recorder.take([["d"]] * 50) == [50, 0, 0] and not recorder.works
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert recorder.take([["b"]]) == [0, 0, 1], "what was recorded stays right"
+
+
+def test_numbers_that_stay_are_not_sent_again_and_what_is_missing_is_at_0():
+    there = torch.zeros(4, 4)
+    upload, group = Upload(CPU, [there]), {"lr": 0.1}
+    place, number = upload.keep(torch.tensor([there.data_ptr(), there.data_ptr() + 16, 3])), upload.numbers(lambda: [group["lr"]])
+    upload.finish()
+    upload.send([500])
+    assert place.tolist() == [500, 516, 3]
+    place.zero_()
+    upload.send([500])
+    assert place.tolist() == [0, 0, 0], "nothing has changed"
+    upload.send([0])
+    assert place.tolist() == [0, 0, 3] and number.tolist() == [0.1]
+
+
+def test_tables_are_made_again_where_an_address_has_changed():
+    kept, made = Kept(), []
+    for key in (1, 1, 2, 2, 1):
+        kept.look_up([key], lambda: made.append(key) or key)
+    assert made == [1, 2, 1]
+    for values in ([0.1, 2.0], [0.1, 3.0], [0.5, 3.0]):
+        place = kept.numbers(values, CPU)
+        assert place.tolist() == values
+    assert kept.numbers([1.0], CPU).tolist() == [1.0]
+
+
+class Agreed(SharedRecorder):
+    "One of several ranks whose words are known; notes what happens instead."
+
+    def __init__(self, others=("", "", "")):
+        super().__init__(CPU, 0, lambda words: [words, *([""] if words == "new" else [self.others.pop(0)] if self.others else [""])])
+        self.others, self.notes = list(others), []
+
+    def record(self, moving, function):
+        self.notes.append("record")
+        notes = self.notes
+
+        class Replayed:
+            graph = type("Graph", (), {"reset": lambda self: notes.append("reset")})()
+
+            def replay(self, moving):
+                notes.append("replay")
+        return Replayed()
+
+    def leave(self):
+        self.notes.append("leave")
+
+    def walk(self, keys, reason=""):
+        self.notes.clear()
+        for key in keys:
+            self.take([key], [None], lambda: self.notes.append("call"), reason)
+        return [self.notes.count(what) for what in ("call", "record", "replay")]
+
+
+def test_all_ranks_record_the_same_step_or_none(caplog):
+    caplog.set_level("INFO", "golfnb")
+    assert Agreed().walk("aaaaaaaaa") == [3, 1, 6]
+    slow = Agreed(["its gradient is missing", "", ""])
+    assert slow.walk("aaaaaaaaa") == [7, 1, 2], "asked again at the eighth step"
+    assert "rank 1: its gradient is missing" in caplog.text
+    assert Agreed(["", "no room"]).walk("a" * 40) == [40, 1, 0], "a rank that fails: none"
+    assert "not recorded" in caplog.text and "rank 1: no room" in caplog.text
+    one = Agreed([])
+    assert one.walk("abababab") == [8, 0, 0] and "were not alike" in caplog.text
+    assert one.walk("cccccccc") == [7, 1, 1] and one.walk("dc") == [1, 0, 1]
+    assert one.walk("ee", "it may do more") == [2, 0, 0] and one.notes[-1] == "call"
+    drop_all()
+    assert not one.recordings and one.notes[-1] == "reset" and one.walk("c" * 40) == [40, 0, 0]
+
+
+def test_a_recording_that_fails_here_is_told_to_the_others(caplog, monkeypatch):
+    said = []
+
+    class Failing(Agreed):
+        def record(self, moving, function):
+            raise RuntimeError("no room")
+    recorder = Failing()
+    recorder.ask_all = lambda words: said.append(words) or [words, ""]
+    assert recorder.walk("aaaaaaaaa") == [9, 0, 0] and recorder.notes.count("leave") == 1 and not recorder.works
+    assert said == ["", "new", "no room"] and [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_work_is_shared_out_and_all_is_done():
