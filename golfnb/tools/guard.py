@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -291,7 +291,7 @@ def interrupted(*_):
     os._exit(130)
 
 
-def end_rank(sentence: str, status: int) -> None:
+def end_rank(sentence: str, status: int) -> NoReturn:
     "Say a sentence and end this process."
     print(f"golfnb: {sentence}", file=sys.stderr, flush=True)
     sys.stdout.flush()
