@@ -302,10 +302,12 @@ def gradient_of(m: ParamMatrix, ranks: Group) -> Tensor:
 
 def gradients_of(matrices: Sequence[ParamMatrix], ranks: Group) -> list[Tensor]:
     "`gradient_of` each."
-    found = [m.param.grad for m in matrices]
-    for i, m in enumerate(matrices):
-        if type(found[i]) is not Tensor or not m.alone:
-            found[i] = gradient_of(m, ranks)
+    found: list[Tensor] = []
+    for m in matrices:
+        grad = m.param.grad
+        if type(grad) is not Tensor or not m.alone:
+            grad = gradient_of(m, ranks)
+        found.append(grad)
     return found
 
 # %% ../nbs/reference/17d_exchange.ipynb #dd75eabf

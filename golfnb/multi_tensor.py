@@ -438,7 +438,7 @@ def room_for(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Te
 # %% ../nbs/reference/17e_multi_tensor.ipynb #f2bf0650
 def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: ParamGroup,
                    oks: Sequence[Tensor], coef: Tensor, out: Sequence[Tensor] | None = None,
-                   kept: Kept | None = None) -> Sequence[Tensor]:
+                   kept: Kept | None = None) -> Tensor | Sequence[Tensor]:
     "`prepare_each` of Muon in one launch for each kind of gradients."
     kept = kept or Kept()
     momenta = [state["momentum_buffer"] for state in states]
@@ -712,13 +712,13 @@ def kernels_fit(full: Sequence[Tensor], weights: Sequence[Tensor], read: Sequenc
 # %% ../nbs/reference/17e_multi_tensor.ipynb #6fea67ec
 def prepare_each(rule: Rule, grads: Sequence[Tensor], states: Sequence[State], group: ParamGroup,
                  oks: Sequence[Tensor], coef: Tensor, out: Sequence[Tensor] | None = None,
-                 kept: Kept | None = None) -> Sequence[Tensor]:
+                 kept: Kept | None = None) -> Tensor | Sequence[Tensor]:
     """What `rule.prepare` makes of each gradient times `coef`; a stack [n, r, c] if shapes agree.
 
     `grads` may be views; `states` (name -> tensor) change in place where `oks`, bool tensors of
-    one element, say so. `coef` is a 0-dim tensor. Muon's and NorMuon's come in the dtype of their
-    products. On a GPU these two take one launch, if gradients are fp32 or bf16, and fill `out`, a
-    matrix for each, if that is given. `kept` is what the last call of this place has left.
+    one element, say so. `coef` is a 0-dim tensor. Muon's, NorMuon's and MuonEq-R's come in the
+    dtype of their products. On a GPU these take one launch, if gradients are fp32 or bf16, and fill
+    `out`, a matrix for each, if that is given. `kept` is what the last call of this place has left.
     """
     if is_muon(rule):
         momenta = [state["momentum_buffer"] for state in states]

@@ -103,7 +103,6 @@ from .rules import (
     product_dtype,
     rule_of,
 )
-from .settings import patch
 
 # %% ../nbs/reference/17g_optimizer.ipynb #963889d6
 # torch gives out torch._foreach_norm and its like without saying so to type checkers:
@@ -738,9 +737,10 @@ class ParallelMuon(torch.optim.Optimizer):
         found = [readable(grad, p) for grad, p in zip(grads, self.params, strict=True)]
         reason = self.cannot_record()
         for now, grad, member in zip(found, grads, self.members, strict=True):
-            if now is None or now is not local(grad):
+            if now is None or grad is None or now is not local(grad):
                 reason = reason or f"the gradient of {member.name} is missing, or lies in no rows"
         key = [self.kept_addresses(), self.max_norm, self.fixed_words()]
+        assert isinstance(self.recorder, SharedRecorder), "several ranks share one: plan_streams"
         self.recorder.take(key, found, update, reason)
 
     def gradients_given(self) -> Tensor | None:
@@ -783,6 +783,7 @@ class ParallelMuon(torch.optim.Optimizer):
         square = sum_of_squares(divided, self.norm, self.kept["divided"])
         given = self.gradients_given()
         if self.ranks.world > 1:
+            assert given is not None, "on several ranks each says which it has: gradients_given"
             sums = self.ranks.sum(torch.cat([square.view(1), given]))
             square, given = sums[0], sums[1:]
         if whole:
@@ -797,6 +798,16 @@ class ParallelMuon(torch.optim.Optimizer):
         if given is not None:
             torch.logical_and(given, self.finite, out=self.flags)
             self.ok = self.each_flag
+
+    def batches(self, bucket: AnyBucket, which: str,
+                matrices: Sequence[ParamMatrix]) -> "list[Batch]":
+        "The matrices of a bucket's list called `which`, those of one group together."
+        if which not in bucket.notes:
+            groups: dict[int, list[int]] = defaultdict(list)
+            for i, m in enumerate(matrices):
+                groups[id(m.group)].append(i)
+            bucket.notes[which] = [Batch(matrices, some, self.slots) for some in groups.values()]
+        return bucket.notes[which]
 
     def prepare_bucket(self, bucket: AnyBucket) -> None:
         "Makes of a bucket's gradients what becomes orthogonal."
@@ -833,7 +844,7 @@ class ParallelMuon(torch.optim.Optimizer):
     def directions(self, bucket: AnyBucket, stacks: Sequence[Tensor]) -> list[Tensor]:
         "Directions of the stacks of a bucket's runs, in a recording on several ranks at once."
         made = list(stacks)
-        if self.ranks.world == 1 or not self.recorder.recording:
+        if not isinstance(self.recorder, SharedRecorder) or not self.recorder.recording:
             for i, stack in enumerate(stacks):
                 made[i] = self.turned_run(bucket, i, stack)
             return made
@@ -882,6 +893,29 @@ class ParallelMuon(torch.optim.Optimizer):
                                       and isinstance(bucket, ReplicatedBucket))
         return bucket.notes["travel"]
 
+    def weights_here(self, batch: "Batch") -> list[Tensor]:
+        "What this rank holds of matrices, to be written in place; views, anew where memory moved."
+        params = [m.param for m in batch.matrices]
+        if self.has_dtensors:
+            params = list(map(local, params))
+        addresses = [p.data_ptr() for p in params]
+        if addresses != batch.addresses:
+            batch.weights = [block_of(m, m.param.detach(), self.ranks) for m in batch.matrices]
+            batch.addresses = addresses
+        return batch.weights
+
+    def move_alike(self, batch: "Batch", directions: Sequence[Tensor]) -> list[Tensor]:
+        "Moves what is here of matrices of one group, along directions; the new weights."
+        group = batch.group
+        rule = rule_of(group)
+        weights = self.weights_here(batch)
+        masters = [state.get("master", weight)
+                   for state, weight in zip(batch.states, weights, strict=True)]
+        ok = [self.ok[number] for number in batch.numbers]
+        factors = batch.factors(rule, live_numbers(group, self.norm.device))
+        apply_each(weights, directions, group, ok, factors, masters, batch.kept)
+        return weights
+
     def move_matrices(self, bucket: AnyBucket) -> None:
         "Moves the weights of a bucket, or the rows of them that are here."
         made = bucket.results()
@@ -896,8 +930,9 @@ class ParallelMuon(torch.optim.Optimizer):
         groups: dict[int, list[tuple[Member, Tensor]]] = defaultdict(list)
         for member, grad in others:
             groups[id(member.group)].append((member, grad))
-        for number, members in groups.items():
-            self.update_alike(*zip(*members, strict=True), self.kept[number])
+        for number, pairs in groups.items():
+            members, grads = zip(*pairs, strict=True)
+            self.update_alike(members, grads, self.kept[number])
 
     def update_alike(self, members: Sequence[Member], grads: Sequence[Tensor],
                      kept: Kept) -> None:
@@ -1292,45 +1327,6 @@ def sum_of_squares(tensors: Sequence[Tensor], like: Tensor, kept: Kept | None = 
         norms = torch._foreach_norm(alike, 2, dtype=dtype)
         total += torch.stack(norms).to(torch.float64).square().sum()
     return total
-
-# %% ../nbs/reference/17g_optimizer.ipynb #e3d47d25
-@patch
-def batches(self: ParallelMuon, bucket: AnyBucket, which: str,
-            matrices: Sequence[ParamMatrix]) -> list[Batch]:
-    "The matrices of a bucket's list called `which`, those of one group together."
-    if which not in bucket.notes:
-        groups: dict[int, list[int]] = defaultdict(list)
-        for i, m in enumerate(matrices):
-            groups[id(m.group)].append(i)
-        bucket.notes[which] = [Batch(matrices, some, self.slots) for some in groups.values()]
-    return bucket.notes[which]
-
-# %% ../nbs/reference/17g_optimizer.ipynb #4aaffc83
-@patch
-def weights_here(self: ParallelMuon, batch: Batch) -> list[Tensor]:
-    "What this rank holds of matrices, to be written in place; views, anew where memory moved."
-    params = [m.param for m in batch.matrices]
-    if self.has_dtensors:
-        params = list(map(local, params))
-    addresses = [p.data_ptr() for p in params]
-    if addresses != batch.addresses:
-        batch.weights = [block_of(m, m.param.detach(), self.ranks) for m in batch.matrices]
-        batch.addresses = addresses
-    return batch.weights
-
-
-@patch
-def move_alike(self: ParallelMuon, batch: Batch, directions: Sequence[Tensor]) -> list[Tensor]:
-    "Moves what is here of matrices of one group, along directions; the new weights."
-    group = batch.group
-    rule = rule_of(group)
-    weights = self.weights_here(batch)
-    masters = [state.get("master", weight)
-               for state, weight in zip(batch.states, weights, strict=True)]
-    ok = [self.ok[number] for number in batch.numbers]
-    factors = batch.factors(rule, live_numbers(group, self.norm.device))
-    apply_each(weights, directions, group, ok, factors, masters, batch.kept)
-    return weights
 
 # %% ../nbs/reference/17g_optimizer.ipynb #74b2956b
 LOOKED_AT = 20  # steps from one look at the module to the next

@@ -336,15 +336,15 @@ def drop_and_destroy(destroy: Callable, group: dist.ProcessGroup | None) -> None
 
 @functools.cache
 def drop_before_shutdown() -> None:
-    """Has graphs dropped before NCCL shuts down, which would wait for them for ever.
-
-    Who has imported `destroy_process_group` calls the function of that time, so it gets new code.
-    """
+    "Has graphs dropped before NCCL shuts down, which would wait for them for ever."
+    # The function itself gets new code: a script that has imported it by name before would not
+    # call another put in its place, and would hang. torch calls no hook at a shutdown, and its
+    # process groups take no other `shutdown`.
     destroy = dist.destroy_process_group
     original = FunctionType(destroy.__code__, destroy.__globals__, destroy.__name__,
                             destroy.__defaults__, destroy.__closure__)
 
-    def called_instead(group=None, call=None):
+    def called_instead(group=None, call: Any = None):
         call(group)
 
     destroy.__code__ = called_instead.__code__
@@ -401,18 +401,20 @@ class SharedRecorder(Recorder):
         if not any(self.ask_all("" if self.find(key) else "new")):
             return
         self.recordings = []
-        error = ""
+        given = [t for t in moving if t is not None]
+        assert len(given) == len(moving), "a missing gradient is a reason not to record"
+        recording, error = None, ""
         self.recording = True
         drop_before_shutdown()
         try:
-            recording = self.record(moving, function)
+            recording = self.record(given, function)
         except RuntimeError as failure:
             error = str(failure) or type(failure).__name__
             self.leave()
         finally:
             self.recording = False
         problem = first_problem(self.ask_all(error))
-        if problem:
+        if problem or recording is None:
             self.works = False
             self.tell("the step of the optimizer is not recorded as a CUDA graph, which costs time "
                       f"and changes no number: {problem}", logging.WARNING)

@@ -243,6 +243,8 @@ class MuonEqRule(MuonRule):
 
     Choose it where the rows of momentum differ much in length, as early in training.
     """
+    recordable = True
+    kernel = "heavy_ball"
 
     def direction(self, stack: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
         "Each matrix [r, c] nearly orthogonal, after its rows are divided by their lengths."

@@ -12,7 +12,7 @@ import torch
 import golfnb.multi_tensor as M
 from golfnb.jit import triton
 from golfnb.multi_tensor import apply_each, plain_apply, plain_prepare, plain_update, prepare_each, update_each
-from golfnb.rules import AdamWRule, MuonRule, NorMuonRule, SgdRule
+from golfnb.rules import AdamWRule, MuonEqRule, MuonRule, NorMuonRule, SgdRule
 
 UNEVEN = ((64, 128), (70, 33), (1, 5), (0, 7), (3, 1), (130, 80))
 ALIKE = ((48, 80),) * 3
@@ -184,7 +184,7 @@ def muon_lists(device: str, shapes=UNEVEN, dtype=FULL):
 
 
 def test_without_a_gpu_lists_take_the_plain_loop():
-    for rule in (MuonRule(), NorMuonRule(), SgdRule()):
+    for rule in (MuonRule(), NorMuonRule(), MuonEqRule(), SgdRule()):
         grads, states, group, oks, coef = muon_lists("cpu")
         twins = copies(states)
         group = {**group, **rule.defaults}

@@ -148,7 +148,7 @@ class Agreed(SharedRecorder):
     def walk(self, keys, reason=""):
         self.notes.clear()
         for key in keys:
-            self.take([key], [None], lambda: self.notes.append("call"), reason)
+            self.take([key], [torch.zeros(1)], lambda: self.notes.append("call"), reason)
         return [self.notes.count(what) for what in ("call", "record", "replay")]
 
 
