@@ -51,10 +51,10 @@ def adapter_rules(cfg: AdapterSettings) -> Rules:
                                    f"tokens, found {chunk}: change it")
 
 # %% ../nbs/story/13b_adapters.ipynb #5ed00fa8
-def document_spans(tokens: Tensor) -> np.ndarray:
-    "First target of each document, and one past its last: [documents, 2]."
+def document_spans(tokens: Tensor, bos: int = BOS_ID) -> np.ndarray:
+    "First target of each document, and one past its last: [documents, 2]; `bos` begins each."
     n = tokens.numel() - 1
-    edges = np.concatenate([[0], (tokens[1:n] == BOS_ID).nonzero()[:, 0].cpu().numpy() + 1, [n]])
+    edges = np.concatenate([[0], (tokens[1:n] == bos).nonzero()[:, 0].cpu().numpy() + 1, [n]])
     return np.stack([edges[:-1], edges[1:]], 1)
 
 # %% ../nbs/story/13b_adapters.ipynb #98f6a16f
@@ -321,7 +321,7 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable,
     """
     for holds, sentence in adapter_rules(cfg):
         require(holds, sentence)
-    spans = document_spans(tokens)
+    spans = document_spans(tokens, table.bos)
     plan, ledger = slot_plan(spans, cfg, ranks), Ledger(spans)
     room = None if out is None else torch.cat([out, out[:1]])
     load_named(model, state)
@@ -375,13 +375,14 @@ def document_trial(model: Golf, state: dict, tokens: Tensor, table: ByteTable, c
             return step(ids, fill, flats, keys, values, goes_on)
         return score_documents(model, state, tokens, table, cfg, Ranks(), None, watched, trial.nats)
 
-    calls = step_targets(slot_plan(document_spans(tokens), cfg, Ranks()), cfg.ttt_chunk_size)
+    plan = slot_plan(document_spans(tokens, table.bos), cfg, Ranks())
+    calls = step_targets(plan, cfg.ttt_chunk_size)
     return Trial(model, model.cap, tokens, calls, scorer, probing, seed)
 
 # %% ../nbs/story/13b_adapters.ipynb #633ddab9
-def longest_stretch(tokens: Tensor, length: int) -> Tensor:
+def longest_stretch(tokens: Tensor, length: int, bos: int) -> Tensor:
     "At most `length` tokens from the beginning of the stream's longest document on."
-    spans = document_spans(tokens)
+    spans = document_spans(tokens, bos)
     first = int(spans[(spans[:, 1] - spans[:, 0]).argmax(), 0])
     return tokens[first:first + length]
 
@@ -396,11 +397,12 @@ def audit_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable,
     size, rank = min(cfg.ttt_chunk_size, max(2, short // 4)), min(cfg.ttt_lora_rank, 4)
     brief = replace(cfg, eval_seq_len=short, eval_stride=1, ttt_chunk_size=size, ttt_batch_size=1,
                     ttt_lora_rank=rank)
-    several, real = tokens[:6 * short + short // 2 + 2], longest_stretch(tokens, seq + seq // 2 + 2)
+    several = tokens[:6 * short + short // 2 + 2]
+    real = longest_stretch(tokens, seq + seq // 2 + 2, table.bos)
     slots = [run(several, replace(brief, ttt_batch_size=n)).nats for n in (1, 3)]
     apart = (slots[0] - slots[1]).abs().max().item()
     alone = finding("strict prefix", "documents side by side score as they do alone", apart < 1e-3,
                     f"at most {apart:.0e} nats apart") | {"scorer": name}
-    cases = [Case(several, brief, 6, document_spans(several), size),
-             Case(real, cfg, 2, document_spans(real), cfg.ttt_chunk_size)]
+    cases = [Case(several, brief, 6, document_spans(several, table.bos), size),
+             Case(real, cfg, 2, document_spans(real, table.bos), cfg.ttt_chunk_size)]
     return [alone, *audit_scorer(name, run, cases, table, model.cfg.vocab_size)]

@@ -6,7 +6,7 @@ tokenizers comparable.
 
 # %% auto #0
 __all__ = ['bits_per_byte', 'load_tokenizer', 'tokenizer_hash', 'ByteTable', 'byte_table',
-           'target_bytes', 'encode_text', 'unigram_bpb']
+           'document_mark', 'target_bytes', 'encode_text', 'unigram_bpb']
 
 # %% ../nbs/story/01_bpb.ipynb #07324361
 import hashlib
@@ -66,16 +66,18 @@ class ByteTable:
 
     `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one
     more byte, for a space, unless the token before is a boundary. `boundary` bool
-    [V]: the token stands for no text.
+    [V]: the token stands for no text. `bos`: the token that begins a document, -1
+    for none; 1 is that of the published tokenizers.
     """
     base: torch.Tensor
     leading_space: torch.Tensor
     boundary: torch.Tensor
+    bos: int = 1
 
     def to(self, device: torch.device | str) -> "ByteTable":
         "The same table on another device."
         return ByteTable(self.base.to(device), self.leading_space.to(device),
-                         self.boundary.to(device))
+                         self.boundary.to(device), self.bos)
 
 # %% ../nbs/story/01_bpb.ipynb #13451138
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
@@ -93,7 +95,14 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
             text = "?"  # one byte, whatever it is
         rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
     base, leading, boundary = map(torch.tensor, zip(*rows, strict=True))
-    return ByteTable(base.to(torch.int16), leading, boundary)
+    return ByteTable(base.to(torch.int16), leading, boundary, sp.bos_id())
+
+
+def document_mark(sp: spm.SentencePieceProcessor) -> int:
+    "The token that begins a document, BOS. Raises GolfError for a tokenizer without one."
+    require(sp.bos_id() >= 0, "a tokenizer must have a BOS, which begins every document, found "
+            "none: train one that has it")
+    return sp.bos_id()
 
 # %% ../nbs/story/01_bpb.ipynb #4b11aaec
 def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ span of it.
 __all__ = ['SHARD_MAGIC', 'SHARD_VERSION', 'HEADER_BYTES', 'BOS_ID', 'SHARD_NAME', 'PATTERN_SIDE',
            'cannot_write', 'atomic_write', 'WholeFile', 'shard_header', 'ShardWriter',
            'write_shard', 'shard_file', 'read_header', 'open_shard', 'read_span', 'shard_name',
-           'matching_shards', 'find_shards', 'left_out', 'check_tokens', 'read_tokens',
-           'val_tokens', 'check_disjoint']
+           'matching_shards', 'find_shards', 'left_out', 'check_marks', 'check_tokens',
+           'read_tokens', 'val_tokens', 'check_disjoint']
 
 # %% ../nbs/story/02_shards.ipynb #b49adfc2
 import glob
@@ -120,7 +120,7 @@ class WholeFile:
 # %% ../nbs/story/02_shards.ipynb #e4b02a13
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 HEADER_BYTES = 1024
-BOS_ID = 1  # the token that starts every document
+BOS_ID = 1  # starts every document of the published shards; else the tokenizer says it
 
 
 def shard_header(tokens: int) -> bytes:
@@ -266,6 +266,17 @@ def left_out(*patterns: str | Path) -> str:
         return ""
     return (f"note: {len(others):,} files beside the shards are left out, as their names are not "
             f"those of shards: {', '.join(others[:3])}")
+
+# %% ../nbs/story/02_shards.ipynb #ed822a8c
+def check_marks(paths: Sequence[Path], bos: int) -> None:
+    "Raises GolfError for a shard that neither begins with `bos` nor goes on from another."
+    for path in paths:
+        first = int(open_shard(path)[0])
+        number = path.stem.rpartition("_")[2]
+        goes_on = number.isdigit() and int(number) > 0
+        require(first == bos or goes_on, f"shard {path} must begin with token {bos}, as each of "
+                f"its documents does, found {first}: name the tokenizer that made it "
+                "(--tokenizer, TOKENIZER_PATH), or build it again")
 
 # %% ../nbs/story/02_shards.ipynb #d02594a7
 def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int) -> None:

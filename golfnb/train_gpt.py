@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 72bbd409280e3c51
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 6d2b6dcd87c2ce66
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -365,16 +365,18 @@ class ByteTable:
 
     `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one
     more byte, for a space, unless the token before is a boundary. `boundary` bool
-    [V]: the token stands for no text.
+    [V]: the token stands for no text. `bos`: the token that begins a document, -1
+    for none; 1 is that of the published tokenizers.
     """
     base: torch.Tensor
     leading_space: torch.Tensor
     boundary: torch.Tensor
+    bos: int = 1
 
     def to(self, device: torch.device | str) -> "ByteTable":
         "The same table on another device."
         return ByteTable(self.base.to(device), self.leading_space.to(device),
-                         self.boundary.to(device))
+                         self.boundary.to(device), self.bos)
 
 
 def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
@@ -392,7 +394,7 @@ def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
             text = "?"  # one byte, whatever it is
         rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
     base, leading, boundary = map(torch.tensor, zip(*rows, strict=True))
-    return ByteTable(base.to(torch.int16), leading, boundary)
+    return ByteTable(base.to(torch.int16), leading, boundary, sp.bos_id())
 
 
 def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -356,7 +356,8 @@ def finding(condition: str, check: str, passed: bool, found: str) -> dict:
     return {"condition": condition, "check": check, "passed": bool(passed), "found": found}
 
 # %% ../nbs/story/13_ttt.ipynb #6acfa49e
-def audit_prefix(run: Callable, tokens: Tensor, base: Trial, vocab: int, spans=(), flips: int = 6):
+def audit_prefix(run: Callable, tokens: Tensor, base: Trial, vocab: int, spans=(), flips: int = 6,
+                 bos: int = BOS_ID):
     "Condition 1: a flipped token changes no earlier score; a second pass changes none."
     n, late, leaks = tokens.numel() - 1, [], []
     places = sorted({1 + i * (n - 1) // flips for i in range(1, flips + 1)} | {2})
@@ -365,7 +366,7 @@ def audit_prefix(run: Callable, tokens: Tensor, base: Trial, vocab: int, spans=(
         other[p] = (other[p] + 1 + p % (vocab - 1)) % vocab
         changed = (run(other).nats != base.nats).nonzero()[:, 0].tolist()
         late += [f"token {p} changes the score of target {t}" for t in changed if t < p - 1][:1]
-        end = n if BOS_ID in (tokens[p], other[p]) else next((b for _, b in spans if p <= b), n)
+        end = n if bos in (tokens[p], other[p]) else next((b for _, b in spans if p <= b), n)
         leaks += [f"token {p} changes the score of target {t}" for t in changed if t >= end][:1]
     again = [] if torch.equal(run(tokens).nats.nan_to_num(-1),
                               base.nats.nan_to_num(-1)) else ["other scores"]
@@ -489,7 +490,8 @@ def audit_case(run: Callable, case: Case, table: ByteTable, vocab: int) -> list[
         return run(tokens, case.cfg, False)
 
     base = run(case.tokens, case.cfg, True)
-    found = list(audit_prefix(again, case.tokens, base, vocab, case.spans, case.flips))
+    found = list(audit_prefix(again, case.tokens, base, vocab, case.spans, case.flips,
+                              table.bos))
     found += audit_distribution(base)
     if len(case.spans):
         found += audit_order(base, case.spans, case.row)

@@ -390,8 +390,8 @@ def test_recut_keeps_the_stream_and_cuts_at_documents(tmp_path, docs, model):
 
 def test_overlap_of_a_shard_with_itself_is_whole(tmp_path):
     write_shard(tmp_path / "a_train_0.bin", [1, 5, 6, 1, 7, 8, 9])
-    write_shard(tmp_path / "a_val_0.bin", [9, 1, 7, 8, 9, 1, 5])
-    train, val = [tmp_path / "a_train_0.bin"], [tmp_path / "a_val_0.bin"]
+    write_shard(tmp_path / "a_val_1.bin", [9, 1, 7, 8, 9, 1, 5])
+    train, val = [tmp_path / "a_train_0.bin"], [tmp_path / "a_val_1.bin"]
     assert count_overlap(train, val) == {"documents": 3, "shared_documents": 1, "repeated": 0} and count_overlap(val, val) == {"documents": 3, "shared_documents": 3, "repeated": 0}
 
 

@@ -17,15 +17,15 @@ import numpy as np
 from ..loader import Loader, WindowSampler, grad_accum
 from ..run import Run
 from ..settings import require
-from ..shards import BOS_ID
+from ..shards import BOS_ID, check_marks
 
 # %% ../../nbs/studies/34b_packed.ipynb #66f486cd
-def index_documents(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def index_documents(tokens: np.ndarray, bos: int = BOS_ID) -> tuple[np.ndarray, np.ndarray]:
     """Where a shard's documents begin, after their BOS, and how many tokens of text they have.
 
     int64 [D] each.
     """
-    at = np.flatnonzero(tokens == BOS_ID)
+    at = np.flatnonzero(tokens == bos)
     starts = at + 1
     if not at.size or at[0] > 0:  # the rest of a document of the shard before
         starts = np.concatenate([[0], starts])
@@ -41,10 +41,11 @@ class PackedSampler(WindowSampler):
     group_shards = 4
 
     def __init__(self, paths: Sequence[Path], rank: int, world: int, rows: int, seq_len: int, seed: int,
-                 accum: int = 1):
+                 accum: int = 1, bos: int = BOS_ID):
         super().__init__(paths, rank, world, rows, seq_len, accum)
         require(seed >= 0, f"a sampler's seed must be 0 or more, found {seed}: give another")
         self.seed = seed
+        self.bos = bos
         self.next_row = (0, 0, 0)
         self.group = lru_cache(maxsize=2)(self.draw_group)
 
@@ -96,7 +97,7 @@ class PackedSampler(WindowSampler):
         order = np.random.default_rng([self.seed, lap]).permutation(len(self.paths))
         index = []
         for shard in order[number * self.group_shards :][: self.group_shards].tolist():
-            starts, lengths = index_documents(self.read(shard, 0, self.tokens[shard]))
+            starts, lengths = index_documents(self.read(shard, 0, self.tokens[shard]), self.bos)
             index.append(np.stack([np.full(starts.size, shard), starts, lengths]))
         index = np.concatenate(index, axis=1)
         mix = np.random.default_rng([self.seed, lap, number]).permutation(index.shape[1])
@@ -106,7 +107,7 @@ class PackedSampler(WindowSampler):
 
     def window(self, place: tuple[int, int, int]) -> np.ndarray:
         "A row, uint16 [seq_len + 1]: a BOS, then the tokens from this place on."
-        row = np.full(self.seq_len + 1, BOS_ID, np.uint16)
+        row = np.full(self.seq_len + 1, self.bos, np.uint16)
         filled = 1
         while filled < row.size:
             place = self.settle(*place)
@@ -122,14 +123,15 @@ class PackedSampler(WindowSampler):
         return row
 
 # %% ../../nbs/studies/34b_packed.ipynb #c164c2d5
-def packed_sampler(s, paths: Sequence[Path], rank: int, world: int) -> PackedSampler:
-    "The windows of one of `world` ranks, in the sizes of a program's settings `s`."
+def packed_sampler(s, paths: Sequence[Path], rank: int, world: int, bos: int = BOS_ID) -> PackedSampler:
+    "The windows of one of `world` ranks, in the sizes of a program's settings `s`; `bos` begins documents."
+    check_marks(paths, bos)
     rows = s.rows_per_micro(world, s.train_seq_len)
-    return PackedSampler(paths, rank, world, rows, s.train_seq_len, s.seed, grad_accum(world))
+    return PackedSampler(paths, rank, world, rows, s.train_seq_len, s.seed, grad_accum(world), bos)
 
 
 def packed_data(run: Run) -> Loader:
     "Batches in that order: stands where a program has its `data`."
     s, ranks = run.settings, run.ranks
-    windows = packed_sampler(s, run.train_paths, ranks.rank, ranks.world)
+    windows = packed_sampler(s, run.train_paths, ranks.rank, ranks.world, run.table.bos)
     return Loader(windows, ranks.device, s.vocab_size)

@@ -548,7 +548,7 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
 # %% ../../nbs/tools/23_cli.ipynb #37e9e266
 @command("data build", "documents -> tokenizer -> shards",
          arg("files", nargs="*", metavar="PATH", help="texts (.txt .md .rst or without an extension), "
-             ".jsonl[.gz], .parquet, .arrow, directories of them, or hf://datasets/OWNER/NAME; none: the "
+             ".jsonl[.gz], .json.gz, .txt.gz, .md.gz, .rst.gz, .parquet, .arrow, directories of them, or hf://datasets/OWNER/NAME; none: the "
              "standard library's documentation"),
          arg("--field", default="text", metavar="NAME", help="of JSON lines, or column of tables (text)"),
          arg("--out", default="runs/data", help="directory for the shards"), TOKENIZER,
@@ -722,7 +722,7 @@ def data_inspect_command(args) -> int:
             print(f"  {name.replace('_', ' '):16s} {inspected(value)}")
     splits = [[p for p in paths if book.shards.shard_name(p)[1] == split] for split in ("train", "val")]
     if all(splits):
-        print(overlap_verdict(**book.data.count_overlap(*splits)))
+        print(overlap_verdict(**book.data.count_overlap(*splits, sp)))
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #0493c8f0
@@ -1286,6 +1286,7 @@ def score_adapting(args, scored: Scored, tokens, table, ranks, watched: dict, fi
     say(f"test-time training, {way}: each token is scored first", flush=True)
     with closing(watched["log"]) as bar:
         if args.adapters:
+            book.shards.check_marks(book.shards.find_shards(args.val), book.bpb.document_mark(scored.tokenizer))
             return book.adapters.score_documents(golf, state, tokens, table, s, ranks, bar)
         adapt = scored.program.ADAPT
         if not args.audit:

@@ -35,9 +35,9 @@ import sentencepiece as spm
 import torch
 from tqdm import tqdm
 
-from ..bpb import byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash
+from ..bpb import byte_table, document_mark, encode_text, load_tokenizer, target_bytes, tokenizer_hash
 from ..settings import GolfError
-from ..shards import BOS_ID, ShardWriter, atomic_write, find_shards, open_shard, read_header, shard_name
+from ..shards import BOS_ID, ShardWriter, atomic_write, check_marks, find_shards, open_shard, read_header, shard_name
 
 # %% ../../nbs/tools/20_data.ipynb #1f2c0139
 DEMO_MODULES = """
@@ -620,13 +620,23 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
                 raise GolfError(f"the {split} side must get a document, found none at a fraction of "
                                 f"{val_fraction}: bring more documents or change the fraction")
         manifest = {"documents_sha256": whole.hexdigest(), "tokenizer_sha256": tokenizer_hash(tokenizer),
-                    "vocab_size": sp.vocab_size(), "val_fraction": val_fraction,
+                    "vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "val_fraction": val_fraction,
                     "skipped_empty": len(skipped),
                     **{split: {**side.facts, "shards": side.shards} for split, side in sides.items()}}
         atomic_write(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 # %% ../../nbs/tools/20_data.ipynb #62805a95
+def shard_mark(path: Path, sp: spm.SentencePieceProcessor | None = None) -> int:
+    "The token that begins a shard's documents: by its tokenizer, else its manifest, else as published."
+    if sp:
+        return document_mark(sp)
+    try:
+        return int(json.loads(path.with_name("manifest.json").read_bytes())["bos_id"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return BOS_ID
+
+# %% ../../nbs/tools/20_data.ipynb #1302a298
 def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[dict]:
     """The same training documents in `count` shards, each beginning with one; name, tokens, sha256 of each.
 
@@ -643,7 +653,9 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
         raise GolfError(f"{pattern} must name one side of one corpus, found {' and '.join(names[:3])}: "
                         f"recut each alone, as with {names[0]}_*.bin")
     shards = [open_shard(path) for path in paths]
-    edges = shard_edges(shards, count)
+    bos = shard_mark(paths[0])
+    check_marks(paths, bos)
+    edges = shard_edges(shards, count, bos)
     made = []
     with whole_folder(out_dir) as folder:
         for number, (begin, end) in enumerate(pairwise(edges)):
@@ -653,14 +665,14 @@ def recut_shards(pattern: str | Path, out_dir: str | Path, count: int) -> list[d
             made.append(writer.close())
     return made
 
-# %% ../../nbs/tools/20_data.ipynb #1302a298
-def shard_edges(shards: Sequence[np.ndarray], count: int) -> list[int]:
+# %% ../../nbs/tools/20_data.ipynb #fda587c7
+def shard_edges(shards: Sequence[np.ndarray], count: int, bos: int) -> list[int]:
     """Where to cut the joined shards into `count` of similar length, beginning and end included.
 
     Raises GolfError for too few documents.
     """
     offsets = np.cumsum([0, *(shard.size for shard in shards)])  # of each shard, and the end of all
-    begins = [np.flatnonzero(shard == BOS_ID) + offset
+    begins = [np.flatnonzero(shard == bos) + offset
               for shard, offset in zip(shards, offsets[:-1], strict=True)]
     begins = np.concatenate([*begins, offsets[-1:]])
     inner = begins[np.searchsorted(begins, offsets[-1] * np.arange(1, count) / count)]
@@ -685,8 +697,9 @@ def stream_parts(shards: Sequence[np.ndarray], begin: int, end: int) -> Iterator
 def inspect_shard(path: str | Path, sp: spm.SentencePieceProcessor | None = None) -> dict:
     "What a shard holds, with a tokenizer also its text. GolfError for a bad file or another tokenizer."
     tokens = open_shard(path)
-    facts = {"path": str(path), "tokens": tokens.size, "documents": int(np.count_nonzero(tokens == BOS_ID)),
-             "starts_with_bos": bool(tokens[0] == BOS_ID), "highest_token": int(tokens.max()),
+    bos = shard_mark(Path(path), sp)
+    facts = {"path": str(path), "tokens": tokens.size, "documents": int(np.count_nonzero(tokens == bos)),
+             "starts_with_bos": bool(tokens[0] == bos), "highest_token": int(tokens.max()),
              "sha256": hashlib.sha256(tokens.data).hexdigest()}
     if not sp:
         return facts
@@ -695,20 +708,25 @@ def inspect_shard(path: str | Path, sp: spm.SentencePieceProcessor | None = None
                         f"found {facts['highest_token']}: the shard belongs to another tokenizer")
     ids = torch.from_numpy(tokens[: 2**22].astype(np.int64))
     size = int(target_bytes(byte_table(sp), ids[:-1], ids[1:]).sum())
-    first = int(np.argmax(ids == BOS_ID))
-    sample = sp.decode([t for t in ids[first : first + 60].tolist() if t != BOS_ID])
+    first = int(np.argmax(ids == bos))
+    sample = sp.decode([t for t in ids[first : first + 60].tolist() if t != bos])
     return facts | {"bytes_per_token": round(size / len(ids), 4), "sample": sample[:160]}
 
 # %% ../../nbs/tools/20_data.ipynb #dbc43a6d
-def count_overlap(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> dict:
+def count_overlap(train_paths: Sequence[Path], val_paths: Sequence[Path],
+                  sp: spm.SentencePieceProcessor | None = None) -> dict:
     """Documents of the validation shards (a piece at an edge counts too), and those that training has.
 
-    `repeated`: documents of the training shards that occurred before.
+    `repeated`: documents of the training shards that occurred before. `sp`: their tokenizer. Raises
+    GolfError for shards that do not begin with its mark of a document.
     """
+    bos = shard_mark(Path(val_paths[0]), sp)
+    check_marks([*train_paths, *val_paths], bos)
+
     def digests(paths: Sequence[Path]) -> list[bytes]:
         shards = [np.asarray(open_shard(p)) for p in paths]
-        runs = (run for t in shards for run in np.split(t, np.flatnonzero(t == BOS_ID)))
-        return [hashlib.sha256(run[run != BOS_ID].tobytes()).digest() for run in runs if run.size]
+        runs = (run for t in shards for run in np.split(t, np.flatnonzero(t == bos)))
+        return [hashlib.sha256(run[run != bos].tobytes()).digest() for run in runs if run.size]
 
     documents = digests(val_paths)
     trained = digests(train_paths)

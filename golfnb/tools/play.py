@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..adapters import AdapterSettings, adapted_step, score_documents
-from ..bpb import byte_table, encode_text
+from ..bpb import byte_table, document_mark, encode_text
 from .launcher import package_dir
 from ..layers import softcap
 from ..model import Golf, named_state
@@ -32,7 +32,7 @@ from .report import find_artifact, open_model, open_own, read_file, run_data
 from ..run import count_tokens
 from .sampling import row_start, stream_tokens
 from ..settings import GolfError
-from ..shards import BOS_ID, find_shards, read_header, read_span
+from ..shards import find_shards, read_header, read_span
 from .watch import PageHandler, Refusal, page_server, run_server
 
 # %% ../../nbs/tools/25b_play.ipynb #5f3cde37
@@ -108,12 +108,12 @@ class Player:
         if self.sp.unk_id() in ids:
             odd = next((c for c in text if self.sp.unk_id() in encode_text(self.sp, c)), "?")
             raise GolfError(f"the tokenizer has no token for {odd!r}: leave it out")
-        return [BOS_ID, *ids]
+        return [document_mark(self.sp), *ids]
 
     def shown(self, token: int) -> str:
         "A token as it is shown: its text, or a name in brackets if it has none of its own."
         if self.sp.is_control(token) or self.sp.is_unknown(token):
-            return "⟨end of document⟩" if token == BOS_ID else f"⟨{self.sp.id_to_piece(token)}⟩"
+            return "⟨end of document⟩" if token == self.sp.bos_id() else f"⟨{self.sp.id_to_piece(token)}⟩"
         text = TextPieces(self.sp, start=False)(token)
         return text or f"⟨byte {self.sp.id_to_piece(token)[3:5]}⟩"
 
@@ -175,7 +175,7 @@ class Player:
         pieces = TextPieces(self.sp, start=not text)
         with self.lock:
             for token in islice(stream_tokens(self.golf, ids, temperature, seed, top_k), count):
-                if token == BOS_ID:
+                if token == self.sp.bos_id():
                     return
                 yield pieces(token)
 
@@ -220,9 +220,10 @@ class Player:
             return "What a model has seen often, it expects; what it expects, it gets for a few bits."
         path = find_shards(val)[0]
         tokens = read_span(path, 0, min(400, read_header(path))).tolist()
-        if BOS_ID in tokens[1:]:  # of the next document
-            tokens = tokens[:tokens.index(BOS_ID, 1)]
-        words = [t for t in tokens if BOS_ID < t < self.cfg.vocab_size]
+        bos = document_mark(self.sp)
+        if bos in tokens[1:]:  # of the next document
+            tokens = tokens[:tokens.index(bos, 1)]
+        words = [t for t in tokens if t < self.cfg.vocab_size and not self.sp.is_control(t)]
         text = "".join(map(TextPieces(self.sp), words))
         border = "\n" if "\n" in text[60:600] else " "
         return text[:600].rpartition(border)[0] or text[:600]

@@ -38,7 +38,7 @@ import torch
 from ..artifact import (ARTIFACT_CAP, CODECS, check_model, check_tokenizer, container_header, load_model, naming,
                              part_names, read_container, read_meta)
 from ..studies.bench import settings_diff
-from ..bpb import load_tokenizer, tokenizer_hash
+from ..bpb import document_mark, load_tokenizer, tokenizer_hash
 from ..model import load_named, take_order
 from ..parallel_muon import Ranks
 from .launcher import lacks_memory
@@ -46,7 +46,7 @@ from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, pro
                                    recipe_program, settings_of)
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading, settings_from
-from ..shards import BOS_ID, atomic_write, find_shards, matching_shards, read_header, read_span
+from ..shards import atomic_write, find_shards, matching_shards, read_header, read_span
 from ..trellis_file import dequantize_trellis, forms_of, trellis_indices, trellis_names, without_parts
 
 # %% ../../nbs/tools/24_report.ipynb #e56fec04
@@ -327,9 +327,10 @@ def whole_lines(sp, ids: list[int]) -> list[int]:
 # %% ../../nbs/tools/24_report.ipynb #816584dc
 def prompt_of(sp, tokens: list[int]) -> list[int]:
     "How the first whole document among tokens begins, its mark first: at most half of it."
-    document = tokens[tokens.index(BOS_ID):] if BOS_ID in tokens else [BOS_ID, *tokens]
-    if BOS_ID in document[1:]:
-        document = document[:document.index(BOS_ID, 1)]
+    bos = document_mark(sp)
+    document = tokens[tokens.index(bos):] if bos in tokens else [bos, *tokens]
+    if bos in document[1:]:
+        document = document[:document.index(bos, 1)]
     return whole_lines(sp, document[:min(PROMPT_TOKENS, len(document) // 2 + 1)])
 
 # %% ../../nbs/tools/24_report.ipynb #1de0975d
@@ -342,7 +343,7 @@ def sampled_text(folder: Path, program: str | None = None) -> tuple[str, str]:
         model, _, _, sp = open_own(folder, program, None, Ranks())
     else:
         model, _, _, sp = open_model(folder)
-    prompt = [BOS_ID]
+    prompt = [document_mark(sp)]
     val = run_data(find_artifact(folder), "val")
     if val:
         first = find_shards(val)[0]
@@ -357,7 +358,7 @@ def split_documents(sp, ids: list[int]) -> list[list[int]]:
     "Tokens cut at the marks of documents, without control tokens."
     documents = [[]]  # where the model ends one, it begins another
     for token in ids:
-        if token == BOS_ID:
+        if token == sp.bos_id():
             documents.append([])
         elif not sp.is_control(token):
             documents[-1].append(token)
