@@ -37,6 +37,7 @@ from ..layers import softcap
 from ..parallel_muon import Ranks, start_ranks, stop_ranks
 from ..settings import GolfError, printable, read_json
 from ..shards import find_shards, open_shard, read_header, read_tokens, val_tokens
+from .joiner import own_files
 from ..ttt import audit_files, chunk_windows, finding
 
 # %% ../../nbs/tools/28b_judge.ipynb #bfc11e13
@@ -776,11 +777,7 @@ def check_code(case: Case) -> Iterator[dict]:
     "The program's own code holds no table of data."
     if case.program is None:
         return
-    programs = import_module("golfnb.tools.programs")
-    package = Path(programs.golfnb.__file__).resolve().parent
-    files = [path for path in programs.read_files(case.program.resolve(), package, programs.START)
-             if not path.is_relative_to(package)]
-    texts = [path.read_text("utf-8") for path in files]
+    texts = [own.text for own in own_files(case.program.resolve()).values()]
     lines = [found for text in texts for found in literal_bytes(text).items()]
     total = sum(size for _, size in lines)
     line, most = max(lines, key=lambda pair: pair[1], default=(0, 0))
