@@ -213,7 +213,7 @@ def test_a_run_goes_on_with_the_program_it_began_with(place):
     whole = script.read_text()
     script.write_text(whole + "# edited\n")
     done = golfnb("train", "--resume", "runs/b", cwd=root)
-    refused(done, "whose script must be")
+    refused(done, "must be the script that the run began with")
     script.write_text(whole)
     done = golfnb("train", "mine.py", "--resume", "runs/b", cwd=root)
     assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 30, done.stderr
