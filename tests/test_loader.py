@@ -153,6 +153,7 @@ def test_sequential_against_the_joined_stream(tmp_path_factory, lengths, world, 
 def test_a_programs_data_follows_its_settings(tmp_path):
     "Each order that LOADER names, on the second of two ranks."
     paths = corpus(tmp_path, [9000, 9000])
+    write_shard(paths[0], np.arange(1, 9001))  # where documents matter, the first begins with a BOS
     demo = read_variant({"RECIPE": "demo", "SEED": "3", "VOCAB_SIZE": "20000"})
     seq_len = demo.settings.train_seq_len
     sizes = paths, 1, 2, demo.settings.rows_per_micro(2, seq_len), seq_len

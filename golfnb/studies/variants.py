@@ -27,6 +27,7 @@ from ..parallel_muon import ClipEach, ClipMean, EngineSettings, Ranks
 from ..recipes import golf, pr549
 from ..run import RunSettings
 from ..settings import BaseSettings, GolfError, one_spelling, parse_setting, published_words
+from ..shards import BOS_ID
 from .packed import packed_data
 from ..tools.programs import DEFAULT_RECIPE, find_program, settings_of
 from ..train import RunLog, Trainer, TrainSettings
@@ -113,7 +114,9 @@ class Variant:
     def loader(self, paths: list[Path], ranks: Ranks) -> Loader:
         "Batches of training shards; close it, or use it in a `with`."
         data = self.exchanged().get("data", self.program.data)
-        return data(SimpleNamespace(settings=self.settings, ranks=ranks, train_paths=paths))
+        published = SimpleNamespace(bos=BOS_ID)  # documents of the studies begin as the published ones do
+        return data(SimpleNamespace(settings=self.settings, ranks=ranks, train_paths=paths,
+                                    table=published))
 
     def projector(self) -> Callable | None:
         "What makes the rounding of late weights, as `Trainer` takes it; None: they stay as they are."
