@@ -525,6 +525,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                               'golfnb.model.WeightedSkips': ('story/model.html#weightedskips', 'golfnb/model.py'),
                               'golfnb.model.WeightedSkips.gates': ('story/model.html#weightedskips.gates', 'golfnb/model.py'),
                               'golfnb.model.WeightedSkips.weight_shape': ('story/model.html#weightedskips.weight_shape', 'golfnb/model.py'),
+                              'golfnb.model.checked_activation': ('story/model.html#checked_activation', 'golfnb/model.py'),
                               'golfnb.model.checked_order': ('story/model.html#checked_order', 'golfnb/model.py'),
                               'golfnb.model.drawn_state': ('story/model.html#drawn_state', 'golfnb/model.py'),
                               'golfnb.model.folded_weight': ('story/model.html#folded_weight', 'golfnb/model.py'),

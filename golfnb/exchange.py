@@ -346,7 +346,7 @@ def runs_of(matrices: Iterable[ParamMatrix]) -> list[list[ParamMatrix]]:
     found = groupby(matrices, key=batch_of)
     return [list(run) for _, run in found]
 
-
+# %% ../nbs/reference/17d_exchange.ipynb #78b61361
 class MatrixBucket:
     """Matrices that travel together; `shares` has for each rank those it owns.
 
@@ -402,18 +402,6 @@ class ReplicatedBucket(MatrixBucket):
             self.sizes.append(self.share_elements - sum(m.elements for m in share))
             self.shapes.append(())
 
-    def cut(self, flat: Tensor) -> list[Tensor]:
-        "Views of all matrices of the bucket, `flat` [world, n]."
-        pieces = flat.view(-1).split_with_sizes(self.sizes)
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)
-                if shape]
-
-    def padding(self, flat: Tensor) -> list[Tensor]:
-        "What is of no matrix."
-        pieces = flat.view(-1).split_with_sizes(self.sizes)
-        return [piece for piece, shape in zip(pieces, self.shapes, strict=True)
-                if not shape and len(piece)]
-
     def begin(self, grads: list[Tensor]):
         "Start averaging the gradients [rows, cols] of the matrices in `read`, each at its owner."
         if not self.average:
@@ -434,6 +422,18 @@ class ReplicatedBucket(MatrixBucket):
         else:
             self.parts = self.held
         return self.held
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        "Views of all matrices of the bucket, `flat` [world, n]."
+        pieces = flat.view(-1).split_with_sizes(self.sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)
+                if shape]
+
+    def padding(self, flat: Tensor) -> list[Tensor]:
+        "What is of no matrix."
+        pieces = flat.view(-1).split_with_sizes(self.sizes)
+        return [piece for piece, shape in zip(pieces, self.shapes, strict=True)
+                if not shape and len(piece)]
 
     def prepare(self, rule: Prepare):
         "Make of the gradients what is to be orthogonal; nothing travels."

@@ -425,7 +425,7 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
     groups.notes = say_guesses(choices)
     return groups
 
-
+# %% ../nbs/reference/17a_grouping.ipynb #dfeec8e9
 def say_guesses(choices: Sequence[Choice]) -> tuple[str, ...]:
     "Logs what was guessed; the lines."
     fused, decided = fused_notes(choices), threshold_notes(choices)

@@ -287,6 +287,17 @@ def checked_order(order: Iterable[int], cfg: ModelSettings) -> tuple[int, ...]:
             f"found {len(order)}: let the property `visits` of the settings be {len(order)}")
     return order
 
+# %% ../nbs/story/05c_model.ipynb #2f001cde
+def checked_activation(activation: Callable | None, slope: float) -> Callable:
+    "An activation without weights; LeakyReluSquared where there is none. GolfError for weights."
+    if activation is None:
+        return LeakyReluSquared(slope)
+    holder = torch.nn.Module()
+    holder.activation = activation
+    require(not [*holder.parameters()], "an activation must have no weights, since no optimizer "
+            f"or file would hold them, found {type(activation).__name__}: use one without")
+    return activation
+
 # %% ../nbs/story/05c_model.ipynb #78c3f470
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
@@ -302,11 +313,7 @@ class Golf(torch.nn.Module):
         """
         super().__init__()
         self.skips = skips
-        if activation is None:
-            activation = LeakyReluSquared(cfg.negative_slope)
-        self.activation = activation
-        require(not [*self.parameters()], "an activation must have no weights, since no optimizer "
-                f"or file would hold them, found {type(activation).__name__}: use one without")
+        self.activation = checked_activation(activation, cfg.negative_slope)
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = tuple(range(cfg.num_layers)), cfg.ve_layer_list
         self.freeze: Callable | None = None  # such as FreezeBlocks

@@ -170,7 +170,7 @@ class Upload:
         content = content.pin_memory() if self.there.is_cuda else content
         self.there[:len(content)].copy_(content, non_blocking=True)
 
-# %% ../nbs/reference/17e_multi_tensor.ipynb #ce3cd249
+# %% ../nbs/reference/17e_multi_tensor.ipynb #2f90865b
 def current_upload() -> Upload | None:
     "That of the step which this thread is recording, if it records one."
     return getattr(RECORDING, "upload", None)
@@ -655,7 +655,7 @@ def as_matrix(t: Tensor) -> Tensor:
     "A tensor of any shape as a matrix, a view."
     return t if t.ndim == 2 else t.view(-1, t.shape[-1] if t.ndim else 1)
 
-
+# %% ../nbs/reference/17e_multi_tensor.ipynb #2404cb56
 def copy_gradients(places: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Copies each gradient to its place.
 

@@ -1276,7 +1276,7 @@ def in_turn(buckets: Sequence[AnyBucket], *stages: Callable[[AnyBucket], Any],
 # %% ../nbs/reference/17g_optimizer.ipynb #7647fb26
 SENT = {"params", "param_names", "initial_lr", *LIVE}
 
-# %% ../nbs/reference/17g_optimizer.ipynb #4c0f24a8
+# %% ../nbs/reference/17g_optimizer.ipynb #bb710ca5
 def words_of_all(words: str, ranks: Group) -> list[str]:
     "What each rank says; every rank must call it."
     found: list[Any] = [None] * ranks.world
@@ -1351,7 +1351,7 @@ def absent_ranks(store: dist.Store, number: int, world: int) -> list[int]:
     "The ranks that did not come to a meeting."
     return [rank for rank in range(world) if not store.check([f"{number}/{rank}"])]
 
-
+# %% ../nbs/reference/17g_optimizer.ipynb #5585f753
 def meet(store: dist.Store, ranks: Group, call: str, patience_s: float) -> list[int]:
     """Waits for all ranks, each for its own time; [] if they are here, else who did not come.
 

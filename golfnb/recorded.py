@@ -200,7 +200,7 @@ def capture(graph: torch.cuda.CUDAGraph, function: Callable[[], object],
         raise
     graph.capture_end()
 
-
+# %% ../nbs/reference/17h_recorded.ipynb #6ed538d7
 def leave_capture(device: torch.device) -> None:
     "After a recording that failed: torch's generator of random numbers may think it goes on."
     with torch.cuda.stream(torch.cuda.Stream(device)):

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 6d2b6dcd87c2ce66
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 9477f270d98f0962
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1088,6 +1088,17 @@ def checked_order(order: Iterable[int], cfg: ModelSettings) -> tuple[int, ...]:
     return order
 
 
+def checked_activation(activation: Callable | None, slope: float) -> Callable:
+    "An activation without weights; LeakyReluSquared where there is none. GolfError for weights."
+    if activation is None:
+        return LeakyReluSquared(slope)
+    holder = torch.nn.Module()
+    holder.activation = activation
+    require(not [*holder.parameters()], "an activation must have no weights, since no optimizer "
+            f"or file would hold them, found {type(activation).__name__}: use one without")
+    return activation
+
+
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
     __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
@@ -1102,11 +1113,7 @@ class Golf(torch.nn.Module):
         """
         super().__init__()
         self.skips = skips
-        if activation is None:
-            activation = LeakyReluSquared(cfg.negative_slope)
-        self.activation = activation
-        require(not [*self.parameters()], "an activation must have no weights, since no optimizer "
-                f"or file would hold them, found {type(activation).__name__}: use one without")
+        self.activation = checked_activation(activation, cfg.negative_slope)
         self.cfg, self.layout, self.compute, self.cap = cfg, layout, dtype, cfg.logit_softcap
         self.order, self.ve_blocks = tuple(range(cfg.num_layers)), cfg.ve_layer_list
         self.freeze: Callable | None = None  # such as FreezeBlocks

@@ -301,7 +301,7 @@ class Keeper(Watcher):
             self.end()
 
     def newest(self) -> tuple[dict, dict] | None:
-        "Facts and tensors of the newest checkpoint that is whole; None without one."
+        "Facts and tensors of the newest checkpoint that is whole; None without one. GolfError if it may not be read."
         for path in reversed(self.checkpoints()):
             try:
                 facts = read_sealed(path / "trainer.json")
@@ -778,7 +778,7 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
 def read_script(path: Path) -> tuple:
     """The bytes of a script, and it as a module; a sentence ends the process where that cannot be.
 
-    The script of a run that goes on is not run before it is known to be the same.
+    The script of a run that goes on is not run before it is known to be the same: a GolfError is that sentence.
     """
     try:
         code = path.read_bytes()

@@ -206,7 +206,7 @@ def folder_documents(folder: Path) -> tuple[list[Path], list[Path]]:
         raise GolfError(f"{folder} must hold documents, {found}: check the path")
     return taken, others
 
-
+# %% ../../nbs/tools/20_data.ipynb #b7f69979
 def folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
     "All that lies in a directory and in those that it links, each read once; directories that cannot be opened."
     found = []

@@ -806,7 +806,7 @@ def clock_faults(case: Case) -> Iterator[str]:
         if logged_phases.get(name, value) != value:
             yield f"phase {name} has {value} s in summary.json, {logged_phases[name]} in metrics.jsonl"
 
-
+# %% ../../nbs/tools/28b_judge.ipynb #2db9831c
 def off_the_clock(case: Case) -> tuple[float, float]:
     "Seconds of the training phase that its clock does not have, and those that its validations explain."
     seconds = (case.summary.get("seconds") or {}).get("training", 0.0)
