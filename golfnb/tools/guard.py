@@ -48,6 +48,9 @@ def read_manifest(path: Path) -> tuple[dict[str, int], str]:
     "What a manifest.json says: shard -> tokens, and the SHA-256 of their tokenizer. Raises one of NO_MANIFEST."
     made = json.loads(path.read_bytes())
     named = {s["name"]: s["tokens"] for side in ("train", "val") for s in made[side]["shards"]}
+    mark = made.get("bos_id", 1)  # manifests of earlier versions have none
+    if type(mark) is not int or mark < 0:
+        raise ValueError(f"bos_id must be the number of a piece, found {mark!r}")
     return named, made["tokenizer_sha256"]
 
 
