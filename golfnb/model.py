@@ -292,9 +292,10 @@ def checked_activation(activation: Callable | None, slope: float) -> Callable:
     "An activation without weights; LeakyReluSquared where there is none. GolfError for weights."
     if activation is None:
         return LeakyReluSquared(slope)
-    holder = torch.nn.Module()
-    holder.activation = activation
-    require(not [*holder.parameters()], "an activation must have no weights, since no optimizer "
+    weights = []
+    if isinstance(activation, torch.nn.Module):
+        weights = [*activation.parameters()]
+    require(not weights, "an activation must have no weights, since no optimizer "
             f"or file would hold them, found {type(activation).__name__}: use one without")
     return activation
 

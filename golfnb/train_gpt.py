@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 9477f270d98f0962
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source c3eff33c3e5f2caf
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1092,9 +1092,10 @@ def checked_activation(activation: Callable | None, slope: float) -> Callable:
     "An activation without weights; LeakyReluSquared where there is none. GolfError for weights."
     if activation is None:
         return LeakyReluSquared(slope)
-    holder = torch.nn.Module()
-    holder.activation = activation
-    require(not [*holder.parameters()], "an activation must have no weights, since no optimizer "
+    weights = []
+    if isinstance(activation, torch.nn.Module):
+        weights = [*activation.parameters()]
+    require(not weights, "an activation must have no weights, since no optimizer "
             f"or file would hold them, found {type(activation).__name__}: use one without")
     return activation
 
