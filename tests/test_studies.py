@@ -183,7 +183,9 @@ def test_each_micro_batch_is_clipped_as_a_rank_of_eight_clips_it(recorded):
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory):
     path = tmp_path_factory.mktemp("variants") / "noise_train_000000.bin"
-    write_shard(path, np.random.default_rng(0).integers(0, 400, 9000, dtype=np.uint16))
+    tokens = np.random.default_rng(0).integers(0, 400, 9000, dtype=np.uint16)
+    tokens[0] = 1  # a document begins
+    write_shard(path, tokens)
     return path
 
 

@@ -50,7 +50,7 @@ from ..recipes import pr549
 from .. import run as core
 from ..run import device_name
 from ..settings import GolfError, one_spelling, published_words
-from ..shards import atomic_write, find_shards, matching_shards, write_shard
+from ..shards import BOS_ID, atomic_write, find_shards, matching_shards, write_shard
 from .variants import ProgramSettings, Variant, read_variant
 from ..tools.programs import DEFAULT_RECIPE, RECIPES, recipe_program
 from ..train import RunLog, Trainer, lr_schedule, micro_batches, momentum_schedule, rehearse, undone
@@ -239,6 +239,7 @@ def bench_shards(s: ProgramSettings, ranks: Ranks, scratch: Path | str, batches:
     if ranks.is_rank0:
         count = batches * s.train_batch_tokens + 2 * s.train_seq_len
         tokens = np.random.default_rng(0).integers(0, s.vocab_size, count, dtype=np.uint16)
+        tokens[0] = BOS_ID  # a document begins
         write_shard(path, tokens)
     ranks.barrier()  # all ranks see the folder
     return [path], "random tokens"
