@@ -527,7 +527,7 @@ def launches_of(job: BenchJob, nproc: int) -> Iterator[tuple[str, int, dict]]:
 def launch_module(words: list[str], nproc: int, settings: dict[str, str]) -> int:
     "Run a module (`words` as after python -m) on several ranks; returns the exit status, as `run_ranks`."
     first = f"{END_WITH_TORCHRUN}import sys\nsys.argv[1:] = {words[1:]}\n"  # torchrun would take some for its own
-    return run_ranks(["--no-python", *python_module(words[0], first)], nproc, settings)
+    return run_ranks(["--no-python", *python_module(words[0], first)], nproc, settings, sys.stderr.write)
 
 # %% ../../nbs/studies/30_bench.ipynb #e7726a48
 def measure_part(job: BenchJob, ranks: Ranks, env: dict) -> None:
