@@ -777,7 +777,10 @@ def check_code(case: Case) -> Iterator[dict]:
     "The program's own code holds no table of data."
     if case.program is None:
         return
-    texts = [own.text for own in own_files(case.program.resolve()).values()]
+    try:
+        texts = [own.text for own in own_files(case.program.resolve()).values()]
+    except GolfError:  # no script can hold it, and it is a program all the same
+        texts = [case.program.read_text("utf-8")]
     lines = [found for text in texts for found in literal_bytes(text).items()]
     total = sum(size for _, size in lines)
     line, most = max(lines, key=lambda pair: pair[1], default=(0, 0))
