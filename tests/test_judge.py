@@ -270,6 +270,9 @@ def test_models_that_cheat(root, tmp_path, name):
     body, check = MODELS[name]
     run, program = cheat(root, tmp_path, *model_that(body))
     found = failed(judged(root, run, program, ttt=False))
+    if check == BESIDE:  # a batch of sliding windows may hold one row
+        assert ("plain rows", check) in found
+        return
     assert ("sliding window", check) in found and ("sliding window", SAME_SCORE) in found
     if check == PREFIX:
         assert {c for _, c in found} <= {PREFIX, SAME_SCORE}, "by its own check alone, and by its score"
@@ -371,11 +374,11 @@ def test_a_tensor_that_training_cannot_reach_is_named(root, tmp_path):
     assert failed(found) == {("tensors", REACH)} and "skip_weights" in words(found)
 
 
-def test_a_table_of_the_text_beside_the_program_is_found_by_what_it_knows(root, tmp_path):
+def test_a_program_that_reads_a_table_beside_it_is_none(root, tmp_path):
     (tmp_path / "table.json").write_text(json.dumps(table_of(root)))
     edits = code_of("json.loads(open(__file__.replace('mine.py', 'table.json')).read())")
-    run, program = cheat(root, tmp_path, *edits, ("from dataclasses import dataclass\n", "from dataclasses import dataclass\nimport json\n"))
-    assert claimed_by_its_own_score(root, run, program) == {("plain rows", KNOWS)}
+    with pytest.raises(GolfError, match="mine.py line"):
+        cheat(root, tmp_path, *edits, ("from dataclasses import dataclass\n", "from dataclasses import dataclass\nimport json\n"))
 
 
 def test_a_table_in_the_code_is_found_by_its_size_and_what_it_knows(root, tmp_path):
@@ -430,10 +433,10 @@ def test_another_seeds_record_is_found(root, tmp_path):
 # --- the pipe
 
 def test_the_judge_never_imports_the_program(root, tmp_path):
-    run, program = cheat(root, tmp_path, ("CODEC = Best()", "CODEC = Best()\nimport golfnb.evaluate\ngolfnb.evaluate.windows = None\n"))
+    run, program = cheat(root, tmp_path, ("CODEC = Best()", "CODEC = Best()\nfrom golfnb.evaluate import windows\nwindows.touched = True\n"))
     assert judged(root, run, program, ttt=False)["legal"]
-    import golfnb.evaluate
-    assert golfnb.evaluate.windows is not None
+    from golfnb.evaluate import windows
+    assert not hasattr(windows, "touched")
 
 
 def test_what_a_program_sends_is_no_code(root, tmp_path):
