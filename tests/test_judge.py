@@ -260,7 +260,7 @@ MODELS = {
     "favours the next token": ("logits[:, :-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 1:], 400)", PREFIX),
     "favours the next token late in a row": ("logits[:, 55:-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 56:], 400)", PREFIX),
     "knows the whole row": ("logits = logits + 0.1 * torch.nn.functional.one_hot(ids, 400).float().mean(1)[:, None]", PREFIX),
-    "knows the next row": ("logits = logits + 0.1 * torch.nn.functional.one_hot(ids, 400).float().mean((0, 1))", BESIDE),
+    "knows the next row": ("logits = logits + 2.0 * torch.nn.functional.one_hot(ids, 400).float().mean((0, 1))", BESIDE),
     "remembers what it has seen": ("CALLS.append(ids.flatten()); logits = logits + torch.bincount(torch.cat(CALLS[-2:]), minlength=400) / len(ids.flatten())", AGAIN),
 }
 
@@ -270,9 +270,6 @@ def test_models_that_cheat(root, tmp_path, name):
     body, check = MODELS[name]
     run, program = cheat(root, tmp_path, *model_that(body))
     found = failed(judged(root, run, program, ttt=False))
-    if check == BESIDE:  # a batch of sliding windows may hold one row
-        assert ("plain rows", check) in found
-        return
     assert ("sliding window", check) in found and ("sliding window", SAME_SCORE) in found
     if check == PREFIX:
         assert {c for _, c in found} <= {PREFIX, SAME_SCORE}, "by its own check alone, and by its score"
