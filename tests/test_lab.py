@@ -132,7 +132,7 @@ def test_a_chapter_shows_this_machine_beside_the_kept_one(stem, lab, capsys, mon
 def test_only_a_gpu_machine_in_the_lab_measures_and_only_once(lab, monkeypatch, capfd):
     asked, result = [], bench.result_path("links", "NVIDIA H100 80GB", 2)
     assert result == Path("../results/here/links_h100_80gb_2.json")
-    monkeypatch.setattr(bench.subprocess, "run", lambda command: asked.append(command[-2:]))
+    monkeypatch.setattr(bench.subprocess, "run", lambda command, env: asked.append(command[-2:]))
     bench.measure_here("links")
     assert asked == [] and capfd.readouterr() == ("", ""), "a CPU says nothing"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -1,12 +1,15 @@
 """Statistics against tables, against SciPy where it is installed, and against themselves; `golfnb compare` from outside."""
 import json
 import random
+from pathlib import Path
 
 import pytest
 from tiny import golfnb, one_sentence
 
 from golfnb.settings import GolfError
 from golfnb.studies.significance import below_target, compare_runs, run_summary, runs_needed, student_tail, welch
+
+RESULTS = Path(__file__).resolve().parent.parent / "nbs/results"
 
 
 def runs(folder, scores: dict) -> list:
@@ -75,7 +78,7 @@ def test_a_run_whose_artifact_was_replaced_is_refused(tmp_path):
 
 
 def test_result_files_are_runs_too():
-    said = compare_runs(["nbs/results/parity_4gpu_seed1337.json", "nbs/results/parity_4gpu_seed42.json"], target=3.0)
+    said = compare_runs([RESULTS / f"parity_4gpu_seed{seed}.json" for seed in (1337, 42)], target=3.0)
     assert "2 runs in 1 group" in said and "n = 2" in said
 
 
