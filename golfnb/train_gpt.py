@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source c3eff33c3e5f2caf
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 8c717e6fc1b8994b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1860,6 +1860,12 @@ def product_tiles(X: Tensor) -> tuple | None:
     return next(fitting, None)
 
 
+def frobenius_norm(X: Tensor) -> Tensor:
+    "Of each matrix of X [n, r, c], as [n, 1, 1]; in fp32 for fp16, which ends at 65,504."
+    dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
+    return torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
+
+
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step;
@@ -1878,7 +1884,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     if tiles:
         X = halved_steps(X, coeffs, scale, eps, tiles)
     else:
-        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+        X = (X / (frobenius_norm(X) * scale + eps)).to(X.dtype)
         for a, b, c in coeffs:
             A = torch.bmm(X, X.mT)
             A = torch.baddbmm(A, A, A, beta=b, alpha=c)
