@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source bd99a8696300068f
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 1943e5a8369d8f86
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -54,6 +54,7 @@ from typing import Any, ClassVar, NamedTuple
 # ---- golfnb/settings.py ----
 class GolfError(Exception):
     "What is wrong, what was expected, what was found and what to do, in one sentence."
+    status = 2  # of a process that it ends
 
 
 def require(holds: object, sentence: str) -> None:
@@ -130,15 +131,60 @@ def bounds_rule(value, bounds: str) -> tuple[bool, str]:
     return holds, " and ".join(expected)
 
 
+WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "plain text"}
+
+
 def setting(default, meaning: str, *choices: str, bounds: str = "") -> Any:
     """A dataclass field with its meaning and its bounds; any type, as that of `field`.
 
     `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds`, of a
-    number, are such as `limits_of` reads: GolfError for others.
+    number, are such as `limits_of` reads: GolfError for others, and for a default of another type.
     """
+    require(type(default) in WANTED, "the default of a setting must be a number, True, False or a "
+            f"text, found {default!r:.60}: give it one of these")
     require(not limits_of(bounds) or type(default) in (int, float), "only the setting of a number "
             f"has bounds, found {default!r} with {bounds!r}: leave them out")
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
+
+
+def kind_of(spec: Field) -> type:
+    "The type of a setting: that of its default, or float where it is declared as one."
+    if spec.type in (float, "float"):
+        return float
+    return type(spec.default)
+
+
+def check_choice(spec: Field, value) -> None:
+    "Raise GolfError for a value that is none of a setting's choices."
+    choices = spec.metadata["choices"]
+    require(not choices or value in choices, f"{spec.name.upper()} must be one of "
+            f"{', '.join(choices)}, found {value!r:.60}: choose one of these")
+
+
+ALIKE = {bool: (bool, int), int: (int,), float: (float, int), str: (str,)}  # setting -> value
+
+
+def converted(kind: type, value) -> bool | int | float | str | None:
+    "A value of Python in a setting's type; None if it is of another, or cannot be written as text."
+    if not isinstance(value, ALIKE[kind]) or (type(value) is bool and kind is not bool):
+        return None
+    if isinstance(value, str) and not value.isprintable():
+        return None
+    try:
+        made = kind(value)
+    except OverflowError:  # of a whole number as a float
+        return None
+    return made if made == value else None  # nor 2 for a bool, nor NaN
+
+
+def in_its_type(spec: Field, value):
+    "The value of a setting in the setting's type. Raises GolfError for what it cannot be."
+    kind = kind_of(spec)
+    made = converted(kind, value)
+    require(made is not None, f"{spec.name.upper()} must be {WANTED[kind]}, found {value!r:.60}: "
+            "correct it where the program says it")
+    check_choice(spec, made)
+    return made
 
 
 Rules = Iterator[tuple[bool, str]]  # whether a rule holds, and what to say if it does not
@@ -150,14 +196,26 @@ class BaseSettings:
 
     WORDS = ""  # published words that are true of the program, like CLIP=local NS=ns5
 
+    def __setattr__(self, name: str, value):
+        "A value takes its setting's type: a file says 4.0 whether a program says 4 or 4.0."
+        spec = type(self).__dataclass_fields__.get(name)
+        if spec is not None and spec.metadata:
+            value = in_its_type(spec, value)
+        super().__setattr__(name, value)
+
     def rules(self) -> Rules:
         "What must hold between settings."
         return iter(())
 
     def check(self) -> None:
         "Raise GolfError for the first setting that cannot work."
-        for holds, sentence in chain(bounds_of(self), self.rules()):
-            require(holds, sentence)
+        rules = self.rules()
+        form = f"rules of {type(self).__name__} must yield pairs (whether it holds, a sentence)"
+        require(isinstance(rules, Iterable), f"{form}, found {rules!r:.60}: write a yield")
+        for rule in chain(bounds_of(self), rules):
+            pair = isinstance(rule, tuple) and len(rule) == 2
+            require(pair, f"{form}, found {rule!r:.60}: correct it")
+            require(*rule)
 
 
 def bounds_of(cfg: BaseSettings) -> Rules:
@@ -169,7 +227,6 @@ def bounds_of(cfg: BaseSettings) -> Rules:
                       "choose another number")
 
 
-WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "plain text"}
 YES_NO = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -192,15 +249,14 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
 
     Raises GolfError if it does not parse or is none of the choices.
     """
-    name, choices = spec.name.upper(), spec.metadata["choices"]
+    name = spec.name.upper()
     default: Any = spec.default
-    kind = type(default)
+    kind = kind_of(spec)
     value: Any = parsed(kind, text)
     example = int(default) if kind is bool else default
     require(value is not None, f"{name} must be {WANTED[kind]}, found {text!r}: "
             f"set it like {name}={example}")
-    require(not choices or value in choices, f"{name} must be one of {', '.join(choices)}, found "
-            f"{text!r}: choose one of these")
+    check_choice(spec, value)
     return value
 
 
@@ -265,8 +321,14 @@ PUBLISHED = {  # published word -> value -> a recipe whose program does it
 
 
 def published_words(group: type) -> dict[str, str]:
-    "The published words that are true of a program with these `Settings`: word -> value."
-    return dict(word.split("=") for word in group.WORDS.split())
+    """The published words that are true of a program with these `Settings`: word -> value.
+
+    Raises GolfError for WORDS that are not written so.
+    """
+    text = group.WORDS
+    right = isinstance(text, str) and all(word.count("=") == 1 for word in text.split())
+    require(right, f"WORDS must be written like CLIP=local NS=ns5, found {text!r:.60}: correct it")
+    return dict(word.split("=") for word in text.split())
 
 
 def one_spelling(text: str) -> str:
@@ -290,14 +352,24 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
                 f"{name} must be {true} in recipe {recipe}, found {text!r}: {advice}")
 
 
+def check_own(group: type, own: Mapping) -> None:
+    "Raise GolfError where a recipe gives a number to what is no setting of its program."
+    known = {spec.name for spec in fields(group)}
+    for name in own:
+        require(name in known, f"OWN must hold settings of the program, found {name!r:.60}: "
+                "correct the name, or declare it in Settings")
+
+
 def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     """The settings of a program: a `group` with the recipe's `own` numbers, changed by `env`.
 
-    One of `own` is `recipe`. Names that are no settings are ignored. Raises GolfError for a value
-    that does not parse, and for a published word or a recipe that is not this program's. What does
-    not fit together is found by the group's `check`.
+    One of `own` is `recipe`. Names of `env` that are no settings are ignored. Raises GolfError for
+    a value that does not parse or is of another type, for a name of `own` that is no setting, and
+    for a published word or a recipe that is not this program's. What does not fit together is found
+    by the group's `check`.
     """
     recipe = own["recipe"]
+    check_own(group, own)
     refuse_keeping(env)
     refuse_not_built(env)
     asked = env.get("RECIPE", recipe)
