@@ -37,11 +37,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .exchange import (
     Group,
     ParamMatrix,
+    Piece,
     ReplicatedBucket,
     ShardedBucket,
     block_of,
     check_placement,
     copy_each,
+    counts_here,
     find_group,
     gradients_of,
     is_dtensor,
@@ -606,7 +608,7 @@ class ParallelMuon(torch.optim.Optimizer):
     def begin_next(self) -> None:
         "Sends the gradients of the next bucket that can leave early."
         bucket = self.early[self.begun]
-        bucket.begin(gradients_of(bucket.read, self.ranks))
+        bucket.begin(gradients_of(bucket.read))
         self.begun += 1
 
     def forget_sent(self) -> None:
@@ -683,7 +685,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def begin(self, bucket: AnyBucket) -> None:
         "Sends a bucket's gradients to the owners."
-        bucket.begin(gradients_of(bucket.read, self.ranks))
+        bucket.begin(gradients_of(bucket.read))
 
     def update_on_streams(self, scratch: Tensor,
                           others: Sequence[tuple[Member, Tensor]]) -> None:
@@ -793,7 +795,8 @@ class ParallelMuon(torch.optim.Optimizer):
     def measure(self, parts: Sequence[Tensor],
                 others: Sequence[tuple[Member, Tensor]]) -> None:
         "Finds the norm of the mean gradient, the factor that clips, and which parameters move."
-        divided = [*parts, *[grad for member, grad in others if is_dtensor(member.param)]]
+        divided = [*parts, *[grad for member, grad in others
+                             if is_dtensor(member.param) and counts_here(member.param)]]
         whole = [grad for member, grad in others if not is_dtensor(member.param)]
         square = sum_of_squares(divided, self.norm, self.kept["divided"])
         given = self.gradients_given()
@@ -829,8 +832,8 @@ class ParallelMuon(torch.optim.Optimizer):
         bucket.prepare(partial(self.prepare_matrices, bucket))
 
     def prepare_matrices(self, bucket: AnyBucket, matrices: list[ParamMatrix],
-                         grads: list[Tensor], rows: list[slice]) -> Sequence[Tensor]:
-        "What rules make of the gradients of matrices, or of the rows that are here."
+                         grads: list[Tensor], pieces: list[Piece]) -> Sequence[Tensor]:
+        "What rules make of the gradients of matrices, or of the pieces that are here."
         lent = bucket.notes["lent"] = self.lend(bucket)
         stacks = [found[0] for found in lent if found]
         places: list[Tensor] | None = None
@@ -915,7 +918,7 @@ class ParallelMuon(torch.optim.Optimizer):
             params = list(map(local, params))
         addresses = [p.data_ptr() for p in params]
         if addresses != batch.addresses:
-            batch.weights = [block_of(m, m.param.detach(), self.ranks) for m in batch.matrices]
+            batch.weights = [block_of(m, m.param.detach()) for m in batch.matrices]
             batch.addresses = addresses
         return batch.weights
 
@@ -932,7 +935,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return weights
 
     def move_matrices(self, bucket: AnyBucket) -> None:
-        "Moves the weights of a bucket, or the rows of them that are here."
+        "Moves the weights of a bucket, or the pieces of them that are here."
         made = bucket.results()
         for batch in self.batches(bucket, "move", bucket.everything):
             if self.weights_travel(bucket):

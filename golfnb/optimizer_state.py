@@ -31,6 +31,7 @@ from .exchange import (
     is_dtensor,
     local,
     matrices_of,
+    part_here,
     split_pieces,
 )
 from .grouping import OptimizerError, named_members, plain_name
@@ -131,7 +132,7 @@ class MemberState:
     def load(self, name: str, value: Tensor) -> None:
         "Takes over a saved value; every rank must call it."
         here = self.tensors[name]
-        local(here).copy_(local_part(value, here, self.ranks))
+        local(here).copy_(local_part(value, here))
 
     def follow(self) -> None:
         "Brings a weight that somebody wrote into the master."
@@ -139,7 +140,7 @@ class MemberState:
             follow(local(self.tensors["master"]), local(self.member.weight))
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #e2f6a3e5
-def local_part(value: Tensor, like: Tensor, ranks: Group) -> Tensor:
+def local_part(value: Tensor, like: Tensor) -> Tensor:
     "What of a whole or sharded value this rank keeps in a tensor like `like`."
     if not is_dtensor(value):
         full = value
@@ -150,8 +151,7 @@ def local_part(value: Tensor, like: Tensor, ranks: Group) -> Tensor:
         full = value.full_tensor()
     if not is_dtensor(like):
         return full
-    each = -(-len(full) // ranks.world)
-    return full[each * ranks.rank:each * (ranks.rank + 1)]
+    return full[part_here(like, max(1, math.prod(full.shape[1:]))).dims]
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #e7d22281
 class MatrixState(MemberState):
@@ -207,7 +207,7 @@ class MatrixState(MemberState):
         found = {name: self.zeros(name, self.kept(name)) for name in names}
         if "master" in found:
             masters = self.views("master", found["master"])
-            copy_each(masters, [block_of(m, self.member.weight, self.ranks) for m in self.held])
+            copy_each(masters, [block_of(m, self.member.weight) for m in self.held])
         return found
 
     def zeros(self, name: str, matrices: Sequence[ParamMatrix]) -> Tensor:
@@ -224,7 +224,7 @@ class MatrixState(MemberState):
         "A view of the state for each of the matrices that `kept` names."
         matrices = self.kept(name)
         if self.shaped(name) and len(matrices) == len(self.member.matrices):
-            return [block_of(m, t, self.ranks) for m in matrices]
+            return [block_of(m, t) for m in matrices]
         return split_pieces(t, self.value_shapes(name, matrices))
 
     def in_whole(self, name: str, whole: Tensor) -> dict[ParamMatrix, Tensor]:
@@ -280,7 +280,7 @@ class MatrixState(MemberState):
         "Brings weights that somebody wrote into the masters."
         for m in self.held:
             if "master" in self.slots[m]:
-                live = block_of(m, self.member.weight, self.ranks)
+                live = block_of(m, self.member.weight)
                 follow(self.slots[m]["master"], live)
 
 # %% ../nbs/reference/17f_optimizer_state.ipynb #c3f860be

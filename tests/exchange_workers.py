@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from golfnb.exchange import Group, ParamMatrix, block_of, find_group, gradient_of, gradients_of, local, make_buckets, matrices_of, piece_of
+from golfnb.exchange import Group, ParamMatrix, block_of, find_group, gradient_of, gradients_of, local, make_buckets, matrices_of
 from golfnb.newton_schulz import quintic
 from golfnb.settings import GolfError
 
@@ -99,7 +99,7 @@ def replicated(group: Group, average: bool, dtype=None):
     number_all(matrices)
     buckets = make_buckets(matrices, group, average, dtype)
     for b in buckets:
-        b.begin(gradients_of(b.read, group))
+        b.begin(gradients_of(b.read))
     owned = 0
     for b in buckets:
         for m, grad in zip(b.mine, b.arrive(), strict=True):
@@ -108,7 +108,7 @@ def replicated(group: Group, average: bool, dtype=None):
             assert torch.equal(grad, expected), (m.name, grad, expected)
             owned += 1
     for b in buckets:
-        b.prepare(lambda run, grads, rows: [g * 2 for g, r, m in zip(grads, rows, run, strict=True) if r == slice(0, m.rows)])
+        b.prepare(lambda run, grads, rows: [g * 2 for g, r, m in zip(grads, rows, run, strict=True) if r.shape == (m.rows, m.cols)])
     for b in buckets:
         b.give_back(numbered(b, matrices, b.whole()))
     check_finish(buckets, matrices, group)
@@ -124,9 +124,9 @@ def numbered(bucket, matrices, stacks) -> list:
 def check_finish(buckets, matrices, group):
     seen = []
     for b in buckets:
-        for m, rows, result in b.finish():
+        for m, piece, result in b.finish():
             expected = 7 * matrices.index(m) + torch.arange(m.elements).view(m.rows, m.cols) % 3
-            assert torch.equal(result.to(F64), expected[rows].to(F64)), m.name
+            assert torch.equal(result.to(F64), expected[piece.rows, piece.cols].to(F64)), m.name
             seen.append(m)
     assert sorted(map(matrices.index, seen)) == list(range(len(matrices))), "every matrix once, on every rank"
 
@@ -148,11 +148,10 @@ def sharded(group: Group, dtype=None):
             local(p.grad).copy_(local(p.detach()))  # the gradient is the weight, which every rank can know whole
     buckets = make_buckets(matrices, group, dtype=dtype)
     for b in buckets:
-        b.begin(gradients_of(b.read, group))
+        b.begin(gradients_of(b.read))
     for b in buckets:
         for m, piece in zip(b.everything, b.arrive(), strict=True):
-            rows = piece_of(m, group.rank, group.world)
-            expected = slow_matrix(full[m.name] * (m.name != "single"), m)[rows]
+            expected = slow_matrix(full[m.name] * (m.name != "single"), m)[m.piece.rows, m.piece.cols]
             assert torch.equal(piece, expected), m.name
     for b in buckets:
         b.prepare(lambda run, grads, rows: [g + 1 for g in grads])
@@ -166,7 +165,7 @@ def sharded(group: Group, dtype=None):
     seen = 0
     for b in buckets:
         for m, _, result in b.finish():
-            block_of(m, m.param.detach(), group).copy_(result)
+            block_of(m, m.param.detach()).copy_(result)
             seen += 1
     assert seen == len(matrices)
     for m in matrices:
@@ -187,7 +186,7 @@ def bytes_travelled(group: Group) -> list:
 
 def refusals(group: Group) -> list[str]:
     "What is said of meshes and placements that do not fit."
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     line = init_device_mesh("cpu", (group.world,))
     plane = init_device_mesh("cpu", (group.world, 1), mesh_dim_names=("rows", "one"))
@@ -195,13 +194,14 @@ def refusals(group: Group) -> list[str]:
     outside = alone if group.rank else "none"
     alone = Group() if group.rank else find_group(alone)
     weight = torch.zeros(4, 4)
-    cases = [lambda: find_group(plane), lambda: find_group("gloo")]
-    for mesh, placements, ranks in ((line, [Shard(1)], group), (line, [Replicate()], group), (plane, [Shard(0), Replicate()], group), (line, [Shard(0)], alone)):
-        p = nn.Parameter(distribute_tensor(weight, mesh, placements))
-        cases.append(partial(make_buckets, [ParamMatrix("odd", p, {}, 0, 4, 0, 4, 0, 4)], ranks))
+    few = DeviceMesh("cpu", [[0]], mesh_dim_names=("rows", "one"))
+    cases = [lambda: find_group(few), lambda: find_group("gloo")]
+    odd = [distribute_tensor(torch.zeros(4, 4, 4), line, [Shard(1)]), DTensor.from_local(weight, line, [Partial()]), DTensor.from_local(weight, plane, [Shard(0), Partial()])]
+    for t, ranks in (*((t, group) for t in odd), (distribute_tensor(weight, line, [Shard(0)]), alone)):
+        cases.append(partial(make_buckets, [ParamMatrix("odd", nn.Parameter(t), {}, 0, 4, 0, 4, 0, 4)], ranks))
     p = nn.Parameter(distribute_tensor(weight, line, [Shard(0)]))
     p.grad = distribute_tensor(weight, line, [Replicate()])
-    cases += [partial(find_group, outside), partial(gradient_of, *matrices_of("odd", p, {}, 0), group)]
+    cases += [partial(find_group, outside), partial(gradient_of, *matrices_of("odd", p, {}, 0))]
     said = []
     for case in cases:
         try:
@@ -209,7 +209,7 @@ def refusals(group: Group) -> list[str]:
         except GolfError as error:
             assert isinstance(error, ValueError)
             said.append(str(error))
-    assert find_group(line) == find_group(line.get_group()) and find_group(line).world == group.world and find_group(plane["rows"]).world == group.world
+    assert find_group(line) == find_group(line.get_group()) and find_group(line).world == group.world and find_group(plane["rows"]).world == find_group(plane).world == group.world
     return said
 
 
@@ -255,7 +255,7 @@ class SmallMuon:
     @torch.no_grad()
     def step(self):
         for b in self.buckets:
-            b.begin(gradients_of(b.read, self.group))
+            b.begin(gradients_of(b.read))
         for b in self.buckets:
             b.arrive()
         for b in self.buckets:
@@ -264,7 +264,7 @@ class SmallMuon:
             b.give_back([quintic(t) for t in b.whole()])
         for b in self.buckets:
             for m, _, made in b.finish():
-                block = block_of(m, m.param.detach(), self.group)
+                block = block_of(m, m.param.detach())
                 block.mul_(1 - RATE * DECAY).add_(made, alpha=-RATE * math.sqrt(max(1, m.rows / m.cols)))
 
 

@@ -134,6 +134,24 @@ class Experts(nn.Module):
     loss = Encoder.loss
 
 
+class Mlp(nn.Module):
+    "Blocks as tensor parallelism cuts them, by columns and then by rows; the last is used by nobody."
+
+    def __init__(self, d=6, hidden=24, layers=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(d, hidden), nn.GELU(), nn.Linear(hidden, d)) for _ in range(layers + 1))
+        self.head = nn.Linear(d, 8)
+
+    def forward(self, x):
+        for block in self.blocks[:-1]:
+            x = x + block(x)
+        return self.head(x)
+
+    def loss(self, rows):
+        x = (rows[:, :1] * 0.37 + torch.arange(6)).sin().double()
+        return F.cross_entropy(self(x), rows[:, 0] % 8)
+
+
 def build(kind: str, seed: int = 0) -> nn.Module:
     "A model in float64."
     torch.manual_seed(seed)
@@ -141,7 +159,7 @@ def build(kind: str, seed: int = 0) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=12, n_head=2, vocab_size=VOCAB, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).double()
-    return dict(nano=NanoGPT, vision=Vision, encoder=Encoder, experts=Experts)[kind]().double()
+    return dict(nano=NanoGPT, vision=Vision, encoder=Encoder, experts=Experts, mlp=Mlp)[kind]().double()
 
 
 def loss_of(model, rows):
@@ -230,14 +248,40 @@ def wrapped(model: nn.Module, how: str) -> nn.Module:
     "The model as it is, under DDP, or sharded: blocks, then the rest."
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if how == "sharded":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if how == "tensor":
+        cut_layers(model, init_device_mesh("cpu", (world,)))
+    if how == "sharded tensor":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+        cut_layers(model, mesh["tensor"])
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    if how in ("sharded", "copies"):
+        mesh = init_device_mesh("cpu", (world,) if how == "sharded" else (2, world // 2), mesh_dim_names=("copy", "shard")[-(1 + (how == "copies")):])
         for module in [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and m is not model]:
             for block in module.children():
                 if next(block.parameters(), None) is not None and isinstance(block, (nn.TransformerEncoderLayer, nn.Sequential, Block, nn.ParameterDict)):
                     fully_shard(block, mesh=mesh) if not isinstance(block, nn.ParameterDict) else None
         fully_shard(model, mesh=mesh)
     return model
+
+
+def cut_layers(model: "Mlp", mesh) -> None:
+    "Each block's first layer by columns and its second by rows, as tensor parallelism has it; the head by columns."
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+
+
+def data_place(ranks, how: str) -> tuple[int, int]:
+    "Which share of the rows a rank takes, of how many."
+    if how == "tensor":
+        return 0, 1
+    return (ranks.rank // 2, ranks.world // 2) if how == "sharded tensor" else (ranks.rank, ranks.world)
 
 
 def whole(t: Tensor) -> Tensor:
@@ -249,13 +293,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def backward_under(model: nn.Module, how: str, step: int, rank: int, world: int, accum: int, opt=None):
-    if how == "plain":
+    if how in ("plain", "tensor"):
         return backward(model, step, rank, world, accum, opt=opt)
     inner = model.module if how == "ddp" else model
     parts = rows_of(step).chunk(world)[rank].chunk(accum)
     for i, rows in enumerate(parts):
         last = i == len(parts) - 1
-        if how == "sharded":
+        if how != "ddp":
             model.set_requires_gradient_sync(last)
         with model.no_sync() if how == "ddp" and not last else torch.enable_grad():
             (through(model, inner, rows) / accum).backward()
@@ -286,7 +330,7 @@ def ours(ranks, kind: str, how: str = "plain", steps: int = 5, accum: int = 1, p
     plan = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
     for step in range(steps):
         opt.zero_grad()
-        backward_under(model, how, step, ranks.rank, ranks.world, accum, opt)
+        backward_under(model, how, step, *data_place(ranks, how), accum, opt)
         if (step, ranks.rank) == poison:
             next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")
         opt.step()

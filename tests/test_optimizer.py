@@ -59,6 +59,21 @@ def test_equal_to_plain_loops(ranked):
             assert skipped == ("poison" in more)
 
 
+MESHES = [("gpt2", dict(how="copies", accum=2)), ("encoder", dict(how="copies", max_norm=0.05)), ("vision", dict(how="copies", max_norm=0.3)), ("experts", dict(how="copies")), ("mlp", dict(how="tensor", max_norm=0.05, accum=2)), ("mlp", dict(how="sharded tensor", max_norm=0.05)), ("mlp", dict(how="sharded tensor", accum=2))]
+
+
+@pytest.mark.parametrize("world", (4, 8))
+def test_equal_to_plain_loops_on_two_dimensions(world):
+    "Shards with copies; layers cut by columns and by rows, on one mesh and sharded once more over data."
+    cases = [case for case in MESHES if world == 4 or case[0] in ("encoder", "mlp")]
+    outs = run_ranks(world, [("ours", (kind,), {**more, "steps": 8}) for kind, more in cases])
+    for i, (kind, more) in enumerate(cases):
+        data = {"tensor": 1, "sharded tensor": world // 2}.get(more["how"], world)
+        want = plain(kind, data, steps=8, accum=more.get("accum", 1), max_norm=more.get("max_norm", 0.0))
+        for rank, out in enumerate(outs):
+            assert distance(out[i][0], want) < 1e-10, f"{kind} {more} at {world} ranks, rank {rank}"
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_trains_a_recipe_s_model_as_its_engine_does(world):
     "Banks as 3-D parameters, tables, vectors; both sums of momentum, clipping of the mean, schedules."
@@ -598,7 +613,7 @@ def tensors_in(root, seen=None) -> list[torch.Tensor]:
 def saved(tmp_path_factory):
     "What each way of training wrote after two steps, and what came of it: (kind, how, ranks) -> (folder, then, later)."
     found = {}
-    for world, cases in ((1, [("encoder", "plain")]), (2, [("encoder", "plain"), ("encoder", "sharded"), ("vision", "ddp")]), (3, [("experts", "plain"), ("encoder", "sharded")])):
+    for world, cases in ((1, [("encoder", "plain")]), (2, [("encoder", "plain"), ("encoder", "sharded"), ("vision", "ddp")]), (3, [("experts", "plain"), ("encoder", "sharded")]), (4, [("encoder", "copies"), ("mlp", "sharded tensor")])):
         folders = [str(tmp_path_factory.mktemp("saved")) for _ in cases]
         outs = run_ranks(world, [("save_all", (*case, folder), {}) for case, folder in zip(cases, folders)])
         for i, case in enumerate(cases):
@@ -611,14 +626,16 @@ TAKEN = [  # (kind, how, ranks) that saved; ranks and how that go on; the ways
     (("encoder", "plain", 1), 2, "plain", ("file", "dcp", "parts", "parts of dcp")), (("encoder", "sharded", 2), 2, "sharded", ("file", "dcp", "full", "parts")), (("encoder", "sharded", 3), 2, "sharded", ("file", "dcp", "parts")),
     (("encoder", "sharded", 2), 1, "plain", ("file", "dcp", "parts", "dcp of parts")), (("encoder", "sharded", 3), 2, "plain", ("parts", "parts of dcp")), (("encoder", "plain", 2), 3, "sharded", ("file", "dcp", "parts", "dcp of parts")),
     (("experts", "plain", 3), 2, "plain", ("file", "parts")), (("experts", "plain", 3), 1, "plain", ("parts",)), (("experts", "plain", 3), 3, "plain", ("parts",)), (("encoder", "plain", 2), 3, "plain", ("parts",)),
-    (("encoder", "plain", 1), 3, "plain", ("parts",)), (("vision", "ddp", 2), 2, "ddp", ("file", "dcp", "parts"))]
+    (("encoder", "plain", 1), 3, "plain", ("parts",)), (("vision", "ddp", 2), 2, "ddp", ("file", "dcp", "parts")),
+    (("encoder", "copies", 4), 2, "sharded", ("file", "dcp", "parts")), (("encoder", "copies", 4), 1, "plain", ("dcp", "parts")), (("encoder", "plain", 1), 4, "copies", ("file", "dcp", "parts")),
+    (("mlp", "sharded tensor", 4), 1, "plain", ("file", "dcp", "parts")), (("mlp", "sharded tensor", 4), 2, "tensor", ("file", "dcp", "parts")), (("mlp", "sharded tensor", 4), 4, "sharded tensor", ("dcp", "parts"))]
 
 
 @pytest.fixture(scope="module")
 def taken(saved):
     "All that is taken over, by the number of ranks: (case, way) -> weights at the end on rank 0."
     found = {}
-    for world in (1, 2, 3):
+    for world in (1, 2, 3, 4):
         jobs = [(case, how, way) for case, w, how, ways in TAKEN if w == world for way in ways]
         outs = run_ranks(world, [("go_on", (case[0], how, saved[case][0], way), {}) for case, how, way in jobs])
         found |= {(case, world, how, way): outs[0][i] for i, (case, how, way) in enumerate(jobs)}
@@ -697,7 +714,7 @@ def test_chunks_are_boxes_whatever_holds_the_matrices():
     for shape, group in (((12, 4), dict(split_sizes=(3, 9))), ((4, 12), dict(split_sizes=(6, 6), transposed=True)), ((2, 12, 4), dict(split_sizes=(4, 8))), ((2, 4, 12), dict(split_sizes=(6, 6), transposed=True)), ((4, 3, 2, 2), dict(flatten=True)), ((4, 3), {})):
         p, seen = nn.Parameter(torch.arange(float(math.prod(shape))).view(shape)), torch.zeros(shape)
         for m in matrices_of("p", p, group, 0):
-            at, box = chunk_of(m, block_of(m, p.detach(), Group()).clone())
+            at, box = chunk_of(m, block_of(m, p.detach()).clone())
             place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
             assert torch.equal(p[place], box), (shape, group)
             seen[place] += 1
