@@ -313,7 +313,8 @@ def check_placement(name: str, p: Tensor, ranks: Group):
     here, expected = p.device_mesh.mesh.flatten().tolist(), ranks_of(ranks)
     if sorted(here) != sorted(expected):
         raise OptimizerError(f"{name} must be sharded on the optimizer's ranks {expected}: found "
-                             f"{here}; give its mesh to the optimizer")
+                             f"{here}; give its mesh to the optimizer, or place it on a mesh "
+                             "of all its ranks, with Replicate() where they hold copies")
 
 # %% ../nbs/reference/17d_exchange.ipynb #9159b6e0
 @dataclass(frozen=True)

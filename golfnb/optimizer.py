@@ -368,7 +368,7 @@ class ParallelMuon(torch.optim.Optimizer):
         constant, unless gradients are as small as eps. ns_coefficients: also "quintic",
         "polar_express", or a tuple for each step
     adam_lr, adam_weight_decay, betas, adam_eps: of the other groups
-    mesh: the ranks that share the work: a process group, a DeviceMesh of one dimension; None: all
+    mesh: the ranks that share the work: a process group, or a DeviceMesh; None: all
     reduce: "mean": gradients are averaged here, without DDP; "none": DDP has averaged them.
         Gradients of `fully_shard` models are means already, and stay shards; shards over some of
         the ranks need "none"
