@@ -828,15 +828,19 @@ def demo_command(args) -> int:
 
 # %% ../../nbs/tools/23_cli.ipynb #5df6af2c
 @command("drill", "kill tiny runs at random, resume them, and compare with one that nobody touched",
-         count("--kills", "how many", 20), count("--seed", "of the draws", 1, 0),
-         arg("--recipe", default="demo", help="whose runs (demo)"))
+         count("--kills", "how many", 20), count("--seed", "of the draws", 1, 0))
 def drill_command(args) -> int:
-    demo_data(Path("runs/demo/data"))
-    found = book.drill.drill(Path("runs/demo/data"), args.kills, args.seed, recipe=args.recipe)
-    left, half = (sum(len(kill[what]) for kill in found["kills"]) for what in ("left", "half"))
-    print(f"{len(found['kills'])} kills in {found['runs']} runs: {len(found['lost'])} lost, {half} half files, "
-          f"{left} processes left; {book.drill.record_drill(found)}")
-    return 1 if found["lost"] or left or half else 0
+    data = Path("runs/demo/data")
+    demo_data(data)
+    drills = book.drill.drill_all(data, args.kills, args.seed)
+    kills = [kill for drill in drills for kill in drill["kills"]]
+    lost = sum(len(drill["lost"]) for drill in drills)
+    left, half = (sum(len(kill[what]) for kill in kills) for what in ("left", "half"))
+    for drill in drills:
+        path = book.drill.record_drill(drill)
+    print(f"{len(kills)} kills in {sum(drill['runs'] for drill in drills)} runs: {lost} lost, {half} half files, "
+          f"{left} processes left; {path}")
+    return 1 if lost or left or half else 0
 
 # %% ../../nbs/tools/23_cli.ipynb #5b7498d0
 @command("script", "make one script of a recipe's program, or of your own",
