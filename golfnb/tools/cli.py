@@ -427,6 +427,7 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
     if not notes or not (folder / "train_gpt.py").is_file():
         raise GolfError(f"train: {folder} must hold a run with checkpoints that has not ended, found none; "
                         "name the directory of such a run")
+    check_kept_tokenizer(folder / "tokenizer.model", notes)
     own = None
     for word in words:
         if "=" not in word:
@@ -464,6 +465,17 @@ def setting_text(value) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return str(value)
+
+
+def check_kept_tokenizer(path: Path, notes: dict) -> None:
+    "Raises GolfError where the tokenizer that a run keeps for `sample`, `score` and `play` is not the run's."
+    if not path.is_file():
+        return
+    found = f"a file with hash {book.bpb.tokenizer_hash(path)[:16]}"
+    wanted = notes["identity"]["tokenizer"]
+    if found != wanted:
+        raise GolfError(f"{path} must be {wanted}, found {found}: bring back that of the run, "
+                        f"{notes['config']['tokenizer_path']}")
 
 
 def check_script(script: Path, program) -> None:
@@ -832,14 +844,14 @@ def demo_command(args) -> int:
 def drill_command(args) -> int:
     data = Path("runs/demo/data")
     demo_data(data)
-    drills = book.drill.drill_all(data, args.kills, args.seed)
-    kills = [kill for drill in drills for kill in drill["kills"]]
-    lost = sum(len(drill["lost"]) for drill in drills)
+    kills, lost, runs = [], 0, 0
+    for drill in book.drill.drill_all(data, args.kills, args.seed):
+        print(f"recorded in {book.drill.record_drill(drill)}", flush=True)
+        kills += drill["kills"]
+        lost += len(drill["lost"])
+        runs += drill["runs"]
     left, half = (sum(len(kill[what]) for kill in kills) for what in ("left", "half"))
-    for drill in drills:
-        path = book.drill.record_drill(drill)
-    print(f"{len(kills)} kills in {sum(drill['runs'] for drill in drills)} runs: {lost} lost, {half} half files, "
-          f"{left} processes left; {path}")
+    print(f"{len(kills)} kills in {runs} runs: {lost} lost, {half} half files, {left} processes left")
     return 1 if lost or left or half else 0
 
 # %% ../../nbs/tools/23_cli.ipynb #5b7498d0

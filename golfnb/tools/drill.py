@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,7 +51,13 @@ def start(folder: Path, words: list[str], ranks: int) -> subprocess.Popen:
     command = [*python_module("golfnb.tools.cli"), "train", "--nproc", str(ranks), *words]
     env = safe_environment({DRILL_CLOCK: str(folder.absolute())})
     with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True,
+                                preexec_fn=hear_ctrl_c)
+
+
+def hear_ctrl_c():
+    "A shell makes what it starts in the background deaf to Ctrl-C; a run of a drill is not."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # %% ../../nbs/tools/27_drill.ipynb #ed2c5bd7
 def processes(folder: Path) -> dict[str, int]:
@@ -283,15 +290,13 @@ def drawn_pairs(kills: int, seed: int) -> list[tuple[str, int]]:
     return random.Random(seed).sample(PAIRS, count)
 
 
-def drill_all(data: Path, kills: int, seed: int, out: Path = Path("runs/drill"), say=print) -> list[dict]:
-    "Drills of several recipes, `kills` in all or a few more; errors as of `drill`."
-    found = []
+def drill_all(data: Path, kills: int, seed: int, out: Path = Path("runs/drill"), say=print) -> Iterator[dict]:
+    "Drills of several recipes, one after the other, `kills` in all or a few more; errors as of `drill`."
     pairs = drawn_pairs(kills, seed)
     for recipe, ranks in pairs:
         say(f"{recipe}, {ranks} {'rank' if ranks == 1 else 'ranks'}", flush=True)
         each = -(-kills // len(pairs))
-        found.append(drill(data, each, seed, out / f"{recipe}-{ranks}", say, recipe, ranks))
-    return found
+        yield drill(data, each, seed, out / f"{recipe}-{ranks}", say, recipe, ranks)
 
 # %% ../../nbs/tools/27_drill.ipynb #1c5b3e6e
 def record_drill(found: dict, folder: Path | str = "nbs/results") -> Path:
