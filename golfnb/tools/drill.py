@@ -208,13 +208,18 @@ def differences(whole: Path, folder: Path) -> list[str]:
 DRILLED = re.compile(r"(whole|victim)(-\d+)+(\.log)?")
 
 
-def clear_drill(out: Path) -> None:
-    "Remove the runs of earlier drills. Raises GolfError, before any is removed, for something else."
+def check_drilled(out: Path, names: re.Pattern) -> list[Path]:
+    "What lies in a folder of drills. Raises GolfError for something else than these names."
     found = sorted(out.iterdir()) if out.is_dir() else []
     for path in found:
-        if not DRILLED.fullmatch(path.name):
+        if not names.fullmatch(path.name):
             raise GolfError(f"drill: {out} must hold nothing but the runs of drills, found {path.name}: move it away")
-    for path in found:
+    return found
+
+
+def clear_drill(out: Path) -> None:
+    "Remove the runs of earlier drills. Raises GolfError, before any is removed, for something else."
+    for path in check_drilled(out, DRILLED):
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -292,6 +297,7 @@ def drawn_pairs(kills: int, seed: int) -> list[tuple[str, int]]:
 
 def drill_all(data: Path, kills: int, seed: int, out: Path = Path("runs/drill"), say=print) -> Iterator[dict]:
     "Drills of several recipes, one after the other, `kills` in all or a few more; errors as of `drill`."
+    check_drilled(out, re.compile("|".join(f"{recipe}-{ranks}" for recipe, ranks in PAIRS)))
     pairs = drawn_pairs(kills, seed)
     for recipe, ranks in pairs:
         say(f"{recipe}, {ranks} {'rank' if ranks == 1 else 'ranks'}", flush=True)
