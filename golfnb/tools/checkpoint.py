@@ -47,6 +47,7 @@ from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
 from .guard import (HASHED_AT_START, EmaAdvice, Watcher, check_tokens_of, end_rank, guarded_rank, interrupted,
                                 manifest_hashes, preflight, survive_full_disks, tokens_sha256, unreadable)
+from .launcher import lacks_memory
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Engine, Ranks
@@ -307,11 +308,11 @@ class Keeper(Watcher):
                 facts = read_sealed(path / "trainer.json")
                 if facts["sha256"] != file_hashes(path):
                     raise ValueError("its files are not what was written")
-            except PermissionError as error:
-                raise GolfError(f"{error.filename} must be readable to go on, found that it is not: change its "
-                                "permissions; nothing was changed") from error
-            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            except (FileNotFoundError, IsADirectoryError, ValueError, LookupError, TypeError, RecursionError) as error:
                 self.set_aside(path, error)
+            except OSError as error:  # of the disk or its permissions: the file may be whole
+                raise GolfError(f"{error.filename or path} must be readable to go on, found that it is not "
+                                f"({error.strerror or error}): make it so; nothing was changed") from error
             else:
                 return facts, self.read_tensors(path)
         return None
@@ -334,6 +335,8 @@ class Keeper(Watcher):
             for file in sorted(path.glob("rank*.pt")):
                 tensors |= torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
+            if lacks_memory(error):
+                raise
             raise GolfError(f"{path} is as it was written, but torch {torch.__version__} cannot load it "
                             f"({reason(error)}): go on with the torch it was written with") from error
         return tensors
