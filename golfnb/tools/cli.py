@@ -532,6 +532,11 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
     "Say what a build read, what it passed over, and whether that is little."
     for split in ("train", "val"):
         print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
+    for split in ("train", "val"):
+        counted = made[split]["counted_bytes"]
+        if counted != made[split]["text_bytes"]:
+            print(f"note: bits per byte of {split} are counted on {counted:,} bytes, as the tokenizer's normalisation "
+                  "leaves them")
     if repeated:
         print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
     closed = [path for path in left_out if path.is_dir()]
@@ -1254,8 +1259,9 @@ def score_file(args, ranks) -> tuple:
     if mixed:
         say(f"note: {mixed}; the scores below are of {file}")
     say(settings_line(args, scored))
-    if note := book.shards.left_out(args.val):
-        say(printable(note))
+    for note in (book.shards.left_out(args.val), book.shards.bytes_note(book.shards.find_shards(args.val))):
+        if note:
+            say(printable(note))
     workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)
