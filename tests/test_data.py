@@ -694,3 +694,52 @@ def test_a_tokenizer_of_text_without_spaces_has_a_piece_for_one(tmp_path):
         assert made[side]["counted_bytes"] == made[side]["text_bytes"] == counted_again(tmp_path / "s", tmp_path / "t.model", side)
     train_tokenizer(texts, tmp_path / "again.model", 1024)
     assert tokenizer_hash(tmp_path / "again.model") == tokenizer_hash(tmp_path / "t.model")
+
+
+def test_a_folder_that_cannot_be_opened_is_left_out_by_name(tmp_path, monkeypatch):
+    "The tests may run as a user who can open every folder, so the refusal of the system is put in its place."
+    for folder, count in (("notes", 30), ("notes/private", 30), ("notes/z", 30)):
+        (tmp_path / folder).mkdir()
+        for i in range(count):
+            (tmp_path / folder / f"{i}.txt").write_text(f"{folder} {i}: " + " ".join(stdlib_documents(["string"])[0].split()[i:i + 90]))
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path).endswith("private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    left_out = []
+    found = data.find_documents([tmp_path / "notes"], left_out)
+    assert len(found) == 60 and left_out == [tmp_path / "notes" / "private"] and {p.parent.name for p in found} == {"notes", "z"}
+    done = golfnb("data", "build", "notes", "--out", "o", "--vocab-size", 300, cwd=tmp_path)
+    assert done.returncode == 0 and "left out: 1 directories that cannot be opened, the first notes/private" in done.stdout, done.stderr
+    with pytest.raises(GolfError, match="must hold documents, found 1 directories that cannot be opened, .*private: "):
+        data.find_documents([tmp_path / "notes" / "private"])
+
+
+def test_shares_are_of_the_bytes_of_the_text_whatever_its_file_takes(tmp_path):
+    "The same documents in four files: packed, plain, in a table, and in a table beside pictures."
+    import gzip
+
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rng = random.Random(0)
+    texts = [f"{i} " + " ".join(rng.choices("ships carry tea salt and rain to the old harbour".split(), k=120)) for i in range(500)]
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    pq.write_table(pa.table({"text": texts}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"text": texts, "picture": pa.array([rng.randbytes(20_000) for _ in texts], pa.binary())}), tmp_path / "d.parquet")
+    names = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.parquet"]
+    sizes = [(tmp_path / name).stat().st_size for name in names]
+    assert 4 * sizes[1] < sizes[0] and 10 * sizes[2] < sizes[3]
+    made = []
+    for name in names:
+        done = golfnb("data", "build", name, "--out", f"o-{name}", "--vocab-size", 300, "--tokenizer-bytes", 100_000, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / f"o-{name}" / "manifest.json").read_text())
+        made.append((found["val_fraction"], found["tokenizer_sha256"], found["val"]["text_bytes"], found["documents_sha256"]))
+    assert len(set(made)) == 1, made
+    size = sum(len(t.encode()) for t in texts)
+    assert made[0][0] == pytest.approx(20_000 / size) and 8_000 < made[0][2] < 40_000

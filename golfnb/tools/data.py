@@ -203,7 +203,10 @@ def folder_documents(folder: Path) -> tuple[list[Path], list[Path]]:
             others.append(path)
     if not taken:
         found = "found an empty directory"
-        if others:
+        closed = [path for path in others if path.is_dir()]
+        if closed:
+            found = f"found {len(closed):,} directories that cannot be opened, {some_names(closed)}"
+        elif others:
             found = f"found {len(others):,} files of other kinds, {some_names(others)}"
         raise GolfError(f"{folder} must hold documents, {found}: check the path")
     return taken, others
