@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_judged
-from tiny import TINY, run_quietly
+from tiny import TINY, golfnb, run_quietly
 
 from golfnb.settings import GolfError
 from golfnb.tools import judge
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
-from golfnb.tools.programs import copied_program, find_program, program_sha256, save_script
+from golfnb.tools.programs import RECIPES, copied_program, find_program, program_sha256, save_script
 
 SMALL = {k: v for k, v in TINY.items() if k != "RECIPE"} | {
     "MODEL_DIM": "32", "ITERATIONS": "30", "WARMDOWN_ITERS": "20", "TRAIN_BATCH_TOKENS": "1024", "TTT_CHUNK_TOKENS": "512", "EVAL_STRIDE": "48", "BIGRAM_DIM": "8", "VE_DIM": "8"}
@@ -37,6 +37,10 @@ def root(tmp_path_factory):
     return root
 
 
+def data_of(root: Path) -> dict[str, str]:
+    return {"DATA_PATH": str(root / "data"), "TOKENIZER_PATH": str(root / "data/tokenizer.model")}
+
+
 def trained(root: Path, name: str, text: str, **words) -> Path:
     "A run of a program with this text; its folder."
     file, run = root / f"{name}.py", root / "runs" / name
@@ -44,8 +48,7 @@ def trained(root: Path, name: str, text: str, **words) -> Path:
     program = find_program(file)
     run.mkdir(parents=True)
     save_script(run / "train_gpt.py", program)
-    data = {"DATA_PATH": str(root / "data"), "TOKENIZER_PATH": str(root / "data/tokenizer.model"), "RUN_ID": name, "RUNS_DIR": str(root / "runs")}
-    run_quietly(program, SMALL | data | words, (run / "train_gpt.py").read_bytes())
+    run_quietly(program, SMALL | data_of(root) | {"RUN_ID": name, "RUNS_DIR": str(root / "runs")} | words, (run / "train_gpt.py").read_bytes())
     return run
 
 
@@ -123,6 +126,24 @@ def test_an_honest_run_passes(root):
     found = judged(root, root / "runs/mine", root / "mine.py")
     assert found["legal"] and found["compared"], words(found)
     assert {"plain rows", "sliding window", "score-first training"} <= {f["scorer"] for f in found["findings"]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_honest_runs_of_all_recipes_pass(root, recipe):
+    run = root / "runs" / recipe
+    run.mkdir()
+    program = find_program(recipe)
+    save_script(run / "train_gpt.py", program)
+    run_quietly(program, SMALL | data_of(root) | {"RUN_ID": recipe, "RUNS_DIR": str(root / "runs"), "ITERATIONS": "4", "WARMDOWN_ITERS": "2"}, (run / "train_gpt.py").read_bytes())
+    found = judged(root, run, None, ttt=hasattr(program, "ADAPT"))
+    assert found["legal"] and len(found["compared"]) == 2 + hasattr(program, "ADAPT"), words(found)
+
+
+def test_an_honest_run_on_three_ranks_passes(root, tmp_path):
+    done = golfnb("train", str(root / "mine.py"), "--nproc", "3", *(f"{k}={v}" for k, v in (SMALL | data_of(root) | {"RUN_ID": "three", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "TRAIN_BATCH_TOKENS": "1536"}).items()), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = judged(root, tmp_path / "runs/three", root / "mine.py")
+    assert found["legal"] and "score-first training" in found["compared"], words(found)
 
 
 # --- what log and summary say

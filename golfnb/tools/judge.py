@@ -86,7 +86,8 @@ class Judged:
 
 # %% ../../nbs/tools/28b_judge.ipynb #2d6202fa
 LIBRARIES = tuple(os.path.realpath(folder) + os.sep for folder in
-                  (sys.prefix, sys.base_prefix, Path(import_module("golfnb").__file__).parent, os.path.dirname(os.__file__)))
+                  (sys.prefix, sys.base_prefix, os.path.dirname(str(import_module("golfnb").__file__)),
+                   os.path.dirname(os.__file__)))
 
 
 def opener() -> str:
@@ -438,16 +439,17 @@ class Reveal:
                 a, b = int(call.starts[0]), int(call.starts[-1]) + self.row + 1
                 self.show(rank, a, b)
                 if self.hiding:
-                    self.hide(rank, a + self.row - call.last_n, b)
+                    hide(self, rank, a + self.row - call.last_n, b)
 
-    def hide(self, rank: int, a: int, b: int) -> None:
-        "Put other text after a drawn one of the targets a .. b-2 of a rank's next call."
-        place = int(torch.randint(a, b - 1, (), generator=self.draws))
-        start = int(torch.randint(len(self.stream) - (b - place) + 2, (), generator=self.draws))
-        other = self.stream.tokens[start:start + b - place - 1]
-        true = self.stream.tokens[place + 1:b]
-        self.shown[rank][place + 1:b] = torch.where(other == true, (other + 1) % self.stream.vocab, other)
-        self.ends[rank] = place + 1
+# %% ../../nbs/tools/28b_judge.ipynb #d19f6018
+def hide(pass_: Reveal, rank: int, a: int, b: int) -> None:
+    "Put other text after a drawn one of the targets a .. b-2 of a rank's next call."
+    place = int(torch.randint(a, b - 1, (), generator=pass_.draws))
+    start = int(torch.randint(len(pass_.stream) - (b - place) + 2, (), generator=pass_.draws))
+    other = pass_.stream.tokens[start:start + b - place - 1]
+    true = pass_.stream.tokens[place + 1:b]
+    pass_.shown[rank][place + 1:b] = torch.where(other == true, (other + 1) % pass_.stream.vocab, other)
+    pass_.ends[rank] = place + 1
 
 # %% ../../nbs/tools/28b_judge.ipynb #eff92295
 def take_call(pass_: Reveal, rank: int, words: dict, arrays: list[Tensor]) -> Call | None:
@@ -620,7 +622,7 @@ def lengths_of(s: SimpleNamespace) -> dict[str, tuple[int, int]]:
 def check_prefix(case: Case, pipe: Connection) -> Iterator[dict]:
     "Later tokens change no bit of earlier logits, at every length that is scored."
     draws = torch.Generator().manual_seed(case.seed + 1)
-    for scorer in lengths_of(case.s):
+    for scorer, (row, _) in lengths_of(case.s).items():
         sampled = sampled_batches(case, scorer)
         wrong, most = 0, 0.0
         for ids, batch in sampled:
@@ -633,7 +635,8 @@ def check_prefix(case: Case, pipe: Connection) -> Iterator[dict]:
             wrong += int(apart.any(1).sum())
             most = max(most, float(apart.max()))
         tried = sum(len(ids) for ids, _ in sampled)
-        yield held(scorer, "strict prefix", f"later tokens change no logits, in rows of {ids.shape[1]}", not wrong,
+        yield held(scorer, "strict prefix", f"later tokens change no logits, in rows of {min(row, len(case.stream))}",
+                   not wrong,
                    f"a place in each of {tried} rows; in {wrong} it changes earlier logits, by {most:.3g}" if wrong
                    else f"a place in each of {tried} rows")
 
