@@ -451,7 +451,13 @@ def check_names(codec: Plain) -> None:
     if not isinstance(codec, Plain):
         raise GolfError("a codec must be an object whose class derives from golfnb.artifact.Plain, "
                         f"found {codec!r:.60}: write CODEC = Best(), or one of your own")
-    for name, part in codec.known().items():
+    named = codec.known()
+    right = isinstance(named, dict) and all(isinstance(part, Plain) for part in named.values())
+    if not (right and all(isinstance(name, str) for name in [codec.name, *named])):
+        raise GolfError(f"codec {type(codec).__name__} must have a text as `name`, and a dict of "
+                        f"texts and codecs as `known()`, found {codec.name!r:.60} and "
+                        f"{named!r:.60}: correct them")
+    for name, part in named.items():
         known = CODECS.get(name)
         if known and type(part).decompress is not type(known).decompress:
             raise GolfError(f"codec {type(part).__name__} must have a name of its "

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 07cd08361986c692
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 94685509f29eb230
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -48,12 +48,13 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 # ---- golfnb/settings.py ----
 class GolfError(Exception):
     "What is wrong, what was expected, what was found and what to do, in one sentence."
+    status = 2  # of a process that it ends
 
 
 def require(holds: object, sentence: str) -> None:
@@ -130,15 +131,60 @@ def bounds_rule(value, bounds: str) -> tuple[bool, str]:
     return holds, " and ".join(expected)
 
 
+WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "plain text"}
+
+
 def setting(default, meaning: str, *choices: str, bounds: str = "") -> Any:
     """A dataclass field with its meaning and its bounds; any type, as that of `field`.
 
     `meaning` ends in its unit; `choices` are the words allowed, if not all are; `bounds`, of a
-    number, are such as `limits_of` reads: GolfError for others.
+    number, are such as `limits_of` reads: GolfError for others, and for a default of another type.
     """
+    require(type(default) in WANTED, "the default of a setting must be a number, True, False or a "
+            f"text, found {default!r:.60}: give it one of these")
     require(not limits_of(bounds) or type(default) in (int, float), "only the setting of a number "
             f"has bounds, found {default!r} with {bounds!r}: leave them out")
     return field(default=default, metadata=dict(meaning=meaning, choices=choices, bounds=bounds))
+
+
+def kind_of(spec: Field) -> type:
+    "The type of a setting: that of its default, or float where it is declared as one."
+    if spec.type in (float, "float"):
+        return float
+    return type(spec.default)
+
+
+def check_choice(spec: Field, value) -> None:
+    "Raise GolfError for a value that is none of a setting's choices."
+    choices = spec.metadata["choices"]
+    require(not choices or value in choices, f"{spec.name.upper()} must be one of "
+            f"{', '.join(choices)}, found {value!r:.60}: choose one of these")
+
+
+ALIKE = {bool: (bool, int), int: (int,), float: (float, int), str: (str,)}  # setting -> value
+
+
+def converted(kind: type, value) -> bool | int | float | str | None:
+    "A value of Python in a setting's type; None if it is of another, or cannot be written as text."
+    if not isinstance(value, ALIKE[kind]) or (type(value) is bool and kind is not bool):
+        return None
+    if isinstance(value, str) and not value.isprintable():
+        return None
+    try:
+        made = kind(value)
+    except OverflowError:  # of a whole number as a float
+        return None
+    return made if made == value else None  # nor 2 for a bool, nor NaN
+
+
+def in_its_type(spec: Field, value):
+    "The value of a setting in the setting's type. Raises GolfError for what it cannot be."
+    kind = kind_of(spec)
+    made = converted(kind, value)
+    require(made is not None, f"{spec.name.upper()} must be {WANTED[kind]}, found {value!r:.60}: "
+            "correct it where the program says it")
+    check_choice(spec, made)
+    return made
 
 
 Rules = Iterator[tuple[bool, str]]  # whether a rule holds, and what to say if it does not
@@ -150,14 +196,26 @@ class BaseSettings:
 
     WORDS = ""  # published words that are true of the program, like CLIP=local NS=ns5
 
+    def __setattr__(self, name: str, value):
+        "A value takes its setting's type: a file says 4.0 whether a program says 4 or 4.0."
+        spec = type(self).__dataclass_fields__.get(name)
+        if spec is not None and spec.metadata:
+            value = in_its_type(spec, value)
+        super().__setattr__(name, value)
+
     def rules(self) -> Rules:
         "What must hold between settings."
         return iter(())
 
     def check(self) -> None:
         "Raise GolfError for the first setting that cannot work."
-        for holds, sentence in chain(bounds_of(self), self.rules()):
-            require(holds, sentence)
+        rules = self.rules()
+        form = f"rules of {type(self).__name__} must yield pairs (whether it holds, a sentence)"
+        require(isinstance(rules, Iterable), f"{form}, found {rules!r:.60}: write a yield")
+        for rule in chain(bounds_of(self), rules):
+            pair = isinstance(rule, tuple) and len(rule) == 2
+            require(pair, f"{form}, found {rule!r:.60}: correct it")
+            require(*rule)
 
 
 def bounds_of(cfg: BaseSettings) -> Rules:
@@ -169,7 +227,6 @@ def bounds_of(cfg: BaseSettings) -> Rules:
                       "choose another number")
 
 
-WANTED = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "plain text"}
 YES_NO = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -192,15 +249,14 @@ def parse_setting(spec: Field, text: str) -> bool | int | float | str:
 
     Raises GolfError if it does not parse or is none of the choices.
     """
-    name, choices = spec.name.upper(), spec.metadata["choices"]
+    name = spec.name.upper()
     default: Any = spec.default
-    kind = type(default)
+    kind = kind_of(spec)
     value: Any = parsed(kind, text)
     example = int(default) if kind is bool else default
     require(value is not None, f"{name} must be {WANTED[kind]}, found {text!r}: "
             f"set it like {name}={example}")
-    require(not choices or value in choices, f"{name} must be one of {', '.join(choices)}, found "
-            f"{text!r}: choose one of these")
+    check_choice(spec, value)
     return value
 
 
@@ -265,8 +321,14 @@ PUBLISHED = {  # published word -> value -> a recipe whose program does it
 
 
 def published_words(group: type) -> dict[str, str]:
-    "The published words that are true of a program with these `Settings`: word -> value."
-    return dict(word.split("=") for word in group.WORDS.split())
+    """The published words that are true of a program with these `Settings`: word -> value.
+
+    Raises GolfError for WORDS that are not written so.
+    """
+    text = group.WORDS
+    right = isinstance(text, str) and all(word.count("=") == 1 for word in text.split())
+    require(right, f"WORDS must be written like CLIP=local NS=ns5, found {text!r:.60}: correct it")
+    return dict(word.split("=") for word in text.split())
 
 
 def one_spelling(text: str) -> str:
@@ -290,14 +352,24 @@ def refuse_words(recipe: str, words: Mapping[str, str], env: Mapping[str, str]) 
                 f"{name} must be {true} in recipe {recipe}, found {text!r}: {advice}")
 
 
+def check_own(group: type, own: Mapping) -> None:
+    "Raise GolfError where a recipe gives a number to what is no setting of its program."
+    known = {spec.name for spec in fields(group)}
+    for name in own:
+        require(name in known, f"OWN must hold settings of the program, found {name!r:.60}: "
+                "correct the name, or declare it in Settings")
+
+
 def read_settings(group: type, own: Mapping, env: Mapping[str, str]):
     """The settings of a program: a `group` with the recipe's `own` numbers, changed by `env`.
 
-    One of `own` is `recipe`. Names that are no settings are ignored. Raises GolfError for a value
-    that does not parse, and for a published word or a recipe that is not this program's. What does
-    not fit together is found by the group's `check`.
+    One of `own` is `recipe`. Names of `env` that are no settings are ignored. Raises GolfError for
+    a value that does not parse or is of another type, for a name of `own` that is no setting, and
+    for a published word or a recipe that is not this program's. What does not fit together is found
+    by the group's `check`.
     """
     recipe = own["recipe"]
+    check_own(group, own)
     refuse_keeping(env)
     refuse_not_built(env)
     asked = env.get("RECIPE", recipe)
@@ -903,6 +975,10 @@ class ModelSettings(LayoutSettings):
                                     f"rotary tables), found {row} x {rope}: shorten the row")
         yield from table_rules(self)
 
+    def block_form(self, i: int) -> Callable | None:
+        "What `Block.run` calls in place of its own lines, in block i; None: nothing."
+        return None
+
 
 def table_rules(cfg: ModelSettings) -> Rules:
     "Which bigram tables and value embeddings are possible."
@@ -990,6 +1066,7 @@ class BlockWeights(NamedTuple):
     mix: Tensor                 # [2, D]
     gain: Tensor                # [H]
     qkv: Tensor | None = None  # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
+    more: Any = None           # what a form of the block's own reads
 
 
 @dataclass
@@ -1000,6 +1077,7 @@ class Block:
     activation: Callable        # of the MLP: a function or module of a tensor of any shape
     xsa: bool                   # exclusive self-attention
     attention: str = "auto"     # backend, see `attend`
+    form: Callable | None = None  # computes in place of `run`, from the same and the block
 
     def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
         "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
@@ -1033,6 +1111,8 @@ class Block:
 
         x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value
         embedding; cos, sin as in `rotate`."""
+        if self.form is not None:
+            return self.form(self, x, x0, w, cos, sin, ve, last_n)
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
         q, k, v = self.heads(n, w, cos, sin, ve, last_n)
         y = self.attend(q, k, v)
@@ -1057,7 +1137,8 @@ def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
     "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
     norm_scale = 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0
     xsa = i >= cfg.num_layers - cfg.xsa_last_n
-    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
+    form = cfg.block_form(i)
+    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, form, **more)
 
 
 def last_positions(x: Tensor, last_n: int | None) -> Tensor:
@@ -1103,6 +1184,8 @@ def checked_activation(activation: Callable | None, slope: float) -> Callable:
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
     __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
+    starts: ClassVar[dict[str, float]] = {}  # of scalars of a class that derives from this one
+    bos: int | None = None  # begins documents, where attention does not leave them
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
@@ -1126,7 +1209,7 @@ class Golf(torch.nn.Module):
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
         self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
-        tables, scalars = table_shapes(cfg), scalar_shapes(cfg, self.skips)
+        tables, scalars = table_shapes(cfg), self.small_shapes()
         self.tables, self.scalars = tuple(tables), tuple(scalars)
         wide = torch.promote_types(dtype, torch.float32)
         for shapes, kind in ((tables, dtype), (scalars, wide)):
@@ -1147,6 +1230,14 @@ class Golf(torch.nn.Module):
     def order(self, order: Iterable[int]):
         "See `checked_order`. What is recorded for one (`StepGraph`) is not replayed for another."
         self.run_order = checked_order(order, self.cfg)
+
+    def small_shapes(self) -> dict[str, tuple[int, ...]]:
+        "Its small parameters: name -> shape."
+        return scalar_shapes(self.cfg, self.skips)
+
+    def saved_parts(self) -> dict:
+        "What a file says besides, of a model of a class that derives from this one."
+        return {}
 
     def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         "Parameters by role: bank (in the layout's order), table, scalar."
@@ -1179,14 +1270,18 @@ class Golf(torch.nn.Module):
             return blocks
         return [joined(w, kernels) for w in freeze(blocks)]
 
-    def embed(self, ids: Tensor) -> Tensor:
-        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+    def look_up(self, ids: Tensor) -> Tensor:
+        "What the tables have of tokens [B, T]: [B, T, D]."
         x = F.embedding(ids, self.tok_emb).to(self.compute)
         if self.cfg.bigram_vocab_size:
             pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]),
                                self.bigram_table).to(x.dtype)
             x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
-        return smear(rms_norm(x), self.smear_gate)
+        return x
+
+    def embed(self, ids: Tensor) -> Tensor:
+        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+        return smear(rms_norm(self.look_up(ids)), self.smear_gate)
 
     def value_embeddings(self, ids: Tensor) -> dict[int, Tensor]:
         "What is added to the values [B, T, KV*head], for each block that has a value embedding."
@@ -1273,7 +1368,8 @@ def published_names(model: Golf) -> dict[str, tuple]:
     for i in range(cfg.num_layers):
         names |= {f"blocks.{i}.{n}": (n, i) for n in ("attn_scale", "mlp_scale", "resid_mix")}
         names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
-    return names
+    named = {param for param, _ in names.values()}
+    return names | {param: (param, ...) for param in model.scalars if param not in named}
 
 
 def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
@@ -1342,7 +1438,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
     "Fill a fresh model: published draws for `seed`, constants for the rest, rounded to bfloat16."
     constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
                 "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05,
-                "ve_scale": 0.1}
+                "ve_scale": 0.1} | model.starts
     state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
     for name, (param, _) in published_names(model).items():
         state[name].fill_(constant.get(param, 0.0))
@@ -1364,7 +1460,7 @@ def saved_settings(model: Golf) -> dict:
     values |= {"plan": plan, "skip_gate": model.skips.word}
     if model.order != tuple(range(model.cfg.num_layers)) or model.cfg.visits > len(model.order):
         values |= {"order": ",".join(map(str, model.order)), "most_visits": model.cfg.visits}
-    return values
+    return values | model.saved_parts()
 
 
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear",
@@ -1860,6 +1956,12 @@ def product_tiles(X: Tensor) -> tuple | None:
     return next(fitting, None)
 
 
+def frobenius_norm(X: Tensor) -> Tensor:
+    "Of each matrix of X [n, r, c], as [n, 1, 1]; in fp32 for fp16, which ends at 65,504."
+    dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
+    return torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
+
+
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step;
@@ -1878,7 +1980,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     if tiles:
         X = halved_steps(X, coeffs, scale, eps, tiles)
     else:
-        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+        X = (X / (frobenius_norm(X) * scale + eps)).to(X.dtype)
         for a, b, c in coeffs:
             A = torch.bmm(X, X.mT)
             A = torch.baddbmm(A, A, A, beta=b, alpha=c)

@@ -800,6 +800,9 @@ def keep_script(path: str):
     def work(ranks: "Ranks") -> str | None:
         run = open_kept(program, dict(os.environ), ranks, code)
         program.main(run)
+        if ranks.is_rank0 and not (run.folder / "summary.json").exists():
+            raise GolfError(f"main of {run.settings.recipe} must end with run.finish(), found no summary.json in "
+                            f"{run.folder}: call it, and start a new run")
         return run.summary.get("over_budget")
 
     guarded_rank(program, work)

@@ -8,7 +8,7 @@ report, compare, submission, lab, bench, study, doctor.
 __all__ = ['COMMANDS', 'GROUPS', 'ENDING', 'SentenceParser', 'arg', 'command', 'named_program',
            'adapter_names', 'known_settings', 'read_settings', 'settings_help', 'settings_for',
            'train_run', 'own_file', 'own_words', 'start_run', 'listed', 'make_parser',
-           'read_command', 'main_cli', 'main_process']
+           'read_command', 'main_cli', 'sentence_for', 'main_process']
 
 # %% ../../nbs/tools/23_cli.ipynb #c2002cb3
 import argparse
@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module, metadata, resources
 from pathlib import Path
@@ -1171,6 +1171,14 @@ def judge_file(args) -> int:
     asked = book.judge.Asked(args.file, args.val, args.train, args.program, args.tokenizer, args.settings, args.ttt)
     return book.judge.write_judgment(asked, print)
 
+# %% ../../nbs/tools/23_cli.ipynb #3cc3d429
+def with_adapters(group: type) -> type:
+    "A program's settings, and those of chapter 13b that it lacks."
+    had = {spec.name for spec in fields(group)}
+    more = [(spec.name, spec.type, field(default=spec.default, metadata=spec.metadata))
+            for spec in fields(book.adapters.AdapterSettings) if spec.name not in had]
+    return make_dataclass("WithAdapters", more, bases=(group,))
+
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
 def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], adapters: bool):
     "The settings of a `run`, changed by `given` ones; GolfError for one of the `fixed`, which the artifact has."
@@ -1178,11 +1186,7 @@ def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], ad
         if name.upper() in given:
             raise GolfError(f"score: {name.upper()} is fixed by the artifact; leave it out")
 
-    @dataclass
-    class WithAdapters(program.Settings, book.adapters.AdapterSettings):
-        "What the program reads, and what chapter 13b does."
-
-    group = WithAdapters if adapters else program.Settings
+    group = with_adapters(program.Settings) if adapters else program.Settings
     s = book.settings.read_settings(group, vars(run), given)
     s.train_batch_tokens = 8 * s.train_seq_len  # nothing is trained, but the check wants whole rows
     s.check()
@@ -1717,22 +1721,32 @@ def main_cli(argv: list[str] | None = None) -> int:
             return args.run(args)
         finally:
             sys.stdout.flush()  # here, where a closed pipe is found
-    except GolfError as e:
-        print(f"golfnb: {printable(' '.join(str(e).split()))}", file=sys.stderr)
-        return getattr(e, "status", 2)
     except KeyboardInterrupt:
         print("golfnb: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `golfnb ... | head`: nobody reads on, and Python flushes once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    except OSError as e:
-        print(f"golfnb: {e.filename or 'a file'}: {e.strerror or e}", file=sys.stderr)
-    except (MemoryError, ImportError, RuntimeError) as e:
-        if not book.launcher.lacks_memory(e):
+    except (Exception, SystemExit) as e:
+        sentence = sentence_for(e)
+        if not sentence:
             raise
-        print(f"golfnb: {book.launcher.MEMORY_GONE}", file=sys.stderr)
-    return 2
+        print(f"golfnb: {printable(' '.join(sentence.split()))}", file=sys.stderr)
+        return e.status if isinstance(e, GolfError) else 2
+
+
+def sentence_for(error: BaseException) -> str:
+    "What an error says to somebody at a command line; empty for a fault of golfnb, and for the end of a command."
+    if isinstance(error, GolfError):
+        return str(error)
+    if book.launcher.lacks_memory(error):
+        return book.launcher.MEMORY_GONE
+    own = ""
+    if "golfnb.tools.programs" in sys.modules:  # or no program can have run
+        own = book.programs.own_fault(error)
+    if not own and isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror or error}"
+    return own
 
 # %% ../../nbs/tools/23_cli.ipynb #6e219490
 def main_process() -> None:

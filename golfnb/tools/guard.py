@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from functools import partial
@@ -326,7 +327,7 @@ def unreadable(error: OSError) -> str:
             "its permissions, or use another place")
 
 # %% ../../nbs/tools/21b_guard.ipynb #bf6845d1
-def end_known(error: Exception, ranks: "Ranks | None") -> None:
+def end_known(error: BaseException, ranks: "Ranks | None") -> None:
     "End the rank with a sentence for what a machine does to a run; returns for other errors."
     if isinstance(error, torch.OutOfMemoryError) and ranks is not None:
         end_rank(full_gpu_sentence(ranks), 2)
@@ -337,12 +338,28 @@ def end_known(error: Exception, ranks: "Ranks | None") -> None:
     if isinstance(error, RuntimeError) and is_lost_rank(error):
         end_rank(lost_sentence(error, ranks), 4)
 
+# %% ../../nbs/tools/21b_guard.ipynb #f0a0de21
+def end_own(error: BaseException, files: dict[str, tuple[str, str]]) -> None:
+    """End the rank for what a program's own files raised: with their traceback, and a sentence that names the line.
+
+    `files`: of a script, module -> name and text. Returns if none of them ran.
+    """
+    names = {f"<{name}>": name for name, _ in files.values()}  # as the script has them compiled
+    steps = traceback.extract_tb(error.__traceback__)
+    places = [f"{names[step.filename]} line {step.lineno}" for step in steps if step.filename in names]
+    if not places:
+        return
+    traceback.print_exception(error)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    end_rank(f"{places[-1]}, of your own program, must run, found {reason:.300}: mend it, and start a new run", 1)
+
 # %% ../../nbs/tools/21b_guard.ipynb #48d916c0
 def guarded_rank(core: ModuleType, work: Callable, timeout_s: float = 60.0) -> None:
     """Start the ranks, call `work(ranks)`, stop them. What it returns or raises is said in one sentence.
 
     `core` has `start_ranks`, `stop_ranks` and `GolfError`: golfnb.run, or a script as a module. Returns if
-    `work` returned nothing; else the process ends.
+    `work` returned nothing; else the process ends. An error that no one expected keeps its traceback, and the
+    sentence says whose line it was.
     """
     signal.signal(signal.SIGINT, interrupted)
     ranks = None
@@ -352,8 +369,9 @@ def guarded_rank(core: ModuleType, work: Callable, timeout_s: float = 60.0) -> N
         problem = work(ranks)
     except (GolfError, core.GolfError) as error:
         end_rank(str(error), getattr(error, "status", 2))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         end_known(error, ranks)
+        end_own(error, getattr(core, "FILES", {}))
         raise
     if problem:
         end_rank(problem, 3)

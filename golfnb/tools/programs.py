@@ -6,7 +6,7 @@ of your own.
 
 # %% auto #0
 __all__ = ['PROGRAMS', 'RECIPES', 'DEFAULT_RECIPE', 'TAKEN', 'OWN_START', 'check_recipe',
-           'recipe_program', 'file_program', 'raised_in', 'check_program', 'check_no_script',
+           'recipe_program', 'file_program', 'own_fault', 'check_program', 'check_no_script',
            'copy_name', 'check_files_beside', 'find_program', 'settings_of', 'program_path',
            'setting_specs', 'every_setting', 'setting_groups', 'program_source', 'copied_program',
            'program_sha256', 'script_text', 'save_script']
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 import golfnb
-from golfnb.settings import GolfError, read_settings
+from golfnb.settings import BaseSettings, GolfError, read_settings
 from golfnb.shards import atomic_write
 from golfnb.tools.joiner import START, OwnFile, join_program, own_files, pack_program, program_module
 
@@ -91,20 +91,57 @@ def file_program(path: Path | str) -> ModuleType:
     sys.modules.pop(program_module(path), None)
     try:
         module = import_module(program_module(path))
-    except (Exception, SystemExit) as e:
-        reason = " ".join(f"{type(e).__name__}: {e}".split())
-        raise GolfError(f"{path} must be a program that can be loaded, found {reason:.300}"
-                        f"{raised_in(e, own)}: mend it") from e
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever a program may raise
+        place = raised_in(e, own_names(own))
+        where = f" ({place})" if place else ""
+        raise GolfError(f"{path} must be a program that can be loaded, found {in_a_line(e)}{where}: mend it") from e
     check_program(module, path)
     return module
 
+# %% ../../nbs/tools/20c_programs.ipynb #f0a0de11
+def in_a_line(error: BaseException) -> str:
+    "An error's type and words in one line."
+    return f"{' '.join(f'{type(error).__name__}: {error}'.split()):.300}"
 
-def raised_in(error: BaseException, own: dict[str, OwnFile]) -> str:
-    "Where in a program's files an error was raised, as words in brackets."
-    names = {str(file.path): file.name for file in own.values()}
+
+def own_names(own: Mapping[str, OwnFile]) -> dict[str, str]:
+    "Path -> name of a program's own files."
+    return {str(file.path): file.name for file in own.values()}
+
+
+def raised_in(error: BaseException, names: Mapping[str, str]) -> str:
+    "The file and line, of those in `names`, that ran when an error was raised; empty if none did."
     steps = traceback.extract_tb(error.__traceback__)
-    places = [f" ({names[step.filename]} line {step.lineno})" for step in steps if step.filename in names]
+    places = [f"{names[step.filename]} line {step.lineno}" for step in steps if step.filename in names]
     return places[-1] if places else ""
+
+# %% ../../nbs/tools/20c_programs.ipynb #f0a0de13
+def own_fault(error: BaseException) -> str:
+    "For an error that no one expected: whose line of a program of one's own raised it, in a sentence; empty if none did."
+    place = raised_in(error, own_names(OWN_FINDER.files))
+    if not place:
+        return ""
+    return f"{place}, of your own program, must run, found {in_a_line(error)}: mend it"
+
+# %% ../../nbs/tools/20c_programs.ipynb #f0a0de15
+def check_settings(group: type) -> None:
+    "Raise GolfError for settings of a program that are not declared as golfnb reads them."
+    if not (isinstance(group, type) and issubclass(group, BaseSettings)):
+        raise GolfError("Settings must be a class that derives from golfnb's groups of settings, found "
+                        f"{group!r:.60}: see golfnb recipe show golf")
+    for name in dir(group):
+        if isinstance(getattr(group, name), Field):
+            raise GolfError(f"Settings must be a dataclass, found {name} in a class that is none: write "
+                            "@dataclass above it")
+    for spec in fields(group):
+        if "meaning" not in spec.metadata:
+            raise GolfError(f"setting {spec.name} must be declared with its meaning, found none: write "
+                            f'{spec.name}: int = setting(10, "what it is: unit")')
+        if getattr(group, spec.name, None) is not spec.default:
+            raise GolfError(f"setting {spec.name} must have the default of its declaration, found "
+                            f"{getattr(group, spec.name, None)!r:.60} in Settings: give it in OWN instead")
 
 # %% ../../nbs/tools/20c_programs.ipynb #16f1998c
 def check_program(module: ModuleType, path: Path) -> None:
@@ -113,10 +150,20 @@ def check_program(module: ModuleType, path: Path) -> None:
         if not hasattr(module, name):
             raise GolfError(f"{path} must define {', '.join(TAKEN)}, found no {name}: begin with a "
                             "copy of a recipe: golfnb recipe copy golf mine.py")
+        if name not in ("OWN", "CODEC") and not callable(getattr(module, name)):
+            raise GolfError(f"{path} must define {name} as a recipe does, found {getattr(module, name)!r:.60}: "
+                            "see golfnb recipe show golf")
+    if not isinstance(module.OWN, dict):
+        raise GolfError(f"{path} must define OWN as a dict, found {module.OWN!r:.60}: write OWN = dict(...)")
     found = module.OWN.get("recipe", "")
-    if not re.fullmatch(r"[\w-]+", found) or found in RECIPES:
+    if not isinstance(found, str) or not re.fullmatch(r"[\w-]+", found) or found in RECIPES:
         raise GolfError(f"{path} must give itself a name in OWN, of letters and digits and not that "
-                        f"of a recipe of golfnb, found recipe={found!r}: call it {copy_name(path.stem)!r}")
+                        f"of a recipe of golfnb, found recipe={found!r:.60}: call it {copy_name(path.stem)!r}")
+    try:
+        check_settings(module.Settings)
+        read_settings(module.Settings, module.OWN, {})
+    except GolfError as e:
+        raise GolfError(f"{path}: {e}") from e
 
 
 def check_no_script(path: Path) -> None:
