@@ -178,6 +178,8 @@ def adapted_walk(model: Golf, ids: Tensor, fill: Tensor, flats: list[Tensor], ke
     ids [slots, 2 + T]; fill [slots]: tokens before them in their `row`;
     `flats`: each block's adapters.
     """
+    require(model.bos is None, "adapters need a model whose blocks have the usual form, found one "
+            "of whole documents: train it on what is scored with `score_first`")
     x0 = torch.where((fill == 0)[:, None, None], model.embed(ids[:, 2:]), model.embed(ids)[:, 2:])
     ves, weights, made = model.value_embeddings(ids[:, 2:]), model.weights(), []
     places = fill[:, None] + torch.arange(ids.shape[1] - 2, device=ids.device)

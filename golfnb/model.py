@@ -16,7 +16,8 @@ __all__ = ['BLOCK_MATRICES', 'WHOLE', 'EACH_ONCE', 'CONTROL_NAMES', 'ModelSettin
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,10 @@ class ModelSettings(LayoutSettings):
         yield row * rope <= 2**24, ("TRAIN_SEQ_LEN times ROPE_DIMS must be at most 2^24 (the "
                                     f"rotary tables), found {row} x {rope}: shorten the row")
         yield from table_rules(self)
+
+    def block_form(self, i: int) -> Callable | None:
+        "What `Block.run` calls in place of its own lines, in block i; None: nothing."
+        return None
 
 # %% ../nbs/story/05c_model.ipynb #3da87697
 def table_rules(cfg: ModelSettings) -> Rules:
@@ -190,6 +195,7 @@ class BlockWeights(NamedTuple):
     mix: Tensor                 # [2, D]
     gain: Tensor                # [H]
     qkv: Tensor | None = None  # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
+    more: Any = None           # what a form of the block's own reads
 
 # %% ../nbs/story/05c_model.ipynb #b3668d42
 @dataclass
@@ -200,6 +206,7 @@ class Block:
     activation: Callable        # of the MLP: a function or module of a tensor of any shape
     xsa: bool                   # exclusive self-attention
     attention: str = "auto"     # backend, see `attend`
+    form: Callable | None = None  # computes in place of `run`, from the same and the block
 
     def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
         "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
@@ -233,6 +240,8 @@ class Block:
 
         x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value
         embedding; cos, sin as in `rotate`."""
+        if self.form is not None:
+            return self.form(self, x, x0, w, cos, sin, ve, last_n)
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
         q, k, v = self.heads(n, w, cos, sin, ve, last_n)
         y = self.attend(q, k, v)
@@ -257,7 +266,8 @@ def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
     "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
     norm_scale = 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0
     xsa = i >= cfg.num_layers - cfg.xsa_last_n
-    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
+    form = cfg.block_form(i)
+    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, form, **more)
 
 # %% ../nbs/story/05c_model.ipynb #ccb3fe9f
 def last_positions(x: Tensor, last_n: int | None) -> Tensor:
@@ -303,6 +313,8 @@ def checked_activation(activation: Callable | None, slope: float) -> Callable:
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
     __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
+    starts: ClassVar[dict[str, float]] = {}  # of scalars of a class that derives from this one
+    bos: int | None = None  # begins documents, where attention does not leave them
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
@@ -326,7 +338,7 @@ class Golf(torch.nn.Module):
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
         self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
-        tables, scalars = table_shapes(cfg), scalar_shapes(cfg, self.skips)
+        tables, scalars = table_shapes(cfg), self.small_shapes()
         self.tables, self.scalars = tuple(tables), tuple(scalars)
         wide = torch.promote_types(dtype, torch.float32)
         for shapes, kind in ((tables, dtype), (scalars, wide)):
@@ -347,6 +359,14 @@ class Golf(torch.nn.Module):
     def order(self, order: Iterable[int]):
         "See `checked_order`. What is recorded for one (`StepGraph`) is not replayed for another."
         self.run_order = checked_order(order, self.cfg)
+
+    def small_shapes(self) -> dict[str, tuple[int, ...]]:
+        "Its small parameters: name -> shape."
+        return scalar_shapes(self.cfg, self.skips)
+
+    def saved_parts(self) -> dict:
+        "What a file says besides, of a model of a class that derives from this one."
+        return {}
 
     def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         "Parameters by role: bank (in the layout's order), table, scalar."
@@ -379,14 +399,18 @@ class Golf(torch.nn.Module):
             return blocks
         return [joined(w, kernels) for w in freeze(blocks)]
 
-    def embed(self, ids: Tensor) -> Tensor:
-        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+    def look_up(self, ids: Tensor) -> Tensor:
+        "What the tables have of tokens [B, T]: [B, T, D]."
         x = F.embedding(ids, self.tok_emb).to(self.compute)
         if self.cfg.bigram_vocab_size:
             pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]),
                                self.bigram_table).to(x.dtype)
             x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
-        return smear(rms_norm(x), self.smear_gate)
+        return x
+
+    def embed(self, ids: Tensor) -> Tensor:
+        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+        return smear(rms_norm(self.look_up(ids)), self.smear_gate)
 
     def value_embeddings(self, ids: Tensor) -> dict[int, Tensor]:
         "What is added to the values [B, T, KV*head], for each block that has a value embedding."
@@ -496,7 +520,8 @@ def published_names(model: Golf) -> dict[str, tuple]:
     for i in range(cfg.num_layers):
         names |= {f"blocks.{i}.{n}": (n, i) for n in ("attn_scale", "mlp_scale", "resid_mix")}
         names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
-    return names
+    named = {param for param, _ in names.values()}
+    return names | {param: (param, ...) for param in model.scalars if param not in named}
 
 # %% ../nbs/story/05c_model.ipynb #36340d53
 def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
@@ -565,7 +590,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
     "Fill a fresh model: published draws for `seed`, constants for the rest, rounded to bfloat16."
     constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
                 "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05,
-                "ve_scale": 0.1}
+                "ve_scale": 0.1} | model.starts
     state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
     for name, (param, _) in published_names(model).items():
         state[name].fill_(constant.get(param, 0.0))
@@ -605,7 +630,7 @@ def saved_settings(model: Golf) -> dict:
     values |= {"plan": plan, "skip_gate": model.skips.word}
     if model.order != tuple(range(model.cfg.num_layers)) or model.cfg.visits > len(model.order):
         values |= {"order": ",".join(map(str, model.order)), "most_visits": model.cfg.visits}
-    return values
+    return values | model.saved_parts()
 
 # %% ../nbs/story/05c_model.ipynb #0fd0458f
 def take_order(model: Golf, settings: Mapping) -> None:
@@ -625,6 +650,9 @@ def model_from_settings(settings: Mapping, dtype: torch.dtype = torch.float32,
     Raises GolfError if settings are missing or impossible. A model with an activation of your own
     is not described by them: build it as you did before, and fill it with `load_named`."""
     if isinstance(settings, Mapping):
+        if settings.get("family") == "frontier":  # of chapter 05d, which needs this one
+            family = import_module("golfnb.frontier")
+            return family.frontier_from_settings(settings, dtype, device, world)
         settings = EACH_ONCE | dict(settings)
     cfg = settings_from(SavedModel, settings)
     banked, skips = bank_per_shape, WeightedSkips()

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 5c843d1d18654b1c
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 2fdb81a73eff1fe4
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -48,7 +48,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 # ---- golfnb/settings.py ----
@@ -975,6 +975,10 @@ class ModelSettings(LayoutSettings):
                                     f"rotary tables), found {row} x {rope}: shorten the row")
         yield from table_rules(self)
 
+    def block_form(self, i: int) -> Callable | None:
+        "What `Block.run` calls in place of its own lines, in block i; None: nothing."
+        return None
+
 
 def table_rules(cfg: ModelSettings) -> Rules:
     "Which bigram tables and value embeddings are possible."
@@ -1062,6 +1066,7 @@ class BlockWeights(NamedTuple):
     mix: Tensor                 # [2, D]
     gain: Tensor                # [H]
     qkv: Tensor | None = None  # [D + 2*KV*head, D]: q, k and v joined, where a kernel wants them so
+    more: Any = None           # what a form of the block's own reads
 
 
 @dataclass
@@ -1072,6 +1077,7 @@ class Block:
     activation: Callable        # of the MLP: a function or module of a tensor of any shape
     xsa: bool                   # exclusive self-attention
     attention: str = "auto"     # backend, see `attend`
+    form: Callable | None = None  # computes in place of `run`, from the same and the block
 
     def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
         "x [B, T, in] times weight [out, in], which is matrix i of BLOCK_MATRICES."
@@ -1105,6 +1111,8 @@ class Block:
 
         x0 [B, T, D] the embedded input, ve [B, T, KV*head] the value
         embedding; cos, sin as in `rotate`."""
+        if self.form is not None:
+            return self.form(self, x, x0, w, cos, sin, ve, last_n)
         x_in, n = mix_norm(x, x0, w.mix, self.norm_scale)
         q, k, v = self.heads(n, w, cos, sin, ve, last_n)
         y = self.attend(q, k, v)
@@ -1129,7 +1137,8 @@ def make_block(cfg: ModelSettings, i: int, activation: Callable, attention: str,
     "Block i of a model, of this kind: norms scaled by 1/sqrt(i + 1), XSA in the last `xsa_last_n`."
     norm_scale = 1 / math.sqrt(i + 1) if cfg.ln_scale else 1.0
     xsa = i >= cfg.num_layers - cfg.xsa_last_n
-    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, **more)
+    form = cfg.block_form(i)
+    return kind(cfg.head_dim, norm_scale, activation, xsa, attention, form, **more)
 
 
 def last_positions(x: Tensor, last_n: int | None) -> Tensor:
@@ -1175,6 +1184,8 @@ def checked_activation(activation: Callable | None, slope: float) -> Callable:
 class Golf(torch.nn.Module):
     "The model. All parameters are zero until `init_model` or `load_named` fills them."
     __getattr__: Callable[..., Tensor]  # what is set by its name alone: tables, scalars, buffers
+    starts: ClassVar[dict[str, float]] = {}  # of scalars of a class that derives from this one
+    bos: int | None = None  # begins documents, where attention does not leave them
 
     def __init__(self, cfg: ModelSettings, layout: Layout, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", attention: str = "auto",
@@ -1198,7 +1209,7 @@ class Golf(torch.nn.Module):
         places = {m.name: (b.name, slot // cfg.num_layers, m.transposed) for b, slot, m in layout}
         self.places = [places[f"blocks.0.{matrix}.weight"] for matrix in BLOCK_MATRICES]
         self.banks = torch.nn.ParameterDict(make_banks(layout, dtype, device))
-        tables, scalars = table_shapes(cfg), scalar_shapes(cfg, self.skips)
+        tables, scalars = table_shapes(cfg), self.small_shapes()
         self.tables, self.scalars = tuple(tables), tuple(scalars)
         wide = torch.promote_types(dtype, torch.float32)
         for shapes, kind in ((tables, dtype), (scalars, wide)):
@@ -1219,6 +1230,14 @@ class Golf(torch.nn.Module):
     def order(self, order: Iterable[int]):
         "See `checked_order`. What is recorded for one (`StepGraph`) is not replayed for another."
         self.run_order = checked_order(order, self.cfg)
+
+    def small_shapes(self) -> dict[str, tuple[int, ...]]:
+        "Its small parameters: name -> shape."
+        return scalar_shapes(self.cfg, self.skips)
+
+    def saved_parts(self) -> dict:
+        "What a file says besides, of a model of a class that derives from this one."
+        return {}
 
     def role_params(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         "Parameters by role: bank (in the layout's order), table, scalar."
@@ -1251,14 +1270,18 @@ class Golf(torch.nn.Module):
             return blocks
         return [joined(w, kernels) for w in freeze(blocks)]
 
-    def embed(self, ids: Tensor) -> Tensor:
-        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+    def look_up(self, ids: Tensor) -> Tensor:
+        "What the tables have of tokens [B, T]: [B, T, D]."
         x = F.embedding(ids, self.tok_emb).to(self.compute)
         if self.cfg.bigram_vocab_size:
             pair = F.embedding(bigram_rows(ids, self.bigram_table.shape[0]),
                                self.bigram_table).to(x.dtype)
             x = x + F.linear(pair, self.bigram_proj.to(x.dtype)) * self.bigram_scale.to(x.dtype)
-        return smear(rms_norm(x), self.smear_gate)
+        return x
+
+    def embed(self, ids: Tensor) -> Tensor:
+        "Tokens [B, T] as the blocks' input x0 [B, T, D]."
+        return smear(rms_norm(self.look_up(ids)), self.smear_gate)
 
     def value_embeddings(self, ids: Tensor) -> dict[int, Tensor]:
         "What is added to the values [B, T, KV*head], for each block that has a value embedding."
@@ -1345,7 +1368,8 @@ def published_names(model: Golf) -> dict[str, tuple]:
     for i in range(cfg.num_layers):
         names |= {f"blocks.{i}.{n}": (n, i) for n in ("attn_scale", "mlp_scale", "resid_mix")}
         names[f"blocks.{i}.attn.q_gain"] = ("q_gain", i)
-    return names
+    named = {param for param, _ in names.values()}
+    return names | {param: (param, ...) for param in model.scalars if param not in named}
 
 
 def published_views(model: Golf, banks: dict, others: Mapping) -> dict[str, Tensor]:
@@ -1414,7 +1438,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
     "Fill a fresh model: published draws for `seed`, constants for the rest, rounded to bfloat16."
     constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
                 "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05,
-                "ve_scale": 0.1}
+                "ve_scale": 0.1} | model.starts
     state = {name: torch.zeros_like(t, device="cpu") for name, t in named_state(model).items()}
     for name, (param, _) in published_names(model).items():
         state[name].fill_(constant.get(param, 0.0))
@@ -1436,7 +1460,7 @@ def saved_settings(model: Golf) -> dict:
     values |= {"plan": plan, "skip_gate": model.skips.word}
     if model.order != tuple(range(model.cfg.num_layers)) or model.cfg.visits > len(model.order):
         values |= {"order": ",".join(map(str, model.order)), "most_visits": model.cfg.visits}
-    return values
+    return values | model.saved_parts()
 
 
 CONTROL_NAMES = ("attn_scale", "mlp_scale", "resid_mix", "q_gain", "skip_weights", "smear",
@@ -1932,6 +1956,12 @@ def product_tiles(X: Tensor) -> tuple | None:
     return next(fitting, None)
 
 
+def frobenius_norm(X: Tensor) -> Tensor:
+    "Of each matrix of X [n, r, c], as [n, 1, 1]; in fp32 for fp16, which ends at 65,504."
+    dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
+    return torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
+
+
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step;
@@ -1950,7 +1980,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     if tiles:
         X = halved_steps(X, coeffs, scale, eps, tiles)
     else:
-        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+        X = (X / (frobenius_norm(X) * scale + eps)).to(X.dtype)
         for a, b, c in coeffs:
             A = torch.bmm(X, X.mT)
             A = torch.baddbmm(A, A, A, beta=b, alpha=c)
@@ -3075,6 +3105,23 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
             f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
             "window")
     return tokens[: rows * seq_len + 1]
+
+
+def bytes_note(shards: Sequence[Path]) -> str:
+    """A note where a score of validation shards divides by other bytes than those of their text.
+
+    The manifest beside them says so; empty if not, or if it does not know them.
+    """
+    try:
+        made = json.loads(shards[0].with_name("manifest.json").read_bytes())["val"]
+        counted, whole = int(made["counted_bytes"]), int(made["text_bytes"])
+        known = {shard["name"] for shard in made["shards"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # published shards have no manifest, and those of earlier versions no such count
+    if counted == whole or not known.issuperset(path.name for path in shards):
+        return ""
+    return (f"note: bits per byte are counted on {counted:,} bytes; the validation text has "
+            f"{whole:,}, which the tokenizer's normalisation changes")
 
 
 # ---- golfnb/loader.py ----
@@ -4439,7 +4486,8 @@ class Run:
         self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
         train_files, val_files = data / "*_train_*.bin", data / "*_val_*.bin"
         self.train_paths = find_shards(train_files)
-        self.data_notes = [left_out(train_files, val_files)]
+        notes = left_out(train_files, val_files), bytes_note(find_shards(val_files))
+        self.data_notes = list(filter(None, notes))
         val = val_tokens(val_files, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
@@ -4605,7 +4653,8 @@ class Run:
     def finish(self) -> dict:
         "Write the summary and close what hangs on the run; returns the summary."
         s = self.settings
-        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed,
+        self.summary.update(unigram_bpb=self.unigram, data_notes=self.data_notes,
+                                recipe=s.recipe, seed=s.seed,
                             world=self.ranks.world, device=device_name(self.ranks),
                             seconds=self.seconds, config=asdict(s))
         if self.ranks.is_rank0:
