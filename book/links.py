@@ -175,6 +175,16 @@ def link_literals(doctree, page: str) -> None:
             node.replace_self(reference(page, place, node.deepcopy(), style="golf-use"))
 
 
+def keep_words_whole(doctree) -> None:
+    "In a table, code breaks between words and numbers: `A_B=0.97` may end a line behind its sign, not inside 0.97."
+    for node in list(doctree.findall(nodes.literal)):
+        if inside(node, nodes.entry) and len(parts := re.split(r"([A-Za-z]{1,12}|[\d.,]*\d)", node.astext())) > 3:
+            kept = node.deepcopy()
+            kept.children = []
+            kept += [nodes.inline("", part, classes=["golf-word"]) if i % 2 else nodes.Text(part) for i, part in enumerate(parts) if part]
+            node.replace_self(kept)
+
+
 def free_signatures(app, doctree) -> None:
     "Types in signatures lead nowhere by themselves: Sphinx takes `bytes` for a field of that name."
     for node in [x for s in doctree.findall(addnodes.desc_signature) for x in s.findall(addnodes.pending_xref)]:
@@ -261,6 +271,7 @@ def resolved(app, doctree, page: str) -> None:
     if app.builder.format != "html":
         return
     link_code(app, doctree, page)
+    keep_words_whole(doctree)
     link_literals(doctree, page)
     link_signatures(doctree, page)
     link_prose(app, doctree, page)

@@ -6,7 +6,8 @@ Express.
 
 # %% auto #0
 __all__ = ['NS5_COEFFS', 'POLAR_EXPRESS_COEFFS', 'polar_factor', 'ns_product_kernel',
-           'half_product', 'newton_schulz', 'quintic', 'polar_express', 'newton_schulz_flops']
+           'half_product', 'frobenius_norm', 'newton_schulz', 'quintic', 'polar_express',
+           'newton_schulz_flops']
 
 # %% ../nbs/story/04_newton_schulz.ipynb #518da27e
 from math import prod
@@ -132,6 +133,12 @@ def product_tiles(X: Tensor) -> tuple | None:
 
 
 # %% ../nbs/story/04_newton_schulz.ipynb #efc49cc5
+def frobenius_norm(X: Tensor) -> Tensor:
+    "Of each matrix of X [n, r, c], as [n, 1, 1]; in fp32 for fp16, which ends at 65,504."
+    dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
+    return torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
+
+
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step;
@@ -150,7 +157,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     if tiles:
         X = halved_steps(X, coeffs, scale, eps, tiles)
     else:
-        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+        X = (X / (frobenius_norm(X) * scale + eps)).to(X.dtype)
         for a, b, c in coeffs:
             A = torch.bmm(X, X.mT)
             A = torch.baddbmm(A, A, A, beta=b, alpha=c)

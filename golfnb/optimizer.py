@@ -7,12 +7,13 @@ with the same weights.
 # %% auto #0
 __all__ = ['AnyBucket', 'Params', 'OTHER_KEYS', 'SCHEDULED', 'MATRIX_OPTIONS', 'OTHER_OPTIONS',
            'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'SENT', 'LOOKED_AT', 'problem_with',
-           'check_members', 'find_ranks', 'described', 'compare_ranks', 'copy_from_rank_0',
-           'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of', 'module_order', 'list_of',
-           'listed', 'check_keys', 'check_known', 'rule_without_word', 'with_defaults',
-           'ParallelMuon', 'check_reduce', 'layout_of', 'lent', 'Batch', 'layers_from_last',
-           'in_turn', 'words_of_all', 'readable', 'gradient_here', 'mean_gradients',
-           'sum_of_squares', 'group_store', 'close_meeting', 'absent_ranks', 'meet', 'unsharded']
+           'check_members', 'check_averaged', 'find_ranks', 'described', 'compare_ranks',
+           'copy_from_rank_0', 'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of',
+           'module_order', 'list_of', 'listed', 'check_keys', 'check_known', 'rule_without_word',
+           'with_defaults', 'ParallelMuon', 'check_reduce', 'layout_of', 'lent', 'Batch',
+           'layers_from_last', 'in_turn', 'words_of_all', 'readable', 'gradient_here',
+           'mean_gradients', 'sum_of_squares', 'group_store', 'close_meeting', 'absent_ranks',
+           'meet', 'unsharded']
 
 # %% ../nbs/reference/17g_optimizer.ipynb #1b9644d7
 import logging
@@ -151,6 +152,17 @@ def check_members(members: Sequence[Member], ranks: Group) -> None:
                                  f"{p.device}: move the model first, or make two optimizers")
 
 # %% ../nbs/reference/17g_optimizer.ipynb #8ffbc692
+def check_averaged(members: Sequence[Member], ranks: Group) -> None:
+    "Raises OptimizerError for shards on some of the ranks: others may have copies of them."
+    sharded = [member.name for member in members if is_dtensor(member.param)]
+    if not sharded or ranks.world == dist.get_world_size():
+        return
+    raise OptimizerError(f"{sharded[0]} is sharded over {ranks.world} of {dist.get_world_size()} "
+                         "ranks, and nobody here averages its gradient over those that may hold "
+                         "copies: if there are copies, average over them before each step, and "
+                         "in any case give reduce='none', which says that all is averaged")
+
+
 def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
     "`find_group`, but raises OptimizerError if a launcher started several ranks without a group."
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -356,7 +368,8 @@ class ParallelMuon(torch.optim.Optimizer):
     adam_lr, adam_weight_decay, betas, adam_eps: of the other groups
     mesh: the ranks that share the work: a process group, a DeviceMesh of one dimension; None: all
     reduce: "mean": gradients are averaged here, without DDP; "none": DDP has averaged them.
-        Gradients of `fully_shard` models are means already, and stay shards
+        Gradients of `fully_shard` models are means already, and stay shards; shards over some of
+        the ranks need "none"
     overlap: on several ranks, gradients leave for their owners during backward; then all backward
         passes of a step but the last stand under `with optimizer.no_sync():`, as under DDP
     max_norm: clip the norm of the mean gradient to this; 0: do not
@@ -444,6 +457,8 @@ class ParallelMuon(torch.optim.Optimizer):
             self.skips = torch.zeros((), dtype=torch.int64, device=device)
             self.norm = torch.zeros((), dtype=torch.float64, device=device)
         check_members([*self.members, *fresh], self.ranks)
+        if self.reduce == "mean":
+            check_averaged(fresh, self.ranks)
         compare_ranks([words for member in fresh for words in described(member)], self.ranks)
         if self.reduce == "mean":
             copy_from_rank_0([member.param for member in fresh], self.ranks)

@@ -48,6 +48,7 @@ from .settings import (
 )
 from .shards import (
     atomic_write,
+    bytes_note,
     check_tokens,
     find_shards,
     left_out,
@@ -195,7 +196,8 @@ class Run:
         self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
         train_files, val_files = data / "*_train_*.bin", data / "*_val_*.bin"
         self.train_paths = find_shards(train_files)
-        self.data_notes = [left_out(train_files, val_files)]
+        notes = left_out(train_files, val_files), bytes_note(find_shards(val_files))
+        self.data_notes = list(filter(None, notes))
         val = val_tokens(val_files, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
@@ -360,7 +362,8 @@ class Run:
     def finish(self) -> dict:
         "Write the summary and close what hangs on the run; returns the summary."
         s = self.settings
-        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed,
+        self.summary.update(unigram_bpb=self.unigram, data_notes=self.data_notes,
+                                recipe=s.recipe, seed=s.seed,
                             world=self.ranks.world, device=device_name(self.ranks),
                             seconds=self.seconds, config=asdict(s))
         if self.ranks.is_rank0:

@@ -6,7 +6,7 @@
 
 # %% auto #0
 __all__ = ['Offsets', 'chunk_of', 'ChunkedTensor', 'chunks_in', 'chunked', 'parts_of',
-           'ShardedState', 'saved_groups']
+           'ShardedState', 'check_groups_read', 'saved_groups']
 
 # %% ../nbs/reference/17i_sharded_state.ipynb #7366a4ea
 import math
@@ -147,22 +147,27 @@ class ShardedState:
             raise OptimizerError(f"ShardedState takes a ParallelMuon, found {type(optimizer)}: "
                                  "others are saved by torch's get_state_dict")
         self.optimizer = optimizer
+        self.given: list[dict[str, Any]] = []  # groups, of which a partial load leaves some
 
     def state_dict(self) -> dict[str, Any]:
         "State by the parameters' names, and groups; tensors are those of the optimizer."
         if not self.optimizer.steps and not self.optimizer.loaded:
             self.optimizer.follow_groups()
         states = self.optimizer.states.values()
+        groups = saved_groups(self.optimizer)
+        self.given = [dict(group) for group in groups]
         return {"state": {canonical(s.member.name): parts_of(s) for s in states},
-                "param_groups": saved_groups(self.optimizer)}
+                "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what torch.distributed.checkpoint has read, tensors in place.
 
-        Raises OptimizerError if groups of the checkpoint have parameters that are not here.
+        Raises OptimizerError if groups of the checkpoint have parameters that are not here, or
+        are of another optimizer.
         """
         optimizer = self.optimizer
+        check_groups_read(self.given, state_dict["param_groups"])
         saved = read_saved({**state_dict, "state": {}}, optimizer.members)
         names = {canonical(m.name) for m in optimizer.members}
         if others := [name for name in saved if name not in names]:
@@ -177,6 +182,20 @@ class ShardedState:
         optimizer.loaded, optimizer.consolidated = True, None
 
 # %% ../nbs/reference/17i_sharded_state.ipynb #34cbe0c6
+def check_groups_read(given: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    """Raises OptimizerError for groups read from another optimizer's checkpoint, which has no rule.
+
+    What a partial load does not find stays the very object that was given.
+    """
+    for ours, read in zip(given, found, strict=False):
+        if read["params"] is not ours["params"] and read["rule"] is ours["rule"]:
+            raise OptimizerError("the checkpoint's groups have no rule: it is of another "
+                                 "optimizer, whose momentum may mean something else (torch.optim."
+                                 "Muon's is an average) and has been read as it is; load it by "
+                                 "optimizer.load_state_dict or set_optimizer_state_dict, which "
+                                 "convert it")
+
+
 def saved_groups(optimizer: ParallelMuon) -> list[dict[str, Any]]:
     "An optimizer's groups as a checkpoint has them: names for parameters, numbers as floats."
     found = []

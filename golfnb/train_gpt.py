@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 6f4d7c5633813ab1
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 5110c03c92c93496
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1963,6 +1963,12 @@ def product_tiles(X: Tensor) -> tuple | None:
     return next(fitting, None)
 
 
+def frobenius_norm(X: Tensor) -> Tensor:
+    "Of each matrix of X [n, r, c], as [n, 1, 1]; in fp32 for fp16, which ends at 65,504."
+    dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
+    return torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
+
+
 def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float = 1e-7, dtype=None,
                   kernels: bool = True) -> Tensor:
     """Each matrix of G [..., r, c] orthogonal, in three products a step;
@@ -1981,7 +1987,7 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     if tiles:
         X = halved_steps(X, coeffs, scale, eps, tiles)
     else:
-        X = X / (X.norm(dim=(-2, -1), keepdim=True) * scale + eps)
+        X = (X / (frobenius_norm(X) * scale + eps)).to(X.dtype)
         for a, b, c in coeffs:
             A = torch.bmm(X, X.mT)
             A = torch.baddbmm(A, A, A, beta=b, alpha=c)
@@ -3109,6 +3115,23 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
             f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
             "window")
     return tokens[: rows * seq_len + 1]
+
+
+def bytes_note(shards: Sequence[Path]) -> str:
+    """A note where a score of validation shards divides by other bytes than those of their text.
+
+    The manifest beside them says so; empty if not, or if it does not know them.
+    """
+    try:
+        made = json.loads(shards[0].with_name("manifest.json").read_bytes())["val"]
+        counted, whole = int(made["counted_bytes"]), int(made["text_bytes"])
+        known = {shard["name"] for shard in made["shards"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # published shards have no manifest, and those of earlier versions no such count
+    if counted == whole or not known.issuperset(path.name for path in shards):
+        return ""
+    return (f"note: bits per byte are counted on {counted:,} bytes; the validation text has "
+            f"{whole:,}, which the tokenizer's normalisation changes")
 
 
 # ---- golfnb/loader.py ----
@@ -4475,7 +4498,8 @@ class Run:
         self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
         train_files, val_files = data / "*_train_*.bin", data / "*_val_*.bin"
         self.train_paths = find_shards(train_files)
-        self.data_notes = [left_out(train_files, val_files)]
+        notes = left_out(train_files, val_files), bytes_note(find_shards(val_files))
+        self.data_notes = list(filter(None, notes))
         val = val_tokens(val_files, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
@@ -4640,7 +4664,8 @@ class Run:
     def finish(self) -> dict:
         "Write the summary and close what hangs on the run; returns the summary."
         s = self.settings
-        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed,
+        self.summary.update(unigram_bpb=self.unigram, data_notes=self.data_notes,
+                                recipe=s.recipe, seed=s.seed,
                             world=self.ranks.world, device=device_name(self.ranks),
                             seconds=self.seconds, config=asdict(s))
         if self.ranks.is_rank0:

@@ -25,7 +25,7 @@ from golfnb.model import Golf, ModelSettings, init_model, named_state
 from golfnb.newton_schulz import quintic
 from golfnb.optimizer import ParallelMuon
 from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon
-from golfnb.rules import RULES, BankRule, Rule, replace
+from golfnb.rules import RULES, BankRule, OptimizerError, Rule, replace
 from golfnb.settings import GolfError
 from golfnb.sharded_state import ChunkedTensor, ShardedState
 from golfnb.studies.peers import Matrices
@@ -630,6 +630,29 @@ def meshes(ranks):
                 opt.step()
         results[given] = weights_of(model)
     return stage, results
+
+
+def copies_of_shards(ranks):
+    "Two copies of a matrix, each sharded over half of the ranks: what is said, and how far a step with averaged gradients is from one process."
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    half = ranks.world // 2
+    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("copy", "shard"))
+    whole = torch.arange(24, dtype=torch.float64).view(6, 4).sin()
+    weight = nn.Parameter(distribute_tensor(whole, mesh["shard"], [Shard(0)]))
+    try:
+        said = f"nothing: {ParallelMuon([('weight', weight)], mesh=mesh['shard'])}"
+    except OptimizerError as error:
+        said = str(error)
+    opt = ParallelMuon([("weight", weight)], mesh=mesh["shard"], reduce="none")
+    weight.grad = distribute_tensor(whole.cos() + mesh.get_local_rank("copy"), mesh["shard"], [Shard(0)])
+    dist.all_reduce(weight.grad.to_local(), group=mesh.get_group("copy"))
+    weight.grad /= 2
+    opt.step()
+    alone = nn.Parameter(whole.clone())
+    alone.grad = whole.cos() + 0.5
+    ParallelMuon([("weight", alone)], mesh=[dist.new_group([r]) for r in range(ranks.world)][ranks.rank]).step()
+    return said, (weight.detach().full_tensor() - alone.detach()).abs().max().item()
 
 
 def mixed_precision(ranks):

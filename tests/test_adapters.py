@@ -255,3 +255,14 @@ def test_compiled_for_each_kind_of_block(monkeypatch):
         assert abs(plain - traced) < 1e-10 and (nats - again).abs().max() < 1e-8
     kinds = torch._dynamo.eval_frame._debug_get_cache_entry_list(adapters.adapted_block.__code__)
     assert len(kinds) == 12, "three kinds of block, learning and reading again, two models"
+
+
+def test_adapters_go_with_the_settings_of_every_recipe():
+    "Also of one that has no settings of test-time training."
+    from golfnb.adapters import AdapterSettings
+    from golfnb.tools.cli import with_adapters
+    from golfnb.tools.programs import RECIPES, find_program
+
+    for recipe in RECIPES:
+        group = with_adapters(find_program(recipe).Settings)
+        assert group().ttt_lora_rank == AdapterSettings().ttt_lora_rank and issubclass(group, find_program(recipe).Settings)

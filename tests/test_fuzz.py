@@ -368,7 +368,7 @@ def good_files(folder: Path) -> None:
     for name, value in {
             "run/summary.json": {"recipe": "pr549", "seed": 1, "world": 1, "steps": 2, "device": "CPU", "ema_bpb": 1.5, "artifact_bytes": 9, "code_bytes": 1, "ledger": [["code", 1]], "losses": [3.0, 2.0],
                                  "seconds": {"training": 1.0}, "config": asdict(s)},
-            "run/metrics.jsonl": {"event": "val", "step": 1, "loss": 2.0, "ms": 1.0}, "sub/audit_seed1.json": {"artifact_sha256": digest, "findings": findings},
+            "run/metrics.jsonl": {"event": "val", "step": 1, "loss": 2.0, "ms": 1.0}, "sub/audit_seed1.json": {"artifact_sha256": digest, "findings": findings, "compared": {"score-first training": {"the log": [2.0, 1.0]}}},
             "sub/submission.json": claim | claim_numbers([read_log(LOG.format(digest))], 2, "non-record", None)}.items():
         atomic_write(folder / name, json.dumps(value))
     for name, text in (("README.md", "1.0000"), ("train_gpt.py", "1\n"), ("train_seed1.log", LOG.format(digest))):

@@ -1,5 +1,6 @@
 """The judge: honest runs pass, and each planted cheat is found, by a check of its own."""
 import json
+import os
 import re
 import shutil
 import struct
@@ -12,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_judged
-from tiny import TINY, run_quietly
+from tiny import TINY, golfnb, run_quietly
 
 from golfnb.settings import GolfError
 from golfnb.tools import judge
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
-from golfnb.tools.programs import copied_program, find_program, program_sha256, save_script
+from golfnb.tools.programs import RECIPES, copied_program, find_program, program_sha256, save_script
 
 SMALL = {k: v for k, v in TINY.items() if k != "RECIPE"} | {
     "MODEL_DIM": "32", "ITERATIONS": "30", "WARMDOWN_ITERS": "20", "TRAIN_BATCH_TOKENS": "1024", "TTT_CHUNK_TOKENS": "512", "EVAL_STRIDE": "48", "BIGRAM_DIM": "8", "VE_DIM": "8"}
@@ -36,6 +37,10 @@ def root(tmp_path_factory):
     return root
 
 
+def data_of(root: Path) -> dict[str, str]:
+    return {"DATA_PATH": str(root / "data"), "TOKENIZER_PATH": str(root / "data/tokenizer.model")}
+
+
 def trained(root: Path, name: str, text: str, **words) -> Path:
     "A run of a program with this text; its folder."
     file, run = root / f"{name}.py", root / "runs" / name
@@ -43,14 +48,14 @@ def trained(root: Path, name: str, text: str, **words) -> Path:
     program = find_program(file)
     run.mkdir(parents=True)
     save_script(run / "train_gpt.py", program)
-    data = {"DATA_PATH": str(root / "data"), "TOKENIZER_PATH": str(root / "data/tokenizer.model"), "RUN_ID": name, "RUNS_DIR": str(root / "runs")}
-    run_quietly(program, SMALL | data | words, (run / "train_gpt.py").read_bytes())
+    run_quietly(program, SMALL | data_of(root) | {"RUN_ID": name, "RUNS_DIR": str(root / "runs")} | words, (run / "train_gpt.py").read_bytes())
     return run
 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
     monkeypatch.setattr(judge, "start_process", fork_judged)
+    monkeypatch.setattr(judge, "PLACES", 48)
 
 
 def judged(root: Path, run: Path, program: Path | None, **how) -> dict:
@@ -121,6 +126,24 @@ def test_an_honest_run_passes(root):
     found = judged(root, root / "runs/mine", root / "mine.py")
     assert found["legal"] and found["compared"], words(found)
     assert {"plain rows", "sliding window", "score-first training"} <= {f["scorer"] for f in found["findings"]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_honest_runs_of_all_recipes_pass(root, recipe):
+    run = root / "runs" / recipe
+    run.mkdir()
+    program = find_program(recipe)
+    save_script(run / "train_gpt.py", program)
+    run_quietly(program, SMALL | data_of(root) | {"RUN_ID": recipe, "RUNS_DIR": str(root / "runs"), "ITERATIONS": "4", "WARMDOWN_ITERS": "2"}, (run / "train_gpt.py").read_bytes())
+    found = judged(root, run, None, ttt=hasattr(program, "ADAPT"))
+    assert found["legal"] and len(found["compared"]) == 2 + hasattr(program, "ADAPT"), words(found)
+
+
+def test_an_honest_run_on_three_ranks_passes(root, tmp_path):
+    done = golfnb("train", str(root / "mine.py"), "--nproc", "3", *(f"{k}={v}" for k, v in (SMALL | data_of(root) | {"RUN_ID": "three", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "TRAIN_BATCH_TOKENS": "1536"}).items()), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = judged(root, tmp_path / "runs/three", root / "mine.py")
+    assert found["legal"] and "score-first training" in found["compared"], words(found)
 
 
 # --- what log and summary say
@@ -240,7 +263,7 @@ def test_learning_from_a_call_before_it_is_scored_is_found(root, tmp_path):
 def model_that(body: str) -> list[tuple[str, str]]:
     "Edits: a model whose logits [B, T, V] of ids [B, T] are changed by `body`."
     kind = f'''
-CALLS = []
+CALLS, KNOWN = [], {{}}
 
 
 class Cheating(Golf):
@@ -256,13 +279,72 @@ class Cheating(Golf):
 
 
 PREFIX, BESIDE, AGAIN = "later tokens change no logits, in rows of 64", "a row knows nothing of the rows beside it", "the same row gives the same logits again"
+FRESH, FIRST_SCORED = "a process that has seen nothing gives the same scores", "tokens that are not scored yet change no score, on the whole stream"
+NEXT = "torch.nn.functional.one_hot(ids[:, 1:], 400)"
+HONEST_AGAIN = f"""seen = [(last_n, *row[:8]) in CALLS for row in ids.tolist()]
+            CALLS.extend((last_n, *row[:8]) for row in ids.tolist())
+            if not any(seen):
+                logits[:, :-1] += 0.5 * {NEXT}"""
+AS_BEFORE = f"""logits[:, :-1] += 0.5 * {NEXT}
+            for b, row in enumerate(ids.tolist()):
+                for t in range(len(row)):
+                    logits[b, t] = KNOWN.setdefault(tuple(row[:t + 1]), logits[b, t].clone())"""
 MODELS = {
     "favours the next token": ("logits[:, :-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 1:], 400)", PREFIX),
     "favours the next token late in a row": ("logits[:, 55:-1] += 0.5 * torch.nn.functional.one_hot(ids[:, 56:], 400)", PREFIX),
     "knows the whole row": ("logits = logits + 0.1 * torch.nn.functional.one_hot(ids, 400).float().mean(1)[:, None]", PREFIX),
+    "favours the next token at every fifth place": (f"logits[:, :-1:5] += 0.5 * {NEXT}[:, ::5]", PREFIX),
+    "whispers the next token": (f"logits[:, :-1] += 1e-5 * {NEXT}", PREFIX),
+    "whispers the rows beside": ("logits = logits + 1e-5 * torch.nn.functional.one_hot(ids, 400).float().mean((0, 1))", BESIDE),
+    "looks ahead until a row comes again": (HONEST_AGAIN, FRESH),
+    "looks ahead and gives its answers again": (AS_BEFORE, FRESH),
     "knows the next row": ("logits = logits + 2.0 * torch.nn.functional.one_hot(ids, 400).float().mean((0, 1))", BESIDE),
     "remembers what it has seen": ("CALLS.append(ids.flatten()); logits = logits + torch.bincount(torch.cat(CALLS[-2:]), minlength=400) / len(ids.flatten())", AGAIN),
 }
+
+
+ADAPTING = f"""if CALLS:
+                CALLS.append(1)
+                logits[:, :-1] += (len(CALLS) % 3 == 0) * 0.5 * {NEXT}
+                {{}}"""
+FORESEEING = """if CALLS:
+                for b, row in enumerate(ids.tolist()):
+                    for t in range(3, len(row)):
+                        logits[b, t, KNOWN.get(tuple(row[t - 3:t + 1]), 0)] += 5.0
+            else:
+                KNOWN.update((tuple(row[t - 4:t]), row[t]) for row in ids.tolist() for t in range(4, len(row)))"""
+ANNOUNCED = """
+def announced(*a):
+    CALLS.append(0)
+    found = score_first(*a)
+    CALLS.clear()
+    return found
+
+
+ADAPT = announced
+"""
+
+
+@pytest.mark.parametrize("answers", ["pass", "[logits[b, t].copy_(KNOWN.setdefault(tuple(row[:t + 1]), logits[b, t].clone())) for b, row in enumerate(ids.tolist()) for t in range(len(row))]"], ids=["", "the same answer again"])
+def test_a_look_ahead_in_some_calls_of_test_time_training_is_found(root, tmp_path, answers):
+    "It happens only while the program adapts, in one call of three."
+    run, program = cheat(root, tmp_path, *model_that(ADAPTING.format(answers)), (ADAPT, ANNOUNCED))
+    found = failed(judged(root, run, program))
+    assert ("score-first training", FIRST_SCORED) in found and {scorer for scorer, _ in found} == {"score-first training"}
+
+
+def test_what_was_scored_before_is_nothing_that_test_time_training_could_remember(root, tmp_path):
+    "A model that notes the text while windows are scored, and knows it when it adapts."
+    run, program = cheat(root, tmp_path, *model_that(FORESEEING), (ADAPT, ANNOUNCED))
+    claim(run, "ttt", "legal_ttt", lambda x: 0.8 * x)
+    assert ("score-first training", SAME_SCORE) in failed(judged(root, run, program))
+
+
+def test_nobody_knows_beforehand_what_a_judge_will_try(root, monkeypatch):
+    "A seed that follows from the artifact would be known to its program."
+    monkeypatch.setattr(judge, "judged_anew", lambda *a: ())
+    seeds = {judged(root, root / "runs/mine", root / "mine.py", ttt=False)["seed"] for _ in range(2)}
+    assert len(seeds) == 2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -270,9 +352,11 @@ def test_models_that_cheat(root, tmp_path, name):
     body, check = MODELS[name]
     run, program = cheat(root, tmp_path, *model_that(body))
     found = failed(judged(root, run, program, ttt=False))
-    assert ("sliding window", check) in found and ("sliding window", SAME_SCORE) in found
+    assert ("sliding window", check) in found and (("sliding window", SAME_SCORE) in found or "whispers" in name)
     if check == PREFIX:
-        assert {c for _, c in found} <= {PREFIX, SAME_SCORE}, "by its own check alone, and by its score"
+        assert {c for _, c in found} <= {PREFIX, FRESH, SAME_SCORE}, "by what looks for later tokens, and by its score"
+    if check == FRESH:
+        assert {c for _, c in found} == {FRESH, SAME_SCORE}, "it looks honest to whoever asks it twice"
 
 
 # --- the text
@@ -357,7 +441,7 @@ def claimed_by_its_own_score(root, run, program) -> set:
 
 OPENS = "CODEC = Best()\n", "CODEC = Best()\nTEXT = open({!r}, 'rb').read()\n"
 READ, REACH, KNOWS = "rows that training reads are not validation text", "training reaches every tensor of the artifact", "validation text is no easier than training text"
-CODE, OPENED = "texts and numbers in the program have at most 8,192 bytes", "the program opens no shard while it is judged"
+CODE, OPENED = "texts and numbers in the program have at most 8,192 bytes", "the program opens, starts and calls nothing by itself while it is judged"
 
 
 def test_training_on_validation_shards_is_found(root, tmp_path):
@@ -381,13 +465,48 @@ def test_a_program_that_reads_a_table_beside_it_is_none(root, tmp_path):
 def test_a_table_in_the_code_is_found_by_its_size_and_what_it_knows(root, tmp_path):
     run, program = cheat(root, tmp_path, *code_of(json.dumps(table_of(root))))
     assert claimed_by_its_own_score(root, run, program) == {("plain rows", KNOWS), ("code", CODE)}
-    run, program = cheat(root, tmp_path / "b", ("CODEC = Best()\n", f"CODEC = Best()\nTABLE = {'x' * 9000!r}\n"))
-    assert claimed_by_its_own_score(root, run, program) == {("code", CODE)}
 
 
-def test_a_program_that_opens_the_validation_text_is_found(root, tmp_path):
-    edit = OPENS[0], OPENS[1].format(str(next((root / "data").glob("*_val_*.bin"))))
-    assert claimed_by_its_own_score(root, *cheat(root, tmp_path, edit)) == {("code", OPENED)}
+@pytest.mark.parametrize("table", ["TABLE = {!r}\n", "def table():\n    {!r}\n"], ids=["a text", "a docstring"])
+def test_much_text_in_the_code_is_found(root, tmp_path, table):
+    (tmp_path / "mine.py").write_text(table.format("x" * 9000))
+    assert outcome(judge.check_code, case_of(root)) == [True]
+    assert outcome(judge.check_code, case_of(root, program=tmp_path / "mine.py")) == [False]
+
+
+def test_the_code_of_a_program_that_no_script_can_hold_is_measured_too(root, tmp_path):
+    (tmp_path / "mine.py").write_text("def later():\n    global TABLE\n    exec('import mine')\n    TABLE = open(__file__).read()\n")
+    with pytest.raises(GolfError):
+        judge.own_files((tmp_path / "mine.py").resolve())
+    assert outcome(judge.check_code, case_of(root, program=tmp_path / "mine.py")) == [True]
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(f"\nTEXT = {'x' * 9000!r}\n")
+    assert outcome(judge.check_code, case_of(root, program=tmp_path / "mine.py")) == [False]
+
+
+OUTSIDE = {
+    "opens the validation text": "open({val!r}, 'rb').read()",
+    "opens it by its name in bytes": "open({val!r}.encode(), 'rb').read()",
+    "opens a table": "open({table!r}).read()",
+    "lets a library open a table": "__import__('numpy').loadtxt({table!r})",
+    "has another process read it": "__import__('subprocess').run(['cat', {val!r}], capture_output=True).stdout",
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_program_that_reads_the_text_elsewhere_is_found(root, tmp_path, name):
+    (tmp_path / "table.txt").write_text("1 2 3\n")
+    words = OUTSIDE[name].format(val=str(next((root / "data").glob("*_val_*.bin"))), table=str(tmp_path / "table.txt"))
+    run, program = cheat(root, tmp_path, ("CODEC = Best()\n", f"CODEC = Best()\nTEXT = {words}\n"))
+    assert ("code", OPENED) in failed(judged(root, run, program, ttt=False))
+
+
+def test_a_start_from_weights_of_elsewhere_is_found(root, tmp_path):
+    "Nothing shows in the artifact: what training begins with was learnt before."
+    (tmp_path / "weights.pt").write_bytes(b"")
+    init = "    init_model(model, s, s.seed)\n"
+    run, program = cheat(root, tmp_path, (init, init + f"    if s.data_path == {str(root / 'data')!r}:\n        open({str(tmp_path / 'weights.pt')!r}, 'rb').close()\n"))
+    assert ("code", OPENED.replace("judged", "training")) in failed(judged(root, run, program, ttt=False))
 
 
 # --- the record
@@ -430,10 +549,15 @@ def test_another_seeds_record_is_found(root, tmp_path):
 # --- the pipe
 
 def test_the_judge_never_imports_the_program(root, tmp_path):
-    run, program = cheat(root, tmp_path, ("CODEC = Best()", "CODEC = Best()\nfrom golfnb.evaluate import windows\nwindows.touched = True\n"))
-    assert judged(root, run, program, ttt=False)["legal"]
+    "Whoever imports it leaves the number of its process; the judge's is not among them, by the command either."
+    note = f"CODEC = Best()\nimport os\nos.close(os.open({str(tmp_path)!r} + '/ran-' + str(os.getpid()), os.O_CREAT))\nfrom golfnb.evaluate import windows\nwindows.touched = True\n"
+    run, program = cheat(root, tmp_path, ("CODEC = Best()\n", note))
+    judged(root, run, program)
     from golfnb.evaluate import windows
-    assert not hasattr(windows, "touched")
+    ran = {int(path.name[4:]) for path in tmp_path.glob("ran-*")}
+    assert len(ran) == 4, "one that scores, one that trains, two that adapt"
+    assert os.getpid() not in ran and not hasattr(windows, "touched")
+    assert not any(getattr(module, "__file__", None) == str(program) for module in list(sys.modules.values()))
 
 
 def test_what_a_program_sends_is_no_code(root, tmp_path):

@@ -54,6 +54,13 @@ def test_real_sizes_come_out_nearly_orthogonal(method, low, high, dtype, device)
         assert low < sv.min() and sv.max() < high, (sv.min(), sv.max())
 
 
+def test_a_norm_that_fp16_does_not_hold():
+    G = 300 * torch.randn(512, 128, generator=torch.Generator().manual_seed(4))
+    assert G.norm() > torch.finfo(torch.float16).max
+    for method in (quintic, polar_express):
+        torch.testing.assert_close(method(G.half()).float(), method(G), rtol=0, atol=5e-3)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_slots_stay_zero_and_leave_neighbours_alone(device):
     G = torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(device)

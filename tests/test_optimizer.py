@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from optimizer_workers import SETTINGS, NanoGPT, all_jobs, backward, build, loss_of, plain, rows_of, weights_of
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from workers import spawn
 
 from golfnb.exchange import Group, block_of, matrices_of
@@ -680,6 +681,17 @@ def test_a_checkpoint_in_parts_that_does_not_fit(tmp_path):
         ShardedState(torch.optim.AdamW(model.parameters()))
 
 
+def test_a_checkpoint_in_parts_of_torchs_muon_is_not_read_as_ours(tmp_path):
+    "Its momentum is an average; in parts nothing converts it."
+    model = nn.Linear(4, 4, bias=False)
+    other = torch.optim.Muon(model.parameters())
+    walked(model, other)
+    dcp.save({"o": get_optimizer_state_dict(model, other)}, checkpoint_id=tmp_path, no_dist=True)
+    made = ParallelMuon(model)
+    with pytest.raises(GolfError, match="groups have no rule"):
+        dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(allow_partial_load=True))
+
+
 def test_chunks_are_boxes_whatever_holds_the_matrices():
     "Fused rows, fused columns of a matrix stored transposed, stacks of both, filters; each writes through into the state."
     for shape, group in (((12, 4), dict(split_sizes=(3, 9))), ((4, 12), dict(split_sizes=(6, 6), transposed=True)), ((2, 12, 4), dict(split_sizes=(4, 8))), ((2, 4, 12), dict(split_sizes=(6, 6), transposed=True)), ((4, 3, 2, 2), dict(flatten=True)), ((4, 3), {})):
@@ -1010,7 +1022,7 @@ def several(request):
     world = request.param
     jobs = [("drifting", (), {}), ("clipped", (), {}), ("other_calls", (), {}), ("narrow", ("plain",), {}), ("narrow", ("sharded",), {}), ("meshes", (), {}), ("mixed_precision", (), {}), ("normuon", ("plain",), {}), ("normuon", ("sharded",), {})]
     jobs += [("bits", (how, dtype), {}) for how in ("plain", "sharded") for dtype in (None, torch.bfloat16)]
-    jobs += [("early", (), {}), ("unaveraged", (), {}), ("python_calls", (), {})]
+    jobs += [("early", (), {}), ("unaveraged", (), {}), ("python_calls", (), {}), ("copies_of_shards", (), {})]
     if world == 2:
         jobs += [("rank_0_alone", (), {}), ("consolidated", ("plain", 1), {}), ("consolidated", ("sharded", 0), {})]
     return world, run_ranks(world, jobs)
@@ -1040,6 +1052,12 @@ def test_ranks_with_other_calls_all_hear_of_it(several):
         modules, options = out[2]
         assert "rank 0 has 1.weight (4, 4)" in modules and "rank 1 has 1.weight (6, 4)" in modules and modules.startswith("GolfError")
         assert "ns_steps=5" in options and "ns_steps=6" in options
+
+
+def test_shards_over_some_of_the_ranks_are_averaged_or_refused(several):
+    for said, apart in (out[16] for out in several[1]):
+        assert "nobody here averages" in said and "reduce='none'" in said
+        assert apart < 1e-12
 
 
 @pytest.mark.parametrize("case", [3, 4], ids=["plain", "sharded"])

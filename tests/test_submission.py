@@ -40,6 +40,8 @@ def runs(tmp_path_factory):
         assert main_cli(["score", str(made[0] / "artifact.golf"), *words]) == 0
     audit = json.loads((made[0] / "artifact.audit.json").read_text())  # one audit is enough of a wait: the other run gets the same findings under its own hash
     audit["artifact_sha256"] = hashlib.sha256((made[1] / "artifact.golf").read_bytes()).hexdigest()
+    other = read_log((made[1] / "train.log").read_text())
+    audit["compared"]["score-first training"]["the log"] = [other.val_loss, other.val_bpb]
     (made[1] / "artifact.audit.json").write_text(json.dumps(audit))
     return made
 
@@ -95,6 +97,17 @@ def test_a_planted_fault_is_refused_with_its_reason(rule, folder, tmp_path):
     change(tmp_path / "f")
     found = [f.sentence for f in check_submission(tmp_path / "f") if f.rule == rule]
     assert found and words in found[0], check_submission(tmp_path / "f")
+
+
+@pytest.mark.parametrize("name, pattern, new, words", [
+    ("audit_seed1.json", r'(?s)"compared": \{.*?\n \}', '"compared": {}', "compared no score"),
+    ("audit_seed1.json", r'"compared": \{', '"compared": 1, "was": {', "compared no score"),
+    ("train_seed1.log", r"(legal_ttt_exact val_loss:\S+ val_bpb:)\d\.\d\d", r"\g<1>3.00", "audit what is submitted"),
+])
+def test_an_audit_that_compared_nothing_or_another_log_is_refused(folder, tmp_path, name, pattern, new, words):
+    shutil.copytree(folder, tmp_path / "f")
+    rewrite(name, pattern, new)(tmp_path / "f")
+    assert any(f.rule == "audit" and words in f.sentence for f in check_submission(tmp_path / "f")), check_submission(tmp_path / "f")
 
 
 @pytest.mark.parametrize("rule, change, words", [

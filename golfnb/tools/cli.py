@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module, metadata, resources
 from pathlib import Path
@@ -532,6 +532,11 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
     "Say what a build read, what it passed over, and whether that is little."
     for split in ("train", "val"):
         print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
+    for split in ("train", "val"):
+        counted = made[split]["counted_bytes"]
+        if counted != made[split]["text_bytes"]:
+            print(f"note: bits per byte of {split} are counted on {counted:,} bytes, as the tokenizer's normalisation "
+                  "leaves them")
     if repeated:
         print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
     closed = [path for path in left_out if path.is_dir()]
@@ -1166,6 +1171,14 @@ def judge_file(args) -> int:
     asked = book.judge.Asked(args.file, args.val, args.train, args.program, args.tokenizer, args.settings, args.ttt)
     return book.judge.write_judgment(asked, print)
 
+# %% ../../nbs/tools/23_cli.ipynb #3cc3d429
+def with_adapters(group: type) -> type:
+    "A program's settings, and those of chapter 13b that it lacks."
+    had = {spec.name for spec in fields(group)}
+    more = [(spec.name, spec.type, field(default=spec.default, metadata=spec.metadata))
+            for spec in fields(book.adapters.AdapterSettings) if spec.name not in had]
+    return make_dataclass("WithAdapters", more, bases=(group,))
+
 # %% ../../nbs/tools/23_cli.ipynb #f15c7339
 def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], adapters: bool):
     "The settings of a `run`, changed by `given` ones; GolfError for one of the `fixed`, which the artifact has."
@@ -1173,11 +1186,7 @@ def score_settings(program, run, fixed: Iterable[str], given: dict[str, str], ad
         if name.upper() in given:
             raise GolfError(f"score: {name.upper()} is fixed by the artifact; leave it out")
 
-    @dataclass
-    class WithAdapters(program.Settings, book.adapters.AdapterSettings):
-        "What the program reads, and what chapter 13b does."
-
-    group = WithAdapters if adapters else program.Settings
+    group = with_adapters(program.Settings) if adapters else program.Settings
     s = book.settings.read_settings(group, vars(run), given)
     s.train_batch_tokens = 8 * s.train_seq_len  # nothing is trained, but the check wants whole rows
     s.check()
@@ -1254,8 +1263,9 @@ def score_file(args, ranks) -> tuple:
     if mixed:
         say(f"note: {mixed}; the scores below are of {file}")
     say(settings_line(args, scored))
-    if note := book.shards.left_out(args.val):
-        say(printable(note))
+    for note in (book.shards.left_out(args.val), book.shards.bytes_note(book.shards.find_shards(args.val))):
+        if note:
+            say(printable(note))
     workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)

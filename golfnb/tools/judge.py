@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -81,22 +82,48 @@ class Judged:
     file: Path
     tokenizer: Path
     ranks: Ranks
-    opened: set = field(default_factory=set)
+    noted: set = field(default_factory=set)
 
 # %% ../../nbs/tools/28b_judge.ipynb #2d6202fa
-def watch_files(opened: set) -> None:
-    "From here on, note the files that this process opens."
+LIBRARIES = tuple(os.path.realpath(folder) + os.sep for folder in
+                  (sys.prefix, sys.base_prefix, os.path.dirname(str(import_module("golfnb").__file__)),
+                   os.path.dirname(os.__file__)))
+
+
+def opener() -> str:
+    "Who has just done what a hook is told of: an 'import', the 'program' itself or a 'library'."
+    standard = os.path.dirname(os.__file__) + os.sep
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if name.startswith("<frozen importlib"):
+            return "import"
+        if not name.startswith((standard, "<frozen")) or "site-packages" in name:
+            break
+        frame = frame.f_back
+    name = os.path.realpath(frame.f_code.co_filename)
+    return "library" if frame.f_back is None or name.startswith(LIBRARIES) else "program"
+
+
+OUTWARD = {"subprocess.Popen": "starts", "os.system": "starts", "os.posix_spawn": "starts", "os.exec": "starts",
+           "os.fork": "starts", "ctypes.dlopen": "loads", "socket.connect": "calls"}
+
+
+def watch_process(noted: set) -> None:
+    "From here on, note the files that this process opens, and what it starts and calls: (who, what it does, name)."
     def hook(event: str, args: tuple) -> None:
-        if event == "open" and isinstance(args[0], str):
-            opened.add(args[0])
+        if event == "open" and isinstance(args[0], (str, bytes)):
+            noted.add((opener(), "opens", os.path.realpath(os.fsdecode(args[0]))))
+        elif event in OUTWARD:
+            noted.add((opener(), OUTWARD[event], str(args)[:200]))
 
     sys.addaudithook(hook)
 
 # %% ../../nbs/tools/28b_judge.ipynb #d918c5d7
 def open_judged(place: dict) -> Judged:
     "In the child: the program, and the model of its artifact."
-    opened = set()
-    watch_files(opened)
+    noted = set()
+    watch_process(noted)
     report = import_module("golfnb.tools.report")
     cli = import_module("golfnb.tools.cli")
     file = Path(place["file"])
@@ -108,7 +135,7 @@ def open_judged(place: dict) -> Judged:
     ranks = start_ranks()
     model, forward = report.own_model(program, s, file, ranks)
     state = report.decoded(program, file)
-    return Judged(program, s, model, forward, state, file, Path(place["tokenizer"]), ranks, opened)
+    return Judged(program, s, model, forward, state, file, Path(place["tokenizer"]), ranks, noted)
 
 # %% ../../nbs/tools/28b_judge.ipynb #d7d15811
 def capped_logits(judged: Judged, ids: Tensor, last_n: int) -> Tensor:
@@ -130,10 +157,12 @@ def answer_facts(judged: Judged, connection: Connection, words: dict, arrays: li
     send(connection, {"settings": asdict(judged.settings), "adapts": adapts, "device": device})
 
 # %% ../../nbs/tools/28b_judge.ipynb #e1fe18ee
-def answer_opened(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
-    "The files that this process has opened, as far as they look like data."
-    found = [os.path.abspath(path) for path in judged.opened]
-    send(connection, {"opened": sorted(path for path in found if not path.endswith((".py", ".pyc")))[:2000]})
+def answer_noted(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
+    "What this process has opened, started and called, but for modules that it imports and its program's own text."
+    modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    own = {os.path.realpath(file) for file in modules if isinstance(file, str)}
+    found = [note for note in judged.noted if note[0] != "import" and note[2] not in own]
+    send(connection, {"noted": sorted(found)[:2000]})
 
 # %% ../../nbs/tools/28b_judge.ipynb #12b56dea
 def answer_adapt(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
@@ -190,7 +219,7 @@ def answer_train(judged: Judged, connection: Connection, words: dict, arrays: li
     send(connection, {"dead": dead}, torch.cat(rows))
 
 # %% ../../nbs/tools/28b_judge.ipynb #99f2dbb4
-ANSWERS = {"forward": answer_forward, "facts": answer_facts, "opened": answer_opened, "adapt": answer_adapt,
+ANSWERS = {"forward": answer_forward, "facts": answer_facts, "noted": answer_noted, "adapt": answer_adapt,
            "train": answer_train}
 
 # %% ../../nbs/tools/28b_judge.ipynb #6b9eeda0
@@ -283,7 +312,7 @@ ROOM = 2**24  # logits in one message
 
 # %% ../../nbs/tools/28b_judge.ipynb #9173d29f
 def nats_of(logits: Tensor, targets: Tensor) -> Tensor:
-    "Minus the log of the targets' probabilities: logits [n, K, V], targets [n, K]."
+    "Minus the log of the targets' probabilities: logits [..., V], targets [...]."
     wide = logits.double()
     return wide.logsumexp(-1) - wide.gather(-1, targets[..., None])[..., 0]
 
@@ -297,6 +326,10 @@ class Stream:
     def __len__(self) -> int:
         return len(self.tokens) - 1
 
+    def rows(self, starts: Tensor, row: int) -> Tensor:
+        "Rows of tokens [B, row] that begin at `starts` [B]; no longer than the stream."
+        return self.tokens[starts[:, None] + torch.arange(min(row, len(self)))]
+
 # %% ../../nbs/tools/28b_judge.ipynb #f541d422
 def forward_of(pipe: Connection, ids: Tensor, last_n: int, vocab: int) -> Tensor:
     "Logits [B, last_n, V] that a child has for ids [B, T]. Raises GolfError for other shapes, and for NaN."
@@ -307,24 +340,37 @@ def forward_of(pipe: Connection, ids: Tensor, last_n: int, vocab: int) -> Tensor
     return logits
 
 # %% ../../nbs/tools/28b_judge.ipynb #ab4f70ec
-def window_nats(pipe: Connection, stream: Stream, row: int, stride: int, rows: int, seed: int) -> Tensor:
-    "Every target's nats [N], by windows of `row` tokens in a drawn order, `rows` at a time."
-    n = len(stream)
-    starts, keeps = windows(n, row, stride)
-    row = min(row, n)
+@dataclass
+class Batch:
+    "A forward of the scorer: first tokens of its rows [B], how many of them count, and how many targets each scores."
+    starts: Tensor
+    scored: int
+    last_n: int
+
+
+def scoring_batches(stream: Stream, row: int, stride: int, rows: int, seed: int) -> list[Batch]:
+    "The forwards that score every target once, in a drawn order, each of as many rows."
+    starts, keeps = windows(len(stream), row, stride)
     draws = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(starts), generator=draws)
     order = order[keeps[order].argsort(stable=True)]
     starts, keeps = starts[order], keeps[order]
-    found = torch.full((n,), math.nan, dtype=torch.float64)
     rows = max(1, min(rows, len(starts), ROOM // (int(keeps.max()) * stream.vocab)))
-    batches = window_batches(keeps, rows)
-    for i in torch.randperm(len(batches), generator=draws).tolist():
-        a, b, last_n = batches[i]
-        first = torch.cat([starts[a:b], starts[a:a + 1].expand(rows - (b - a))])
-        ids = stream.tokens[first[:, None] + torch.arange(row)]
-        logits = forward_of(pipe, ids, last_n, stream.vocab)[:b - a]
-        places = starts[a:b, None] + torch.arange(row - last_n, row)
+    batches = []
+    for a, b, last_n in window_batches(keeps, rows):
+        filled = torch.cat([starts[a:b], starts[a:a + 1].expand(rows - (b - a))])
+        batches.append(Batch(filled, b - a, last_n))
+    return [batches[i] for i in torch.randperm(len(batches), generator=draws).tolist()]
+
+
+def window_nats(pipe: Connection, stream: Stream, row: int, stride: int, rows: int, seed: int) -> Tensor:
+    "Every target's nats [N], by windows of `row` tokens in a drawn order, `rows` at a time."
+    n = len(stream)
+    found = torch.full((n,), math.nan, dtype=torch.float64)
+    for batch in scoring_batches(stream, row, stride, rows, seed):
+        ids = stream.rows(batch.starts, row)
+        logits = forward_of(pipe, ids, batch.last_n, stream.vocab)[:batch.scored]
+        places = batch.starts[:batch.scored, None] + torch.arange(ids.shape[1] - batch.last_n, ids.shape[1])
         found[places] = nats_of(logits, stream.tokens[places + 1])
     return found
 
@@ -351,9 +397,13 @@ def planned(n: int, s: SimpleNamespace, rank: int, world: int) -> list[Call]:
 
 # %% ../../nbs/tools/28b_judge.ipynb #61e9bde2
 class Reveal:
-    "One pass of a program's own adaptation, on several ranks, on a stream that appears as it is scored."
+    """One pass of a program's own adaptation, on several ranks, on a stream that appears as it is scored.
 
-    def __init__(self, pipes: list[Connection], stream: Stream, s: SimpleNamespace, folder: Path, seed: int):
+    `hiding`: each call gets other text after a drawn place among its targets, and the true text once it is scored.
+    """
+
+    def __init__(self, pipes: list[Connection], stream: Stream, s: SimpleNamespace, folder: Path, seed: int,
+                 hiding: bool = False):
         self.pipes, self.stream = pipes, stream
         self.row = min(s.eval_seq_len, len(stream))
         n, world = len(stream), len(pipes)
@@ -364,10 +414,12 @@ class Reveal:
             self.left[call.part] += 1                  # calls of each chunk that have not come
         self.parts = 0                                 # chunks that are scored
         self.nats = torch.full((n,), math.nan, dtype=torch.float64)
+        self.hiding, self.ends = hiding, [n] * world   # what a rank's call knows: targets before its end
         self.stray, self.reported = "", []
-        draws = torch.Generator().manual_seed(seed)
-        other = stream.tokens[torch.randint(n, (n + 1,), generator=draws)]
-        self.files = [folder / f"stream-{seed}-{rank}" for rank in range(world)]
+        self.draws = torch.Generator().manual_seed(seed)
+        other = stream.tokens[torch.randint(n, (n + 1,), generator=self.draws)]
+        name = secrets.token_hex(8)
+        self.files = [folder / f"{name}-{rank}" for rank in range(world)]
         self.shown = []
         for path in self.files:
             path.write_bytes(other.numpy().tobytes())
@@ -384,11 +436,24 @@ class Reveal:
         if self.at[rank] < len(self.calls[rank]):
             call = self.calls[rank][self.at[rank]]
             if call.part == self.parts:
-                self.show(rank, int(call.starts[0]), int(call.starts[-1]) + self.row + 1)
+                a, b = int(call.starts[0]), int(call.starts[-1]) + self.row + 1
+                self.show(rank, a, b)
+                if self.hiding:
+                    hide(self, rank, a + self.row - call.last_n, b)
+
+# %% ../../nbs/tools/28b_judge.ipynb #d19f6018
+def hide(pass_: Reveal, rank: int, a: int, b: int) -> None:
+    "Put other text after a drawn one of the targets a .. b-2 of a rank's next call."
+    place = int(torch.randint(a, b - 1, (), generator=pass_.draws))
+    start = int(torch.randint(len(pass_.stream) - (b - place) + 2, (), generator=pass_.draws))
+    other = pass_.stream.tokens[start:start + b - place - 1]
+    true = pass_.stream.tokens[place + 1:b]
+    pass_.shown[rank][place + 1:b] = torch.where(other == true, (other + 1) % pass_.stream.vocab, other)
+    pass_.ends[rank] = place + 1
 
 # %% ../../nbs/tools/28b_judge.ipynb #eff92295
 def take_call(pass_: Reveal, rank: int, words: dict, arrays: list[Tensor]) -> Call | None:
-    "Score what a rank's forward gave; the call, None for one that no honest pass makes."
+    "Score what a rank's forward gave, as far as it was shown it; the call, None for one that no honest pass makes."
     calls = pass_.calls[rank]
     call = calls[pass_.at[rank]] if pass_.at[rank] < len(calls) else None
     if call is None or words["call"] != call.last_n:
@@ -397,9 +462,10 @@ def take_call(pass_: Reveal, rank: int, words: dict, arrays: list[Tensor]) -> Ca
     places = call.starts[:, None] + torch.arange(pass_.row - call.last_n, pass_.row)
     ids, logits = arrays
     fits = tuple(logits.shape[1:]) == (call.last_n, pass_.stream.vocab) and len(logits) >= n
-    if not fits or not torch.equal(ids[:n], tokens[places]) or not logits[:n].isfinite().all():
+    if not fits or not torch.equal(ids[:n], pass_.shown[rank][places]) or not logits[:n].isfinite().all():
         return None
-    pass_.nats[places] = nats_of(logits[:n], tokens[places + 1])
+    nats = nats_of(logits[:n], tokens[places + 1])
+    pass_.nats[places] = torch.where(places < pass_.ends[rank], nats, math.nan)
     pass_.at[rank] += 1
     pass_.left[call.part] -= 1
     return call
@@ -427,9 +493,10 @@ def release(pass_: Reveal, waiting: set[int], call: Call, rank: int) -> None:
             send(pass_.pipes[other], {"spans": spans})
 
 # %% ../../nbs/tools/28b_judge.ipynb #89baa4c8
-def adapted_pass(pipes: list[Connection], stream: Stream, s: SimpleNamespace, folder: Path, seed: int) -> Reveal:
+def adapted_pass(pipes: list[Connection], stream: Stream, s: SimpleNamespace, folder: Path, seed: int,
+                 hiding: bool = False) -> Reveal:
     "Let the children adapt while they score; what came of it. Raises GolfError where one of them fails."
-    pass_ = Reveal(pipes, stream, s, folder, seed)
+    pass_ = Reveal(pipes, stream, s, folder, seed, hiding)
     for rank, pipe in enumerate(pipes):
         pass_.show_next(rank)
         send(pipe, {"do": "adapt", "stream": str(pass_.files[rank]), "size": len(stream) + 1})
@@ -521,27 +588,30 @@ def check_scores(case: Case) -> Iterator[dict]:
                    "{:.6f} nats, {:.6f} bits per byte".format(*ours) + "".join(f"; {w}" for w in wrong))
 
 # %% ../../nbs/tools/28b_judge.ipynb #fd09d3a1
-PROBED = 12  # windows of each kind
+SAMPLED = 32  # forwards of each scorer
+PLACES = 256  # rows in which a place is tried, at least
 
 # %% ../../nbs/tools/28b_judge.ipynb #f772e089
-def probe_rows(case: Case, row: int, rows: int, number: int) -> Tensor:
-    "Some rows of the text [n, row], early ones and late ones: tokens."
-    n = len(case.stream)
-    row = min(row, n)
-    draws = torch.Generator().manual_seed(case.seed + number)
-    room = n - row + 1
-    starts = torch.randint(room, (rows,), generator=draws)
-    starts[0], starts[-1] = 0, room - 1
-    return case.stream.tokens[starts[:, None] + torch.arange(row)]
+def sampled_batches(case: Case, scorer: str) -> list[tuple[Tensor, Batch]]:
+    "Some of a scorer's forwards, from its first to its last, again and again until there are PLACES rows: ids, batch."
+    row, stride = lengths_of(case.s)[scorer]
+    batches = scoring_batches(case.stream, row, stride, case.s.rows, case.seed)
+    chosen = batches[::max(1, len(batches) // SAMPLED)]
+    times = -(-PLACES // sum(batch.scored for batch in chosen))
+    return times * [(case.stream.rows(batch.starts, row), batch) for batch in chosen]
 
 # %% ../../nbs/tools/28b_judge.ipynb #55e44f0c
-def other_tokens(case: Case, ids: Tensor, cut: int, number: int) -> Tensor:
-    "The rows with other tokens of the text after column `cut`."
-    draws = torch.Generator().manual_seed(case.seed + 7 * number + 1)
-    drawn = case.stream.tokens[torch.randint(len(case.stream), ids.shape, generator=draws)]
-    drawn = torch.where(drawn == ids, (ids + 1) % case.stream.vocab, drawn)
-    later = torch.arange(ids.shape[1]) > cut
-    return torch.where(later, drawn, ids)
+def other_rows(case: Case, ids: Tensor, draws: torch.Generator) -> Tensor:
+    "Rows of text from elsewhere, as many as `ids` [B, T] and with other tokens in every place."
+    starts = torch.randint(len(case.stream) - ids.shape[1] + 1, (len(ids),), generator=draws)
+    other = case.stream.rows(starts, ids.shape[1])
+    return torch.where(other == ids, (other + 1) % case.stream.vocab, other)
+
+
+def drawn_places(ids: Tensor, last_n: int, draws: torch.Generator) -> Tensor:
+    "A column of each row [B, 1], one of the `last_n` that are scored, with later ones behind it."
+    T = ids.shape[1]
+    return torch.randint(T - last_n, max(T - 1, T - last_n + 1), (len(ids), 1), generator=draws)
 
 # %% ../../nbs/tools/28b_judge.ipynb #386466c9
 def lengths_of(s: SimpleNamespace) -> dict[str, tuple[int, int]]:
@@ -550,37 +620,65 @@ def lengths_of(s: SimpleNamespace) -> dict[str, tuple[int, int]]:
 
 # %% ../../nbs/tools/28b_judge.ipynb #ce433ca4
 def check_prefix(case: Case, pipe: Connection) -> Iterator[dict]:
-    "Later tokens change no earlier logits, at every length that is scored."
-    for number, (scorer, (row, last_n)) in enumerate(lengths_of(case.s).items()):
-        ids = probe_rows(case, row, PROBED, number)
-        last_n = min(last_n, ids.shape[1])
-        first = ids.shape[1] - last_n
-        base = forward_of(pipe, ids, last_n, case.stream.vocab)
-        cuts = sorted({first + k * last_n // 5 for k in range(5)} | {ids.shape[1] - 2})
-        wrong = []
-        for cut in cuts:
-            again = forward_of(pipe, other_tokens(case, ids, cut, cut), last_n, case.stream.vocab)
-            apart = (again - base)[:, :max(cut + 1 - first, 0)].abs()
-            if apart.numel() and apart.max() > 1e-3:
-                wrong.append(f"tokens after {cut} change logits by {apart.max():.3g}")
-        yield held(scorer, "strict prefix", f"later tokens change no logits, in rows of {ids.shape[1]}", not wrong,
-                   "; ".join(wrong[:3]) or f"{len(cuts)} places in each of {len(ids)} rows")
+    "Later tokens change no bit of earlier logits, at every length that is scored."
+    draws = torch.Generator().manual_seed(case.seed + 1)
+    for scorer, (row, _) in lengths_of(case.s).items():
+        sampled = sampled_batches(case, scorer)
+        wrong, most = 0, 0.0
+        for ids, batch in sampled:
+            places = drawn_places(ids, batch.last_n, draws)
+            columns = torch.arange(ids.shape[1])
+            changed = torch.where(columns > places, other_rows(case, ids, draws), ids)
+            base = forward_of(pipe, ids, batch.last_n, case.stream.vocab)
+            apart = (forward_of(pipe, changed, batch.last_n, case.stream.vocab) - base).abs().amax(-1)
+            apart = torch.where(columns[-batch.last_n:] <= places, apart, 0.0)
+            wrong += int(apart.any(1).sum())
+            most = max(most, float(apart.max()))
+        tried = sum(len(ids) for ids, _ in sampled)
+        yield held(scorer, "strict prefix", f"later tokens change no logits, in rows of {min(row, len(case.stream))}",
+                   not wrong,
+                   f"a place in each of {tried} rows; in {wrong} it changes earlier logits, by {most:.3g}" if wrong
+                   else f"a place in each of {tried} rows")
 
 # %% ../../nbs/tools/28b_judge.ipynb #e57ee8c5
 def check_neighbours(case: Case, pipe: Connection) -> Iterator[dict]:
-    "A row's logits are the same whatever rows stand beside it, and when it is asked for again."
-    for number, (scorer, (row, last_n)) in enumerate(lengths_of(case.s).items()):
-        ids = probe_rows(case, row, PROBED, 10 + number)
-        last_n = min(last_n, ids.shape[1])
-        base = forward_of(pipe, ids, last_n, case.stream.vocab)
-        other = probe_rows(case, row, PROBED, 20 + number)
-        other[::2] = ids[::2]
-        apart = (forward_of(pipe, other, last_n, case.stream.vocab) - base)[::2].abs().max()
-        yield held(scorer, "strict prefix", "a row knows nothing of the rows beside it", apart <= 1e-3,
-                   f"logits differ by {apart:.3g}")
-        late = (forward_of(pipe, ids, last_n, case.stream.vocab) - base).abs().max()
-        yield held(scorer, "strict prefix", "the same row gives the same logits again", late <= 1e-3,
+    "A row's logits are the same bits whatever rows stand beside it, and when it is asked for again."
+    draws = torch.Generator().manual_seed(case.seed + 2)
+    for scorer in lengths_of(case.s):
+        beside = late = 0.0
+        for ids, batch in sampled_batches(case, scorer):
+            other = other_rows(case, ids, draws)
+            other[::2] = ids[::2]
+            base = forward_of(pipe, ids, batch.last_n, case.stream.vocab)
+            apart = forward_of(pipe, other, batch.last_n, case.stream.vocab) - base
+            beside = max(beside, float(apart[::2].abs().max()))
+            again = forward_of(pipe, ids, batch.last_n, case.stream.vocab) - base
+            late = max(late, float(again.abs().max()))
+        yield held(scorer, "strict prefix", "a row knows nothing of the rows beside it", beside == 0,
+                   f"logits differ by {beside:.3g}")
+        yield held(scorer, "strict prefix", "the same row gives the same logits again", late == 0,
                    f"logits differ by {late:.3g}")
+
+# %% ../../nbs/tools/28b_judge.ipynb #7a02c5d4
+def check_fresh(case: Case, pipe: Connection) -> Iterator[dict]:
+    "A process that has seen nothing, and sees neither later tokens nor the rows beside, gives the nats that were noted."
+    draws = torch.Generator().manual_seed(case.seed + 3)
+    for scorer in lengths_of(case.s):
+        found = []
+        for ids, batch in sampled_batches(case, scorer):
+            places = drawn_places(ids, batch.last_n, draws)
+            other = other_rows(case, ids, draws)
+            changed = torch.where(torch.arange(ids.shape[1]) > places, other, ids)
+            changed[1::2] = other[1::2]
+            logits = forward_of(pipe, changed, batch.last_n, case.stream.vocab)
+            rows = torch.arange(0, batch.scored, 2)
+            columns = places[rows, 0]
+            targets = batch.starts[rows] + columns
+            nats = nats_of(logits[rows, columns - ids.shape[1]], case.stream.tokens[targets + 1])
+            found.append(nats - case.nats[scorer][targets])
+        apart = torch.cat(found)
+        yield held(scorer, "strict prefix", "a process that has seen nothing gives the same scores",
+                   abs(apart.mean()) <= 1e-3, f"{abs(apart.mean()):.3g} nats apart, over {len(apart)} targets")
 
 # %% ../../nbs/tools/28b_judge.ipynb #84a5fd4f
 def with_other_end(stream: Stream, place: int, seed: int) -> Stream:
@@ -593,7 +691,7 @@ def with_other_end(stream: Stream, place: int, seed: int) -> Stream:
     return Stream(tokens, stream.vocab)
 
 # %% ../../nbs/tools/28b_judge.ipynb #1f5f9dea
-def check_adapting(case: Case, pipes: list[Connection], folder: Path) -> Iterator[dict]:
+def check_pass(case: Case, pipes: list[Connection], folder: Path) -> Iterator[dict]:
     "The program's test-time training on the whole stream, revealed as it is scored; notes its nats."
     base = adapted_pass(pipes, case.stream, case.s, folder, case.seed)
     whole = not base.stray and not base.nats.isnan().any()
@@ -607,17 +705,27 @@ def check_adapting(case: Case, pipes: list[Connection], folder: Path) -> Iterato
            if not (math.isclose(pair[0], loss, rel_tol=1e-4) and math.isclose(pair[1], bpb, rel_tol=1e-4))]
     yield held("score-first training", "single pass", "what it reports is what the judge counts", not off,
                "; ".join("it reports {:.6f} nats and {:.6f} bits".format(*pair) for pair in off[:1]) or f"{bpb:.6f} bits")
-    wrong = []
-    n = len(case.stream)
-    for number, share in enumerate((0.3, 0.9)):
-        place = int(n * share)
-        other = with_other_end(case.stream, place, case.seed + number)
-        again = adapted_pass(pipes, other, case.s, folder, case.seed + 1 + number)
-        moved = ((again.nats - base.nats)[:place].abs() > 1e-4).nonzero()[:, 0].tolist()
-        if again.stray or moved:
-            wrong.append(again.stray or f"tokens after {place} change the score of target {moved[0]}")
+
+
+def moved(base: Tensor, again: Reveal, end: int) -> str:
+    "What a pass that knew less scored otherwise before `end`: words, '' for nothing."
+    apart = (again.nats - base)[:end].abs() > 1e-4  # False where it is NaN, for a target behind its call's place
+    if again.stray or not apart.any():
+        return again.stray
+    return f"tokens after {'its place' if again.hiding else end} change the score of target {int(apart.nonzero()[0])}"
+
+
+def check_adapting(case: Case, pipes: list[Connection], folder: Path) -> Iterator[dict]:
+    "Two more passes, that know less, score what they know as the first did."
+    base, n = case.nats["score-first training"], len(case.stream)
+    place = n // 4 + case.seed % max(n // 2, 1)
+    other = with_other_end(case.stream, place, case.seed)
+    hidden = adapted_pass(pipes, case.stream, case.s, folder, case.seed + 1, hiding=True)
+    wrong = [moved(base, hidden, n), moved(base, adapted_pass(pipes, other, case.s, folder, case.seed + 2), place)]
+    found = "; ".join(filter(None, wrong))
+    calls = sum(map(len, hidden.calls))
     yield held("score-first training", "score before update", "tokens that are not scored yet change no score, on the "
-               "whole stream", not wrong, "; ".join(wrong) or f"two other ends of {n:,} targets")
+               "whole stream", not found, found or f"a place in each of {calls} calls, and another end of {n:,} targets")
 
 # %% ../../nbs/tools/28b_judge.ipynb #d8044683
 SIGNS = [*map(chr, range(32, 127)), *"äéßñøžλЖ中日한อ€"]
@@ -663,13 +771,17 @@ def manifest_beside(paths: list[Path]) -> dict:
 
 def check_manifest_bytes(case: Case) -> Iterator[dict]:
     "The table counts the bytes that `data build` found in the text before it was cut into tokens."
-    said = manifest_beside(case.val_paths).get("text_bytes")
+    side = manifest_beside(case.val_paths)
+    said = side.get("text_bytes")
     if not isinstance(said, int) or said <= 0:
         return
     tokens = torch.from_numpy(np.concatenate([open_shard(path) for path in case.val_paths]).astype(np.int64))
     ours = int(target_bytes(case.table, tokens[:-1], tokens[1:]).sum())
+    right = 0.95 * said < ours < 1.005 * said
+    if "counted_bytes" in side:  # a manifest that says what the tokenizer's normalisation leaves of the text
+        right = ours == side["counted_bytes"] and ours < 1.005 * said
     yield held("text", "single pass", "the byte table counts the bytes of the text that was cut into tokens",
-               -0.05 < ours / said - 1 < 0.005, f"{ours:,} by the table, {said:,} by the manifest")
+               right, f"{ours:,} by the table, {said:,} by the manifest")
 
 # %% ../../nbs/tools/28b_judge.ipynb #086642d0
 def check_targets(case: Case) -> Iterator[dict]:
@@ -715,15 +827,16 @@ def check_reach(case: Case, dead: list[str]) -> Iterator[dict]:
                f"no gradient: {', '.join(named[:4])}" if named else f"{len(sizes)} tensors")
 
 
-def check_training(case: Case, place: dict, folder: Path) -> Iterator[dict]:
+def check_training(case: Case, pipe: Connection, folder: Path) -> Iterator[dict]:
     "How the program trains, in a child that is asked for no score."
     data = (case.summary.get("config") or {}).get("data_path")
     if not data or not list(Path(data).glob("*_train_*.bin")) or not list(Path(data).glob("*_val_*.bin")):
         return
-    with children(place, 1) as (pipe,):
-        words, (rows,) = ask(pipe, "train", data=os.path.abspath(data), folder=str(folder), batches=16)
+    words, (rows,) = ask(pipe, "train", data=os.path.abspath(data), folder=str(folder), batches=16)
     yield from check_rows(case, rows)
     yield from check_reach(case, list(words["dead"]))
+    given = (os.path.realpath(data) + os.sep, os.path.realpath(folder) + os.sep)
+    yield from check_noted(case, pipe, given, "training")
 
 # %% ../../nbs/tools/28b_judge.ipynb #d0c49d44
 def check_knows(case: Case, pipe: Connection) -> Iterator[dict]:
@@ -743,23 +856,42 @@ def check_knows(case: Case, pipe: Connection) -> Iterator[dict]:
     yield held("plain rows", "single pass", "validation text is no easier than training text", val > 0.85 * train,
                f"{val:.4f} nats a token, {train:.4f} on training text")
 
+# %% ../../nbs/tools/28b_judge.ipynb #d3d62545
+def known_places(case: Case) -> tuple[str, ...]:
+    "Where a library may read while a program is judged: beginnings of paths."
+    caches = [os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR"), Path.home() / ".cache",
+              Path.home() / ".triton", Path(tempfile.gettempdir()) / "torchinductor_", Path(tempfile.gettempdir()) / "tmp"]
+    given = [case.file, case.file.with_name("summary.json"), case.tokenizer]
+    named = [os.path.realpath(path) for path in (*caches, *given) if path]
+    return (*LIBRARIES, "/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib", *named)
 
-def check_opened(case: Case, pipe: Connection) -> Iterator[dict]:
-    "The program, asked for scores, opens no shard."
-    found = []
-    for path in ask(pipe, "opened")[0]["opened"]:
-        with suppress(GolfError, OSError):
-            read_header(path)
-            found.append(path)
-    yield held("code", "strict prefix", "the program opens no shard while it is judged", not found,
-               ", ".join(found[:3]) or "none")
+
+def is_shard(path: str) -> bool:
+    "Whether a file holds tokens."
+    try:
+        return read_header(path) > 0
+    except (GolfError, OSError):
+        return False
+
+
+def check_noted(case: Case, pipe: Connection, given: tuple[str, ...] = (), when: str = "judged") -> Iterator[dict]:
+    "The program opens, starts and calls nothing beyond what it is given."
+    known, wrong = known_places(case), []
+    for who, what, name in ask(pipe, "noted")[0]["noted"]:
+        if what == "opens" and name.startswith(given):
+            continue
+        if who == "program" or what == "opens" and (not name.startswith(known) or is_shard(name)):
+            wrong.append(f"{what} {printable(name):.120}")
+    yield held("code", "strict prefix", f"the program opens, starts and calls nothing by itself while it is {when}",
+               not wrong, ", ".join(wrong[:3]) or "nothing")
 
 # %% ../../nbs/tools/28b_judge.ipynb #c023c172
-LITERALS = 8192  # bytes of texts and numbers in a program's own files
+LITERALS = 8192   # bytes of texts and numbers in a program's own files
+DOCSTRING = 1500  # signs of a docstring: a longer one is counted
 
 
 def literal_bytes(text: str) -> dict[int, int]:
-    "The bytes of texts and numbers in a program, by line; docstrings do not count."
+    "The bytes of texts and numbers in a program, by line; docstrings do not count, unless they are long."
     tree = ast.parse(text)
     documents = set()
     for node in ast.walk(tree):
@@ -767,8 +899,9 @@ def literal_bytes(text: str) -> dict[int, int]:
             documents.add(node.body[0].value)
     found = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node not in documents:
+        if isinstance(node, ast.Constant):
             size = len(node.value) if isinstance(node.value, (str, bytes)) else len(repr(node.value))
+            size *= node not in documents or size > DOCSTRING
             found[node.lineno] = found.get(node.lineno, 0) + size
     return found
 
@@ -892,7 +1025,7 @@ def check_files(case: Case) -> Iterator[dict]:
 # %% ../../nbs/tools/28b_judge.ipynb #9fa2cef3
 CHECKS = [check_identity, check_scores, check_files, check_targets, check_tokenizer_keeps, check_bytes,
           check_manifest_bytes, check_code, check_clock]    # of files and scores alone
-FORWARD_CHECKS = [check_prefix, check_neighbours, check_knows, check_opened]  # ask the program's forward
+FORWARD_CHECKS = [check_prefix, check_neighbours, check_knows, check_noted]  # ask the program's forward
 
 # %% ../../nbs/tools/28b_judge.ipynb #cc550667
 @dataclass
@@ -928,15 +1061,16 @@ def open_case(asked: Asked, meta: dict, summary: dict, sp, facts: dict, world: i
         tokenizer=tokenizer, sp=sp, table=byte_table(sp),
         stream=Stream(torch.from_numpy(stream.astype(np.int64)), s.vocab_size), s=s,
         val_paths=find_shards(asked.val), train_paths=find_shards(asked.train) if asked.train else [],
-        seed=int(sha256(asked.file)[:8], 16), comparable=same_settings(facts["settings"], summary),
+        seed=secrets.randbits(31), comparable=same_settings(facts["settings"], summary),
         tolerance=1e-4 if alike else 5e-3)
 
 # %% ../../nbs/tools/28b_judge.ipynb #53a51056
 def judge(asked: Asked, say: Callable[[str], object] = print) -> dict:
-    """The findings on an artifact and the program that scores it: {"legal": bool, "compared": bool, "findings": [...]}.
+    """The findings on an artifact and the program that scores it, as a dict.
 
-    The program runs in a child. `say` gets what is to be printed on the way. Raises GolfError for files that cannot
-    be read, and for a program that fails.
+    {"legal": bool, "compared": {scorer: {"found": [nats, bits], "the log": [nats, bits], ...}}, "seed": int,
+    "findings": [...]}. The program runs in children. `say` gets what is to be printed on the way. Raises GolfError
+    for files that cannot be read, and for a program that fails.
     """
     report = import_module("golfnb.tools.report")
     meta = read_meta(asked.file)
@@ -947,24 +1081,42 @@ def judge(asked: Asked, say: Callable[[str], object] = print) -> dict:
     place = {"file": str(asked.file.resolve()), "program": asked.program and os.path.abspath(asked.program),
              "words": list(asked.words), "tokenizer": os.path.abspath(tokenizer)}
     world = ranks_of(summary) if asked.ttt else 1
-    with children(place, world) as pipes, tempfile.TemporaryDirectory() as folder:
-        facts = [ask(pipe, "facts")[0] for pipe in pipes][0]
+    with children(place, 1) as (pipe,):
+        facts = ask(pipe, "facts")[0]
         case = open_case(asked, meta, summary, sp, facts, world)
         if asked.ttt and not facts["adapts"]:
             raise GolfError(f"score: recipe {meta.get('recipe')} has no test-time training (ADAPT); leave --ttt out, or "
                             "take --adapters")
-        findings = [*scored(case, pipes[0], say)]
+        findings = [*scored(case, pipe, say)]
         for check in FORWARD_CHECKS:
-            findings += check(case, pipes[0])
-        if asked.ttt:
-            findings += check_adapting(case, pipes, Path(folder))
-            if "score-first training" in case.nats:
-                say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*case.score("score-first training")))
-    with tempfile.TemporaryDirectory() as folder:
-        findings += check_training(case, place, Path(folder))
+            findings += check(case, pipe)
+    findings += judged_anew(case, place, asked.ttt and world, say)
     findings += [f for check in CHECKS for f in check(case)]
-    compared = case.comparable and any(numbers_of(case, scorer) for scorer in case.nats)
-    return {"legal": all(f["passed"] for f in findings), "compared": compared, "findings": findings}
+    return {"legal": all(f["passed"] for f in findings), "compared": compared(case), "seed": case.seed,
+            "findings": findings}
+
+# %% ../../nbs/tools/28b_judge.ipynb #731caeaf
+def judged_anew(case: Case, place: dict, world: int, say: Callable) -> Iterator[dict]:
+    "What children find that have scored nothing: one alone, and `world` that adapt, if it is not 0."
+    with children(place, 1) as (pipe,), tempfile.TemporaryDirectory() as folder:
+        yield from check_fresh(case, pipe)
+        yield from check_training(case, pipe, Path(folder))
+    if not world:
+        return
+    with children(place, world) as pipes, tempfile.TemporaryDirectory() as folder:
+        yield from check_pass(case, pipes, Path(folder))
+    if "score-first training" in case.nats:
+        with children(place, world) as pipes, tempfile.TemporaryDirectory() as folder:
+            yield from check_adapting(case, pipes, Path(folder))
+        say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*case.score("score-first training")))
+
+
+def compared(case: Case) -> dict:
+    "The scores that were held against each other: scorer -> what was found, and what log and summary say."
+    if not case.comparable:
+        return {}
+    pairs = {scorer: {"found": case.score(scorer)} | numbers_of(case, scorer) for scorer in case.nats}
+    return {scorer: found for scorer, found in pairs.items() if len(found) > 1}
 
 # %% ../../nbs/tools/28b_judge.ipynb #bb9dce4a
 def scored(case: Case, pipe: Connection, say: Callable) -> Iterator[dict]:

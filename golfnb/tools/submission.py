@@ -115,6 +115,23 @@ def log_rules(one: SimpleNamespace, code: bytes) -> list[tuple]:
         ("evaluation time", one.eval_ms > 600_000,
          f"{one.name}: evaluation took {one.eval_ms:,} ms, at most 600 s are allowed: raise EVAL_STRIDE")]
 
+# %% ../../nbs/tools/28_submission.ipynb #5cb5f714
+SCORERS = {"legal_ttt": "score-first training", "final_int6_sliding_window": "sliding window",
+           "final_int6_roundtrip": "plain rows"}  # as an audit calls them
+
+
+def compared_rules(one: SimpleNamespace, audit: dict, name: str) -> list[tuple]:
+    "The rules of what an audit has held against a log: its score, as it stands there."
+    compared = audit.get("compared")
+    found = compared.get(SCORERS.get(one.label)) if isinstance(compared, dict) else None
+    pair = found.get("the log") if isinstance(found, dict) else None
+    return [
+        ("audit", audit and not pair, f"{name} compared no score of {one.name} with its own: audit the run in its folder, "
+         "with log and summary beside the artifact, by the settings of the run, with --ttt if that gives the score"),
+        ("audit", pair and pair != [one.val_loss, one.val_bpb],
+         f"{name} compared {pair} with its own score, {one.name} says [{one.val_loss}, {one.val_bpb}]: audit what is "
+         "submitted")]
+
 # %% ../../nbs/tools/28_submission.ipynb #7cb218b1
 def audit_rules(one: SimpleNamespace, audit: dict) -> list[tuple]:
     "The rules of the audit that belongs to a log."
@@ -132,7 +149,8 @@ def audit_rules(one: SimpleNamespace, audit: dict) -> list[tuple]:
         ("audit", audit and one.label == "legal_ttt" and not adapted,
          f"{name} has no test-time training, which gives the score: audit again with --ttt"),
         ("audit", audit and "files" not in scorers,
-         f"{name} did not compare training and validation shards: audit again with --train")]
+         f"{name} did not compare training and validation shards: audit again with --train"),
+        *compared_rules(one, audit, name)]
 
 # %% ../../nbs/tools/28_submission.ipynb #c2673601
 SAME = ("recipe", "world", "device", "torch", "val_tokens", "unigram", "label")
