@@ -12,7 +12,7 @@ __all__ = ['SHARED_KEYS', 'Lanes', 'Pieces', 'cut_pieces', 'in_blocks', 'band_ma
            'long_order', 'in_order_of', 'Frontier', 'stream_loss', 'StreamForward', 'SavedFrontier',
            'frontier_from_settings']
 
-# %% ../nbs/story/05d_frontier.ipynb #f5029cdf
+# %% ../nbs/story/05d_frontier.ipynb #f46cad2c
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+# %% ../nbs/story/05d_frontier.ipynb #8eed8b20
 from .layers import (
     attention_backend,
     mix_norm,
@@ -210,7 +211,7 @@ def two_lanes(block: Block, lanes: Lanes, x0: Tensor, w: BlockWeights, cos, sin,
     mlp = block.mlp(scaled_norm(second, block.norm_scale), w)
     return add_to_lanes((first, second), attention, mlp, w.more.post, w.more.resid)
 
-# %% ../nbs/story/05d_frontier.ipynb #179bec1f
+# %% ../nbs/story/05d_frontier.ipynb #376759ec
 @dataclass
 class FrontierSettings(ModelSettings):
     "What a model of whole documents has beside `ModelSettings`; names are the published ones."
@@ -230,10 +231,6 @@ class FrontierSettings(ModelSettings):
         "The blocks of `long_order`."
         return self.num_layers + self.num_loops * (self.loop_end + 1 - self.loop_start)
 
-    def block_form(self, i: int) -> Callable | None:
-        "One stream first, then two lanes."
-        return two_lanes if i >= self.parallel_start_layer else gated_stream
-
     def rules(self) -> Rules:
         "Which gates, loops and lanes are possible."
         yield from super().rules()
@@ -241,6 +238,10 @@ class FrontierSettings(ModelSettings):
             f"GATE_WINDOW must be at most MODEL_DIM={self.model_dim}, found {self.gate_window}: "
             "lower it")
         yield from loop_rules(self)
+
+    def block_form(self, i: int) -> Callable | None:
+        "One stream first, then two lanes."
+        return two_lanes if i >= self.parallel_start_layer else gated_stream
 
 # %% ../nbs/story/05d_frontier.ipynb #f3260d97
 def loop_rules(cfg: FrontierSettings) -> Rules:
@@ -267,7 +268,7 @@ def in_order_of(cfg: FrontierSettings, share_done: float) -> tuple[int, ...]:
         return long_order(cfg)
     return tuple(range(cfg.num_layers))
 
-# %% ../nbs/story/05d_frontier.ipynb #67ef9aaf
+# %% ../nbs/story/05d_frontier.ipynb #e4ea57c2
 class Frontier(Golf):
     "A `Golf` of whole documents. `bos` begins them."
     starts: ClassVar[dict[str, float]] = {"lane_post": 1.0, "lane_resid": 1.1}
