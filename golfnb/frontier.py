@@ -12,12 +12,12 @@ __all__ = ['SHARED_KEYS', 'Lanes', 'Pieces', 'cut_pieces', 'in_blocks', 'band_ma
            'long_order', 'in_order_of', 'Frontier', 'stream_loss', 'StreamForward', 'SavedFrontier',
            'frontier_from_settings']
 
-# %% ../nbs/story/05d_frontier.ipynb #f46cad2c
+# %% ../nbs/story/05d_frontier.ipynb #629c2354
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,10 +118,10 @@ def takes_edges(device: torch.device, dtype: torch.dtype, choice: str) -> bool:
     narrow = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and narrow and choice in ("auto", "flash", "fa3", "fa4")
 
-# %% ../nbs/story/05d_frontier.ipynb #d066b80b
+# %% ../nbs/story/05d_frontier.ipynb #525be812
 # by which a torch that asks for it is told that query heads share keys
-SHARED_KEYS = {name: True for name in inspect.signature(varlen_attn).parameters
-               if name == "enable_gqa"}
+SHARED_KEYS: dict[str, Any] = {name: True for name in inspect.signature(varlen_attn).parameters
+                               if name == "enable_gqa"}
 
 
 def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, choice: str = "auto") -> Tensor:

@@ -97,9 +97,8 @@ class FlooredSettings(TrainSettings):
     min_lr: float = setting(0.1, "least share of the peak learning rate: ratio", bounds="[0, 1]")
 
 
-def floored_schedule(s: FlooredSettings, step: int,
-                     elapsed_ms: torch.Tensor | float) -> torch.Tensor:
-    "Share of the peak learning rate for the step about to run; time is rank 0's."
+def floored_schedule(s, step: int, elapsed_ms: torch.Tensor | float) -> torch.Tensor:
+    "Share of the peak learning rate for the step about to run, by `FlooredSettings` s."
     share = step / s.iterations
     if s.train_cap_ms > 0:
         share = elapsed_ms / s.train_cap_ms
