@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 5110c03c92c93496
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0dbad93b7a77cf59
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -4486,8 +4486,8 @@ class Run:
     budget. `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a
     unigram of the training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras`
     (each an `Extra`) hang on the run. `results`: what its stages gave, by name. `program_sha256`:
-    of a program of one's own, empty for a recipe of golfnb. Raises GolfError for whatever is wrong
-    with the data.
+    of a program of one's own, empty for a recipe of golfnb. `now`: the clock that decides what a
+    run does. Raises GolfError for whatever is wrong with the data.
     """
 
     def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
@@ -4506,6 +4506,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings, self.ranks, self.code = s, ranks, code
         self.program_sha256 = ""
+        self.now = time.perf_counter
         self.seconds, self.summary, self.results, self.extras = {}, {}, {}, []
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.node)
@@ -4714,7 +4715,7 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
         with run.phase("compiling"), undone(p.engine, batches):
             rehearse(trainer(now=lambda: 0.0), partial(step, p), run.log)
         with run.phase("training"):
-            t = train(trainer(log=run.log), partial(step, p), validate, run.extras)
+            t = train(trainer(log=run.log, now=run.now), partial(step, p), validate, run.extras)
     run.trained(t)
     with run.phase("packing"):
         t.average.remark(run.log)
