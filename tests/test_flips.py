@@ -9,8 +9,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
+from warnings import simplefilter
 
 import pytest
 from forked import run_python
@@ -68,7 +70,8 @@ def flipped(state: Path, folder: Path, rng: random.Random) -> str:
 
 def forked_rank(script: Path, nproc: int, settings: dict, write, show=None, module: str = "") -> int:
     "In place of golfnb.tools.launcher.run_script: one rank, forked."
-    done = run_python(["-m", module, script], Path.cwd(), clean_env(**settings))
+    quiet = partial(simplefilter, "ignore")  # where this file is the program, a forked process has imported it, and `module` with it
+    done = run_python(["-m", module, script], Path.cwd(), clean_env(**settings), quiet)
     print(done.stdout, end="")
     write(done.stderr)
     return done.returncode
