@@ -482,7 +482,9 @@ def test_a_run_goes_on_with_no_token_changed_anywhere(life, monkeypatch, at_once
     before = shard_identity(path)
     tokens = bytearray(path.read_bytes())
     tokens[HEADER_BYTES + 40:HEADER_BYTES + 42] = b"\x07\x01"
+    times = path.stat()
     path.write_bytes(tokens)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as whoever wants to hide it would
     assert shard_identity(path) == before, "it lies between the spans"
     with pytest.raises(GolfError, match=f"tokens of {path} must have SHA-256.*before it stopped"):
         begin(RESUME="1").extras[-1].after_training(None)
