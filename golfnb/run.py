@@ -48,6 +48,7 @@ from .settings import (
 )
 from .shards import (
     atomic_write,
+    bytes_note,
     check_tokens,
     find_shards,
     left_out,
@@ -181,8 +182,8 @@ class Run:
     budget. `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a
     unigram of the training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras`
     (each an `Extra`) hang on the run. `results`: what its stages gave, by name. `program_sha256`:
-    of a program of one's own, empty for a recipe of golfnb. Raises GolfError for whatever is wrong
-    with the data.
+    of a program of one's own, empty for a recipe of golfnb. `now`: the clock that decides what a
+    run does. Raises GolfError for whatever is wrong with the data.
     """
 
     def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
@@ -193,13 +194,15 @@ class Run:
         self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
         train_files, val_files = data / "*_train_*.bin", data / "*_val_*.bin"
         self.train_paths = find_shards(train_files)
-        self.data_notes = [left_out(train_files, val_files)]
+        notes = left_out(train_files, val_files), bytes_note(find_shards(val_files))
+        self.data_notes = list(filter(None, notes))
         val = val_tokens(val_files, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings, self.ranks, self.code = s, ranks, code
         self.program_sha256 = ""
+        self.now = time.perf_counter
         self.seconds, self.summary, self.results, self.extras = {}, {}, {}, []
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.node)
@@ -358,7 +361,8 @@ class Run:
     def finish(self) -> dict:
         "Write the summary and close what hangs on the run; returns the summary."
         s = self.settings
-        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed,
+        self.summary.update(unigram_bpb=self.unigram, data_notes=self.data_notes,
+                                recipe=s.recipe, seed=s.seed,
                             world=self.ranks.world, device=device_name(self.ranks),
                             seconds=self.seconds, config=asdict(s))
         if self.ranks.is_rank0:
@@ -407,7 +411,7 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
         with run.phase("compiling"), undone(p.engine, batches):
             rehearse(trainer(now=lambda: 0.0), partial(step, p), run.log)
         with run.phase("training"):
-            t = train(trainer(log=run.log), partial(step, p), validate, run.extras)
+            t = train(trainer(log=run.log, now=run.now), partial(step, p), validate, run.extras)
     run.trained(t)
     with run.phase("packing"):
         t.average.remark(run.log)
@@ -455,17 +459,18 @@ def reserve_rules(s) -> Rules:
         f"found {s.gptq_reserve_ms:g} ms: lower it or train longer")
 
 # %% ../nbs/reference/16_run.ipynb #4d2ae8ce
-def in_time(batches: Iterable, limit_ms: float, device: torch.device, ends: list) -> Iterator:
-    """As many batches as fit into the time, at least one.
+def in_time(batches: Iterable, limit_ms: float, device: torch.device, ends: list,
+            now: Callable = time.perf_counter) -> Iterator:
+    """As many batches as fit into the time that `now` says, at least one.
 
     `ends` receives the ms at which each was done with.
     """
-    start = time.perf_counter()
+    start = now()
     for batch in batches:
         yield batch
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        ends.append(1000 * (time.perf_counter() - start))
+        ends.append(1000 * (now() - start))
         last = ends[-1] - ends[-2] if len(ends) > 1 else 0.0  # the first warms up and says nothing
         if ends[-1] + last > limit_ms:
             break
@@ -479,7 +484,7 @@ def hessians_in_time(run: Run, model: Golf, sampler) -> dict:
     s, ranks, ends = run.settings, run.ranks, []
     batches = calibration_batches(sampler, s.gptq_calib_samples, ranks.device, run.log)
     limit = s.gptq_reserve_ms if s.max_wallclock_seconds else math.inf
-    means = calibrate(model, in_time(batches, limit, ranks.device, ends), ranks)
+    means = calibrate(model, in_time(batches, limit, ranks.device, ends, run.now), ranks)
     counts = torch.zeros(ranks.world, 2, dtype=torch.float64, device=ranks.device)
     counts[ranks.rank] = counts.new_tensor([len(ends), ends[-1]])
     counts = ranks.sum(counts)
@@ -497,7 +502,8 @@ def sensitivities_in_time(run: Run, model: Golf, sampler) -> dict:
     s, ranks, ends = run.settings, run.ranks, []
     batches = calibration_batches(sampler, s.gptq_calib_samples, ranks.device, run.log)
     limit = s.gptq_reserve_ms if s.max_wallclock_seconds else math.inf
-    found = sensitivities(model, in_time(batches, limit, ranks.device, ends), ranks, s.seed)
+    in_reserve = in_time(batches, limit, ranks.device, ends, run.now)
+    found = sensitivities(model, in_reserve, ranks, s.seed)
     run.log.line(f"sensitivities: {len(ends)} of {s.gptq_calib_samples} calibration batches on "
                  f"rank 0, {ends[-1]:.0f}ms of {s.gptq_reserve_ms:.0f}ms kept back")
     return found

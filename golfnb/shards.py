@@ -9,11 +9,12 @@ __all__ = ['SHARD_MAGIC', 'SHARD_VERSION', 'HEADER_BYTES', 'BOS_ID', 'SHARD_NAME
            'cannot_write', 'atomic_write', 'WholeFile', 'shard_header', 'ShardWriter',
            'write_shard', 'shard_file', 'read_header', 'open_shard', 'read_span', 'shard_name',
            'matching_shards', 'find_shards', 'left_out', 'check_marks', 'check_tokens',
-           'read_tokens', 'val_tokens', 'check_disjoint']
+           'read_tokens', 'val_tokens', 'bytes_note', 'check_disjoint']
 
 # %% ../nbs/story/02_shards.ipynb #b49adfc2
 import glob
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -303,6 +304,23 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
             f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
             "window")
     return tokens[: rows * seq_len + 1]
+
+# %% ../nbs/story/02_shards.ipynb #b5a7e5b1
+def bytes_note(shards: Sequence[Path]) -> str:
+    """A note where a score of validation shards divides by other bytes than those of their text.
+
+    The manifest beside them says so; empty if not, or if it does not know them.
+    """
+    try:
+        made = json.loads(shards[0].with_name("manifest.json").read_bytes())["val"]
+        counted, whole = int(made["counted_bytes"]), int(made["text_bytes"])
+        known = {shard["name"] for shard in made["shards"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # published shards have no manifest, and those of earlier versions no such count
+    if counted == whole or not known.issuperset(path.name for path in shards):
+        return ""
+    return (f"note: bits per byte are counted on {counted:,} bytes; the validation text has "
+            f"{whole:,}, which the tokenizer's normalisation changes")
 
 # %% ../nbs/story/02_shards.ipynb #58cdbb6a
 def check_disjoint(train_paths: Sequence[Path], val_paths: Sequence[Path]) -> None:

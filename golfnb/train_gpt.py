@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source aa16820c13f456b8
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 2fdb81a73eff1fe4
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -3107,6 +3107,23 @@ def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray
     return tokens[: rows * seq_len + 1]
 
 
+def bytes_note(shards: Sequence[Path]) -> str:
+    """A note where a score of validation shards divides by other bytes than those of their text.
+
+    The manifest beside them says so; empty if not, or if it does not know them.
+    """
+    try:
+        made = json.loads(shards[0].with_name("manifest.json").read_bytes())["val"]
+        counted, whole = int(made["counted_bytes"]), int(made["text_bytes"])
+        known = {shard["name"] for shard in made["shards"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # published shards have no manifest, and those of earlier versions no such count
+    if counted == whole or not known.issuperset(path.name for path in shards):
+        return ""
+    return (f"note: bits per byte are counted on {counted:,} bytes; the validation text has "
+            f"{whole:,}, which the tokenizer's normalisation changes")
+
+
 # ---- golfnb/loader.py ----
 class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
@@ -4457,8 +4474,8 @@ class Run:
     budget. `val [N + 1]`: validation tokens, and `table` their bytes. `unigram`: bits per byte of a
     unigram of the training tokens. `seconds`: of each phase. `summary`: for summary.json. `extras`
     (each an `Extra`) hang on the run. `results`: what its stages gave, by name. `program_sha256`:
-    of a program of one's own, empty for a recipe of golfnb. Raises GolfError for whatever is wrong
-    with the data.
+    of a program of one's own, empty for a recipe of golfnb. `now`: the clock that decides what a
+    run does. Raises GolfError for whatever is wrong with the data.
     """
 
     def __init__(self, settings, ranks: Ranks, code: bytes = b"", folder: Path | None = None,
@@ -4469,13 +4486,15 @@ class Run:
         self.tokenizer_sha256 = tokenizer_hash(s.tokenizer_path)
         train_files, val_files = data / "*_train_*.bin", data / "*_val_*.bin"
         self.train_paths = find_shards(train_files)
-        self.data_notes = [left_out(train_files, val_files)]
+        notes = left_out(train_files, val_files), bytes_note(find_shards(val_files))
+        self.data_notes = list(filter(None, notes))
         val = val_tokens(val_files, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
         self.unigram = unigram_bpb(count_tokens(self.train_paths, s.vocab_size), val, table)
         self.folder = folder or run_folder(s, ranks)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings, self.ranks, self.code = s, ranks, code
         self.program_sha256 = ""
+        self.now = time.perf_counter
         self.seconds, self.summary, self.results, self.extras = {}, {}, {}, []
         ranks.barrier()
         self.log = RunLog(self.folder, ranks.local == 0, quiet, ranks.node)
@@ -4634,7 +4653,8 @@ class Run:
     def finish(self) -> dict:
         "Write the summary and close what hangs on the run; returns the summary."
         s = self.settings
-        self.summary.update(unigram_bpb=self.unigram, recipe=s.recipe, seed=s.seed,
+        self.summary.update(unigram_bpb=self.unigram, data_notes=self.data_notes,
+                                recipe=s.recipe, seed=s.seed,
                             world=self.ranks.world, device=device_name(self.ranks),
                             seconds=self.seconds, config=asdict(s))
         if self.ranks.is_rank0:
@@ -4683,7 +4703,7 @@ def train_and_average(run: Run, p, batches: Loader, step: Callable,
         with run.phase("compiling"), undone(p.engine, batches):
             rehearse(trainer(now=lambda: 0.0), partial(step, p), run.log)
         with run.phase("training"):
-            t = train(trainer(log=run.log), partial(step, p), validate, run.extras)
+            t = train(trainer(log=run.log, now=run.now), partial(step, p), validate, run.extras)
     run.trained(t)
     with run.phase("packing"):
         t.average.remark(run.log)

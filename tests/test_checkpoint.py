@@ -435,9 +435,15 @@ def test_what_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     keeper = Keeper(tmp_path, 1e9, Ranks(), RunLog(quiet=True))
     one_run(Ranks(), keeper)
     keeper.wait()
-    def closed(path): raise PermissionError(13, "Permission denied", str(path))
-    monkeypatch.setattr("golfnb.tools.checkpoint.read_sealed", closed)
-    with pytest.raises(GolfError, match="trainer.json must be readable.*nothing was changed"):
+    for fault in (PermissionError(13, "Permission denied"), OSError(5, "Input/output error")):
+        def closed(path, fault=fault): raise type(fault)(*fault.args, str(path))
+        with monkeypatch.context() as patch:
+            patch.setattr("golfnb.tools.checkpoint.read_sealed", closed)
+            with pytest.raises(GolfError, match=f"trainer.json must be readable.*{fault.strerror}.*nothing was changed"):
+                keeper.newest()
+    def full(*_, **__): raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setattr(torch, "load", full)
+    with pytest.raises(RuntimeError, match="allocate memory"):  # the rank's sentence is of memory, not of torch
         keeper.newest()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000012"]
 

@@ -232,8 +232,9 @@ def test_encoding_in_parts_and_threads_is_encoding_one_by_one(model, texts, part
         assert all(" ".join(cut_document(t)) == t for t in texts)
     finally:
         data.PART_CHARACTERS = whole
-    assert [ids.tolist() for _, _, ids in found] == [[1, *encode_text(sp, t)] for t in texts]
-    assert [(d, n) for d, n, _ in found] == [(hashlib.sha256(t.encode()).digest(), len(t.encode())) for t in texts]
+    assert [document.ids.tolist() for document in found] == [[1, *encode_text(sp, t)] for t in texts]
+    assert [(d.sha256, d.text_bytes) for d in found] == [(hashlib.sha256(t.encode()).digest(), len(t.encode())) for t in texts]
+    assert all(d.counted_bytes == d.normalized_bytes == d.text_bytes for d in found)
 
 
 def test_a_vocabulary_that_reaches_over_spaces_is_not_cut(tmp_path, docs):
@@ -246,7 +247,7 @@ def test_a_vocabulary_that_reaches_over_spaces_is_not_cut(tmp_path, docs):
         sp = spm.SentencePieceProcessor(model_proto=out.getvalue())
         assert not cuts_at_spaces(sp), name
         long = " ".join(docs[:40])[: 3 * data.PART_CHARACTERS]
-        assert [ids.tolist() for _, _, ids in encode_documents([long], sp)] == [[sp.bos_id(), *sp.encode(long)]], name
+        assert [document.ids.tolist() for document in encode_documents([long], sp)] == [[sp.bos_id(), *sp.encode(long)]], name
 
 
 def test_shards_are_those_of_one_document_at_a_time(tmp_path, docs, model):
@@ -296,9 +297,10 @@ def test_a_document_of_100_megabytes(model):
     "It is cut at spaces (4 MB here; the whole size is in nbs/results/data_build_cpu.json)."
     sp = data.load_tokenizer(model)
     long = "Long texts are read in parts and nothing is lost. " * 80_000
-    (_, size, ids), = encode_documents([long], sp)
+    (document,) = encode_documents([long], sp)
+    ids = document.ids
     once = sp.encode("Long texts are read in parts and nothing is lost. " * 20)
-    assert size == len(long) and ids[1 : len(once) - 5].tolist() == once[: len(once) - 6] and abs(ids.size / (len(once) * 4_000) - 1) < 0.01
+    assert document.text_bytes == document.counted_bytes == len(long) and ids[1 : len(once) - 5].tolist() == once[: len(once) - 6] and abs(ids.size / (len(once) * 4_000) - 1) < 0.01
 
 
 FULL_DISK_BUILD = """
@@ -618,3 +620,126 @@ def test_linked_folders_are_read_once_and_what_is_not_read_is_named(tmp_path):
     (tmp_path / "notes" / "gone.txt").symlink_to(tmp_path / "nowhere")
     left_out = []
     assert [p.name for p in find_documents([tmp_path / "notes"], left_out)] == ["b.txt", "a.txt"] and [p.name for p in left_out] == ["gone.txt"]
+
+
+def trained_by_others(path, texts, **more):
+    "A tokenizer as SentencePiece's own command makes one, but for what is given."
+    import io
+
+    import sentencepiece as spm
+
+    model, given = io.BytesIO(), {"vocab_size": 400, "byte_fallback": True, **more}
+    spm.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, model_type="bpe", pad_id=0, bos_id=1, eos_id=2, unk_id=3, num_threads=1, minloglevel=2, **given)
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def counted_again(folder, model, side) -> int:
+    "The bytes of a side by the table, from its shards."
+    tokens = torch.from_numpy(read_tokens(folder / f"fineweb_{side}_*.bin").astype(np.int64))
+    return int(target_bytes(byte_table(data.load_tokenizer(model)), tokens[:-1], tokens[1:]).sum())
+
+
+@pytest.mark.parametrize("rule", [{}, {"normalization_rule_name": "nmt_nfkc_cf"}, {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}], ids=["NFKC", "small letters", "identity"])
+def test_bytes_that_normalisation_changes_are_counted_and_said(tmp_path, docs, rule):
+    "The manifest has both counts; the note says them for these shards and no others, and a manifest without the count is read as before."
+    from golfnb.shards import bytes_note
+
+    texts = [f"{d}\n\n\ufb01 \u00bd  a \u2581 b\t{i}" for i, d in enumerate(docs[:80])]
+    model = trained_by_others(tmp_path / "t.model", texts, **rule)
+    made = build_shards(texts, model, tmp_path / "s", val_fraction=0.3)
+    sp, changes = data.load_tokenizer(model), "remove_extra_whitespaces" not in rule
+    for side in ("train", "val"):
+        mine = [t for t in texts if is_validation(t, 0.3) is (side == "val")]
+        assert made[side]["text_bytes"] == sum(len(t.encode()) for t in mine)
+        kept = sum(len(sp.normalize(t.replace("\u2581", "\0")).replace("\u2581", " ").encode()) + 1 for t in mine)  # the space in front, and two bytes more of U+2581
+        assert made[side]["counted_bytes"] == counted_again(tmp_path / "s", model, side) == kept and (kept < made[side]["text_bytes"]) is changes
+    val = sorted((tmp_path / "s").glob("*_val_*.bin"))
+    note = "note: bits per byte are counted on {counted_bytes:,} bytes; the validation text has {text_bytes:,},".format(**made["val"])
+    assert bytes_note(val).startswith(note) is changes and (bytes_note(val) == "") is not changes
+    assert bytes_note([tmp_path / "s" / "other_val_000000.bin"]) == ""
+    manifest = tmp_path / "s" / "manifest.json"
+    for damage in ({"counted_bytes": None}, {"counted_bytes": "many"}, {"text_bytes": []}):
+        manifest.write_text(json.dumps(made | {"val": made["val"] | damage}))
+        assert bytes_note(val) == ""
+    for side in ("train", "val"):
+        del made[side]["counted_bytes"]
+    manifest.write_text(json.dumps(made))
+    assert bytes_note(val) == ""
+    check_manifest(tmp_path / "s", made["tokenizer_sha256"])
+
+
+@pytest.mark.parametrize("kind, cause", [("no fallback", r"10 of its tokens are unknown .* no byte fallback: train one with byte_fallback=True"), ("no space", "no piece for a space.* required_chars"), ("suffix", "neither its pieces nor its normalisation")])
+def test_bytes_that_nothing_explains_are_refused(tmp_path, kind, cause):
+    "From one byte on, with the count, the cause and the way out; nothing stays."
+    texts, exact = ["one small text"] * 20, dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
+    lines, more = {"no fallback": (texts, {"byte_fallback": False, "vocab_size": 20}), "no space": (["".join(map(chr, range(0x4E00, 0x4E00 + 100))) * 10], {"character_coverage": 0.999, "vocab_size": 380}),
+                   "suffix": (texts, {"treat_whitespace_as_suffix": True, "vocab_size": 280})}[kind]
+    model = trained_by_others(tmp_path / "t.model", lines, **exact, **more)
+    odd = {"no fallback": "one\ntext" * 10, "no space": "a b", "suffix": "one text"}[kind]
+    wrong = {"no fallback": (70, 80), "no space": (8, 3), "suffix": (9, 8)}[kind]
+    with pytest.raises(GolfError, match="found {} counted for the {} of document 1; .*{}".format(*wrong, cause)) as caught:
+        build_shards([odd], model, tmp_path / "s")
+    assert "\n" not in str(caught.value) and [p.name for p in tmp_path.iterdir()] == ["t.model"]
+
+
+def test_a_tokenizer_of_text_without_spaces_has_a_piece_for_one(tmp_path):
+    "Long Chinese documents: the one space that SentencePiece puts in front of each is rarer than what coverage takes."
+    rng = random.Random(3)
+    texts = [chinese(rng, 60_000) for _ in range(4)]
+    sp = train_tokenizer(texts, tmp_path / "t.model", 1024)
+    assert sp.encode("a b", out_type=str)[:3] == ["\u2581", "<0x61>", "\u2581"]
+    made = build_shards([*texts, *(f"\u8bf4 one two {i}" for i in range(40))], tmp_path / "t.model", tmp_path / "s", val_fraction=0.3)
+    for side in ("train", "val"):
+        assert made[side]["counted_bytes"] == made[side]["text_bytes"] == counted_again(tmp_path / "s", tmp_path / "t.model", side)
+    train_tokenizer(texts, tmp_path / "again.model", 1024)
+    assert tokenizer_hash(tmp_path / "again.model") == tokenizer_hash(tmp_path / "t.model")
+
+
+def test_a_folder_that_cannot_be_opened_is_left_out_by_name(tmp_path, monkeypatch):
+    "The tests may run as a user who can open every folder, so the refusal of the system is put in its place."
+    for folder, count in (("notes", 30), ("notes/private", 30), ("notes/z", 30)):
+        (tmp_path / folder).mkdir()
+        for i in range(count):
+            (tmp_path / folder / f"{i}.txt").write_text(f"{folder} {i}: " + " ".join(stdlib_documents(["string"])[0].split()[i:i + 90]))
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path).endswith("private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    left_out = []
+    found = data.find_documents([tmp_path / "notes"], left_out)
+    assert len(found) == 60 and left_out == [tmp_path / "notes" / "private"] and {p.parent.name for p in found} == {"notes", "z"}
+    done = golfnb("data", "build", "notes", "--out", "o", "--vocab-size", 300, cwd=tmp_path)
+    assert done.returncode == 0 and "left out: 1 directories that cannot be opened, the first notes/private" in done.stdout, done.stderr
+    with pytest.raises(GolfError, match="must hold documents, found 1 directories that cannot be opened, .*private: "):
+        data.find_documents([tmp_path / "notes" / "private"])
+
+
+def test_shares_are_of_the_bytes_of_the_text_whatever_its_file_takes(tmp_path):
+    "The same documents in four files: packed, plain, in a table, and in a table beside pictures."
+    import gzip
+
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rng = random.Random(0)
+    texts = [f"{i} " + " ".join(rng.choices("ships carry tea salt and rain to the old harbour".split(), k=120)) for i in range(500)]
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    pq.write_table(pa.table({"text": texts}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"text": texts, "picture": pa.array([rng.randbytes(20_000) for _ in texts], pa.binary())}), tmp_path / "d.parquet")
+    names = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.parquet"]
+    sizes = [(tmp_path / name).stat().st_size for name in names]
+    assert 4 * sizes[1] < sizes[0] and 10 * sizes[2] < sizes[3]
+    made = []
+    for name in names:
+        done = golfnb("data", "build", name, "--out", f"o-{name}", "--vocab-size", 300, "--tokenizer-bytes", 100_000, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / f"o-{name}" / "manifest.json").read_text())
+        made.append((found["val_fraction"], found["tokenizer_sha256"], found["val"]["text_bytes"], found["documents_sha256"]))
+    assert len(set(made)) == 1, made
+    size = sum(len(t.encode()) for t in texts)
+    assert made[0][0] == pytest.approx(20_000 / size) and 8_000 < made[0][2] < 40_000

@@ -13,8 +13,9 @@ from forked import fork_python
 from golfnb.tools import drill as chapter
 from golfnb.tools import programs
 from golfnb.tools.data import build_shards, stdlib_documents
-from golfnb.tools.checkpoint import open_kept
-from golfnb.tools.drill import differences, drill, half_files, processes
+from golfnb.parallel_muon import Ranks
+from golfnb.tools.checkpoint import DRILL_CLOCK, Keeper, open_kept
+from golfnb.tools.drill import SIGNALS, differences, drawn_pairs, drill, half_files, processes
 from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting
 
 
@@ -33,6 +34,46 @@ def test_two_kills(data, tmp_path, monkeypatch):
     whole, victim = tmp_path / "drill" / "whole-3", tmp_path / "drill" / "victim-3-1"
     (victim / "ema.golf").write_bytes((victim / "ema.golf").read_bytes()[:-1])
     assert differences(whole, victim) == ["ema.golf"] and half_files(victim) == ["ema.golf"], "it would have found a fault"
+
+
+class Copied:
+    "Copies a run's folder after a step, as a kill would leave it."
+
+    def __init__(self, run, after: int, to: Path):
+        self.run, self.after, self.to = run, after, to
+
+    def before_training(self, t): "As in Extra."
+    def after_training(self, t): "As in Extra."
+    def note(self, stage): "As in Extra."
+    def close(self): "As in Extra."
+
+    def after_step(self, t):
+        if t.steps == self.after:
+            next(extra for extra in self.run.extras if isinstance(extra, Keeper)).wait()
+            shutil.copytree(self.run.folder, self.to)
+
+
+def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path):
+    "By that of drills, which a checkpoint holds: of wide, whose steps, rates and calibration depend on the time."
+    recipe = programs.find_program("wide")
+    given = TINY | {"RECIPE": "wide", "RUNS_DIR": tmp_path, "DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "ITERATIONS": 90, "MAX_WALLCLOCK_SECONDS": 1.5, "GPTQ_RESERVE_MS": 250, "TTT_ENABLED": 0,
+                    "GPTQ_CALIB_SAMPLES": 3, "CHECKPOINT_EVERY_S": 0.125, DRILL_CLOCK: "1"}
+    env = {name: str(value) for name, value in given.items() if not name.startswith(("BIGRAM", "VE_"))}
+    run = open_kept(recipe, env | {"RUN_ID": "whole"}, Ranks(), quiet=True)
+    run.extras.append(Copied(run, 11, tmp_path / "x"))
+    whole = recipe.main(run)
+    assert (tmp_path / "x" / "checkpoints").is_dir() and not (tmp_path / "x" / "raw.golf").exists()
+    again = recipe.main(open_kept(recipe, env | {"RUN_ID": "x", "RESUME": "1"}, Ranks(), quiet=True))
+    assert whole["steps"] == again["steps"] == 20 and whole["train_ms"] == 1000 * 20 / 16, whole["steps"]
+    log = (tmp_path / "x" / "train.log").read_text()
+    assert re.search(r"^resumed:\S+ step:\d+ ", log, re.M) and f"{DRILL_CLOCK} is set" in log and "stopping_early" in log, log
+    assert differences(tmp_path / "whole", tmp_path / "x") == []
+
+
+def test_a_drill_draws_recipes_ranks_and_signals():
+    assert sorted(drawn_pairs(60, 1)) == sorted((recipe, ranks) for recipe in ("demo", "golf", "trellis", "wide") for ranks in (1, 2))
+    assert len(drawn_pairs(10, 1)) == 2 and {pair for seed in range(40) for pair in drawn_pairs(10, seed)} == {*drawn_pairs(60, 1)}
+    assert {*SIGNALS} == {"SIGKILL", "SIGTERM", "SIGINT"}
 
 
 def launched(words: list, folder: Path, until: str, prepare=dict, **env):

@@ -1,25 +1,30 @@
 """Blocks that run several times in a forward: whatever walks the blocks does so in the model's order, or says that it cannot."""
 import json
-from dataclasses import fields, replace
+import math
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_engine import Replayed
 from test_model import VARIANTS, filled, tokens
-from tiny import settings_for
+from tiny import settings_for, tiny_data
 
 import golfnb.train as train_module
+from golfnb.artifact import Lzma, save_artifact
 from golfnb.averaging import NoAverage
-from golfnb.layers import rms_norm
+from golfnb.bpb import ByteTable, tokenizer_hash
+from golfnb.layers import rms_norm, token_nll
 from golfnb.layout import bank_per_shape
 from golfnb.model import Golf, SavedModel, init_model, load_named, model_from_settings, named_state, saved_settings, take_order
 from golfnb.parallel_muon import AdamW, ClipEach, Engine, Muon, Ranks
-from golfnb.quantize import calibrate, captured_inputs
+from golfnb.quantize import calibrate, captured_inputs, quantize_state
 from golfnb.settings import GolfError
 from golfnb.tools.guard import bytes_needed
+from golfnb.tools.play import Player, TextPieces
 from golfnb.tools.sampling import CachedReader, next_logits
 from golfnb.train import RunLog, StepGraph, Trainer, backward_pass, rehearse, train, training_loss
+from golfnb.ttt import score_first
 
 ORDER = (0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4)  # three blocks three times
 
@@ -42,10 +47,10 @@ def looped(order=ORDER, dtype=torch.float64, device="cpu", visits=None, **more) 
     return model
 
 
-def published_walk(model: Golf, encoder: list[int], decoder: list[int], ids):
+def published_walk(model: Golf, encoder: list[int], decoder: list[int], ids, rope_len: int = 0):
     "Logits as parameter-golf's recurrence has them: an encoder pushes, a decoder pops, the skips are numbered by place."
     x0, ves, weights = model.embed(ids), model.value_embeddings(ids), model.weights()
-    cos, sin = (t[:ids.shape[1]] for t in model.rotary(ids.shape[1]))
+    cos, sin = (t[:ids.shape[1]] for t in model.rotary(rope_len or ids.shape[1]))
     gates = model.skips.gates(model.skip_weights)
     x, stack = x0, []
     for i in encoder:
@@ -56,6 +61,11 @@ def published_walk(model: Golf, encoder: list[int], decoder: list[int], ids):
             x = x + gates[number] * stack.pop()
         x = model.blocks[i].run(x, x0, weights[i], cos, sin, ves.get(i))
     return rms_norm(x) @ model.tok_emb.T
+
+
+def walked(model: Golf, ids, rope_len: int = 0):
+    "Logits of a model whose order is ORDER."
+    return published_walk(model, [0, 1, 2, 3, 1], [2, 3, 1, 2, 3, 4], ids, rope_len)
 
 
 @pytest.mark.parametrize("gate", ["one", "sigmoid"])
@@ -131,6 +141,79 @@ def test_the_guard_counts_what_each_visit_keeps():
     more = bytes_needed(with_visits(s, s.num_layers + 6), 1, 4)
     tokens = s.rows_per_micro(1, s.train_seq_len) * s.train_seq_len
     assert more - once >= 4 * tokens * 6 * (2 * s.model_dim + s.mlp_dim)
+
+
+def learnt_by_hand(model: Golf, text, cfg) -> torch.Tensor:
+    "Nats of every target: chunks of two rows, each scored and then learnt with torch's own SGD, through a walk of every visit."
+    sgd = torch.optim.SGD(model.parameters(), momentum=cfg.ttt_momentum)
+    inputs, targets = (text[i:len(text) - 1 + i].view(-1, 2, cfg.eval_seq_len) for i in (0, 1))
+    nats = []
+    for c, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        nats.append(token_nll(walked(model, x), y, model.cap).detach().flatten())
+        sgd.param_groups[0]["lr"] = cfg.ttt_lr * 0.5 * (1 + math.cos(math.pi * c / (len(inputs) - 1)))
+        for _ in range(cfg.ttt_epochs):
+            sgd.zero_grad()
+            token_nll(walked(model, x), y, model.cap).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.ttt_grad_clip)
+            sgd.step()
+    return torch.cat(nats)
+
+
+def test_time_training_learns_through_every_visit():
+    model, other = looped(), looped()
+    T = model.cfg.eval_seq_len
+    cfg = replace(model.cfg, eval_stride=T, ttt_chunk_tokens=2 * T, ttt_epochs=2, ttt_lr=0.02, ttt_grad_clip=1.0)
+    cfg = with_visits(cfg, len(ORDER))
+    text = torch.randint(96, (8 * T + 1,), generator=torch.Generator().manual_seed(2))
+    table = ByteTable(torch.ones(96, dtype=torch.int16), torch.zeros(96, dtype=torch.bool), torch.zeros(96, dtype=torch.bool))
+    nats = torch.zeros(8 * T, dtype=torch.float64)
+    score_first(model, named_state(model), text, table, cfg, Ranks(), out=nats)
+    wanted = learnt_by_hand(other, text, cfg)
+    torch.testing.assert_close(nats, wanted, rtol=1e-9, atol=1e-9)
+    for (name, ours), theirs in zip(named_state(model).items(), named_state(other).values(), strict=True):
+        moved = (theirs - named_state(looped())[name]).abs().max()
+        assert moved > 0 or name.startswith("skip"), name
+    still = torch.zeros_like(nats)
+    score_first(looped(), named_state(looped()), text, table, replace(cfg, ttt_lr=0.0), Ranks(), out=still)
+    assert torch.equal(still[:2 * T], nats[:2 * T]) and (still - nats).abs().max() > 0.01, "it did learn"
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory):
+    "A run's artifact that was written with ORDER, opened to play."
+    root = tmp_path_factory.mktemp("order")
+    tiny_data(root / "data")
+    cfg = SavedModel(vocab_size=400, num_layers=5, model_dim=64, num_heads=2, num_kv_heads=1, train_seq_len=48, rope_train_len=24, ve_layers="1,4", ve_dim=16, bigram_vocab_size=64, bigram_dim=16,
+                     order=",".join(map(str, ORDER)), most_visits=len(ORDER))
+    model, _, _ = model_from_settings(asdict(cfg), torch.float32)
+    init_model(model, cfg, 1)
+    draw = torch.Generator().manual_seed(1)
+    load_named(model, {n: t + 0.3 * torch.randn(t.shape, generator=draw) * (t.ndim == 2) for n, t in named_state(model).items()})
+    save_artifact(root / "artifact.golf", quantize_state(named_state(model), False), {"settings": saved_settings(model), "tokenizer_sha256": tokenizer_hash(root / "data/tokenizer.model"), "recipe": "demo"}, Lzma())
+    return Player(root / "artifact.golf")
+
+
+def test_play_reads_writes_and_adapts_in_the_order_of_the_file(player):
+    "Bits of a text, the likeliest text after it, and adapters that do not learn, against a walk of every visit."
+    text, T = "Return the header.", player.cfg.train_seq_len
+    assert player.golf.order == ORDER
+    ids = player.encode(text)
+    with torch.no_grad():
+        logits = walked(player.golf, torch.tensor([ids]), T)[0]
+        plain = Golf.forward(player.golf, torch.tensor([ids]), rope_len=T)[0]
+        nats = token_nll(logits[:-1], torch.tensor(ids[1:]), player.golf.cap)
+        torch.testing.assert_close(plain, logits, rtol=1e-4, atol=1e-4)
+    wanted = (nats / math.log(2)).tolist()
+    assert [t[1] for t in player.read(text)["tokens"]] == pytest.approx(wanted, abs=1e-3)
+    still = []
+    player.adapt(text, 0.0, still.extend)
+    assert still == pytest.approx(wanted, abs=1e-3)
+    longer = list(ids)
+    with torch.no_grad():
+        for _ in range(T - len(ids) - 1):
+            longer.append(int(walked(player.golf, torch.tensor([longer]), T)[0, -1].argmax()))
+    pieces = TextPieces(player.sp, start=False)
+    assert "".join(player.write(text, T - len(ids) - 1, temperature=0.0)) == "".join(map(pieces, longer[len(ids):]))
 
 
 # --- a change of order in the middle of a training

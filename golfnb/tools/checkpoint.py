@@ -6,10 +6,10 @@ all.
 
 # %% auto #0
 __all__ = ['SHARED', 'FACTS', 'STOPPED_BY', 'CHECKPOINT', 'HALF_WRITTEN', 'LATE_VOTES',
-           'NOTES_FORMAT', 'MAY_DIFFER', 'TRACES', 'named_tensors', 'by_matrix', 'frozen_clips',
-           'plain_facts', 'Stopped', 'Keeper', 'clear_checkpoints', 'ShardHashes', 'Progress',
-           'check_same', 'load_program', 'read_keeping', 'run_state', 'open_folder', 'functions_of',
-           'open_kept', 'read_script']
+           'NOTES_FORMAT', 'MAY_DIFFER', 'TRACES', 'DRILL_CLOCK', 'named_tensors', 'by_matrix',
+           'frozen_clips', 'plain_facts', 'Stopped', 'Keeper', 'clear_checkpoints', 'ShardHashes',
+           'Progress', 'check_same', 'load_program', 'read_keeping', 'run_state', 'open_folder',
+           'functions_of', 'StepClock', 'use_step_clock', 'open_kept', 'read_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #bb403a85
 #| eval: false
@@ -47,6 +47,7 @@ from ..settings import YES_NO, GolfError, finite
 from ..shards import atomic_write, read_header, read_span
 from .guard import (HASHED_AT_START, EmaAdvice, Watcher, check_tokens_of, end_rank, guarded_rank, interrupted,
                                 manifest_hashes, preflight, survive_full_disks, tokens_sha256, unreadable)
+from .launcher import lacks_memory
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
     from golfnb.parallel_muon import Engine, Ranks
@@ -307,11 +308,11 @@ class Keeper(Watcher):
                 facts = read_sealed(path / "trainer.json")
                 if facts["sha256"] != file_hashes(path):
                     raise ValueError("its files are not what was written")
-            except PermissionError as error:
-                raise GolfError(f"{error.filename} must be readable to go on, found that it is not: change its "
-                                "permissions; nothing was changed") from error
-            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            except (FileNotFoundError, IsADirectoryError, ValueError, LookupError, TypeError, RecursionError) as error:
                 self.set_aside(path, error)
+            except OSError as error:  # of the disk or its permissions: the file may be whole
+                raise GolfError(f"{error.filename or path} must be readable to go on, found that it is not "
+                                f"({error.strerror or error}): make it so; nothing was changed") from error
             else:
                 return facts, self.read_tensors(path)
         return None
@@ -334,6 +335,8 @@ class Keeper(Watcher):
             for file in sorted(path.glob("rank*.pt")):
                 tensors |= torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
+            if lacks_memory(error):
+                raise
             raise GolfError(f"{path} is as it was written, but torch {torch.__version__} cannot load it "
                             f"({reason(error)}): go on with the torch it was written with") from error
         return tensors
@@ -751,6 +754,32 @@ def functions_of(program) -> tuple:
         from golfnb import run as core
     return partial(core.read_settings, program.Settings, program.OWN), core.open_run
 
+# %% ../../nbs/tools/22_checkpoint.ipynb #f0a0de32
+DRILL_CLOCK = "GOLFNB_DRILL_CLOCK"  # in the environment: not empty for a run of a drill
+
+
+class StepClock(Watcher):
+    "A clock on which a step takes 1/16 s, and what comes after training no time."
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        "Seconds since this life of the run began."
+        return self.seconds
+
+    def after_step(self, t: "Trainer"):
+        "A step has passed."
+        self.seconds += 1 / 16
+
+
+def use_step_clock(run: "Run"):
+    "Let a run go by the clock of drills, and say so in its log."
+    clock = StepClock()
+    run.now = clock.now
+    run.extras.append(clock)  # before the keeper: a checkpoint holds the time after its step
+    run.log.line(f"note: {DRILL_CLOCK} is set: a step counts as 1/16 s, however long it takes")
+
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b2
 def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":
     """A run of `program` that keeps checkpoints, new or to go on with.
@@ -767,6 +796,8 @@ def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", q
     survive_full_disks(run)
     run.extras.append(EmaAdvice())
     run.program_sha256 = getattr(program, "PROGRAM_SHA256", "")
+    if env.get(DRILL_CLOCK):
+        use_step_clock(run)
     if not every_s:
         return run
     progress = Progress(run)

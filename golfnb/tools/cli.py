@@ -427,6 +427,7 @@ def resume_run(folder: Path, words: list[str], ranks: int | None) -> int:
     if not notes or not (folder / "train_gpt.py").is_file():
         raise GolfError(f"train: {folder} must hold a run with checkpoints that has not ended, found none; "
                         "name the directory of such a run")
+    check_kept_tokenizer(folder / "tokenizer.model", notes)
     own = None
     for word in words:
         if "=" not in word:
@@ -464,6 +465,17 @@ def setting_text(value) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return str(value)
+
+
+def check_kept_tokenizer(path: Path, notes: dict) -> None:
+    "Raises GolfError where the tokenizer that a run keeps for `sample`, `score` and `play` is not the run's."
+    if not path.is_file():
+        return
+    found = f"a file with hash {book.bpb.tokenizer_hash(path)[:16]}"
+    wanted = notes["identity"]["tokenizer"]
+    if found != wanted:
+        raise GolfError(f"{path} must be {wanted}, found {found}: bring back that of the run, "
+                        f"{notes['config']['tokenizer_path']}")
 
 
 def check_script(script: Path, program) -> None:
@@ -532,6 +544,11 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
     "Say what a build read, what it passed over, and whether that is little."
     for split in ("train", "val"):
         print("{}: {documents:,} documents, {text_bytes:,} bytes, {tokens:,} tokens".format(split, **made[split]))
+    for split in ("train", "val"):
+        counted = made[split]["counted_bytes"]
+        if counted != made[split]["text_bytes"]:
+            print(f"note: bits per byte of {split} are counted on {counted:,} bytes, as the tokenizer's normalisation "
+                  "leaves them")
     if repeated:
         print(f"repeated: {repeated:,} documents came before, a copy is on its original's side")
     closed = [path for path in left_out if path.is_dir()]
@@ -828,15 +845,19 @@ def demo_command(args) -> int:
 
 # %% ../../nbs/tools/23_cli.ipynb #5df6af2c
 @command("drill", "kill tiny runs at random, resume them, and compare with one that nobody touched",
-         count("--kills", "how many", 20), count("--seed", "of the draws", 1, 0),
-         arg("--recipe", default="demo", help="whose runs (demo)"))
+         count("--kills", "how many", 20), count("--seed", "of the draws", 1, 0))
 def drill_command(args) -> int:
-    demo_data(Path("runs/demo/data"))
-    found = book.drill.drill(Path("runs/demo/data"), args.kills, args.seed, recipe=args.recipe)
-    left, half = (sum(len(kill[what]) for kill in found["kills"]) for what in ("left", "half"))
-    print(f"{len(found['kills'])} kills in {found['runs']} runs: {len(found['lost'])} lost, {half} half files, "
-          f"{left} processes left; {book.drill.record_drill(found)}")
-    return 1 if found["lost"] or left or half else 0
+    data = Path("runs/demo/data")
+    demo_data(data)
+    kills, lost, runs = [], 0, 0
+    for drill in book.drill.drill_all(data, args.kills, args.seed):
+        print(f"recorded in {book.drill.record_drill(drill)}", flush=True)
+        kills += drill["kills"]
+        lost += len(drill["lost"])
+        runs += drill["runs"]
+    left, half = (sum(len(kill[what]) for kill in kills) for what in ("left", "half"))
+    print(f"{len(kills)} kills in {runs} runs: {lost} lost, {half} half files, {left} processes left")
+    return 1 if lost or left or half else 0
 
 # %% ../../nbs/tools/23_cli.ipynb #5b7498d0
 @command("script", "make one script of a recipe's program, or of your own",
@@ -1258,8 +1279,9 @@ def score_file(args, ranks) -> tuple:
     if mixed:
         say(f"note: {mixed}; the scores below are of {file}")
     say(settings_line(args, scored))
-    if note := book.shards.left_out(args.val):
-        say(printable(note))
+    for note in (book.shards.left_out(args.val), book.shards.bytes_note(book.shards.find_shards(args.val))):
+        if note:
+            say(printable(note))
     workers = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)

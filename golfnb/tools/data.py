@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ import sentencepiece as spm
 import torch
 from tqdm import tqdm
 
-from ..bpb import byte_table, document_mark, encode_text, load_tokenizer, target_bytes, tokenizer_hash
+from ..bpb import ByteTable, byte_table, document_mark, encode_text, load_tokenizer, target_bytes, tokenizer_hash
 from ..settings import GolfError
-from ..shards import BOS_ID, ShardWriter, atomic_write, check_marks, find_shards, open_shard, read_header, shard_name
+from ..shards import (BOS_ID, ShardWriter, atomic_write, check_marks, find_shards, open_shard, read_header,
+                           shard_name)
 
 # %% ../../nbs/tools/20_data.ipynb #1f2c0139
 DEMO_MODULES = """
@@ -201,7 +203,10 @@ def folder_documents(folder: Path) -> tuple[list[Path], list[Path]]:
             others.append(path)
     if not taken:
         found = "found an empty directory"
-        if others:
+        closed = [path for path in others if path.is_dir()]
+        if closed:
+            found = f"found {len(closed):,} directories that cannot be opened, {some_names(closed)}"
+        elif others:
             found = f"found {len(others):,} files of other kinds, {some_names(others)}"
         raise GolfError(f"{folder} must hold documents, {found}: check the path")
     return taken, others
@@ -413,6 +418,26 @@ def rare_characters(texts: Iterable[str], vocab_size: int) -> set[str]:
         return set()
     return {character for character, _ in ranked[3 * room // 4 :]}
 
+# %% ../../nbs/tools/20_data.ipynb #5bace001
+SPACE_PIECE = "\u2581"  # as SentencePiece writes it in pieces
+
+
+def lacks_space(sp: spm.SentencePieceProcessor) -> bool:
+    "Whether a vocabulary has no piece for a space alone, and writes one as the bytes of U+2581."
+    return sp.piece_to_id(SPACE_PIECE) == sp.unk_id()
+
+
+def trained_model(texts: Sequence[str], unread: dict, vocab_size: int, **more) -> bytes:
+    "A SentencePiece model of texts in which `unread` replaces characters; `more` for the trainer."
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=(text.translate(unread) for text in texts), model_writer=model,
+        vocab_size=vocab_size, model_type="bpe", byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+        split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        character_coverage=COVERAGE, input_sentence_size=0, shuffle_input_sentence=False,
+        max_sentence_length=2**24, num_threads=2, minloglevel=2, **more)
+    return model.getvalue()
+
 # %% ../../nbs/tools/20_data.ipynb #070a27f7
 def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 1024):
     """Train a byte-fallback BPE model on training documents, write it to `path` and read it back.
@@ -423,21 +448,17 @@ def train_tokenizer(docs: Iterable[str], path: str | Path, vocab_size: int = 102
     if not texts:
         raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces without text: bring documents")
     unread = dict.fromkeys(map(ord, {"\u2585", *rare_characters(texts, vocab_size)}), "\0")
-    model = io.BytesIO()
     try:
-        spm.SentencePieceTrainer.train(
-            sentence_iterator=(text.translate(unread) for text in texts), model_writer=model,
-            vocab_size=vocab_size, model_type="bpe", byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
-            split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            character_coverage=COVERAGE, input_sentence_size=0, shuffle_input_sentence=False,
-            max_sentence_length=2**24, num_threads=2, minloglevel=2)
+        model = trained_model(texts, unread, vocab_size)
+        if lacks_space(spm.SentencePieceProcessor(model_proto=model)):
+            model = trained_model(texts, unread, vocab_size, required_chars=SPACE_PIECE)
     except (RuntimeError, ValueError, OSError) as e:
         reason = str(e).split("] ")[-1].strip(" .\n")
         most = re.search(r"value <= (\d+)", reason)
         fewer = f"--vocab-size {most[1]}" if most else "a smaller --vocab-size, above 260"
         raise GolfError(f"cannot train a tokenizer of {vocab_size} pieces ({reason}): bring more text, or "
                         f"ask for fewer pieces with {fewer}") from None
-    atomic_write(path, model.getvalue())
+    atomic_write(path, model)
     return load_tokenizer(path, vocab_size)
 
 # %% ../../nbs/tools/20_data.ipynb #71611260
@@ -470,9 +491,39 @@ def cut_document(text: str) -> list[str]:
     parts.append(text[start:])
     return parts
 
+# %% ../../nbs/tools/20_data.ipynb #5bace002
+AT_ONCE = 2**16  # tokens, so that little memory is enough
+
+
+def count_bytes(table: ByteTable, ids: np.ndarray) -> int:
+    "The bytes that a score of a document divides by; ids [n], BOS in front."
+    counted = 0
+    for i in range(0, ids.size - 1, AT_ONCE):
+        tokens = torch.from_numpy(ids[i : i + AT_ONCE + 1].astype(np.int64))
+        counted += int(target_bytes(table, tokens[:-1], tokens[1:]).sum())
+    return counted
+
+
+def normalized_bytes(sp: spm.SentencePieceProcessor, text: str) -> int:
+    "The bytes of a text as the tokenizer normalises it, without the space that it adds to every text."
+    normal = sp.normalize(text.replace(SPACE_PIECE, "\0")).replace(SPACE_PIECE, " ")
+    added = len(sp.normalize("x")) - 1
+    marks = 2 * text.count(SPACE_PIECE)  # `encode_text` writes each as its three bytes
+    return len(normal.encode()) + marks - added
+
 # %% ../../nbs/tools/20_data.ipynb #339bc11e
-def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool) -> list:
-    "For each text its SHA-256, its bytes, and uint16 [1 + pieces], BOS in front; `cut` as `cuts_at_spaces`."
+@dataclass
+class Encoded:
+    "A document as the shards hold it, and three counts of its bytes."
+    sha256: bytes
+    ids: np.ndarray        # uint16 [1 + pieces], BOS in front
+    text_bytes: int        # of the document
+    counted_bytes: int     # of these tokens, by the byte table
+    normalized_bytes: int  # of the document as the tokenizer normalises it
+
+
+def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool, table: ByteTable) -> list[Encoded]:
+    "Each of the texts as tokens; `cut` as `cuts_at_spaces`, `table` of the tokenizer."
     parts = [[text] for text in texts]
     if cut:
         parts = [cut_document(text) for text in texts]
@@ -482,7 +533,11 @@ def encode_batch(sp: spm.SentencePieceProcessor, texts: list[str], cut: bool) ->
         ids = [[sp.bos_id()], *(next(pieces) for _ in group)]
         ids = np.concatenate(ids, dtype=np.uint16, casting="unsafe")
         data = text.encode()
-        encoded.append((hashlib.sha256(data).digest(), len(data), ids))
+        counted = count_bytes(table, ids)
+        normalized = len(data)
+        if counted != normalized:
+            normalized = normalized_bytes(sp, text)
+        encoded.append(Encoded(hashlib.sha256(data).digest(), ids, len(data), counted, normalized))
     return encoded
 
 # %% ../../nbs/tools/20_data.ipynb #3178d251
@@ -499,18 +554,39 @@ def encode_parts(sp: spm.SentencePieceProcessor, parts: list[str]) -> list:
 
 # %% ../../nbs/tools/20_data.ipynb #34d17833
 def encode_documents(docs: Iterable[str], sp: spm.SentencePieceProcessor, threads: int | None = None,
-                     characters: int = 2**20) -> Iterator[tuple]:
-    "What `encode_batch` gives for each document, in order; `threads` (default: one a core) work ahead."
+                     characters: int = 2**20) -> Iterator[Encoded]:
+    "Each document as tokens, in order; `threads` (default: one a core) work ahead."
     threads = threads or os.cpu_count() or 1
     cut = cuts_at_spaces(sp)
+    table = byte_table(sp)
     waiting = []
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches(docs, characters):
-            waiting.append(pool.submit(encode_batch, sp, batch, cut))
+            waiting.append(pool.submit(encode_batch, sp, batch, cut, table))
             if len(waiting) > 2 * threads:
                 yield from waiting.pop(0).result()
         while waiting:
             yield from waiting.pop(0).result()
+
+# %% ../../nbs/tools/20_data.ipynb #5bace004
+def miscount_cause(sp: spm.SentencePieceProcessor, ids: np.ndarray) -> str:
+    "Why the tokens of a document stand for other bytes than its own, and what to do."
+    unknown = int(np.count_nonzero(ids == sp.unk_id()))
+    if unknown:
+        return (f"{unknown:,} of its tokens are unknown pieces, as the tokenizer has no byte fallback: train one "
+                "with byte_fallback=True, or leave --tokenizer out")
+    if lacks_space(sp):
+        return ("the tokenizer has no piece for a space, which it writes as the three bytes of U+2581: train one "
+                f"with required_chars={SPACE_PIECE!r}, or leave --tokenizer out")
+    return ("neither its pieces nor its normalisation explain that, as where a piece ends with a space: take another "
+            "tokenizer, or leave --tokenizer out")
+
+
+def check_counted(sp: spm.SentencePieceProcessor, document: Encoded, number: int) -> None:
+    "Raises GolfError for tokens that are counted as other bytes than those of their document."
+    if document.counted_bytes != document.normalized_bytes:
+        raise GolfError(f"the tokenizer must count the bytes of a text, found {document.counted_bytes:,} counted for "
+                        f"the {document.text_bytes:,} of document {number:,}; {miscount_cause(sp, document.ids)}")
 
 # %% ../../nbs/tools/20_data.ipynb #a38d9a5c
 class ShardFiller:
@@ -524,9 +600,11 @@ class ShardFiller:
         self.facts = Counter(documents=0)
         self.shards = []    # what the writers of full shards gave
 
-    def add(self, ids: np.ndarray, text_bytes: int) -> None:
-        "Append a document, uint16 [n] with its BOS."
-        self.facts.update(documents=1, text_bytes=text_bytes, tokens=ids.size)
+    def add(self, document: Encoded) -> None:
+        "Append a document."
+        ids = document.ids
+        self.facts.update(documents=1, text_bytes=document.text_bytes, counted_bytes=document.counted_bytes,
+                          tokens=ids.size)
         while ids.size:
             path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
             self.writer = self.writer or ShardWriter(path)
@@ -597,7 +675,8 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
     """Write NAME_train_*.bin, NAME_val_*.bin and manifest.json into `out_dir`; returns the manifest.
 
     `skipped` is what `read_documents` filled. Raises GolfError for an occupied directory, a side without
-    documents, a vocabulary that 16 bits do not hold, or a full disk; nothing of it stays then.
+    documents, a vocabulary that 16 bits do not hold, a tokenizer that counts other bytes than those of the
+    text, or a full disk; nothing of it stays then.
     """
     if shard_tokens < 1:
         raise GolfError(f"shards must have 1 token or more each, found shard_tokens={shard_tokens}")
@@ -610,10 +689,11 @@ def build_shards(docs: Iterable[str], tokenizer: str | Path, out_dir: str | Path
         sides = {split: ShardFiller(folder, f"{name}_{split}", shard_tokens) for split in ("train", "val")}
         whole = hashlib.sha256()
         bar = tqdm(encode_documents(docs, sp, threads), "documents", disable=None, leave=False)
-        for digest, text_bytes, ids in bar:
-            whole.update(digest)
-            split = "val" if hash_fraction(digest) < val_fraction else "train"
-            sides[split].add(ids, text_bytes)
+        for number, document in enumerate(bar, 1):
+            check_counted(sp, document, number)
+            whole.update(document.sha256)
+            split = "val" if hash_fraction(document.sha256) < val_fraction else "train"
+            sides[split].add(document)
         for split, side in sides.items():
             side.close()
             if not side.facts["documents"]:

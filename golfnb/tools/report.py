@@ -673,6 +673,8 @@ def lead(runs: list[dict]) -> str:
         body += note(name + (facts or "no summary: this run has not ended"))
         if "over_budget" in s:
             body += note(name + s["over_budget"], "bad")
+        for words in s.get("data_notes", ()):
+            body += note(name + words)
         for mixed in run.get("mixed", ()):
             body += note(f"{mixed}: what follows is not of it; golfnb score gives its own scores", "bad")
     return body
