@@ -496,6 +496,23 @@ def test_a_run_goes_on_with_no_token_changed_anywhere(life, monkeypatch, at_once
         begin(RESUME="1").extras[-1].after_training(None)
 
 
+class Trap:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path):
+    torch.save({"w": Trap(str(tmp_path / "ran"))}, tmp_path / "rank0.pt")
+    with pytest.raises(GolfError, match="cannot load it"):
+        Keeper.read_tensors(None, tmp_path)
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "rank0.pt", weights_only=False)
+    assert (tmp_path / "ran").exists(), "it is a trap"
+
+
 def test_a_shard_of_the_same_size_and_time_is_not_read_again(life, monkeypatch):
     data, begin = life
     begin()
