@@ -382,9 +382,9 @@ def run_files(folder: Path) -> None:
     data = tiny_data(folder / "data")
     (folder / "mine.py").write_text(copied_program("demo", "mine"))
     found = settings_for("demo", **{name: value for name, value in TINY.items() if name != "RECIPE"})
-    model, small, _ = model_from_settings(model_settings(found))
+    model, small, _ = model_from_settings(model_settings(found, "shared_mlp", "sigmoid"))
     init_model(model, small, 0)
-    meta = {"settings": model_settings(found), "tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "seed": 1, "steps": 1, "vocab_size": 400, "recipe": "demo"}
+    meta = {"settings": model_settings(found, "shared_mlp", "sigmoid"), "tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "seed": 1, "steps": 1, "vocab_size": 400, "recipe": "demo"}
     config = asdict(found) | {"data_path": data["DATA_PATH"], "tokenizer_path": data["TOKENIZER_PATH"]}
     for name, more in (("recipe", {}), ("own", {"recipe": "mine", "program_sha256": program_sha256(find_program(folder / "mine.py"))})):
         save_weights(folder / name / "ema.golf", named_state(model), meta | more)
@@ -404,10 +404,10 @@ def swollen(data: bytes, rng: random.Random) -> bytes:
 
 
 def mangled_run(folder: Path, rng: random.Random, own: bool) -> list[list[str]]:
-    "Mangle the weights of a finished run; the commands that read them."
+    "Mangle the weights of a finished run, or leave them as they are; the commands that read them."
     run, program = folder / "bad run", ["--program", str(folder / "mine.py")] if own else []
     shutil.copytree(folder / ("own" if own else "recipe"), run, dirs_exist_ok=True)
-    change = rng.choice([swollen, swollen, swollen, edited, forge, mutate])
+    change = rng.choice([swollen, swollen, swollen, edited, forge, mutate, lambda data, rng: data])
     for name in ("artifact.golf", "ema.golf"):
         (run / name).write_bytes(change((run / name).read_bytes(), rng))
     words = [["artifact", "export", str(run / "artifact.golf"), str(folder / "bad.safetensors")], ["sample", str(run), "a", "--tokens", "1"],
@@ -507,7 +507,7 @@ def good(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind, count", {"artifacts": 60, "trellis artifacts": 60, "bombs": 60, "trellis bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25, "runs": 24}.items())
+@pytest.mark.parametrize("kind, count", {"artifacts": 60, "trellis artifacts": 60, "bombs": 60, "trellis bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25, "runs": 16}.items())
 def test_commands_read_mangled_files_or_refuse_them_in_one_line(good, kind, count):
     found = drill(good, kind, count)
     assert set(found) <= set(GOOD), [f"{kind} {seed}: {word}" for seed, word in enumerate(found) if word not in GOOD]

@@ -618,6 +618,11 @@ def lengths_of(s: SimpleNamespace) -> dict[str, tuple[int, int]]:
     "The row length of each scorer, and how many targets a row scores."
     return {"plain rows": (s.train_seq_len, s.train_seq_len), "sliding window": (s.eval_seq_len, s.eval_stride)}
 
+# %% ../../nbs/tools/28b_judge.ipynb #5ecd9d3a
+def same_logits(case: Case) -> float:
+    "How far logits may lie apart that are the same: no bit on a CPU; on a GPU, where other kernels may be chosen, 1e-3."
+    return 0.0 if case.s.device == "cpu" else 1e-3
+
 # %% ../../nbs/tools/28b_judge.ipynb #ce433ca4
 def check_prefix(case: Case, pipe: Connection) -> Iterator[dict]:
     "Later tokens change no bit of earlier logits, at every length that is scored."
@@ -632,7 +637,7 @@ def check_prefix(case: Case, pipe: Connection) -> Iterator[dict]:
             base = forward_of(pipe, ids, batch.last_n, case.stream.vocab)
             apart = (forward_of(pipe, changed, batch.last_n, case.stream.vocab) - base).abs().amax(-1)
             apart = torch.where(columns[-batch.last_n:] <= places, apart, 0.0)
-            wrong += int(apart.any(1).sum())
+            wrong += int((apart.amax(1) > same_logits(case)).sum())
             most = max(most, float(apart.max()))
         tried = sum(len(ids) for ids, _ in sampled)
         yield held(scorer, "strict prefix", f"later tokens change no logits, in rows of {min(row, len(case.stream))}",
@@ -654,9 +659,9 @@ def check_neighbours(case: Case, pipe: Connection) -> Iterator[dict]:
             beside = max(beside, float(apart[::2].abs().max()))
             again = forward_of(pipe, ids, batch.last_n, case.stream.vocab) - base
             late = max(late, float(again.abs().max()))
-        yield held(scorer, "strict prefix", "a row knows nothing of the rows beside it", beside == 0,
+        yield held(scorer, "strict prefix", "a row knows nothing of the rows beside it", beside <= same_logits(case),
                    f"logits differ by {beside:.3g}")
-        yield held(scorer, "strict prefix", "the same row gives the same logits again", late == 0,
+        yield held(scorer, "strict prefix", "the same row gives the same logits again", late <= same_logits(case),
                    f"logits differ by {late:.3g}")
 
 # %% ../../nbs/tools/28b_judge.ipynb #7a02c5d4
