@@ -25,7 +25,6 @@ from .model import Block, BlockWeights, ComputeSettings, Golf, load_named
 from .parallel_muon import CudaGraphed, Ranks
 from .quantize import deal_jobs
 from .settings import Rules, require, setting
-from .shards import BOS_ID
 from .train import RunLog, compiled, counted
 from .ttt import Case, Ledger, Trial, audit_scorer, finding, log_score, steps_between_lines
 
@@ -51,7 +50,7 @@ def adapter_rules(cfg: AdapterSettings) -> Rules:
                                    f"tokens, found {chunk}: change it")
 
 # %% ../nbs/story/13b_adapters.ipynb #5ed00fa8
-def document_spans(tokens: Tensor, bos: int = BOS_ID) -> np.ndarray:
+def document_spans(tokens: Tensor, bos: int) -> np.ndarray:
     "First target of each document, and one past its last: [documents, 2]; `bos` begins each."
     n = tokens.numel() - 1
     edges = np.concatenate([[0], (tokens[1:n] == bos).nonzero()[:, 0].cpu().numpy() + 1, [n]])

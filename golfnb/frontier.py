@@ -9,15 +9,15 @@ __all__ = ['SHARED_KEYS', 'Lanes', 'Pieces', 'cut_pieces', 'in_blocks', 'band_ma
            'attend_banded', 'room_for_pieces', 'piece_edges', 'takes_edges', 'attend_pieces',
            'head_gates', 'smear_gated', 'mixed_skip', 'add_to_lanes', 'mean_lane', 'More',
            'gated_attention', 'gated_stream', 'two_lanes', 'FrontierSettings', 'loop_rules',
-           'long_order', 'in_order_of', 'Frontier', 'stream_loss', 'SavedFrontier',
+           'long_order', 'in_order_of', 'Frontier', 'stream_loss', 'StreamForward', 'SavedFrontier',
            'frontier_from_settings']
 
-# %% ../nbs/story/05d_frontier.ipynb #f5029cdf
+# %% ../nbs/story/05d_frontier.ipynb #629c2354
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+# %% ../nbs/story/05d_frontier.ipynb #8eed8b20
 from .layers import (
     attention_backend,
     mix_norm,
@@ -66,7 +67,7 @@ def cut_pieces(ids: Tensor, bos: int, longest: int) -> Pieces:
     offset = (at - start) % longest
     return Pieces((offset == 0).cumsum(0) - 1, offset, longest)
 
-# %% ../nbs/story/05d_frontier.ipynb #15f42a5b
+# %% ../nbs/story/05d_frontier.ipynb #e364baf2
 def in_blocks(t: Tensor, size: int, before: int, fill: float = 0.0) -> Tensor:
     "t [N, ...] in blocks [.., size, ...], with `before` places in front and enough behind."
     behind = -t.shape[0] % size
@@ -84,7 +85,7 @@ def band_mask(number: Tensor, size: int) -> Tensor:
     place = torch.arange(2 * size, device=number.device)
     return same & (place <= place[size:, None])
 
-
+# %% ../nbs/story/05d_frontier.ipynb #a3bb2529
 def attend_banded(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, choice: str = "auto") -> Tensor:
     "Causal attention of each token to its piece: q [1, N, H, D], k and v [1, N, KV, D]."
     size = min(pieces.longest, q.shape[1])
@@ -98,10 +99,10 @@ def attend_banded(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, choice: str =
                                            scale=1 / math.sqrt(q.shape[-1]))
     return y.transpose(1, 2).flatten(0, 1)[None, :q.shape[1]]
 
-# %% ../nbs/story/05d_frontier.ipynb #f2bcb0d2
+# %% ../nbs/story/05d_frontier.ipynb #596a0676
 def room_for_pieces(rows: int, row: int) -> int:
     "How many pieces fit into the edges of a stream of so many rows."
-    return 64 + rows + rows * row // 64
+    return 64 + rows + rows * row // 256
 
 
 def piece_edges(pieces: Pieces, most: int) -> Tensor:
@@ -117,10 +118,10 @@ def takes_edges(device: torch.device, dtype: torch.dtype, choice: str) -> bool:
     narrow = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and narrow and choice in ("auto", "flash", "fa3", "fa4")
 
-# %% ../nbs/story/05d_frontier.ipynb #7e002d74
-SHARED_KEYS = {}  # by which a torch that asks for it is told that query heads share keys
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-    SHARED_KEYS["enable_gqa"] = True
+# %% ../nbs/story/05d_frontier.ipynb #525be812
+# by which a torch that asks for it is told that query heads share keys
+SHARED_KEYS: dict[str, Any] = {name: True for name in inspect.signature(varlen_attn).parameters
+                               if name == "enable_gqa"}
 
 
 def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, choice: str = "auto") -> Tensor:
@@ -167,7 +168,7 @@ def mean_lane(x: Tensor | Lanes) -> Tensor:
     "The mean of two lanes; one stream as it is."
     return x if isinstance(x, Tensor) else (x[0] + x[1]) / 2
 
-# %% ../nbs/story/05d_frontier.ipynb #9743e20e
+# %% ../nbs/story/05d_frontier.ipynb #b8f838cb
 class More(NamedTuple):
     "What the forms below read beside a block's usual weights."
     gate: Tensor                   # [H, window], see `head_gates`
@@ -175,7 +176,7 @@ class More(NamedTuple):
     resid: Tensor                  # [2]
     pieces: Pieces | None = None   # of the stream; None: attention is the block's own
 
-
+# %% ../nbs/story/05d_frontier.ipynb #50e79008
 def gated_attention(block: Block, n: Tensor, w: BlockWeights, cos, sin, ve, last_n) -> Tensor:
     "Attention of the norm n [B, T, D] with a gate for each head: [B, last_n, D]."
     more: More = w.more
@@ -192,7 +193,7 @@ def gated_attention(block: Block, n: Tensor, w: BlockWeights, cos, sin, ve, last
     y = y * head_gates(last_positions(n, last_n), more.gate)[..., None]
     return scaled(block.linear(y.flatten(2), w.out, 3), w.attn_scale)
 
-
+# %% ../nbs/story/05d_frontier.ipynb #db0b1946
 def gated_stream(block: Block, x: Tensor, x0: Tensor, w: BlockWeights, cos, sin, ve,
                  last_n) -> Tensor:
     "The form of a block with one stream x [B, T, D]."
@@ -210,12 +211,10 @@ def two_lanes(block: Block, lanes: Lanes, x0: Tensor, w: BlockWeights, cos, sin,
     mlp = block.mlp(scaled_norm(second, block.norm_scale), w)
     return add_to_lanes((first, second), attention, mlp, w.more.post, w.more.resid)
 
-# %% ../nbs/story/05d_frontier.ipynb #b17fe1b4
+# %% ../nbs/story/05d_frontier.ipynb #376759ec
 @dataclass
 class FrontierSettings(ModelSettings):
     "What a model of whole documents has beside `ModelSettings`; names are the published ones."
-    rope_train_len: int = setting(2**30, "row length from which RoPE is NTK-scaled: tokens",
-                                  bounds="> 0")
     gate_window: int = setting(12, "first channels that a gate reads: channels", bounds="> 0")
     sparse_attn_gate_scale: float = setting(0.5, "factor before the sigmoid of a head's gate: "
                                             "ratio", bounds="> 0")
@@ -232,10 +231,6 @@ class FrontierSettings(ModelSettings):
         "The blocks of `long_order`."
         return self.num_layers + self.num_loops * (self.loop_end + 1 - self.loop_start)
 
-    def block_form(self, i: int) -> Callable | None:
-        "One stream first, then two lanes."
-        return two_lanes if i >= self.parallel_start_layer else gated_stream
-
     def rules(self) -> Rules:
         "Which gates, loops and lanes are possible."
         yield from super().rules()
@@ -243,6 +238,10 @@ class FrontierSettings(ModelSettings):
             f"GATE_WINDOW must be at most MODEL_DIM={self.model_dim}, found {self.gate_window}: "
             "lower it")
         yield from loop_rules(self)
+
+    def block_form(self, i: int) -> Callable | None:
+        "One stream first, then two lanes."
+        return two_lanes if i >= self.parallel_start_layer else gated_stream
 
 # %% ../nbs/story/05d_frontier.ipynb #f3260d97
 def loop_rules(cfg: FrontierSettings) -> Rules:
@@ -269,7 +268,7 @@ def in_order_of(cfg: FrontierSettings, share_done: float) -> tuple[int, ...]:
         return long_order(cfg)
     return tuple(range(cfg.num_layers))
 
-# %% ../nbs/story/05d_frontier.ipynb #67ef9aaf
+# %% ../nbs/story/05d_frontier.ipynb #e4ea57c2
 class Frontier(Golf):
     "A `Golf` of whole documents. `bos` begins them."
     starts: ClassVar[dict[str, float]] = {"lane_post": 1.0, "lane_resid": 1.1}
@@ -367,6 +366,17 @@ def stream_loss(model: Callable, cap: float) -> Callable:
         logits = model(ids.view(1, -1), longest=ids.shape[1])
         return softcap_loss(logits, targets.view(1, -1), cap)
     return loss_of
+
+# %% ../nbs/story/05d_frontier.ipynb #00e4e26d
+class StreamForward:
+    "A forward of a `Frontier` for long rows, whose documents are cut after `longest` tokens."
+
+    def __init__(self, forward: Callable, cap: float, longest: int):
+        self.forward, self.cap, self.longest = forward, cap, longest
+
+    def __call__(self, ids: Tensor, last_n: int | None = None) -> Tensor:
+        "Logits [B, last_n, V] of rows [B, T]."
+        return self.forward(ids, last_n, longest=self.longest)
 
 # %% ../nbs/story/05d_frontier.ipynb #334b55fd
 @dataclass

@@ -428,13 +428,16 @@ class AdamW:
     masters = False
 
     def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
-                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8):
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+                 table_wd: float | None = None):
         self.lr, self.table_lr, self.wd, self.betas, self.eps = lr, table_lr, wd, betas, eps
+        self.table_wd = wd if table_wd is None else table_wd
 
     def rates(self, role: str) -> tuple[float, float]:
         "(learning rate, weight decay) of the parameters of a role."
-        lr = self.table_lr if role == "table" else self.lr
-        return lr, self.wd
+        if role == "table":
+            return self.table_lr, self.table_wd
+        return self.lr, self.wd
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."

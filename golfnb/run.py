@@ -114,13 +114,15 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 # %% ../nbs/reference/16_run.ipynb #a0de1602
-def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callable:
+def make_backward(model: Golf, s: TrainSettings, device: torch.device,
+                  loss: Callable = training_loss) -> Callable:
     """What training calls for a micro-batch: `backward(ids, targets,
     accum)`, as `backward_pass` says.
 
-    It is compiled, and recorded, where the settings ask for it.
+    `loss(model, cap)` makes what is differentiated. It is compiled, and recorded, where the
+    settings ask for it.
     """
-    loss_fn = compiled(training_loss(model, model.cap), s, device)
+    loss_fn = compiled(loss(model, model.cap), s, device)
     if s.step_graph:
         return StepGraph(loss_fn, model).backward
     return partial(backward_pass, loss_fn)

@@ -273,7 +273,7 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
 
 # %% ../nbs/reference/00_settings.ipynb #a0de1104
 PUBLISHED = {  # published word -> value -> a recipe whose program does it
-    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
+    "LOADER": {"sequential": "pr549", "coprime": "pr726", "spans": "pr2135"},
     "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
     "LINKS": {"flat": "pr549"},
     "CLIP": {"local": "pr549", "global": "golf"},
@@ -290,6 +290,13 @@ PUBLISHED = {  # published word -> value -> a recipe whose program does it
     "TTT_FORM": {"chunks": "pr549"},
     "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
     "TTT_FREEZE_SCOPE": {"all": "pr726"},
+    "CASEOPS_ENABLED": {"0": "pr2135"},
+    "NGRAM_TILT_ENABLED": {"0": "pr2135"},
+    "SPARSE_ATTN_GATE_ENABLED": {"1": "pr2135"},
+    "SMEAR_GATE_ENABLED": {"1": "pr2135"},
+    "SMEAR_GATE_BOS_FIX": {"0": "pr2135"},
+    "SKIP_GATES_ENABLED": {"1": "pr2135"},
+    "MUON_ROW_NORMALIZE": {"1": "pr2135"},
 }
 
 # %% ../nbs/reference/00_settings.ipynb #c633c6e8

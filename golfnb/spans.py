@@ -15,7 +15,7 @@ from .loader import WindowSampler
 from .settings import require
 from .shards import BOS_ID
 
-# %% ../nbs/story/02c_spans.ipynb #f8b96420
+# %% ../nbs/story/02c_spans.ipynb #b5ef81e9
 class SpanSampler(WindowSampler):
     """Rows that are consecutive pieces of one stretch of a shard for each rank (PR #2135).
 

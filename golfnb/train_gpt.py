@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 2fdb81a73eff1fe4
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0dbad93b7a77cf59
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -300,7 +300,7 @@ def refuse_keeping(env: Mapping[str, str]) -> None:
 
 
 PUBLISHED = {  # published word -> value -> a recipe whose program does it
-    "LOADER": {"sequential": "pr549", "coprime": "pr726"},
+    "LOADER": {"sequential": "pr549", "coprime": "pr726", "spans": "pr2135"},
     "PLAN": {"pr399": "pr549", "shared_mlp": "golf"},
     "LINKS": {"flat": "pr549"},
     "CLIP": {"local": "pr549", "global": "golf"},
@@ -317,6 +317,13 @@ PUBLISHED = {  # published word -> value -> a recipe whose program does it
     "TTT_FORM": {"chunks": "pr549"},
     "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
     "TTT_FREEZE_SCOPE": {"all": "pr726"},
+    "CASEOPS_ENABLED": {"0": "pr2135"},
+    "NGRAM_TILT_ENABLED": {"0": "pr2135"},
+    "SPARSE_ATTN_GATE_ENABLED": {"1": "pr2135"},
+    "SMEAR_GATE_ENABLED": {"1": "pr2135"},
+    "SMEAR_GATE_BOS_FIX": {"0": "pr2135"},
+    "SKIP_GATES_ENABLED": {"1": "pr2135"},
+    "MUON_ROW_NORMALIZE": {"1": "pr2135"},
 }
 
 
@@ -2432,13 +2439,16 @@ class AdamW:
     masters = False
 
     def __init__(self, lr: float = 0.025, table_lr: float = 0.035, wd: float = 0.04,
-                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8):
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+                 table_wd: float | None = None):
         self.lr, self.table_lr, self.wd, self.betas, self.eps = lr, table_lr, wd, betas, eps
+        self.table_wd = wd if table_wd is None else table_wd
 
     def rates(self, role: str) -> tuple[float, float]:
         "(learning rate, weight decay) of the parameters of a role."
-        lr = self.table_lr if role == "table" else self.lr
-        return lr, self.wd
+        if role == "table":
+            return self.table_lr, self.table_wd
+        return self.lr, self.wd
 
     def state(self, group: FlatGroup) -> dict[str, Tensor]:
         "What the rule keeps of a flat group."
@@ -4406,13 +4416,15 @@ def keep_traces():
         functorch.autograd_cache_allow_custom_autograd_functions = True
 
 
-def make_backward(model: Golf, s: TrainSettings, device: torch.device) -> Callable:
+def make_backward(model: Golf, s: TrainSettings, device: torch.device,
+                  loss: Callable = training_loss) -> Callable:
     """What training calls for a micro-batch: `backward(ids, targets,
     accum)`, as `backward_pass` says.
 
-    It is compiled, and recorded, where the settings ask for it.
+    `loss(model, cap)` makes what is differentiated. It is compiled, and recorded, where the
+    settings ask for it.
     """
-    loss_fn = compiled(training_loss(model, model.cap), s, device)
+    loss_fn = compiled(loss(model, model.cap), s, device)
     if s.step_graph:
         return StepGraph(loss_fn, model).backward
     return partial(backward_pass, loss_fn)

@@ -85,7 +85,7 @@ def oracle_document(model, cfg, ids):
 
 def oracle(tokens, cfg=DOCS, dtype=torch.float64):
     model, _ = golf_on(cfg, ALONE, dtype)
-    return torch.cat([oracle_document(model.requires_grad_(False), cfg, tokens[a:b + 1]) for a, b in document_spans(tokens)]).double()
+    return torch.cat([oracle_document(model.requires_grad_(False), cfg, tokens[a:b + 1]) for a, b in document_spans(tokens, 1)]).double()
 
 
 @pytest.mark.parametrize("dtype, more, tolerance", [(torch.float64, {}, 1e-10), (torch.float32, {}, 1e-6), (torch.float64, dict(ttt_chunk_size=5, ttt_batch_size=2), 1e-10), (torch.float64, dict(ttt_chunk_size=8, ttt_batch_size=1), 1e-10),
@@ -107,7 +107,7 @@ def test_computing_in_bfloat16():
     assert (nats - exact).abs().mean() < 0.3 * learnt
     slow = replace(cfg, ttt_lora_lr=1e-5)  # a step is far below the spacing of bfloat16 at A's values
     model, _ = golf_on(slow, ALONE, torch.bfloat16)
-    slots = adapters.DocumentSlots(model.requires_grad_(False), tokens, random_table(), slow, slot_plan(document_spans(tokens), slow, ALONE))
+    slots = adapters.DocumentSlots(model.requires_grad_(False), tokens, random_table(), slow, slot_plan(document_spans(tokens, 1), slow, ALONE))
     slots.graphed()
     assert slots.masters.dtype == torch.float32 and slots.flat.dtype == torch.bfloat16 and torch.equal(slots.flat, slots.masters.to(torch.bfloat16)) and (slots.masters != slots.first[:, None]).any()
 
@@ -119,7 +119,7 @@ def test_lr_zero_is_the_model_on_each_row(gate):
     tokens, cfg = texts(MIXED), replace(DOCS, skip_gate=gate)
     nats = scored(tokens, replace(cfg, ttt_lora_lr=0.0))[2]
     model, _ = golf_on(cfg, ALONE, torch.float64)
-    for a, b in document_spans(tokens):
+    for a, b in document_spans(tokens, 1):
         for first in range(a, b, 8):  # a row of 16 begins every half row, and scores what is new in it
             row = tokens[first:min(first + 16, b) + 1]
             with torch.no_grad():
@@ -139,13 +139,13 @@ def test_lanes_do_not_matter():
     alone = scored(equal, replace(DOCS, ttt_batch_size=1))[2]
     for slots in (2, 5, 13, 40):
         cfg = replace(DOCS, ttt_batch_size=slots)
-        assert slot_plan(document_spans(equal), cfg, Ranks())["doc"].shape[1] == min(slots, 13)
+        assert slot_plan(document_spans(equal, 1), cfg, Ranks())["doc"].shape[1] == min(slots, 13)
         assert torch.allclose(scored(equal, cfg)[2], alone, atol=1e-12)
 
 
 def test_other_documents_do_not_matter():
     tokens, spans = texts(MIXED), None
-    spans, base = document_spans(tokens), scored(tokens)[2]
+    spans, base = document_spans(tokens, 1), scored(tokens)[2]
     changed = tokens.clone()
     a, b = spans[6]
     changed[a + 9] = 2 + (changed[a + 9] - 1) % 30
@@ -169,7 +169,7 @@ def test_plans(seed):
     "Every target once, each document's chunks in order in one slot, all ranks together everything."
     r = random.Random(seed)
     lengths = [r.choice([1, 2, r.randint(1, 9), r.randint(1, 120)]) for _ in range(r.randint(1, 30))]
-    spans, world = document_spans(texts(lengths, seed)), r.randint(1, 4)
+    spans, world = document_spans(texts(lengths, seed), 1), r.randint(1, 4)
     cfg = replace(DOCS, ttt_chunk_size=r.randint(2, 8), ttt_batch_size=r.randint(1, 6))
     seen, capacity = torch.zeros(sum(lengths), dtype=torch.int64), 16 // cfg.ttt_chunk_size
     for rank in range(world):

@@ -41,7 +41,7 @@ def documents(): return broken(adapters.audit_documents(golf_on(DOCS, Ranks())[0
 def one_pass() -> set:
     "The part of an audit of documents that looks at a single pass."
     tokens = texts([12, 3, 20, 1, 9])
-    spans, trial = document_spans(tokens), adapters.document_trial(golf_on(DOCS, Ranks())[0], random_state(), tokens, random_table(), LANES)
+    spans, trial = document_spans(tokens, 1), adapters.document_trial(golf_on(DOCS, Ranks())[0], random_state(), tokens, random_table(), LANES)
     found = [*audit_order(trial, spans, 8), *audit_single_pass(trial, random_table())]
     return broken([f | {"scorer": "adapters per document"} for f in found])
 

@@ -90,6 +90,8 @@ def test_adapters_see_each_document(made, sp):
     stream = torch.from_numpy(tokens.astype(np.int64))
     wanted = int((stream == 2).sum())
     assert len(document_spans(stream, byte_table(sp).bos)) == wanted > 1
+    with pytest.raises(TypeError):
+        document_spans(stream)  # nothing stands for what was not said
 
 
 def test_packed_rows_begin_with_it(made):

@@ -10,7 +10,7 @@ from golfnb.tools.programs import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ("settings", "jit", "run", "grouping", "owners", "rules", "exchange", "multi_tensor", "optimizer_state", "optimizer", "recorded", "sharded_state")
-STORY = ("bpb", "shards", "loader", "layers", "newton_schulz", "layout", "banks", "model", "plan", "parallel_muon", "averaging", "train", "kernels",
+STORY = ("bpb", "shards", "loader", "spans", "layers", "newton_schulz", "layout", "banks", "model", "frontier", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "trellis", "trellis_file", "bits", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
 RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names

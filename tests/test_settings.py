@@ -224,7 +224,7 @@ def test_what_a_file_says_of_a_model_survives_json(name):
     again = settings_from(SavedModel, EACH_ONCE | json.loads(json.dumps(saved)))
     assert dataclasses.asdict(again) == EACH_ONCE | saved
     words = published_words(find_program(name).Settings)
-    assert (again.plan, again.skip_gate) == (words["PLAN"], words["SKIP_GATE"])
+    assert (again.plan, again.skip_gate) == (words["PLAN"], words.get("SKIP_GATE", "one"))
     found = settings_from(SavedModel, EACH_ONCE | saved | {"mlp_mult": 3}).mlp_mult
     assert found == 3.0 and type(found) is float
 
@@ -241,8 +241,8 @@ def test_damaged_model_settings_are_refused(change):
 
 ODD = ["0", "-1", "1", "2", str(2**31 - 1), str(2**31), str(2**63 - 1), "1e308", "1e36", "nan", "inf", "1e-300", "", "word", "0.5"]
 SMALL = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "VOCAB_SIZE": "64", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "8", "VE_DIM": "8", "TRAIN_SEQ_LEN": "64",
-         "TRAIN_BATCH_TOKENS": "1024", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32"}
-PROGRAMS = [own_program("golf_more"), *map(find_program, ("golf", "pr1060", "pr549"))]
+         "TRAIN_BATCH_TOKENS": "1024", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "32", "LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1"}
+PROGRAMS = [own_program("golf_more"), *map(find_program, ("pr2135", "golf", "pr1060", "pr549"))]
 HOME = {name.upper(): program for program in PROGRAMS for name in setting_specs(program)}  # a setting -> the last that has it
 
 

@@ -22,13 +22,13 @@ def difference(name: str, base: str) -> str:
     return "\n".join(["```diff", *lines, "```"])
 
 
-def sizes(settings: type, own: Mapping) -> str:
-    "The sizes of a recipe's model and of its training, from its Settings and OWN."
+def sizes(settings: type, own: Mapping, kind: type | None = None) -> str:
+    "The sizes of a recipe's model, a Golf or of a `kind` of its own, and of its training."
     from ..layout import bank_per_shape
     from ..model import Golf
 
     s = settings(**own)
-    model = Golf(s, bank_per_shape(s, 1), device="meta")
+    model = (kind or Golf)(s, bank_per_shape(s, 1), device="meta")
     parameters = sum(p.numel() for p in model.parameters())
     model_size = (f"{parameters / 1e6:.1f} million parameters: {s.num_layers} blocks "
                   f"{s.model_dim} channels wide, {s.num_heads} heads of queries and "

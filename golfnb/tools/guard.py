@@ -52,6 +52,10 @@ def read_manifest(path: Path) -> tuple[dict[str, int], str]:
     mark = made.get("bos_id", 1)  # manifests of earlier versions have none
     if type(mark) is not int or mark < 0:
         raise ValueError(f"bos_id must be the number of a piece, found {mark!r}")
+    for side in ("train", "val"):
+        counted = made[side].get("counted_bytes", 1)
+        if type(counted) is not int or counted < 1:
+            raise ValueError(f"counted_bytes must be a number of bytes, found {counted!r}")
     return named, made["tokenizer_sha256"]
 
 
