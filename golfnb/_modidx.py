@@ -2541,6 +2541,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                     'golfnb.tools.judge.receive_request': ('tools/judge.html#receive_request', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.release': ('tools/judge.html#release', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.run_text': ('tools/judge.html#run_text', 'golfnb/tools/judge.py'),
+                                    'golfnb.tools.judge.same_logits': ('tools/judge.html#same_logits', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.same_settings': ('tools/judge.html#same_settings', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.sampled_batches': ('tools/judge.html#sampled_batches', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.scored': ('tools/judge.html#scored', 'golfnb/tools/judge.py'),

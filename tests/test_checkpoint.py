@@ -488,10 +488,29 @@ def test_a_run_goes_on_with_no_token_changed_anywhere(life, monkeypatch, at_once
     before = shard_identity(path)
     tokens = bytearray(path.read_bytes())
     tokens[HEADER_BYTES + 40:HEADER_BYTES + 42] = b"\x07\x01"
+    times = path.stat()
     path.write_bytes(tokens)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as whoever wants to hide it would
     assert shard_identity(path) == before, "it lies between the spans"
     with pytest.raises(GolfError, match=f"tokens of {path} must have SHA-256.*before it stopped"):
         begin(RESUME="1").extras[-1].after_training(None)
+
+
+class Trap:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path):
+    torch.save({"w": Trap(str(tmp_path / "ran"))}, tmp_path / "rank0.pt")
+    with pytest.raises(GolfError, match="cannot load it"):
+        Keeper.read_tensors(None, tmp_path)
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "rank0.pt", weights_only=False)
+    assert (tmp_path / "ran").exists(), "it is a trap"
 
 
 def test_a_shard_of_the_same_size_and_time_is_not_read_again(life, monkeypatch):

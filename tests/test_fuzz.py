@@ -2,7 +2,7 @@
 
 In the tests a few hundred files. The whole drill, in some minutes on one core, writes nbs/results/mangle_cpu.json:
 
-    python tests/test_fuzz.py [COUNT]          10,000 artifacts and 60 bombs, as many with trellis matrices, 1,000 shards, 300 tokenizers, 300 summaries and claims; at most COUNT of each
+    python tests/test_fuzz.py [COUNT]          10,000 artifacts and 60 bombs, as many with trellis matrices, 1,000 shards, 300 tokenizers, 300 summaries and claims, 300 runs; at most COUNT of each
 """
 import hashlib
 import io
@@ -35,6 +35,7 @@ import torch
 from golfnb.artifact import PREFIX_BYTES, Best, Lzma, Plain, Rans, Zlib, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
 from golfnb.studies.bench import record_result
 from golfnb.bpb import tokenizer_hash
+from golfnb.tools import play
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import stdlib_documents, train_tokenizer
 from golfnb.model import ModelSettings, init_model, model_from_settings, named_state
@@ -42,6 +43,7 @@ from golfnb.quantize import quantize_state
 from golfnb.rans import RANS_PREFIX, rans_streams
 from golfnb.settings import CONTROLS, GolfError
 from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
+from golfnb.tools.programs import copied_program, find_program, program_sha256
 from golfnb.tools.submission import claim_numbers, read_log
 from golfnb.trellis_file import COLUMNS, HIGH, pack_trellis, without_parts
 from test_artifact import META, same, toy
@@ -375,7 +377,46 @@ def good_files(folder: Path) -> None:
         atomic_write(folder / "sub" / name, text)
 
 
-FULL = {"artifacts": 10_000, "trellis artifacts": 10_000, "bombs": 60, "trellis bombs": 60, "shards": 1000, "tokenizers": 300, "summaries and claims": 300}
+def run_files(folder: Path) -> None:
+    "Under `folder` two finished runs with their data, `recipe` of demo and `own` of its copy mine.py."
+    data = tiny_data(folder / "data")
+    (folder / "mine.py").write_text(copied_program("demo", "mine"))
+    found = settings_for("demo", **{name: value for name, value in TINY.items() if name != "RECIPE"})
+    model, small, _ = model_from_settings(model_settings(found, "shared_mlp", "sigmoid"))
+    init_model(model, small, 0)
+    meta = {"settings": model_settings(found, "shared_mlp", "sigmoid"), "tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "seed": 1, "steps": 1, "vocab_size": 400, "recipe": "demo"}
+    config = asdict(found) | {"data_path": data["DATA_PATH"], "tokenizer_path": data["TOKENIZER_PATH"]}
+    for name, more in (("recipe", {}), ("own", {"recipe": "mine", "program_sha256": program_sha256(find_program(folder / "mine.py"))})):
+        save_weights(folder / name / "ema.golf", named_state(model), meta | more)
+        packed = pack_bytes(quantize_state(named_state(model), False, small=found.small_tensor), meta | more, Best())
+        atomic_write(folder / name / "artifact.golf", packed)
+        facts = {name: (meta | more)[name] for name in ("recipe", "seed", "steps")}
+        atomic_write(folder / name / "summary.json", json.dumps(facts | {"config": config}))
+
+
+def swollen(data: bytes, rng: random.Random) -> bytes:
+    "A container one of whose settings is large, its checksum right."
+    header, payload = open_container(data)
+    settings = header["meta"]["settings"]
+    name = rng.choice([name for name, value in settings.items() if type(value) is int])
+    settings[name] = rng.choice([512, 4096, 10**6, 10**9, 2**40])
+    return seal(zlib.compress(json.dumps(header).encode(), 9), payload)
+
+
+def mangled_run(folder: Path, rng: random.Random, own: bool) -> list[list[str]]:
+    "Mangle the weights of a finished run, or leave them as they are; the commands that read them."
+    run, program = folder / "bad run", ["--program", str(folder / "mine.py")] if own else []
+    shutil.copytree(folder / ("own" if own else "recipe"), run, dirs_exist_ok=True)
+    change = rng.choice([swollen, swollen, swollen, edited, forge, mutate, lambda data, rng: data])
+    for name in ("artifact.golf", "ema.golf"):
+        (run / name).write_bytes(change((run / name).read_bytes(), rng))
+    words = [["artifact", "export", str(run / "artifact.golf"), str(folder / "bad.safetensors")], ["sample", str(run), "a", "--tokens", "1"],
+             ["play", str(run), "--no-browser"], ["score", str(run)], ["quantize", str(run)]]
+    return [[*command, *program] for command in words]
+
+
+FULL = {"artifacts": 10_000, "trellis artifacts": 10_000, "bombs": 60, "trellis bombs": 60, "shards": 1000, "tokenizers": 300, "summaries and claims": 300, "runs": 300}
+SLOW = {"runs": 60}  # where a program of one's own builds a model until it may take no more memory
 ALLOWED_SECONDS, ALLOWED_BYTES = 5, 1_500_000_000  # of a command: of the processor (and 300 by the clock); above what it had before
 GOOD, BAD = ("fine", "one sentence"), ("raw exception", "over time", "over memory", "the process died")
 JSON_FILES = ("run/summary.json", "sub/submission.json", "sub/audit_seed1.json", "run/metrics.jsonl", "sub/train_seed1.log")
@@ -391,6 +432,8 @@ def mangled(folder: Path, kind: str, seed: int) -> list[list[str]]:
         (folder / "bad.golf").write_bytes(data)
         read = [["artifact", "inspect", at("bad.golf")], ["sample", at("bad.golf"), "a", "--tokens", "1", "--tokenizer", at("tokenizer.model")]]
         return [*read, ["artifact", "export", at("bad.golf"), at("bad.safetensors")]] if trellis else read
+    if kind == "runs":
+        return mangled_run(folder, rng, bool(seed % 2))
     if kind == "shards":
         (folder / "bad.bin").write_bytes(mutate((folder / "shard.bin").read_bytes(), rng))
         return [["data", "inspect", at("bad.bin"), "--tokenizer", at("tokenizer.model")]]
@@ -407,7 +450,7 @@ def mangled(folder: Path, kind: str, seed: int) -> list[list[str]]:
     return [["compare", at("run"), at("bad/run")], ["report", at("bad/run")], ["quantize", at("bad/run")]]
 
 
-def outcome(words: list[str]) -> str:
+def outcome(words: list[str], seconds: float = ALLOWED_SECONDS) -> str:
     "What a command makes of a file: one of GOOD, or what is wrong with it, in a word of BAD."
     out, err, start, before = io.StringIO(), io.StringIO(), time.process_time(), grown()
     try:
@@ -422,16 +465,18 @@ def outcome(words: list[str]) -> str:
         return f"over memory: {words[0]} says {said}"
     if CONTROLS.search(out.getvalue() + said) or status == 2 and (said.count("\n") != 1 or not said.startswith("golfnb: ")):
         return f"raw exception: {words[0]} says {(out.getvalue() + said)[-300:]!r}"
-    return f"over time: {words[0]}" if time.process_time() - start > ALLOWED_SECONDS else "one sentence" if status else "fine"
+    return f"over time: {words[0]}" if time.process_time() - start > seconds else "one sentence" if status else "fine"
 
 
 def drill_child(folder: Path, kind: str, seeds: range, pipe) -> None:
     "Send the worst that comes of each seed's commands; with no more memory than allowed."
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # SentencePiece writes there from C++
+    play.run_server = lambda server, *_: server.server_close()  # a page that nobody asks for
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ALLOWED_BYTES,) * 2)
     for seed in seeds:
-        pipe.send(max(map(outcome, mangled(folder, kind, seed)), key=lambda word: (word not in GOOD, word)))
+        found = [outcome(words, SLOW.get(kind, ALLOWED_SECONDS)) for words in mangled(folder, kind, seed)]
+        pipe.send(max(found, key=lambda word: (word not in GOOD, word)))
 
 
 def drill(folder: Path, kind: str, count: int) -> list[str]:
@@ -458,10 +503,11 @@ def drill(folder: Path, kind: str, count: int) -> list[str]:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     good_files(folder := tmp_path_factory.mktemp("good"))
+    run_files(folder)
     return folder
 
 
-@pytest.mark.parametrize("kind, count", {"artifacts": 60, "trellis artifacts": 60, "bombs": 60, "trellis bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25}.items())
+@pytest.mark.parametrize("kind, count", {"artifacts": 60, "trellis artifacts": 60, "bombs": 60, "trellis bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25, "runs": 16}.items())
 def test_commands_read_mangled_files_or_refuse_them_in_one_line(good, kind, count):
     found = drill(good, kind, count)
     assert set(found) <= set(GOOD), [f"{kind} {seed}: {word}" for seed, word in enumerate(found) if word not in GOOD]
@@ -503,8 +549,6 @@ def resealed(path: Path, **settings) -> None:
 @pytest.mark.parametrize("settings", [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 10**6}, {"vocab_size": 10**8}])
 def test_no_model_is_built_that_its_file_does_not_hold(tmp_path, words, own, settings):
     "A container of some KB whose settings ask for a large model, with the program of a recipe and with one of your own."
-    from golfnb.tools.programs import find_program, program_sha256
-
     (tmp_path / "run").mkdir()
     data = tiny_data(tmp_path / "run")
     assert golfnb("recipe", "copy", "demo", "mine.py", cwd=tmp_path).returncode == 0
@@ -528,6 +572,7 @@ def main(limit: int = 10**9) -> None:
     samples, start = {}, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         good_files(Path(folder))
+        run_files(Path(folder))
         for kind, count in FULL.items():
             found = drill(Path(folder), kind, min(count, limit))
             tally = Counter(word.split(":")[0] for word in found)

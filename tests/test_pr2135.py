@@ -57,7 +57,7 @@ def tiny(tmp_path, **more) -> dict[str, str]:
     data = tmp_path / "data"
     data.mkdir()
     return TINY | tiny_data(data) | {"RECIPE": "pr2135", "SMALL_TENSOR": "2000", "GPTQ_CALIB_SAMPLES": "2", "MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": "8", "WARMUP_STEPS": "2", "VAL_LOSS_EVERY": "4",
-                                     "ENABLE_LOOPING_AT": "0.35", "EMA_DECAY": "0.5", "MUON_MOMENTUM_WARMUP_STEPS": "4", "MODEL_DIM": "48", "ROPE_DIMS": "4", "RUNS_DIR": str(tmp_path / "runs")} | more
+                                     "ENABLE_LOOPING_AT": "0.35", "EMA_DECAY": "0.5", "MUON_MOMENTUM_WARMUP_STEPS": "4", "MODEL_DIM": "48", "ROPE_DIMS": "4", "LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1", "RUNS_DIR": str(tmp_path / "runs")} | more
 
 
 def test_the_script_trains_on_two_ranks_as_the_program_on_one(tmp_path):

@@ -513,7 +513,7 @@ class ShardHashes:
     def look_at(self, path: Path) -> list:
         "Size, time and hash of a shard. Raises GolfError for other tokens than wanted."
         stat = path.stat()
-        facts = [stat.st_size, stat.st_mtime_ns]
+        facts = [stat.st_size, stat.st_ctime_ns]  # of a change of the file, which nobody sets, not of its text
         before = self.kept.get(path.name, [])
         if before[:2] == facts:
             return before
