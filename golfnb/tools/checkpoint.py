@@ -759,7 +759,7 @@ DRILL_CLOCK = "GOLFNB_DRILL_CLOCK"  # in the environment: not empty for a run of
 
 
 class StepClock(Watcher):
-    "A clock on which a step takes 1/16 s, and what comes after training no time."
+    "A clock on which a step takes a sixteenth of a second, and what comes after training no time."
 
     def __init__(self):
         self.seconds = 0.0
@@ -778,7 +778,7 @@ def use_step_clock(run: "Run"):
     clock = StepClock()
     run.now = clock.now
     run.extras.append(clock)  # before the keeper: a checkpoint holds the time after its step
-    run.log.line(f"note: {DRILL_CLOCK} is set: a step counts as 1/16 s, however long it takes")
+    run.log.line(f"note: {DRILL_CLOCK} is set: a step counts as a sixteenth of a second, however long it takes")
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b2
 def open_kept(program, env: dict[str, str], ranks: "Ranks", code: bytes = b"", quiet: bool = False) -> "Run":
