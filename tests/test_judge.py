@@ -17,6 +17,7 @@ from tiny import TINY, golfnb, run_quietly
 
 from golfnb.settings import GolfError
 from golfnb.tools import judge
+from golfnb.tools.checkpoint import DRILL_CLOCK
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
 from golfnb.tools.programs import RECIPES, copied_program, find_program, program_sha256, save_script
@@ -522,6 +523,7 @@ RECORDS = {
     "a shorter time than the log has": lambda run, s: edited(run, train_ms=0.5 * s["train_ms"]),
     "a phase of its own": lambda run, s: edited(run, seconds=s["seconds"] | {"learning more": 900.0}),
     "training that its clock does not have": lambda run, s: edited(run, seconds=s["seconds"] | {"training": s["seconds"]["training"] + 600}),
+    "the clock of drills": lambda run, s: (run / "train.log").write_text(f"note: {DRILL_CLOCK} is set: a step counts\n" + (run / "train.log").read_text()),
     "a clock that goes back": lambda run, s: (run / "train.log").write_text(re.sub(r"(?m)^(step:3/.*train_time:)\d+ms", r"\g<1>0ms", (run / "train.log").read_text())),
 }
 

@@ -38,6 +38,7 @@ from ..layers import softcap
 from ..parallel_muon import Ranks, start_ranks, stop_ranks
 from ..settings import GolfError, printable, read_json
 from ..shards import find_shards, open_shard, read_header, read_tokens, val_tokens
+from .checkpoint import DRILL_CLOCK
 from .joiner import own_files
 from ..ttt import audit_files, chunk_windows, finding
 
@@ -959,6 +960,8 @@ def off_the_clock(case: Case) -> tuple[float, float]:
 def check_clock(case: Case) -> Iterator[dict]:
     "Steps and seconds fit together; what lies off the clock is named."
     wrong = list(clock_faults(case))
+    if f"note: {DRILL_CLOCK}" in case.log:
+        wrong.insert(0, "the run went by the clock of drills, which knows no seconds")
     off, explained = off_the_clock(case)
     if off > explained:
         wrong.append(f"{off:.0f} s of training are off its clock")
