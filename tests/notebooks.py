@@ -22,6 +22,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbdev.clean import clean_nb
 from nbdev.export import nb_export
+from tiny import known_names
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS, TEXT = ROOT / "nbs", ROOT / ".text"
@@ -157,6 +158,8 @@ def main(argv: list[str]) -> int:
         jupytext("--to", "py:percent", "-o", TEXT / f"{path.stem}.py", path) if argv[0] == "text" else from_text(path)
     if argv[0] == "text":
         return 0
+    for name in known_names():  # what a user has set for runs of their own is not of the book
+        os.environ.pop(name, None)
     os.environ.update(ENVIRONMENT)
     vars(sys.modules["__main__"]).pop("__file__", None)  # else each fork imports this file
     at_once = 1 + (os.cpu_count() or 1)  # while one kernel starts or ends, the others have work for every core
