@@ -168,7 +168,8 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
     assert re.search("validation .*[0-9,]+ tokens .*[0-9,]+ tokens", other.stderr), other.stderr
     assert (folder / "progress.json").read_text() == notes
     done = golfnb("train", "--resume", folder, f"DATA_PATH={data}", f"TOKENIZER_PATH={data}/tokenizer.model", cwd=tmp_path)
-    assert done.returncode == 0 and not differences(whole, folder), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert {*differences(whole, folder)} <= {"config", "step_ms", "train_ms"}, "its data lie elsewhere, and it went by a real clock"
 
 
 def children(parent: int) -> list[int]:

@@ -118,15 +118,15 @@ def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipEach, rule=
 def order(run: Run, rows: int) -> SpanSampler:
     "Stretches of the shards, so many rows at a time."
     s, ranks = run.settings, run.ranks
-    require(run.table.bos == Frontier.bos, f"documents must begin with token {Frontier.bos}, found "
-            f"{run.table.bos}: use a tokenizer whose BOS it is")
     return SpanSampler(run.train_paths, ranks.rank, ranks.world, rows, s.train_seq_len,
-                       grad_accum(ranks.world), run.table.bos)
+                       grad_accum(ranks.world), Frontier.bos)
 
 
 def data(run: Run) -> Loader:
     "Batches in that order."
     s, ranks = run.settings, run.ranks
+    require(run.table.bos == Frontier.bos, f"documents must begin with token {Frontier.bos}, found "
+            f"{run.table.bos}: use a tokenizer whose BOS it is")
     rows = s.rows_per_micro(ranks.world, s.train_seq_len)
     return Loader(order(run, rows), ranks.device, s.vocab_size)
 

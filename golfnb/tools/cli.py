@@ -919,6 +919,7 @@ class Packing:
         self.out = out
         self.log = log
         self.advice = advice  # if the file is too large
+        self.now = time.perf_counter
 
     def meta(self, model) -> dict:
         "What the file said of itself, the packed one says too."
