@@ -127,3 +127,6 @@ def test_a_run_goes_on_with_its_order_and_its_file_is_read_and_sampled(tmp_path,
     assert len(generate(model, [1, 5, 9], 12, seed=3)) == 15
     scored = golfnb("score", whole.folder, cwd=tmp_path)
     assert scored.returncode == 0 and f"val_loss:{whole.summary['sliding_loss']:.4f}" in scored.stdout, scored
+    packed = golfnb("quantize", whole.folder, "-o", tmp_path / "again.golf", cwd=tmp_path)
+    assert packed.returncode == 0, packed
+    assert load_model(tmp_path / "again.golf")[0].order == model.order
