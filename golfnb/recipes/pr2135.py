@@ -42,6 +42,7 @@ from ..run import (
     weight_dtype,
 )
 from ..settings import require, setting
+from ..shards import BOS_ID
 from ..spans import SpanSampler
 from ..train import (
     Extra,
@@ -119,13 +120,13 @@ def order(run: Run, rows: int) -> SpanSampler:
     "Stretches of the shards, so many rows at a time."
     s, ranks = run.settings, run.ranks
     return SpanSampler(run.train_paths, ranks.rank, ranks.world, rows, s.train_seq_len,
-                       grad_accum(ranks.world), Frontier.bos)
+                       grad_accum(ranks.world), BOS_ID)
 
 
 def data(run: Run) -> Loader:
     "Batches in that order."
     s, ranks = run.settings, run.ranks
-    require(run.table.bos == Frontier.bos, f"documents must begin with token {Frontier.bos}, found "
+    require(run.table.bos == BOS_ID, f"documents must begin with token {BOS_ID}, found "
             f"{run.table.bos}: use a tokenizer whose BOS it is")
     rows = s.rows_per_micro(ranks.world, s.train_seq_len)
     return Loader(order(run, rows), ranks.device, s.vocab_size)
