@@ -879,6 +879,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                   'golfnb.optimizer.group_store': ('reference/optimizer.html#group_store', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.groups_of': ('reference/optimizer.html#groups_of', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.in_turn': ('reference/optimizer.html#in_turn', 'golfnb/optimizer.py'),
+                                  'golfnb.optimizer.inherited_notes': ('reference/optimizer.html#inherited_notes', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.layers_from_last': ('reference/optimizer.html#layers_from_last', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.layout_of': ('reference/optimizer.html#layout_of', 'golfnb/optimizer.py'),
                                   'golfnb.optimizer.lent': ('reference/optimizer.html#lent', 'golfnb/optimizer.py'),

@@ -7,13 +7,13 @@ with the same weights.
 # %% auto #0
 __all__ = ['AnyBucket', 'Params', 'OTHER_KEYS', 'SCHEDULED', 'MATRIX_OPTIONS', 'OTHER_OPTIONS',
            'LAYOUT', 'STREAM_BYTES', 'LEAST_SCRATCH', 'PARTS', 'SENT', 'LOOKED_AT', 'problem_with',
-           'check_members', 'check_averaged', 'find_ranks', 'described', 'compare_ranks',
-           'copy_from_rank_0', 'warn_of_drift', 'travel_dtype', 'plan_buckets', 'groups_of',
-           'module_order', 'list_of', 'listed', 'check_keys', 'check_known', 'rule_without_word',
-           'with_defaults', 'ParallelMuon', 'check_reduce', 'layout_of', 'lent', 'Batch',
-           'layers_from_last', 'in_turn', 'words_of_all', 'readable', 'gradient_here',
-           'mean_gradients', 'sum_of_squares', 'group_store', 'close_meeting', 'absent_ranks',
-           'meet', 'unsharded']
+           'check_members', 'check_averaged', 'inherited_notes', 'find_ranks', 'described',
+           'compare_ranks', 'copy_from_rank_0', 'warn_of_drift', 'travel_dtype', 'plan_buckets',
+           'groups_of', 'module_order', 'list_of', 'listed', 'check_keys', 'check_known',
+           'rule_without_word', 'with_defaults', 'ParallelMuon', 'check_reduce', 'layout_of',
+           'lent', 'Batch', 'layers_from_last', 'in_turn', 'words_of_all', 'readable',
+           'gradient_here', 'mean_gradients', 'sum_of_squares', 'group_store', 'close_meeting',
+           'absent_ranks', 'meet', 'unsharded']
 
 # %% ../nbs/reference/17g_optimizer.ipynb #1b9644d7
 import logging
@@ -163,6 +163,19 @@ def check_averaged(members: Sequence[Member], ranks: Group) -> None:
                          "ranks, and nobody here averages its gradient over those that may hold "
                          "copies: if there are copies, average over them before each step, and "
                          "in any case give reduce='none', which says that all is averaged")
+
+
+def inherited_notes(groups: Sequence[dict[str, Any]]) -> list[str]:
+    "What rules of one's own would have to say themselves, as `Rule` asks for, to be as fast."
+    notes = []
+    for kind in dict.fromkeys(type(rule_of(group)) for group in groups):
+        unsaid = [name for name in ("recordable", "kernel")
+                  if getattr(kind, name) and name not in vars(kind)]
+        if unsaid:
+            notes.append(f"{kind.__name__} derives from {kind.__mro__[1].__name__} and does not "
+                         f"say {' and '.join(unsaid)} itself, so on GPUs it goes without: write "
+                         "into the class what is true of it")
+    return notes
 
 
 def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
@@ -576,7 +589,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         lines = [f"ParallelMuon on {self.ranks.world} rank(s)", group_table(self.param_groups)]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *inherited_notes(self.param_groups)])
 
     def watch_gradients(self, fresh: Sequence[Member]) -> None:
         "With `overlap`, has every gradient of a matrix say when it is there."

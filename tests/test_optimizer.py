@@ -22,7 +22,7 @@ from golfnb.grouping import OptimizerError, param_groups
 from golfnb.newton_schulz import quintic
 from golfnb.optimizer import ParallelMuon, problem_with
 from golfnb.parallel_muon import Ranks
-from golfnb.rules import BankRule, MuonRule, NorMuonRule, rule_of
+from golfnb.rules import BankRule, MuonEqRule, MuonRule, NorMuonRule, rule_of
 from golfnb.settings import GolfError
 from golfnb.sharded_state import ChunkedTensor, ShardedState, chunk_of
 
@@ -707,6 +707,23 @@ def test_a_checkpoint_in_parts_of_torchs_muon_is_not_read_as_ours(tmp_path):
     made = ParallelMuon(model)
     with pytest.raises(GolfError, match="groups have no rule"):
         dcp.load({"o": ShardedState(made)}, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(allow_partial_load=True))
+
+
+def test_a_rule_that_derives_from_ours_is_told_what_it_goes_without(caplog):
+    class Mine(MuonRule):
+        "Says nothing of itself."
+
+    class Said(MuonRule):
+        "Says that it is as ours."
+        recordable, kernel = True, "heavy_ball"
+
+    weight = nn.Parameter(torch.ones(4, 4))
+    with caplog.at_level(logging.INFO, "golfnb"):
+        opt = ParallelMuon([{"params": [weight], "rule": Mine()}])
+    words = "Mine derives from MuonRule and does not say recordable and kernel itself"
+    assert words in str(opt) and words in caplog.text
+    for rule in (Said(), MuonRule(), NorMuonRule(), MuonEqRule()):
+        assert "derives from" not in str(ParallelMuon([{"params": [weight], "rule": rule}]))
 
 
 def test_chunks_are_boxes_whatever_holds_the_matrices():

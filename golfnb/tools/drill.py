@@ -148,7 +148,7 @@ def wait_for_phase(child: subprocess.Popen, folder: Path, seen: int, phase: str)
         time.sleep(0.01)
 
 
-def wait_for_end(folder: Path, seconds: float = 30) -> dict[str, int]:
+def wait_for_end(folder: Path, seconds: float = 10) -> dict[str, int]:
     "Wait until no process of a run is left, but not for longer; those that are, as of `processes`."
     begun = time.monotonic()
     left = processes(folder)

@@ -120,10 +120,15 @@ def raised_in(error: BaseException, names: Mapping[str, str]) -> str:
 # %% ../../nbs/tools/20c_programs.ipynb #f0a0de13
 def own_fault(error: BaseException) -> str:
     "For an error that no one expected: whose line of a program of one's own raised it, in a sentence; empty if none did."
-    place = raised_in(error, own_names(OWN_FINDER.files))
+    names = own_names(OWN_FINDER.files)
+    place = raised_in(error, names)
     if not place:
         return ""
-    return f"{place}, of your own program, must run, found {in_a_line(error)}: mend it"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    deeper = f" in {last.filename} line {last.lineno}"  # perhaps a fault of golfnb
+    if last.filename in names:
+        deeper = ""
+    return f"{place}, of your own program, must run, found {in_a_line(error)}{deeper}: mend it"
 
 # %% ../../nbs/tools/20c_programs.ipynb #f0a0de15
 def check_settings(group: type) -> None:
