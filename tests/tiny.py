@@ -160,8 +160,12 @@ def into(file, fd: int):
 
 
 def golfnb(*argv, cwd: Path, **env) -> SimpleNamespace:
-    "The command, in this process: importing torch once is enough."
+    "The command, in this process, since importing torch once is enough; what was loaded beside other programs is forgotten."
     from golfnb.tools.cli import main_cli
+    from golfnb.tools.programs import OWN_FINDER
+
+    for name in OWN_FINDER.files:
+        sys.modules.pop(name, None)
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, contextlib.chdir(cwd), patch.dict(os.environ, clean_env(**env), clear=True):
         with into(out, 1), into(err, 2), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
