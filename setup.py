@@ -50,6 +50,7 @@ setup(
     data_files=[  # what `golfnb lab` copies
         ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
         *((f"share/golfnb/nbs/{part}", sorted(map(str, Path("nbs", part).glob("*.ipynb")))) for part in ("story", "reference", "recipes", "tools", "studies")),
+        ("share/golfnb/nbs/figures", sorted(map(str, Path("nbs/figures").glob("*.js")))),
         ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json")))),
     ],
     python_requires=f">={cfg['min_python']}",
