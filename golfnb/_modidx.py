@@ -2356,6 +2356,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                     'golfnb.tools.drill.files_of': ('tools/drill.html#files_of', 'golfnb/tools/drill.py'),
                                     'golfnb.tools.drill.half_files': ('tools/drill.html#half_files', 'golfnb/tools/drill.py'),
                                     'golfnb.tools.drill.hear_ctrl_c': ('tools/drill.html#hear_ctrl_c', 'golfnb/tools/drill.py'),
+                                    'golfnb.tools.drill.kept_share': ('tools/drill.html#kept_share', 'golfnb/tools/drill.py'),
                                     'golfnb.tools.drill.kill_and_resume': ('tools/drill.html#kill_and_resume', 'golfnb/tools/drill.py'),
                                     'golfnb.tools.drill.kill_in': ('tools/drill.html#kill_in', 'golfnb/tools/drill.py'),
                                     'golfnb.tools.drill.null_separated': ('tools/drill.html#null_separated', 'golfnb/tools/drill.py'),
