@@ -388,9 +388,9 @@ def loss_backward_kernel(logits, targets, log_sums, dloss, dlogits, cap, V, BLOC
     for at in range(0, V, BLOCK):
         live = at + lane < V
         x = tl.load(logits + at + lane, mask=live, other=0.0).to(tl.float32)
-        s = tl.sigmoid(2.0 * x / cap)
-        dz = tl.exp(cap * (2.0 * s - 1.0) - log_sum) - tl.where(at + lane == target, 1.0, 0.0)
-        dx = share * dz * 4.0 * s * (1.0 - s)
+        p = tl.sigmoid(2.0 * x / cap)
+        dz = tl.exp(cap * (2.0 * p - 1.0) - log_sum) - tl.where(at + lane == target, 1.0, 0.0)
+        dx = share * dz * 4.0 * p * (1.0 - p)
         tl.store(dlogits + at + lane, dx.to(dlogits.dtype.element_ty), mask=live)
 
 # %% ../nbs/story/09_kernels.ipynb #c05f8a14
