@@ -41,7 +41,7 @@ def inlined(function: Callable) -> Callable:
     return function if triton is None else jitted(function)
 
 # %% ../nbs/reference/15_jit.ipynb #15d09d0c
-KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})
+KERNELS = frozenset({"heads", "mlp", "xsa", "loss", "fold", "ns"})
 
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype,

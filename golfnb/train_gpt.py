@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0dbad93b7a77cf59
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 68e39357f586a46b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -514,7 +514,7 @@ def jitted(kernel):
     return triton.jit(kernel)
 
 
-KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})
+KERNELS = frozenset({"heads", "mlp", "xsa", "loss", "fold", "ns"})
 
 
 def usable_kernels(device: str | torch.device, dtype: torch.dtype,

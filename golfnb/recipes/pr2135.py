@@ -22,7 +22,8 @@ from ..frontier import (
     stream_loss,
 )
 from ..jit import usable_kernels
-from ..kernels import fuse
+from ..kernels import fuse, fused_softcap_loss
+from ..layers import softcap_loss
 from ..layout import mlp_in_one_bank
 from ..loader import Loader, LoaderSettings, grad_accum
 from ..model import WeightedSkips, init_model, load_named
@@ -111,7 +112,8 @@ def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipEach, rule=
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps,
                  table_wd=s.embed_wd)
     engine = Engine(model.role_params(), layout, ranks, matrices, rest, clip(s.grad_clip_norm))
-    backward = make_backward(model, s, ranks.device, stream_loss)
+    mean_loss = fused_softcap_loss if "loss" in model.kernels else softcap_loss
+    backward = make_backward(model, s, ranks.device, partial(stream_loss, mean_loss=mean_loss))
     forward = make_forward(model, s, ranks.device)
     return Parts(model, engine, backward, forward, partial(Ema, decay=s.ema_decay))
 
