@@ -1332,11 +1332,12 @@ def judge(asked: Asked, say: Callable[[str], object] = print) -> dict:
 def adapting_scorer(asked: Asked, case: Case) -> str:
     "The scorer that adapts and is to be judged, '' for none. Raises GolfError where the program or the text has none."
     by_documents = ADAPTS["documents"]
+    s: Any = case.s
     scorer = by_documents if asked.adapters else case.adapts if asked.ttt else ""
     require(scorer or not asked.ttt, f"score: recipe {case.meta.get('recipe')} has no test-time training (ADAPT); leave "
             "--ttt out, or take --adapters")
     if scorer == by_documents:
-        for holds, sentence in adapter_rules(case.s):
+        for holds, sentence in adapter_rules(s):
             require(holds, sentence)
         check_marks(case.val_paths, document_mark(case.sp))
     return scorer
