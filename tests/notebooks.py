@@ -89,7 +89,7 @@ def every_notebook() -> list[Path]:
 
 def stated_seconds(nb: nbformat.NotebookNode) -> int | None:
     "What a chapter says it takes on one idle core."
-    found = re.search(r"CPU run time of this chapter: about (\d+) s\.", "\n".join(c.source for c in nb.cells if c.cell_type == "markdown"))
+    found = re.search(r"CPU run time of this (?:chapter|lesson): about (\d+) s\.", "\n".join(c.source for c in nb.cells if c.cell_type == "markdown"))
     return int(found[1]) if found else None
 
 

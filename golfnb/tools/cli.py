@@ -39,7 +39,7 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge",
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge", "check": "golfnb.tools.check",
          "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
 
 
@@ -1401,6 +1401,16 @@ def compare_command(args) -> int:
 def lab_command(args) -> int:
     return book.lab.start_lab(Path(args.dir), args.port, not args.no_browser)
 
+
+@command("check", "hold what you wrote for a task of a lesson against its hidden test; alone: what is open",
+         arg("task", nargs="?", metavar="TASK", help="its name, such as 7.bug"),
+         arg("file", nargs="?", type=Path, metavar="FILE",
+             help="your answer, a .py or a notebook; else the lab's lesson"),
+         arg("--lab", type=Path, default=Path("runs/lab"), metavar="FOLDER", help="where the lab lies"),
+         count("--hint", "show a hint instead: 1, 2 or 3"))
+def check_command(args) -> int:
+    return book.check.check_command(args.task, args.file, args.lab, args.hint)
+
 # %% ../../nbs/tools/23_cli.ipynb #036c8c3b
 @command("watch", "a live page of a run: loss, step time, phase, time left; also of one that has not begun",
          arg("run_dir", metavar="RUN_DIR", type=Path),
@@ -1618,7 +1628,7 @@ GROUPS = {  # heading of the help -> commands
     "text": ("data build", "data download", "data recut", "data inspect"),
     "use what was trained": ("score", "sample", "play", "report", "compare"),
     "files of weights": ("quantize", "artifact inspect", "artifact export", "artifact import", "submission"),
-    "the book and this machine": ("lab", "bench", "study", "drill", "doctor"),
+    "the book and this machine": ("lab", "check", "bench", "study", "drill", "doctor"),
 }
 ENDING = ("Settings are NAME=VALUE, named as in the environment; of one given twice the last counts. "
           "Exit status is 0 only for success.")
