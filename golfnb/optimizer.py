@@ -97,6 +97,7 @@ from .recorded import (
 )
 from .rules import (
     AT_LEAST_0,
+    FOR_ALL_RULES,
     MuonRule,
     OptimizerError,
     ParamGroup,
@@ -317,7 +318,7 @@ SCHEDULED = ("initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max
 
 def check_known(group: dict[str, Any], rule: Rule) -> None:
     "Raises OptimizerError for a key that neither a rule nor torch's schedulers know."
-    known = ["lr", "weight_decay", *rule.defaults]
+    known = ["lr", "weight_decay", *FOR_ALL_RULES, *rule.defaults]
     if rule.matrices:
         known += MUON_OPTIONS
     for key in group:

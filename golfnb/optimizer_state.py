@@ -286,7 +286,7 @@ class MatrixState(MemberState):
 # %% ../nbs/reference/17f_optimizer_state.ipynb #c3f860be
 SavedGroup = dict[str, Any]
 WORDS = ("rule", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn", "split_sizes",
-         "transposed", "flatten", "product_dtype")  # a file never changes these
+         "transposed", "flatten", "product_dtype", "cautious_wd")  # a file never changes these
 FIXED = ("params", "param_names", "name", *WORDS)
 
 
