@@ -413,24 +413,24 @@ def tile_at(table, n, tile, WIDE: tl.constexpr, SIDE: tl.constexpr):
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #44b6f281
 def momentum_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
-                    OUT: tl.constexpr, NESTEROV: tl.constexpr, WIDE: tl.constexpr,
-                    SIDE: tl.constexpr):
+                    MOMENTUM: tl.constexpr, OUT: tl.constexpr, NESTEROV: tl.constexpr,
+                    WIDE: tl.constexpr, SIDE: tl.constexpr):
     "`heavy_ball` on a tile of a gradient times `coef`; fields: gradient, momentum, result."
     member, tile = find_member(table, n, N)
     table += member
     row, col, live = tile_at(table, n, tile, WIDE, SIDE)
     grad = elements(table, 4, n, row, col, GRAD, WIDE)
-    momentum = elements(table, 6, n, row, col, tl.float32, WIDE)
+    momentum = elements(table, 6, n, row, col, MOMENTUM, WIDE)
     out = elements(table, 8, n, row, col, OUT, WIDE)
     mu = tl.load(numbers).to(tl.float32)
     given = live & is_there(table, 4, n)
     g = tl.load(grad, mask=given, other=0.0).to(tl.float32) * tl.load(coef).to(tl.float32)
-    moved = tl.load(momentum, mask=live, other=0.0) * mu + g
+    moved = tl.load(momentum, mask=live, other=0.0).to(tl.float32) * mu + g
     ahead = moved
     if NESTEROV:
         ahead = g + moved * mu
     tl.store(out, ahead.to(OUT), mask=live)
-    tl.store(momentum, moved, mask=live & is_ok(table, n))
+    tl.store(momentum, moved.to(MOMENTUM), mask=live & is_ok(table, n))
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #1c0edd01
 def room_for(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
@@ -451,7 +451,8 @@ def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: Para
     kept = kept or Kept()
     momenta = [state["momentum_buffer"] for state in states]
     grads = [grad if in_rows(grad) else grad.contiguous() for grad in grads]
-    made = room_for(momenta, product_dtype(momenta[0], group)) if out is None else out
+    dtype = product_dtype(momenta[0].new_empty(0, dtype=torch.float32), group)
+    made = room_for(momenta, dtype) if out is None else out
     dtypes = [grad.dtype for grad in grads]
     fields = matrix_fields(oks, grads, momenta, list(made))
 
@@ -461,8 +462,8 @@ def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: Para
     numbers = numbers_of(lambda: [group["momentum"]], coef.device, kept)
     for (dtype, wide), table, programs in kept.look_up([fields, dtypes], tables):
         launch(momentum_kernel, programs, table, numbers, coef, GRAD=element_type(dtype),
-               OUT=element_type(made[0].dtype), NESTEROV=bool(group["nesterov"]), WIDE=wide,
-               SIDE=SIDE)
+               MOMENTUM=element_type(momenta[0].dtype), OUT=element_type(made[0].dtype),
+               NESTEROV=bool(group["nesterov"]), WIDE=wide, SIDE=SIDE)
     return made
 
 # %% ../nbs/reference/17e_multi_tensor.ipynb #6d723579
@@ -720,16 +721,16 @@ def kernels_fit_types(tensors: Sequence[Tensor]) -> bool:
 
 def kernels_fit(full: Sequence[Tensor], weights: Sequence[Tensor], read: Sequence[Tensor],
                 lies: Callable[[Tensor], bool]) -> bool:
-    """Whether kernels can work on some tensors: there are some, on a GPU.
+    """Whether kernels can work on some tensors: there are some that change, on a GPU.
 
     `full` are fp32 and change, as may `weights` of fp32 or bf16; all that changes `lies` right.
     `read` are fp32 or bf16.
     """
     everything = [*full, *weights, *read]
-    if triton is None or not all([t.is_cuda for t in everything]):
+    if triton is None or not (full or weights) or not all([t.is_cuda for t in everything]):
         return False
     return (len({t.get_device() for t in everything}) == 1
-            and {t.dtype for t in full} == {torch.float32}
+            and {t.dtype for t in full} <= {torch.float32}
             and {t.dtype for t in (*weights, *read)} <= {torch.float32, torch.bfloat16}
             and all(map(lies, (*full, *weights))))
 
@@ -746,7 +747,7 @@ def prepare_each(rule: Rule, grads: Sequence[Tensor], states: Sequence[State], g
     """
     if is_muon(rule):
         momenta = [state["momentum_buffer"] for state in states]
-        if kernels_fit(momenta, [], grads, in_rows):
+        if kernels_fit([], momenta, grads, in_rows):
             return kernel_prepare(grads, states, group, oks, coef, out, kept)
     made = plain_prepare(rule, at_rest(grads), states, live_numbers(group, coef.device), oks, coef)
     alike = len({t.shape for t in made}) == 1

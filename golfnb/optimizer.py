@@ -1212,7 +1212,7 @@ def check_reduce(params: Any, reduce: str) -> None:
                              "ParallelMuon: pass reduce='none', or the module without DDP")
 
 # %% ../nbs/reference/17g_optimizer.ipynb #1c72b570
-LAYOUT = ("rule", *MUON_OPTIONS)
+LAYOUT = ("rule", "state_dtype", *MUON_OPTIONS)
 
 
 def layout_of(group: dict[str, Any]) -> list:

@@ -8,8 +8,8 @@ more.
 __all__ = ['ParamGroup', 'State', 'COEFFICIENTS', 'FACTORS', 'RULES', 'FOR_ALL_RULES', 'CHECKS',
            'replace', 'Rule', 'apply_direction', 'follow', 'heavy_ball', 'SgdRule', 'AdamWRule',
            'original_factor', 'rms_factor', 'is_triple', 'coefficients_of', 'product_dtype',
-           'orthogonalized', 'MuonRule', 'NorMuonRule', 'MuonEqRule', 'rule_of', 'check_cautious',
-           'check_group', 'stored_alike', 'BankRule']
+           'orthogonalized', 'MuonRule', 'NorMuonRule', 'MuonEqRule', 'rule_of',
+           'check_state_dtype', 'check_cautious', 'check_group', 'stored_alike', 'BankRule']
 
 # %% ../nbs/reference/17c_rules.ipynb #72de9a23
 import math
@@ -40,7 +40,8 @@ class Rule:
 
     `matrices`: whole matrices are needed, at one owner. `state_names`: state of the parameter's
     shape, kept where its rows are. `counters`: state of one number a parameter. All state begins
-    with zeros, in fp32 or wider. `defaults`: numbers of a group that does not say its own.
+    with zeros, in fp32 or wider, or in the group's `state_dtype` if `defaults` has that.
+    `defaults`: numbers of a group that does not say its own.
     `recordable`: it is nothing but operations on the device, so that a CUDA graph may repeat it;
     `kernel`: what prepares it there. Both count for the class that says them, and not for those
     that derive from it.
@@ -108,8 +109,9 @@ def heavy_ball(grad: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Ten
     A <- momentum A + (1 - momentum) grad = (1 - momentum) B: divide a saved A by 1 - momentum.
     """
     buffer = state["momentum_buffer"]
-    grad = grad.to(buffer.dtype)
-    moved = buffer * group["momentum"] + grad
+    dtype = torch.promote_types(buffer.dtype, torch.float32)  # the buffer may be bf16
+    grad = grad.to(dtype)
+    moved = buffer.to(dtype) * group["momentum"] + grad
     replace(buffer, moved, ok)
     return grad + moved * group["momentum"] if group["nesterov"] else moved
 
@@ -211,7 +213,7 @@ class MuonRule(Rule):
     state_names = ("momentum_buffer",)
     defaults: ClassVar[ParamGroup] = {
         "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "quintic",
-        "eps": 1e-7, "adjust_lr_fn": "original", "product_dtype": None}
+        "eps": 1e-7, "adjust_lr_fn": "original", "product_dtype": None, "state_dtype": None}
 
     def prepare(self, grad: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
         "Momentum, with a look ahead if the group says `nesterov`."
@@ -328,6 +330,13 @@ def check_adjust(named) -> None:
 FOR_ALL_RULES = ("cautious_wd",)  # what a group of any rule may say besides lr and weight_decay
 
 
+def check_state_dtype(dtype) -> None:
+    "Raises OptimizerError for a dtype that momentum is not kept in."
+    if dtype not in (None, torch.bfloat16):
+        raise OptimizerError("state_dtype must be None, which is fp32 or wider, or "
+                             f"torch.bfloat16, found {dtype!r:.80}")
+
+
 def check_cautious(value) -> None:
     "Raises OptimizerError if `cautious_wd` is not yes or no."
     if not isinstance(value, bool):
@@ -336,7 +345,8 @@ def check_cautious(value) -> None:
 
 CHECKS: dict[str, Callable[[Any], object]] = {
     "betas": check_betas, "ns_steps": check_steps, "adjust_lr_fn": check_adjust,
-    "ns_coefficients": coefficients_of, "cautious_wd": check_cautious}
+    "ns_coefficients": coefficients_of, "cautious_wd": check_cautious,
+    "state_dtype": check_state_dtype}
 
 
 def check_group(group: ParamGroup) -> None:
@@ -381,7 +391,8 @@ class BankRule:
     def state(self, part) -> dict[str, Tensor]:
         "What the rule keeps of a shard, with a row for each slot."
         like, n = part.fp32_shard, len(part.fp32_shard)
-        kept = {name: torch.zeros_like(like) for name in self.rule.state_names}
+        kept = {name: torch.zeros_like(like, dtype=self.group.get("state_dtype"))
+                for name in self.rule.state_names}
         kept |= {name: like.new_zeros(n, 1, 1) for name in self.rule.counters}
         widths: dict[str, int] = {}
         for _, _, rows, cols in stored_alike(part):

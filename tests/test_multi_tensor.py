@@ -87,7 +87,7 @@ def groups(group: dict, device: str):
     yield with_tensors(group, device, FULL), 1e-5
 
 
-def check_prepare(device: str, products):
+def check_prepare(device: str, products, kept=FULL):
     make = Maker(device)
     coef = torch.tensor(0.7, device=device)
     for shapes in (UNEVEN, ALIKE):
@@ -99,7 +99,7 @@ def check_prepare(device: str, products):
                     grads = make.each(shapes, dtype)
                     spoil(grads, oks)
                     grads = change(grads)
-                    states = [{"momentum_buffer": t} for t in make.each(shapes)]
+                    states = [{"momentum_buffer": t} for t in make.each(shapes, kept)]
                     before, twins = copies(states), copies(states)
                     if change is views:
                         states = [{"momentum_buffer": t} for t in views([s["momentum_buffer"] for s in states])]
@@ -163,6 +163,7 @@ INTERPRETED = """
 import torch
 from test_multi_tensor import *
 check_prepare("cpu", None), check_prepare("cpu", torch.float16)  # the interpreter rounds fp16 right, and cuts bf16
+check_prepare("cpu", None, torch.float16)
 check_apply("cpu", torch.float16)
 check_update("cpu", torch.float16, 1e-5)  # torch's square root on a CPU rounds in its own way
 print("equal")
