@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from golfnb.grouping import param_groups
-from golfnb.optimizer import ParallelMuon
+from golfnb.muon.grouping import param_groups
+from golfnb.muon.optimizer import ParallelMuon
 from golfnb.studies.bench import record_result
 
 SEEDS, STEPS, EVERY, VOCAB, LENGTH, ROWS = (7, 42, 1337), 300, 20, 16, 32, 16

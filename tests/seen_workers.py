@@ -4,10 +4,10 @@ import math
 import torch
 from optimizer_workers import MU, SETTINGS, Reference, backward, backward_under, build, data_place, pieces, schedule, weights_of, wrapped
 
-from golfnb.grouping import param_groups
-from golfnb.newton_schulz import quintic
-from golfnb.optimizer import ParallelMuon
-from golfnb.rules import MuonRule, apply_direction, replace
+from golfnb.muon.grouping import param_groups
+from golfnb.muon.newton_schulz import quintic
+from golfnb.muon.optimizer import ParallelMuon
+from golfnb.muon.rules import MuonRule, apply_direction, replace
 
 
 class Pull(MuonRule):

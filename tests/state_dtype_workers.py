@@ -2,8 +2,8 @@
 import torch
 from optimizer_workers import SETTINGS, backward_under, build, data_place, full, weights_of, wrapped
 
-from golfnb.grouping import param_groups
-from golfnb.optimizer import ParallelMuon
+from golfnb.muon.grouping import param_groups
+from golfnb.muon.optimizer import ParallelMuon
 
 
 def narrow_groups(model, dtype=torch.bfloat16) -> list[dict]:

@@ -7,11 +7,11 @@ from seen_workers import Pull, all_cases, plain
 from torch import Tensor, nn
 from workers import spawn
 
-import golfnb.multi_tensor as M
-from golfnb.newton_schulz import POLAR_EXPRESS_COEFFS
-from golfnb.optimizer import ParallelMuon
+import golfnb.muon.multi_tensor as M
+from golfnb.muon.newton_schulz import POLAR_EXPRESS_COEFFS
+from golfnb.muon.optimizer import ParallelMuon
 from golfnb.parallel_muon import Ranks
-from golfnb.rules import RULES, MuonRule, OptimizerError, apply_direction, replace
+from golfnb.muon.rules import RULES, MuonRule, OptimizerError, apply_direction, replace
 
 F64 = torch.float64
 HOWS = {1: ("plain",), 2: ("plain", "sharded"), 4: ("plain", "sharded", "sharded tensor")}

@@ -5,9 +5,9 @@ from state_dtype_workers import all_cases, narrow_groups
 from torch import Tensor, nn
 from workers import spawn
 
-from golfnb.optimizer import ParallelMuon
+from golfnb.muon.optimizer import ParallelMuon
 from golfnb.parallel_muon import Ranks
-from golfnb.rules import AdamWRule, MuonEqRule, MuonRule, NorMuonRule, OptimizerError, heavy_ball
+from golfnb.muon.rules import AdamWRule, MuonEqRule, MuonRule, NorMuonRule, OptimizerError, heavy_ball
 
 BF16 = torch.bfloat16
 
