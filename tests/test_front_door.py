@@ -81,7 +81,7 @@ def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
     (metadata,) = site.glob("golfnb-*.dist-info/METADATA")
     check_metadata(email.message_from_string(metadata.read_text(encoding="utf-8")))
     notebooks, results = (len(list((root / "nbs").rglob(kind))) for kind in ("*.ipynb", "results/*.json"))
-    assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.optimizer", str(venv / "share" / "golfnb" / "nbs"), str(notebooks), str(results)]
+    assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.muon.optimizer", str(venv / "share" / "golfnb" / "nbs"), str(notebooks), str(results)]
 
 
 def pinned(name: str) -> dict[str, str]:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import golfnb.multi_tensor as M
-from golfnb.jit import triton
-from golfnb.multi_tensor import apply_each, plain_apply, plain_prepare, plain_update, prepare_each, update_each
-from golfnb.rules import AdamWRule, MuonEqRule, MuonRule, NorMuonRule, SgdRule
+import golfnb.muon.multi_tensor as M
+from golfnb.muon.jit import triton
+from golfnb.muon.multi_tensor import apply_each, plain_apply, plain_prepare, plain_update, prepare_each, update_each
+from golfnb.muon.rules import AdamWRule, MuonEqRule, MuonRule, NorMuonRule, SgdRule
 
 UNEVEN = ((64, 128), (70, 33), (1, 5), (0, 7), (3, 1), (130, 80))
 ALIKE = ((48, 80),) * 3

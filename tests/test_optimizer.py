@@ -17,14 +17,16 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from workers import spawn
 
-from golfnb.exchange import Group, block_of, matrices_of
-from golfnb.grouping import OptimizerError, param_groups
-from golfnb.newton_schulz import quintic
-from golfnb.optimizer import ParallelMuon, problem_with
+from golfnb.bank_rule import BankRule
+from golfnb.muon.errors import OptimizerError
+from golfnb.muon.exchange import Group, block_of, matrices_of
+from golfnb.muon.grouping import param_groups
+from golfnb.muon.newton_schulz import quintic
+from golfnb.muon.optimizer import ParallelMuon, problem_with
+from golfnb.muon.rules import MuonEqRule, MuonRule, NorMuonRule, rule_of
+from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunk_of
 from golfnb.parallel_muon import Ranks
-from golfnb.rules import BankRule, MuonEqRule, MuonRule, NorMuonRule, rule_of
 from golfnb.settings import GolfError
-from golfnb.sharded_state import ChunkedTensor, ShardedState, chunk_of
 
 WORLDS = (1, 2, 3, 4)
 ANY = [("nano", dict(accum=2)), ("gpt2", {}), ("encoder", dict(max_norm=0.05)), ("experts", {}), ("vision", dict(max_norm=0.3)), ("nano", dict(poison=(3, -1)))]
@@ -82,7 +84,7 @@ def test_trains_a_recipe_s_model_as_its_engine_does(world):
 
 @pytest.mark.parametrize("world", (1, 3))
 def test_a_recipe_s_engine_takes_every_rule(world):
-    "Those of golfnb.rules and one's own, with state of whole matrices, of turned ones too, and counters."
+    "Those of golfnb.muon.rules and one's own, with state of whole matrices, of turned ones too, and counters."
     rules = ("muon", "normuon", "adamw", "sgd", "sign")
     for rule, far in zip(rules, run_ranks(world, [("by_any_rule", (rule,), {}) for rule in rules])[0], strict=True):
         assert far < 1e-10, (rule, far)
@@ -122,7 +124,7 @@ def walked(model, opt, steps=3, start=0) -> dict:
 @pytest.fixture
 def exact_torch_muon(monkeypatch):
     "torch's Muon with our products, which it makes in bf16; its momentum is (1 - momentum) times ours."
-    from golfnb.newton_schulz import newton_schulz
+    from golfnb.muon.newton_schulz import newton_schulz
 
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda grad, *_: newton_schulz(grad, eps=1e-7 * 0.05))
 

@@ -134,15 +134,11 @@ def test_a_run_goes_on_with_its_order_and_its_file_is_read_and_sampled(tmp_path,
     assert load_model(tmp_path / "again.golf")[0].order == model.order
 
 
-def test_its_file_is_scored_with_adapters_whose_audit_passes(tmp_path, capfd):
+def test_its_file_is_scored_with_adapters(tmp_path, capfd):
     "A block three times, then two lanes; a high rate, so that they do something."
     given = tiny(tmp_path, RUN_ID="adapted", TTT_ENABLED="0", ITERATIONS="4", VAL_LOSS_EVERY="0")
     summary = run_quietly(pr2135, given)
-    words = ["--val", f"{given['DATA_PATH']}/*_val_*.bin", "--tokenizer", given["TOKENIZER_PATH"], "--adapters", "--audit", "TTT_CHUNK_SIZE=16", "TTT_BATCH_SIZE=16", "TTT_LORA_RANK=4", "TTT_LORA_LR=0.01", "TTT_K_LORA=0", "TTT_HEAD_LORA=1"]
-    main_cli(["score", str(tmp_path / "runs" / "adapted"), *words])
-    said = capfd.readouterr().out
-    found = dict(re.findall(r"^(\w+)_exact val_loss:(\S+)", said, re.M))
+    words = ["--val", f"{given['DATA_PATH']}/*_val_*.bin", "--tokenizer", given["TOKENIZER_PATH"], "--adapters", "TTT_CHUNK_SIZE=16", "TTT_BATCH_SIZE=16", "TTT_LORA_RANK=4", "TTT_LORA_LR=0.01", "TTT_K_LORA=0", "TTT_HEAD_LORA=1"]
+    assert main_cli(["score", str(tmp_path / "runs" / "adapted"), *words]) == 0
+    found = dict(re.findall(r"^(\w+)_exact val_loss:(\S+)", capfd.readouterr().out, re.M))
     assert float(found["legal_ttt"]) < summary["sliding_loss"] - 0.05, "they learn"
-    audit = json.loads((tmp_path / "runs" / "adapted" / "artifact.audit.json").read_text())
-    checks = [f for f in audit["findings"] if f["scorer"] == "adapters per document"]
-    assert len(checks) > 5 and all(f["passed"] for f in checks), [f for f in checks if not f["passed"]]

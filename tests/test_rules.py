@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from golfnb.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS
-from golfnb.rules import RULES, MuonRule, OptimizerError, Rule, apply_direction, check_group, product_dtype, rule_of
+from golfnb.muon.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS
+from golfnb.muon.rules import RULES, MuonRule, OptimizerError, Rule, apply_direction, check_group, product_dtype, rule_of
 from golfnb.settings import GolfError
 
 SHAPES = [(1, 9, 4), (1, 4, 9), (1, 6, 6), (3, 5, 7)]  # tall, wide, square, a stack
