@@ -50,10 +50,9 @@ setup(
     package_data={
         "golfnb": ["py.typed", "prose/*.json", "prose/*/*.txt"],
         "golfnb.muon": ["py.typed"],
-        "golfnb.nbs": ["*.ipynb", "*/*.ipynb", "*.mplstyle", "ladder/*.py", "results/*.json"],  # what `golfnb lab` copies
+        "golfnb.nbs": ["*.ipynb", "*.md", "*.mplstyle", "*/*.ipynb", "*/*.js", "*/*.json", "*/*.py", "*/*/*.py"],  # what `golfnb lab` copies
         "golfnb.tools": ["*.html"],  # the page of `golfnb play`
     },
-    exclude_package_data={"": [".ipynb_checkpoints/*"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={

@@ -6,12 +6,12 @@ from each chunk once it is scored and are thrown away at the document's end.
 
 # %% auto #0
 __all__ = ['AdapterSettings', 'adapter_rules', 'document_spans', 'row_fill', 'slot_count',
-           'slot_plan', 'score_documents', 'audit_documents']
+           'slot_plan', 'score_documents']
 
 # %% ../nbs/story/13b_adapters.ipynb #75024de7
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from .parallel_muon import CudaGraphed, Ranks
 from .quantize import deal_jobs
 from .settings import Rules, require, setting
 from .train import RunLog, compiled, counted
-from .ttt import Case, Ledger, Trial, audit_scorer, finding, log_score, steps_between_lines
+from .ttt import Ledger, log_score, steps_between_lines
 
 # %% ../nbs/story/13b_adapters.ipynb #641c3942
 @dataclass
@@ -206,6 +206,17 @@ def chunk_loss(x: Tensor, table: Tensor, targets: Tensor, goes_on: Tensor, cap: 
     return (nats.mean(1) * goes_on).sum(), nats.detach()
 
 # %% ../nbs/story/13b_adapters.ipynb #c2c53031
+def adapted_logits(model: Golf, cfg: AdapterSettings) -> Callable:
+    "(ids [slots, 2 + T], fill, flats, keys, values) -> logits [slots, T, V] before the cap."
+    run = compiled(adapted_block, cfg, model.tok_emb.device)
+
+    @torch.no_grad()
+    def logits(ids, fill, flats, keys, values):
+        x = adapted_walk(model, ids, fill, flats, keys, values, cfg.eval_seq_len, run)[0]
+        return F.linear(rms_norm(x), model.tok_emb.to(x.dtype))
+    return logits
+
+
 def adapted_step(model: Golf, cfg: AdapterSettings) -> Callable:
     "(ids [slots, 2 + T + 1], fill, flats, keys, values, goes_on) -> loss, nats, keys, values."
     run, score = (compiled(f, cfg, model.tok_emb.device) for f in (adapted_block, chunk_loss))
@@ -264,7 +275,8 @@ class DocumentSlots:
         self.rows = torch.from_numpy(np.stack([again, plan["first"][steps, again]])).to(device)
         # tokens that a new row reads again
         self.half = int(plan["fill"][steps[:1], again[:1]].sum())
-        self.graphed = CudaGraphed(self.advance, device)
+        # a step of one's own may do what cannot be recorded
+        self.graphed = self.advance if step else CudaGraphed(self.advance, device)
         self.read_again = CudaGraphed(self.begin_row, device)
 
     def window(self, first: Tensor, size: int) -> Tensor:
@@ -313,16 +325,19 @@ class DocumentSlots:
 
 # %% ../nbs/story/13b_adapters.ipynb #d997f6ce
 def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable,
-                    cfg: AdapterSettings, ranks: Ranks, log: RunLog | None = None,
-                    step: Callable | None = None,
-                    out: Tensor | None = None) -> tuple[float, float, Ledger]:
+                    cfg: AdapterSettings, ranks: Ranks, forward: Callable | None = None,
+                    log: RunLog | None = None, step: Callable | None = None,
+                    out: Tensor | None = None,
+                    spans: np.ndarray | None = None) -> tuple[float, float, Ledger]:
     """`score_first` by documents (parameter-golf PR #77), moving only adapters.
 
+    It can be a program's ADAPT; `forward` is for those that score windows. `step` takes a chunk,
+    as `adapted_step`; `spans` are the documents (None: those that `document_spans` finds).
     GolfError if a rule is broken.
     """
     for holds, sentence in adapter_rules(cfg):
         require(holds, sentence)
-    spans = document_spans(tokens, table.bos)
+    spans = document_spans(tokens, table.bos) if spans is None else spans
     plan, ledger = slot_plan(spans, cfg, ranks), Ledger(spans)
     room = None if out is None else torch.cat([out, out[:1]])
     load_named(model, state)
@@ -344,66 +359,3 @@ def score_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable,
     found = total_score(slots.total, tokens.numel() - 1, ranks)
     log_score(log, slots.total, steps - 1, steps)
     return *found, ledger
-
-# %% ../nbs/story/13b_adapters.ipynb #fd91b5b6
-def step_targets(plan: dict, size: int) -> list[Tensor]:
-    "Targets [slots, size] that each step of a `slot_plan` scores, -1 for none."
-    places = plan["first"][..., None] + np.arange(size)
-    counted = np.arange(size) < plan["count"][..., None]
-    return [*torch.from_numpy(np.where(counted, places, -1))]
-
-# %% ../nbs/story/13b_adapters.ipynb #34bfd9a0
-def document_trial(model: Golf, state: dict, tokens: Tensor, table: ByteTable, cfg: AdapterSettings,
-                   probing: bool = False, seed: int = 0) -> Trial:
-    """One pass of `score_documents` from a fresh state.
-
-    The trial's logits are those of `adapted_walk`.
-    """
-    def scorer(trial: Trial) -> tuple:
-        step = adapted_step(model, cfg)
-
-        def watched(ids, fill, flats, keys, values, goes_on):
-            def logits_of(ids):
-                x = adapted_walk(model, ids, fill, flats, keys, values, cfg.eval_seq_len,
-                                 adapted_block)[0]
-                return F.linear(rms_norm(x), model.tok_emb.to(x.dtype))
-
-            if trial.probing and trial.forwards < len(trial.calls):
-                trial.examine(logits_of, ids[:, :-1], trial.calls[trial.forwards])
-            else:
-                trial.forwards += 1
-            trial.rows.append(ids[goes_on > 0, 2:])
-            return step(ids, fill, flats, keys, values, goes_on)
-        return score_documents(model, state, tokens, table, cfg, Ranks(), None, watched, trial.nats)
-
-    plan = slot_plan(document_spans(tokens, table.bos), cfg, Ranks())
-    calls = step_targets(plan, cfg.ttt_chunk_size)
-    return Trial(model, model.cap, tokens, calls, scorer, probing, seed)
-
-# %% ../nbs/story/13b_adapters.ipynb #633ddab9
-def longest_stretch(tokens: Tensor, length: int, bos: int) -> Tensor:
-    "At most `length` tokens from the beginning of the stream's longest document on."
-    spans = document_spans(tokens, bos)
-    first = int(spans[(spans[:, 1] - spans[:, 0]).argmax(), 0])
-    return tokens[first:first + length]
-
-# %% ../nbs/story/13b_adapters.ipynb #9576b5c7
-def audit_documents(model: Golf, state: dict, tokens: Tensor, table: ByteTable,
-                    cfg: AdapterSettings, seed: int = 0) -> list:
-    "`audit_score` of the adapters' scorer: findings."
-    def run(tokens, cfg, probing=False):
-        return document_trial(model, state, tokens, table, cfg, probing, seed)
-
-    name, seq, short = "adapters per document", cfg.eval_seq_len, min(cfg.eval_seq_len, 256)
-    size, rank = min(cfg.ttt_chunk_size, max(2, short // 4)), min(cfg.ttt_lora_rank, 4)
-    brief = replace(cfg, eval_seq_len=short, eval_stride=1, ttt_chunk_size=size, ttt_batch_size=1,
-                    ttt_lora_rank=rank)
-    several = tokens[:6 * short + short // 2 + 2]
-    real = longest_stretch(tokens, seq + seq // 2 + 2, table.bos)
-    slots = [run(several, replace(brief, ttt_batch_size=n)).nats for n in (1, 3)]
-    apart = (slots[0] - slots[1]).abs().max().item()
-    alone = finding("strict prefix", "documents side by side score as they do alone", apart < 1e-3,
-                    f"at most {apart:.0e} nats apart") | {"scorer": name}
-    cases = [Case(several, brief, 6, document_spans(several, table.bos), size),
-             Case(real, cfg, 2, document_spans(real, table.bos), cfg.ttt_chunk_size)]
-    return [alone, *audit_scorer(name, run, cases, table, model.cfg.vocab_size)]

@@ -85,6 +85,7 @@ from .recorded import (
 )
 from .rules import (
     AT_LEAST_0,
+    FOR_ALL_RULES,
     MuonRule,
     ParamGroup,
     Rule,
@@ -317,7 +318,7 @@ SCHEDULED = ("initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max
 
 def check_known(group: dict[str, Any], rule: Rule) -> None:
     "Raises OptimizerError for a key that neither a rule nor torch's schedulers know."
-    known = ["lr", "weight_decay", *rule.defaults]
+    known = ["lr", "weight_decay", *FOR_ALL_RULES, *rule.defaults]
     if rule.matrices:
         known += MUON_OPTIONS
     for key in group:
@@ -1211,7 +1212,7 @@ def check_reduce(params: Any, reduce: str) -> None:
                              "ParallelMuon: pass reduce='none', or the module without DDP")
 
 # %% ../../nbs/reference/17g_optimizer.ipynb #1c72b570
-LAYOUT = ("rule", *MUON_OPTIONS)
+LAYOUT = ("rule", "state_dtype", *MUON_OPTIONS)
 
 
 def layout_of(group: dict[str, Any]) -> list:
