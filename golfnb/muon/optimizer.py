@@ -184,7 +184,7 @@ def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if mesh is None and world > 1 and not dist.is_initialized():
         raise OptimizerError(f"WORLD_SIZE is {world}, but there is no process group: call "
-                             "torch.distributed.init_process_group() or golfnb.start_ranks() first")
+                             "torch.distributed.init_process_group() first")
     return find_group(mesh)
 
 # %% ../../nbs/reference/17g_optimizer.ipynb #6bc07f65
@@ -1155,8 +1155,8 @@ class ParallelMuon(torch.optim.Optimizer):
 
         State that is divided among owners comes whole, on the CPU; DTensors stay DTensors, for
         torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch. For
-        checkpoints in which each rank writes its part, see `golfnb.ShardedState`. Raises
-        OptimizerError if another rank is `patience_s` late.
+        checkpoints in which each rank writes its part, see `ShardedState`. Raises OptimizerError
+        if another rank is `patience_s` late.
         """
         found = self.gathered_state()
         live = self.state

@@ -504,8 +504,10 @@ def same_word(name: str, a: object, b: object) -> bool:
 
 # %% ../../nbs/reference/17f_state.ipynb #9644b297
 def rule_word(rule: object) -> str:
-    "A rule's name as a file has it."
-    return rule if isinstance(rule, str) else f"{type(rule).__module__}.{type(rule).__qualname__}"
+    "A rule's name as a file has it; a class of chapter 17c goes without its module, which moved."
+    kind = type(rule)
+    word = rule if isinstance(rule, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return word.removeprefix("golfnb.rules.").removeprefix(f"{Rule.__module__}.")
 
 # %% ../../nbs/reference/17f_state.ipynb #440d37ba
 def set_number(group: dict[str, Any], name: str, value: Any) -> None:
