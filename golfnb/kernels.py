@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jit import KERNELS, TensorDescriptor, check_runnable, jitted, tl, triton
 from .layers import NORM_EPS
 from .model import Block, Golf, LeakyReluSquared, make_block, scaled
+from .muon.jit import KERNELS, TensorDescriptor, check_runnable, jitted, tl, triton
 from .settings import require
 
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:

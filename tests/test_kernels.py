@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from golfnb.settings import GolfError
-from golfnb.jit import KERNELS, triton, usable_kernels
 from golfnb.kernels import fuse, fused_exclusive, fused_heads, fused_mlp, fused_softcap_loss, heads_fit, mlp_fit
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, softcap_loss, squared_leaky
 from golfnb.layout import bank_per_shape
 from golfnb.model import Golf
-from golfnb.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
+from golfnb.muon.jit import KERNELS, triton, usable_kernels
+from golfnb.muon.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
+from golfnb.settings import GolfError
 from tiny import settings_for
 CASES = """
 import os, sys, torch
 import torch.nn.functional as F
-import golfnb.jit
+import golfnb.muon.jit
 import golfnb.kernels as K
 from golfnb.kernels import *
 from golfnb.layers import *
@@ -61,7 +61,7 @@ print("equal")
 OPTIMIZER = """
 from types import SimpleNamespace
 import torch
-from golfnb.newton_schulz import half_product
+from golfnb.muon.newton_schulz import half_product
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
 torch.manual_seed(0)
 def near(a, b, terms):
@@ -105,25 +105,25 @@ for shape in ((3, 70, 100), (2, 130, 65)):
                 master_kernels(w, update + bad, lr, wd, scale, ok, y), master_step(x, update + bad, lr, wd, scale, ok, z)
                 torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
                 assert y.isfinite().all()
-import golfnb.newton_schulz, golfnb.parallel_muon
-from golfnb.newton_schulz import NS5_COEFFS, newton_schulz, product_tiles
-golfnb.newton_schulz.usable_kernels = lambda device, dtype: True
-table = golfnb.newton_schulz.PRODUCT_TILES
+import golfnb.muon.newton_schulz, golfnb.parallel_muon
+from golfnb.muon.newton_schulz import NS5_COEFFS, newton_schulz, product_tiles
+golfnb.muon.newton_schulz.usable_kernels = lambda device, dtype: True
+table = golfnb.muon.newton_schulz.PRODUCT_TILES
 assert table[1][0] == table[2][0] > table[0][0] == 512 and [row[1] for row in table] == [64, 128, 64]
 for n, r, c, row in ((1, 640, 704, 1), (1, 576, 600, 2)):  # as large as its rows ask for
     G = 1e-3 * torch.randn(n, r, c)
     assert product_tiles(G) == table[row]
     assert float((newton_schulz(G, NS5_COEFFS[:1]) - newton_schulz(G, NS5_COEFFS[:1], kernels=False)).norm() / r ** 0.5) < 1e-4
-golfnb.newton_schulz.PRODUCT_TILES = ((128, *table[0][1:]), *table[1:])  # each row for matrices that are interpreted in less time
+golfnb.muon.newton_schulz.PRODUCT_TILES = ((128, *table[0][1:]), *table[1:])  # each row for matrices that are interpreted in less time
 for n, r, c, row in ((2, 64, 64, 0), (3, 128, 192, 0), (1, 384, 448, 1), (2, 128, 100, 0), (1, 192, 200, 2), (2, 70, 100, None)):
     G = torch.randn(n, r, c)
     G[0] *= 1e-3
     rows = torch.cat([torch.zeros(1), G.flatten()])[1:].view(n, r, c)
-    assert product_tiles(G) == (None if row is None else golfnb.newton_schulz.PRODUCT_TILES[row])
+    assert product_tiles(G) == (None if row is None else golfnb.muon.newton_schulz.PRODUCT_TILES[row])
     coeffs = NS5_COEFFS[:2] if r > 300 else NS5_COEFFS  # interpreted, five steps of a large one take seconds
     for g in (G, rows, G.mT, G.mT.contiguous(), G.mT.contiguous().mT, torch.cat([G, G], 2)[:, :, :c]):
         assert float((newton_schulz(g, coeffs) - newton_schulz(g, coeffs, kernels=False)).norm() / r ** 0.5) < 1e-4
-golfnb.newton_schulz.PRODUCT_TILES = table
+golfnb.muon.newton_schulz.PRODUCT_TILES = table
 G = torch.randn(4, 128, 64)
 G[1], G[3] = 0, float("nan")
 assert torch.equal(newton_schulz(G)[::2], newton_schulz(G[::2])) and not newton_schulz(G)[1].any() and newton_schulz(G)[3].isnan().all()
@@ -132,7 +132,7 @@ for other in (G[:0], G[:, :0], G.half(), G.clone().requires_grad_()):
     assert product_tiles(other) is None
 found = []
 for use in (True, False):  # a whole update: which functions it takes
-    golfnb.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
+    golfnb.muon.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
     torch.manual_seed(1)
     w, m, g, y = torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.zeros(2, 130, 65)
     shard = SimpleNamespace(fp32_shard=w, state={"momentum_buffer": m}, shape_lr_scale=torch.full((2, 1, 1), 1.4), rounded=y)
@@ -154,7 +154,7 @@ def run(plan, fused, compiled, keep=None):
     M.init_model(model, s, 1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))
-    if fused: K.fuse(model, golfnb.jit.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
+    if fused: K.fuse(model, golfnb.muon.jit.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
     loss = lambda i, t: softcap_loss(model(i, keep), t[:, -(keep or 0):], model.cap)
     if compiled:
         torch._dynamo.reset()
@@ -241,7 +241,7 @@ WITHOUT = """
 import sys
 sys.modules["triton"] = None          # any import of triton raises ImportError
 import torch
-from golfnb.jit import triton, usable_kernels
+from golfnb.muon.jit import triton, usable_kernels
 from golfnb.kernels import fused_exclusive
 from golfnb.settings import GolfError
 assert triton is None and not usable_kernels("cuda", torch.bfloat16) and torch.ops.golfnb.heads
@@ -302,7 +302,7 @@ CODES = [INTERPRETED, OPTIMIZER, MODEL, LOSS]
 # runs each of the codes whose numbers it reads in a fork of itself, and says how each ended
 FORKS = """
 import gc, os, sys
-import golfnb.kernels, golfnb.newton_schulz, golfnb.parallel_muon
+import golfnb.kernels, golfnb.muon.newton_schulz, golfnb.parallel_muon
 gc.freeze()
 for number in sys.stdin:
     pid = os.fork()

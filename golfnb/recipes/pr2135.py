@@ -13,6 +13,7 @@ from functools import partial
 
 from ..artifact import ArtifactSettings, Quick, unpack_bytes
 from ..averaging import Ema
+from ..bank_rule import BankRule
 from ..evaluate import plain_loss
 from ..frontier import (
     Frontier,
@@ -21,15 +22,15 @@ from ..frontier import (
     in_order_of,
     stream_loss,
 )
-from ..jit import usable_kernels
 from ..kernels import fuse, fused_softcap_loss
 from ..layers import softcap_loss
 from ..layout import mlp_in_one_bank
 from ..loader import Loader, LoaderSettings, grad_accum
 from ..model import WeightedSkips, init_model, load_named
+from ..muon.jit import usable_kernels
+from ..muon.rules import MuonEqRule
 from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Ranks
 from ..quantize import QuantSettings
-from ..rules import BankRule, MuonEqRule
 from ..run import (
     Run,
     RunSettings,
