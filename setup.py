@@ -46,7 +46,7 @@ setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",
     packages=["golfnb", "golfnb.recipes", "golfnb.studies", "golfnb.tools"],
-    package_data={"golfnb": ["py.typed", "prose/*.json", "prose/*/*.txt"], "golfnb.tools": ["*.html"]},  # the page of `golfnb play`; annotations count
+    package_data={"golfnb": ["py.typed", "prose.json", "prose/*/*.txt"], "golfnb.tools": ["*.html"]},  # the page of `golfnb play`; annotations count
     data_files=[  # what `golfnb lab` copies
         ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
         *((f"share/golfnb/nbs/{part}", sorted(map(str, Path("nbs", part).glob("*.ipynb")))) for part in ("story", "reference", "recipes", "tools", "studies")),
