@@ -9,7 +9,7 @@ import nbformat
 from names import ROOT, Module, Name, chapter_page, front_door, modules
 
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
-PARTS = {"story": "The story", "reference": "Reference", "recipes": "Recipes", "tools": "Tools", "studies": "Studies"}  # folder -> caption
+PARTS = {"lessons": "Lessons", "story": "The story", "reference": "Reference", "recipes": "Recipes", "tools": "Tools", "studies": "Studies"}  # folder -> caption
 FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has another name
 LOOK_UP = ("settings", "published", "rely", "tried", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
@@ -35,6 +35,11 @@ def number(stem: str) -> int | None:
 def parts() -> list[tuple[str, list[str]]]:
     "The chapters, part by part."
     return [(title, [stem for stem, path in paths().items() if path.parent.name == folder]) for folder, title in PARTS.items()]
+
+
+def is_answer(stem: str) -> bool:
+    "Whether a page holds answers: its lesson leads to it, and nothing else."
+    return paths()[stem].parent.name == "answers"
 
 
 def title_of(nb: nbformat.NotebookNode) -> str:
@@ -94,6 +99,8 @@ def as_page(stem: str) -> nbformat.NotebookNode:
         first.source = re.sub(r"^# ", f"# {stem.split('_')[0]} ", first.source, count=1, flags=re.M)
     nb.cells = cells
     nb.metadata = {"kernelspec": {"display_name": "Python", "language": "python", "name": "python3"}, "language_info": {"name": "python", "pygments_lexer": "ipython3"}}
+    if is_answer(stem):
+        nb.metadata["orphan"] = True
     return nb
 
 

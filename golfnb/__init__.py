@@ -30,16 +30,16 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .bpb import bits_per_byte as bits_per_byte
     from .bpb import byte_table as byte_table
     from .bpb import load_tokenizer as load_tokenizer
-    from .grouping import param_groups as param_groups
     from .loader import Loader as Loader
     from .model import Golf as Golf
-    from .newton_schulz import polar_express as polar_express
-    from .newton_schulz import quintic as quintic
-    from .optimizer import ParallelMuon as ParallelMuon
+    from .muon.errors import GolfError as GolfError
+    from .muon.grouping import param_groups as param_groups
+    from .muon.newton_schulz import polar_express as polar_express
+    from .muon.newton_schulz import quintic as quintic
+    from .muon.optimizer import ParallelMuon as ParallelMuon
+    from .muon.sharded import ShardedState as ShardedState
     from .parallel_muon import start_ranks as start_ranks
     from .parallel_muon import stop_ranks as stop_ranks
-    from .settings import GolfError as GolfError
-    from .sharded_state import ShardedState as ShardedState
     from .shards import open_shard as open_shard
     from .tools.programs import find_program as find_program
     from .tools.programs import settings_of as settings_of
@@ -52,12 +52,13 @@ __all__ = [
     "Golf", "generate", "save_artifact", "load_model", "GolfError",
 ]
 _HOME = {
-    "ParallelMuon": "optimizer", "param_groups": "grouping", "start_ranks": "parallel_muon",
-    "stop_ranks": "parallel_muon", "quintic": "newton_schulz", "polar_express": "newton_schulz",
-    "open_shard": "shards", "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb",
-    "bits_per_byte": "bpb", "find_program": "tools.programs", "settings_of": "tools.programs",
-    "Golf": "model", "generate": "tools.sampling", "save_artifact": "artifact",
-    "load_model": "artifact", "GolfError": "settings", "ShardedState": "sharded_state",
+    "ParallelMuon": "muon.optimizer", "param_groups": "muon.grouping",
+    "ShardedState": "muon.sharded", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon",
+    "quintic": "muon.newton_schulz", "polar_express": "muon.newton_schulz", "open_shard": "shards",
+    "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
+    "find_program": "tools.programs", "settings_of": "tools.programs", "Golf": "model",
+    "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact",
+    "GolfError": "muon.errors",
 }
 _TOOLS = ("checkpoint", "cli", "data", "drill", "lab", "launcher", "play", "report", "sampling",
           "submission", "watch")

@@ -31,9 +31,9 @@ import numpy as np
 import torch
 
 from .bpb import tokenizer_hash
-from .jit import usable_kernels
 from .kernels import fuse
 from .model import Golf, ModelSettings, load_named, model_from_settings
+from .muon.jit import usable_kernels
 from .quantize import (
     FLOATS,
     INT_MAX,

@@ -360,11 +360,14 @@ class Frontier(Golf):
         return F.linear(rms_norm(last_positions(x, last_n)), self.tok_emb.to(self.compute))
 
 # %% ../nbs/story/05d_frontier.ipynb #6896f4a0
-def stream_loss(model: Callable, cap: float) -> Callable:
-    "The function (ids, targets) [B, T] -> mean loss of rows that lie one behind the other."
+def stream_loss(model: Callable, cap: float, mean_loss: Callable = softcap_loss) -> Callable:
+    """The function (ids, targets) [B, T] -> mean loss of rows that lie one behind the other.
+
+    `mean_loss(logits, targets, cap)`: `softcap_loss` or a twin of it.
+    """
     def loss_of(ids: Tensor, targets: Tensor) -> Tensor:
         logits = model(ids.view(1, -1), longest=ids.shape[1])
-        return softcap_loss(logits, targets.view(1, -1), cap)
+        return mean_loss(logits, targets.view(1, -1), cap)
     return loss_of
 
 # %% ../nbs/story/05d_frontier.ipynb #00e4e26d

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .jit import check_runnable, jitted, tl, triton, usable_kernels
 from .layout import BankSpec, Layout
-from .newton_schulz import quintic
+from .muon.jit import check_runnable, jitted, tl, triton, usable_kernels
+from .muon.newton_schulz import quintic
 from .plan import CommSchedule, check_comm_schedule, comm_schedule
 from .settings import BaseSettings, GolfError, require, setting
 

@@ -16,7 +16,7 @@ from functools import singledispatch
 from pathlib import Path
 
 from .layout import BankSpec, Layout, bank_named, numel
-from .newton_schulz import newton_schulz_flops
+from .muon.newton_schulz import newton_schulz_flops
 from .settings import GolfError, require
 
 # %% ../nbs/story/07_plan.ipynb #d53d54a9

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0dbad93b7a77cf59
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 9cb292eb588e7f62
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -51,7 +51,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 
-# ---- golfnb/settings.py ----
+# ---- golfnb/muon/errors.py ----
 class GolfError(Exception):
     "What is wrong, what was expected, what was found and what to do, in one sentence."
     status = 2  # of a process that it ends
@@ -63,6 +63,7 @@ def require(holds: object, sentence: str) -> None:
         raise GolfError(sentence)
 
 
+# ---- golfnb/settings.py ----
 def in_32_bits(value) -> bool:
     "Whether a number is one to compute with: a 32-bit integer, or a float well within float32."
     if type(value) is float:
@@ -495,43 +496,6 @@ def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTab
     log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
     return bits_per_byte(-log_prob[tokens[1:]].sum(),
                          target_bytes(table, tokens[:-1], tokens[1:]).sum())
-
-
-# ---- golfnb/jit.py ----
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no Triton on this machine: the plain twins do everything
-    triton: Any = None
-    TensorDescriptor: Any = None
-    tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
-
-
-@functools.cache
-def jitted(kernel):
-    "The compiled (or, under TRITON_INTERPRET=1, interpreted) form of a kernel function."
-    return triton.jit(kernel)
-
-
-KERNELS = frozenset({"heads", "mlp", "xsa", "fold", "ns"})
-
-
-def usable_kernels(device: str | torch.device, dtype: torch.dtype,
-                   wanted: Iterable[str] = KERNELS) -> frozenset[str]:
-    "Those of `wanted` that may run on tensors of this device and dtype."
-    cuda = triton is not None and torch.device(device).type == "cuda"
-    if cuda and dtype in (torch.bfloat16, torch.float16):
-        return frozenset(wanted)
-    return frozenset()
-
-
-def check_runnable(x: Tensor):
-    "Raise GolfError where neither CUDA nor the interpreter can run a kernel on x."
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
-    if triton is None or not (interpreted or usable_kernels(x.device, x.dtype)):
-        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on "
-                        f"{x.device}; use its plain twin instead")
 
 
 # ---- golfnb/layers.py ----
@@ -1484,6 +1448,43 @@ def quant_kind(name: str, shape: tuple[int, ...], small: int = SMALL_MATRIX) -> 
     return "int6" if ".attn." in name or ".mlp." in name else "int8"
 
 
+# ---- golfnb/muon/jit.py ----
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton on this machine: the plain twins do everything
+    triton: Any = None
+    TensorDescriptor: Any = None
+    tl: Any = SimpleNamespace(constexpr=None)  # where kernels are defined and never run
+
+
+@functools.cache
+def jitted(kernel):
+    "The compiled (or, under TRITON_INTERPRET=1, interpreted) form of a kernel function."
+    return triton.jit(kernel)
+
+
+KERNELS = frozenset({"heads", "mlp", "xsa", "loss", "fold", "ns"})
+
+
+def usable_kernels(device: str | torch.device, dtype: torch.dtype,
+                   wanted: Iterable[str] = KERNELS) -> frozenset[str]:
+    "Those of `wanted` that may run on tensors of this device and dtype."
+    cuda = triton is not None and torch.device(device).type == "cuda"
+    if cuda and dtype in (torch.bfloat16, torch.float16):
+        return frozenset(wanted)
+    return frozenset()
+
+
+def check_runnable(x: Tensor):
+    "Raise GolfError where neither CUDA nor the interpreter can run a kernel on x."
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.float64
+    if triton is None or not (interpreted or usable_kernels(x.device, x.dtype)):
+        raise GolfError(f"this kernel needs Triton and a 16-bit CUDA tensor: found {x.dtype} on "
+                        f"{x.device}; use its plain twin instead")
+
+
 # ---- golfnb/kernels.py ----
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
@@ -1864,7 +1865,7 @@ def fuse(model: Golf, kernels: Iterable[str], tiles: tuple = (MLP_UP_TILES, MLP_
                     for i in range(cfg.num_layers)]
 
 
-# ---- golfnb/newton_schulz.py ----
+# ---- golfnb/muon/newton_schulz.py ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 
 

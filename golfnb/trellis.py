@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .jit import inlined, jitted, tl, triton
+from .muon.jit import inlined, jitted, tl, triton
 from .settings import GolfError
 
 # Triton reads the annotations of kernels, and they are no types:

@@ -11,7 +11,7 @@ import golfnb
 from golfnb.layout import bank_per_shape
 from golfnb.loader import Loader, SequentialSampler, grad_accum
 from golfnb.model import Golf, WeightedSkips
-from golfnb.newton_schulz import quintic
+from golfnb.muon.newton_schulz import quintic
 from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon, Ranks
 from golfnb.recipes.pr549 import Settings
 from golfnb.run import open_run

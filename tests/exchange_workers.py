@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from golfnb.exchange import Group, ParamMatrix, block_of, find_group, gradient_of, gradients_of, local, make_buckets, matrices_of
-from golfnb.newton_schulz import quintic
+from golfnb.muon.exchange import Group, ParamMatrix, block_of, find_group, gradient_of, gradients_of, local, make_buckets, matrices_of
+from golfnb.muon.newton_schulz import quintic
 from golfnb.settings import GolfError
 
 F64 = torch.float64

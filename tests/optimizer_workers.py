@@ -18,16 +18,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from golfnb.exchange import local
-from golfnb.grouping import param_groups
+from golfnb.bank_rule import BankRule
 from golfnb.layout import bank_per_shape, mlp_in_one_bank
 from golfnb.model import Golf, ModelSettings, init_model, named_state
-from golfnb.newton_schulz import quintic
-from golfnb.optimizer import ParallelMuon
+from golfnb.muon.errors import OptimizerError
+from golfnb.muon.exchange import local
+from golfnb.muon.grouping import param_groups
+from golfnb.muon.newton_schulz import quintic
+from golfnb.muon.optimizer import ParallelMuon
+from golfnb.muon.rules import RULES, Rule, replace
+from golfnb.muon.sharded import ChunkedTensor, ShardedState
 from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon
-from golfnb.rules import RULES, BankRule, OptimizerError, Rule, replace
 from golfnb.settings import GolfError
-from golfnb.sharded_state import ChunkedTensor, ShardedState
 from golfnb.studies.peers import Matrices
 from golfnb.train import training_loss
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from golfnb.newton_schulz import half_product, newton_schulz
+from golfnb.muon.newton_schulz import half_product, newton_schulz
 from golfnb.studies.bench import record_result
 
 TILES = ((64, 4), (128, 4), (128, 8))

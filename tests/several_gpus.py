@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from golfnb.optimizer import ParallelMuon
+from golfnb.muon.optimizer import ParallelMuon
 from golfnb.studies.bench import record_result
 
 SIZES = ((512, 11), (1024, 16), (2048, 8))

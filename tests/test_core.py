@@ -9,32 +9,52 @@ import pytest
 from golfnb.tools.programs import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ("settings", "jit", "run", "grouping", "owners", "rules", "exchange", "multi_tensor", "optimizer_state", "optimizer", "recorded", "sharded_state")
-STORY = ("bpb", "shards", "loader", "spans", "layers", "newton_schulz", "layout", "banks", "model", "frontier", "plan", "parallel_muon", "averaging", "train", "kernels",
+MUON = ("errors", "newton_schulz", "jit", "grouping", "owners", "rules", "exchange", "multi_tensor", "state", "optimizer", "recorded", "sharded")
+REFERENCE = ("settings", "run", "bank_rule", *(f"muon.{name}" for name in MUON if name != "newton_schulz"))
+STORY = ("bpb", "shards", "loader", "spans", "layers", "muon.newton_schulz", "layout", "banks", "model", "frontier", "plan", "parallel_muon", "averaging", "train", "kernels",
          "grid", "quantize", "trellis", "trellis_file", "bits", "rans", "artifact", "evaluate", "ttt", "adapters")
 CORE = (*REFERENCE, *STORY)
 RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
 
 
+def file_of(module: str) -> Path:
+    return ROOT / "golfnb" / f"{module.replace('.', '/')}.py"
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(file_of(module).read_text(encoding="utf-8"))
+
+
+def imported(n: ast.ImportFrom, module: str) -> str:
+    "The module of ours that an import in `module` takes from, without golfnb in front; empty for another package's."
+    if not n.level:
+        return (n.module or "").removeprefix("golfnb.") if (n.module or "").startswith("golfnb.") else ""
+    folders = module.split(".")[:-1]
+    return ".".join([*folders[:len(folders) - n.level + 1], *filter(None, [n.module])])
+
+
 def imports(module: str) -> set[str]:
     "Modules of ours that a module imports, anywhere in it, without golfnb in front."
-    tree = ast.parse((ROOT / "golfnb" / f"{module}.py").read_text(encoding="utf-8"))
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module]
-    return {n.module.removeprefix("golfnb.") for n in found if n.level or n.module.startswith("golfnb.")}
+    found = [imported(n, module) for n in ast.walk(tree_of(module)) if isinstance(n, ast.ImportFrom)]
+    return {name for name in found if name}
+
+
+def chapter_of(module: str) -> str:
+    "The name of the notebook of a module, without its number."
+    return module.removeprefix("muon.")
 
 
 def test_the_core_is_these_files():
-    assert sorted(p.stem for p in (ROOT / "golfnb").glob("*.py")) == sorted([*CORE, "__init__", "__main__", "_modidx", "train_gpt"])
+    own = ("__init__", "__main__", "_modidx", "train_gpt", "muon.__init__")
+    for folder in (ROOT / "golfnb", ROOT / "golfnb" / "muon"):
+        inside = "" if folder.name == "golfnb" else "muon."
+        assert {f"{inside}{p.stem}" for p in folder.glob("*.py")} == {m for m in (*CORE, *own) if file_of(m).parent == folder}
     for folder, modules in (("story", STORY), ("reference", REFERENCE)):
-        assert {p.stem.split("_", 1)[1] for p in (ROOT / "nbs" / folder).glob("*.ipynb")} == set(modules)
+        assert {p.stem.split("_", 1)[1] for p in (ROOT / "nbs" / folder).glob("*.ipynb")} == {*map(chapter_of, modules)}
 
 
 def test_the_core_imports_itself_alone():
     assert not {(m, i) for m in CORE for i in imports(m) if i not in CORE}
-
-
-def tree_of(module: str) -> ast.Module:
-    return ast.parse((ROOT / "golfnb" / f"{module}.py").read_text(encoding="utf-8"))
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -64,12 +84,12 @@ def word_branches(tree: ast.Module) -> list[str]:
 
 def test_the_recipes_are_the_notebooks_of_their_folder():
     assert sorted(p.stem for p in (ROOT / "nbs" / "recipes").glob("*.ipynb")) == [*RECIPES]
-    assert not {(m, i) for m in RECIPES for i in imports(f"recipes/{m}") if i not in CORE}, "a recipe is made of the core alone"
+    assert not {(m, i) for m in RECIPES for i in imports(f"recipes.{m}") if i not in CORE}, "a recipe is made of the core alone"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_a_short_program_without_a_branch_on_a_word(name):
-    tree = tree_of(f"recipes/{name}")
+    tree = tree_of(f"recipes.{name}")
     assert defined(tree) >= RESERVED - {"ADAPT", "PROJECTOR"}
     assert word_branches(tree) == []
     lines = (ROOT / "golfnb" / "recipes" / f"{name}.py").read_text(encoding="utf-8").splitlines()
@@ -94,12 +114,14 @@ def test_a_chapter_of_the_story_imports_earlier_ones():
 
 def test_the_story_is_in_the_order_of_its_numbers():
     numbers = {p.stem.split("_", 1)[1]: p.stem.split("_")[0] for p in (ROOT / "nbs" / "story").glob("*.ipynb")}
-    assert [*STORY] == sorted(STORY, key=numbers.get)
+    assert [*STORY] == sorted(STORY, key=lambda module: numbers[chapter_of(module)])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "nbs").glob("*/[0-9]*.ipynb")), ids=lambda p: p.stem)
 def test_a_chapter_makes_a_module_of_its_folder(path):
     found = [m[1] for c in nbformat.read(path, as_version=4).cells if (m := re.search(r"^#\| default_exp (\S+)$", c.source, re.M))]
     name = path.stem.split("_", 1)[1]
-    core = path.parent.name in ("story", "reference")
-    assert found == ([] if "_study_" in path.stem else [name if core else f"{path.parent.name}.{name}"])
+    folder = path.parent.name
+    if folder in ("story", "reference"):
+        folder = "muon" if name in MUON else ""
+    assert found == ([] if "_study_" in path.stem else [f"{folder}.{name}".lstrip(".")])

@@ -53,27 +53,44 @@ class Copied:
             shutil.copytree(self.run.folder, self.to)
 
 
-def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path):
-    "By that of drills, which a checkpoint holds: of wide, whose steps, rates and calibration depend on the time."
-    recipe = programs.find_program("wide")
-    given = TINY | {"RECIPE": "wide", "RUNS_DIR": tmp_path, "DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "ITERATIONS": 90, "MAX_WALLCLOCK_SECONDS": 1.5, "GPTQ_RESERVE_MS": 250, "TTT_ENABLED": 0,
-                    "GPTQ_CALIB_SAMPLES": 3, "CHECKPOINT_EVERY_S": 0.125, DRILL_CLOCK: "1"}
+LOOPS = {"LOOP_START": 0, "LOOP_END": 0, "PARALLEL_START_LAYER": 1}  # of two blocks
+
+
+@pytest.mark.parametrize("recipe, more, places", [("wide", {"GPTQ_CALIB_SAMPLES": 3}, [11]), ("pr2135", {"GPTQ_CALIB_SAMPLES": 3, **LOOPS}, [4, 13])])
+def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path, recipe, more, places):
+    "By that of drills, which a checkpoint holds: steps, rates and calibration depend on the time; pr2135 is left before its first block runs again, and after."
+    program = programs.find_program(recipe)
+    given = TINY | {"RECIPE": recipe, "RUNS_DIR": tmp_path, "DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "ITERATIONS": 90, "MAX_WALLCLOCK_SECONDS": 1.5, "GPTQ_RESERVE_MS": 250, "TTT_ENABLED": 0,
+                    "CHECKPOINT_EVERY_S": 0.125, DRILL_CLOCK: "1"} | more
     env = {name: str(value) for name, value in given.items() if not name.startswith(("BIGRAM", "VE_"))}
-    run = open_kept(recipe, env | {"RUN_ID": "whole"}, Ranks(), quiet=True)
-    run.extras.append(Copied(run, 11, tmp_path / "x"))
-    whole = recipe.main(run)
-    assert (tmp_path / "x" / "checkpoints").is_dir() and not (tmp_path / "x" / "raw.golf").exists()
-    again = recipe.main(open_kept(recipe, env | {"RUN_ID": "x", "RESUME": "1"}, Ranks(), quiet=True))
-    assert whole["steps"] == again["steps"] == 20 and whole["train_ms"] == 1000 * 20 / 16, whole["steps"]
-    log = (tmp_path / "x" / "train.log").read_text()
-    assert re.search(r"^resumed:\S+ step:\d+ ", log, re.M) and f"{DRILL_CLOCK} is set" in log and "stopping_early" in log, log
-    assert differences(tmp_path / "whole", tmp_path / "x") == []
+    run = open_kept(program, env | {"RUN_ID": "whole"}, Ranks(), quiet=True)
+    run.extras += [Copied(run, place, tmp_path / f"x{place}") for place in places]
+    whole = program.main(run)
+    shares = [chapter.kept_share(tmp_path / f"x{place}") for place in places]
+    assert recipe != "pr2135" or 0 < shares[0] < run.settings.enable_looping_at < shares[1], shares
+    for place in places:
+        folder = tmp_path / f"x{place}"
+        assert (folder / "checkpoints").is_dir() and not (folder / "raw.golf").exists()
+        again = program.main(open_kept(program, env | {"RUN_ID": folder.name, "RESUME": "1"}, Ranks(), quiet=True))
+        assert whole["steps"] == again["steps"] == 20 and whole["train_ms"] == 1000 * 20 / 16, whole["steps"]
+        log = (folder / "train.log").read_text()
+        assert re.search(r"^resumed:\S+ step:\d+ ", log, re.M) and f"{DRILL_CLOCK} is set" in log and "stopping_early" in log, log
+        assert differences(tmp_path / "whole", folder) == []
 
 
-def test_a_drill_draws_recipes_ranks_and_signals():
-    assert sorted(drawn_pairs(60, 1)) == sorted((recipe, ranks) for recipe in ("demo", "golf", "trellis", "wide") for ranks in (1, 2))
-    assert len(drawn_pairs(10, 1)) == 2 and {pair for seed in range(40) for pair in drawn_pairs(10, seed)} == {*drawn_pairs(60, 1)}
+def test_a_drill_draws_every_recipe_ranks_and_signals():
+    every = {(recipe, ranks) for recipe in programs.RECIPES for ranks in (1, 2)}
+    assert len(drawn_pairs(1000, 1)) == len(every) and {*drawn_pairs(1000, 1)} == every
+    assert len(drawn_pairs(10, 1)) == 2 and {pair for seed in range(200) for pair in drawn_pairs(10, seed)} == every
     assert {*SIGNALS} == {"SIGKILL", "SIGTERM", "SIGINT"}
+
+
+@pytest.mark.parametrize("recipe", programs.RECIPES)
+def test_every_recipe_can_be_run_as_small_as_a_drill_wants_it(recipe):
+    "One that is added and cannot is named here: what it needs belongs in SMALL."
+    program = programs.find_program(recipe)
+    found = programs.settings_of(program, dict(word.split("=") for word in chapter.small_run(recipe) if not word.startswith("CHECKPOINT")))
+    assert (found.num_layers, found.model_dim, found.vocab_size, found.iterations) == (2, 64, 1024, 120)
 
 
 def launched(words: list, folder: Path, until: str, prepare=dict, **env):

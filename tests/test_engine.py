@@ -9,13 +9,13 @@ import torch
 
 from golfnb.banks import make_banks, unbank
 from golfnb.layout import bank_per_shape, matrix_names
+from golfnb.model import FreezeBlocks, Golf, init_model, named_state
+from golfnb.muon.newton_schulz import quintic
+from golfnb.parallel_muon import CONTROL_SCALARS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
+from golfnb.plan import comm_schedule
 from golfnb.settings import GolfError
 from golfnb.studies.baselines import plan_model
 from golfnb.studies.buckets import CutMuon, bucket_layout
-from golfnb.model import FreezeBlocks, Golf, init_model, named_state
-from golfnb.parallel_muon import CONTROL_SCALARS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
-from golfnb.newton_schulz import quintic
-from golfnb.plan import comm_schedule
 from golfnb.train import StepGraph, backward_pass, micro_batches, training_loss
 from workers import Batches, settings, speedrun_kinds, variant_of
 

@@ -5,7 +5,7 @@ from exchange_workers import PARAMS, Several, everything, matrices_in, trained_p
 from torch import nn
 from workers import spawn
 
-from golfnb.exchange import Group, ReplicatedBucket, ShardedBucket, gradient_of, make_buckets, matrices_of, nth_chunk
+from golfnb.muon.exchange import Group, ReplicatedBucket, ShardedBucket, gradient_of, make_buckets, matrices_of, nth_chunk
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
 
@@ -117,7 +117,7 @@ def test_buckets_are_of_one_dtype():
 
 
 def test_on_one_rank_a_bucket_is_one_run_that_needs_little_room(monkeypatch):
-    monkeypatch.setattr("golfnb.exchange.SCRATCH_BYTES", 300)
+    monkeypatch.setattr("golfnb.muon.exchange.SCRATCH_BYTES", 300)
     params = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 6), (6, 4), (4, 6), (4, 6), (4, 6), (4, 6), (20, 30))]
     groups = {}, {}
     buckets = make_buckets([m for i, p in enumerate(params) for m in matrices_of(f"{i}", p, groups[i == 2], i)], Group())

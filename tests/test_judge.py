@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import zlib
 from hashlib import sha256
@@ -13,14 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_judged
+from score_workers import stream
 from tiny import TINY, golfnb, run_quietly
 
 from golfnb.settings import GolfError
+from golfnb.shards import write_shard
 from golfnb.tools import judge
 from golfnb.tools.checkpoint import DRILL_CLOCK
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
 from golfnb.tools.programs import RECIPES, copied_program, find_program, program_sha256, save_script
+from golfnb.ttt import audit_files
 
 SMALL = {k: v for k, v in TINY.items() if k != "RECIPE"} | {
     "MODEL_DIM": "32", "ITERATIONS": "30", "WARMDOWN_ITERS": "20", "TRAIN_BATCH_TOKENS": "1024", "TTT_CHUNK_TOKENS": "512", "EVAL_STRIDE": "48", "BIGRAM_DIM": "8", "VE_DIM": "8"}
@@ -85,28 +87,31 @@ def resealed(file: Path, **meta) -> str:
     return sha256(data).hexdigest()
 
 
-def cheat(root: Path, tmp_path: Path, *edits: tuple[str, str]) -> tuple[Path, Path]:
-    "The honest run as if an edited program had made it: its folder, and the program."
-    text = (root / "mine.py").read_text()
+def with_edits(text: str, *edits: tuple[str, str]) -> str:
     for old, new in edits:
         assert old in text, old
         text = text.replace(old, new, 1)
-    program, run = tmp_path / "mine.py", tmp_path / "run"
+    return text
+
+
+def cheat(root: Path, tmp_path: Path, *edits: tuple[str, str], of: str = "mine") -> tuple[Path, Path]:
+    "The honest run as if an edited program had made it: its folder, and the program."
+    program, run = tmp_path / f"{of}.py", tmp_path / "run"
     tmp_path.mkdir(exist_ok=True)
-    program.write_text(text)
-    shutil.copytree(root / "runs/mine", run)
+    program.write_text(with_edits((root / f"{of}.py").read_text(), *edits))
+    shutil.copytree(root / "runs" / of, run)
     before = sha256((run / "artifact.golf").read_bytes()).hexdigest()
-    made_by = subprocess_sha256(program)
+    made_by = subprocess_sha256(program, of)
     after = resealed(run / "artifact.golf", program_sha256=made_by)
     for name in ("summary.json", "train.log"):
         (run / name).write_text((run / name).read_text().replace(before, after))
     return run, program
 
 
-def subprocess_sha256(program: Path) -> str:
+def subprocess_sha256(program: Path, name: str) -> str:
     "The hash of a program's files, without importing it."
     from types import SimpleNamespace
-    return program_sha256(SimpleNamespace(OWN={"recipe": "mine"}, __file__=str(program)))
+    return program_sha256(SimpleNamespace(OWN={"recipe": name}, __file__=str(program)))
 
 
 def claim(run: Path, name: str, label: str, change) -> None:
@@ -118,9 +123,6 @@ def claim(run: Path, name: str, label: str, change) -> None:
     line = f"{label}_exact val_loss:{new['loss']:.8f} val_bpb:{new['bpb']:.8f}"
     log = (run / "train.log").read_text()
     (run / "train.log").write_text(re.sub(rf"^{label}_exact .*$", line, log, flags=re.M))
-
-
-SAME_SCORE = "log and summary have the score that the judge finds"
 
 
 def test_an_honest_run_passes(root):
@@ -149,6 +151,145 @@ def test_an_honest_run_on_three_ranks_passes(root, tmp_path):
     assert done.returncode == 0, done.stderr
     found = judged(root, tmp_path / "runs/three", root / "mine.py")
     assert found["legal"] and "score-first training" in found["compared"], words(found)
+
+
+# --- adapters for each document
+
+GROUP = ("Settings, TttSettings):", "Settings, TttSettings, AdapterSettings):")
+BY_DOCUMENTS = [("from golfnb.ttt import", "from golfnb.adapters import AdapterSettings, score_documents\nfrom golfnb.ttt import"), GROUP, ("ADAPT = score_first", "ADAPT = score_documents")]
+LORA = {"TTT_LORA_RANK": "4", "TTT_LORA_LR": "0.02", "TTT_CHUNK_SIZE": "16", "TTT_BATCH_SIZE": "4"}
+A_PLACE, ITS_OWN = "tokens that are not scored yet change no score, on the whole stream", "a document's scores are its own, whatever documents there are and however it goes on"
+ADAPTERS = "adapters per document"
+SAME_SCORE = "log and summary have the score that the judge finds"
+
+
+@pytest.fixture(scope="module")
+def lora(root):
+    "A finished run of a program of one's own whose test-time training is by adapters."
+    return trained(root, "lora", with_edits(copied_program("demo", "lora"), *BY_DOCUMENTS), **LORA)
+
+
+def checks(found: dict, scorer: str) -> set:
+    return {f["check"] for f in found["findings"] if f["scorer"] == scorer}
+
+
+@pytest.mark.parametrize("how", ["ttt", "adapters"])
+def test_an_honest_run_with_adapters_passes(root, lora, how):
+    found = judged(root, lora, root / "lora.py", **{"ttt": False, how: True})
+    assert found["legal"] and ADAPTERS in found["compared"], words(found)
+    assert {A_PLACE, ITS_OWN, SAME_SCORE} <= checks(found, ADAPTERS) and not checks(found, "score-first training")
+
+
+@pytest.mark.parametrize("recipe", ["trellis", "wide"])
+def test_honest_adapters_of_larger_recipes_pass(root, recipe):
+    name = f"{recipe}_lora"
+    run = trained(root, name, with_edits(copied_program(recipe, name), *BY_DOCUMENTS), **LORA, ITERATIONS="4", WARMDOWN_ITERS="2")
+    found = judged(root, run, root / f"{name}.py")
+    assert found["legal"] and len(found["compared"]) == 3, words(found)
+
+
+def test_adapters_of_a_program_that_has_none_are_judged_and_not_compared(root):
+    found = judged(root, root / "runs/mine", root / "mine.py", ttt=False, adapters=True, words=[f"{k}={v}" for k, v in LORA.items()])
+    assert found["legal"] and set(found["compared"]) == {"plain rows", "sliding window"}, words(found)
+    assert {A_PLACE, ITS_OWN} <= checks(found, ADAPTERS) and SAME_SCORE not in checks(found, ADAPTERS)
+
+
+def test_adapters_of_a_model_of_whole_documents_are_judged(root):
+    "Of which one block runs three times and one has two lanes; without the keys' and with the head's."
+    run = trained(root, "documents", copied_program("pr2135", "documents"), **LOOPS, ITERATIONS="4", WARMDOWN_ITERS="2")
+    words_given = [f"{k}={v}" for k, v in (LORA | {"TTT_K_LORA": "0", "TTT_HEAD_LORA": "1"}).items()]
+    found = judged(root, run, root / "documents.py", ttt=False, adapters=True, words=words_given)
+    assert found["legal"] and {A_PLACE, ITS_OWN} <= checks(found, ADAPTERS), words(found)
+
+
+def test_adapters_on_three_ranks_score_as_on_one(root, lora, tmp_path, monkeypatch):
+    settings = SMALL | LORA | data_of(root) | {"RUN_ID": "three", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "TRAIN_BATCH_TOKENS": "1536"}
+    done = golfnb("train", str(root / "lora.py"), "--nproc", "3", *(f"{k}={v}" for k, v in settings.items()), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    scores = []
+    for world in (3, 1):
+        monkeypatch.setattr(judge, "ranks_of", lambda summary, world=world: world)
+        found = judged(root, tmp_path / "runs/three", root / "lora.py", ttt=False, adapters=True)
+        assert found["legal"], words(found)
+        scores.append(found["compared"][ADAPTERS]["found"])
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+
+
+def test_a_score_of_adapters_that_was_edited_is_found(root, lora, tmp_path):
+    run, program = cheat(root, tmp_path, of="lora")
+    claim(run, "ttt", "legal_ttt", lambda x: 0.999 * x)
+    assert failed(judged(root, run, program)) == {(ADAPTERS, SAME_SCORE)}
+
+
+TORCH = ("from functools import partial\n", "from functools import partial\n\nimport torch\n")
+
+
+def adapting_by(kind: str) -> list[tuple[str, str]]:
+    "Edits: test-time training by documents whose `step` is what `kind(model, cfg, step)` makes of the honest one."
+    code = "adapters = sys.modules[score_documents.__module__]\n\n\n" + kind.strip() + """
+
+
+def cheating(model, state, tokens, table, cfg, ranks, forward=None, log=None, step=None, out=None, spans=None):
+    better = kind(model, cfg, step or adapters.adapted_step(model, cfg))
+    return score_documents(model, state, tokens, table, cfg, ranks, forward, log, better, out, spans)
+
+
+ADAPT = cheating"""
+    return [("ADAPT = score_documents", code), ("from functools import partial\n", "from functools import partial\nimport sys\n\nimport torch\n")]
+
+
+LEARNS_FIRST = """
+def kind(model, cfg, step):
+    honest = adapters.adapted_step(model, cfg)
+    def learnt(ids, fill, flats, keys, values, goes_on):
+        loss = honest(ids, fill, flats, keys, values, torch.ones_like(goes_on))[0]
+        moved = [(f - 0.5 * g).detach().requires_grad_() for f, g in zip(flats, torch.autograd.grad(loss, flats))]
+        for old, new in zip(flats, moved):
+            old.data.copy_(new.data)
+        return step(ids, fill, flats, keys, values, goes_on)
+    return learnt
+"""
+CARRIES = """
+def kind(model, cfg, step):
+    honest = adapters.adapter_update
+    adapters.adapter_update = lambda flat, masters, second, count, grad, goes_on, *rest: honest(flat, masters, second, count, grad, torch.ones_like(goes_on), *rest)
+    return step
+"""
+LOOKS_AHEAD = """
+def kind(model, cfg, step):
+    honest = adapters.attend_stored
+    adapters.attend_stored = lambda q, keys, values, mask: honest(q, keys, values, mask | (torch.arange(mask.shape[-1]) >= mask.shape[-1] - mask.shape[-2]))
+    return step
+"""
+KNOWS_THE_END = """
+def kind(model, cfg, step):
+    honest, ending = adapters.adapted_walk, []
+    def walk(*a):
+        x, *made = honest(*a)
+        return x + 5.0 * model.tok_emb[1] * ending[-1][:, None, None] if ending and len(ending[-1]) == len(x) else x, *made
+    adapters.adapted_walk = walk
+    def knowing(ids, fill, flats, keys, values, goes_on):
+        ending[:] = [goes_on == 0]
+        return step(ids, fill, flats, keys, values, goes_on)
+    return knowing
+"""
+TWICE = """
+def kind(model, cfg, step):
+    return lambda *a: min(step(*a), step(*a), key=lambda found: float(found[0]))
+"""
+ONE_PASS = "the forwards are those of one honest pass"
+ADAPTER_CHEATS = {"learns a chunk before it is scored": (LEARNS_FIRST, A_PLACE), "carries adapters from document to document": (CARRIES, ITS_OWN), "looks at later tokens of its chunk": (LOOKS_AHEAD, A_PLACE),
+                  "knows where a document ends": (KNOWS_THE_END, ITS_OWN), "scores twice": (TWICE, ONE_PASS)}
+
+
+@pytest.mark.parametrize("name", ADAPTER_CHEATS)
+def test_adapters_that_cheat(root, lora, tmp_path, name):
+    "By a check of its own, whatever it claims."
+    kind, check = ADAPTER_CHEATS[name]
+    run, program = cheat(root, tmp_path, *adapting_by(kind), of="lora")
+    found = failed(judged(root, run, program))
+    assert (ADAPTERS, check) in found and {scorer for scorer, _ in found} == {ADAPTERS}
+    assert check == ONE_PASS or found <= {(ADAPTERS, check), (ADAPTERS, SAME_SCORE)} | ({(ADAPTERS, ITS_OWN)} if check == A_PLACE else set())
 
 
 # --- what log and summary say
@@ -226,7 +367,6 @@ ADAPT = remembering
 ADAPT = "ADAPT = score_first  # test-time training"
 GOLF = ("model = Golf(s, layout", "model = Remembering(s, layout")
 IMPORT = ("from golfnb.ttt import TttSettings, score_first", "from golfnb.ttt import TttSettings, row_loss, score_first")
-TORCH = ("from functools import partial\n", "from functools import partial\n\nimport torch\n")
 NAMED = ("init_model, load_named", "init_model, load_named, named_state")
 
 
@@ -411,12 +551,24 @@ def test_targets_that_were_left_out_or_changed_are_found(root, tmp_path):
     for said in (n, n - 600):
         assert outcome(judge.check_targets, case_of(root, log=line.format(said))) == [said == n]
     other = shutil.copytree(root / "data", tmp_path / "data") / "fineweb_val_000000.bin"
-    from golfnb.shards import open_shard, write_shard
+    from golfnb.shards import open_shard
     write_shard(other, open_shard(other)[600:].copy())
     assert outcome(judge.check_targets, case_of(root, val_paths=[other])) == [False], "600 other tokens"
 
 
 # --- files, tensors, code
+
+def test_files_that_share_text(tmp_path):
+    val, clean, copy, hidden = (tmp_path / f"{n}.bin" for n in ("val", "clean", "copy", "hidden"))
+    tokens = stream(20_000, 1000, 3).numpy().astype("uint16")
+    write_shard(val, tokens)
+    write_shard(copy, tokens)
+    write_shard(clean, stream(20_000, 1000, 4).numpy().astype("uint16"))
+    write_shard(hidden, torch.cat([stream(777, 1000, 5), torch.from_numpy(tokens[3000:15_000].astype("int64"))]).numpy().astype("uint16"))
+    assert all(f["passed"] for f in audit_files([clean], [val]))
+    assert [f["passed"] for f in audit_files([clean, hidden], [val])] == [True, False]
+    assert [f["passed"] for f in audit_files([clean, copy], [val])] == [False, False]
+
 
 READS = "CoprimeSampler(run.train_paths,", "CoprimeSampler(find_shards(f\"{s.data_path}/*_val_*.bin\"),"
 SHARDS = "from golfnb.train import", "from golfnb.shards import find_shards\nfrom golfnb.train import"

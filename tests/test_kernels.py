@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from golfnb.settings import GolfError
-from golfnb.jit import KERNELS, triton, usable_kernels
-from golfnb.kernels import fuse, fused_exclusive, fused_heads, fused_mlp, heads_fit, mlp_fit
-from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, squared_leaky
+from golfnb.kernels import fuse, fused_exclusive, fused_heads, fused_mlp, fused_softcap_loss, heads_fit, mlp_fit
+from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, softcap_loss, squared_leaky
 from golfnb.layout import bank_per_shape
 from golfnb.model import Golf
-from golfnb.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
+from golfnb.muon.jit import KERNELS, triton, usable_kernels
+from golfnb.muon.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
+from golfnb.settings import GolfError
 from tiny import settings_for
 CASES = """
 import os, sys, torch
 import torch.nn.functional as F
-import golfnb.jit
+import golfnb.muon.jit
 import golfnb.kernels as K
 from golfnb.kernels import *
 from golfnb.layers import *
@@ -61,7 +61,7 @@ print("equal")
 OPTIMIZER = """
 from types import SimpleNamespace
 import torch
-from golfnb.newton_schulz import half_product
+from golfnb.muon.newton_schulz import half_product
 from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
 torch.manual_seed(0)
 def near(a, b, terms):
@@ -105,25 +105,25 @@ for shape in ((3, 70, 100), (2, 130, 65)):
                 master_kernels(w, update + bad, lr, wd, scale, ok, y), master_step(x, update + bad, lr, wd, scale, ok, z)
                 torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
                 assert y.isfinite().all()
-import golfnb.newton_schulz, golfnb.parallel_muon
-from golfnb.newton_schulz import NS5_COEFFS, newton_schulz, product_tiles
-golfnb.newton_schulz.usable_kernels = lambda device, dtype: True
-table = golfnb.newton_schulz.PRODUCT_TILES
+import golfnb.muon.newton_schulz, golfnb.parallel_muon
+from golfnb.muon.newton_schulz import NS5_COEFFS, newton_schulz, product_tiles
+golfnb.muon.newton_schulz.usable_kernels = lambda device, dtype: True
+table = golfnb.muon.newton_schulz.PRODUCT_TILES
 assert table[1][0] == table[2][0] > table[0][0] == 512 and [row[1] for row in table] == [64, 128, 64]
 for n, r, c, row in ((1, 640, 704, 1), (1, 576, 600, 2)):  # as large as its rows ask for
     G = 1e-3 * torch.randn(n, r, c)
     assert product_tiles(G) == table[row]
     assert float((newton_schulz(G, NS5_COEFFS[:1]) - newton_schulz(G, NS5_COEFFS[:1], kernels=False)).norm() / r ** 0.5) < 1e-4
-golfnb.newton_schulz.PRODUCT_TILES = ((128, *table[0][1:]), *table[1:])  # each row for matrices that are interpreted in less time
+golfnb.muon.newton_schulz.PRODUCT_TILES = ((128, *table[0][1:]), *table[1:])  # each row for matrices that are interpreted in less time
 for n, r, c, row in ((2, 64, 64, 0), (3, 128, 192, 0), (1, 384, 448, 1), (2, 128, 100, 0), (1, 192, 200, 2), (2, 70, 100, None)):
     G = torch.randn(n, r, c)
     G[0] *= 1e-3
     rows = torch.cat([torch.zeros(1), G.flatten()])[1:].view(n, r, c)
-    assert product_tiles(G) == (None if row is None else golfnb.newton_schulz.PRODUCT_TILES[row])
+    assert product_tiles(G) == (None if row is None else golfnb.muon.newton_schulz.PRODUCT_TILES[row])
     coeffs = NS5_COEFFS[:2] if r > 300 else NS5_COEFFS  # interpreted, five steps of a large one take seconds
     for g in (G, rows, G.mT, G.mT.contiguous(), G.mT.contiguous().mT, torch.cat([G, G], 2)[:, :, :c]):
         assert float((newton_schulz(g, coeffs) - newton_schulz(g, coeffs, kernels=False)).norm() / r ** 0.5) < 1e-4
-golfnb.newton_schulz.PRODUCT_TILES = table
+golfnb.muon.newton_schulz.PRODUCT_TILES = table
 G = torch.randn(4, 128, 64)
 G[1], G[3] = 0, float("nan")
 assert torch.equal(newton_schulz(G)[::2], newton_schulz(G[::2])) and not newton_schulz(G)[1].any() and newton_schulz(G)[3].isnan().all()
@@ -132,7 +132,7 @@ for other in (G[:0], G[:, :0], G.half(), G.clone().requires_grad_()):
     assert product_tiles(other) is None
 found = []
 for use in (True, False):  # a whole update: which functions it takes
-    golfnb.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
+    golfnb.muon.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
     torch.manual_seed(1)
     w, m, g, y = torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.zeros(2, 130, 65)
     shard = SimpleNamespace(fp32_shard=w, state={"momentum_buffer": m}, shape_lr_scale=torch.full((2, 1, 1), 1.4), rounded=y)
@@ -154,7 +154,7 @@ def run(plan, fused, compiled, keep=None):
     M.init_model(model, s, 1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=noise))
-    if fused: K.fuse(model, golfnb.jit.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
+    if fused: K.fuse(model, golfnb.muon.jit.KERNELS, [K.Tiles(BM=64, BN=128, BK=64)] * 2)
     loss = lambda i, t: softcap_loss(model(i, keep), t[:, -(keep or 0):], model.cap)
     if compiled:
         torch._dynamo.reset()
@@ -172,11 +172,76 @@ for plan, compiled, keep in (("pr399", True, None), ("shared_mlp", False, None),
 print("equal")
 """
 
+LOSS = """
+import torch
+import golfnb.kernels as K
+from golfnb.frontier import stream_loss
+from golfnb.kernels import fused_softcap_loss
+from golfnb.layers import softcap_loss
+g = torch.Generator().manual_seed(0)
+def ways(logits, targets, cap, scale):
+    "Loss and gradient: the kernel's, and the plain function's in float64."
+    for loss_of, dtype in ((fused_softcap_loss, logits.dtype), (softcap_loss, torch.float64)):
+        x = logits.to(dtype).requires_grad_()
+        loss = loss_of(x, targets, cap)
+        yield loss.detach(), torch.autograd.grad(scale * loss, x)[0]
+for B, T, V, cap, size in ((1, 1, 1, 30.0, 1.0), (2, 3, 7, 30.0, 1.0), (1, 13, 1000, 15.0, 10.0), (1, 2, 1024, 30.0, 40.0), (1, 4, 1025, 30.0, 3.0), (1, 3, 3001, 90.0, 200.0)):
+    logits = size * torch.randn(B, T, V, generator=g)
+    targets = torch.randint(V, (B, T), generator=g)
+    targets[0, 0], targets[-1, -1] = 0, V - 1  # neither end of the vocabulary is another's
+    (loss, grad), (exact, exact_grad) = ways(logits, targets, cap, 1.7)
+    assert loss.dtype == torch.float32 and abs(float(loss - exact)) < 1e-5 * max(1.0, float(exact)), (V, loss, exact)
+    assert float((grad.double() - exact_grad).norm()) < 1e-5 * float(exact_grad.norm()) + 1e-9, V
+low = torch.full((1, 2, 5), -300.0)  # all at the lower end of the cap, of which e^z is 0 in float32
+(loss, _), (exact, _) = ways(low, torch.zeros(1, 2, dtype=torch.int64), 150.0, 1.0)
+assert abs(float(loss - exact)) < 1e-5
+apart = torch.randn(2, 5, 2048, generator=g)[..., ::2]  # rows that do not lie side by side
+(loss, grad), (exact, exact_grad) = ways(apart, torch.randint(1024, (2, 5), generator=g), 30.0, 1.0)
+assert abs(float(loss - exact)) < 1e-5 and float((grad.double() - exact_grad).norm()) < 1e-5
+bad = torch.zeros(1, 3, 9)
+bad[0, 1, 4] = float("nan")  # a wrong number is seen
+assert fused_softcap_loss(bad, torch.zeros(1, 3, dtype=torch.int64), 30.0).isnan()
+narrow = torch.randn(1, 6, 50, generator=g).half()  # what is kept for backward: the logits as they are, and one number a token
+kept = []
+with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    x = narrow.clone().requires_grad_()
+    loss = fused_softcap_loss(x, torch.zeros(1, 6, dtype=torch.int64), 30.0)
+assert [t.dtype for t in kept if t.numel() >= narrow.numel()] == [torch.half] and loss.dtype == torch.float32
+assert torch.autograd.grad(loss, x)[0].dtype == torch.half
+flat, targets = torch.randn(6, 11, generator=g), torch.arange(6)
+for op, args in ((K.loss_op, (flat, targets, 30.0)), (K.loss_grad_op, (flat, targets, torch.randn(6), torch.tensor(1.0), 30.0))):
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+from golfnb.parallel_muon import Ranks
+from golfnb.recipes import pr2135
+from golfnb.settings import read_settings
+tiny = dict(MODEL_DIM="48", NUM_LAYERS="2", NUM_HEADS="2", NUM_KV_HEADS="1", ROPE_DIMS="4", VOCAB_SIZE="64", LOOP_START="0", LOOP_END="0", PARALLEL_START_LAYER="1", TRAIN_SEQ_LEN="16", EVAL_SEQ_LEN="16", EVAL_STRIDE="4", TRAIN_BATCH_TOKENS="256")
+s, found = read_settings(pr2135.Settings, pr2135.OWN, tiny), []
+ids, targets = torch.randint(64, (2, 2, 16), generator=g)
+called = []
+pr2135.fused_softcap_loss = lambda *args: called.append(1) or fused_softcap_loss(*args)
+for kernels in ({"loss"}, set()):
+    pr2135.usable_kernels = lambda device, dtype: kernels
+    parts = pr2135.build(s, Ranks())
+    loss = parts.backward(ids, targets, 1)
+    found.append((loss, [p.grad for p in parts.model.parameters()]))
+assert called == [1]  # where kernels run, and only there
+(a, grads), (b, plain) = found
+torch.testing.assert_close(a, b)
+for mine, other in zip(grads, plain, strict=True):
+    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+ids, targets = ids.view(2, 16), targets.view(2, 16)
+torch._dynamo.reset()
+compiled = torch.compile(stream_loss(parts.model, 30.0, fused_softcap_loss), backend="aot_eager", fullgraph=True)
+torch.testing.assert_close(torch.autograd.grad(compiled(ids, targets), parts.model.tok_emb)[0], torch.autograd.grad(stream_loss(parts.model, 30.0)(ids, targets), parts.model.tok_emb)[0], rtol=1e-4, atol=1e-6)
+print("equal")
+"""
+
 WITHOUT = """
 import sys
 sys.modules["triton"] = None          # any import of triton raises ImportError
 import torch
-from golfnb.jit import triton, usable_kernels
+from golfnb.muon.jit import triton, usable_kernels
 from golfnb.kernels import fused_exclusive
 from golfnb.settings import GolfError
 assert triton is None and not usable_kernels("cuda", torch.bfloat16) and torch.ops.golfnb.heads
@@ -198,6 +263,9 @@ def build(fn, consts, wide=(), numbers="T R M N K v_row".split(), warps=4, stage
     kind = lambda n: "constexpr" if n in consts else kinds.get(n) or ("i32" if n in numbers else "fp32" if n in ("eps", "slope") else "*fp32" if n in wide else "*bf16")
     lined = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(j.arg_names) if kind(n)[0] == "*" or kind(n) == "i32"}
     return triton.compile(ASTSource(j, {n: kind(n) for n in j.arg_names}, consts, lined), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}).asm["ptx"]
+"""
+
+BUILT_ALL = BUILT + """
 heads = dict(H=8, KV=4, D=64, ROW=1024, HALF=8, ROWS=P.HEAD_ROWS)
 for fn in (P.heads_forward_kernel, P.heads_backward_kernel):
     assert "ld.global.v4" in build(fn, heads, ("gain", "dgain"))
@@ -221,13 +289,20 @@ for ones in (dict(u_col=1), dict(u_row=1)):
 print("built")
 """
 
+BUILT_LOSS = BUILT + """
+for fn in (P.loss_forward_kernel, P.loss_backward_kernel):
+    ptx = build(fn, dict(BLOCK=P.LOSS_BLOCK), ("nats", "log_sums", "dloss"), ["V"], cap="fp32", targets="*i64")
+    assert "ld.global.v4" in ptx
+print("built")
+"""
 
-CODES = [INTERPRETED, OPTIMIZER, MODEL]
+
+CODES = [INTERPRETED, OPTIMIZER, MODEL, LOSS]
 
 # runs each of the codes whose numbers it reads in a fork of itself, and says how each ended
 FORKS = """
 import gc, os, sys
-import golfnb.kernels, golfnb.newton_schulz, golfnb.parallel_muon
+import golfnb.kernels, golfnb.muon.newton_schulz, golfnb.parallel_muon
 gc.freeze()
 for number in sys.stdin:
     pid = os.fork()
@@ -272,17 +347,18 @@ needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
 
 
 @needs_triton
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["alone", "optimizer", "model"])
+@pytest.mark.parametrize("number", [0, 1, 2, 3], ids=["alone", "optimizer", "model", "loss"])
 def test_interpreted_kernels_equal_their_oracle(interpreter, number):
     assert "equal" in interpreter(number)
 
 
 @needs_triton
-def test_packed_kernels_build_for_hopper_without_a_gpu(tmp_path):
-    from golfnb.tools.joiner import pack_program
-    script = (Path(__file__).parent.parent / "golfnb" / "train_gpt.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize("recipe, code", [("pr549", BUILT_ALL), ("pr2135", BUILT_LOSS)], ids=["pr549", "pr2135"])
+def test_packed_kernels_build_for_hopper_without_a_gpu(tmp_path, recipe, code):
+    from golfnb.tools.joiner import join_program, pack_program
+    script = join_program(Path(__file__).parent.parent / "golfnb" / "recipes" / f"{recipe}.py")
     (tmp_path / "packed.py").write_text(pack_program(script), encoding="utf-8")
-    assert "built" in child(f"FOLDER = {str(tmp_path)!r}\n" + BUILT, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert "built" in child(f"FOLDER = {str(tmp_path)!r}\n" + code, TRITON_CACHE_DIR=str(tmp_path / "cache"))
 
 
 def test_imports_without_triton():
@@ -294,7 +370,7 @@ def test_refusals(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert usable_kernels("cuda:1", torch.bfloat16, {"mlp"}) == ({"mlp"} if triton else set()) and not usable_kernels("cuda", torch.float32) and not usable_kernels("cpu", torch.bfloat16)
     n, w = torch.zeros(1, 2, 4), torch.zeros(4, 4)
-    for call in (lambda d: fused_mlp(n.to(d), w.to(d), w.to(d), 0.5), lambda d: fused_exclusive(n[None].to(d), n[None].to(d)), lambda d: fused_heads(n.to(d), w.to(d), torch.ones(2, dtype=d), n[0, :, :1], n[0, :, :1], 1)):
+    for call in (lambda d: fused_mlp(n.to(d), w.to(d), w.to(d), 0.5), lambda d: fused_exclusive(n[None].to(d), n[None].to(d)), lambda d: fused_heads(n.to(d), w.to(d), torch.ones(2, dtype=d), n[0, :, :1], n[0, :, :1], 1), lambda d: fused_softcap_loss(n.to(d), torch.zeros(1, 2, dtype=torch.int64), 30.0)):
         for dtype in (torch.float32, torch.float64):
             with pytest.raises(GolfError, match=f"Triton.*{dtype}"):
                 call(dtype)
@@ -324,7 +400,7 @@ def gpu_apart(twin, plain, *inputs):
     def all_of(f, xs):
         out = f(*xs)
         out = out if isinstance(out, tuple) else (out,)
-        return [*out, *torch.autograd.grad(out, xs, [torch.ones_like(o).cumsum(-1) / o.shape[-1] - 0.5 for o in out])]
+        return [*out, *torch.autograd.grad(out, xs, [torch.ones_like(o).cumsum(-1) / o.shape[-1] - 0.5 if o.ndim else torch.ones_like(o) for o in out])]
     low = [x.requires_grad_() for x in inputs]
     exact = all_of(plain, [x.detach().float().requires_grad_() for x in inputs])
     return [[((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(all_of(f, low), exact)] for f in (twin, plain)]
@@ -345,6 +421,8 @@ def test_kernels_on_the_gpu_round_no_worse_than_the_plain_functions():
              gpu_apart(fused_exclusive, exclusive, rand(3, 300, 8, 64), rand(3, 300, 4, 64))]
     pairs += [gpu_apart(lambda *a: fused_mlp(*a, slope), lambda n, u, d: F.linear(squared_leaky(F.linear(n, u), slope), d),
                         rand(3, 301, 512), rand(1536, 512, size=0.05), rand(512, 1536, size=0.05)) for slope in (0.0, 0.5)]
+    targets = torch.randint(8192, (1, 300), device="cuda")
+    pairs += [gpu_apart(lambda x: fused_softcap_loss(x, targets, 30.0), lambda x: softcap_loss(x, targets, 30.0), rand(1, 300, 8192, size=size)) for size in (1.0, 20.0)]
     for ours, theirs in pairs:
         assert all(a < 1.3 * b + 1e-3 for a, b in zip(ours, theirs)), (ours, theirs)
 

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch.nn import init
 
 import golfnb.model
-from golfnb.studies.buckets import BucketGolf, read_plan
-from golfnb.settings import GolfError
-from golfnb.layout import bank_per_shape, matrix_names
-from golfnb.layers import rms_norm, softcap_loss, token_nll
-from golfnb.jit import KERNELS
 from golfnb.kernels import fuse
+from golfnb.layers import rms_norm, softcap_loss, token_nll
+from golfnb.layout import bank_per_shape, matrix_names
 from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
+from golfnb.muon.jit import KERNELS
 from golfnb.quantize import captured_inputs
 from golfnb.recipes import pr549
+from golfnb.settings import GolfError
+from golfnb.studies.buckets import BucketGolf, read_plan
 from golfnb.studies.variants import read_variant
 from golfnb.tools.programs import settings_of
 

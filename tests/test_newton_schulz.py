@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from golfnb.settings import GolfError
-from golfnb.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, PRODUCT_TILES, newton_schulz, newton_schulz_flops, polar_express,
+from golfnb.muon.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, PRODUCT_TILES, newton_schulz, newton_schulz_flops, polar_express,
                                   polar_factor, product_tiles, quintic)
+from golfnb.settings import GolfError
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 SHAPES = [(5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (24, 8), (1, 1)]
@@ -157,7 +157,7 @@ def test_the_table_of_tiles_is_what_was_measured():
 
 
 def test_only_measured_gpus_and_whole_tiles_take_a_kernel(monkeypatch):
-    monkeypatch.setattr("golfnb.newton_schulz.usable_kernels", lambda device, dtype: frozenset({"ns"}))
+    monkeypatch.setattr("golfnb.muon.newton_schulz.usable_kernels", lambda device, dtype: frozenset({"ns"}))
     capability = [9, 0]
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: tuple(capability))
 

@@ -4,6 +4,7 @@ import io
 import logging
 import math
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,14 +18,16 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from workers import spawn
 
-from golfnb.exchange import Group, block_of, matrices_of
-from golfnb.grouping import OptimizerError, param_groups
-from golfnb.newton_schulz import quintic
-from golfnb.optimizer import ParallelMuon, problem_with
+from golfnb.bank_rule import BankRule
+from golfnb.muon.errors import OptimizerError
+from golfnb.muon.exchange import Group, block_of, matrices_of
+from golfnb.muon.grouping import param_groups
+from golfnb.muon.newton_schulz import quintic
+from golfnb.muon.optimizer import ParallelMuon, problem_with
+from golfnb.muon.rules import MuonEqRule, MuonRule, NorMuonRule, rule_of
+from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunk_of
 from golfnb.parallel_muon import Ranks
-from golfnb.rules import BankRule, MuonEqRule, MuonRule, NorMuonRule, rule_of
 from golfnb.settings import GolfError
-from golfnb.sharded_state import ChunkedTensor, ShardedState, chunk_of
 
 WORLDS = (1, 2, 3, 4)
 ANY = [("nano", dict(accum=2)), ("gpt2", {}), ("encoder", dict(max_norm=0.05)), ("experts", {}), ("vision", dict(max_norm=0.3)), ("nano", dict(poison=(3, -1)))]
@@ -82,7 +85,7 @@ def test_trains_a_recipe_s_model_as_its_engine_does(world):
 
 @pytest.mark.parametrize("world", (1, 3))
 def test_a_recipe_s_engine_takes_every_rule(world):
-    "Those of golfnb.rules and one's own, with state of whole matrices, of turned ones too, and counters."
+    "Those of golfnb.muon.rules and one's own, with state of whole matrices, of turned ones too, and counters."
     rules = ("muon", "normuon", "adamw", "sgd", "sign")
     for rule, far in zip(rules, run_ranks(world, [("by_any_rule", (rule,), {}) for rule in rules])[0], strict=True):
         assert far < 1e-10, (rule, far)
@@ -122,7 +125,7 @@ def walked(model, opt, steps=3, start=0) -> dict:
 @pytest.fixture
 def exact_torch_muon(monkeypatch):
     "torch's Muon with our products, which it makes in bf16; its momentum is (1 - momentum) times ours."
-    from golfnb.newton_schulz import newton_schulz
+    from golfnb.muon.newton_schulz import newton_schulz
 
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda grad, *_: newton_schulz(grad, eps=1e-7 * 0.05))
 
@@ -802,6 +805,30 @@ def test_states_of_the_first_version_go_on(request):
     opt.load_state_dict(saved["optimizer"])
     assert opt.param_groups[0]["lr"] == 0.03 and opt.param_groups[1]["lr"] == 0.01
     assert distance(walked(model, opt, 2, 3), saved["later"]) < 1e-12
+
+
+@pytest.mark.parametrize("parts", (False, True), ids=("torch.save", "checkpoint in parts"))
+def test_states_from_before_the_modules_moved_go_on(request, tmp_path, caplog, parts):
+    "Saved when MuonEqRule was golfnb.rules.MuonEqRule; nothing differs, so nothing is said."
+    golden = request.path.parent / "golden"
+    saved = torch.load(golden / "optimizer_state_before_muon.pt", weights_only=True)
+    assert saved["optimizer"]["param_groups"][0]["rule"] == "golfnb.rules.MuonEqRule"
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=i == 3) for i in range(4))).double()
+    rules = (MuonEqRule(), "normuon", "muon", "adamw")
+    opt = ParallelMuon([dict(params=[(f"{i}.{n}", p) for n, p in model[i].named_parameters()], rule=rule) for i, rule in enumerate(rules)], lr=1.0)
+    if parts:
+        shutil.unpack_archive(golden / "optimizer_parts_before_muon.zip", tmp_path)
+        dcp.load({"model": model.state_dict(), "optimizer": ShardedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["optimizer"])
+    assert [g["lr"] for g in opt.param_groups] == [0.03, 0.02, 0.02, 0.01]
+    for i in (3, 4):
+        model.zero_grad()
+        model(torch.full((2, 4), 1.0 + i).double()).square().sum().backward()
+        opt.step()
+    assert distance(model.state_dict(), saved["later"]) < 1e-12 and not [r for r in caplog.records if r.name == "golfnb"]
+    assert opt.state_dict()["param_groups"][0]["rule"] == "MuonEqRule"
 
 
 def test_states_of_torch_go_on(exact_torch_muon, caplog):

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny import TINY, golfnb, tiny_data
 
 from golfnb.tools.joiner import join_program, pack_program
-from golfnb.tools.programs import program_sha256
+from golfnb.tools.programs import copied_program, program_sha256
 
 BATTERY = Path(__file__).with_name("battery.py")
 START = 'if __name__ == "__main__":\n    main()\n'
@@ -66,6 +67,35 @@ def test_a_process_that_is_spawned_finds_the_files(pack, tmp_path):
     path.write_text(pack_program(text) if pack else text)
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "3\n", done.stderr
+
+
+WORKS = """def data(run: Run) -> Loader:
+    "Batches, once workers have had their turn."
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(doubled, (3,)) == 6
+    assert [len(rows) for rows in DataLoader(Rows(4), 2, num_workers=1, multiprocessing_context="spawn")] == [2, 2]
+"""
+PARTS = """class Rows:
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return i
+"""
+
+
+def test_workers_that_a_run_spawns_find_the_files(tmp_path):
+    "By the command, and by the judge's, which asks the program for its rows."
+    text = copied_program("demo", "mine").replace("def data(run: Run) -> Loader:\n", "def doubled(n):\n    return 2 * n\n\n\n" + WORKS, 1)
+    put(tmp_path, {"mine.py": text.replace("from functools import partial\n", "import multiprocessing\nfrom functools import partial\nfrom torch.utils.data import DataLoader\nfrom parts import Rows\n", 1), "parts.py": PARTS})
+    words = [f"{k}={v}" for k, v in (TINY | tiny_data(tmp_path) | {"RUN_ID": "a", "ITERATIONS": "2", "WARMDOWN_ITERS": "1", "TTT_ENABLED": "0"}).items() if k != "RECIPE"]
+    done = golfnb("train", "mine.py", "--nproc", 1, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = golfnb("score", "runs/a", "--audit", "--program", "mine.py", cwd=tmp_path)
+    assert "rows that training reads are not validation text" in done.stdout, done.stderr
 
 
 def test_a_traceback_names_the_file_and_the_line(tmp_path):

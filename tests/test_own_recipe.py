@@ -57,7 +57,7 @@ def after_a_pause(rate, seconds):
 EDITS = (("from golfnb.loader import", "from acts import Bzip, SlowSkips, after_a_pause, squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
          ("          skips=SigmoidSkips)", "          skips=SlowSkips)"), ("import Golf, ModelSettings, SigmoidSkips, init_model", "import Golf, ModelSettings, init_model"),
          ("Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)", "BankRule(NorMuonRule(), s.matrix_lr, s.muon_wd, beta2=0.9)"),
-         ("EngineSettings, Muon, Ranks", "EngineSettings, Ranks"), ("from golfnb.run import", "from golfnb.rules import BankRule, NorMuonRule\nfrom golfnb.run import"),
+         ("EngineSettings, Muon, Ranks", "EngineSettings, Ranks"), ("from golfnb.run import", "from golfnb.bank_rule import BankRule\nfrom golfnb.muon.rules import NorMuonRule\nfrom golfnb.run import"),
          ("CODEC = Best()", "CODEC = Bzip()"), ("import ArtifactSettings, Best, unpack_bytes", "import ArtifactSettings, unpack_bytes"),
          ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n    pause: float = setting(0.0, "before a step: seconds", bounds=">= 0")\n'), ("from golfnb.ttt import", "from golfnb.settings import setting\nfrom golfnb.ttt import"),
          ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n    rate = after_a_pause(rate, t.settings.pause)\n"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from golfnb.owners import OwnerPlan, WorkItem, choose_owners, plan_owners
+from golfnb.muon.owners import OwnerPlan, WorkItem, choose_owners, plan_owners
 from golfnb.settings import GolfError
 
 WORLDS = (1, 2, 3, 4, 8, 16, 32, 64, 128)
@@ -142,14 +142,14 @@ def test_both_loads_count():
 
 
 def test_work_is_what_chapter_04_counts():
-    from golfnb.newton_schulz import newton_schulz_flops
+    from golfnb.muon.newton_schulz import newton_schulz_flops
 
     for rows, cols, steps in ((3, 7, 5), (7, 3, 5), (512, 512, 1), (1024, 4096, 6)):
         assert WorkItem(rows, cols, "b").work(steps) == newton_schulz_flops(rows, cols, steps)
 
 
 def test_the_order_of_hashes_and_the_python_do_not_matter():
-    code = ("import sys; from golfnb.owners import WorkItem, plan_owners; shapes = [(8, 8), (4, 8), (24, 8), (8, 24)] * 9\n"
+    code = ("import sys; from golfnb.muon.owners import WorkItem, plan_owners; shapes = [(8, 8), (4, 8), (24, 8), (8, 24)] * 9\n"
             "print(plan_owners([WorkItem(*s, batch=str(s)) for s in shapes], 5, max_share_bytes=3000).digest()); assert 'torch' not in sys.modules")
     said = {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
             for seed in ("0", "1", "77")}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from golfnb.grouping import find_blocks, group_table, param_groups
+from golfnb.muon.grouping import find_blocks, group_table, param_groups
 from golfnb.settings import GolfError
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "param_groups"

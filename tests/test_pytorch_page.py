@@ -2,8 +2,8 @@
 import torch
 from torch import nn
 
-from golfnb.optimizer import ParallelMuon
-from golfnb.rules import MuonRule
+from golfnb.muon.optimizer import ParallelMuon
+from golfnb.muon.rules import MuonRule
 
 
 class Counted(MuonRule):

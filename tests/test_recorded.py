@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from golfnb.jit import triton
-from golfnb.multi_tensor import RECORDING, Kept, Upload, at_rest, copy_gradients, current_upload, live_numbers, numbers_of, on_device
-from golfnb.newton_schulz import newton_schulz
-from golfnb.recorded import STREAMS, Recorder, SharedRecorder, drop_all, on_streams, orthogonalized_in_place, share_out, spare_elements
+from golfnb.muon.jit import triton
+from golfnb.muon.multi_tensor import RECORDING, Kept, Upload, at_rest, copy_gradients, current_upload, live_numbers, numbers_of, on_device
+from golfnb.muon.newton_schulz import newton_schulz
+from golfnb.muon.recorded import STREAMS, Recorder, SharedRecorder, drop_all, on_streams, orthogonalized_in_place, share_out, spare_elements
 
 CPU = torch.device("cpu")
 GROUP = {"ns_coefficients": "quintic", "ns_steps": 5, "eps": 1e-7}
@@ -83,7 +83,7 @@ class Fake(Recorder):
 
 
 def test_a_step_is_replayed_after_a_few_alike(monkeypatch, caplog):
-    monkeypatch.setattr("golfnb.recorded.leave_capture", lambda device: None)
+    monkeypatch.setattr("golfnb.muon.recorded.leave_capture", lambda device: None)
     recorder = Fake()
     assert recorder.take([None] * 9) == [9, 0, 0]
     assert recorder.take([["a"]] * 9) == [3, 1, 6]
@@ -198,8 +198,8 @@ def test_lent_memory_gives_the_same(shape):
 
 INTERPRETED = """
 import torch
-from golfnb.newton_schulz import NS5_COEFFS, newton_schulz
-from golfnb.recorded import full_product, lent_steps, norms_of, spare_elements
+from golfnb.muon.newton_schulz import NS5_COEFFS, newton_schulz
+from golfnb.muon.recorded import full_product, lent_steps, norms_of, spare_elements
 torch.manual_seed(0)
 for n, M, K, tile in ((2, 64, 128, (64, 128)), (1, 128, 192, (64, 128)), (2, 128, 320, (128, 256))):
     s = torch.randn(n, M, M)

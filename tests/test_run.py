@@ -21,14 +21,14 @@ from forked import fork_python, run_python
 from tiny import TINY, clean_env, one_sentence, run_quietly, settings_for, own_program, tiny_data, waiting
 from workers import Batches, machine, settings, spawn, trained
 
-from golfnb.bpb import tokenizer_hash
-from golfnb.tools.cli import main_cli
 from golfnb.averaging import EmaAndSwa, Swa
-from golfnb.settings import GolfError
+from golfnb.bpb import tokenizer_hash
 from golfnb.parallel_muon import Ranks
 from golfnb.recipes import demo, pr1060
 from golfnb.run import Run, keep_traces, open_run
+from golfnb.settings import GolfError
 from golfnb.shards import write_shard
+from golfnb.tools.cli import main_cli
 from golfnb.tools.guard import check_manifest, preflight
 from golfnb.tools.programs import find_program, script_text
 from golfnb.train import RunLog, Trainer, training_loss
@@ -365,7 +365,7 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
     import torch
     from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
-    from golfnb.jit import KERNELS
+    from golfnb.muon.jit import KERNELS
     from golfnb.kernels import fuse
 
     class Seen(Exception):

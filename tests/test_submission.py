@@ -99,6 +99,18 @@ def test_a_planted_fault_is_refused_with_its_reason(rule, folder, tmp_path):
     assert found and words in found[0], check_submission(tmp_path / "f")
 
 
+def test_an_audit_of_adapters_is_taken_where_it_compared_their_score_with_the_log(folder, tmp_path):
+    for compared in (True, False):
+        there = shutil.copytree(folder, tmp_path / str(compared))
+        for path in there.glob("audit_seed*.json"):
+            audit = json.loads(path.read_text().replace("score-first training", "adapters per document"))
+            if not compared:
+                del audit["compared"]["adapters per document"]
+            path.write_text(json.dumps(audit))
+        found = [f.sentence for f in check_submission(there) if f.rule == "audit"]
+        assert bool(found) != compared and all("compared no score" in said for said in found), found
+
+
 @pytest.mark.parametrize("name, pattern, new, words", [
     ("audit_seed1.json", r'(?s)"compared": \{.*?\n \}', '"compared": {}', "compared no score"),
     ("audit_seed1.json", r'"compared": \{', '"compared": 1, "was": {', "compared no score"),

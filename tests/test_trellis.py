@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from golfnb.jit import triton
+from golfnb.muon.jit import triton
 from golfnb.settings import GolfError
 from golfnb.trellis import (
     TRELLIS_CODES,

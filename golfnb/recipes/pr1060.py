@@ -14,12 +14,12 @@ from functools import partial
 from ..artifact import ArtifactSettings, Lzma, unpack_bytes
 from ..averaging import Ema
 from ..evaluate import EvalSettings
-from ..jit import usable_kernels
 from ..kernels import fuse
 from ..layout import bank_per_shape
 from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 from ..model import Golf, ModelSettings, WeightedSkips, init_model, load_named
-from ..newton_schulz import quintic
+from ..muon.jit import usable_kernels
+from ..muon.newton_schulz import quintic
 from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
 from ..quantize import (
     Gptq,

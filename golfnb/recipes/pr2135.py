@@ -13,6 +13,7 @@ from functools import partial
 
 from ..artifact import ArtifactSettings, Quick, unpack_bytes
 from ..averaging import Ema
+from ..bank_rule import BankRule
 from ..evaluate import plain_loss
 from ..frontier import (
     Frontier,
@@ -21,14 +22,15 @@ from ..frontier import (
     in_order_of,
     stream_loss,
 )
-from ..jit import usable_kernels
-from ..kernels import fuse
+from ..kernels import fuse, fused_softcap_loss
+from ..layers import softcap_loss
 from ..layout import mlp_in_one_bank
 from ..loader import Loader, LoaderSettings, grad_accum
 from ..model import WeightedSkips, init_model, load_named
+from ..muon.jit import usable_kernels
+from ..muon.rules import MuonEqRule
 from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Ranks
 from ..quantize import QuantSettings
-from ..rules import BankRule, MuonEqRule
 from ..run import (
     Run,
     RunSettings,
@@ -111,7 +113,8 @@ def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipEach, rule=
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps,
                  table_wd=s.embed_wd)
     engine = Engine(model.role_params(), layout, ranks, matrices, rest, clip(s.grad_clip_norm))
-    backward = make_backward(model, s, ranks.device, stream_loss)
+    mean_loss = fused_softcap_loss if "loss" in model.kernels else softcap_loss
+    backward = make_backward(model, s, ranks.device, partial(stream_loss, mean_loss=mean_loss))
     forward = make_forward(model, s, ranks.device)
     return Parts(model, engine, backward, forward, partial(Ema, decay=s.ema_decay))
 

@@ -14,12 +14,12 @@ from functools import partial
 from ..artifact import ArtifactSettings, Quick, unpack_bytes
 from ..averaging import Ema
 from ..grid import GridProjector
-from ..jit import usable_kernels
 from ..kernels import fuse
 from ..layout import mlp_in_one_bank
 from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
-from ..newton_schulz import quintic
+from ..muon.jit import usable_kernels
+from ..muon.newton_schulz import quintic
 from ..parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Muon, Ranks
 from ..quantize import QuantSettings
 from ..run import (

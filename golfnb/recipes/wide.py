@@ -13,15 +13,16 @@ from functools import partial
 
 from ..artifact import ArtifactSettings, Quick, unpack_bytes
 from ..averaging import Ema
+from ..bank_rule import BankRule
 from ..grid import GridProjector
-from ..jit import usable_kernels
 from ..kernels import fuse
 from ..layout import mlp_in_one_bank
 from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
+from ..muon.jit import usable_kernels
+from ..muon.rules import NorMuonRule
 from ..parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Ranks
 from ..quantize import QuantSettings
-from ..rules import BankRule, NorMuonRule
 from ..run import (
     Run,
     RunSettings,

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
-                          step_block, timed_block, wait_for)
-from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
-from ..jit import usable_kernels
 from ..kernels import fuse
 from ..layout import BankSpec, Layout, LayoutSettings, Matrix, numel, padding_waste, slots_of
 from ..loader import grad_accum
 from ..model import Golf, init_model
-from ..newton_schulz import newton_schulz_flops
+from ..muon.jit import usable_kernels
+from ..muon.newton_schulz import newton_schulz_flops
 from ..parallel_muon import (ClipEach, StepScalars, Muon, NoClip, Ranks, CudaGraphed, ShardedBank,
                                   gather_into, wait_all)
 from ..plan import MachineModel, CommSchedule, finish_us, predict, read_machine_model, update_batches
 from ..run import device_name, weight_dtype
+from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
+                          step_block, timed_block, wait_for)
+from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
 from .variants import Variant, read_variant
 from ..train import compiled, training_loss
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import ParallelMuon
-from ..newton_schulz import newton_schulz, newton_schulz_flops
+from ..muon.newton_schulz import newton_schulz, newton_schulz_flops
 from ..parallel_muon import Ranks
 from ..settings import GolfError
 from .bench import BenchJob, Marks, run_rounds

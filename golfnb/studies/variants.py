@@ -22,7 +22,7 @@ from ..grid import GridProjector
 from ..layout import bank_per_shape, mlp_in_one_bank
 from ..loader import Loader, LoaderSettings
 from ..model import ModelSettings, SigmoidSkips, WeightedSkips
-from ..newton_schulz import polar_express, quintic
+from ..muon.newton_schulz import polar_express, quintic
 from ..parallel_muon import ClipEach, ClipMean, EngineSettings, Ranks
 from ..recipes import golf, pr549
 from ..run import RunSettings

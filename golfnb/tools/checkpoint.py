@@ -844,3 +844,5 @@ def keep_script(path: str):
 #| eval: false
 if __name__ == "__main__":
     keep_script(sys.argv[1])
+elif __name__ == "__mp_main__":  # a process that the program starts finds its files as the program does
+    load_program(sys.argv[1])

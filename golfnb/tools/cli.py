@@ -39,7 +39,7 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge",
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge", "check": "golfnb.tools.check",
          "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
 
 
@@ -1169,13 +1169,11 @@ def score_command(args) -> int:
     if not args.val:
         raise GolfError(f"score: validation shards are needed, {args.file} and its summary.json name none that "
                         "are there; give them with --val")
-    if args.audit and not args.adapters:
+    if args.audit:
         return judge_file(args)
     ranks = book.parallel_muon.start_ranks()
-    scored, tokens, table, findings = score_file(args, ranks)
+    score_file(args, ranks)
     book.parallel_muon.stop_ranks(ranks)
-    if args.audit:
-        return audit_file(args, scored, tokens.cpu(), table.to("cpu"), findings)
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #a0de28b0
@@ -1185,7 +1183,8 @@ def judge_file(args) -> int:
     check_cut_by(args.val, meta)
     if args.train:
         check_cut_by(args.train, meta)
-    asked = book.judge.Asked(args.file, args.val, args.train, args.program, args.tokenizer, args.settings, args.ttt)
+    asked = book.judge.Asked(args.file, args.val, args.train, args.program, args.tokenizer, args.settings, args.ttt,
+                             args.adapters)
     return book.judge.write_judgment(asked, print)
 
 # %% ../../nbs/tools/23_cli.ipynb #3cc3d429
@@ -1258,8 +1257,8 @@ def check_cut_by(shards: Path | str, meta: dict) -> None:
         book.guard.check_shards(book.shards.find_shards(shards), meta["tokenizer_sha256"])
 
 # %% ../../nbs/tools/23_cli.ipynb #51e7b127
-def score_file(args, ranks) -> tuple:
-    "Score an artifact on `ranks`, print it on rank 0; what was scored, and findings if it is audited."
+def score_file(args, ranks) -> None:
+    "Score an artifact on `ranks`, print it on rank 0."
     import torch
 
     say = print if ranks.is_rank0 else silent
@@ -1270,8 +1269,6 @@ def score_file(args, ranks) -> tuple:
     if args.ttt and not args.adapters and not hasattr(scored.program, "ADAPT"):
         raise GolfError(f"score: recipe {s.recipe} has no test-time training (ADAPT); leave --ttt out, or take --adapters")
     check_cut_by(args.val, scored.meta)
-    if args.audit and args.train:
-        check_cut_by(args.train, scored.meta)
     table = book.bpb.byte_table(scored.tokenizer).to(ranks.device)
     stream = book.shards.val_tokens(args.val, max(s.train_seq_len, s.eval_seq_len), s.vocab_size)
     tokens = torch.from_numpy(stream.astype("int64")).to(ranks.device)
@@ -1287,79 +1284,27 @@ def score_file(args, ranks) -> tuple:
     say(f"scoring {tokens.numel() - 1:,} targets, windows of {s.eval_seq_len}, stride {s.eval_stride}, "
         f"on {ranks.device.type}, {workers}", flush=True)
     bar = book.watch.Bar(ranks.is_rank0)
-    findings = []
-    watched = {"log": bar, "probing": True, "seed": audit_seed(file)}
     with closing(bar):
-        if args.audit:
-            trial = book.ttt.sliding_trial(forward, tokens, table, s, **watched)
-            findings += book.ttt.audit_pass("sliding window", trial, table)
-            score = trial.loss, trial.bpb
-        else:
-            score = book.evaluate.sliding_loss(forward, tokens, table, s.eval_seq_len, s.eval_stride,
-                                               s.rows_per_score(ranks.world), ranks, log=bar)
+        score = book.evaluate.sliding_loss(forward, tokens, table, s.eval_seq_len, s.eval_stride,
+                                           s.rows_per_score(ranks.world), ranks, log=bar)
     say("final_int6_sliding_window_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score), flush=True)
     if args.ttt or args.adapters:
-        score = score_adapting(args, scored, tokens, table, ranks, watched, findings, say)
+        score = score_adapting(args, scored, tokens, table, ranks, bar, say)
         say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*score[:2]), flush=True)
-    return scored, tokens, table, findings
 
 # %% ../../nbs/tools/23_cli.ipynb #f8353ba4
-def score_adapting(args, scored: Scored, tokens, table, ranks, watched: dict, findings: list, say) -> tuple:
-    "Nats and bits of test-time training; an audit adds its findings."
+def score_adapting(args, scored: Scored, tokens, table, ranks, bar, say) -> tuple:
+    "Nats and bits of test-time training."
     golf = scored.model
     s = scored.settings
     state = book.report.decoded(scored.program, scored.file)
     way = "adapters for each document" if args.adapters else "as the program does"
     say(f"test-time training, {way}: each token is scored first", flush=True)
-    with closing(watched["log"]) as bar:
+    with closing(bar):
         if args.adapters:
             book.shards.check_marks(book.shards.find_shards(args.val), book.bpb.document_mark(scored.tokenizer))
-            return book.adapters.score_documents(golf, state, tokens, table, s, ranks, bar)
-        adapt = scored.program.ADAPT
-        if not args.audit:
-            return adapt(golf, state, tokens, table, s, ranks, scored.forward, log=bar)
-        trial = book.ttt.chunk_trial(scored.forward, golf, state, tokens, table, s, watch_rows=False, adapt=adapt,
-                                     **watched)
-        findings += book.ttt.audit_pass("score-first training", trial, table)
-        return trial.loss, trial.bpb
-
-# %% ../../nbs/tools/23_cli.ipynb #36cdd261
-def audit_seed(file: Path) -> int:
-    "The seed of the places that an audit looks at: another artifact, other places."
-    return int(hashlib.sha256(file.read_bytes()).hexdigest()[:8], 16)
-
-# %% ../../nbs/tools/23_cli.ipynb #9abcf1f2
-def audit_file(args, scored: Scored, tokens, table, findings: list) -> int:
-    "Audit an artifact and its scorers, beside `findings` on the score; print what was found, write the report."
-    file = scored.file
-    program = scored.program
-    s = scored.settings
-    state = book.report.decoded(program, file)
-    if args.program:
-        golf, _ = book.report.own_model(program, s, file, book.parallel_muon.Ranks())
-    else:
-        golf, _, _ = book.artifact.load_model(file)
-    train = book.shards.find_shards(args.train) if args.train else []
-    val = book.shards.find_shards(args.val)
-    seed = audit_seed(file)
-    by_chunk = args.ttt and not args.adapters
-    adapt = getattr(program, "ADAPT", book.ttt.score_first)
-    audit = book.ttt.audit_score(golf, state, tokens, table, s, by_chunk, train, val, seed, adapt)
-    if args.adapters:
-        audit["findings"] += book.adapters.audit_documents(golf, state, tokens, table, s, seed)
-    audit["findings"] = book.ttt.worst(audit["findings"] + findings)
-    for finding in audit["findings"]:
-        outcome = "holds" if finding["passed"] else "FAILS"
-        print(f"  {outcome}  {finding['scorer']}: {finding['check']} ({finding['found']})")
-    path = file.with_suffix(".audit.json")
-    audit["legal"] = all(finding["passed"] for finding in audit["findings"])
-    facts = {"artifact": file.name, "artifact_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-             "tokenizer_sha256": scored.meta.get("tokenizer_sha256"), "targets": tokens.numel() - 1, "seed": seed}
-    book.shards.atomic_write(path, json.dumps(facts | audit, indent=1) + "\n")
-    verdict = "legal, every condition holds" if audit["legal"] else "NOT legal"
-    note = "" if train else "; training files were not compared (--train)"
-    print(f"audit: {verdict}; {path}{note}")
-    return 0 if audit["legal"] else 1
+            return book.adapters.score_documents(golf, state, tokens, table, s, ranks, log=bar)
+        return scored.program.ADAPT(golf, state, tokens, table, s, ranks, scored.forward, log=bar)
 
 # %% ../../nbs/tools/23_cli.ipynb #745d68ae
 def note_settings(program: str | None, *paths: str) -> None:
@@ -1455,6 +1400,16 @@ def compare_command(args) -> int:
          arg("--no-browser", action="store_true", help="only print the address"))
 def lab_command(args) -> int:
     return book.lab.start_lab(Path(args.dir), args.port, not args.no_browser)
+
+
+@command("check", "hold what you wrote for a task of a lesson against its hidden test; alone: what is open",
+         arg("task", nargs="?", metavar="TASK", help="its name, such as 7.bug"),
+         arg("file", nargs="?", type=Path, metavar="FILE",
+             help="your answer, a .py or a notebook; else the lab's lesson"),
+         arg("--lab", type=Path, default=Path("runs/lab"), metavar="FOLDER", help="where the lab lies"),
+         count("--hint", "show a hint instead: 1, 2 or 3"))
+def check_command(args) -> int:
+    return book.check.check_command(args.task, args.file, args.lab, args.hint)
 
 # %% ../../nbs/tools/23_cli.ipynb #036c8c3b
 @command("watch", "a live page of a run: loss, step time, phase, time left; also of one that has not begun",
@@ -1673,7 +1628,7 @@ GROUPS = {  # heading of the help -> commands
     "text": ("data build", "data download", "data recut", "data inspect"),
     "use what was trained": ("score", "sample", "play", "report", "compare"),
     "files of weights": ("quantize", "artifact inspect", "artifact export", "artifact import", "submission"),
-    "the book and this machine": ("lab", "bench", "study", "drill", "doctor"),
+    "the book and this machine": ("lab", "check", "bench", "study", "drill", "doctor"),
 }
 ENDING = ("Settings are NAME=VALUE, named as in the environment; of one given twice the last counts. "
           "Exit status is 0 only for success.")

@@ -23,17 +23,17 @@ from ..artifact import load_artifact
 from ..studies.bench import read_result, record_result
 from .checkpoint import DRILL_CLOCK, file_hashes, read_sealed
 from .launcher import python_module, safe_environment
-from .programs import recipe_program, setting_specs
+from .programs import RECIPES, recipe_program, setting_specs
 from .report import read_file
 from ..settings import GolfError
 
 # %% ../../nbs/tools/27_drill.ipynb #94787cdd
 SMALL = dict(
-    NUM_LAYERS=2, VE_LAYERS=1, XSA_LAST_N=1, MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1,
+    NUM_LAYERS=2, VE_LAYERS=1, XSA_LAST_N=1, MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1, VOCAB_SIZE=1024,
+    LOOP_START=0, LOOP_END=0, PARALLEL_START_LAYER=1,
     TRAIN_SEQ_LEN=64, EVAL_SEQ_LEN=64, EVAL_STRIDE=64, TRAIN_BATCH_TOKENS=1024, ITERATIONS=120, EMA_DECAY=0.9,
     WARMDOWN_ITERS=80, WARMUP_STEPS=2, TTT_CHUNK_TOKENS=8192, TTT_EPOCHS=1, SMALL_TENSOR=2048,
     MAX_WALLCLOCK_SECONDS=5, GPTQ_RESERVE_MS=1000)
-DRILLED_RECIPES = ("demo", "golf", "trellis", "wide")
 PHASES = ("starting", "training", "packing", "scoring", "adapting")
 VICTIMS = ("rank 0", "rank 1", "torchrun", "golfnb")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
@@ -134,7 +134,7 @@ def kill_in(child: subprocess.Popen, folder: Path, seen: int, phase: str, length
             os.kill(pid, signal.SIGKILL)
     child.wait()
     return {"phase": phase, "victim": victim, "signal": name, "seconds": seconds, "left": sorted(left),
-            "half": half_files(folder)}
+            "half": half_files(folder), "share": kept_share(folder)}
 
 # %% ../../nbs/tools/27_drill.ipynb #e42acfc6
 def wait_for_phase(child: subprocess.Popen, folder: Path, seen: int, phase: str) -> bool:
@@ -177,6 +177,14 @@ def half_files(folder: Path) -> list[str]:
         if not whole:
             bad.append(path.name)
     return bad
+
+# %% ../../nbs/tools/27_drill.ipynb #45f8f887
+def kept_share(folder: Path) -> float:
+    "The share of training that is done in a run's newest checkpoint; 0 without one that is whole."
+    for path in sorted(folder.glob("checkpoints/step-*"), reverse=True):
+        with suppress(OSError, ValueError):
+            return read_sealed(path / "trainer.json")["share_done"]
+    return 0.0
 
 # %% ../../nbs/tools/27_drill.ipynb #f0a0de43
 TIMED = {"seconds"}  # what a summary says of times; with the clock of drills those of training are not among it
@@ -285,7 +293,7 @@ def kill_and_resume(folder: Path, words: list[str], ranks: int, done: list[dict]
             return
 
 # %% ../../nbs/tools/27_drill.ipynb #f0a0de42
-PAIRS = [(recipe, ranks) for recipe in DRILLED_RECIPES for ranks in (1, 2)]
+PAIRS = [(recipe, ranks) for recipe in RECIPES for ranks in (1, 2)]
 KILLS_OF_A_PAIR = 5  # at least, or most of a drill would be whole runs to compare with
 
 

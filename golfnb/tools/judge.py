@@ -20,8 +20,10 @@ import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from importlib import import_module
+from inspect import signature
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,13 +33,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..adapters import adapter_rules, document_spans, slot_plan
 from ..artifact import container_header, read_meta
-from ..bpb import ByteTable, bits_per_byte, byte_table, target_bytes
+from ..bpb import ByteTable, bits_per_byte, byte_table, document_mark, target_bytes
 from ..evaluate import share_of, window_batches, windows
 from ..layers import softcap
 from ..parallel_muon import Ranks, start_ranks, stop_ranks
-from ..settings import GolfError, printable, read_json
-from ..shards import find_shards, open_shard, read_header, read_tokens, val_tokens
+from ..settings import GolfError, printable, read_json, require
+from ..shards import check_marks, find_shards, open_shard, read_header, read_tokens, val_tokens
 from .checkpoint import DRILL_CLOCK
 from .joiner import own_files
 from ..ttt import audit_files, chunk_windows, finding
@@ -121,18 +124,24 @@ def watch_process(noted: set) -> None:
     sys.addaudithook(hook)
 
 # %% ../../nbs/tools/28b_judge.ipynb #d918c5d7
+def load_judged(place: dict) -> tuple[Path, dict, ModuleType]:
+    "The artifact's file, its header, and the program."
+    file = Path(place["file"])
+    meta = read_meta(file)
+    return file, meta, import_module("golfnb.tools.report").program_of(meta, place["program"], file)
+
+
 def open_judged(place: dict) -> Judged:
     "In the child: the program, and the model of its artifact."
     noted = set()
     watch_process(noted)
     report = import_module("golfnb.tools.report")
     cli = import_module("golfnb.tools.cli")
-    file = Path(place["file"])
-    meta = read_meta(file)
-    program = report.program_of(meta, place["program"], file)
-    given = cli.read_settings(place["words"], program)
+    file, meta, program = load_judged(place)
+    adapters = place["adapters"]
+    given = cli.read_settings(place["words"], program, more=cli.adapter_names() if adapters else ())
     run = report.run_settings(program, file, meta)
-    s = cli.score_settings(program, run, meta.get("settings", ()), given, False)
+    s = cli.score_settings(program, run, meta.get("settings", ()), given, adapters)
     ranks = start_ranks()
     model, forward = report.own_model(program, s, file, ranks)
     state = report.decoded(program, file)
@@ -151,9 +160,21 @@ def answer_forward(judged: Judged, connection: Connection, words: dict, arrays: 
         send(connection, {}, capped_logits(judged, arrays[0], words["last_n"]).float())
 
 # %% ../../nbs/tools/28b_judge.ipynb #b5951947
+ADAPTS = {"": "", "chunks": "score-first training", "documents": "adapters per document"}  # way -> scorer
+
+
+def way_to_adapt(program: ModuleType) -> str:
+    "How a program's test-time training goes through the text: by 'chunks', by 'documents', '' for none."
+    adapt = getattr(program, "ADAPT", None)
+    by_documents = adapt is None or "step" in signature(adapt).parameters
+    if by_documents and any(spec.name == "ttt_lora_rank" for spec in fields(program.Settings)):
+        return "documents"
+    return "chunks" if adapt else ""
+
+
 def answer_facts(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
-    "The settings, and whether the program adapts."
-    adapts = hasattr(judged.program, "ADAPT")
+    "The settings, and how the program adapts."
+    adapts = ADAPTS[way_to_adapt(judged.program)]
     device = import_module("golfnb.run").device_name(judged.ranks)
     send(connection, {"settings": asdict(judged.settings), "adapts": adapts, "device": device})
 
@@ -166,25 +187,62 @@ def answer_noted(judged: Judged, connection: Connection, words: dict, arrays: li
     send(connection, {"noted": sorted(found)[:2000]})
 
 # %% ../../nbs/tools/28b_judge.ipynb #12b56dea
-def answer_adapt(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
-    "The program's own test-time training on a stream that the judge reveals; every forward goes to the judge."
+def shown_stream(judged: Judged, words: dict) -> tuple[Tensor, Callable]:
+    "The stream that the judge reveals, on the model's device, and what brings the spans that it has revealed there."
     device = judged.ranks.device
     shown = torch.from_file(words["stream"], shared=True, size=words["size"], dtype=torch.int64)
     tokens = shown if device.type == "cpu" else shown.to(device)
+
+    def refresh(spans: list) -> None:
+        for a, b in spans if tokens is not shown else ():
+            tokens[a:b] = shown[a:b].to(device)
+    return tokens, refresh
+
+
+def child_table(judged: Judged) -> ByteTable:
+    "The bytes of the tokens, on the model's device."
+    sp = import_module("golfnb.bpb").load_tokenizer(judged.tokenizer)
+    return byte_table(sp).to(judged.ranks.device)
+
+
+def answer_adapt(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
+    "The program's own test-time training on a stream that the judge reveals; every forward goes to the judge."
+    tokens, refresh = shown_stream(judged, words)
 
     def forward(ids: Tensor, last_n: int) -> Tensor:
         logits = judged.forward(ids, last_n)
         capped = softcap(logits, judged.model.cap).to(logits.dtype)
         send(connection, {"call": last_n}, ids[:, -last_n:].long(), capped.float())
-        for a, b in receive(connection)[0]["spans"]:
-            if tokens is not shown:
-                tokens[a:b] = shown[a:b].to(device)
+        refresh(receive(connection)[0]["spans"])
         return logits
 
     vars(forward)["cap"] = judged.model.cap
-    table = byte_table(import_module("golfnb.bpb").load_tokenizer(judged.tokenizer)).to(device)
+    table = child_table(judged)
     loss, bpb, *_ = judged.program.ADAPT(judged.model, judged.state, tokens, table, judged.settings, judged.ranks, forward)
     send(connection, {"done": [float(loss), float(bpb)]})
+
+# %% ../../nbs/tools/28b_judge.ipynb #dafa5c01
+def answer_documents(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
+    "Adapters for each document, on a stream that the judge reveals; a chunk's logits go to the judge before it is learnt."
+    adapters = import_module("golfnb.adapters")
+    model, s, ranks = judged.model, judged.settings, judged.ranks
+    tokens, refresh = shown_stream(judged, words)
+    step, logits_of = adapters.adapted_step(model, s), adapters.adapted_logits(model, s)
+
+    def judged_step(ids, fill, flats, keys, values, goes_on):
+        logits = logits_of(ids[:, :-1], fill, flats, keys, values)
+        capped = softcap(logits, model.cap).to(logits.dtype)
+        send(connection, {"call": len(ids)}, ids[:, 2:-1].long(), capped.float())
+        words, (learnt,) = receive(connection)
+        refresh(words["spans"])
+        ids.copy_(learnt)  # in place: the scorer counts the bytes of what it gave
+        return step(ids, fill, flats, keys, values, goes_on)
+
+    adapt = adapters.score_documents
+    if way_to_adapt(judged.program) == "documents":
+        adapt = getattr(judged.program, "ADAPT", adapt)
+    found = adapt(model, judged.state, tokens, child_table(judged), s, ranks, step=judged_step, spans=arrays[0].numpy())
+    send(connection, {"done": [float(found[0]), float(found[1])]})
 
 # %% ../../nbs/tools/28b_judge.ipynb #a3bcf893
 #| exporti
@@ -221,7 +279,7 @@ def answer_train(judged: Judged, connection: Connection, words: dict, arrays: li
 
 # %% ../../nbs/tools/28b_judge.ipynb #99f2dbb4
 ANSWERS = {"forward": answer_forward, "facts": answer_facts, "noted": answer_noted, "adapt": answer_adapt,
-           "train": answer_train}
+           "documents": answer_documents, "train": answer_train}
 
 # %% ../../nbs/tools/28b_judge.ipynb #6b9eeda0
 def answer(connection: Connection, place: dict) -> None:
@@ -375,6 +433,16 @@ def window_nats(pipe: Connection, stream: Stream, row: int, stride: int, rows: i
         found[places] = nats_of(logits, stream.tokens[places + 1])
     return found
 
+# %% ../../nbs/tools/28b_judge.ipynb #f9bfbe88
+def veiled(stream: Stream, folder: Path, world: int, draws: torch.Generator) -> tuple[list[Path], list[Tensor]]:
+    "A file of other text for each rank, as long as the stream, and the tensors [N + 1] that lie in them."
+    n, name = len(stream), secrets.token_hex(8)
+    other = stream.tokens[torch.randint(n, (n + 1,), generator=draws)]
+    files = [folder / f"{name}-{rank}" for rank in range(world)]
+    for path in files:
+        path.write_bytes(other.numpy().tobytes())
+    return files, [torch.from_file(str(path), shared=True, size=n + 1, dtype=torch.int64) for path in files]
+
 # %% ../../nbs/tools/28b_judge.ipynb #c59ecb22
 @dataclass
 class Call:
@@ -418,13 +486,7 @@ class Reveal:
         self.hiding, self.ends = hiding, [n] * world   # what a rank's call knows: targets before its end
         self.stray, self.reported = "", []
         self.draws = torch.Generator().manual_seed(seed)
-        other = stream.tokens[torch.randint(n, (n + 1,), generator=self.draws)]
-        name = secrets.token_hex(8)
-        self.files = [folder / f"{name}-{rank}" for rank in range(world)]
-        self.shown = []
-        for path in self.files:
-            path.write_bytes(other.numpy().tobytes())
-            self.shown.append(torch.from_file(str(path), shared=True, size=n + 1, dtype=torch.int64))
+        self.files, self.shown = veiled(stream, folder, world, self.draws)
         self.fresh = [[] for _ in pipes]               # spans a rank has not been told of
 
     def show(self, rank: int, a: int, b: int) -> None:
@@ -493,35 +555,165 @@ def release(pass_: Reveal, waiting: set[int], call: Call, rank: int) -> None:
             spans, pass_.fresh[other] = pass_.fresh[other], []
             send(pass_.pipes[other], {"spans": spans})
 
+# %% ../../nbs/tools/28b_judge.ipynb #6dcf01f3
+def serve_pass(pass_: Any, serve: Callable[[int, dict, list], bool]) -> None:
+    "Answer the ranks of a pass until they are done, or one makes a call that no honest pass makes: `serve` gives False."
+    going = list(range(len(pass_.pipes)))
+    while going:
+        ready = wait([pass_.pipes[rank] for rank in going])
+        for rank in [rank for rank in going if pass_.pipes[rank] in ready]:
+            words, arrays = receive(pass_.pipes[rank])
+            if "done" in words:
+                pass_.reported.append(words["done"])
+                going.remove(rank)
+            elif not serve(rank, words, arrays):
+                pass_.stray = f"call {pass_.at[rank] + 1} of rank {rank} is not that of an honest pass"
+                return
+
 # %% ../../nbs/tools/28b_judge.ipynb #89baa4c8
 def adapted_pass(pipes: list[Connection], stream: Stream, s: SimpleNamespace, folder: Path, seed: int,
                  hiding: bool = False) -> Reveal:
     "Let the children adapt while they score; what came of it. Raises GolfError where one of them fails."
-    pass_ = Reveal(pipes, stream, s, folder, seed, hiding)
+    pass_, waiting = Reveal(pipes, stream, s, folder, seed, hiding), set()
     for rank, pipe in enumerate(pipes):
         pass_.show_next(rank)
         send(pipe, {"do": "adapt", "stream": str(pass_.files[rank]), "size": len(stream) + 1})
-    going, waiting = list(range(len(pipes))), set()
-    while going:
-        ready = wait([pipes[rank] for rank in going])
-        for rank in [rank for rank in going if pipes[rank] in ready]:
-            words, arrays = receive(pipes[rank])
-            if "done" in words:
-                pass_.reported.append(words["done"])
-                going.remove(rank)
-                continue
-            call = take_call(pass_, rank, words, arrays)
-            if call is None:
-                pass_.stray = f"call {pass_.at[rank] + 1} of rank {rank} is not that of an honest pass"
-                return pass_
+
+    def serve(rank: int, words: dict, arrays: list) -> bool:
+        call = take_call(pass_, rank, words, arrays)
+        if call is not None:
             release(pass_, waiting, call, rank)
+        return call is not None
+
+    serve_pass(pass_, serve)
+    return pass_
+
+# %% ../../nbs/tools/28b_judge.ipynb #2a254915
+@dataclass
+class Text:
+    "A stream by documents: `spans` [D, 2] of targets, the real stream's target that each is, -1 for none, and its token."
+    stream: Stream
+    spans: np.ndarray
+    known: Tensor
+    answers: Tensor
+
+
+def real_text(stream: Stream, bos: int) -> Text:
+    "The stream as it is."
+    return Text(stream, document_spans(stream.tokens, bos), torch.arange(len(stream)), stream.tokens[1:])
+
+# %% ../../nbs/tools/28b_judge.ipynb #fbd9326d
+def other_text(real: Text, bos: int, seed: int) -> Text:
+    "The documents in another order, of other lengths: every second one breaks off somewhere, and most go on otherwise."
+    tokens, n, vocab = real.stream.tokens, len(real.stream), real.stream.vocab
+    draws = torch.Generator().manual_seed(seed)
+    pieces, known, ends = [], [], [0]
+    for d in torch.randperm(len(real.spans), generator=draws).tolist():
+        a, b = map(int, real.spans[d])
+        end = b if d % 2 else a + int(torch.randint(1, b - a + 1, (), generator=draws))
+        more = int(torch.randint(b - a + 1, (), generator=draws))
+        start = int(torch.randint(n - more + 1, (), generator=draws))
+        other = tokens[start:start + more]
+        pieces += [tokens[a:end], torch.where(other == bos, (bos + 1) % vocab, other)]
+        known += [torch.arange(a, end), torch.full((more,), -1)]
+        ends.append(ends[-1] + end - a + more)
+    stream, targets = torch.cat([*pieces, torch.tensor([bos])]), torch.cat(known)
+    answers = torch.where(targets >= 0, real.answers[targets], stream[1:])
+    return Text(Stream(stream, vocab), np.stack([ends[:-1], ends[1:]], 1), targets, answers)
+
+# %% ../../nbs/tools/28b_judge.ipynb #83847711
+class DocumentPass:
+    """One pass of adapters over a text, on several ranks, on a stream of which a chunk appears when it is scored.
+
+    `hiding`: each chunk has other text after a drawn place, and the true text once it is scored.
+    """
+
+    def __init__(self, pipes: list[Connection], text: Text, s: Any, folder: Path, seed: int, hiding: bool = False):
+        world = len(pipes)
+        self.pipes, self.text, self.size, self.hiding = pipes, text, s.ttt_chunk_size, hiding
+        self.plans = [slot_plan(text.spans, s, Ranks(rank, world)) for rank in range(world)]
+        self.at = [0] * world                       # calls that each rank has made
+        self.nats = torch.full((len(text.stream),), math.nan, dtype=torch.float64)
+        self.stray, self.reported = "", []
+        self.draws = torch.Generator().manual_seed(seed)
+        self.files, self.shown = veiled(text.stream, folder, world, self.draws)
+        self.targets = [torch.empty(0)] * world     # [slots, T] of each rank's next call, -1 for none
+        self.counts = [torch.empty(0)] * world      # which of them are judged
+        self.fresh = [[] for _ in pipes]            # spans a rank has not been told of
+
+    def show(self, rank: int, more: int) -> None:
+        "Reveal the inputs of a rank's call, and `more` tokens behind them."
+        for row in self.targets[rank]:
+            n = int((row >= 0).sum())
+            if n:
+                a, b = int(row[0]), int(row[0]) + n + more
+                self.shown[rank][a:b] = self.text.stream.tokens[a:b]
+                self.fresh[rank].append((a, b))
+
+    def show_next(self, rank: int) -> None:
+        "Reveal what a rank's next call needs."
+        plan, step = self.plans[rank], self.at[rank]
+        if step < len(plan["first"]):
+            column = np.arange(self.size)
+            places = plan["first"][step][:, None] + column
+            self.targets[rank] = torch.from_numpy(np.where(column < plan["count"][step][:, None], places, -1))
+            self.counts[rank] = self.targets[rank] >= 0
+            self.show(rank, 0)
+            if self.hiding:
+                hide_in_chunks(self, rank)
+
+# %% ../../nbs/tools/28b_judge.ipynb #82d24f83
+def hide_in_chunks(pass_: DocumentPass, rank: int) -> None:
+    "Put other text after a drawn input of each slot of a rank's next call."
+    targets, tokens, vocab = pass_.targets[rank], pass_.text.stream.tokens, pass_.text.stream.vocab
+    counted = targets >= 0
+    drawn = torch.rand(len(targets), 1, generator=pass_.draws) * counted.sum(1, keepdim=True)
+    later = torch.arange(pass_.size) > drawn.long()
+    pass_.counts[rank] = counted & ~later
+    places = targets[counted & later]
+    other = tokens[torch.randint(len(tokens), places.shape, generator=pass_.draws)]
+    pass_.shown[rank][places] = torch.where(other == tokens[places], (other + 1) % vocab, other)
+
+# %% ../../nbs/tools/28b_judge.ipynb #505284eb
+def take_chunks(pass_: DocumentPass, rank: int, arrays: list[Tensor]) -> bool:
+    "Score what a rank has for its chunks, reveal them and send them back; False if no honest pass makes this call."
+    if pass_.at[rank] == len(pass_.plans[rank]["first"]):
+        return False
+    targets, judged, shown = pass_.targets[rank], pass_.counts[rank], pass_.shown[rank]
+    (ids, logits), counted = arrays, targets >= 0
+    if ids.shape != targets.shape or logits.shape != (*ids.shape, pass_.text.stream.vocab):
+        return False
+    if not torch.equal(ids[counted], shown[targets[counted]]) or not logits[counted].isfinite().all():
+        return False
+    at = targets[judged]
+    pass_.nats[at] = nats_of(logits[judged], pass_.text.answers[at])
+    pass_.show(rank, 1)
+    first = torch.from_numpy(pass_.plans[rank]["first"][pass_.at[rank]])
+    chunks = shown[(first[:, None] + torch.arange(-2, pass_.size + 1)).clamp(0, len(shown) - 1)]
+    pass_.at[rank] += 1
+    pass_.show_next(rank)
+    spans, pass_.fresh[rank] = pass_.fresh[rank], []
+    send(pass_.pipes[rank], {"spans": spans}, chunks)
+    return True
+
+# %% ../../nbs/tools/28b_judge.ipynb #483f08f8
+def document_pass(pipes: list[Connection], text: Text, s: Any, folder: Path, seed: int,
+                  hiding: bool = False) -> DocumentPass:
+    "Let the children adapt to each document of a text; what came of it. Raises GolfError where one of them fails."
+    pass_ = DocumentPass(pipes, text, s, folder, seed, hiding)
+    for rank, pipe in enumerate(pipes):
+        pass_.show_next(rank)
+        send(pipe, {"do": "documents", "stream": str(pass_.files[rank]), "size": len(text.stream) + 1},
+             torch.from_numpy(text.spans))
+    serve_pass(pass_, lambda rank, words, arrays: "call" in words and take_chunks(pass_, rank, arrays))
     return pass_
 
 # %% ../../nbs/tools/28b_judge.ipynb #7db97ad5
 LABELS = {  # scorer -> its name in a log, and in summary.json
     "plain rows": ("final_int6_roundtrip", "int6"),
     "sliding window": ("final_int6_sliding_window", "sliding"),
-    "score-first training": ("legal_ttt", "ttt")}
+    "score-first training": ("legal_ttt", "ttt"),
+    "adapters per document": ("legal_ttt", "ttt")}
 
 # %% ../../nbs/tools/28b_judge.ipynb #afb69367
 @dataclass
@@ -542,6 +734,7 @@ class Case:
     train_paths: list[Path]
     seed: int
     comparable: bool           # the run was scored with these settings
+    adapts: str = ""           # the scorer of the program's own test-time training
     tolerance: float = 1e-4    # of a score, relative
     nats: dict = field(default_factory=dict)    # scorer -> nats [N]
 
@@ -569,7 +762,9 @@ def logged(log: str) -> dict[str, tuple[float, float]]:
 
 # %% ../../nbs/tools/28b_judge.ipynb #7f24b523
 def numbers_of(case: Case, scorer: str) -> dict[str, tuple]:
-    "What log and summary say a scorer found."
+    "What log and summary say a scorer found; of test-time training, they know the program's own."
+    if scorer in ADAPTS.values() and scorer != case.adapts:
+        return {}
     label, name = LABELS[scorer]
     found: dict[str, Any] = {"the log": logged(case.log).get(label)}
     found["summary.json"] = tuple(case.summary.get(f"{name}_{kind}") for kind in ("loss", "bpb"))
@@ -579,6 +774,8 @@ def numbers_of(case: Case, scorer: str) -> dict[str, tuple]:
 def check_scores(case: Case) -> Iterator[dict]:
     "The judge's scores are those of log and summary."
     for scorer in case.nats if case.comparable else ():
+        if scorer == ADAPTS["documents"] != case.adapts:
+            continue  # --adapters of a program that has none: no log knows the score
         ours = case.score(scorer)
         wrong = []
         for where, pair in numbers_of(case, scorer).items():
@@ -697,23 +894,22 @@ def with_other_end(stream: Stream, place: int, seed: int) -> Stream:
     return Stream(tokens, stream.vocab)
 
 # %% ../../nbs/tools/28b_judge.ipynb #1f5f9dea
-def check_pass(case: Case, pipes: list[Connection], folder: Path) -> Iterator[dict]:
-    "The program's test-time training on the whole stream, revealed as it is scored; notes its nats."
-    base = adapted_pass(pipes, case.stream, case.s, folder, case.seed)
+def check_pass(case: Case, scorer: str, base: Reveal | DocumentPass) -> Iterator[dict]:
+    "Test-time training on the whole stream, revealed as it is scored; notes its nats."
     whole = not base.stray and not base.nats.isnan().any()
-    yield held("score-first training", "single pass", "the forwards are those of one honest pass", whole,
+    yield held(scorer, "single pass", "the forwards are those of one honest pass", whole,
                base.stray or f"{int(base.nats.isnan().sum())} targets without a score")
     if not whole:
         return
-    case.nats["score-first training"] = base.nats
-    loss, bpb = case.score("score-first training")
+    case.nats[scorer] = base.nats
+    loss, bpb = case.score(scorer)
     off = [pair for pair in base.reported
            if not (math.isclose(pair[0], loss, rel_tol=1e-4) and math.isclose(pair[1], bpb, rel_tol=1e-4))]
-    yield held("score-first training", "single pass", "what it reports is what the judge counts", not off,
+    yield held(scorer, "single pass", "what it reports is what the judge counts", not off,
                "; ".join("it reports {:.6f} nats and {:.6f} bits".format(*pair) for pair in off[:1]) or f"{bpb:.6f} bits")
 
 # %% ../../nbs/tools/28b_judge.ipynb #b41ec5d4
-def moved(base: Tensor, again: Reveal, end: int) -> str:
+def moved(base: Tensor, again: Reveal | DocumentPass, end: int) -> str:
     "What a pass that knew less scored otherwise before `end`: words, '' for nothing."
     apart = (again.nats - base)[:end].abs() > 1e-4  # False where it is NaN, for a target behind its call's place
     if again.stray or not apart.any():
@@ -721,17 +917,46 @@ def moved(base: Tensor, again: Reveal, end: int) -> str:
     return f"tokens after {'its place' if again.hiding else end} change the score of target {int(apart.nonzero()[0])}"
 
 # %% ../../nbs/tools/28b_judge.ipynb #6a8307de
-def check_adapting(case: Case, pipes: list[Connection], folder: Path) -> Iterator[dict]:
+def chunk_base(case: Case, pipes: list[Connection], folder: Path) -> Reveal:
+    "The pass of score-first training that is scored."
+    return adapted_pass(pipes, case.stream, case.s, folder, case.seed)
+
+
+def check_adapting(case: Case, adapting: Callable) -> Iterator[dict]:
     "Two more passes, that know less, score what they know as the first did."
     base, n = case.nats["score-first training"], len(case.stream)
     place = n // 4 + case.seed % max(n // 2, 1)
     other = with_other_end(case.stream, place, case.seed)
-    hidden = adapted_pass(pipes, case.stream, case.s, folder, case.seed + 1, hiding=True)
-    wrong = [moved(base, hidden, n), moved(base, adapted_pass(pipes, other, case.s, folder, case.seed + 2), place)]
+    with adapting() as (pipes, folder):
+        hidden = adapted_pass(pipes, case.stream, case.s, folder, case.seed + 1, hiding=True)
+        wrong = [moved(base, hidden, n), moved(base, adapted_pass(pipes, other, case.s, folder, case.seed + 2), place)]
     found = "; ".join(filter(None, wrong))
     calls = sum(map(len, hidden.calls))
     yield held("score-first training", "score before update", "tokens that are not scored yet change no score, on the "
                "whole stream", not found, found or f"a place in each of {calls} calls, and another end of {n:,} targets")
+
+# %% ../../nbs/tools/28b_judge.ipynb #81967c57
+def document_base(case: Case, pipes: list[Connection], folder: Path) -> DocumentPass:
+    "The pass of adapters that is scored."
+    return document_pass(pipes, real_text(case.stream, case.table.bos), case.s, folder, case.seed)
+
+
+def check_documents(case: Case, adapting: Callable) -> Iterator[dict]:
+    "Two more passes, that know less or meet the documents elsewhere, score what they know as the first did."
+    base, bos = case.nats["adapters per document"], case.table.bos
+    real = real_text(case.stream, bos)
+    with adapting() as (pipes, folder):
+        hidden = document_pass(pipes, real, case.s, folder, case.seed + 1, hiding=True)
+    found = moved(base, hidden, len(base))
+    yield held("adapters per document", "score before update", "tokens that are not scored yet change no score, on the "
+               "whole stream", not found, found or f"a place in every chunk, of {len(base):,} targets")
+    other = other_text(real, bos, case.seed + 2)
+    with adapting() as (pipes, folder):
+        again = document_pass(pipes, other, case.s, folder, case.seed + 3)
+    apart = (again.nats - base[other.known])[other.known >= 0].abs()
+    yield held("adapters per document", "strict prefix", "a document's scores are its own, whatever documents there are "
+               "and however it goes on", not again.stray and apart.mean() <= 1e-3,
+               again.stray or f"{apart.mean():.3g} nats apart, over {len(apart):,} targets")
 
 # %% ../../nbs/tools/28b_judge.ipynb #d8044683
 SIGNS = [*map(chr, range(32, 127)), *"äéßñøžλЖ中日한อ€"]
@@ -996,7 +1221,8 @@ def events_of(text: str) -> list[dict]:
 def scoring_settings(facts: dict, world: int, vocab: int) -> SimpleNamespace:
     "The numbers that say which windows are scored, as the child has them. Raises GolfError for other vocabularies."
     values = facts["settings"]
-    names = ("train_seq_len", "eval_seq_len", "eval_stride", "val_batch_size", "vocab_size", "ttt_chunk_tokens")
+    names = ("train_seq_len", "eval_seq_len", "eval_stride", "val_batch_size", "vocab_size", "ttt_chunk_tokens",
+             "ttt_chunk_size", "ttt_batch_size")
     s = SimpleNamespace(**{name: values.get(name, 0) for name in names})
     if s.vocab_size != vocab:
         raise GolfError(f"the judged program must have the tokenizer's {vocab} pieces, found VOCAB_SIZE={s.vocab_size}: "
@@ -1010,7 +1236,7 @@ def same_settings(case_settings: dict, summary: dict) -> bool:
     "Whether a run was scored with these settings, as far as its summary says."
     config = summary.get("config") or {}
     names = [n for n in case_settings if n.startswith(("eval_", "ttt_", "train_seq"))]
-    return bool(config) and all(config.get(name) == case_settings[name] for name in names)
+    return bool(config) and all(config[name] == case_settings[name] for name in names if name in config)
 
 # %% ../../nbs/tools/28b_judge.ipynb #1b7e6874
 def check_identity(case: Case) -> Iterator[dict]:
@@ -1046,6 +1272,7 @@ class Asked:
     tokenizer: str | None = None
     words: Sequence[str] = ()
     ttt: bool = False
+    adapters: bool = False
 
 # %% ../../nbs/tools/28b_judge.ipynb #f5f1ea37
 def ranks_of(summary: dict) -> int:
@@ -1069,7 +1296,7 @@ def open_case(asked: Asked, meta: dict, summary: dict, sp, facts: dict, world: i
         tokenizer=tokenizer, sp=sp, table=byte_table(sp),
         stream=Stream(torch.from_numpy(stream.astype(np.int64)), s.vocab_size), s=s,
         val_paths=find_shards(asked.val), train_paths=find_shards(asked.train) if asked.train else [],
-        seed=secrets.randbits(31), comparable=same_settings(facts["settings"], summary),
+        seed=secrets.randbits(31), comparable=same_settings(facts["settings"], summary), adapts=facts["adapts"],
         tolerance=1e-4 if alike else 5e-3)
 
 # %% ../../nbs/tools/28b_judge.ipynb #53a51056
@@ -1087,36 +1314,55 @@ def judge(asked: Asked, say: Callable[[str], object] = print) -> dict:
     sp = report.tokenizer_of(asked.file, meta, asked.tokenizer, vocab)
     tokenizer = asked.tokenizer or report.find_tokenizer(asked.file, meta.get("tokenizer_sha256"))
     place = {"file": str(asked.file.resolve()), "program": asked.program and os.path.abspath(asked.program),
-             "words": list(asked.words), "tokenizer": os.path.abspath(tokenizer)}
-    world = ranks_of(summary) if asked.ttt else 1
+             "words": list(asked.words), "tokenizer": os.path.abspath(tokenizer), "adapters": asked.adapters}
+    world = ranks_of(summary) if asked.ttt or asked.adapters else 1
     with children(place, 1) as (pipe,):
         facts = ask(pipe, "facts")[0]
         case = open_case(asked, meta, summary, sp, facts, world)
-        if asked.ttt and not facts["adapts"]:
-            raise GolfError(f"score: recipe {meta.get('recipe')} has no test-time training (ADAPT); leave --ttt out, or "
-                            "take --adapters")
+        scorer = adapting_scorer(asked, case)
         findings = [*scored(case, pipe, say)]
         for check in FORWARD_CHECKS:
             findings += check(case, pipe)
-    findings += judged_anew(case, place, asked.ttt and world, say)
+    findings += judged_anew(case, place, scorer, world, say)
     findings += [f for check in CHECKS for f in check(case)]
     return {"legal": all(f["passed"] for f in findings), "compared": compared(case), "seed": case.seed,
             "findings": findings}
 
 # %% ../../nbs/tools/28b_judge.ipynb #731caeaf
-def judged_anew(case: Case, place: dict, world: int, say: Callable) -> Iterator[dict]:
-    "What children find that have scored nothing: one alone, and `world` that adapt, if it is not 0."
+def adapting_scorer(asked: Asked, case: Case) -> str:
+    "The scorer that adapts and is to be judged, '' for none. Raises GolfError where the program or the text has none."
+    by_documents = ADAPTS["documents"]
+    s: Any = case.s
+    scorer = by_documents if asked.adapters else case.adapts if asked.ttt else ""
+    require(scorer or not asked.ttt, f"score: recipe {case.meta.get('recipe')} has no test-time training (ADAPT); leave "
+            "--ttt out, or take --adapters")
+    if scorer == by_documents:
+        for holds, sentence in adapter_rules(s):
+            require(holds, sentence)
+        check_marks(case.val_paths, document_mark(case.sp))
+    return scorer
+
+
+def judged_anew(case: Case, place: dict, scorer: str, world: int, say: Callable) -> Iterator[dict]:
+    "What children find that have scored nothing: one alone, and `world` that adapt, if a `scorer` does."
     with children(place, 1) as (pipe,), tempfile.TemporaryDirectory() as folder:
         yield from check_fresh(case, pipe)
         yield from check_training(case, pipe, Path(folder))
-    if not world:
+    if not scorer:
         return
+    first, later = (document_base, check_documents) if scorer == ADAPTS["documents"] else (chunk_base, check_adapting)
+    with adapting(place, world) as (pipes, folder):
+        yield from check_pass(case, scorer, first(case, pipes, folder))
+    if scorer in case.nats:
+        yield from later(case, partial(adapting, place, world))
+        say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*case.score(scorer)))
+
+
+@contextmanager
+def adapting(place: dict, world: int) -> Iterator[tuple[list[Connection], Path]]:
+    "The pipes to `world` children that have seen nothing, and a folder for what they are shown."
     with children(place, world) as pipes, tempfile.TemporaryDirectory() as folder:
-        yield from check_pass(case, pipes, Path(folder))
-    if "score-first training" in case.nats:
-        with children(place, world) as pipes, tempfile.TemporaryDirectory() as folder:
-            yield from check_adapting(case, pipes, Path(folder))
-        say("legal_ttt_exact val_loss:{:.8f} val_bpb:{:.8f}".format(*case.score("score-first training")))
+        yield pipes, Path(folder)
 
 
 def compared(case: Case) -> dict:
@@ -1161,3 +1407,5 @@ def write_judgment(asked: Asked, say: Callable[[str], object] = print) -> int:
 #| eval: false
 if __name__ == "__main__":
     answer(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))
+elif __name__ == "__mp_main__":  # a process that the program starts finds its files as the program does
+    load_judged(json.loads(sys.argv[2]))

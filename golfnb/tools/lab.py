@@ -21,7 +21,7 @@ from ..shards import atomic_write
 # %% ../../nbs/tools/26_lab.ipynb #5f3cde37
 def notebook_dir() -> Path:
     "The folder of the book's notebooks, of a checkout or installed. Raises GolfError if there is none."
-    places = [package_dir().parent / "nbs", Path(sys.prefix, "share", "golfnb", "nbs")]
+    places = [package_dir().parent / "nbs", package_dir() / "nbs"]
     for place in places:
         if (place / "start.ipynb").is_file():
             return place
@@ -48,7 +48,7 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
     if folder.resolve() == source.resolve():
         raise GolfError(f"lab: {folder} is the book itself; choose another folder with --dir")
     (folder / "results" / "here").mkdir(parents=True, exist_ok=True)
-    kinds = ("*.ipynb", "*/*.ipynb", "ladder/*.py", "*.mplstyle", "results/*.json")
+    kinds = ("*.ipynb", "*/*.ipynb", "*.mplstyle", "results/*.json", "ladder/*.py", "AGENTS.md")
     paths = [p.relative_to(source) for kind in kinds for p in source.glob(kind)]
     missing = [p for p in paths if not (folder / p).exists()]
     for path in missing:

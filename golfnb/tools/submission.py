@@ -116,14 +116,15 @@ def log_rules(one: SimpleNamespace, code: bytes) -> list[tuple]:
          f"{one.name}: evaluation took {one.eval_ms:,} ms, at most 600 s are allowed: raise EVAL_STRIDE")]
 
 # %% ../../nbs/tools/28_submission.ipynb #5cb5f714
-SCORERS = {"legal_ttt": "score-first training", "final_int6_sliding_window": "sliding window",
-           "final_int6_roundtrip": "plain rows"}  # as an audit calls them
+SCORERS = {"legal_ttt": ("score-first training", "adapters per document"), "final_int6_sliding_window": ("sliding window",),
+           "final_int6_roundtrip": ("plain rows",)}  # as an audit calls them
 
 
 def compared_rules(one: SimpleNamespace, audit: dict, name: str) -> list[tuple]:
     "The rules of what an audit has held against a log: its score, as it stands there."
     compared = audit.get("compared")
-    found = compared.get(SCORERS.get(one.label)) if isinstance(compared, dict) else None
+    compared = compared if isinstance(compared, dict) else {}
+    found = next((compared[scorer] for scorer in SCORERS.get(one.label, ()) if scorer in compared), None)
     pair = found.get("the log") if isinstance(found, dict) else None
     return [
         ("audit", audit and not pair, f"{name} compared no score of {one.name} with its own: audit the run in its folder, "
@@ -139,7 +140,7 @@ def audit_rules(one: SimpleNamespace, audit: dict) -> list[tuple]:
     findings = audit.get("findings", [])
     scorers = {f["scorer"] for f in findings}
     failed = "; ".join(f"{f['scorer']}: {f['check']} ({f['found']})" for f in findings if not f["passed"])
-    adapted = scorers & {"score-first training", "adapters per document"}
+    adapted = scorers & {*SCORERS["legal_ttt"]}
     return [
         ("audit", not audit, f"{name} is missing: every artifact needs its audit, golfnb score "
          "RUN_DIR --audit, with --ttt if that gives the score and --program mine.py if the program is your own"),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from golfnb.newton_schulz import quintic
+from golfnb.muon.newton_schulz import quintic
 
 STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T tokens
 VOCAB, D, LAYERS, HEADS = 1024, 128, 2, 4

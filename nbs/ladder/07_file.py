@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from golfnb.artifact import Best, pack_bytes, unpack_bytes
-from golfnb.newton_schulz import quintic
+from golfnb.muon.newton_schulz import quintic
 from golfnb.quantize import dequantize_state, pack_rows
 
 STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T tokens

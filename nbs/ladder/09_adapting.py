@@ -13,7 +13,7 @@ from torch import nn
 
 from golfnb.artifact import Best, pack_bytes, unpack_bytes
 from golfnb.evaluate import windows
-from golfnb.newton_schulz import quintic
+from golfnb.muon.newton_schulz import quintic
 from golfnb.quantize import dequantize_state, pack_rows
 
 STRIDE = 64  # what a window scores: its last tokens

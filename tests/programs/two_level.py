@@ -5,21 +5,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from golfnb.jit import usable_kernels
-from golfnb.kernels import fuse
-from golfnb.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
-from golfnb.layout import bank_per_shape
-from golfnb.model import Golf, ModelSettings, WeightedSkips, init_model, load_named
-from golfnb.newton_schulz import quintic
+from golfnb.artifact import ArtifactSettings, Lzma, unpack_bytes
 from golfnb.averaging import Ema
+from golfnb.kernels import fuse
+from golfnb.layout import bank_per_shape
+from golfnb.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
+from golfnb.model import Golf, ModelSettings, WeightedSkips, init_model, load_named
+from golfnb.muon.jit import usable_kernels
+from golfnb.muon.newton_schulz import quintic
 from golfnb.parallel_muon import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
                                   inside_node)
-from golfnb.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from golfnb.quantize import dequantize_state, quantize_state
-from golfnb.artifact import ArtifactSettings, Lzma, unpack_bytes
-from golfnb.ttt import TttSettings, score_first
 from golfnb.run import (Run, RunSettings, make_backward, make_forward, train_and_average,
                         weight_dtype)
+from golfnb.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from golfnb.ttt import TttSettings, score_first
 
 
 @dataclass
