@@ -545,7 +545,7 @@ def resealed(path: Path, **settings) -> None:
     path.write_bytes(seal(zlib.compress(json.dumps(header).encode(), 9), bytes(payload)))
 
 
-LARGE = [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 9999}, {"mlp_mult": 20_000.0}, {"bigram_vocab_size": 10**8}]  # each allowed, and more than a gigabyte
+LARGE = [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 9999}, {"mlp_mult": 8000.0}, {"bigram_vocab_size": 4 * 10**7}]  # each allowed, and more than a gigabyte
 HELD_AGAINST = r"must have shape|the settings of its model of 2 layers|the 214,983 weights that it holds"  # what the file's tensors say of the settings
 
 
