@@ -29,7 +29,7 @@ NBS, TEXT = ROOT / "nbs", ROOT / ".text"
 MAX_BYTES = 200_000
 HANG_SECONDS = 900  # no cell takes nearly as long, on no machine
 PROCESSOR_SECONDS = "import os; print(sum(os.times()[:4]))"  # of a kernel and of the processes that it waited for
-VOLATILE = re.compile(r"0x[0-9a-f]{6,}")
+VOLATILE = re.compile(r"0x[0-9a-f]{6,}|data:image/png;base64,[\w+/=]+")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "MPLBACKEND": "module://matplotlib_inline.backend_inline", "COLUMNS": "100"}
 
 
