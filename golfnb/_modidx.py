@@ -2898,6 +2898,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                      'golfnb.tools.report.audit_section': ('tools/report.html#audit_section', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.bounded_memory': ('tools/report.html#bounded_memory', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.built': ('tools/report.html#built', 'golfnb/tools/report.py'),
+                                     'golfnb.tools.report.check_blocks': ('tools/report.html#check_blocks', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.command': ('tools/report.html#command', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.counts_entropy': ('tools/report.html#counts_entropy', 'golfnb/tools/report.py'),
                                      'golfnb.tools.report.curve': ('tools/report.html#curve', 'golfnb/tools/report.py'),
