@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -560,14 +561,14 @@ def test_commands_read_mangled_files_or_refuse_them_in_one_line(good, kind, coun
     assert "one sentence" in found and ("fine" in found or kind == "tokenizers")
 
 
-def taken(work) -> int:
-    "Bytes by which a forked process grows at most while it does `work`."
+def taken(work) -> tuple:
+    "Bytes by which a forked process grows at most while it does `work`, and what that gave."
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
     if not (child := os.fork()):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         resident = lambda word: 1024 * int(Path("/proc/self/status").read_text().split(word)[1].split()[0])
-        before, _ = resident("VmRSS:"), work()
-        theirs.send(resident("VmHWM:") - before)
+        before, gave = resident("VmRSS:"), work()
+        theirs.send((resident("VmHWM:") - before, gave))
         os._exit(0)
     theirs.close()
     os.waitpid(child, 0)
@@ -580,7 +581,7 @@ def test_loading_takes_the_stated_multiple_of_what_is_needed(good, bomb, load, t
     path = good / f"{bomb}.golf"
     forms = {name: (kind, tuple(shape)) for name, kind, shape in open_container(path.read_bytes())[0]["tensors"]}
     numbers = sum(math.prod(shape) for _, shape in (without_parts(forms) if load is load_model else forms).values())
-    assert path.stat().st_size < 12_000 and 8e6 < numbers and taken(lambda: load(path)) < times * numbers * (4 if load is load_model else 1)
+    assert path.stat().st_size < 12_000 and 8e6 < numbers and taken(lambda: bool(load(path)))[0] < times * numbers * (4 if load is load_model else 1)
 
 
 def resealed(path: Path, **settings) -> None:
@@ -590,27 +591,34 @@ def resealed(path: Path, **settings) -> None:
     path.write_bytes(seal(zlib.compress(json.dumps(header).encode(), 9), bytes(payload)))
 
 
-@pytest.mark.parametrize("words", [["quantize", "run"], ["score", "run"], ["sample", "run", "a", "--tokens", "1"]])
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("settings", [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 10**6}, {"vocab_size": 10**8}])
-def test_no_model_is_built_that_its_file_does_not_hold(tmp_path, words, own, settings):
-    "A container of some KB whose settings ask for a large model, with the program of a recipe and with one of your own."
-    (tmp_path / "run").mkdir()
-    data = tiny_data(tmp_path / "run")
-    assert golfnb("recipe", "copy", "demo", "mine.py", cwd=tmp_path).returncode == 0
+LARGE = [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 9999}, {"mlp_mult": 8000.0}, {"bigram_vocab_size": 4 * 10**7}]  # each allowed, and more than a gigabyte
+HELD_AGAINST = r"must have shape|the settings of its model of 2 layers|the 214,983 weights that it holds"  # what the file's tensors say of the settings
+
+
+def small_run(folder: Path, own: bool, **settings) -> list[str]:
+    "A run's folder with files of some KB whose settings ask for another model; the words that name its program."
+    (folder / "run").mkdir()
+    data = tiny_data(folder / "run")
     found = settings_for("demo", **{name: value for name, value in TINY.items() if name != "RECIPE"})
     model, saved, _ = model_from_settings(model_settings(found))
     meta = {"settings": model_settings(found), "tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "seed": 1, "steps": 1, "vocab_size": 400, "recipe": "demo"}
     if own:
-        meta |= {"recipe": "mine", "program_sha256": program_sha256(find_program(tmp_path / "mine.py"))}
-        words = [*words, "--program", "mine.py"]
-    save_weights(tmp_path / "run" / "artifact.golf", named_state(model), meta)
-    shutil.copy(tmp_path / "run" / "artifact.golf", tmp_path / "run" / "ema.golf")
-    (tmp_path / "run" / "summary.json").write_text(json.dumps({"recipe": meta["recipe"], "seed": 1, "steps": 1, "config": {"data_path": data["DATA_PATH"]}}))
+        (folder / "mine.py").write_text(copied_program("demo", "mine"))
+        meta |= {"recipe": "mine", "program_sha256": program_sha256(find_program(folder / "mine.py"))}
     for name in ("artifact.golf", "ema.golf"):
-        resealed(tmp_path / "run" / name, **settings)
-    done = []
-    grew = taken(lambda: done.append(golfnb(*words, cwd=tmp_path)) or (done[0].returncode == 2 and one_sentence(done[0].stderr)) or os._exit(3))
+        save_weights(folder / "run" / name, named_state(model), meta)
+        resealed(folder / "run" / name, **settings)
+    (folder / "run" / "summary.json").write_text(json.dumps({"recipe": meta["recipe"], "seed": 1, "steps": 1, "config": {"data_path": data["DATA_PATH"]}}))
+    return ["--program", "mine.py"] if own else []
+
+
+@pytest.mark.parametrize("words", [["quantize", "run"], ["score", "run"], ["sample", "run", "a", "--tokens", "1"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("own, settings", [(own, settings) for own in (True, False) for settings in LARGE if not (own and "num_layers" in settings)])  # of a program of one's own, so many layers are refused after minutes
+def test_no_model_is_built_that_its_file_does_not_hold(tmp_path, words, own, settings):
+    "It is refused for its tensors, which no bound of a setting does, and before it takes memory: with the program of a recipe and with one of your own."
+    program = small_run(tmp_path, own, **settings)
+    grew, done = taken(lambda: golfnb(*words, *program, cwd=tmp_path))
+    assert done.returncode == 2 and one_sentence(done.stderr) and re.search(HELD_AGAINST, done.stderr), (done.stdout, done.stderr)
     assert grew < 512 << 20
 
 
