@@ -300,6 +300,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                 'golfnb.kernels.mlp_product_kernel': ('story/kernels.html#mlp_product_kernel', 'golfnb/kernels.py'),
                                 'golfnb.kernels.mlp_up_op': ('story/kernels.html#mlp_up_op', 'golfnb/kernels.py'),
                                 'golfnb.kernels.rows_apart': ('story/kernels.html#rows_apart', 'golfnb/kernels.py'),
+                                'golfnb.kernels.softcap_loss_with': ('story/kernels.html#softcap_loss_with', 'golfnb/kernels.py'),
                                 'golfnb.kernels.xsa_backward_kernel': ('story/kernels.html#xsa_backward_kernel', 'golfnb/kernels.py'),
                                 'golfnb.kernels.xsa_fit': ('story/kernels.html#xsa_fit', 'golfnb/kernels.py'),
                                 'golfnb.kernels.xsa_forward_kernel': ('story/kernels.html#xsa_forward_kernel', 'golfnb/kernels.py'),

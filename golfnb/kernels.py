@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['HEAD_ROWS', 'XSA_ROWS', 'LOSS_BLOCK', 'Tiles', 'MLP_UP_TILES', 'MLP_DOWN_TILES',
            'fused_heads', 'heads_fit', 'fused_exclusive', 'xsa_fit', 'mlp_launch', 'fused_mlp',
-           'mlp_fit', 'fused_softcap_loss', 'FusedBlock', 'fuse']
+           'mlp_fit', 'fused_softcap_loss', 'softcap_loss_with', 'FusedBlock', 'fuse']
 
 # %% ../nbs/story/09_kernels.ipynb #b03661f7
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import NORM_EPS
+from .layers import NORM_EPS, softcap_loss
 from .model import Block, Golf, LeakyReluSquared, make_block, scaled
 from .muon.jit import KERNELS, TensorDescriptor, check_runnable, jitted, tl, triton
 from .settings import require
@@ -432,6 +432,13 @@ class FusedLoss(torch.autograd.Function):
 def fused_softcap_loss(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
     "Twin of `softcap_loss`: logits [B, T, V] and int64 targets [B, T], each of them 0 .. V-1."
     return FusedLoss.apply(logits.flatten(0, -2), targets.flatten(), cap)
+
+
+def softcap_loss_with(kernels: Iterable[str]) -> Callable:
+    "The loss of a model that runs `kernels`: by its kernel if that is among them, else plain."
+    if "loss" in kernels:
+        return fused_softcap_loss
+    return softcap_loss
 
 # %% ../nbs/story/09_kernels.ipynb #56698880
 @dataclass

@@ -22,8 +22,7 @@ from ..frontier import (
     in_order_of,
     stream_loss,
 )
-from ..kernels import fuse, fused_softcap_loss
-from ..layers import softcap_loss
+from ..kernels import fuse, softcap_loss_with
 from ..layout import mlp_in_one_bank
 from ..loader import Loader, LoaderSettings, grad_accum
 from ..model import WeightedSkips, init_model, load_named
@@ -113,7 +112,7 @@ def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipEach, rule=
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps,
                  table_wd=s.embed_wd)
     engine = Engine(model.role_params(), layout, ranks, matrices, rest, clip(s.grad_clip_norm))
-    mean_loss = fused_softcap_loss if "loss" in model.kernels else softcap_loss
+    mean_loss = softcap_loss_with(model.kernels)
     backward = make_backward(model, s, ranks.device, partial(stream_loss, mean_loss=mean_loss))
     forward = make_forward(model, s, ranks.device)
     return Parts(model, engine, backward, forward, partial(Ema, decay=s.ema_decay))
