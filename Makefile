@@ -4,6 +4,7 @@
 # make test    notebooks, modules, script and README in step; notebooks top to bottom; pytest
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
 # make book-check  every page of it in a headless Chromium, on desktop and phone, light and dark
+# make muon    dist/golfnb_muon-*.whl: the optimizer alone, as a package that needs torch only
 # make export  nbdev_clean, nbdev_export, tests/exported.py, golfnb script, nbdev_readme: golfnb/*.py, the script and README.md from the notebooks
 
 SHELL := /bin/bash
@@ -15,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --no-compile $(if $(shell test -t 2 && e
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo quick test book book-check export
+.PHONY: setup demo quick test book book-check muon export
 setup: $(STAMP)
 	@echo "next: $(BIN)/golfnb data build FOLDER_OR_FILES   (your texts), or: make demo"
 
@@ -34,6 +35,9 @@ book: $(DEV_STAMP)
 
 book-check: book
 	$(BIN)/python book/browse.py
+
+muon: $(STAMP)
+	$(BIN)/python muon/build.py
 
 export: $(DEV_STAMP)
 	$(BIN)/python tests/step.py write

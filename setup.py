@@ -45,17 +45,14 @@ setup(
     ],
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    packages=["golfnb", "golfnb.muon", "golfnb.recipes", "golfnb.studies", "golfnb.tools"],
-    package_data={"golfnb": ["py.typed", "prose/*.json", "prose/*/*.txt"], "golfnb.tools": ["*.html"]},  # the page of `golfnb play`; annotations count
-    data_files=[  # what `golfnb lab` copies
-        ("share/golfnb/nbs", sorted(str(p) for p in Path("nbs").iterdir() if p.suffix in (".ipynb", ".mplstyle"))),
-        *((f"share/golfnb/nbs/{part}", sorted(map(str, Path("nbs", part).glob("*.ipynb")))) for part in ("lessons", "answers", "story", "reference", "recipes", "tools", "studies")),
-        ("share/golfnb/nbs/lessons/checks", sorted(map(str, Path("nbs/lessons/checks").glob("*.py")))),
-        ("share/golfnb/nbs", ["nbs/AGENTS.md"]),
-        ("share/golfnb/nbs/figures", sorted(map(str, Path("nbs/figures").glob("*.js")))),
-        ("share/golfnb/nbs/ladder", sorted(map(str, Path("nbs/ladder").glob("*.py")))),
-        ("share/golfnb/nbs/results", sorted(map(str, Path("nbs/results").glob("*.json")))),
-    ],
+    packages=["golfnb", "golfnb.muon", "golfnb.nbs", "golfnb.recipes", "golfnb.studies", "golfnb.tools"],
+    package_dir={"golfnb.nbs": "nbs"},
+    package_data={
+        "golfnb": ["py.typed", "prose/*.json", "prose/*/*.txt"],
+        "golfnb.muon": ["py.typed"],
+        "golfnb.nbs": ["*.ipynb", "*.md", "*.mplstyle", "*/*.ipynb", "*/*.js", "*/*.json", "*/*.py", "*/*/*.py"],  # what `golfnb lab` copies
+        "golfnb.tools": ["*.html"],  # the page of `golfnb play`
+    },
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .bpb import load_tokenizer as load_tokenizer
     from .loader import Loader as Loader
     from .model import Golf as Golf
+    from .muon.errors import GolfError as GolfError
     from .muon.grouping import param_groups as param_groups
     from .muon.newton_schulz import polar_express as polar_express
     from .muon.newton_schulz import quintic as quintic
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .muon.sharded import ShardedState as ShardedState
     from .parallel_muon import start_ranks as start_ranks
     from .parallel_muon import stop_ranks as stop_ranks
-    from .settings import GolfError as GolfError
     from .shards import open_shard as open_shard
     from .tools.programs import find_program as find_program
     from .tools.programs import settings_of as settings_of

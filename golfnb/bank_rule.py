@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .layout import slots_of
 from .muon.errors import OptimizerError
-from .muon.rules import Rule, apply_direction, check_group, rule_of
+from .muon.rules import FOR_ALL_RULES, Rule, check_group, rule_of
 
 # %% ../nbs/reference/17j_bank_rule.ipynb #ac1af180
 def stored_alike(part) -> Iterator[tuple[slice, bool, int, int]]:
@@ -39,17 +39,19 @@ class BankRule:
 
     def __init__(self, rule: Rule | str = "muon", lr: float = 0.025, wd: float = 0.04, **numbers):
         self.rule = rule_of({"rule": rule})
+        known = [*FOR_ALL_RULES, *self.rule.defaults]
         for name in numbers:
-            if name not in self.rule.defaults:
+            if name not in known:
                 raise OptimizerError(f"{type(self.rule).__name__} has no number {name}: it has "
-                                     f"{', '.join(self.rule.defaults)}")
+                                     f"{', '.join(known)}")
         self.group = {**self.rule.defaults, "lr": lr, "weight_decay": wd, **numbers}
         check_group(self.group)
 
     def state(self, part) -> dict[str, Tensor]:
         "What the rule keeps of a shard, with a row for each slot."
         like, n = part.fp32_shard, len(part.fp32_shard)
-        kept = {name: torch.zeros_like(like) for name in self.rule.state_names}
+        kept = {name: torch.zeros_like(like, dtype=self.group.get("state_dtype"))
+                for name in self.rule.state_names}
         kept |= {name: like.new_zeros(n, 1, 1) for name in self.rule.counters}
         widths: dict[str, int] = {}
         for _, _, rows, cols in stored_alike(part):
@@ -72,5 +74,5 @@ class BankRule:
                                       for t in (ahead, part.fp32_shard, ok))
             direction = self.rule.direction(stack, state, group, counts)
             factor = self.rule.factor(rows, cols, group)
-            apply_direction(weights, direction, group, counts, factor)
+            self.rule.move(weights, direction, group, counts, factor)
         part.rounded.copy_(part.fp32_shard)

@@ -77,11 +77,12 @@ def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
     call(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--force-reinstall", sdist)
     assert call(venv / "bin" / "golfnb", "--version") == f"golfnb {golfnb.__version__}\n"
     assert (site / "golfnb" / "tools" / "play.html").is_file() and (site / "golfnb" / "py.typed").is_file() and (site / "golfnb" / "prose" / "about.json").is_file()
+    assert not (venv / "share").exists() and (site / "golfnb" / "muon" / "py.typed").is_file()
     assert len(list((site / "golfnb" / "prose").glob("*/*.txt"))) == len(list((root / "golfnb" / "prose").glob("*/*.txt"))) > 30
     (metadata,) = site.glob("golfnb-*.dist-info/METADATA")
     check_metadata(email.message_from_string(metadata.read_text(encoding="utf-8")))
     notebooks, results = (len(list((root / "nbs").rglob(kind))) for kind in ("*.ipynb", "results/*.json"))
-    assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.muon.optimizer", str(venv / "share" / "golfnb" / "nbs"), str(notebooks), str(results)]
+    assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.muon.optimizer", str(site / "golfnb" / "nbs"), str(notebooks), str(results)]
 
 
 def pinned(name: str) -> dict[str, str]:

@@ -48,7 +48,7 @@ def test_the_installed_package_has_everything(tmp_path):
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517", "--target", str(site), str(source)],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert {p.name for p in (site / "share/golfnb/nbs").rglob("*.*") if p.suffix != ".json"} == {p.name for p in (ROOT / "nbs").rglob("*") if p.suffix in (".ipynb", ".mplstyle", ".py")}
+    assert {p.name for p in (site / "golfnb/nbs").rglob("*.*") if p.suffix != ".json"} == {p.name for p in (ROOT / "nbs").rglob("*") if p.suffix in (".ipynb", ".mplstyle", ".py")}
     code = ("import sys; sys.path.insert(0, sys.argv[1])\nimport golfnb, golfnb.tools.launcher as l, golfnb.tools.programs as p\nassert golfnb.__file__.startswith(sys.argv[1]), golfnb.__file__\n"
             "assert (l.package_dir() / 'train_gpt.py').read_text() == p.script_text(p.find_program('pr549'))\nprint('joined')\n")
     env = {k: v for k, v in clean_env().items() if k != "PYTHONPATH"}

@@ -87,7 +87,7 @@ def groups(group: dict, device: str):
     yield with_tensors(group, device, FULL), 1e-5
 
 
-def check_prepare(device: str, products):
+def check_prepare(device: str, products, kept=FULL):
     make = Maker(device)
     coef = torch.tensor(0.7, device=device)
     for shapes in (UNEVEN, ALIKE):
@@ -99,7 +99,7 @@ def check_prepare(device: str, products):
                     grads = make.each(shapes, dtype)
                     spoil(grads, oks)
                     grads = change(grads)
-                    states = [{"momentum_buffer": t} for t in make.each(shapes)]
+                    states = [{"momentum_buffer": t} for t in make.each(shapes, kept)]
                     before, twins = copies(states), copies(states)
                     if change is views:
                         states = [{"momentum_buffer": t} for t in views([s["momentum_buffer"] for s in states])]
@@ -116,7 +116,7 @@ def check_apply(device: str, narrow):
     make = Maker(device, 1)
     for shapes in (UNEVEN, ALIKE):
         for change in (list, views, flip, lambda ts: [t[:1, :1].expand(t.shape) for t in ts]):
-            for group, rtol in groups(MUON, device) if change is list else [(MUON, 0.0)]:
+            for group, rtol in [*groups(MUON, device), *groups({**MUON, "cautious_wd": True}, device)] if change is list else [(MUON, 0.0)]:
                 for weight_dtype in (FULL, narrow):
                     oks = make.oks(len(shapes))
                     directions = make.each(shapes, narrow if weight_dtype == FULL else FULL)
@@ -137,8 +137,8 @@ def check_apply(device: str, narrow):
 def check_update(device: str, narrow, rounding: float):
     make = Maker(device, 2)
     coef = torch.tensor(0.7, device=device)
-    for group, rtol in groups(ADAMW, device):
-        single = () if group is ADAMW else (1,)  # the loop takes two tensors without dimensions in the wider of their dtypes
+    for group, rtol in [*groups(ADAMW, device), ({**ADAMW, "cautious_wd": True}, 0.0)]:
+        single = () if group["lr"] is ADAMW["lr"] else (1,)  # the loop takes two tensors without dimensions in the wider of their dtypes
         shapes = ((64, 128), (48,), (5,), single, (7, 3, 11), (9000,))
         for weight_dtype in (FULL, narrow):
             oks, masters = make.oks(len(shapes)), make.each(shapes)
@@ -163,6 +163,7 @@ INTERPRETED = """
 import torch
 from test_multi_tensor import *
 check_prepare("cpu", None), check_prepare("cpu", torch.float16)  # the interpreter rounds fp16 right, and cuts bf16
+check_prepare("cpu", None, torch.float16)
 check_apply("cpu", torch.float16)
 check_update("cpu", torch.float16, 1e-5)  # torch's square root on a CPU rounds in its own way
 print("equal")

@@ -4,6 +4,7 @@ import io
 import logging
 import math
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -804,6 +805,30 @@ def test_states_of_the_first_version_go_on(request):
     opt.load_state_dict(saved["optimizer"])
     assert opt.param_groups[0]["lr"] == 0.03 and opt.param_groups[1]["lr"] == 0.01
     assert distance(walked(model, opt, 2, 3), saved["later"]) < 1e-12
+
+
+@pytest.mark.parametrize("parts", (False, True), ids=("torch.save", "checkpoint in parts"))
+def test_states_from_before_the_modules_moved_go_on(request, tmp_path, caplog, parts):
+    "Saved when MuonEqRule was golfnb.rules.MuonEqRule; nothing differs, so nothing is said."
+    golden = request.path.parent / "golden"
+    saved = torch.load(golden / "optimizer_state_before_muon.pt", weights_only=True)
+    assert saved["optimizer"]["param_groups"][0]["rule"] == "golfnb.rules.MuonEqRule"
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=i == 3) for i in range(4))).double()
+    rules = (MuonEqRule(), "normuon", "muon", "adamw")
+    opt = ParallelMuon([dict(params=[(f"{i}.{n}", p) for n, p in model[i].named_parameters()], rule=rule) for i, rule in enumerate(rules)], lr=1.0)
+    if parts:
+        shutil.unpack_archive(golden / "optimizer_parts_before_muon.zip", tmp_path)
+        dcp.load({"model": model.state_dict(), "optimizer": ShardedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["optimizer"])
+    assert [g["lr"] for g in opt.param_groups] == [0.03, 0.02, 0.02, 0.01]
+    for i in (3, 4):
+        model.zero_grad()
+        model(torch.full((2, 4), 1.0 + i).double()).square().sum().backward()
+        opt.step()
+    assert distance(model.state_dict(), saved["later"]) < 1e-12 and not [r for r in caplog.records if r.name == "golfnb"]
+    assert opt.state_dict()["param_groups"][0]["rule"] == "MuonEqRule"
 
 
 def test_states_of_torch_go_on(exact_torch_muon, caplog):

@@ -15,12 +15,12 @@ SHAPES = [(1, 9, 4), (1, 4, 9), (1, 6, 6), (3, 5, 7)]  # tall, wide, square, a s
 COUNTS = [True, True, False, True, False, False, True]  # whether a step counts
 TINY = 1e-30  # an eps that float64 does not see beside a norm
 CASES = {  # numbers of a group for each rule
-    "muon": [{"nesterov": False}, {"ns_coefficients": "polar_express", "adjust_lr_fn": "match_rms_adamw"}, {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 8},
+    "muon": [{"nesterov": False}, {"cautious_wd": True}, {"ns_coefficients": "polar_express", "adjust_lr_fn": "match_rms_adamw"}, {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 8},
              {"ns_coefficients": ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5)), "ns_steps": 3, "adjust_lr_fn": None, "momentum": 0.0}],
-    "normuon": [{}, {"beta2": 0.5, "nesterov": False, "ns_steps": 2}, {"transposed": True}],
+    "normuon": [{}, {"beta2": 0.5, "nesterov": False, "ns_steps": 2}, {"transposed": True}, {"cautious_wd": True}],
     "muoneq_r": [{}, {"ns_coefficients": "polar_express", "nesterov": False}, {"transposed": True, "ns_steps": 2}],
-    "adamw": [{}, {"betas": (0.0, 0.999), "eps": 1e-3}],
-    "sgd": [{}, {"nesterov": True}, {"momentum": 0.0}],
+    "adamw": [{}, {"betas": (0.0, 0.999), "eps": 1e-3}, {"cautious_wd": True}],
+    "sgd": [{}, {"nesterov": True}, {"momentum": 0.0, "cautious_wd": True}],
 }
 EVERY = [(name, numbers) for name, cases in CASES.items() for numbers in cases]
 
@@ -161,6 +161,11 @@ def adamw_reference(grad, kept, group):
 REFERENCES = {"sgd": sgd_reference, "muon": muon_reference, "normuon": normuon_reference, "muoneq_r": muoneq_r_reference, "adamw": adamw_reference}
 
 
+def decaying(weight, direction, group):
+    "What of an element decays: none of one that the step brings away from zero, where decay is cautious."
+    return 0.0 if group.get("cautious_wd") and weight * direction < 0 else weight
+
+
 def expected(group: Mapping, shape) -> Tensor:
     "The weight after all steps that count, matrix by matrix, in lists."
     weights, kept = start(shape).tolist(), [{} for _ in range(shape[0])]
@@ -169,7 +174,7 @@ def expected(group: Mapping, shape) -> Tensor:
             continue
         for i, one in enumerate(grad.tolist()):
             made = REFERENCES[group["rule"]](one, kept[i], group)
-            weights[i] = each(lambda w, d: w - group["lr"] * group["weight_decay"] * w - group["lr"] * d, weights[i], made)
+            weights[i] = each(lambda w, d: w - group["lr"] * group["weight_decay"] * decaying(w, d, group) - group["lr"] * d, weights[i], made)
     return torch.tensor(weights, dtype=torch.float64)
 
 
@@ -404,7 +409,7 @@ WRONG = [
     ("rule", "adam"), ("rule", Signs), ("rule", None), ("lr", -1.0), ("lr", math.nan), ("lr", math.inf), ("lr", "0.1"), ("lr", torch.ones(2)), ("weight_decay", -0.1),
     ("momentum", 1.0), ("momentum", -0.5), ("beta2", 1.5), ("eps", 0.0), ("betas", (0.9, 1.0)), ("betas", (-0.1, 0.9)), ("betas", (0.9,)), ("betas", 0.9), ("ns_steps", 0),
     ("ns_steps", 2.5), ("ns_coefficients", "cubic"), ("ns_coefficients", (1.0, 2.0)), ("ns_coefficients", ()), ("ns_coefficients", ((1, 2, 3), (1, 2))),
-    ("adjust_lr_fn", "spectral"), ("adjust_lr_fn", ["original"]),
+    ("adjust_lr_fn", "spectral"), ("adjust_lr_fn", ["original"]), ("cautious_wd", 1), ("cautious_wd", None),
 ]
 
 

@@ -2,6 +2,8 @@
 
 It imports nothing of golfnb outside this folder. The names below are loaded when first used.
 """
+__version__ = "0.1.0"
+
 import importlib
 from typing import TYPE_CHECKING
 

@@ -382,7 +382,6 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
                  filter: Filter | None = None) -> Groups:
     """Groups of a model's parameters, each with the rule that suits it, for Muon beside AdamW.
 
-        from golfnb.muon.grouping import group_table, param_groups
         groups = param_groups(model, heads=["lm_head", "mtp_head"])
         print(group_table(groups))
 

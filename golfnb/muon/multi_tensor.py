@@ -28,6 +28,7 @@ from .rules import (
     apply_direction,
     follow,
     product_dtype,
+    rule_of,
 )
 
 # Triton reads the annotations of kernels, and they are no types, and torch gives out
@@ -43,6 +44,11 @@ def clipped(grad: Tensor, coef: Tensor) -> Tensor:
 def is_muon(rule: Rule) -> bool:
     "Whether a rule's class says that it prepares `heavy_ball`, rounded before it is multiplied."
     return vars(type(rule)).get("kernel") == "heavy_ball"
+
+
+def moves_as_usual(rule: Rule) -> bool:
+    "Whether a rule leaves the move of weights to `apply_direction`, which kernels repeat."
+    return type(rule).move is Rule.move
 
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #dab26768
 def plain_prepare(rule: Rule, grads: Sequence[Tensor], states: Sequence[State], group: ParamGroup,
@@ -61,11 +67,13 @@ def plain_apply(weights: Sequence[Tensor], directions: Sequence[Tensor], group: 
                 oks: Sequence[Tensor], factors: Sequence[float],
                 masters: Sequence[Tensor] | None = None) -> None:
     "`apply_each` as a loop over what chapter 17c defines."
+    rule = rule_of(group)
+    move = apply_direction if moves_as_usual(rule) else rule.move
     lists = zip(weights, masters or weights, directions, oks, factors, strict=True)
     for weight, master, direction, ok, factor in lists:
         if master is not weight:
             follow(master, weight)
-        apply_direction(master, direction, group, ok, factor)
+        move(master, direction, group, ok, factor)
         if master is not weight:
             weight.copy_(master)
 
@@ -405,24 +413,24 @@ def tile_at(table, n, tile, WIDE: tl.constexpr, SIDE: tl.constexpr):
 
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #44b6f281
 def momentum_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
-                    OUT: tl.constexpr, NESTEROV: tl.constexpr, WIDE: tl.constexpr,
-                    SIDE: tl.constexpr):
+                    MOMENTUM: tl.constexpr, OUT: tl.constexpr, NESTEROV: tl.constexpr,
+                    WIDE: tl.constexpr, SIDE: tl.constexpr):
     "`heavy_ball` on a tile of a gradient times `coef`; fields: gradient, momentum, result."
     member, tile = find_member(table, n, N)
     table += member
     row, col, live = tile_at(table, n, tile, WIDE, SIDE)
     grad = elements(table, 4, n, row, col, GRAD, WIDE)
-    momentum = elements(table, 6, n, row, col, tl.float32, WIDE)
+    momentum = elements(table, 6, n, row, col, MOMENTUM, WIDE)
     out = elements(table, 8, n, row, col, OUT, WIDE)
     mu = tl.load(numbers).to(tl.float32)
     given = live & is_there(table, 4, n)
     g = tl.load(grad, mask=given, other=0.0).to(tl.float32) * tl.load(coef).to(tl.float32)
-    moved = tl.load(momentum, mask=live, other=0.0) * mu + g
+    moved = tl.load(momentum, mask=live, other=0.0).to(tl.float32) * mu + g
     ahead = moved
     if NESTEROV:
         ahead = g + moved * mu
     tl.store(out, ahead.to(OUT), mask=live)
-    tl.store(momentum, moved, mask=live & is_ok(table, n))
+    tl.store(momentum, moved.to(MOMENTUM), mask=live & is_ok(table, n))
 
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #1c0edd01
 def room_for(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
@@ -443,7 +451,8 @@ def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: Para
     kept = kept or Kept()
     momenta = [state["momentum_buffer"] for state in states]
     grads = [grad if in_rows(grad) else grad.contiguous() for grad in grads]
-    made = room_for(momenta, product_dtype(momenta[0], group)) if out is None else out
+    dtype = product_dtype(momenta[0].new_empty(0, dtype=torch.float32), group)
+    made = room_for(momenta, dtype) if out is None else out
     dtypes = [grad.dtype for grad in grads]
     fields = matrix_fields(oks, grads, momenta, list(made))
 
@@ -453,8 +462,8 @@ def kernel_prepare(grads: Sequence[Tensor], states: Sequence[State], group: Para
     numbers = numbers_of(lambda: [group["momentum"]], coef.device, kept)
     for (dtype, wide), table, programs in kept.look_up([fields, dtypes], tables):
         launch(momentum_kernel, programs, table, numbers, coef, GRAD=element_type(dtype),
-               OUT=element_type(made[0].dtype), NESTEROV=bool(group["nesterov"]), WIDE=wide,
-               SIDE=SIDE)
+               MOMENTUM=element_type(momenta[0].dtype), OUT=element_type(made[0].dtype),
+               NESTEROV=bool(group["nesterov"]), WIDE=wide, SIDE=SIDE)
     return made
 
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #6d723579
@@ -464,10 +473,24 @@ def followed(master, weight):
     live = weight.to(tl.float32)
     return tl.where(master.to(weight.dtype).to(tl.float32) == live, master, live)
 
+
+@inlined
+def decayed(weight, direction, share, CAUTIOUS: tl.constexpr):
+    "What the decay leaves: this share; with `CAUTIOUS` all where signs differ."
+    kept = weight * share
+    if CAUTIOUS:
+        kept = tl.where(direction * weight >= 0, kept, weight)
+    return kept
+
+
+def is_cautious(group: ParamGroup) -> bool:
+    "Whether a group decays only what its step brings nearer to zero."
+    return bool(group.get("cautious_wd", False))
+
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #c3e3814b
 def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
                  WEIGHT: tl.constexpr, MASTER: tl.constexpr, TURNED: tl.constexpr,
-                 WIDE: tl.constexpr, SIDE: tl.constexpr):
+                 CAUTIOUS: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr):
     "`apply_direction` on a tile; fields: direction, master, weight, factor."
     member, tile = find_member(table, n, N)
     table += member
@@ -484,8 +507,8 @@ def apply_kernel(table, n, numbers, N: tl.constexpr, DIRECTION: tl.constexpr,
             old = followed(old, tl.load(weight, mask=live, other=0.0))
         lr, decay = tl.load(numbers), tl.load(numbers + 1)
         factor = tl.load(table + 10 * n).to(tl.float64, bitcast=True)
-        kept = old * (1 - lr * decay).to(tl.float32)
         step = tl.load(direction, mask=live, other=0.0).to(tl.float32)
+        kept = decayed(old, step, (1 - lr * decay).to(tl.float32), CAUTIOUS)
         new = kept - step * (lr * factor).to(tl.float32)
         tl.store(master, new, mask=live)
         if MASTER:
@@ -512,7 +535,8 @@ def kernel_apply(weights: Sequence[Tensor], directions: Sequence[Tensor], group:
         dtype, weight_dtype, has_master, turned, wide = kind
         launch(apply_kernel, programs, table, numbers,
                DIRECTION=element_type(dtype), WEIGHT=element_type(weight_dtype),
-               MASTER=has_master, TURNED=turned, WIDE=wide, SIDE=SIDE)
+               MASTER=has_master, TURNED=turned, CAUTIOUS=is_cautious(group), WIDE=wide,
+               SIDE=SIDE)
 
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #5a5709f2
 def count_kernel(table, n, N: tl.constexpr):
@@ -529,8 +553,8 @@ def missing(beta, steps):
 
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #c971c13d
 def adamw_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
-                 WEIGHT: tl.constexpr, MASTER: tl.constexpr, WIDE: tl.constexpr,
-                 BLOCK: tl.constexpr):
+                 WEIGHT: tl.constexpr, MASTER: tl.constexpr, CAUTIOUS: tl.constexpr,
+                 WIDE: tl.constexpr, BLOCK: tl.constexpr):
     "AdamW on a block of a tensor; fields: gradient, both averages, master, weight."
     member, block = find_member(table, n, N)
     table += member
@@ -558,7 +582,7 @@ def adamw_kernel(table, n, numbers, coef, N: tl.constexpr, GRAD: tl.constexpr,
         old = tl.load(master, mask=live, other=0.0)
         if MASTER:
             old = followed(old, tl.load(weight, mask=live, other=0.0))
-        kept = old * (1 - lr * decay).to(tl.float32)
+        kept = decayed(old, move, (1 - lr * decay).to(tl.float32), CAUTIOUS)
         new = kept - move * lr.to(tl.float32)
         tl.store(master, new, mask=live)
         if MASTER:
@@ -587,7 +611,8 @@ def kernel_update(weights: Sequence[Tensor], grads: Sequence[Tensor], states: Se
         dtype, weight_dtype, has_master, wide = kind
         launch(count_kernel, table.shape[1], table)
         launch(adamw_kernel, programs, table, numbers, coef, GRAD=element_type(dtype),
-               WEIGHT=element_type(weight_dtype), MASTER=has_master, WIDE=wide, BLOCK=BLOCK)
+               WEIGHT=element_type(weight_dtype), MASTER=has_master, CAUTIOUS=is_cautious(group),
+               WIDE=wide, BLOCK=BLOCK)
 
 # %% ../../nbs/reference/17e_multi_tensor.ipynb #9e5401a9
 def squares_kernel(table, n, sums, N: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr,
@@ -696,16 +721,16 @@ def kernels_fit_types(tensors: Sequence[Tensor]) -> bool:
 
 def kernels_fit(full: Sequence[Tensor], weights: Sequence[Tensor], read: Sequence[Tensor],
                 lies: Callable[[Tensor], bool]) -> bool:
-    """Whether kernels can work on some tensors: there are some, on a GPU.
+    """Whether kernels can work on some tensors: there are some that change, on a GPU.
 
     `full` are fp32 and change, as may `weights` of fp32 or bf16; all that changes `lies` right.
     `read` are fp32 or bf16.
     """
     everything = [*full, *weights, *read]
-    if triton is None or not all([t.is_cuda for t in everything]):
+    if triton is None or not (full or weights) or not all([t.is_cuda for t in everything]):
         return False
     return (len({t.get_device() for t in everything}) == 1
-            and {t.dtype for t in full} == {torch.float32}
+            and {t.dtype for t in full} <= {torch.float32}
             and {t.dtype for t in (*weights, *read)} <= {torch.float32, torch.bfloat16}
             and all(map(lies, (*full, *weights))))
 
@@ -722,7 +747,7 @@ def prepare_each(rule: Rule, grads: Sequence[Tensor], states: Sequence[State], g
     """
     if is_muon(rule):
         momenta = [state["momentum_buffer"] for state in states]
-        if kernels_fit(momenta, [], grads, in_rows):
+        if kernels_fit([], momenta, grads, in_rows):
             return kernel_prepare(grads, states, group, oks, coef, out, kept)
     made = plain_prepare(rule, at_rest(grads), states, live_numbers(group, coef.device), oks, coef)
     alike = len({t.shape for t in made}) == 1
@@ -738,7 +763,8 @@ def apply_each(weights: Sequence[Tensor], directions: Sequence[Tensor], group: P
     rounded copies; one that is its weight stands for none. On a GPU matrices take one launch.
     """
     full = masters or weights
-    if kernels_fit(full, weights, directions, in_rows):
+    fits = kernels_fit(full, weights, directions, in_rows)
+    if fits and moves_as_usual(rule_of(group)):
         kernel_apply(weights, directions, group, oks, factors, masters, kept)
     elif weights:
         live = live_numbers(group, weights[0].device)
@@ -753,7 +779,7 @@ def update_each(rule: Rule, weights: Sequence[Tensor], grads: Sequence[Tensor],
     Arguments as of `prepare_each` and `apply_each`. On a GPU AdamW takes two launches, if all
     that changes is contiguous.
     """
-    if vars(type(rule)).get("kernel") == "adamw":
+    if vars(type(rule)).get("kernel") == "adamw" and moves_as_usual(rule):
         full = [*(masters or weights), *(t for state in states for t in state.values())]
         if kernels_fit(full, weights, grads, Tensor.is_contiguous):
             kernel_update(weights, grads, states, group, oks, coef, masters, kept)

@@ -85,6 +85,7 @@ from .recorded import (
 )
 from .rules import (
     AT_LEAST_0,
+    FOR_ALL_RULES,
     MuonRule,
     ParamGroup,
     Rule,
@@ -183,7 +184,7 @@ def find_ranks(mesh: dist.ProcessGroup | DeviceMesh | None) -> Group:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if mesh is None and world > 1 and not dist.is_initialized():
         raise OptimizerError(f"WORLD_SIZE is {world}, but there is no process group: call "
-                             "torch.distributed.init_process_group() or golfnb.start_ranks() first")
+                             "torch.distributed.init_process_group() first")
     return find_group(mesh)
 
 # %% ../../nbs/reference/17g_optimizer.ipynb #6bc07f65
@@ -317,7 +318,7 @@ SCHEDULED = ("initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max
 
 def check_known(group: dict[str, Any], rule: Rule) -> None:
     "Raises OptimizerError for a key that neither a rule nor torch's schedulers know."
-    known = ["lr", "weight_decay", *rule.defaults]
+    known = ["lr", "weight_decay", *FOR_ALL_RULES, *rule.defaults]
     if rule.matrices:
         known += MUON_OPTIONS
     for key in group:
@@ -1154,8 +1155,8 @@ class ParallelMuon(torch.optim.Optimizer):
 
         State that is divided among owners comes whole, on the CPU; DTensors stay DTensors, for
         torch.distributed.checkpoint; the rest is what the optimizer works on, as in torch. For
-        checkpoints in which each rank writes its part, see `golfnb.ShardedState`. Raises
-        OptimizerError if another rank is `patience_s` late.
+        checkpoints in which each rank writes its part, see `ShardedState`. Raises OptimizerError
+        if another rank is `patience_s` late.
         """
         found = self.gathered_state()
         live = self.state
@@ -1211,7 +1212,7 @@ def check_reduce(params: Any, reduce: str) -> None:
                              "ParallelMuon: pass reduce='none', or the module without DDP")
 
 # %% ../../nbs/reference/17g_optimizer.ipynb #1c72b570
-LAYOUT = ("rule", *MUON_OPTIONS)
+LAYOUT = ("rule", "state_dtype", *MUON_OPTIONS)
 
 
 def layout_of(group: dict[str, Any]) -> list:

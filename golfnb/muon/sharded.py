@@ -108,10 +108,8 @@ def chunks_in(s: MatrixState, name: str) -> dict[Offsets, Tensor]:
 
 def chunked(s: MatrixState, name: str) -> ChunkedTensor:
     "The state of this name, of which this rank has chunks."
-    weight, dtype = s.member.weight, s.member.dtype
-    if name in s.member.rule.counters:
-        dtype = torch.float32
-    return ChunkedTensor(s.whole_shape(name), dtype, weight.device, chunks_in(s, name))
+    device, dtype = s.member.weight.device, s.member.state_dtype(name)
+    return ChunkedTensor(s.whole_shape(name), dtype, device, chunks_in(s, name))
 
 # %% ../../nbs/reference/17i_sharded.ipynb #87a14ed2
 def parts_of(s: MemberState) -> dict[str, Tensor]:

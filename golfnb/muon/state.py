@@ -64,6 +64,13 @@ class Member:
         "The dtype of its state: fp32 or wider."
         return torch.promote_types(self.given, torch.float32)
 
+    def state_dtype(self, name: str) -> torch.dtype:
+        "The dtype of state of this name; momentum may be narrower than the rest."
+        if name in self.rule.counters:
+            return torch.float32
+        chosen = self.group.get("state_dtype") if name in self.rule.state_names else None
+        return chosen or self.dtype
+
     @property
     def narrow(self) -> bool:
         "Whether the weight is narrower than the state; a master is kept then."
@@ -108,7 +115,7 @@ class MemberState:
     def fresh(self) -> dict[str, Tensor]:
         "The state before the first step: zeros, and a master for a narrow weight."
         member = self.member
-        found = {name: torch.zeros_like(member.weight, dtype=member.dtype)
+        found = {name: torch.zeros_like(member.weight, dtype=member.state_dtype(name))
                  for name in member.rule.state_names}
         if member.narrow:
             found["master"] = member.weight.to(member.dtype)
@@ -213,11 +220,9 @@ class MatrixState(MemberState):
 
     def zeros(self, name: str, matrices: Sequence[ParamMatrix]) -> Tensor:
         "Zeros for state of these matrices: as the parameter if all are here, else flat."
-        weight, dtype = self.member.weight, self.member.dtype
+        weight, dtype = self.member.weight, self.member.state_dtype(name)
         if self.shaped(name) and len(matrices) == len(self.member.matrices):
             return torch.zeros_like(weight, dtype=dtype)
-        if name in self.member.rule.counters:
-            dtype = torch.float32
         elements = sum(math.prod(shape) for shape in self.value_shapes(name, matrices))
         return local(weight).new_zeros(elements, dtype=dtype)
 
@@ -259,8 +264,7 @@ class MatrixState(MemberState):
 
     def gathered(self, name: str) -> Tensor:
         "State from all owners, on the CPU."
-        weight = local(self.member.weight)
-        dtype = torch.float32 if name in self.member.rule.counters else self.member.dtype
+        weight, dtype = local(self.member.weight), self.member.state_dtype(name)
         whole = weight.new_zeros(self.whole_shape(name), dtype=dtype)
         views = self.in_whole(name, whole)
         for m in self.owned:
@@ -287,7 +291,8 @@ class MatrixState(MemberState):
 # %% ../../nbs/reference/17f_state.ipynb #c3f860be
 SavedGroup = dict[str, Any]
 WORDS = ("rule", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn", "split_sizes",
-         "transposed", "flatten", "product_dtype")  # a file never changes these
+         "transposed", "flatten", "product_dtype", "state_dtype",
+         "cautious_wd")  # a file never changes these
 FIXED = ("params", "param_names", "name", *WORDS)
 
 
@@ -499,8 +504,10 @@ def same_word(name: str, a: object, b: object) -> bool:
 
 # %% ../../nbs/reference/17f_state.ipynb #9644b297
 def rule_word(rule: object) -> str:
-    "A rule's name as a file has it."
-    return rule if isinstance(rule, str) else f"{type(rule).__module__}.{type(rule).__qualname__}"
+    "A rule's name as a file has it; a class of chapter 17c goes without its module, which moved."
+    kind = type(rule)
+    word = rule if isinstance(rule, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return word.removeprefix("golfnb.rules.").removeprefix(f"{Rule.__module__}.")
 
 # %% ../../nbs/reference/17f_state.ipynb #440d37ba
 def set_number(group: dict[str, Any], name: str, value: Any) -> None:

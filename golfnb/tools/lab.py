@@ -21,7 +21,7 @@ from ..shards import atomic_write
 # %% ../../nbs/tools/26_lab.ipynb #5f3cde37
 def notebook_dir() -> Path:
     "The folder of the book's notebooks, of a checkout or installed. Raises GolfError if there is none."
-    places = [package_dir().parent / "nbs", Path(sys.prefix, "share", "golfnb", "nbs")]
+    places = [package_dir().parent / "nbs", package_dir() / "nbs"]
     for place in places:
         if (place / "start.ipynb").is_file():
             return place

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from golfnb.newton_schulz import quintic
+from golfnb.muon.newton_schulz import quintic
 from golfnb.tools.check import Score
 
 
