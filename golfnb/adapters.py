@@ -21,7 +21,7 @@ from torch import Tensor
 from .bpb import ByteTable, target_bytes
 from .evaluate import EvalSettings, total_score
 from .layers import rms_norm, token_nll
-from .model import Block, BlockWeights, ComputeSettings, Golf, load_named
+from .model import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
 from .parallel_muon import CudaGraphed, Ranks
 from .quantize import deal_jobs
 from .settings import Rules, require, setting
@@ -37,6 +37,8 @@ class AdapterSettings(EvalSettings, ComputeSettings):
                                  bounds=">= 0")
     ttt_beta2: float = setting(0.999, "Adam decay of the adapters' second moment: ratio",
                                bounds="[0, 1)")
+    ttt_k_lora: bool = setting(True, "adapters for keys too: 0 or 1")
+    ttt_head_lora: bool = setting(False, "an adapter for the head too: 0 or 1")
     ttt_chunk_size: int = setting(48, "tokens scored before the adapters learn them: tokens",
                                   bounds="> 0")
     ttt_batch_size: int = setting(64, "documents adapted side by side, per rank: documents",
@@ -97,24 +99,40 @@ def slot_plan(spans: np.ndarray, cfg: AdapterSettings, ranks: Ranks) -> dict[str
             "goes_on": (doc >= 0) & (chunk + 1 < lengths[doc])}
 
 # %% ../nbs/story/13b_adapters.ipynb #1dbe00b0
-def matrix_shapes(w: BlockWeights) -> list[tuple[int, int]]:
-    "[out, in] of each of BLOCK_MATRICES."
-    return [(m.shape[0], m.shape[1]) for m in (w.q, w.k, w.v, w.out, w.up, w.down)]
+def adapted_matrices(cfg: AdapterSettings) -> tuple[int, ...]:
+    "Places in BLOCK_MATRICES of those that have adapters."
+    return tuple(i for i, name in enumerate(BLOCK_MATRICES) if cfg.ttt_k_lora or name != "attn.c_k")
 
 
-def first_adapters(model: Golf, rank: int, seed: int = 0) -> Tensor:
-    "Fresh adapters [layers, parameters]: A [in, rank] uniform in +-1/sqrt(in), B [rank, out] zero."
-    g, parts = torch.Generator().manual_seed(seed), []
-    for rows, cols in matrix_shapes(model.weights()[0]) * model.cfg.num_layers:
-        a = 2 * torch.rand(rank * cols, generator=g, dtype=torch.float64) - 1
+def matrix_shapes(w: BlockWeights, matrices: tuple[int, ...]) -> list[tuple[int, int]]:
+    "[out, in] of these places in BLOCK_MATRICES."
+    shapes = [(m.shape[0], m.shape[1]) for m in (w.q, w.k, w.v, w.out, w.up, w.down)]
+    return [shapes[i] for i in matrices]
+
+
+def fresh_adapters(shapes: list[tuple[int, int]], rank: int, draw: torch.Generator) -> Tensor:
+    "Of matrices [out, in], one behind the other: A [in, rank] uniform in +-1/sqrt(in), B zero."
+    parts = []
+    for rows, cols in shapes:
+        a = 2 * torch.rand(rank * cols, generator=draw, dtype=torch.float64) - 1
         parts += [a / math.sqrt(cols), a.new_zeros(rows * rank)]
-    first = torch.cat(parts).view(model.cfg.num_layers, -1)
-    return first.to(model.tok_emb.device, torch.promote_types(model.compute, torch.float32))
+    return torch.cat(parts)
+
+
+def first_adapters(model: Golf, cfg: AdapterSettings, seed: int = 0) -> list[Tensor]:
+    "Fresh adapters of each block, and of the head if it has one: [parameters] each."
+    g, rank = torch.Generator().manual_seed(seed), cfg.ttt_lora_rank
+    block = matrix_shapes(model.weights()[0], adapted_matrices(cfg))
+    found = [fresh_adapters(block, rank, g) for _ in range(model.cfg.num_layers)]
+    if cfg.ttt_head_lora:
+        rows, cols = model.tok_emb.shape
+        found.append(fresh_adapters([(rows, cols)], rank, g))
+    dtype = torch.promote_types(model.compute, torch.float32)
+    return [flat.to(model.tok_emb.device, dtype) for flat in found]
 
 # %% ../nbs/story/13b_adapters.ipynb #6ecc4ae8
-def adapter_pairs(flat: Tensor, w: BlockWeights) -> list[tuple[Tensor, Tensor]]:
-    "A [slots, in, rank] and B [slots, rank, out] of each of a block's matrices, views of `flat`."
-    shapes = matrix_shapes(w)
+def adapter_pairs(flat: Tensor, shapes: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    "A [slots, in, rank] and B [slots, rank, out] of matrices [out, in], views of `flat`."
     rank = flat.shape[1] // sum(map(sum, shapes))
     parts = iter(flat.split([rank * n for rows, cols in shapes for n in (cols, rows)], 1))
     return [(next(parts).unflatten(1, (cols, rank)), next(parts).unflatten(1, (rank, rows)))
@@ -138,12 +156,14 @@ def attend_stored(q: Tensor, keys: tuple, values: tuple, mask: Tensor) -> Tensor
 @dataclass(kw_only=True)
 class AdaptedBlock(Block):
     "A block with another A and B in each slot; it reads stored keys too, and notes those it made."
-    pairs: list[tuple[Tensor, Tensor]]
+    pairs: dict[int, tuple[Tensor, Tensor]]  # by place in BLOCK_MATRICES
     stored: tuple[Tensor, Tensor]
     mask: Tensor
 
     def linear(self, x: Tensor, weight: Tensor, i: int) -> Tensor:
         "x W^T + x A B."
+        if i not in self.pairs:
+            return F.linear(x, weight)
         a, b = self.pairs[i]
         return F.linear(x, weight) + torch.bmm(torch.bmm(x, a), b)
 
@@ -154,42 +174,46 @@ class AdaptedBlock(Block):
         return attend_stored(q, (self.stored[0], keys), (self.stored[1], values), self.mask)
 
 # %% ../nbs/story/13b_adapters.ipynb #cb281684
-def adapted_block(traits: Block, x: Tensor, x0: Tensor, w: BlockWeights, norm: Tensor, flat: Tensor,
-                  cos: Tensor, sin: Tensor, ve: Tensor | None, keys: Tensor, values: Tensor,
-                  fill: Tensor):
-    "Block.run with adapters `flat` [slots, parameters], over `fill` stored keys: x and new keys."
-    T, S = x.shape[1], keys.shape[2]
-    stored = torch.arange(S, device=x.device) < fill[:, None]
-    place = torch.arange(T, device=x.device)
+def adapted_block(traits: Block, matrices: tuple[int, ...], x, x0: Tensor, w: BlockWeights,
+                  norm: Tensor, flat: Tensor, cos: Tensor, sin: Tensor, ve: Tensor | None,
+                  keys: Tensor, values: Tensor, fill: Tensor):
+    """Block.run over `fill` stored keys: x (or both lanes) and new keys.
+
+    `flat` [slots, parameters] are the adapters of these places in BLOCK_MATRICES.
+    """
+    T, S = x0.shape[1], keys.shape[2]
+    stored = torch.arange(S, device=x0.device) < fill[:, None]
+    place = torch.arange(T, device=x0.device)
     new = (place <= place[:, None]).expand(len(fill), -1, -1)
     mask = torch.cat([stored[:, None].expand(-1, T, -1), new], 2)[:, None, None]
-    block = AdaptedBlock(traits.head_dim, norm, traits.activation, traits.xsa,
-                         pairs=adapter_pairs(flat, w),
-                         stored=(keys, values), mask=mask)
+    pairs = zip(matrices, adapter_pairs(flat, matrix_shapes(w, matrices)), strict=True)
+    block = AdaptedBlock(traits.head_dim, norm, traits.activation, traits.xsa, form=traits.form,
+                         pairs=dict(pairs), stored=(keys, values), mask=mask)
     return block.run(x, x0, w, cos, sin, ve), *block.made
 
 # %% ../nbs/story/13b_adapters.ipynb #4e84a7eb
 def adapted_walk(model: Golf, ids: Tensor, fill: Tensor, flats: list[Tensor], keys: Tensor,
-                 values: Tensor, row: int, run: Callable) -> tuple[Tensor, Tensor, Tensor]:
+                 values: Tensor, cfg: AdapterSettings, run: Callable,
+                 ) -> tuple[Tensor, Tensor, Tensor]:
     """The last residual stream [slots, T, D]; the chunk's keys and values
     [visits, slots, KV, T, head], in the model's order.
 
     ids [slots, 2 + T]; fill [slots]: tokens before them in their `row`;
     `flats`: each block's adapters.
     """
-    require(model.bos is None, "adapters need a model whose blocks have the usual form, found one "
-            "of whole documents: train it on what is scored with `score_first`")
     x0 = torch.where((fill == 0)[:, None, None], model.embed(ids[:, 2:]), model.embed(ids)[:, 2:])
     ves, weights, made = model.value_embeddings(ids[:, 2:]), model.weights(), []
     places = fill[:, None] + torch.arange(ids.shape[1] - 2, device=ids.device)
-    cos, sin = (table[places] for table in model.rotary(row))
+    cos, sin = (table[places] for table in model.rotary(cfg.eval_seq_len))
+    matrices = adapted_matrices(cfg)
 
     def run_block(x, visit):
         i = visit.block
         block = model.blocks[i]
         norm = torch.full_like(model.attn_scale[i], model.blocks[i].norm_scale)
         stored = keys[visit.place], values[visit.place], fill
-        x, *new = run(block, x, x0, weights[i], norm, flats[i], cos, sin, ves.get(i), *stored)
+        x, *new = run(block, matrices, x, x0, weights[i], norm, flats[i], cos, sin, ves.get(i),
+                      *stored)
         made.append(new)
         return x
 
@@ -200,9 +224,20 @@ def adapted_walk(model: Golf, ids: Tensor, fill: Tensor, flats: list[Tensor], ke
     return x, new_keys, new_values
 
 # %% ../nbs/story/13b_adapters.ipynb #e0d135e3
-def chunk_loss(x: Tensor, table: Tensor, targets: Tensor, goes_on: Tensor, cap: float):
+def head_logits(x: Tensor, table: Tensor, flat: Tensor | None = None) -> Tensor:
+    "Logits [slots, T, V] of the blocks' x [slots, T, D]; `flat` [slots, parameters]: the head's."
+    n = rms_norm(x)
+    logits = F.linear(n, table.to(x.dtype))
+    if flat is None:
+        return logits
+    [(a, b)] = adapter_pairs(flat, [(table.shape[0], table.shape[1])])
+    return logits + torch.bmm(torch.bmm(n, a), b)
+
+
+def chunk_loss(x: Tensor, table: Tensor, targets: Tensor, goes_on: Tensor, cap: float,
+               flat: Tensor | None = None):
     "Loss, and nats [slots, T] detached, of the blocks' x [slots, T, D]; goes_on [slots] 0 or 1."
-    nats = token_nll(F.linear(rms_norm(x), table.to(x.dtype)), targets, cap)
+    nats = token_nll(head_logits(x, table, flat), targets, cap)
     return (nats.mean(1) * goes_on).sum(), nats.detach()
 
 # %% ../nbs/story/13b_adapters.ipynb #c2c53031
@@ -212,8 +247,8 @@ def adapted_logits(model: Golf, cfg: AdapterSettings) -> Callable:
 
     @torch.no_grad()
     def logits(ids, fill, flats, keys, values):
-        x = adapted_walk(model, ids, fill, flats, keys, values, cfg.eval_seq_len, run)[0]
-        return F.linear(rms_norm(x), model.tok_emb.to(x.dtype))
+        x = adapted_walk(model, ids, fill, flats, keys, values, cfg, run)[0]
+        return head_logits(x, model.tok_emb, *flats[model.cfg.num_layers:])
     return logits
 
 
@@ -222,8 +257,9 @@ def adapted_step(model: Golf, cfg: AdapterSettings) -> Callable:
     run, score = (compiled(f, cfg, model.tok_emb.device) for f in (adapted_block, chunk_loss))
 
     def step(ids, fill, flats, keys, values, goes_on):
-        x, k, v = adapted_walk(model, ids[:, :-1], fill, flats, keys, values, cfg.eval_seq_len, run)
-        return *score(x, model.tok_emb, ids[:, 3:], goes_on, model.cap), k, v
+        x, k, v = adapted_walk(model, ids[:, :-1], fill, flats, keys, values, cfg, run)
+        head = flats[model.cfg.num_layers:]  # one or none
+        return *score(x, model.tok_emb, ids[:, 3:], goes_on, model.cap, *head), k, v
     return step
 
 # %% ../nbs/story/13b_adapters.ipynb #4cd6e0c3
@@ -257,15 +293,16 @@ class DocumentSlots:
                      for k in ("first", "count", "fill", "goes_on")}
         self.step = step or adapted_step(model, cfg)
         self.run, self.update = (compiled(f, cfg, device) for f in (adapted_block, adapter_update))
-        self.first = first_adapters(model, cfg.ttt_lora_rank)
-        self.masters = self.first[:, None].repeat(1, slots, 1)
-        self.flat = self.masters.to(model.compute, copy=True)
-        self.second = torch.zeros_like(self.masters)
-        self.flats = [block.detach().requires_grad_() for block in self.flat.unbind(0)]
+        # of each block and the head: [parameters], then [slots, parameters]
+        self.first = first_adapters(model, cfg)
+        self.masters = [first.repeat(slots, 1) for first in self.first]
+        self.flat = [master.to(model.compute, copy=True) for master in self.masters]
+        self.second = [torch.zeros_like(master) for master in self.masters]
+        self.flats = [flat.detach().requires_grad_() for flat in self.flat]
         places = cfg.eval_seq_len // size * size
         room = len(model.order), slots, shape.num_kv_heads, places, shape.head_dim
-        self.keys, self.values = self.flat.new_zeros(room), self.flat.new_zeros(room)
-        self.count = self.masters.new_zeros(slots, 1)  # steps so far
+        self.keys, self.values = (self.flat[0].new_zeros(room) for _ in range(2))
+        self.count = self.masters[0].new_zeros(slots, 1)  # steps so far
         self.total = torch.zeros(3, dtype=torch.float64, device=device)
         self.slot = torch.arange(slots, device=device)[:, None]
         self.place = torch.arange(size, device=device)
@@ -290,7 +327,7 @@ class DocumentSlots:
     def advance(self):
         "Score each slot's next chunk, add it up, learn from it, store its keys."
         first, count, fill, goes_on = (t.index_select(0, self.at)[0] for t in self.plan.values())
-        size, goes_on = len(self.place), goes_on.to(self.masters.dtype)
+        size, goes_on = len(self.place), goes_on.to(self.masters[0].dtype)
         ids = self.window(first, size + 1)
         stored = (self.keys[..., :-size, :], self.values[..., :-size, :])
         loss, nats, *made = self.step(ids, fill, self.flats, *stored, goes_on)
@@ -317,8 +354,7 @@ class DocumentSlots:
         slot, first = self.rows.index_select(1, self.row).unbind(0)
         flats, empty = [f.index_select(0, slot) for f in self.flat], self.keys[:, :1, :, :0]
         ids, fill = self.window(first - self.half, self.half), torch.zeros_like(first)
-        _, *made = adapted_walk(self.model, ids, fill, flats, empty, empty,
-                                self.cfg.eval_seq_len, self.run)
+        _, *made = adapted_walk(self.model, ids, fill, flats, empty, empty, self.cfg, self.run)
         for kept, new in zip((self.keys, self.values), made, strict=True):
             kept[..., :self.half, :].index_copy_(1, slot, new)
         self.row += 1

@@ -14,6 +14,7 @@ from forked import fork_processes
 from golfnb.adapters import AdapterSettings, score_documents
 from golfnb.bpb import ByteTable
 from golfnb.evaluate import plain_loss, sliding_loss
+from golfnb.frontier import SavedFrontier
 from golfnb.model import FreezeBlocks, SavedModel, init_model, load_named, model_from_settings, named_state
 from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
 from golfnb.ttt import TttSettings, score_first
@@ -27,6 +28,13 @@ class ScoreSettings(SavedModel, TttSettings, AdapterSettings):
 CFG = ScoreSettings(num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=4, bigram_vocab_size=24, bigram_dim=6, ve_dim=6, ve_layers="2",
                     xsa_last_n=1, train_seq_len=16, rope_train_len=8, eval_seq_len=16, eval_stride=6, val_batch_size=512,
                     ttt_chunk_tokens=128, ttt_batch_seqs=8, ttt_lr=0.05)
+
+
+@dataclass
+class FrontierScores(SavedFrontier, TttSettings, AdapterSettings):
+    "The same of a model of whole documents."
+
+
 DOCS = replace(CFG, ttt_lora_rank=3, ttt_lora_lr=0.02, ttt_chunk_size=4, ttt_batch_size=5, ttt_beta2=0.9)
 
 
@@ -47,7 +55,8 @@ def random_table(vocab: int = 32) -> ByteTable:
 
 def unfilled(cfg: ScoreSettings, ranks, dtype=torch.float32) -> tuple:
     "The model that the settings describe, without weights, and its layout."
-    values = {spec.name: getattr(cfg, spec.name) for spec in fields(SavedModel)}
+    saved = SavedFrontier if isinstance(cfg, SavedFrontier) else SavedModel
+    values = {spec.name: getattr(cfg, spec.name) for spec in fields(saved)}
     model, _, layout = model_from_settings(values, dtype, world=ranks.world)
     return model, layout
 

@@ -1,6 +1,6 @@
 """Adapters per document: equal to a plain loop over one document at a time; other documents, slots and ranks do not matter."""
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from golfnb.model import Block, named_state
 from golfnb.parallel_muon import Ranks
 from golfnb.quantize import deal_jobs
 from golfnb.ttt import Ledger
-from score_workers import DOCS, golf_on, random_state, random_table, texts
+from score_workers import DOCS, FrontierScores, golf_on, random_state, random_table, texts
 
 ALONE = Ranks()
 MIXED = [1, 5, 4, 30, 1, 1, 70, 2, 8, 16, 17, 15, 9]
@@ -52,22 +52,34 @@ def oracle_row(model, matrices, ids, past):
     def run(x, visit):
         i = visit.block
         b = model.blocks[i]
-        block = MergedBlock(b.head_dim, b.norm_scale, b.activation, b.xsa, matrices=matrices(i), past=past.get(visit.place))
+        block = MergedBlock(b.head_dim, b.norm_scale, b.activation, b.xsa, form=b.form, matrices=matrices(i), past=past.get(visit.place))
         x = block.run(x, x0, weights[i], cos, sin, ves.get(i))
         past[visit.place] = [t.detach() for t in block.past]
         return x
 
-    return F.linear(rms_norm(model.run_blocks(x0, run)), model.tok_emb)
+    return F.linear(rms_norm(model.run_blocks(x0, run)), matrices("head"))
+
+
+def merged(model, cfg, flats):
+    "A function of a block's number, or of the head, to its matrices with their adapters added; and the pairs."
+    base, pairs = [w[:6] for w in model.weights()], {}
+    places = [(i, k) for i in range(len(base)) for k in range(6) if k != 1 or cfg.ttt_k_lora] + [("head", 0)] * cfg.ttt_head_lora
+    rest = torch.cat(flats)  # of all, one behind the other
+    for i, k in places:
+        out, inner = (model.tok_emb if i == "head" else base[i][k]).shape
+        a, b, rest = rest.split([inner * cfg.ttt_lora_rank, out * cfg.ttt_lora_rank, len(rest) - (inner + out) * cfg.ttt_lora_rank])
+        pairs[i, k] = [t.clone().view(shape).requires_grad_() for t, shape in ((a, (inner, -1)), (b, (-1, out)))]
+    assert not len(rest)
+
+    def with_adapter(w, place): return w + (pairs[place][0] @ pairs[place][1]).T.to(w.dtype) if place in pairs else w
+    def matrices(i): return with_adapter(model.tok_emb, ("head", 0)) if i == "head" else [with_adapter(base[i][k], (i, k)) for k in range(6)]
+    return matrices, pairs
 
 
 def oracle_document(model, cfg, ids):
     "Nats of the targets ids[1:] of one document."
-    base, pairs, size, nats = [w[:6] for w in model.weights()], {}, cfg.ttt_chunk_size, []
-    for i, flat in enumerate(first_adapters(model, cfg.ttt_lora_rank)):
-        for k, (out, inner) in enumerate(m.shape for m in base[i]):
-            a, b, flat = flat.split([inner * cfg.ttt_lora_rank, out * cfg.ttt_lora_rank, len(flat) - (inner + out) * cfg.ttt_lora_rank])
-            pairs[i, k] = [t.clone().view(shape).requires_grad_() for t, shape in ((a, (inner, -1)), (b, (-1, out)))]
-    def matrices(i): return [base[i][k] + (pairs[i, k][0] @ pairs[i, k][1]).T.to(base[i][k].dtype) for k in range(6)]
+    matrices, pairs = merged(model, cfg, first_adapters(model, cfg))
+    size, nats = cfg.ttt_chunk_size, []
     adam = torch.optim.Adam(sum(pairs.values(), []), lr=cfg.ttt_lora_lr, betas=(0.0, cfg.ttt_beta2), eps=1e-10)
     begin, past, capacity = 0, {}, cfg.eval_seq_len // size
     for a in range(0, len(ids) - 1, size):
@@ -89,7 +101,8 @@ def oracle(tokens, cfg=DOCS, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype, more, tolerance", [(torch.float64, {}, 1e-10), (torch.float32, {}, 1e-6), (torch.float64, dict(ttt_chunk_size=5, ttt_batch_size=2), 1e-10), (torch.float64, dict(ttt_chunk_size=8, ttt_batch_size=1), 1e-10),
-                                                     (torch.float64, dict(order="0,1,2,0,1,2,0,1,2", most_visits=9), 1e-10)])
+                                                     (torch.float64, dict(order="0,1,2,0,1,2,0,1,2", most_visits=9), 1e-10),
+                                                     (torch.float64, dict(ttt_k_lora=False), 1e-10), (torch.float64, dict(ttt_head_lora=True), 1e-10)])
 def test_equals_one_document_at_a_time(dtype, more, tolerance):
     "Documents of length 1, odd lengths, longer than a row; the mean differs by less than the tolerance, and no target by more than a hundred times it."
     tokens, cfg = texts([1, 5, 30, 1, 41, 17]), replace(DOCS, **more)
@@ -97,6 +110,50 @@ def test_equals_one_document_at_a_time(dtype, more, tolerance):
     theirs = oracle(tokens, cfg, dtype)
     assert abs(loss - theirs.mean().item()) < tolerance and (nats - theirs).abs().max() < 100 * tolerance
     assert (theirs - scored(tokens, replace(cfg, ttt_lora_lr=0.0), dtype)[2]).abs().max() > 0.01, "the adapters did something"
+
+
+LONG = FrontierScores(**{spec.name: getattr(DOCS, spec.name) for spec in fields(DOCS)} | dict(family="frontier", num_layers=4, ve_layers="3", xsa_last_n=4, gate_window=5, loop_start=1, loop_end=1, num_loops=2, parallel_start_layer=2,
+                                                                                             rope_train_len=64, order="0,1,1,1,2,3", most_visits=6))  # a block three times, then two lanes
+
+
+@pytest.mark.parametrize("more", [{}, dict(ttt_k_lora=False, ttt_head_lora=True), dict(order="0,1,2,3"), dict(ttt_chunk_size=5, ttt_batch_size=2, ttt_head_lora=True)])
+def test_a_model_of_whole_documents_equals_one_document_at_a_time(more):
+    tokens, cfg = texts([1, 5, 30, 1, 41, 17]), replace(LONG, **more)
+    loss, _, nats, _ = scored(tokens, cfg)
+    theirs = oracle(tokens, cfg)
+    assert abs(loss - theirs.mean().item()) < 1e-10 and (nats - theirs).abs().max() < 1e-8
+    assert (theirs - scored(tokens, replace(cfg, ttt_lora_lr=0.0))[2]).abs().max() > 0.01, "the adapters did something"
+
+
+@pytest.mark.parametrize("cfg", [DOCS, LONG], ids=["golf", "frontier"])
+def test_gradients_side_by_side_are_those_of_each_document_alone(cfg):
+    "Of all adapters, none of them at its beginning, by plain torch through merged matrices."
+    cfg = replace(cfg, ttt_k_lora=False, ttt_head_lora=True)
+    model, _ = golf_on(cfg, ALONE, torch.float64)
+    model.requires_grad_(False)
+    draw = torch.Generator().manual_seed(4)
+    firsts = first_adapters(model, cfg)
+    flats = [(first + 0.05 * torch.randn(3, len(first), generator=draw, dtype=torch.float64)).requires_grad_() for first in firsts]
+    ids = torch.randint(2, 32, (3, 2 + 8 + 1), generator=draw)
+    empty = torch.zeros(len(model.order), 3, cfg.num_kv_heads, 0, cfg.head_dim, dtype=torch.float64)
+    step = adapters.adapted_step(model, cfg)
+    loss, nats, *_ = step(ids, torch.zeros(3, dtype=torch.int64), flats, empty, empty, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+    found = torch.autograd.grad(loss, flats)
+    for slot, goes_on in enumerate((True, False, True)):
+        matrices, pairs = merged(model, cfg, [flat.detach()[slot] for flat in flats])
+        scores = token_nll(oracle_row(model, matrices, ids[slot:slot + 1, 2:-1], {}), ids[slot:slot + 1, 3:], model.cap)
+        torch.testing.assert_close(nats[slot], scores[0].detach(), rtol=0, atol=1e-10)
+        alone = torch.cat([t.flatten() for t in torch.autograd.grad(scores.mean(), sum(pairs.values(), []))])
+        together = torch.cat([grad[slot] for grad in found])
+        assert alone.abs().max() > 1e-4
+        torch.testing.assert_close(together, alone if goes_on else torch.zeros_like(alone), rtol=0, atol=1e-10)
+
+
+def test_each_switch_says_which_matrices_have_adapters():
+    model, _ = golf_on(DOCS, ALONE)
+    size = {name: [len(flat) for flat in first_adapters(model, replace(DOCS, **how))] for name, how in (("all", {}), ("no keys", dict(ttt_k_lora=False)), ("head", dict(ttt_head_lora=True)))}
+    keys, head = (DOCS.ttt_lora_rank * sum(t.shape) for t in (model.weights()[0].k, model.tok_emb))
+    assert size["no keys"] == [n - keys for n in size["all"]] and size["head"] == [*size["all"], head]
 
 
 def test_computing_in_bfloat16():
@@ -109,14 +166,14 @@ def test_computing_in_bfloat16():
     model, _ = golf_on(slow, ALONE, torch.bfloat16)
     slots = adapters.DocumentSlots(model.requires_grad_(False), tokens, random_table(), slow, slot_plan(document_spans(tokens, 1), slow, ALONE))
     slots.graphed()
-    assert slots.masters.dtype == torch.float32 and slots.flat.dtype == torch.bfloat16 and torch.equal(slots.flat, slots.masters.to(torch.bfloat16)) and (slots.masters != slots.first[:, None]).any()
+    assert all(m.dtype == torch.float32 and f.dtype == torch.bfloat16 and torch.equal(f, m.to(torch.bfloat16)) and (m != first).any() for m, f, first in zip(slots.masters, slots.flat, slots.first, strict=True))
 
 
 # --- without learning it is the model on rows
 
-@pytest.mark.parametrize("gate", ["one", "sigmoid"])
-def test_lr_zero_is_the_model_on_each_row(gate):
-    tokens, cfg = texts(MIXED), replace(DOCS, skip_gate=gate)
+@pytest.mark.parametrize("kind, gate", [(0, "one"), (0, "sigmoid"), (1, "one")], ids=["one", "sigmoid", "frontier"])
+def test_lr_zero_is_the_model_on_each_row(kind, gate):
+    tokens, cfg = texts(MIXED), replace((DOCS, LONG)[kind], skip_gate=gate)
     nats = scored(tokens, replace(cfg, ttt_lora_lr=0.0))[2]
     model, _ = golf_on(cfg, ALONE, torch.float64)
     for a, b in document_spans(tokens, 1):
@@ -132,9 +189,10 @@ def test_lr_zero_is_the_model_on_each_row(gate):
 
 def test_lanes_do_not_matter():
     tokens = texts(MIXED)
-    _, _, base, _ = scored(tokens)
-    for slots in (1, 2):
-        assert torch.allclose(scored(tokens, replace(DOCS, ttt_batch_size=slots))[2], base, atol=1e-12)
+    for cfg in (DOCS, replace(LONG, ttt_head_lora=True)):
+        base = scored(tokens, cfg)[2]
+        for slots in (1, 2):
+            assert torch.allclose(scored(tokens, replace(cfg, ttt_batch_size=slots))[2], base, atol=1e-12)
     equal = texts([9] * 13)
     alone = scored(equal, replace(DOCS, ttt_batch_size=1))[2]
     for slots in (2, 5, 13, 40):

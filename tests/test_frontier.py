@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import golfnb.frontier as frontier
-from golfnb.adapters import adapted_walk
 from golfnb.frontier import (Frontier, FrontierSettings, add_to_lanes, attend_pieces, cut_pieces, head_gates, in_order_of, long_order, mean_lane, mixed_skip, piece_edges, smear_gated,
                              stream_loss)
 from golfnb.layers import attend, exclusive, rms_norm, softcap_loss
@@ -279,13 +278,11 @@ def test_sampling_begins_again_at_a_bos():
     torch.testing.assert_close(read(text), model(torch.tensor([text[begin:]]))[0, -1].div(model.cap).tanh() * model.cap)
 
 
-def test_hessians_are_of_what_matrices_read_and_adapters_are_refused():
+def test_hessians_are_of_what_matrices_read():
     model, ids = filled(), documents(2, 24)
     with torch.no_grad():
         found = calibrate(model, [ids], Ranks())
     assert found.keys() == set(matrix_names(model.layout))
-    with pytest.raises(GolfError, match="whole documents"):
-        adapted_walk(model, ids, torch.zeros(2), [], ids, ids, 24, None)
 
 
 def test_rows_of_training_are_one_row():

@@ -194,6 +194,14 @@ def test_adapters_of_a_program_that_has_none_are_judged_and_not_compared(root):
     assert {A_PLACE, ITS_OWN} <= checks(found, ADAPTERS) and SAME_SCORE not in checks(found, ADAPTERS)
 
 
+def test_adapters_of_a_model_of_whole_documents_are_judged(root):
+    "Of which one block runs three times and one has two lanes; without the keys' and with the head's."
+    run = trained(root, "documents", copied_program("pr2135", "documents"), **LOOPS, ITERATIONS="4", WARMDOWN_ITERS="2")
+    words_given = [f"{k}={v}" for k, v in (LORA | {"TTT_K_LORA": "0", "TTT_HEAD_LORA": "1"}).items()]
+    found = judged(root, run, root / "documents.py", ttt=False, adapters=True, words=words_given)
+    assert found["legal"] and {A_PLACE, ITS_OWN} <= checks(found, ADAPTERS), words(found)
+
+
 def test_adapters_on_three_ranks_score_as_on_one(root, lora, tmp_path, monkeypatch):
     settings = SMALL | LORA | data_of(root) | {"RUN_ID": "three", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "TRAIN_BATCH_TOKENS": "1536"}
     done = golfnb("train", str(root / "lora.py"), "--nproc", "3", *(f"{k}={v}" for k, v in settings.items()), cwd=tmp_path)

@@ -1,5 +1,6 @@
 """Recipe pr2135: its numbers are those of the published command, and a tiny run trains, goes on, is read, sampled and scored, on one rank as on two."""
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from golfnb.parallel_muon import AdamW, Ranks
 from golfnb.recipes import pr2135
 from golfnb.settings import GolfError, read_settings
 from golfnb.tools.checkpoint import open_kept
+from golfnb.tools.cli import main_cli
 from golfnb.tools.sampling import generate
 from golfnb.train import Extra, floored_schedule, lr_schedule
 
@@ -130,3 +132,13 @@ def test_a_run_goes_on_with_its_order_and_its_file_is_read_and_sampled(tmp_path,
     packed = golfnb("quantize", whole.folder, "-o", tmp_path / "again.golf", cwd=tmp_path)
     assert packed.returncode == 0, packed
     assert load_model(tmp_path / "again.golf")[0].order == model.order
+
+
+def test_its_file_is_scored_with_adapters(tmp_path, capfd):
+    "A block three times, then two lanes; a high rate, so that they do something."
+    given = tiny(tmp_path, RUN_ID="adapted", TTT_ENABLED="0", ITERATIONS="4", VAL_LOSS_EVERY="0")
+    summary = run_quietly(pr2135, given)
+    words = ["--val", f"{given['DATA_PATH']}/*_val_*.bin", "--tokenizer", given["TOKENIZER_PATH"], "--adapters", "TTT_CHUNK_SIZE=16", "TTT_BATCH_SIZE=16", "TTT_LORA_RANK=4", "TTT_LORA_LR=0.01", "TTT_K_LORA=0", "TTT_HEAD_LORA=1"]
+    assert main_cli(["score", str(tmp_path / "runs" / "adapted"), *words]) == 0
+    found = dict(re.findall(r"^(\w+)_exact val_loss:(\S+)", capfd.readouterr().out, re.M))
+    assert float(found["legal_ttt"]) < summary["sliding_loss"] - 0.05, "they learn"
