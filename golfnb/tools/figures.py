@@ -163,7 +163,7 @@ def schedule_figure(layout: Layout, links: MachineModel, small_bytes: int) -> Mo
              f"are all-gathered. The step ends after {finish_us(events):.0f} microseconds.")
     return figure("schedule", data, schedule_picture(layout, events), words)
 
-# %% ../../nbs/tools/26b_figures.ipynb #22d59d0b
+# %% ../../nbs/tools/26b_figures.ipynb #9bb447e8
 def row_on_grid(row: torch.Tensor, clip: float, levels: int) -> tuple[float, np.ndarray, float, float]:
     """A row [cols] on a grid of so many `levels`: scale, integers, bits a weight, mean squared error.
 
@@ -180,13 +180,16 @@ def row_on_grid(row: torch.Tensor, clip: float, levels: int) -> tuple[float, np.
 def round_pair(w: Sequence[float], rho: float) -> tuple[list[int], list[int], list[float]]:
     """Two weights rounded to whole steps, plainly and by GPTQ, and both squared errors of the output.
 
-    `rho`: correlation of their inputs, each of variance 1. Of GPTQ, undamped.
+    `rho`: correlation of their inputs, each of variance 1. Undamped.
+    Raises GolfError for a correlation of 1 or more.
     """
     h = torch.tensor([[1.0, rho], [rho, 1.0]], dtype=torch.float64)
     pair = torch.tensor([list(w)], dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
-    _, _, upper = hessian_factor(h, damp=0.0)
-    ways = [quantize_rows(pair, one, 31), gptq_columns(pair.clone(), one, upper)]
+    factor = hessian_factor(h, damp=0.0)
+    if factor is None:
+        raise GolfError(f"rho must lie between -1 and 1, found {rho}: take a correlation inside")
+    ways = [quantize_rows(pair, one, 31), gptq_columns(pair.clone(), one, factor[2])]
     errors = [((q - pair) @ h @ (q - pair).T).item() for q in ways]
     plain, gptq = (q[0].tolist() for q in ways)
     return plain, gptq, errors
