@@ -77,7 +77,7 @@ def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
     (sdist,) = tmp_path.glob("*.tar.gz")
     call(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--force-reinstall", sdist)
     assert call(venv / "bin" / "golfnb", "--version") == f"golfnb {golfnb.__version__}\n"
-    assert (site / "golfnb" / "tools" / "play.html").is_file() and (site / "golfnb" / "py.typed").is_file() and (site / "golfnb" / "prose" / "about.json").is_file()
+    assert (site / "golfnb" / "tools" / "play.html").is_file() and (site / "golfnb" / "py.typed").is_file() and (site / "golfnb" / "prose.json").is_file()
     assert not (venv / "share").exists() and (site / "golfnb" / "muon" / "py.typed").is_file()
     assert len(list((site / "golfnb" / "prose").glob("*/*.txt"))) == len(list((root / "golfnb" / "prose").glob("*/*.txt"))) > 30
     (metadata,) = site.glob("golfnb-*.dist-info/METADATA")
