@@ -48,7 +48,7 @@ setup(
     packages=["golfnb", "golfnb.muon", "golfnb.nbs", "golfnb.recipes", "golfnb.studies", "golfnb.tools"],
     package_dir={"golfnb.nbs": "nbs"},
     package_data={
-        "golfnb": ["py.typed", "prose/*.json", "prose/*/*.txt"],
+        "golfnb": ["py.typed", "prose.json", "prose/*/*.txt"],
         "golfnb.muon": ["py.typed"],
         "golfnb.nbs": ["*.ipynb", "*.md", "*.mplstyle", "*/*.ipynb", "*/*.js", "*/*.json", "*/*.py", "*/*/*.py"],  # what `golfnb lab` copies
         "golfnb.tools": ["*.html"],  # the page of `golfnb play`

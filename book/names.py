@@ -129,8 +129,9 @@ def read_module(path: Path) -> Module:
         n.public = n.name in public
         for member in n.members:
             member.patched = f"{n.name}.{member.name}" in apart
-    if public - names.keys():
-        raise SystemExit(f"book: {path.name} lists {sorted(public - names.keys())} in __all__ and defines them nowhere at the top level")
+    passed_on = {a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}  # another module's page has them
+    if missing := public - names.keys() - passed_on:
+        raise SystemExit(f"book: {path.name} lists {sorted(missing)} in __all__ and defines them nowhere at the top level")
     return Module(".".join((*package, path.stem)), notebook.stem, " ".join((ast.get_docstring(tree) or "").split()), names, imports)
 
 

@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
             target.write_bytes(data)
             facts["files"][f"{target.parent.name}/{target.name}"] = {
                 "source": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (PROSE / "about.json").write_text(json.dumps(facts, indent=1) + "\n")
+    PROSE.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from golfnb.tools import programs
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.parallel_muon import Ranks
 from golfnb.tools.checkpoint import DRILL_CLOCK, Keeper, open_kept
+from golfnb.tools.report import read_file
 from golfnb.tools.drill import SIGNALS, differences, drawn_pairs, drill, half_files, processes
 from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting
 
@@ -186,7 +187,13 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
     assert (folder / "progress.json").read_text() == notes
     done = golfnb("train", "--resume", folder, f"DATA_PATH={data}", f"TOKENIZER_PATH={data}/tokenizer.model", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert {*differences(whole, folder)} <= {"config", "step_ms", "train_ms"}, "its data lie elsewhere, and it went by a real clock"
+    by_clock = {"train_ms", "step_ms"}  # from the last checkpoint on training ends once more, by a real clock; the second is the first by the steps
+    assert {*differences(whole, folder)} - by_clock == {"config"}, differences(whole, folder)
+    ended, again = (read_file(run / "summary.json") for run in (whole, folder))
+    assert again["train_ms"] > 0 and again["step_ms"] == again["train_ms"] / again["steps"]
+    first, then = ended["config"], again["config"]
+    moved = {name for name in {*first, *then} if first.get(name) != then.get(name)}
+    assert moved == {"run_id", "data_path", "tokenizer_path"}, "a folder of its own, and data that lie elsewhere"
 
 
 def children(parent: int) -> list[int]:

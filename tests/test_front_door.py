@@ -36,8 +36,9 @@ def test_the_front_door_is_light_and_hides_no_module():
 ROOT = Path(__file__).resolve().parent.parent
 INSTALLED = """
 import golfnb
-from golfnb.tools.lab import notebook_dir
-print(golfnb.__file__, golfnb.ParallelMuon.__module__, notebook_dir(), len(list(notebook_dir().rglob("*.ipynb"))), len(list(notebook_dir().glob("results/*.json"))))
+from pathlib import Path
+from golfnb.tools.lab import copy_notebooks, notebook_dir
+print(golfnb.__file__, golfnb.ParallelMuon.__module__, notebook_dir(), len(list(notebook_dir().rglob("*.ipynb"))), len(list(notebook_dir().glob("results/*.json"))), *copy_notebooks(Path("lab")))
 """
 
 
@@ -76,13 +77,13 @@ def test_an_install_from_the_sdist_has_command_library_and_notebooks(tmp_path):
     (sdist,) = tmp_path.glob("*.tar.gz")
     call(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--force-reinstall", sdist)
     assert call(venv / "bin" / "golfnb", "--version") == f"golfnb {golfnb.__version__}\n"
-    assert (site / "golfnb" / "tools" / "play.html").is_file() and (site / "golfnb" / "py.typed").is_file() and (site / "golfnb" / "prose" / "about.json").is_file()
+    assert (site / "golfnb" / "tools" / "play.html").is_file() and (site / "golfnb" / "py.typed").is_file() and (site / "golfnb" / "prose.json").is_file()
     assert not (venv / "share").exists() and (site / "golfnb" / "muon" / "py.typed").is_file()
     assert len(list((site / "golfnb" / "prose").glob("*/*.txt"))) == len(list((root / "golfnb" / "prose").glob("*/*.txt"))) > 30
     (metadata,) = site.glob("golfnb-*.dist-info/METADATA")
     check_metadata(email.message_from_string(metadata.read_text(encoding="utf-8")))
     notebooks, results = (len(list((root / "nbs").rglob(kind))) for kind in ("*.ipynb", "results/*.json"))
-    assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.muon.optimizer", str(site / "golfnb" / "nbs"), str(notebooks), str(results)]
+    assert call(venv / "bin" / "python", "-c", INSTALLED).split() == [str(site / "golfnb" / "__init__.py"), "golfnb.muon.optimizer", str(site / "golfnb" / "nbs"), str(notebooks), str(results), str(notebooks), "0"]
 
 
 def pinned(name: str) -> dict[str, str]:

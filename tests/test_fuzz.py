@@ -2,7 +2,7 @@
 
 In the tests a few hundred files. The whole drill, in some minutes on one core, writes nbs/results/mangle_cpu.json:
 
-    python tests/test_fuzz.py [COUNT]          10,000 artifacts and 60 bombs, as many with trellis matrices, 1,000 shards, 300 tokenizers, 300 summaries and claims, 300 runs; at most COUNT of each
+    python tests/test_fuzz.py [COUNT] [KIND] ...    of each kind (or of these) as many as FULL says, at most COUNT; what was found of other kinds stays in the file
 """
 import hashlib
 import io
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,7 +24,7 @@ import time
 import zlib
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -33,17 +34,19 @@ import pytest
 import torch
 
 from golfnb.artifact import PREFIX_BYTES, Best, Lzma, Plain, Rans, Zlib, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
-from golfnb.studies.bench import record_result
+from golfnb.studies.bench import read_result, record_result, where_measured
 from golfnb.bpb import tokenizer_hash
-from golfnb.tools import play
+from golfnb.tools import play, report
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import stdlib_documents, train_tokenizer
-from golfnb.model import ModelSettings, init_model, model_from_settings, named_state
+from golfnb.frontier import Frontier, long_order
+from golfnb.model import EACH_ONCE, model_from_settings, named_state, saved_settings
+from golfnb.parallel_muon import Ranks
 from golfnb.quantize import quantize_state
 from golfnb.rans import RANS_PREFIX, rans_streams
 from golfnb.settings import CONTROLS, GolfError
 from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
-from golfnb.tools.programs import copied_program, find_program, program_sha256
+from golfnb.tools.programs import RECIPES, copied_program, find_program, program_sha256, settings_of
 from golfnb.tools.submission import claim_numbers, read_log
 from golfnb.trellis_file import COLUMNS, HIGH, pack_trellis, without_parts
 from test_artifact import META, same, toy
@@ -259,24 +262,37 @@ def zeros(shapes: list) -> bytes:
     return struct.pack(RANS_PREFIX, 0, 0, 1, len(table)) + table + rans_streams(sum(map(math.prod, shapes))) * struct.pack("<I", 2**16)
 
 
+def huge_settings(settings: dict):
+    "A model's settings, each number of it once and again far too large."
+    for name, value in settings.items():
+        for huge in (10**9, 2**40) if type(value) is int else ():
+            yield settings | {name: huge}
+
+
+def large_model(settings: dict, layers: int, dim: int) -> tuple[dict, dict]:
+    "The settings of a model of so many blocks that are so wide, and its unfilled tensors."
+    asked = settings | EACH_ONCE | {"num_layers": layers, "model_dim": dim, "train_seq_len": 2**17, "ve_layers": "0"}
+    if "loop_start" in asked:
+        asked |= {"loop_start": 0, "loop_end": 0, "parallel_start_layer": layers}
+    return asked, named_state(model_from_settings(asked, device="meta")[0])
+
+
 def bombs(data: bytes):
-    "Sixty small files made of a good container that ask for far more than they hold: by a setting, a shape, a whole model that agrees with its tensors, or their JSON."
+    "Sixty and more small files made of a good container that ask for far more than they hold: by a setting, a shape, a whole model that agrees with its tensors, or their JSON."
     header, payload = open_container(data)
     settings, tensors, unfolds = header["meta"]["settings"], header["tensors"], zlib.compress(bytes(2**24))
 
     def sealed(payload=payload, **parts):
         return seal(zlib.compress(json.dumps(header | parts).encode()), payload)
 
-    for spec in fields(ModelSettings):
-        for huge in (10**9, 2**40) if type(spec.default) is int else ():
-            yield sealed(meta=header["meta"] | {"settings": settings | {spec.name: huge}})
+    for asked in huge_settings(settings):
+        yield sealed(meta=header["meta"] | {"settings": asked})
     for shape in ([2**12, 2**12], [2**15, 2**15], [2**15, 2**16], [2**25, 1], [1, 2**26], [2**62, 2**62]):
         for used in ("rans", "zlib", "lzma"):
             stored, scales = zeros([shape]) if used == "rans" and shape[0] < 2**60 else unfolds, bytes(2 * min(shape[0], 2**16))
             yield sealed(stored + scales, tensors=[["a", "int8", shape]], sections=[["int8", used, len(stored)], ["scale", "none", len(scales)]])
     for layers, dim in ((1, 1536), (1, 2**12), (1, 2**16), (200, 256), (500, 512)):
-        asked = settings | {"num_layers": layers, "model_dim": dim, "train_seq_len": 2**17, "ve_layers": "0"}
-        state = named_state(model_from_settings(asked, device="meta")[0])
+        asked, state = large_model(settings, layers, dim)
         rows = [[name, "int8" if w.ndim == 2 else "fp16", [*w.shape]] for name, w in sorted(state.items())]
         stored = {section: zeros(shapes) for section, shapes in section_plan(rows).items()}
         yield sealed(b"".join(stored.values()), meta=header["meta"] | {"settings": asked}, tensors=rows, sections=[[s, "rans", len(coded)] for s, coded in stored.items()])
@@ -293,7 +309,7 @@ def parted(rows: list) -> list:
 
 
 def trellis_bombs(data: bytes):
-    "Sixty more, made of a good container with trellis matrices: a setting, shapes, whole models, parts that do not belong together, rows that are walked one by one, words on the loss."
+    "As many more, made of a good container with trellis matrices: a setting, shapes, whole models, parts that do not belong together, rows that are walked one by one, words on the loss."
     header, payload = open_container(data)
     settings, unfolds = header["meta"]["settings"], zlib.compress(bytes(2**24))
 
@@ -304,15 +320,13 @@ def trellis_bombs(data: bytes):
         stored = {section: zeros(shapes) if used == "rans" else unfolds for section, shapes in section_plan(rows).items()}
         return sealed(b"".join(stored.values()), tensors=rows, sections=[[s, used, len(coded)] for s, coded in stored.items()], **parts)
 
-    for spec in fields(ModelSettings):
-        for huge in (10**9, 2**40) if type(spec.default) is int else ():
-            yield sealed(meta=header["meta"] | {"settings": settings | {spec.name: huge}})
+    for asked in huge_settings(settings):
+        yield sealed(meta=header["meta"] | {"settings": asked})
     for shape in ([2**12, 4000], [2**15, 500], [2**16, 64], [2**22, 1], [1, 2**23], [75_001, 2**4]):
         for used in ("rans", "zlib", "lzma"):
             yield of_zeros(parted([["a", "int8", shape]]), used)
     for layers, dim in ((1, 1024), (1, 2**12), (1, 2**16), (200, 256), (500, 512)):
-        asked = settings | {"num_layers": layers, "model_dim": dim, "train_seq_len": 2**17, "ve_layers": "0"}
-        state = named_state(model_from_settings(asked, device="meta")[0])
+        asked, state = large_model(settings, layers, dim)
         rows = [[name, "int8" if w.ndim == 2 else "fp16", [*w.shape]] for name, w in state.items()]
         yield of_zeros(parted(rows), meta=header["meta"] | {"settings": asked})
     yield of_zeros(parted([[f"{i}", "int8", [2**16 - i, 1]] for i in range(60)]))
@@ -324,7 +338,7 @@ def trellis_bombs(data: bytes):
         yield sealed(meta=header["meta"] | {"shares": shares})
 
 
-LOG = """golfnb recipe:pr549 seed:1 world_size:1 device:CPU torch:2
+LOG = """golfnb recipe:{1} seed:1 world_size:1 device:CPU torch:2
 train_shards:1 val_tokens:9 unigram_bpb:3.0 code_bytes:2
 code_sha256:{0}
 artifact_sha256:{0}
@@ -334,6 +348,7 @@ legal_ttt_exact val_loss:2.00000000 val_bpb:1.00000000
 """
 SMALL = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "ROPE_DIMS": "8", "VE_DIM": "8", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "32", "BIGRAM_DIM": "8", "TRAIN_SEQ_LEN": "16",
          "EVAL_SEQ_LEN": "16", "SMALL_TENSOR": "512", "VOCAB_SIZE": "640", "TRAIN_BATCH_TOKENS": "1024"}
+LOOPS = {"LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1"}  # of two blocks
 
 
 def on_a_trellis(packed: dict) -> dict:
@@ -347,51 +362,75 @@ def on_a_trellis(packed: dict) -> dict:
     return found
 
 
+def tiny_model(program, **given) -> tuple:
+    "A filled model as a program builds it, the program's settings, and what a file of its weights says of it."
+    s = settings_of(program, given | LOOPS | {"RECIPE": program.OWN["recipe"]})
+    model = program.build(s, Ranks()).model
+    if isinstance(model, Frontier):
+        model.order = long_order(model.cfg)  # as after training
+    meta = {"settings": saved_settings(model), "recipe": s.recipe, "seed": 1, "steps": 2, "vocab_size": s.vocab_size}
+    return model, s, meta
+
+
 def good_files(folder: Path) -> None:
-    "What is mangled: a tiny model in four codecs, its tokenizer, a shard, the files of a finished run and of a submission."
+    "What is mangled: of every recipe a tiny model in all codecs and the files of a finished run and of a submission; a tokenizer, a shard."
     train_tokenizer(stdlib_documents(["json"]), folder / "tokenizer.model", 640)
     write_shard(folder / "shard.bin", np.random.default_rng(0).integers(0, 640, 700, dtype=np.uint16))
-    s = settings_for(**SMALL)
-    model, small, _ = model_from_settings(model_settings(s))
-    init_model(model, small, 0)
-    meta = {"settings": asdict(small), "recipe": "pr549", "seed": 1, "steps": 2, "tokenizer_sha256": tokenizer_hash(folder / "tokenizer.model")}
-    for codec in CODECS:
-        atomic_write(folder / f"{codec.name}.golf", pack_bytes(quantize_state(named_state(model), False, small=s.small_tensor), meta, codec))
-    state = on_a_trellis(quantize_state(named_state(model), False, small=s.small_tensor))
-    for codec in CODECS:
-        atomic_write(folder / f"{codec.name}.trellis.golf", pack_bytes(state, meta | {"trellis": 8, "shares": dict.fromkeys(state, 0.015)}, codec))
-    for kind, made in (("bombs", bombs((folder / "rans.golf").read_bytes())), ("trellis bombs", trellis_bombs((folder / "rans.trellis.golf").read_bytes()))):
+    forms = set()
+    for recipe in RECIPES:
+        model, s, meta = tiny_model(find_program(recipe), **SMALL)
+        meta["tokenizer_sha256"] = tokenizer_hash(folder / "tokenizer.model")
+        form = tuple(meta["settings"].get(word) for word in ("family", "plan", "skip_gate"))
+        state = quantize_state(named_state(model), False, small=s.small_tensor)
+        on_trellis, shares = on_a_trellis(state), {"trellis": 8, "shares": dict.fromkeys(state, 0.015)}
+        for codec in CODECS if form not in forms else [Rans()]:
+            atomic_write(folder / recipe / f"{codec.name}.golf", pack_bytes(state, meta, codec))
+            atomic_write(folder / recipe / f"{codec.name}.trellis.golf", pack_bytes(on_trellis, meta | shares, codec))
+        if form not in forms:
+            write_bombs(folder, recipe)
+        forms.add(form)
+        save_weights(folder / recipe / "run/ema.golf", named_state(model), meta)
+        finished_files(folder / recipe, recipe, s)
+
+
+def write_bombs(folder: Path, recipe: str) -> None:
+    "All bombs that are made of a recipe's good files; recipes whose files have models of one form need them once."
+    for kind, made in (("bombs", bombs((folder / recipe / "rans.golf").read_bytes())), ("trellis bombs", trellis_bombs((folder / recipe / "rans.trellis.golf").read_bytes()))):
+        (folder / kind).mkdir(exist_ok=True)
         for i, data in enumerate(made):
-            atomic_write(folder / kind / f"{i}.golf", data)
+            (folder / kind / f"{i:03}.{recipe}.golf").write_bytes(data)
+
+
+def finished_files(folder: Path, recipe: str, s) -> None:
+    "The files of a finished run and of its submission that are JSON or text."
     digest = hashlib.sha256(b"1\n").hexdigest()
+    log = LOG.format(digest, recipe)
     findings = [{"scorer": s, "check": "c", "passed": True, "found": "f"} for s in ("files", "score-first training")]
     claim = dict.fromkeys(("author", "github_id", "name", "blurb", "date"), "x") | {"track": "non-record"}
-    save_weights(folder / "run/ema.golf", named_state(model), meta)
     for name, value in {
-            "run/summary.json": {"recipe": "pr549", "seed": 1, "world": 1, "steps": 2, "device": "CPU", "ema_bpb": 1.5, "artifact_bytes": 9, "code_bytes": 1, "ledger": [["code", 1]], "losses": [3.0, 2.0],
+            "run/summary.json": {"recipe": recipe, "seed": 1, "world": 1, "steps": 2, "device": "CPU", "ema_bpb": 1.5, "artifact_bytes": 9, "code_bytes": 1, "ledger": [["code", 1]], "losses": [3.0, 2.0],
                                  "seconds": {"training": 1.0}, "config": asdict(s)},
             "run/metrics.jsonl": {"event": "val", "step": 1, "loss": 2.0, "ms": 1.0}, "sub/audit_seed1.json": {"artifact_sha256": digest, "findings": findings, "compared": {"score-first training": {"the log": [2.0, 1.0]}}},
-            "sub/submission.json": claim | claim_numbers([read_log(LOG.format(digest))], 2, "non-record", None)}.items():
+            "sub/submission.json": claim | claim_numbers([read_log(log)], 2, "non-record", None)}.items():
         atomic_write(folder / name, json.dumps(value))
-    for name, text in (("README.md", "1.0000"), ("train_gpt.py", "1\n"), ("train_seed1.log", LOG.format(digest))):
+    for name, text in (("README.md", "1.0000"), ("train_gpt.py", "1\n"), ("train_seed1.log", log)):
         atomic_write(folder / "sub" / name, text)
 
 
 def run_files(folder: Path) -> None:
-    "Under `folder` two finished runs with their data, `recipe` of demo and `own` of its copy mine.py."
+    "Under `folder` finished runs with their data: of every recipe, and of a copy of each that is a program of one's own."
     data = tiny_data(folder / "data")
-    (folder / "mine.py").write_text(copied_program("demo", "mine"))
-    found = settings_for("demo", **{name: value for name, value in TINY.items() if name != "RECIPE"})
-    model, small, _ = model_from_settings(model_settings(found, "shared_mlp", "sigmoid"))
-    init_model(model, small, 0)
-    meta = {"settings": model_settings(found, "shared_mlp", "sigmoid"), "tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "seed": 1, "steps": 1, "vocab_size": 400, "recipe": "demo"}
-    config = asdict(found) | {"data_path": data["DATA_PATH"], "tokenizer_path": data["TOKENIZER_PATH"]}
-    for name, more in (("recipe", {}), ("own", {"recipe": "mine", "program_sha256": program_sha256(find_program(folder / "mine.py"))})):
-        save_weights(folder / name / "ema.golf", named_state(model), meta | more)
-        packed = pack_bytes(quantize_state(named_state(model), False, small=found.small_tensor), meta | more, Best())
-        atomic_write(folder / name / "artifact.golf", packed)
-        facts = {name: (meta | more)[name] for name in ("recipe", "seed", "steps")}
-        atomic_write(folder / name / "summary.json", json.dumps(facts | {"config": config}))
+    for recipe in RECIPES:
+        own = folder / f"mine_{recipe}.py"
+        own.write_text(copied_program(recipe, own.stem))
+        for program, run in ((find_program(recipe), folder / "runs" / recipe), (find_program(own), folder / "runs" / own.stem)):
+            model, s, meta = tiny_model(program, **TINY, **data)
+            meta |= {"tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "program_sha256": program_sha256(program)}
+            save_weights(run / "ema.golf", named_state(model), meta)
+            packed = pack_bytes(quantize_state(named_state(model), False, small=s.small_tensor), meta, Zlib())
+            atomic_write(run / "artifact.golf", packed)
+            facts = {name: meta[name] for name in ("recipe", "seed", "steps")}
+            atomic_write(run / "summary.json", json.dumps(facts | {"config": asdict(s)}))
 
 
 def swollen(data: bytes, rng: random.Random) -> bytes:
@@ -403,10 +442,10 @@ def swollen(data: bytes, rng: random.Random) -> bytes:
     return seal(zlib.compress(json.dumps(header).encode(), 9), payload)
 
 
-def mangled_run(folder: Path, rng: random.Random, own: bool) -> list[list[str]]:
+def mangled_run(folder: Path, rng: random.Random, recipe: str, own: bool) -> list[list[str]]:
     "Mangle the weights of a finished run, or leave them as they are; the commands that read them."
-    run, program = folder / "bad run", ["--program", str(folder / "mine.py")] if own else []
-    shutil.copytree(folder / ("own" if own else "recipe"), run, dirs_exist_ok=True)
+    run, program = folder / "bad run", ["--program", str(folder / f"mine_{recipe}.py")] if own else []
+    shutil.copytree(folder / "runs" / (f"mine_{recipe}" if own else recipe), run, dirs_exist_ok=True)
     change = rng.choice([swollen, swollen, swollen, edited, forge, mutate, lambda data, rng: data])
     for name in ("artifact.golf", "ema.golf"):
         (run / name).write_bytes(change((run / name).read_bytes(), rng))
@@ -415,25 +454,27 @@ def mangled_run(folder: Path, rng: random.Random, own: bool) -> list[list[str]]:
     return [[*command, *program] for command in words]
 
 
-FULL = {"artifacts": 10_000, "trellis artifacts": 10_000, "bombs": 60, "trellis bombs": 60, "shards": 1000, "tokenizers": 300, "summaries and claims": 300, "runs": 300}
-SLOW = {"runs": 60}  # where a program of one's own builds a model until it may take no more memory
+FULL = {"artifacts": 10_000, "trellis artifacts": 10_000, "bombs": 10**9, "trellis bombs": 10**9, "shards": 1000, "tokenizers": 300, "summaries and claims": 300, "runs": 300}  # of bombs all there are
 ALLOWED_SECONDS, ALLOWED_BYTES = 5, 1_500_000_000  # of a command: of the processor (and 300 by the clock); above what it had before
 GOOD, BAD = ("fine", "one sentence"), ("raw exception", "over time", "over memory", "the process died")
 JSON_FILES = ("run/summary.json", "sub/submission.json", "sub/audit_seed1.json", "run/metrics.jsonl", "sub/train_seed1.log")
 
 
 def mangled(folder: Path, kind: str, seed: int) -> list[list[str]]:
-    "Write a mangled file of a kind; the commands that read it."
-    rng, at = random.Random(f"{kind} {seed}"), lambda name: str(folder / name)
+    "Write a mangled file of a kind, of the recipe whose turn it is; the commands that read it."
+    rng, at, recipe, turn = random.Random(f"{kind} {seed}"), lambda name: str(folder / name), RECIPES[seed % len(RECIPES)], seed // len(RECIPES)
     if kind.endswith(("artifacts", "bombs")):
         trellis = ".trellis" if "trellis" in kind else ""
-        data = (folder / (f"{kind}/{seed}.golf" if "bombs" in kind else f"{CODECS[seed % len(CODECS)].name}{trellis}.golf")).read_bytes()
-        data = data if "bombs" in kind else rng.choice([mutate, forge, edited])(data, rng)
+        if "bombs" in kind:
+            data = bomb_files(folder, kind)[seed].read_bytes()
+        else:
+            files = [path for path in sorted((folder / recipe).glob("*.golf")) if ("trellis" in path.name) == ("trellis" in kind)]
+            data = rng.choice([mutate, forge, edited])(files[turn % len(files)].read_bytes(), rng)
         (folder / "bad.golf").write_bytes(data)
         read = [["artifact", "inspect", at("bad.golf")], ["sample", at("bad.golf"), "a", "--tokens", "1", "--tokenizer", at("tokenizer.model")]]
         return [*read, ["artifact", "export", at("bad.golf"), at("bad.safetensors")]] if trellis else read
     if kind == "runs":
-        return mangled_run(folder, rng, bool(seed % 2))
+        return mangled_run(folder, rng, recipe, bool(turn % 2))
     if kind == "shards":
         (folder / "bad.bin").write_bytes(mutate((folder / "shard.bin").read_bytes(), rng))
         return [["data", "inspect", at("bad.bin"), "--tokenizer", at("tokenizer.model")]]
@@ -441,16 +482,22 @@ def mangled(folder: Path, kind: str, seed: int) -> list[list[str]]:
         (folder / "bad.model").write_bytes(mutate((folder / "tokenizer.model").read_bytes(), rng))
         return [["data", "inspect", at("shard.bin"), "--tokenizer", at("bad.model")]]
     for part in ("run", "sub"):
-        shutil.copytree(folder / part, folder / "bad" / part, dirs_exist_ok=True)
-    name = JSON_FILES[seed % len(JSON_FILES)]
-    text = (folder / name).read_bytes()
+        shutil.copytree(folder / recipe / part, folder / "bad" / part, dirs_exist_ok=True)
+    name = JSON_FILES[turn % len(JSON_FILES)]
+    text = (folder / recipe / name).read_bytes()
     (folder / "bad" / name).write_bytes(mutate(text, rng) if name.endswith("log") or rng.random() < 0.3 else json.dumps(edit(json.loads(text), rng)).encode())
     if name.startswith("sub"):
         return [["submission", "--check", at("bad/sub")]]
-    return [["compare", at("run"), at("bad/run")], ["report", at("bad/run")], ["quantize", at("bad/run")]]
+    return [["compare", at(f"{recipe}/run"), at("bad/run")], ["report", at("bad/run")], ["quantize", at("bad/run")]]
 
 
-def outcome(words: list[str], seconds: float = ALLOWED_SECONDS) -> str:
+def bomb_files(folder: Path, kind: str) -> list[Path]:
+    "The files of a kind of bombs, in an order that is drawn once."
+    files = sorted((folder / kind).iterdir())
+    return random.Random(kind).sample(files, len(files))
+
+
+def outcome(words: list[str]) -> str:
     "What a command makes of a file: one of GOOD, or what is wrong with it, in a word of BAD."
     out, err, start, before = io.StringIO(), io.StringIO(), time.process_time(), grown()
     try:
@@ -465,7 +512,7 @@ def outcome(words: list[str], seconds: float = ALLOWED_SECONDS) -> str:
         return f"over memory: {words[0]} says {said}"
     if CONTROLS.search(out.getvalue() + said) or status == 2 and (said.count("\n") != 1 or not said.startswith("golfnb: ")):
         return f"raw exception: {words[0]} says {(out.getvalue() + said)[-300:]!r}"
-    return f"over time: {words[0]}" if time.process_time() - start > seconds else "one sentence" if status else "fine"
+    return f"over time: {words[0]}" if time.process_time() - start > ALLOWED_SECONDS else "one sentence" if status else "fine"
 
 
 def drill_child(folder: Path, kind: str, seeds: range, pipe) -> None:
@@ -475,7 +522,7 @@ def drill_child(folder: Path, kind: str, seeds: range, pipe) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ALLOWED_BYTES,) * 2)
     for seed in seeds:
-        found = [outcome(words, SLOW.get(kind, ALLOWED_SECONDS)) for words in mangled(folder, kind, seed)]
+        found = [outcome(words) for words in mangled(folder, kind, seed)]
         pipe.send(max(found, key=lambda word: (word not in GOOD, word)))
 
 
@@ -507,34 +554,34 @@ def good(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind, count", {"artifacts": 60, "trellis artifacts": 60, "bombs": 60, "trellis bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 25, "runs": 16}.items())
+@pytest.mark.parametrize("kind, count", {"artifacts": 60, "trellis artifacts": 60, "bombs": 60, "trellis bombs": 60, "shards": 10, "tokenizers": 30, "summaries and claims": 45, "runs": 18}.items())
 def test_commands_read_mangled_files_or_refuse_them_in_one_line(good, kind, count):
     found = drill(good, kind, count)
     assert set(found) <= set(GOOD), [f"{kind} {seed}: {word}" for seed, word in enumerate(found) if word not in GOOD]
     assert "one sentence" in found and ("fine" in found or kind == "tokenizers")
 
 
-def taken(work) -> int:
-    "Bytes by which a forked process grows at most while it does `work`."
+def taken(work) -> tuple:
+    "Bytes by which a forked process grows at most while it does `work`, and what that gave."
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
     if not (child := os.fork()):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         resident = lambda word: 1024 * int(Path("/proc/self/status").read_text().split(word)[1].split()[0])
-        before, _ = resident("VmRSS:"), work()
-        theirs.send(resident("VmHWM:") - before)
+        before, gave = resident("VmRSS:"), work()
+        theirs.send((resident("VmHWM:") - before, gave))
         os._exit(0)
     theirs.close()
     os.waitpid(child, 0)
     return ours.recv()
 
 
-@pytest.mark.parametrize("bomb, load, times", [("bombs/26", load_artifact, 6), ("bombs/44", load_model, 8), ("trellis bombs/26", load_artifact, 6), ("trellis bombs/44", load_model, 8)])
+@pytest.mark.parametrize("bomb, load, times", [("bombs/026.pr399", load_artifact, 6), ("bombs/044.pr399", load_model, 8), ("trellis bombs/026.pr399", load_artifact, 6), ("trellis bombs/044.pr399", load_model, 8)])
 def test_loading_takes_the_stated_multiple_of_what_is_needed(good, bomb, load, times):
     "Of the decoded bytes, and of the fp32 weights that the settings ask for: a section of 16 MiB, a model of 22 million weights, or of 10 on a trellis, in files of some KB."
     path = good / f"{bomb}.golf"
     forms = {name: (kind, tuple(shape)) for name, kind, shape in open_container(path.read_bytes())[0]["tensors"]}
     numbers = sum(math.prod(shape) for _, shape in (without_parts(forms) if load is load_model else forms).values())
-    assert path.stat().st_size < 12_000 and 8e6 < numbers and taken(lambda: load(path)) < times * numbers * (4 if load is load_model else 1)
+    assert path.stat().st_size < 12_000 and 8e6 < numbers and taken(lambda: bool(load(path)))[0] < times * numbers * (4 if load is load_model else 1)
 
 
 def resealed(path: Path, **settings) -> None:
@@ -544,44 +591,68 @@ def resealed(path: Path, **settings) -> None:
     path.write_bytes(seal(zlib.compress(json.dumps(header).encode(), 9), bytes(payload)))
 
 
-@pytest.mark.parametrize("words", [["quantize", "run"], ["score", "run"], ["sample", "run", "a", "--tokens", "1"]])
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("settings", [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 10**6}, {"vocab_size": 10**8}])
-def test_no_model_is_built_that_its_file_does_not_hold(tmp_path, words, own, settings):
-    "A container of some KB whose settings ask for a large model, with the program of a recipe and with one of your own."
-    (tmp_path / "run").mkdir()
-    data = tiny_data(tmp_path / "run")
-    assert golfnb("recipe", "copy", "demo", "mine.py", cwd=tmp_path).returncode == 0
+LARGE = [{"model_dim": 4096, "num_heads": 64, "num_kv_heads": 64}, {"num_layers": 9999}, {"mlp_mult": 8000.0}, {"bigram_vocab_size": 4 * 10**7}]  # each allowed, and more than a gigabyte
+HELD_AGAINST = r"must have shape|the settings of its model of 2 layers|the 214,983 weights that it holds"  # what the file's tensors say of the settings
+
+
+def small_run(folder: Path, own: bool, **settings) -> list[str]:
+    "A run's folder with files of some KB whose settings ask for another model; the words that name its program."
+    (folder / "run").mkdir()
+    data = tiny_data(folder / "run")
     found = settings_for("demo", **{name: value for name, value in TINY.items() if name != "RECIPE"})
     model, saved, _ = model_from_settings(model_settings(found))
     meta = {"settings": model_settings(found), "tokenizer_sha256": tokenizer_hash(data["TOKENIZER_PATH"]), "seed": 1, "steps": 1, "vocab_size": 400, "recipe": "demo"}
     if own:
-        meta |= {"recipe": "mine", "program_sha256": program_sha256(find_program(tmp_path / "mine.py"))}
-        words = [*words, "--program", "mine.py"]
-    save_weights(tmp_path / "run" / "artifact.golf", named_state(model), meta)
-    shutil.copy(tmp_path / "run" / "artifact.golf", tmp_path / "run" / "ema.golf")
-    (tmp_path / "run" / "summary.json").write_text(json.dumps({"recipe": meta["recipe"], "seed": 1, "steps": 1, "config": {"data_path": data["DATA_PATH"]}}))
+        (folder / "mine.py").write_text(copied_program("demo", "mine"))
+        meta |= {"recipe": "mine", "program_sha256": program_sha256(find_program(folder / "mine.py"))}
     for name in ("artifact.golf", "ema.golf"):
-        resealed(tmp_path / "run" / name, **settings)
-    done = []
-    grew = taken(lambda: done.append(golfnb(*words, cwd=tmp_path)) or (done[0].returncode == 2 and one_sentence(done[0].stderr)) or os._exit(3))
+        save_weights(folder / "run" / name, named_state(model), meta)
+        resealed(folder / "run" / name, **settings)
+    (folder / "run" / "summary.json").write_text(json.dumps({"recipe": meta["recipe"], "seed": 1, "steps": 1, "config": {"data_path": data["DATA_PATH"]}}))
+    return ["--program", "mine.py"] if own else []
+
+
+@pytest.mark.parametrize("words", [["quantize", "run"], ["score", "run"], ["sample", "run", "a", "--tokens", "1"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("own, settings", [(own, settings) for own in (True, False) for settings in LARGE if not (own and "num_layers" in settings)])  # of a program of one's own, so many layers are refused after minutes
+def test_no_model_is_built_that_its_file_does_not_hold(tmp_path, words, own, settings):
+    "It is refused for its tensors, which no bound of a setting does, and before it takes memory: with the program of a recipe and with one of your own."
+    program = small_run(tmp_path, own, **settings)
+    grew, done = taken(lambda: golfnb(*words, *program, cwd=tmp_path))
+    assert done.returncode == 2 and one_sentence(done.stderr) and re.search(HELD_AGAINST, done.stderr), (done.stdout, done.stderr)
     assert grew < 512 << 20
 
 
-def main(limit: int = 10**9) -> None:
-    samples, start = {}, time.monotonic()
+def test_a_program_builds_no_thousands_of_blocks_for_a_file_of_few_tensors(tmp_path, monkeypatch):
+    "One of your own, whose blocks may share weights; of a recipe the file must have the tensors of each."
+    (tmp_path / "mine.py").write_text(copied_program("demo", "mine"))
+    program = find_program(tmp_path / "mine.py")
+    model, s, meta = tiny_model(program, **TINY)
+    save_weights(tmp_path / "a.golf", named_state(model), meta)
+    monkeypatch.setattr(program, "build", lambda s, ranks: f"{s.num_layers} built")
+    few = report.built(program, replace(s, num_layers=100), tmp_path / "a.golf", Ranks())
+    assert few == "100 built"
+    with pytest.raises(GolfError, match="a.golf: .* at most 100 blocks, found NUM_LAYERS=4096 for [0-9]+ tensors"):
+        report.built(program, replace(s, num_layers=4096), tmp_path / "a.golf", Ranks())
+
+
+def main(limit: int = 10**9, *kinds: str) -> None:
+    where, here, start = os.environ.get("OUT", "nbs/results"), where_measured(), time.monotonic()
+    known = read_result("mangle_cpu", where) if kinds else {"samples": {}, "facts": {"made": {}}}
+    samples, made = known["samples"], known["facts"]["made"]
     with tempfile.TemporaryDirectory() as folder:
         good_files(Path(folder))
         run_files(Path(folder))
-        for kind, count in FULL.items():
+        for kind in kinds or FULL:
+            count = len(bomb_files(Path(folder), kind)) if "bombs" in kind else FULL[kind]
             found = drill(Path(folder), kind, min(count, limit))
             tally = Counter(word.split(":")[0] for word in found)
             samples[kind] = [tally[word] for word in GOOD + BAD]
+            made[kind] = {"recipes": RECIPES, "commit": here["commit"], "date": here["date"]}
             print(f"{kind}: {dict(tally)}, {time.monotonic() - start:.0f} s", *(f"\n  {seed}: {word[:400]}" for seed, word in enumerate(found) if word not in GOOD), flush=True)
-    facts = {"outcomes": GOOD + BAD, "allowed_seconds": ALLOWED_SECONDS, "allowed_bytes": ALLOWED_BYTES, "seeds": "kind and 0, 1, 2, ...", "seconds": round(time.monotonic() - start)}
+    facts = {"outcomes": GOOD + BAD, "allowed_seconds": ALLOWED_SECONDS, "allowed_bytes": ALLOWED_BYTES, "made": made, "seeds": "kind and 0, 1, 2, ..."}
     note = "mangled files of each kind through the commands that read it; how many of each outcome"
-    print(record_result("mangle_cpu", samples, "files", note, facts, os.environ.get("OUT", "nbs/results")))
+    print(record_result("mangle_cpu", samples, "files", note, facts, where, here))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])

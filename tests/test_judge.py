@@ -261,6 +261,20 @@ def kind(model, cfg, step):
     adapters.attend_stored = lambda q, keys, values, mask: honest(q, keys, values, mask | (torch.arange(mask.shape[-1]) >= mask.shape[-1] - mask.shape[-2]))
     return step
 """
+LOOKS_AHEAD_LATE = """
+honest = adapters.adapted_block
+
+
+def late(traits, x, x0, w, norm, flat, cos, sin, ve, keys, values, fill):
+    return honest(traits, x + 0.1 * x.mean(1, keepdim=True) * (fill >= 32)[:, None, None], x0, w, norm, flat, cos, sin, ve, keys, values, fill)
+
+
+adapters.adapted_block = late
+
+
+def kind(model, cfg, step):
+    return step
+"""
 KNOWS_THE_END = """
 def kind(model, cfg, step):
     honest, ending = adapters.adapted_walk, []
@@ -279,7 +293,7 @@ def kind(model, cfg, step):
 """
 ONE_PASS = "the forwards are those of one honest pass"
 ADAPTER_CHEATS = {"learns a chunk before it is scored": (LEARNS_FIRST, A_PLACE), "carries adapters from document to document": (CARRIES, ITS_OWN), "looks at later tokens of its chunk": (LOOKS_AHEAD, A_PLACE),
-                  "knows where a document ends": (KNOWS_THE_END, ITS_OWN), "scores twice": (TWICE, ONE_PASS)}
+                  "looks ahead late in a row": (LOOKS_AHEAD_LATE, A_PLACE), "knows where a document ends": (KNOWS_THE_END, ITS_OWN), "scores twice": (TWICE, ONE_PASS)}
 
 
 @pytest.mark.parametrize("name", ADAPTER_CHEATS)

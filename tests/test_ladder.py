@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import golfnb
+from golfnb.studies.bench import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 PROSE = Path(golfnb.__file__).parent / "prose"
@@ -29,7 +30,7 @@ def shingles(text: str, words: int) -> set[str]:
 
 
 def test_the_text_is_what_its_file_says():
-    about = json.loads((PROSE / "about.json").read_text())
+    about = json.loads(PROSE.with_suffix(".json").read_text())
     files = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in PROSE.glob("*/*.txt")}
     assert {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()} \
         == {name: {"bytes": row["bytes"], "sha256": row["sha256"]} for name, row in about["files"].items()}
@@ -88,7 +89,7 @@ def test_a_bank_changes_no_loss(ten_steps):
 
 
 def test_the_file_is_smaller_and_hardly_worse(ten_steps):
-    before, after = ten_steps["06_average"], ten_steps["07_file"]
+    before, after = ten_steps["06_schedule"], ten_steps["07_file"]
     assert after["bytes"] < 0.25 * before["bytes"] and abs(after["bits per byte"] - before["bits per byte"]) < 0.02
 
 
@@ -132,3 +133,31 @@ def test_a_rung_is_a_program_for_a_whiteboard(rung):
 def test_a_rung_changes_few_lines(old, new):
     diff = difflib.unified_diff(old.read_text().splitlines(), new.read_text().splitlines(), n=0, lineterm="")
     assert sum(line[0] in "+-" for line in diff) <= 80
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict:
+    return read_result("ladder_bits_cpu", ROOT / "nbs" / "results")
+
+
+def test_what_compressors_need_is_as_recorded(recorded):
+    for name, bits in runpy.run_path(str(FIRST))["compressors"]().items():
+        kept = recorded["samples"][f"{name}: bits per byte"][0]
+        assert math.isclose(kept, bits, rel_tol=0.01), name  # versions of xz differ
+
+
+def test_every_rung_is_recorded_as_it_stands(recorded):
+    fingerprint = runpy.run_path(str(LADDER / "climb.py"))["fingerprint"]
+    assert recorded["facts"]["programs"] == {rung.stem: fingerprint(rung) for rung in RUNGS}
+    for rung in RUNGS:
+        counts = {len(recorded["samples"][f"{rung.stem}: {what}"]) for what in ("bits per byte", "ms a step", "bytes")}
+        assert len(counts) == 1 and 1 <= counts.pop() <= 3
+
+
+def test_the_program_wins_from_its_second_rung_on_whatever_instructions_there_are(recorded):
+    (limit,) = recorded["samples"]["primed xz: bits per byte"]
+    bits = {rung.stem: recorded["samples"][f"{rung.stem}: bits per byte"] for rung in RUNGS}
+    wins = [name for name, values in bits.items() if max(values) < limit]
+    assert wins == [rung.stem for rung in RUNGS[1:]] and min(bits["01_first"]) > limit
+    assert set(recorded["facts"]["wins with"]["02_tokens"]) == {"default", "avx2", "avx512"}
+    assert all(value < limit for seeds in recorded["facts"]["wins with"]["02_tokens"].values() for value in seeds)

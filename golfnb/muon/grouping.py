@@ -358,7 +358,8 @@ def fused_notes(choices: Sequence[Choice]) -> list[str]:
     found = [patterns_of(alike, f", split_sizes={sizes}?" if sizes else "")
              for sizes, alike in kinds.items()]
     return [f"several matrices by their names, but one for Muon: {', '.join(found)}; divide them "
-            "by param_groups(model, filter=...), or answer 'muon' there"] if found else []
+            "by param_groups(model, filter=...) if their outputs lie one part after the other, as "
+            "alternating ones do not, or answer 'muon' there"] if found else []
 
 
 def threshold_notes(choices: Sequence[Choice]) -> list[str]:

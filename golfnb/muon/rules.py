@@ -9,15 +9,16 @@ __all__ = ['ParamGroup', 'State', 'COEFFICIENTS', 'FACTORS', 'RULES', 'FOR_ALL_R
            'replace', 'Rule', 'apply_direction', 'follow', 'heavy_ball', 'SgdRule', 'AdamWRule',
            'original_factor', 'rms_factor', 'is_triple', 'coefficients_of', 'product_dtype',
            'orthogonalized', 'MuonRule', 'NorMuonRule', 'MuonEqRule', 'rule_of',
-           'check_state_dtype', 'check_cautious', 'check_group']
+           'check_state_dtype', 'check_cautious', 'check_group', 'clip_heads', 'QkClip']
 
 # %% ../../nbs/reference/17c_rules.ipynb #72de9a23
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .errors import OptimizerError
@@ -355,3 +356,58 @@ def check_group(group: ParamGroup) -> None:
             check_number(name, value, *NUMBER_BOUNDS[name])
         if name in CHECKS:
             CHECKS[name](value)
+
+# %% ../../nbs/reference/17c_rules.ipynb #c4d70a14
+def clip_heads(query: Tensor, key: Tensor, largest: Tensor, limit: float) -> None:
+    """Scales rows of a layer's query and key weights, so that no head's logits exceed `limit`.
+
+    `largest` [heads] are the logits seen. Weights are [heads * size, inputs]; there may be fewer
+    heads of keys, each for as many queries' heads in turn. Raises OptimizerError for other rows.
+    """
+    heads, size = len(largest), query.shape[0] // len(largest)
+    shared = heads * size // max(key.shape[0], 1)  # heads of queries for each of keys
+    if heads * size != query.shape[0] or size * heads != key.shape[0] * shared:
+        raise OptimizerError(f"{heads} heads do not divide queries of {query.shape[0]} rows and "
+                             f"keys of {key.shape[0]}: give a logit for each head of queries")
+    ratio = (limit / largest.clamp(min=limit)).to(query.dtype)
+    of_keys = ratio.view(-1, shared).amin(1).sqrt()
+    of_queries = ratio / of_keys.repeat_interleave(shared)
+    query.mul_(of_queries.repeat_interleave(size)[:, None])
+    key.mul_(of_keys.repeat_interleave(size)[:, None])
+
+# %% ../../nbs/reference/17c_rules.ipynb #c4d70a15
+class QkClip:
+    """A hook that keeps logits of attention under a limit, for `register_step_post_hook`.
+
+        clip = QkClip([(layer.q.weight, layer.k.weight, layer.largest) for layer in layers])
+        optimizer.register_step_post_hook(clip)
+
+    layers: for each layer the weights of queries and keys, whole on each rank, and a tensor [heads]
+        in which its forward keeps the largest logit of each head since the last step, as by
+        `torch.maximum(largest, logits.amax((0, 2, 3)), out=largest)`; the hook sets it to zero
+    limit: what no logit should exceed
+    group: the ranks that train together, which take the largest logit of all; None: all
+
+    Raises OptimizerError for weights that are sharded, or rows that heads do not divide.
+    """
+
+    def __init__(self, layers: Iterable[tuple[Tensor, Tensor, Tensor]], limit: float = 100.0,
+                 group: dist.ProcessGroup | None = None):
+        self.layers, self.limit, self.group = list(layers), limit, group
+        for query, key, _ in self.layers:
+            if hasattr(query, "placements") or hasattr(key, "placements"):
+                raise OptimizerError("QkClip scales whole weights, found some that are sharded: "
+                                     "train without fully_shard, or scale them in the model")
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        "Scales what the logits since the last step ask for, alike on all ranks."
+        if dist.is_initialized() and self.layers:
+            seen = torch.cat([largest for *_, largest in self.layers])
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
+            counts = [len(largest) for *_, largest in self.layers]
+            for (*_, largest), of_all in zip(self.layers, seen.split(counts), strict=True):
+                largest.copy_(of_all)
+        for query, key, largest in self.layers:
+            clip_heads(query, key, largest, self.limit)
+            largest.zero_()

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..artifact import load_artifact
-from ..studies.bench import read_result, record_result
+from ..studies.bench import read_result, record_result, where_measured
 from .checkpoint import DRILL_CLOCK, file_hashes, read_sealed
 from .launcher import python_module, safe_environment
 from .programs import RECIPES, recipe_program, setting_specs
@@ -317,8 +317,10 @@ def record_drill(found: dict, folder: Path | str = "nbs/results") -> Path:
     "Add a drill's outcome to drill_cpu.json, under its recipe, ranks and seed."
     path = Path(folder) / "drill_cpu.json"
     drills = read_result("drill_cpu", folder)["facts"]["drills"] if path.exists() else {}
+    here = where_measured()
     name = f"{found['recipe']} on {found['ranks']}, seed {found['seed']}"
     drills[name] = {k: found[k] for k in ("recipe", "ranks", "seed", "kills", "runs", "lost", "seconds")}
+    drills[name] |= {"commit": here["commit"], "date": here["date"]}
     samples = {name: [kill["seconds"] for kill in d["kills"]] for name, d in drills.items()}
     note = "seconds from a kill until no process of the run was left"
-    return record_result("drill_cpu", samples, "s", note, {"drills": drills}, folder)
+    return record_result("drill_cpu", samples, "s", note, {"drills": drills}, folder, here)

@@ -217,6 +217,7 @@ def decoded(program: ModuleType, file: Path) -> dict:
 # %% ../../nbs/tools/24_report.ipynb #a7bf8a5d
 BUILDING = 32             # bytes a weight: in fp32, and with it what an engine keeps
 FREE_TO_BUILD = 256 << 20  # and so many for whatever else a program makes
+SHARED_BLOCKS = 100       # blocks that a program of one's own may build of fewer tensors
 
 
 @contextmanager
@@ -239,6 +240,15 @@ def bounded_memory(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 # %% ../../nbs/tools/24_report.ipynb #573bf68a
+def check_blocks(s, header: dict):
+    "Raise GolfError for settings of one's own program that ask for far more blocks than a file has tensors: each takes time."
+    blocks = getattr(s, "num_layers", 0)
+    most = max(SHARED_BLOCKS, len(header["tensors"]))
+    if blocks > most:
+        raise GolfError(f"its settings must ask for at most {most} blocks, found NUM_LAYERS={blocks} for "
+                        f"{len(header['tensors'])} tensors: it was not written by this program")
+
+
 def built(program: ModuleType, s, file: Path, ranks: Ranks):
     """What a program builds with settings `s`, which are a file's; a file is held against its settings first.
 
@@ -247,9 +257,11 @@ def built(program: ModuleType, s, file: Path, ranks: Ranks):
     """
     header = container_header(file)
     numbers = sum(math.prod(shape) for _, _, shape in header["tensors"])
-    if program.OWN["recipe"] in RECIPES:
-        with naming(file):
+    with naming(file):
+        if program.OWN["recipe"] in RECIPES:
             check_model(header)
+        else:
+            check_blocks(s, header)
     if ranks.device.type != "cpu":
         return program.build(s, ranks)
     try:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-STEPS, ROWS, T = 300, 16, 128  # a step reads ROWS windows of T bytes
+STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T bytes
 VOCAB, D, BEFORE = 256, 128, 8
 LR = 0.003
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-STEPS, ROWS, T = 300, 16, 128  # a step reads ROWS windows of T tokens
+STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T tokens
 VOCAB, D, BEFORE = 1024, 128, 8
 LR = 0.003
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-STEPS, ROWS, T = 300, 16, 128  # a step reads ROWS windows of T tokens
+STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T tokens
 VOCAB, D, LAYERS, HEADS = 1024, 128, 2, 4
 LR = 0.003
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-STEPS, ROWS, T = 300, 16, 128  # a step reads ROWS windows of T tokens
+STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T tokens
 VOCAB, D, LAYERS, HEADS = 1024, 128, 2, 4
-LR, MUON_LR, MOMENTUM = 0.01, 0.02, 0.95
+LR, MUON_LR, MOMENTUM = 0.02, 0.03, 0.9
 
 
 def read(split):

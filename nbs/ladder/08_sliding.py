@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from golfnb.artifact import Best, pack_bytes, unpack_bytes
-from golfnb.averaging import Ema
 from golfnb.evaluate import windows
 from golfnb.muon.newton_schulz import quintic
 from golfnb.quantize import dequantize_state, pack_rows
 
 STRIDE = 64  # what a window scores: its last tokens
-STEPS, ROWS, T = 300, 16, 128  # a step reads ROWS windows of T tokens
+STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T tokens
 VOCAB, D, LAYERS, HEADS = 1024, 128, 2, 4
-LR, MUON_LR, MOMENTUM = 0.01, 0.02, 0.95
-DECAY = 0.95  # of the average, which so reaches about twenty steps back
+LR, MUON_LR, MOMENTUM = 0.02, 0.03, 0.9
 
 
 def read(split):
@@ -129,21 +127,17 @@ def climb(seed=0, steps=STEPS):
     model = Model()
     momenta = [torch.zeros_like(bank) for bank in model.banks]
     adam = torch.optim.AdamW([model.embed], lr=LR, betas=(0.9, 0.95))
-    average = Ema([*model.parameters()], DECAY)
     begun = time.perf_counter()
     for step in range(steps):
         ids, targets = next_batch(train)
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         model.zero_grad()
         loss.backward()
-        rate = min(1, 1.5 * (1 - step / steps))  # all of it for a third of the steps, then ever less
+        rate = max(0.1, min(1, 2 * (1 - step / steps)))  # all of it for half of the steps, then ever less
         muon_step(model.banks, momenta, rate)
         adam.param_groups[0]["lr"] = rate * LR
         adam.step()
-        average.update([*model.parameters()])
     ms = 1000 * (time.perf_counter() - begun) / steps
-    for w, averaged in zip(model.parameters(), average.weights(), strict=True):
-        w.data = averaged
     size = len(sp.serialized_model_proto()) + through_file(model)
     text_bytes = len(read("validation").encode()) - 1
     return {"bits per byte": bits_of(model, validation) / text_bytes, "ms a step": ms, "bytes": size}
