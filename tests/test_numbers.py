@@ -36,6 +36,7 @@ ALLOWED = [  # chapter, words as they stand, source; a source that begins with "
     ("24b", "at 125 ms a step", "an invented run, from the cell"),
     ("23_cli", "(20,000 bytes are enough)", "the rule of the cell below, held by test_data"),
     ("23_cli", "at least 20 kB of text and at most 2 MB", "the rule of the same cell"),
+    ("lesson10", "with weights of 32 bits each", "definition of float32"),
     ("lesson01", "how probable each of the 256 bytes is", "= 2 ** 8"),
     ("lesson01", "were worth 4 % and 17 % of a score", "published: mistakes in submissions to the challenge, PRs #1271 and #1804"),
     ("01", "costs 8 bits a byte", "definition of a byte"),
