@@ -8,10 +8,14 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import nbformat
+import numpy as np
 import pytest
+import torch
 
+from golfnb.grid import dequantize_rows, quantize_rows, round_to_grid, row_clip, row_scale
 from golfnb.layout import LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, slots_of
 from golfnb.plan import CommSchedule, Event, MachineModel, comm_schedule, finish_us, predict
+from golfnb.quantize import entropy_bits, gptq_columns, hessian_factor
 from golfnb.settings import GolfError
 from golfnb.tools import figures
 
@@ -258,6 +262,151 @@ def test_the_sentence_says_what_happens_and_how_long_gpus_have_waited(chromium, 
     at = {e.stream: e.name for e in events if e.start_us <= us < e.end_us}
     assert at == {"net": "scatter kv_bank", "gpu": "work mlp_down_bank"}
     assert tab.inner_text(".golf-say").replace("\u00a0", " ") == f"At {us:.0f} µs the network reduce-scatters the gradients of kv; Newton-Schulz runs on mlp_down (2 slots on each rank). So far each GPU has waited {waited(events, us):.0f} µs."
+
+
+# bits
+
+def on_grid(row: list[float], clip: float, levels: int) -> dict:
+    "What the library makes of a row."
+    w, qmax = torch.tensor([row], dtype=torch.float64), (levels - 1) // 2
+    scale = row_scale(row_clip(w, 1.0) * clip, qmax)
+    q = quantize_rows(w, scale, qmax)
+    back = dequantize_rows(q, scale)
+    assert torch.equal(back, round_to_grid(w, torch.tensor([clip], dtype=torch.float64), qmax))
+    return {"scale": scale.item(), "integers": q[0].tolist(), "bits": entropy_bits(q.numpy()), "error": (back - w).square().mean().item()}
+
+
+def by_gptq(w: list[float], rho: float) -> tuple[list[int], list[int], list[float]]:
+    "Plain rounding and GPTQ of two weights, and both squared errors of the output."
+    h, pair, one = torch.tensor([[1, rho], [rho, 1]], dtype=torch.float64), torch.tensor([w], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    order, _, upper = hessian_factor(h, 0.0)
+    assert order.tolist() == [0, 1]
+    ways = [quantize_rows(pair, one, 31), gptq_columns(pair.clone(), one, upper)]
+    return ways[0][0].tolist(), ways[1][0].tolist(), [((q - pair) @ h @ (q - pair).T).item() for q in ways]
+
+
+def close(ours: float, theirs: float) -> bool:
+    return abs(ours - theirs) <= 1e-9 * max(1.0, abs(ours))
+
+
+def test_the_port_of_the_grid_gives_its_numbers_in_300_random_rows(chromium):
+    r = random.Random(0)
+    given = [[[r.gauss(0, 10 ** r.uniform(-7, 4)) for _ in range(r.randint(1, 300))], r.uniform(0.02, 1), 2 * r.randint(1, 63) + 1] for _ in range(298)]
+    given += [[[0.0] * 9, 0.5, 63], [[0.5, 1.5, -2.5, 31.0], 1.0, 63]]  # nothing but zeros; ties go to even integers
+    found = module(chromium, "bits").evaluate("given => given.map(([row, clip, levels]) => figure.onGrid(row, clip, (levels - 1) / 2))", given)
+    for case, theirs in zip(given, found, strict=True):
+        ours = on_grid(*case)
+        assert ours["integers"] == theirs["integers"] and ours["scale"] == theirs["scale"]
+        assert close(ours["bits"], theirs["bits"]) and abs(ours["error"] - theirs["error"]) <= 1e-9 * max(ours["error"], 1e-300)
+    assert found[-1]["integers"] == [0, 2, -2, 31]
+
+
+def test_the_port_of_gptq_gives_its_numbers_in_300_random_pairs(chromium):
+    r = random.Random(1)
+    given = [[[r.uniform(-3, 3), r.uniform(-3, 3)], r.uniform(-0.98, 0.98)] for _ in range(300)]
+    found = module(chromium, "bits").evaluate("""given => given.map(([w, rho]) => { const {integers} = figure.gptq(w, rho), plain = w.map(v => figure.nearest(v, 1, 31));
+        return [plain, integers, [plain, integers].map(p => figure.outputError(w, p, rho)), figure.factor(rho)]; })""", given)
+    differ = 0
+    for (w, rho), (plain, gptq, errors, upper) in zip(given, found, strict=True):
+        ours = by_gptq(w, rho)
+        assert ours[:2] == (plain, gptq) and all(map(close, ours[2], errors))
+        factor = hessian_factor(torch.tensor([[1, rho], [rho, 1]], dtype=torch.float64), 0.0)[2]
+        assert all(map(close, factor[torch.triu_indices(2, 2).unbind()].tolist(), upper))
+        differ += plain != gptq
+    assert differ > 20, "else nothing is told apart"
+
+
+def bits_row() -> list[float]:
+    return json.loads((ROOT / "nbs" / "results" / "row_first_program_cpu.json").read_text())["samples"]["row 0"]
+
+
+def check_row(tab, clip: float, levels: int) -> None:
+    "Bars, ticks beyond the clip, grid lines and the dots on both curves are the library's numbers."
+    row = bits_row()
+    ours = on_grid(row, clip, levels)
+    read = tab.evaluate("""() => { const part = document.querySelector('[data-part=row]'), all = (q, f) => [...part.querySelectorAll(q)].map(f), chart = part.querySelector('svg[aria-label^=Weights]');
+      return {numbers: ['scale', 'bits', 'error'].map(n => +chart.dataset[n]), counts: all('[data-q]', e => [+e.dataset.q, +e.dataset.n, +e.getAttribute('height')]), cut: all('[data-cut]', e => +e.dataset.cut),
+        ticks: all('[data-w]', e => +e.getAttribute('x1')), beyond: all('[data-beyond]', e => +e.dataset.w), grid: all('[data-grid]', e => [+e.dataset.grid, +e.getAttribute('x1')]),
+        curve: Object.fromEntries(all('[data-curve]', e => [e.dataset.curve, +e.dataset.value])), best: +part.querySelector('[data-best]').dataset.best}; }""")
+    assert all(map(close, [ours["scale"], ours["bits"], ours["error"]], read["numbers"]))
+    points, counts = np.unique(ours["integers"], return_counts=True)
+    assert sorted(read["counts"])[0][0] == points[0] and [c[:2] for c in sorted(read["counts"])] == [[q, n] for q, n in zip(points.tolist(), counts.tolist())]
+    tallest = max(c[2] for c in read["counts"])
+    assert all(c[2] == pytest.approx(tallest * c[1] / counts.max(), abs=1e-6) for c in read["counts"]), "heights are counts"
+    qmax = (levels - 1) // 2
+    assert read["beyond"] == [w for w in row if abs(w) > (qmax + 0.5) * ours["scale"]] and sum(read["cut"]) == len(read["beyond"])
+    top = max(map(abs, row))
+    assert [g[0] for g in read["grid"]] == pytest.approx([q * ours["scale"] for q in range(-qmax, qmax + 1) if abs(q * ours["scale"]) <= 1.04 * top], rel=1e-9)
+    scale = (max(read["ticks"]) - min(read["ticks"])) / (max(row) - min(row))
+    assert [x for _, x in read["grid"]] == pytest.approx([min(read["ticks"]) + scale * (g - min(row)) for g, _ in read["grid"]], abs=1e-6), "one axis for weights and grid"
+    spread = float(np.sqrt(np.mean(np.square(row))))
+    assert close(100 * ours["error"] ** 0.5 / spread, read["curve"]["error"]) and close(ours["bits"], read["curve"]["bits"])
+    errors = {c: on_grid(row, c / 100, levels)["error"] for c in range(5, 101)}
+    assert errors[round(100 * read["best"])] == min(errors.values())
+
+
+def check_pair(tab, w: list[float], rho: float) -> None:
+    "The points, the moved weight and the ellipses of equal error, which go through the points."
+    plain, gptq, errors = by_gptq(w, rho)
+    read = tab.evaluate("""() => { const part = document.querySelector('[data-part=pair]'), one = q => part.querySelector(q), num = (e, ...names) => names.map(n => +e.getAttribute(n));
+      const square = one('[data-plain]'), dot = one('[data-gptq]'), ways = ['plain', 'gptq'].map(n => one(`[data-ellipse=${n}]`));
+      return {w: one('[role=slider]').dataset.w, at: one('[role=slider]').getAttribute('transform'), plain: square.dataset.plain, gptq: dot.dataset.gptq, square: num(square, 'x', 'y').map(v => v + 7), dot: num(dot, 'cx', 'cy'),
+        errors: ways.map(e => +e.dataset.error), radii: ways.map(e => num(e, 'rx', 'ry')), moved: +one('[data-moved]').dataset.moved}; }""")
+    assert [float(v) for v in read["w"].split()] == pytest.approx(w, abs=1e-12)
+    assert (read["plain"], read["gptq"]) == (" ".join(map(str, plain)), " ".join(map(str, gptq))) and all(map(close, errors, read["errors"]))
+    assert read["moved"] == pytest.approx(w[1] + rho * (w[0] - gptq[0]), rel=1e-9, abs=1e-9)
+    at = [float(v) for v in re.findall(r"[-\d.]+", read["at"])]
+    for point, (x, y), error, (rx, ry) in zip((plain, gptq), (read["square"], read["dot"]), errors, read["radii"]):
+        along, across = (point[0] - w[0] + point[1] - w[1]) / 2 ** 0.5, (point[0] - w[0] - point[1] + w[1]) / 2 ** 0.5
+        if abs(point[0] - w[0]) > 0.01:
+            unit = (x - at[0]) / (point[0] - w[0])
+            assert y == pytest.approx(at[1] - unit * (point[1] - w[1]), abs=1e-6)
+            assert (along * unit / rx) ** 2 + (across * unit / ry) ** 2 == pytest.approx(1, rel=1e-9)
+
+
+@pytest.mark.parametrize("width, scheme", SCREENS)
+def test_each_control_of_bits_moves_its_marks(chromium, tmp_path, width, scheme):
+    tab, wrong = opened(chromium, tmp_path, figures.bits_figure(bits_row()), width, scheme)
+    assert not tab.query_selector(".golf-figure img") and letters(tab) >= 11
+    check_row(tab, 0.6, 63)
+    press(tab, "clip", "ArrowLeft", 20)
+    check_row(tab, 0.4, 63)
+    press(tab, "levels", "ArrowLeft", 24)
+    check_row(tab, 0.4, 15)
+    for key, clip in (("Home", 0.05), ("End", 1.0)):
+        press(tab, "clip", key)
+        check_row(tab, clip, 15)
+    for key, levels in (("Home", 3), ("End", 127)):
+        press(tab, "levels", key)
+        check_row(tab, 1.0, levels)
+    check_pair(tab, [0.6, 0.7], 0.9)
+    press(tab, "rho", "ArrowLeft", 30)
+    check_pair(tab, [0.6, 0.7], -0.6)
+    tab.focus("[role=slider]")
+    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "ArrowLeft", *["ArrowDown"] * 5):
+        tab.keyboard.press(key)
+    assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    check_pair(tab, [0.65, 0.5], -0.6)
+    assert tab.get_attribute("[role=slider]", "aria-valuetext") == "0.65 and 0.50"
+    box = tab.locator("[role=slider] circle:last-child").bounding_box()
+    tab.mouse.move(box["x"] + 8, box["y"] + 8)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 8 - 60, box["y"] + 8 + 40, steps=4)
+    tab.mouse.up()
+    w = [float(v) for v in tab.get_attribute("[role=slider]", "data-w").split()]
+    assert w[0] < 0.1 and w[1] < 0.2
+    check_pair(tab, w, -0.6)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width and letters(tab) >= 11
+    assert not tab.evaluate("[...document.querySelectorAll('input')].filter(e => !e.labels.length && !e.ariaLabel).length") and not wrong
+
+
+def test_the_words_under_bits_say_the_numbers(chromium, tmp_path):
+    tab, _ = opened(chromium, tmp_path, figures.bits_figure(bits_row()))
+    ours = on_grid(bits_row(), 0.6, 63)
+    row, pair = (words.replace("\u00a0", " ") for words in tab.locator(".golf-say").all_inner_texts())
+    assert f"A coder needs {ours['bits']:.2f} bits a weight" in row
+    plain, gptq, errors = by_gptq([0.6, 0.7], 0.9)
+    assert (plain, gptq) == ([1, 1], [1, 0]) and pair.endswith(f"The output's squared error is {errors[0]:.3f} with plain rounding and {errors[1]:.3f} with GPTQ.")
 
 
 # where it stands

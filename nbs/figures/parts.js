@@ -28,6 +28,8 @@ html[data-theme="dark"] .golf-figure, body[data-jp-theme-light="false"] .golf-fi
 .golf-choice input { position: absolute; inset: 0; opacity: 0; margin: 0; cursor: pointer; }
 .golf-choice label:has(:focus-visible) { outline: 3px solid var(--ink); outline-offset: -3px; }
 .golf-figure :is(input[type="range"], svg [tabindex]):focus-visible { outline: 2px solid var(--ink); outline-offset: 2px; border-radius: 4px; }
+.golf-figure:has(.golf-parts) { max-width: 60rem; }
+.golf-parts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: 0.5rem 2.5rem; }
 .golf-legend { display: flex; flex-wrap: wrap; gap: 0.15rem 1.1rem; margin: 0 0 0.4rem; padding: 0; font-size: 13px; }
 .golf-legend span { white-space: nowrap; }
 .golf-legend svg { display: inline-block; width: 12px; height: 12px; margin-right: 0.35rem; vertical-align: -1px; }
