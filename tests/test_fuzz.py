@@ -575,7 +575,7 @@ def taken(work) -> tuple:
     return ours.recv()
 
 
-@pytest.mark.parametrize("bomb, load, times", [("bombs/026.pr399", load_artifact, 6), ("bombs/044.pr399", load_model, 8), ("trellis bombs/026.pr399", load_artifact, 6), ("trellis bombs/044.pr399", load_model, 8)])
+@pytest.mark.parametrize("bomb, load, times", [("bombs/026.pr1060", load_artifact, 6), ("bombs/044.pr1060", load_model, 8), ("trellis bombs/026.pr1060", load_artifact, 6), ("trellis bombs/044.pr1060", load_model, 8)])
 def test_loading_takes_the_stated_multiple_of_what_is_needed(good, bomb, load, times):
     "Of the decoded bytes, and of the fp32 weights that the settings ask for: a section of 16 MiB, a model of 22 million weights, or of 10 on a trellis, in files of some KB."
     path = good / f"{bomb}.golf"

@@ -385,7 +385,7 @@ class QkClip:
     layers: for each layer the weights of queries and keys, whole on each rank, and a tensor [heads]
         in which its forward keeps the largest logit of each head since the last step, as by
         `torch.maximum(largest, logits.amax((0, 2, 3)), out=largest)`; the hook sets it to zero
-    limit: what no logit should exceed
+    limit: what a logit is brought back to where it exceeds it
     group: the ranks that train together, which take the largest logit of all; None: all
 
     Raises OptimizerError for weights that are sharded, or rows that heads do not divide.
