@@ -57,7 +57,7 @@ def checks_dir() -> Path:
     "The folder of the hidden tests, a file a lesson. Raises GolfError if the book is nowhere."
     return notebook_dir() / "lessons" / "checks"
 
-
+# %% ../../nbs/tools/26c_check.ipynb #3191d5d8
 def hints_of(test: Callable) -> list[str]:
     "The numbered items of a hidden test's docstring."
     items = re.split(r"(?m)^\s*\d\. ", inspect.getdoc(test) or "")
@@ -74,7 +74,7 @@ def lesson_tasks(path: Path) -> dict[str, Task]:
             tasks[task] = Task(task, test, hints_of(test))
     return tasks
 
-
+# %% ../../nbs/tools/26c_check.ipynb #121fd46e
 def find_task(name: str) -> Task:
     "A task by its name. Raises GolfError, with the names of those that there are."
     lesson, _, part = name.partition(".")
@@ -108,7 +108,7 @@ def verdict(task: Task, *found) -> tuple[bool, str, Score | None]:
     said = "right" if score is None else f"passed with {score}"
     return True, said, score
 
-
+# %% ../../nbs/tools/26c_check.ipynb #e3c31f67
 def raised_at(error: BaseException) -> str:
     "The place in the reader's own lines where an error came from."
     frames = traceback.extract_tb(error.__traceback__)
@@ -172,7 +172,7 @@ def keep(name: str, passed: bool, score: Score | None, folder: Path) -> None:
     board[name] = value
     atomic_write(lab / ".lab" / "board.json", json.dumps(board, indent=1))
 
-
+# %% ../../nbs/tools/26c_check.ipynb #9cd7b106
 def board_lines(lab: Path | None) -> list[str]:
     "What `golfnb check` shows: a line a lesson, tasks with what has been reached."
     board = read_board(lab) if lab else {}
