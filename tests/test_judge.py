@@ -265,8 +265,9 @@ LOOKS_AHEAD_LATE = """
 honest = adapters.adapted_block
 
 
-def late(traits, x, x0, w, norm, flat, cos, sin, ve, keys, values, fill):
-    return honest(traits, x + 0.1 * x.mean(1, keepdim=True) * (fill >= 32)[:, None, None], x0, w, norm, flat, cos, sin, ve, keys, values, fill)
+def late(traits, matrices, x, *others):
+    fill = others[-1]
+    return honest(traits, matrices, x + 0.1 * x.mean(1, keepdim=True) * (fill >= 32)[:, None, None], *others)
 
 
 adapters.adapted_block = late
