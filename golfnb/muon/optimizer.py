@@ -95,6 +95,7 @@ from .rules import (
     rule_of,
 )
 from .state import (
+    LATER,
     MatrixState,
     Member,
     MemberState,
@@ -1167,6 +1168,9 @@ class ParallelMuon(torch.optim.Optimizer):
             self.state = live
         for group in saved["param_groups"]:
             group["rule"] = rule_word(group["rule"])
+            for word in LATER:
+                if not group.get(word):
+                    group.pop(word, None)
         return saved
 
     @torch.no_grad()
