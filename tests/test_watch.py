@@ -137,6 +137,14 @@ def test_how_long_the_rest_takes_is_said(tmp_path):
     assert len(said) == 1, "a run that ended before has nothing to say"
 
 
+def test_a_run_whose_numbers_may_not_be_read_says_so_alone(tmp_path, monkeypatch):
+    def refused(*words):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(watch, "read_events", refused)
+    watch.foretell(tmp_path, None, pytest.fail, 0.01)
+
+
 STEP = '{"event": "step", "step": %d, "loss": 3.5, "ms": 20}\n'
 
 

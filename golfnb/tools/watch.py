@@ -92,7 +92,10 @@ def foretell(folder: Path, cfg, say: Callable[[str], None] = print, wait_s: floa
     at = 0
     while len(times) < 10 and not (Path(folder) / "summary.json").exists():
         time.sleep(wait_s)
-        events, at = read_events(folder, at)
+        try:
+            events, at = read_events(folder, at)
+        except PermissionError:  # the run itself says so
+            return
         times += [e["ms"] for e in events if e["event"] == "step"]
     tokens = val_tokens_of(folder)
     if times and tokens:
