@@ -138,5 +138,6 @@ def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTab
             f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
     tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
     log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
-    return bits_per_byte(-log_prob[tokens[1:]].sum(),
-                         target_bytes(table, tokens[:-1], tokens[1:]).sum())
+    seen = torch.bincount(tokens[1:], minlength=len(counts))
+    nats = -math.fsum((seen * log_prob).tolist())  # exact, so that no number of threads changes it
+    return bits_per_byte(nats, target_bytes(table, tokens[:-1], tokens[1:]).sum())

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 9cb292eb588e7f62
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source e6109d1b0d347a20
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -494,8 +494,9 @@ def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTab
             f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
     tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
     log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
-    return bits_per_byte(-log_prob[tokens[1:]].sum(),
-                         target_bytes(table, tokens[:-1], tokens[1:]).sum())
+    seen = torch.bincount(tokens[1:], minlength=len(counts))
+    nats = -math.fsum((seen * log_prob).tolist())  # exact, so that no number of threads changes it
+    return bits_per_byte(nats, target_bytes(table, tokens[:-1], tokens[1:]).sum())
 
 
 # ---- golfnb/layers.py ----

@@ -9,7 +9,7 @@ import sentencepiece as spm
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.bpb import bits_per_byte, byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash, unigram_bpb
+from golfnb.bpb import ByteTable, bits_per_byte, byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash, unigram_bpb
 from golfnb.settings import GolfError
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs", "how vexingly quick daft zebras jump, na\u00efve caf\u00e9s",
@@ -121,6 +121,22 @@ def test_unigram_against_plain_python(models):
     assert unigram_bpb(torch.from_numpy(counts), torch.from_numpy(val.astype(np.int64)), table) == unigram_bpb(counts, val, table)
     with pytest.raises(GolfError, match="340.*339"):
         unigram_bpb(counts[:-1], val, table)
+
+
+def test_unigram_is_the_same_to_the_bit_on_any_number_of_threads():
+    "A resumed run may have another number of them, and its summary must not differ."
+    table = ByteTable(torch.ones(1024, dtype=torch.int16), *torch.zeros(2, 1024, dtype=torch.bool))
+    before, found = torch.get_num_threads(), []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        counts, val = rng.integers(0, 1000, 1024), rng.integers(0, 1024, 39_001)
+        values = set()
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            values.add(unigram_bpb(counts, val, table))
+        found.append(len(values))
+    torch.set_num_threads(before)
+    assert found == [1] * 20
 
 
 @pytest.mark.parametrize("path", ["x.model", Path("x.model")])
