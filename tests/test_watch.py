@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -248,7 +249,7 @@ def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark")])
 def test_the_page_in_a_browser(slow_run, tmp_path, width, scheme):
     "It draws while the run goes on, fits a phone, asks nobody else, is read with the keyboard, and ends with the report."
-    sys.path.insert(0, "book")
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "book"))
     pytest.importorskip("playwright.sync_api", reason="playwright opens the page")
     from browse import FLAGS, find_chromium
     if not find_chromium():
