@@ -112,7 +112,7 @@ def verdict(task: Task, *found) -> tuple[bool, str, Score | None]:
 def raised_at(error: BaseException) -> str:
     "The place in the reader's own lines where an error came from."
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename.startswith(("<ipython", "/tmp/ipykernel")) or f.filename == READER]
+    own = [f for f in frames if "ipykernel" in f.filename or f.filename == READER]
     return f" (line {own[-1].lineno} of your cell)" if own else ""
 
 
