@@ -519,7 +519,7 @@ def test_matrices_that_look_fused_are_named_with_the_sizes_to_write(caplog):
         assert words in said
     assert ".wi." not in said and ".up." not in said and said == groups.notes[0]
     (three,) = groups.notes[1:]
-    assert "three times as many outputs" in three and "0-1.mlp.wide.weight" in three and "Wqkv" not in three
+    assert "(2 x [24, 8], split_sizes=(8,) * 3?)" in three and "wi.weight" not in three and "0-1.mlp.wide.weight" in three and "Wqkv" not in three
 
 
 def test_a_filter_settles_what_is_fused(caplog):

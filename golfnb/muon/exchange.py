@@ -6,11 +6,11 @@ rank that updates each matrix, and what became of them back.
 
 # %% auto #0
 __all__ = ['Prepare', 'SCRATCH_BYTES', 'is_dtensor', 'ParamMatrix', 'matrices_of', 'nth_chunk',
-           'cut_dims', 'Piece', 'overlap', 'piece_of', 'Transfer', 'Group', 'find_group',
-           'ranks_of', 'check_placement', 'HeldPart', 'part_at', 'place_here', 'part_here',
-           'counts_here', 'block_of', 'gradient_of', 'gradients_of', 'batch_of', 'runs_of',
-           'MatrixBucket', 'ReplicatedBucket', 'parts_of', 'Pieces', 'ShardedBucket',
-           'make_buckets']
+           'cut_dims', 'Piece', 'overlap', 'parts_within', 'piece_of', 'Transfer', 'Group',
+           'find_group', 'ranks_of', 'check_placement', 'HeldPart', 'part_at', 'place_here',
+           'part_here', 'counts_here', 'block_in', 'parts_in', 'block_of', 'gradient_of',
+           'gradients_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'parts_of',
+           'check_cuts', 'Pieces', 'ShardedBucket', 'make_buckets']
 
 # %% ../../nbs/reference/17d_exchange.ipynb #cfd93c19
 import math
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import OptimizerError
+from .grouping import check_split
 from .multi_tensor import copy_gradients
 from .owners import WorkItem, plan_owners
 
@@ -48,7 +49,8 @@ class ParamMatrix:
     """One matrix [rows, cols] of a parameter that is seen as rows [all, width].
 
     It begins at row `first` and column `left`. `group` is the parameter's group in the optimizer,
-    `number` the parameter's place in it.
+    `number` the parameter's place in it. With `repeats` its outputs lie in so many parts of one
+    size, from the beginning of one to that of the next `period` rows, or columns if `turned`.
     """
     name: str
     param: Tensor
@@ -59,11 +61,40 @@ class ParamMatrix:
     rows: int
     left: int
     cols: int
+    repeats: int = 1
+    period: int = 0
 
     @property
     def elements(self) -> int:
         "Rows times columns."
         return self.rows * self.cols
+
+    @property
+    def turned(self) -> bool:
+        "Whether its outputs are columns."
+        return bool(self.group.get("transposed", False))
+
+    @property
+    def size(self) -> int:
+        "Outputs of one part."
+        return (self.cols if self.turned else self.rows) // self.repeats
+
+    @cached_property
+    def entire(self) -> "Piece":
+        "All of it."
+        return Piece(slice(0, self.rows), slice(0, self.cols))
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        "How it lies in its parameter: [rows, cols], or in parts [parts, size, cols]."
+        return self.lies(self.entire)
+
+    def lies(self, piece: "Piece") -> tuple[int, ...]:
+        "How a piece of it lies: [r, c]; in parts [parts, size, c], turned [r, parts, size]."
+        r, c = piece.shape
+        if self.repeats == 1:
+            return r, c
+        return (r, c // self.size, self.size) if self.turned else (r // self.size, self.size, c)
 
     @cached_property
     def alone(self) -> bool:
@@ -83,9 +114,7 @@ class ParamMatrix:
     @cached_property
     def layer_shape(self) -> tuple[int, int]:
         "(outputs, inputs) of its layer."
-        if self.group.get("transposed", False):
-            return self.cols, self.rows
-        return self.rows, self.cols
+        return (self.cols, self.rows) if self.turned else (self.rows, self.cols)
 
 # %% ../../nbs/reference/17d_exchange.ipynb #0341bd14
 def stack_shape(name: str, p: Tensor, group: dict[str, Any]) -> tuple[int, int, int]:
@@ -99,14 +128,17 @@ def stack_shape(name: str, p: Tensor, group: dict[str, Any]) -> tuple[int, int, 
                          "rule='adamw', or flatten=True if it holds filters")
 
 # %% ../../nbs/reference/17d_exchange.ipynb #e566098b
-def split_outputs(name: str, outputs: int, group: dict[str, Any]) -> list[int]:
-    "The outputs of each of the matrices fused in one. Raises GolfError if they do not add up."
-    sizes = list(group.get("split_sizes") or [outputs])
-    whole = all(isinstance(size, int) for size in sizes)
-    if not whole or min(sizes) < 1 or sum(sizes) != outputs:
-        raise OptimizerError(f"split_sizes must be positive and add up to the {outputs} outputs "
-                             f"of {name}: found {tuple(sizes)}")
-    return sizes
+def split_outputs(name: str, outputs: int,
+                  group: dict[str, Any]) -> tuple[list[int], int]:
+    """The outputs of each of the matrices fused in one, and how often they repeat.
+
+    Raises GolfError if they do not add up.
+    """
+    sizes, repeats = group.get("split_sizes") or [outputs], group.get("repeats", 1)
+    check_split(name, outputs, sizes, repeats)
+    if len(sizes) == 1:  # one matrix has all, however often it is said
+        return [outputs], 1
+    return list(sizes), repeats
 
 # %% ../../nbs/reference/17d_exchange.ipynb #8ecd042a
 def local(t: Tensor) -> Tensor:
@@ -139,24 +171,25 @@ def check_view(name: str, p: Tensor, width: int):
 def matrices_of(name: str, p: Tensor, group: dict[str, Any], number: int) -> list[ParamMatrix]:
     """The matrices that a parameter holds, in order; none if it has no elements.
 
-    `group` may have `split_sizes`, `transposed` and `flatten`, as `param_groups` writes them.
-    Raises GolfError for a shape or strides without matrices, and for split_sizes that do not fit.
+    `group` may have `split_sizes`, `repeats`, `transposed` and `flatten`, as `param_groups` writes
+    them. Raises GolfError for a shape or strides without matrices, and for split_sizes that do not
+    fit.
     """
     count, rows, cols = stack_shape(name, p, group)
     if p.numel() == 0:
         return []
     check_view(name, p, cols)
     turned = bool(group.get("transposed", False))
-    sizes = split_outputs(name, cols if turned else rows, group)
+    sizes, repeats = split_outputs(name, cols if turned else rows, group)
     found = []
     for i in range(count):
         begin = 0
         for size in sizes:
             if turned:
-                place = (i * rows, rows, begin, size)
+                place = (i * rows, rows, begin, size * repeats)
             else:
-                place = (i * rows + begin, size, 0, cols)
-            found.append(ParamMatrix(name, p, group, number, cols, *place))
+                place = (i * rows + begin, size * repeats, 0, cols)
+            found.append(ParamMatrix(name, p, group, number, cols, *place, repeats, sum(sizes)))
             begin += size
     return found
 
@@ -207,9 +240,21 @@ def overlap(held: slice, begin: int, size: int) -> slice:
     return slice(start, min(max(held.stop - begin, start), size))
 
 
+def parts_within(held: slice, begin: int, m: "ParamMatrix") -> slice:
+    "What is held of the outputs of a matrix in parts, the first from `begin` on; whole parts."
+    before = [-(-(edge - begin) // m.period) for edge in (held.start, held.stop)]
+    start, stop = (min(max(parts, 0), m.repeats) for parts in before)
+    return slice(start * m.size, stop * m.size)
+
+
 def piece_of(m: ParamMatrix, part: "HeldPart") -> Piece:
     "What of a matrix lies in a part of its parameter."
-    return Piece(overlap(part.rows, m.first, m.rows), overlap(part.cols, m.left, m.cols))
+    rows, cols = overlap(part.rows, m.first, m.rows), overlap(part.cols, m.left, m.cols)
+    if m.repeats > 1 and m.turned:
+        cols = parts_within(part.cols, m.left, m)
+    elif m.repeats > 1:
+        rows = parts_within(part.rows, m.first, m)
+    return Piece(rows, cols)
 
 # %% ../../nbs/reference/17d_exchange.ipynb #8cf8698e
 @dataclass
@@ -362,23 +407,43 @@ def counts_here(p: Tensor) -> bool:
                    if how.is_replicate())
 
 # %% ../../nbs/reference/17d_exchange.ipynb #c842383f
-def block_of(m: ParamMatrix, t: Tensor) -> Tensor:
-    "What this rank holds of a matrix in `t`, a tensor like its parameter: a view [n, cols]."
-    part, piece = m.part, m.piece
+def block_in(m: ParamMatrix, rows: Tensor, part: HeldPart, piece: Piece) -> Tensor:
+    "A piece of a matrix in `rows`, a part of its parameter: a view of the shape `m.lies(piece)`."
     row, column = m.first - part.rows.start, m.left - part.cols.start
-    seen = as_rows(local(t), part.cols.stop - part.cols.start)
-    return seen[row + piece.rows.start:row + piece.rows.stop,
-                column + piece.cols.start:column + piece.cols.stop]
+    r, c = piece.rows, piece.cols
+    if m.repeats == 1:
+        return rows[row + r.start:row + r.stop, column + c.start:column + c.stop]
+    if not piece.elements:
+        return rows.new_empty(m.lies(piece))
+    return parts_in(m, rows, row, column, piece)
+
+
+def parts_in(m: ParamMatrix, rows: Tensor, row: int, column: int, piece: Piece) -> Tensor:
+    "A piece in parts, of a matrix whose first part begins at this row and column."
+    r, c = piece.rows, piece.cols
+    first, along = (column, c) if m.turned else (row, r)
+    begin = first + along.start // m.size * m.period
+    end = first + (along.stop // m.size - 1) * m.period + m.size
+    if m.turned:
+        return rows[row + r.start:row + r.stop, begin:end].unfold(1, m.size, m.period)
+    return rows[begin:end, column + c.start:column + c.stop].unfold(0, m.size, m.period).mT
+
+
+def block_of(m: ParamMatrix, t: Tensor) -> Tensor:
+    "What this rank holds of a matrix in `t`, a tensor like its parameter: a view."
+    part = m.part
+    rows = as_rows(local(t), part.cols.stop - part.cols.start)
+    return block_in(m, rows, part, m.piece)
 
 # %% ../../nbs/reference/17d_exchange.ipynb #67c496b2
 def gradient_of(m: ParamMatrix) -> Tensor:
-    """The gradient [n, cols] of what this rank holds of a matrix, zeros without one; to be read.
+    """The gradient of what this rank holds of a matrix, as it lies, zeros without one; to be read.
 
     Raises GolfError for a gradient that is placed unlike its parameter.
     """
     grad = m.param.grad
     if grad is None:
-        return local(m.param.detach()).new_zeros(()).expand(m.piece.shape)
+        return local(m.param.detach()).new_zeros(()).expand(m.lies(m.piece))
     if getattr(grad, "placements", None) != getattr(m.param, "placements", None):
         raise OptimizerError(f"the gradient of {m.name} must be placed as the parameter is: found "
                              f"{getattr(grad, 'placements', 'a plain tensor')}")
@@ -487,7 +552,7 @@ class ReplicatedBucket(MatrixBucket):
         self.shapes: list[tuple[int, ...]] = []
         for share in self.shares:
             self.sizes += [m.elements for m in share]
-            self.shapes += [(m.rows, m.cols) for m in share]
+            self.shapes += [m.shape for m in share]
             self.sizes.append(self.share_elements - sum(m.elements for m in share))
             self.shapes.append(())
 
@@ -507,7 +572,7 @@ class ReplicatedBucket(MatrixBucket):
         if self.average:
             received = self.arrived()
             self.parts = [received]
-            self.held = split_pieces(received, [(m.rows, m.cols) for m in self.mine])
+            self.held = split_pieces(received, [m.shape for m in self.mine])
         else:
             self.parts = self.held
         return self.held
@@ -571,6 +636,21 @@ def parts_of(m: ParamMatrix, ranks: Group) -> list[HeldPart]:
     chunks = [nth_chunk(slice(0, len(m.param)), ranks.world, n) for n in range(ranks.world)]
     return [HeldPart(slice(chunk.start * slices, chunk.stop * slices), slice(0, m.width), ())
             for chunk in chunks]
+
+
+def check_cuts(m: ParamMatrix, ranks: Group) -> None:
+    "Raises GolfError for a matrix in parts of which a rank holds some rows of one part alone."
+    if m.repeats == 1 or not is_dtensor(m.param):
+        return
+    for part in parts_of(m, ranks):
+        held, begin = (part.cols, m.left) if m.turned else (part.rows, m.first)
+        for edge in (held.start, held.stop):
+            number, inside = divmod(edge - begin, m.period)
+            if 0 <= number < m.repeats and 0 < inside < m.size:
+                raise OptimizerError(
+                    f"{m.name} has parts of {m.size} outputs, one in every {m.period}, and is cut "
+                    f"inside of one, at {edge}: shard it over a number of ranks that leaves "
+                    "repetitions whole, or leave split_sizes and repeats out of its group")
 
 
 class Pieces(MatrixBucket):
@@ -668,7 +748,8 @@ class ShardedBucket(Pieces):
 
     def results(self) -> list[Tensor]:
         "What became of the piece that this rank holds of each matrix in `everything`."
-        return split_pieces(self.arrived(), [piece.shape for piece in self.pieces])
+        shapes = [m.lies(piece) for m, piece in zip(self.everything, self.pieces, strict=True)]
+        return split_pieces(self.arrived(), shapes)
 
     def finish(self) -> list[tuple[ParamMatrix, Piece, Tensor]]:
         "Every matrix, the piece of it that this rank holds, and what became of that."
@@ -687,6 +768,7 @@ def make_buckets(matrices: Sequence[ParamMatrix], ranks: Group, average: bool = 
     kinds: dict[tuple, list[ParamMatrix]] = {}
     for m in matrices:
         check_placement(m.name, m.param, ranks)
+        check_cuts(m, ranks)
         apart = batch_of(m) if ranks.world == 1 else None
         kinds.setdefault((is_dtensor(m.param), m.param.dtype, apart), []).append(m)
     buckets: list[ReplicatedBucket | ShardedBucket] = []
