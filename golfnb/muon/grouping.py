@@ -229,6 +229,7 @@ class Choice:
     reason: str
     in_blocks: bool
     by_filter: bool = False
+    alternates: bool = False  # what is fused in it, as its layer says
 
 # %% ../../nbs/reference/17a_grouping.ipynb #878db267
 def usual_choices(places: dict[nn.Parameter, list[Place]], heads: list[str]) -> list[Choice]:
@@ -237,7 +238,8 @@ def usual_choices(places: dict[nn.Parameter, list[Place]], heads: list[str]) -> 
     for p, at in places.items():
         reason = reason_for_adamw(p, at, heads)
         options = {"rule": "adamw"} if reason else {"rule": "muon", **usual_options(p, at[0])}
-        found.append(Choice(at[0].name, p, options, reason, at[0].in_blocks))
+        alternates = getattr(at[0].layer, "is_concatenated", True) is False
+        found.append(Choice(at[0].name, p, options, reason, at[0].in_blocks, False, alternates))
     return found
 
 # %% ../../nbs/reference/17a_grouping.ipynb #9bcfc04f
@@ -310,7 +312,8 @@ def check_matrix(name: str, p: nn.Parameter, split_sizes=(), repeats=1, transpos
 BY_HEAD = ("query_key_value", "linear_qkv")  # GPT-NeoX, BLOOM, Falcon, Megatron
 QKV = ("qkv", "c_attn")  # as wide as the inputs, then two equal parts
 HALVES = ("gate_up", "up_gate", "gateup", "w13", "Wi", "to_kv", "kv_proj")
-UNEQUAL = ("in_proj", "kv_b", "adaln", "modulation")
+KEYS_AND_VALUES = ("kv_b",)  # of latent attention, a key and a value for each head
+UNEQUAL = ("in_proj", "adaln", "modulation")
 WIDE = {"up", "up_proj", "gate_proj", "fc1", "c_fc", "fc_in", "linear1", "lin1", "intermediate",
         "dense_h_to_4h", "w1", "w3", "wi", "wi_0", "wi_1", "q_proj", "q_b_proj"}  # are one
 
@@ -322,14 +325,18 @@ def named_so(name: str, words: Iterable[str]) -> bool:
     return any(word in short if word != word.lower() else word in own.lower() for word in words)
 
 
-def split_by_name(name: str, outputs: int, inputs: int) -> str | None:
+def split_by_name(name: str, outputs: int, inputs: int, alternates: bool = False) -> str | None:
     "How a matrix's name says that it is split; '' if it does not tell, None if it is one."
     others = (outputs - inputs) // 2
     if named_so(name, BY_HEAD):
         return "for n heads of size s split_sizes=(s, s, s), repeats=n?"
+    if named_so(name, KEYS_AND_VALUES):
+        return "for n heads with keys of k, values of v split_sizes=(k, v), repeats=n?"
     if named_so(name, QKV):
         unequal = others < 1 or inputs + 2 * others != outputs
         return "" if unequal else f"split_sizes={(inputs, others, others)}?"
+    if named_so(name, HALVES) and alternates:
+        return f"split_sizes=(1, 1), repeats={outputs // 2}?"
     if named_so(name, HALVES) and outputs % 2 == 0:
         return f"split_sizes={(outputs // 2,) * 2}?"
     return "" if named_so(name, UNEQUAL) else None
@@ -350,7 +357,9 @@ def may_be_fused(choice: Choice) -> bool:
 
 def named_split(choice: Choice) -> str | None:
     "How a matrix that is one for Muon is split by its name; '' if unknown, None if it is one."
-    return split_by_name(choice.name, *layer_shape(choice)) if may_be_fused(choice) else None
+    if not may_be_fused(choice):
+        return None
+    return split_by_name(choice.name, *layer_shape(choice), choice.alternates)
 
 
 def multiple_split(choice: Choice) -> str | None:
