@@ -244,7 +244,7 @@ class MatrixState(MemberState):
         width = matrices[0].width
         rows = as_rows(whole, width)
         everything = HeldPart(slice(0, len(rows)), slice(0, width), ())
-        return {m: block_in(m, rows, everything, m.entire) for m in matrices}
+        return {m: block_in(m, rows, everything, m.entire()) for m in matrices}
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         "The shape that state of this name has in a saved file."
