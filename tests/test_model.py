@@ -12,7 +12,7 @@ import golfnb.model
 from golfnb.kernels import fuse
 from golfnb.layers import rms_norm, softcap_loss, token_nll
 from golfnb.layout import bank_per_shape, matrix_names
-from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
+from golfnb.model import Block, Golf, drawn_state, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
 from golfnb.muon.jit import KERNELS
 from golfnb.quantize import captured_inputs
 from golfnb.recipes import pr549
