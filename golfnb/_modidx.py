@@ -237,6 +237,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                  'golfnb.frontier.attend_pieces': ('story/frontier.html#attend_pieces', 'golfnb/frontier.py'),
                                  'golfnb.frontier.band_mask': ('story/frontier.html#band_mask', 'golfnb/frontier.py'),
                                  'golfnb.frontier.cut_pieces': ('story/frontier.html#cut_pieces', 'golfnb/frontier.py'),
+                                 'golfnb.frontier.frontier_draws': ('story/frontier.html#frontier_draws', 'golfnb/frontier.py'),
                                  'golfnb.frontier.frontier_from_settings': ( 'story/frontier.html#frontier_from_settings',
                                                                              'golfnb/frontier.py'),
                                  'golfnb.frontier.gated_attention': ('story/frontier.html#gated_attention', 'golfnb/frontier.py'),
