@@ -474,9 +474,12 @@ def codec_faults(codec: Plain, step: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+        advice = f"mend its `{step}`"
+        if isinstance(error, MemoryError):
+            advice = "allow this process more memory"
         raise GolfError(f"codec {codec.name!r} must {step} a section, found {reason:.300}: "
-                        f"mend its `{step}`") from error
+                        f"{advice}") from error
 
 # %% ../nbs/story/11b_artifact.ipynb #5507df5d
 def stored_again(codec: Plain, raw: bytes, shapes: list) -> bytes:

@@ -9,8 +9,8 @@ __all__ = ['SHARED_KEYS', 'Lanes', 'Pieces', 'cut_pieces', 'in_blocks', 'band_ma
            'attend_banded', 'room_for_pieces', 'piece_edges', 'takes_edges', 'attend_pieces',
            'head_gates', 'smear_gated', 'mixed_skip', 'add_to_lanes', 'mean_lane', 'More',
            'gated_attention', 'gated_stream', 'two_lanes', 'FrontierSettings', 'loop_rules',
-           'long_order', 'in_order_of', 'Frontier', 'stream_loss', 'StreamForward', 'SavedFrontier',
-           'frontier_from_settings']
+           'long_order', 'in_order_of', 'Frontier', 'stream_loss', 'StreamForward',
+           'frontier_draws', 'SavedFrontier', 'frontier_from_settings']
 
 # %% ../nbs/story/05d_frontier.ipynb #629c2354
 import inspect
@@ -380,6 +380,19 @@ class StreamForward:
     def __call__(self, ids: Tensor, last_n: int | None = None) -> Tensor:
         "Logits [B, last_n, V] of rows [B, T]."
         return self.forward(ids, last_n, longest=self.longest)
+
+# %% ../nbs/story/05d_frontier.ipynb #8093968f
+def frontier_draws(cfg: FrontierSettings, seed: int) -> dict[str, Tensor]:
+    "All random tensors of a fresh `Frontier` by name, drawn in the published order (PR #2135)."
+    g = torch.Generator().manual_seed(seed)
+    table = torch.empty(cfg.vocab_size, cfg.model_dim).normal_(generator=g)  # thrown away
+    torch.nn.init.kaiming_uniform_(torch.empty(1, cfg.gate_window), a=math.sqrt(5), generator=g)
+    out = {"tok_emb.weight": table.normal_(0.0, cfg.tied_embed_init_std, generator=g)}
+    shapes = {m.name: (m.rows, m.cols) for _, _, m in bank_per_shape(cfg, 1)}
+    for parts in (("attn.c_q", "attn.c_k", "attn.c_v"), ("mlp.fc",)):
+        for name in (f"blocks.{i}.{part}.weight" for i in range(cfg.num_layers) for part in parts):
+            out[name] = torch.nn.init.orthogonal_(torch.empty(shapes[name]), generator=g)
+    return out
 
 # %% ../nbs/story/05d_frontier.ipynb #334b55fd
 @dataclass

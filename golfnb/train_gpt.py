@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source e6109d1b0d347a20
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 4a3b0b7b20d21283
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -1406,8 +1406,8 @@ def drawn_state(cfg: ModelSettings, seed: int) -> dict[str, Tensor]:
     return out | {f"{kind}.proj.weight": orthogonal(scalars[proj]) for kind, _, proj in kinds}
 
 
-def init_model(model: Golf, cfg: ModelSettings, seed: int):
-    "Fill a fresh model: published draws for `seed`, constants for the rest, rounded to bfloat16."
+def init_model(model: Golf, cfg: ModelSettings, seed: int, draws: Callable = drawn_state):
+    "Fill a fresh model: `draws(cfg, seed)`, constants for the rest, rounded to bfloat16."
     constant = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": model.skips.start,
                 "ve_layer_scales": 1.0, "q_gain": cfg.qk_gain_init, "bigram_scale": 0.05,
                 "ve_scale": 0.1} | model.starts
@@ -1419,7 +1419,7 @@ def init_model(model: Golf, cfg: ModelSettings, seed: int):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        state |= drawn_state(cfg, seed)
+        state |= draws(cfg, seed)
     finally:
         torch.set_num_threads(threads)
     load_named(model, {name: t.bfloat16() for name, t in state.items()})

@@ -22,7 +22,7 @@ import torch
 import golfnb.artifact as artifact
 from tiny import model_settings, settings_for
 
-from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd, artifact_ledger, decompress_section, export_safetensors, import_safetensors,
+from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd, artifact_ledger, check_codec, decompress_section, export_safetensors, import_safetensors,
                              ledger_rows, load_artifact, load_model, load_weights, open_own, pack_bytes, save_artifact, save_weights, seal, unpack_bytes)
 from golfnb.bpb import tokenizer_hash
 from golfnb.settings import GolfError
@@ -318,6 +318,17 @@ def test_a_codec_of_ones_own():
     assert same(unpack_bytes(data, Backwards())[1], toy()) and same(unpack_foreign(data, CODECS | Backwards().known())[1], toy())
     with pytest.raises(GolfError, match="'backwards'"):
         unpack_foreign(data)
+
+
+def test_a_codec_without_memory_is_not_at_fault():
+    class Large(Plain):
+        name = "large"
+
+        def compress(self, raw, shapes):
+            raise MemoryError
+
+    with pytest.raises(GolfError, match="must compress a section, found MemoryError: allow this process more memory"):
+        check_codec(Large())
 
 
 # --- on disk

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import golfnb.frontier as frontier
-from golfnb.frontier import (Frontier, FrontierSettings, add_to_lanes, attend_pieces, cut_pieces, head_gates, in_order_of, long_order, mean_lane, mixed_skip, piece_edges, smear_gated,
+from golfnb.frontier import (Frontier, FrontierSettings, add_to_lanes, attend_pieces, cut_pieces, frontier_draws, head_gates, in_order_of, long_order, mean_lane, mixed_skip, piece_edges, smear_gated,
                              stream_loss)
 from golfnb.layers import attend, exclusive, rms_norm, softcap_loss
 from golfnb.layout import bank_per_shape, matrix_names, mlp_in_one_bank
@@ -252,6 +252,20 @@ def test_a_fresh_model_begins_as_published():
     for name, value in dict(skip_weights=1, skip_gates=0, smear_weight=0, smear_rate=0, attn_gate=0, lane_post=1, lane_resid=1.1).items():
         assert torch.equal(named[name], torch.full_like(named[name], value).bfloat16().float()), name
     assert "smear_gate" not in named
+
+
+def test_a_seed_gives_the_weights_that_it_gives_the_published_script():
+    "The first three numbers of matrices, read off the published class in float32 with seed 7."
+    published = {
+        "tok_emb.weight": [0.0054, -0.00205, 0.00529],
+        "blocks.0.attn.c_q.weight": [-0.04836, 0.35956, -0.18089], "blocks.0.attn.c_k.weight": [0.11175, -0.11643, 0.07646],
+        "blocks.0.attn.c_v.weight": [-0.19183, -0.09455, 0.17565], "blocks.0.mlp.fc.weight": [0.12125, -0.16894, 0.23131],
+        "blocks.5.attn.c_q.weight": [0.26109, -0.16774, 0.07205], "blocks.5.attn.c_k.weight": [0.07041, 0.28329, 0.34964],
+        "blocks.5.attn.c_v.weight": [-0.0841, -0.24141, -0.35332], "blocks.5.mlp.fc.weight": [0.13355, -0.00363, 0.1945]}
+    drawn = frontier_draws(FrontierSettings(**SMALL, mlp_mult=2), 7)
+    for name, first in published.items():
+        assert drawn[name].flatten()[:3].tolist() == pytest.approx(first, abs=2e-5), name
+    assert len(drawn) == 1 + 4 * SMALL["num_layers"]
 
 
 # --- whatever else walks the blocks

@@ -3,12 +3,14 @@ import ast
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import golfnb.tools.launcher as launcher
 from golfnb.tools.joiner import END_WITH_TORCHRUN, pack_program
 from golfnb.tools.launcher import TORCHRUN, Relay, first_failures, package_dir, python_module, run_script, safe_environment, this_golfnb, usable_cores
 from golfnb.tools.programs import recipe_program, script_text
-from tiny import golfnb, one_sentence
+from tiny import clean_env, golfnb, one_sentence
 
 
 def told(lines: list[str], status: int) -> tuple[int, list[str]]:
@@ -299,3 +301,12 @@ def test_the_script_in_the_tree_is_the_joined_one_and_stands_alone():
     assert len(pack_program(text).encode()) < len(text.encode()) / 3
     marks = re.findall(r"(?m)^# ---- golfnb/(.+)\.py ----$", text)
     assert marks[:2] == ["muon/errors", "settings"] and marks[-1] == "recipes/pr549" and marks.index("train") < marks.index("run") and max(map(len, text.splitlines())) <= 110
+
+
+def test_torch_that_does_not_fit_ends_a_command_in_a_sentence(tmp_path):
+    "Its libraries end the process from C++, so another process imports it first where there is a limit."
+    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
+    limited = partial(resource.setrlimit, resource.RLIMIT_AS, (2**42, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    done = subprocess.run([sys.executable, "-m", "golfnb", "artifact", "inspect", "a.golf"], capture_output=True, text=True, cwd=tmp_path,
+                          env=clean_env(PYTHONPATH=str(tmp_path)), preexec_fn=limited)
+    assert done.returncode == 2 and one_sentence(done.stderr) and "memory of this process must suffice" in done.stderr, done.stderr

@@ -12,7 +12,7 @@ import golfnb.model
 from golfnb.kernels import fuse
 from golfnb.layers import rms_norm, softcap_loss, token_nll
 from golfnb.layout import bank_per_shape, matrix_names
-from golfnb.model import Block, Golf, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
+from golfnb.model import Block, Golf, drawn_state, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
 from golfnb.muon.jit import KERNELS
 from golfnb.quantize import captured_inputs
 from golfnb.recipes import pr549
@@ -347,13 +347,17 @@ def test_initial_draws_are_the_published_ones(seed, plan, world):
         assert torch.equal(t, want), name
 
 
-def test_weights_are_drawn_with_one_thread(monkeypatch):
-    cfg, seen, draw = settings_of(pr549, SMALL), [], golfnb.model.drawn_state
-    monkeypatch.setattr(golfnb.model, "drawn_state", lambda *args: seen.append(torch.get_num_threads()) or draw(*args))
+def test_weights_are_drawn_with_one_thread():
+    cfg, seen, draw = settings_of(pr549, SMALL), [], drawn_state
+
+    def watched(*args):
+        seen.append(torch.get_num_threads())
+        return draw(*args)
+
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        init_model(Golf(cfg, bank_per_shape(cfg, 1)), cfg, 1)
+        init_model(Golf(cfg, bank_per_shape(cfg, 1)), cfg, 1, watched)
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny import TINY, golfnb, tiny_data
+from tiny import TINY, clean_env, golfnb, tiny_data
 
 from golfnb.tools.joiner import join_program, pack_program
 from golfnb.tools.programs import copied_program, program_sha256
@@ -96,6 +96,59 @@ def test_workers_that_a_run_spawns_find_the_files(tmp_path):
     assert done.returncode == 0, done.stderr
     done = golfnb("score", "runs/a", "--audit", "--program", "mine.py", cwd=tmp_path)
     assert "rows that training reads are not validation text" in done.stdout, done.stderr
+
+
+BUILDS = """
+def doubled(n):
+    return 2 * n
+
+
+def build(s: Settings, ranks: Ranks) -> Parts:
+    "The model, once workers have had their turn."
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        print("doubled to", pool.submit(doubled, 3).result(), "and counted", pool.submit(len, Rows(4)).result(), flush=True)
+    return made(s, ranks)
+"""
+STARTS = ([Path(sys.executable).with_name("golfnb")], [sys.executable, "-m", "golfnb"], [sys.executable, "-m", "golfnb.tools.cli"])
+
+
+@pytest.fixture(scope="module")
+def spawning(tmp_path_factory):
+    "A folder with data and a run whose program starts a worker where it builds its model, and a pickle.py that must not run."
+    folder = tmp_path_factory.mktemp("spawning")
+    text = copied_program("demo", "mine")
+    text = text.replace("def build(", "def made(", 1) + BUILDS
+    text = text.replace("from functools import partial\n", "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\nfrom functools import partial\nfrom parts import Rows\n", 1)
+    put(folder, {"mine.py": text, "parts.py": PARTS})
+    words = [f"{k}={v}" for k, v in (TINY | tiny_data(folder) | {"RUN_ID": "a", "ITERATIONS": "2", "WARMDOWN_ITERS": "1", "TTT_ENABLED": "0"}).items() if k != "RECIPE"]
+    done = golfnb("train", "mine.py", "--nproc", 1, *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "pickle.py").write_text("open('ran', 'w')\n")
+    return folder
+
+
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: " ".join(start[1:]) or "golfnb")
+def test_workers_that_a_score_spawns_find_the_files(start, spawning):
+    "However the command is started, and nothing that lies in the current folder is run in their place."
+    done = subprocess.run([*start, "score", "runs/a", "--program", "mine.py"], capture_output=True, text=True, cwd=spawning, env=clean_env(PYTHONPATH=""), timeout=300)
+    assert done.returncode == 0 and "doubled to 6 and counted 4\n" in done.stdout, done.stderr
+    assert "val_bpb" in done.stdout and not (spawning / "ran").exists()
+
+
+@pytest.mark.parametrize("words", [["score", "--nproc", "2"], ["sample", "a", "--tokens", "1"]], ids=lambda words: words[0])
+def test_workers_of_other_commands_find_the_files(words, spawning):
+    command, *more = words
+    done = subprocess.run([*STARTS[0], command, "runs/a", *more, "--program", "mine.py"], capture_output=True, text=True, cwd=spawning, env=clean_env(PYTHONPATH=""), timeout=300)
+    assert done.returncode == 0 and "doubled to 6 and counted 4\n" in done.stdout, done.stderr
+    assert not (spawning / "ran").exists()
+
+
+def test_workers_that_play_spawns_find_the_files(spawning):
+    command = [*STARTS[0], "play", "runs/a", "--program", "mine.py", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=spawning, env=clean_env(PYTHONPATH="")) as page:
+        said = [next(page.stdout, ""), next(page.stdout, "")]
+        page.terminate()
+    assert said[0] == "doubled to 6 and counted 4\n" and "http://127.0.0.1" in said[1], said
 
 
 def test_a_traceback_names_the_file_and_the_line(tmp_path):

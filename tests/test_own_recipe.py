@@ -136,6 +136,9 @@ def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
     shutil.copy(root / "runs/a/artifact.golf", root / "alone.golf")
     sampled = golfnb("sample", "alone.golf", "Return", "--tokens", 4, "--program", "mine.py", "--tokenizer", root / "data/tokenizer.model", cwd=root)
     assert sampled.returncode == 0 and "no summary.json of its run" in sampled.stderr
+    assert golfnb("recipe", "copy", "demo", "other.py", cwd=root).returncode == 0
+    for words in (("sample", "alone.golf", "Return", "--tokens", 4), ("play", "alone.golf", "--no-browser")):
+        refused(golfnb(*words, "--program", "other.py", cwd=root), "must be of recipe other, .* found mine")
     done = golfnb("quantize", "runs/a", "--program", "mine.py", "-o", "again.golf", cwd=root)
     assert done.returncode == 0 and (root / "again.golf").read_bytes() == (root / "runs/a/artifact.golf").read_bytes(), done.stderr
 

@@ -19,6 +19,7 @@ from ..frontier import (
     Frontier,
     FrontierSettings,
     StreamForward,
+    frontier_draws,
     in_order_of,
     stream_loss,
 )
@@ -106,7 +107,7 @@ def build(s: Settings, ranks: Ranks, banks=mlp_in_one_bank, clip=ClipEach, rule=
     dtype = weight_dtype(s, ranks.device)
     model = Frontier(s, layout, dtype, ranks.device, s.attention, skips())
     fuse(model, usable_kernels(ranks.device, dtype))
-    init_model(model, s, s.seed)
+    init_model(model, s, s.seed, frontier_draws)
     matrices = BankRule(rule(), s.matrix_lr, s.muon_wd, ns_coefficients="polar_express",
                         ns_steps=s.muon_backend_steps)
     rest = AdamW(s.scalar_lr, s.tied_embed_lr, s.adam_wd, (s.beta1, s.beta2), s.adam_eps,

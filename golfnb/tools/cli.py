@@ -565,7 +565,8 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
 # %% ../../nbs/tools/23_cli.ipynb #37e9e266
 @command("data build", "documents -> tokenizer -> shards",
          arg("files", nargs="*", metavar="PATH", help="texts (.txt .md .rst or without an extension), "
-             ".jsonl[.gz], .json.gz, .txt.gz, .md.gz, .rst.gz, .parquet, .arrow, directories of them, or hf://datasets/OWNER/NAME; none: the "
+             ".jsonl[.gz|.zst], .json.gz, .csv[.gz], .txt.gz, .md.gz, .rst.gz, .parquet, .arrow, directories of them, or "
+             "hf://datasets/OWNER/NAME; none: the "
              "standard library's documentation"),
          arg("--field", default="text", metavar="NAME", help="of JSON lines, or column of tables (text)"),
          arg("--out", default="runs/data", help="directory for the shards"), TOKENIZER,
@@ -1344,8 +1345,8 @@ def sample_command(args) -> int:
     if (args.prompt is None) != args.interactive:
         found = "both; leave one out" if args.interactive else "neither; add a text in quotes to go on with, or -i"
         raise GolfError(f"sample: either a PROMPT or -i is expected, found {found}")
-    note_settings(args.program, args.file)
     player = book.play.Player(args.file, args.tokenizer, args.program)
+    note_settings(args.program, args.file)
     if not args.interactive:
         print(printable(args.prompt), end="")
         write_on(player, args.prompt, args)
@@ -1366,8 +1367,9 @@ def play_command(args) -> int:
     files = [args.file]
     if args.second:
         files.append(args.second)
+    players = [book.play.Player(file, program=args.program) for file in files]
     note_settings(args.program, *files)
-    return book.play.play(files, args.port, not args.no_browser, args.program)
+    return book.play.play(players, args.port, not args.no_browser)
 
 # %% ../../nbs/tools/23_cli.ipynb #51e9d511
 @command("report", "write a run's page with its plots, report.html",
@@ -1723,6 +1725,9 @@ def sentence_for(error: BaseException) -> str:
 # %% ../../nbs/tools/23_cli.ipynb #6e219490
 def main_process() -> None:
     "Run the command line as a process, and end it at once."
+    sys.modules["__main__"].__spec__ = __spec__  # what processes begin with that multiprocessing starts
+    os.environ["PYTHONSAFEPATH"] = "1"  # and they take nothing from the current folder
+    book.launcher.try_torch_first()
     gc.set_threshold(100_000)  # torch brings 250,000 objects, and none of them is garbage
     status = main_cli()
     os._exit(status)  # a rank that failed and left in order could wait for the others
@@ -1731,3 +1736,5 @@ def main_process() -> None:
 #| eval: false
 if __name__ == "__main__":
     main_process()
+elif __name__ == "__mp_main__":  # a process that a program starts finds its files as the program does
+    book.programs.find_program(os.environ[book.programs.LOADED])

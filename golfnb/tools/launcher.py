@@ -9,6 +9,7 @@ __all__ = ['TORCHRUN', 'MEMORY_GONE', 'NO_MEMORY', 'package_dir', 'checkout_comm
 # %% ../../nbs/tools/21_launcher.ipynb #b2c513d5
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -175,6 +176,24 @@ def run_module(module: str) -> None:
             raise
         print(f"golfnb: {MEMORY_GONE}", file=sys.stderr, flush=True)
         os._exit(2)
+
+# %% ../../nbs/tools/21_launcher.ipynb #5c1e7a41
+class FirstElsewhere:
+    "Lets another process import torch before this one does. Raises MemoryError where it cannot."
+
+    def find_spec(self, module: str, path=None, target=None) -> None:
+        if module != "torch":
+            return
+        sys.meta_path.remove(self)
+        done = subprocess.run([sys.executable, "-P", "-c", "import torch"], capture_output=True)
+        if done.returncode and b"ModuleNotFoundError" not in done.stderr:
+            raise MemoryError
+
+
+def try_torch_first() -> None:
+    "Where a limit of memory is set, end the import of torch by MemoryError if it would not fit."
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        sys.meta_path.insert(0, FirstElsewhere())
 
 # %% ../../nbs/tools/21_launcher.ipynb #e99e643d
 def this_golfnb() -> str:

@@ -344,7 +344,7 @@ def play_server(players: list[Player], port: int | None = None):
     return page_server(Handler, port, 8800)
 
 # %% ../../nbs/tools/25b_play.ipynb #543eb503
-def play(paths: list[str], port: int | None = None, browser: bool = True, program: str | None = None) -> int:
-    "Serve the page until Ctrl-C; GolfError for what is no artifact, and for a port that is taken."
-    run_server(play_server([Player(p, program=program) for p in paths], port), "play", browser)
+def play(players: list[Player], port: int | None = None, browser: bool = True) -> int:
+    "Serve the page until Ctrl-C; GolfError for a port that is taken."
+    run_server(play_server(players, port), "play", browser)
     return 0
