@@ -34,7 +34,7 @@ LOOK = r"""() => {
   const chapter = [...document.querySelectorAll('.bd-sidebar-primary li.current.active > a')].pop();
   if (innerWidth >= 1280 && chapter && (box(chapter).top < 0 || box(chapter).bottom > innerHeight)) said.push(`the sidebar does not show ${chapter.textContent.trim().slice(0, 40)}`);
   const frame = e => { for (let f = e.parentElement; f; f = f.parentElement) if (getComputedStyle(f).overflowX !== 'visible') return box(f); };
-  const moved = e => e.matches('[class*=golf-w] pre, .pst-scrollable-table-container table') && getComputedStyle(e.matches('pre') ? e : e.parentElement).overflowX === 'auto';  // a finger moves it sideways
+  const moved = e => e.matches('pre, table') && !e.querySelector('.golf-line') && [e, e.parentElement].some(f => getComputedStyle(f).overflowX === 'auto');  // a finger moves it sideways
   for (const e of [...document.querySelectorAll('article :is(pre, img, svg, figure, table)')].filter(e => innerWidth >= 500 || !moved(e))) {
     const f = frame(e) || {left: 0, right: innerWidth}, b = box(e), over = Math.max(b.right - Math.min(f.right, innerWidth), Math.max(f.left, 0) - b.left, e.scrollWidth - e.clientWidth);
     if (b.width && over > 1.5) said.push(`${e.tagName.toLowerCase()} is cut off by ${Math.round(over)} px: ${(e.innerText || e.alt || '').replace(/\s+/g, ' ').trim().slice(0, 60)}`);
