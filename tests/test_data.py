@@ -70,7 +70,7 @@ def test_hash_sees_borders_and_order(docs):
 
 @pytest.mark.parametrize("name, content, word", [
     ("a.txt", b"\xff\xfe", "UTF-8"), ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}\n', "line 2"), ("a.jsonl", b'["text"]\n', "line 1"),
-    ("a.jsonl", b'{"text": 3}\n', "line 1"), ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1"), ("a.jsonl", b"[" * 5000, "line 1"), ("a.csv", b"x", ".jsonl")])
+    ("a.jsonl", b'{"text": 3}\n', "line 1"), ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1"), ("a.jsonl", b"[" * 5000, "line 1"), ("a.csv", b"x", "--field"), ("a.pdf", b"x", ".jsonl")])
 def test_bad_documents_are_refused_in_a_sentence(tmp_path, name, content, word):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(GolfError, match=word) as caught:
@@ -613,6 +613,37 @@ def test_what_is_no_whole_regular_file_is_refused_and_null_is_empty(tmp_path):
     (tmp_path / "n.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": null}\n{"text": "b"}\n'))
     (tmp_path / "t.txt.gz").write_bytes(gzip.compress(b"c\n"))
     assert list(read_documents([tmp_path / "n.json.gz", tmp_path / "t.txt.gz"], skipped)) == ["a", "b", "c"] and len(skipped) == 1
+
+
+def test_columns_of_csv_and_lines_packed_by_zstd_are_documents(tmp_path):
+    "A text may have commas, quotes, line ends and any length; what is cut off is refused, not taken as one long text."
+    import csv
+    import gzip
+    import io
+
+    import pyarrow as pa
+
+    from golfnb.tools.data import read_documents
+
+    texts = ["a, b", 'he said "c"\nand d', "", "\u6f22 " * 100_000 + "e"]
+    rows = io.StringIO()
+    csv.writer(rows).writerows([["n", "text"], *enumerate(texts)])
+    (tmp_path / "a.csv").write_text("\ufeff" + rows.getvalue(), "utf-8", newline="")
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(rows.getvalue().encode()))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    for name, data in (("c.jsonl", lines), ("d.jsonl.gz", gzip.compress(lines)), ("e.jsonl.zst", pa.compress(lines, "zstd", asbytes=True))):
+        (tmp_path / name).write_bytes(data)
+    whole = [text for text in texts if text]
+    for name in ("a.csv", "b.csv.gz", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst"):
+        skipped = []
+        assert list(read_documents([tmp_path / name], skipped)) == whole and len(skipped) == 1, name
+    (tmp_path / "open.csv").write_text('n,text\n1,"never closed\n2,b\n')
+    (tmp_path / "other.csv").write_bytes(b"n,text\n1,caf\xe9\n")
+    (tmp_path / "cut.jsonl.zst").write_bytes((tmp_path / "e.jsonl.zst").read_bytes()[:-40])
+    for name, field, words in (("a.csv", "body", "'body', found n, text"), ("open.csv", "text", "open.csv must be a whole .csv"),
+                               ("other.csv", "text", "other.csv must be UTF-8"), ("cut.jsonl.zst", "text", "cannot read .*cut.jsonl.zst")):
+        with pytest.raises(GolfError, match=words):
+            list(read_documents([tmp_path / name], field=field))
 
 
 def test_linked_folders_are_read_once_and_what_is_not_read_is_named(tmp_path):

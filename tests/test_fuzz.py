@@ -213,27 +213,30 @@ print("CLEAN" if all(e[0] in ("pickle.find_class", "compile", "exec") for e in e
 
 
 class Trap:
+    def __init__(self, trace: Path):
+        self.trace = trace
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/golfnb-was-here",)
+        return os.system, (f"touch {self.trace}",)
 
 
 def test_nothing_that_is_read_is_executed_or_unpickled(tmp_path):
-    rng = random.Random(5)
+    rng, trace = random.Random(5), tmp_path / "was-here"
     for i, codec in enumerate(CODECS):
         data = pack_bytes(toy(), META, codec)
         (tmp_path / f"good{i}.golf").write_bytes(data)
         for j in range(4):
             (tmp_path / f"forged{i}{j}.golf").write_bytes(forge(data, rng))
-    (tmp_path / "trap.golf").write_bytes(pickle.dumps(Trap()))
-    (tmp_path / "trap.bin").write_bytes(pickle.dumps(Trap()) + bytes(2000))
+    (tmp_path / "trap.golf").write_bytes(pickle.dumps(Trap(trace)))
+    (tmp_path / "trap.bin").write_bytes(pickle.dumps(Trap(trace)) + bytes(2000))
     torch.save({"w": torch.zeros(3)}, tmp_path / "torch.golf")
-    (tmp_path / "code.golf").write_text("import os; os.system('touch /tmp/golfnb-was-here')")
+    (tmp_path / "code.golf").write_text(f"import os; os.system('touch {trace}')")
     good = toy()
-    save_weights(tmp_path / "ema.golf", {"a": torch.zeros(4, 5)}, {"note": "__import__('os').system('touch /tmp/golfnb-was-here')"})
+    save_weights(tmp_path / "ema.golf", {"a": torch.zeros(4, 5)}, {"note": f"__import__('os').system('touch {trace}')"})
     write_shard(tmp_path / "good.bin", np.arange(100, dtype=np.uint16))
     done = subprocess.run([sys.executable, "-c", HOOK, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout.strip().endswith("CLEAN") and "pickle.find_class" in done.stdout, done.stdout + done.stderr
-    assert not Path("/tmp/golfnb-was-here").exists() and same(load_artifact(tmp_path / "good0.golf")[1], good) and load_weights(tmp_path / "ema.golf")
+    assert not trace.exists() and same(load_artifact(tmp_path / "good0.golf")[1], good) and load_weights(tmp_path / "ema.golf")
 
 
 # --- the drill: mangled files of all kinds through the commands that read them

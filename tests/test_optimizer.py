@@ -932,7 +932,7 @@ def test_who_knows_that_momentum_is_an_average_goes_on_from_it():
     assert distance(weights_of(theirs), weights_of(ours)) < 1e-6  # eps
 
 
-@pytest.mark.parametrize("maker, rule, fits", [(torch.optim.SGD, "sgd", True), (torch.optim.SGD, "muon", False), (torch.optim.Muon, "sgd", False), (torch.optim.Adam, "adamw", True)])
+@pytest.mark.parametrize("maker, rule, fits", [(torch.optim.SGD, "sgd", True), (torch.optim.SGD, "muon", False), (torch.optim.Muon, "sgd", False), (torch.optim.Adam, "adamw", True), (torch.optim.AdamW, "sgd", False)])
 def test_state_of_another_rule_does_not_fit(maker, rule, fits):
     theirs = three()
     old = maker(list(theirs.parameters()), lr=0.01, **({"momentum": 0.9} if maker is torch.optim.SGD else {}))
@@ -945,6 +945,18 @@ def test_state_of_another_rule_does_not_fit(maker, rule, fits):
     else:
         with pytest.raises(ValueError, match=f"another rule here than that of torch.optim.{maker.__name__}"):
             opt.load_state_dict(old.state_dict())
+
+
+@pytest.mark.parametrize("make, rule, words", [
+    (lambda p: torch.optim.SGD(p, lr=0.1), "adamw", "another rule here than that of torch.optim.SGD"), (torch.optim.AdamW, "sgd", "another rule here than that of torch.optim.AdamW"),
+    (lambda p: torch.optim.AdamW(p, amsgrad=True), "adamw", "not known here")])
+def test_a_file_without_any_state_is_known_by_its_groups(make, rule, words):
+    "Plain SGD keeps nothing, and an optimizer that has not stepped has nothing yet: their lr is not taken for that of another rule."
+    opt = ParallelMuon([{"params": list(three().parameters()), "rule": rule}])
+    before = opt.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match=words):
+        opt.load_state_dict(make(list(three().parameters())).state_dict())
+    assert opt.param_groups[0]["lr"] == before
 
 
 def test_compiled_and_grown_models_take_over_what_fits():

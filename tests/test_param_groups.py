@@ -406,6 +406,9 @@ def test_without_blocks_the_last_matrix_is_the_head():
     assert {n: r for n, r in rules(mlp).items() if n.endswith("weight")} == wanted
     assert rules(mlp, heads=["1"])["1.weight"] == "adamw" and rules(mlp, heads=["1"])["5.weight"] == "muon"
     assert set(rules(nn.Linear(4, 4)).values()) == {"adamw"}
+    (said,) = param_groups(mlp).notes
+    assert "last matrix of a model without repeated blocks" in said and "5.weight" in said
+    assert not param_groups(mlp, heads=["1"]).notes and not param_groups(mlp, filter=lambda n, p: "muon" if n == "5.weight" else None).notes
 
 
 # --- heads and filters

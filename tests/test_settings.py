@@ -1,7 +1,9 @@
 """Settings of the recipes: every field name, published commands, what is refused, and with which words."""
 import dataclasses
 import json
+import re
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from tiny import known_names, own_program
 
+import golfnb
 from golfnb.adapters import AdapterSettings
 from golfnb.loader import grad_accum
 from golfnb.model import EACH_ONCE, Golf, SavedModel, saved_settings
@@ -52,7 +55,20 @@ def meta_model(program, s) -> Golf:
 
 def test_every_name_of_the_field_is_known():
     assert not set(FIELD_NAMES + OWN_NAMES) - known_names()
+    assert not {name.upper() for name in SPECS} - known_names()
     assert not {name.upper() for name in SPECS} & {*NOT_BUILT, *IGNORED}
+
+
+OF_OTHERS = """OMP_NUM_THREADS PYTHONPATH TMPDIR RANK WORLD_SIZE LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT
+TORCHELASTIC_RUN_ID TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR TRITON_INTERPRET""".split()
+
+
+def test_names_that_code_reads_from_the_environment_are_known():
+    "Tests and notebooks drop them all: what a user has set there is theirs."
+    read = re.compile(r'env(?:iron)?(?:\.get\(|\[)"([A-Z_]+)"|"(GOLFNB_[A-Z_]+)"')
+    files = Path(golfnb.__file__).parent.rglob("*.py")
+    names = {name for path in files for found in read.findall(path.read_text("utf-8")) for name in found if name}
+    assert names and not names - known_names() - set(OF_OTHERS)
 
 
 @pytest.mark.parametrize("bounds, default, good, bad", [

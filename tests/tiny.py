@@ -76,10 +76,14 @@ def model_settings(s, plan: str = "pr399", skip_gate: str = "one") -> dict:
 
 def known_names() -> set[str]:
     "Every name that a program of golfnb takes from the environment."
+    from dataclasses import fields
+
+    from golfnb.adapters import AdapterSettings
     from golfnb.settings import IGNORED, NOT_BUILT, PUBLISHED
     from golfnb.tools.programs import every_setting
 
-    return {name.upper() for name in every_setting()} | {*PUBLISHED, *IGNORED, *NOT_BUILT, "RECIPE"}
+    of_settings = {name.upper() for name in [*every_setting(), *(spec.name for spec in fields(AdapterSettings))]}
+    return of_settings | {*PUBLISHED, *IGNORED, *NOT_BUILT, "RECIPE", "CHECKPOINT_EVERY_S", "RESUME", "OUT", "GOLFNB_DRILL_CLOCK", "GOLFNB_COMMIT"}
 
 
 def clean_env(**more) -> dict[str, str]:

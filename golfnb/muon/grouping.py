@@ -241,10 +241,13 @@ def usual_choices(places: dict[nn.Parameter, list[Place]], heads: list[str]) -> 
     return found
 
 # %% ../../nbs/reference/17a_grouping.ipynb #9bcfc04f
+LAST = "last matrix"
+
+
 def without_last(choices: list[Choice]) -> list[Choice]:
     "The choices for a model without blocks: its last matrix is its head."
     last = max((i for i, c in enumerate(choices) if not c.reason), default=None)
-    return [replace(c, options={"rule": "adamw"}, reason="head") if i == last else c
+    return [replace(c, options={"rule": "adamw"}, reason=LAST) if i == last else c
             for i, c in enumerate(choices)]
 
 # %% ../../nbs/reference/17a_grouping.ipynb #e7be5d92
@@ -369,6 +372,8 @@ def threshold_notes(choices: Sequence[Choice]) -> list[str]:
             [c for c in choices if c.reason == "thin"],
         f"for Muon, though {THIN} times as long as wide or more":
             [c for c in choices if not (c.reason or c.by_filter) and is_long(c.parameter)],
+        "for AdamW, as the last matrix of a model without repeated blocks (heads=... names others)":
+            [c for c in choices if c.reason == LAST],
         "one matrix for Muon, though with three times as many outputs as inputs":
             [c for c in choices if triple(c)]}
     return [f"{words}: {patterns_of(found)}" for words, found in kinds.items() if found]
@@ -567,7 +572,7 @@ def group_table(groups: Iterable[dict[str, Any]]) -> str:
 # %% ../../nbs/reference/17a_grouping.ipynb #2d9215ba
 def warn_if_muon_gets_little(choices: list[Choice]):
     "Warn if Muon gets under half of the blocks' elements that it could, and name the largest."
-    no_matter = ("embedding", "head", "filter")
+    no_matter = ("embedding", "head", LAST, "filter")
     counted = [c for c in choices
                if c.in_blocks and c.parameter.ndim > 1 and c.reason not in no_matter]
     missed = [c for c in counted if c.reason]

@@ -565,7 +565,8 @@ def print_build(made: dict, skipped: list, left_out: list, repeated: int) -> Non
 # %% ../../nbs/tools/23_cli.ipynb #37e9e266
 @command("data build", "documents -> tokenizer -> shards",
          arg("files", nargs="*", metavar="PATH", help="texts (.txt .md .rst or without an extension), "
-             ".jsonl[.gz], .json.gz, .txt.gz, .md.gz, .rst.gz, .parquet, .arrow, directories of them, or hf://datasets/OWNER/NAME; none: the "
+             ".jsonl[.gz|.zst], .json.gz, .csv[.gz], .txt.gz, .md.gz, .rst.gz, .parquet, .arrow, directories of them, or "
+             "hf://datasets/OWNER/NAME; none: the "
              "standard library's documentation"),
          arg("--field", default="text", metavar="NAME", help="of JSON lines, or column of tables (text)"),
          arg("--out", default="runs/data", help="directory for the shards"), TOKENIZER,

@@ -11,6 +11,7 @@ __all__ = ['SENTENCE_END', 'BORDERS', 'module_files', 'stdlib_documents', 'find_
 
 # %% ../../nbs/tools/20_data.ipynb #1abbefcd
 import ast
+import csv
 import fcntl
 import gzip
 import hashlib
@@ -131,13 +132,15 @@ def documents_hash(documents: Iterable[str]) -> str:
 TEXTS = (".txt", ".md", ".rst", "")
 ZIPPED_TEXTS = (".txt.gz", ".md.gz", ".rst.gz")
 TABLES = (".parquet", ".arrow")
-DOCUMENTS = (*TEXTS, *ZIPPED_TEXTS, *TABLES, ".jsonl", ".jsonl.gz", ".json.gz")
+CSVS = (".csv", ".csv.gz")
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
+DOCUMENTS = (*TEXTS, *ZIPPED_TEXTS, *TABLES, *CSVS, *JSON_LINES)
 HUB_SCHEME = "hf://datasets/"  # then OWNER/NAME, and perhaps a folder in it
 
 
 def file_kind(path: Path) -> str:
-    "The extension in small letters, with what stands before .gz; a leading dot makes none."
-    if path.suffix.lower() == ".gz":
+    "The extension in small letters, with what stands before .gz or .zst; a leading dot makes none."
+    if path.suffix.lower() in (".gz", ".zst"):
         return "".join(path.suffixes[-2:]).lower()
     return path.suffix.lower()
 
@@ -150,13 +153,25 @@ def is_binary(path: Path) -> bool:
     except OSError:
         return False  # who reads it says why it cannot be read
 
+# %% ../../nbs/tools/20_data.ipynb #ba456bc0
+def open_unpacked(path: Path):
+    "A file of bytes, unpacked while it is read. Raises GolfError for .zst without pyarrow."
+    packed = path.suffix.lower()
+    if packed == ".gz":
+        return gzip.open(path, "rb")
+    if packed == ".zst":
+        return io.BufferedReader(pyarrow_for(path).input_stream(str(path), compression="zstd"))
+    return open(path, "rb")
 
-def whole_text(path: Path) -> bytes:
-    "What a file of text holds, unpacked."
-    data = path.read_bytes()
-    if file_kind(path) in ZIPPED_TEXTS:
-        return gzip.decompress(data)
-    return data
+
+def pyarrow_for(path: Path):
+    "The package pyarrow, which reads some kinds of files. Raises GolfError without it."
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise GolfError(f"reading {path} needs pyarrow, found none: pip install golfnb[data]") from None
+    return pyarrow
 
 # %% ../../nbs/tools/20_data.ipynb #2e34b077
 def find_documents(paths: Iterable[str | Path], left_out: list | None = None) -> list[Path]:
@@ -262,14 +277,10 @@ def document_text(data: bytes, where: str, field: str | None) -> str:
 # %% ../../nbs/tools/20_data.ipynb #fa712ed5
 def table_texts(path: Path, field: str) -> Iterator[str]:
     "A column of a .parquet or .arrow file, row by row. Raises GolfError without pyarrow or the column."
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise GolfError(f"reading {path} needs pyarrow, found none: pip install golfnb[data]") from None
+    pa = pyarrow_for(path)
     try:
         if file_kind(path) == ".parquet":
-            table = pq.ParquetFile(path)
+            table = pa.parquet.ParquetFile(path)
             check_column(path, table.schema_arrow, field)
             batches = table.iter_batches(256, columns=[field])
         else:
@@ -289,6 +300,24 @@ def check_column(path: Path, schema, field: str) -> None:
         raise GolfError(f"{path} must have a column of text {field!r}, found {columns}: "
                         "name another with --field")
 
+# %% ../../nbs/tools/20_data.ipynb #bb8afdba
+def csv_texts(path: Path, field: str) -> Iterator[str]:
+    "A column of a .csv file, row by row, by the names in its first line. Raises GolfError without the column."
+    csv.field_size_limit(sys.maxsize)
+    with open_unpacked(path) as file:
+        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        try:
+            if field not in (rows.fieldnames or ()):
+                raise GolfError(f"{path} must have a column {field!r}, found {', '.join(rows.fieldnames or ())}: name "
+                                "another with --field, or leave the file out")
+            for row in rows:
+                yield (row[field] or "").strip()
+        except UnicodeDecodeError as e:
+            raise NotUtf8(f"{path} must be UTF-8, found byte {e.object[e.start]:#x}: {CONVERT}") from None
+        except csv.Error as e:
+            raise GolfError(f"{path} must be a whole {file_kind(path)} file, found {e} at line "
+                            f"{rows.line_num:,}: fetch it again, or write its quotes as csv does") from None
+
 # %% ../../nbs/tools/20_data.ipynb #cea2759f
 def file_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
     "Place and text of each document of a file, empty ones too. Raises GolfError for what cannot be read."
@@ -296,11 +325,14 @@ def file_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
     if kind in TABLES:
         for i, text in enumerate(table_texts(path, field), 1):
             yield f"{path} row {i}", text
+    elif kind in CSVS:
+        for i, text in enumerate(csv_texts(path, field), 1):
+            yield f"{path} row {i}", text
     elif kind in TEXTS or kind in ZIPPED_TEXTS:
-        yield str(path), document_text(whole_text(path), str(path), None)
+        with open_unpacked(path) as file:
+            yield str(path), document_text(file.read(), str(path), None)
     else:
-        open_lines = gzip.open if kind.endswith(".gz") else open
-        with open_lines(path, "rb") as file:
+        with open_unpacked(path) as file:
             for i, data in enumerate(file, 1):
                 where = f"{path} line {i}"
                 yield where, document_text(data, where, field)
