@@ -34,7 +34,8 @@ LOOK = r"""() => {
   const chapter = [...document.querySelectorAll('.bd-sidebar-primary li.current.active > a')].pop();
   if (innerWidth >= 1280 && chapter && (box(chapter).top < 0 || box(chapter).bottom > innerHeight)) said.push(`the sidebar does not show ${chapter.textContent.trim().slice(0, 40)}`);
   const frame = e => { for (let f = e.parentElement; f; f = f.parentElement) if (getComputedStyle(f).overflowX !== 'visible') return box(f); };
-  for (const e of document.querySelectorAll('article :is(pre, img, svg, figure, table)')) {
+  const moved = e => e.matches('pre, table') && !e.querySelector('.golf-line') && [e, e.parentElement].some(f => getComputedStyle(f).overflowX === 'auto');  // a finger moves it sideways
+  for (const e of [...document.querySelectorAll('article :is(pre, img, svg, figure, table)')].filter(e => innerWidth >= 500 || !moved(e))) {
     const f = frame(e) || {left: 0, right: innerWidth}, b = box(e), over = Math.max(b.right - Math.min(f.right, innerWidth), Math.max(f.left, 0) - b.left, e.scrollWidth - e.clientWidth);
     if (b.width && over > 1.5) said.push(`${e.tagName.toLowerCase()} is cut off by ${Math.round(over)} px: ${(e.innerText || e.alt || '').replace(/\s+/g, ' ').trim().slice(0, 60)}`);
   }
@@ -42,6 +43,13 @@ LOOK = r"""() => {
   const letters = e => parseFloat(getComputedStyle(e).fontSize), small = codes.filter(e => letters(e) < 14), bald = codes.filter(e => !e.parentElement.querySelector('button.copybtn'));
   if (small.length) said.push(`code has letters of ${letters(small[0])} px, at least 14 are wanted: ${small[0].textContent.trim().slice(0, 40)}`);
   if (bald.length) said.push(`code has no button that copies it: ${bald[0].textContent.trim().slice(0, 40)}`);
+  const owns = e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()) && !e.closest('mjx-container') && box(e).width;
+  const tiny = innerWidth >= 500 ? [] : [...document.querySelectorAll('article :is([class*=golf-w] pre, [class*=golf-w] pre *, .cell_output pre, td, td *, th, th *)')].filter(e => owns(e) && letters(e) < 12);
+  if (tiny.length) said.push(`what is printed has letters of ${letters(tiny[0])} px on a phone, at least 12 are wanted: ${tiny[0].textContent.trim().slice(0, 40)}`);
+  const heads = innerWidth < 1280 ? [] : [...document.querySelectorAll('article section[id] > h2')].map(h => h.parentElement.id);
+  const listed = new Set([...document.querySelectorAll('a[href^="#"]')].filter(a => !a.closest('article') && box(a).width).map(a => decodeURIComponent(a.hash.slice(1))));
+  const unlisted = heads.filter(id => !listed.has(id));
+  if (unlisted.length) said.push(`the contents of the page do not show ${unlisted[0]}`);
   for (const l of innerWidth < 1280 ? [] : document.querySelectorAll('div.cell_input .golf-line'))
     if (l.textContent.length <= 111 && box(l).height > 1.5 * parseFloat(getComputedStyle(l).lineHeight)) said.push(`a line of ${l.textContent.length - 1} characters folds`);
   const walk = document.createTreeWalker(document.querySelector('article') || document.body, NodeFilter.SHOW_TEXT), range = document.createRange();

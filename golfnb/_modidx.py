@@ -2508,6 +2508,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                    'golfnb.tools.data.check_fetched': ('tools/data.html#check_fetched', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.check_size': ('tools/data.html#check_size', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.check_unoccupied': ('tools/data.html#check_unoccupied', 'golfnb/tools/data.py'),
+                                   'golfnb.tools.data.clear_download': ('tools/data.html#clear_download', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.count_bytes': ('tools/data.html#count_bytes', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.count_overlap': ('tools/data.html#count_overlap', 'golfnb/tools/data.py'),
                                    'golfnb.tools.data.csv_texts': ('tools/data.html#csv_texts', 'golfnb/tools/data.py'),

@@ -3,6 +3,7 @@ import ast
 import re
 import shutil
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
@@ -48,6 +49,48 @@ def test_the_sidebar_names_every_chapter_and_marks_the_page(site):
 
     assert marked("index") == marked("03_layers") == marked("map") == ["#"] and marked("search") == []
     assert marked("api/index") == ["#"] and marked("api/layers") == ["index.html", "#"]
+
+
+class Shown(HTMLParser):
+    "Entries of the sidebar that are in sight: those in no part that is folded, and the names of parts."
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.entries, self.parts = [], 0, []
+        self.feed(re.search(r'<nav class="bd-links.*?</nav>', page, re.S)[0])
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag == "summary":
+            self.parts.append(given.get("class") == "caption" and all(self.open[:-1]))
+        elif tag == "details":
+            self.open.append("open" in given)
+        elif tag == "li" and "toctree" in given.get("class", ""):
+            self.entries += all(self.open)
+
+    def handle_endtag(self, tag):
+        if tag == "details":
+            self.open.pop()
+
+
+def test_the_sidebar_shows_at_most_sixty_entries_when_one_arrives(site):
+    arrived, story, api = (Shown(text(site, page)) for page in ("index", "03_layers", "api/index"))
+    assert 10 < arrived.entries + sum(arrived.parts) <= 60 and sum(arrived.parts) == 8
+    assert arrived.entries < story.entries < arrived.entries + 40 and api.entries > len(names.modules()), "the part of the page is open"
+
+
+def test_the_sections_of_a_page_stand_under_its_name_in_the_sidebar(site):
+    for page, section in (("lesson01_score", "#why-per-byte"), ("index", "#the-game"), ("api/layers", "#functions")):
+        (contents,) = re.findall(r'<div class="golf-contents">(.*?)</div>', text(site, page), re.S)
+        assert f'href="{section}"' in contents, page
+
+
+def test_page_one_shows_what_one_gets_and_leads_to_the_first_lesson(site):
+    page = text(site, "index")
+    article = page[page.index("<article"):]
+    places = [article.index(words) for words in ("make demo", 'class="golf-read"', "<figcaption", "lesson01_score.html", 'id="the-game"', "<footer")]
+    assert places == sorted(places), "the command, a text with its costs, the ladder and the first lesson come before prose"
+    assert 'href="lesson01_score.html"' in re.search(r'<a class="right-next".*?>', page, re.S)[0]
 
 
 def test_no_name_of_ours_stands_in_code_type_without_a_link(site):
@@ -242,10 +285,11 @@ WRONG = f"""<!doctype html><link rel="icon" href="data:,"><body style="backgroun
 <div style="overflow:auto; width:100px"><img src="data:image/png;base64,{PIXEL}" style="width:300px"></div>
 <div class="bd-sidebar-primary"><li class="current active" style="position:fixed; top:-90px"><a>far up</a></li></div>
 <div class="cell_output"><img src="data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='640' height='99'/>" width="300"></div>
-<table style="width:30px; table-layout:fixed"><tr><th style="overflow-wrap:anywhere">milliseconds</th><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
+<section id="second-part"><h2>Second part</h2></section><table style="width:30px; table-layout:fixed; font-size:9px"><tr><th style="overflow-wrap:anywhere">milliseconds</th><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
 NOTICED = ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png failed", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark",
            "the search finds nothing", "desktop index.html: pre is cut off", "a line of 44 characters folds", "px: far", "img is cut off by 200 px", "a table breaks inside 16,000,000", "a table breaks inside milliseconds",
-           "has no caption", "a picture is 300 px wide on a screen of 390", "the sidebar does not show far up", "desktop index.html: code has letters of 11 px", "phone index.html: code has letters of 11 px", "code has no button that copies it")
+           "has no caption", "a picture is 300 px wide on a screen of 390", "the sidebar does not show far up", "desktop index.html: code has letters of 11 px", "phone index.html: code has letters of 11 px", "code has no button that copies it",
+           "desktop index.html: the contents of the page do not show second-part", "phone index.html: what is printed has letters of 9 px")
 
 
 @pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine; `make book-check` needs one")

@@ -174,6 +174,21 @@ def schedule() -> figures.MovingFigure:
     return figures.schedule_figure(bank_per_shape(LayoutSettings(), 8), MachineModel(20, 300, 350, 4), 2_000_000)
 
 
+def measured() -> MachineModel:
+    "A machine as it is measured: no round numbers, and times of its updates."
+    return MachineModel(10.886903547476347, 258.145418662405, 390.36, 8.284769999704622, update={"512x512": [20.0, 17.0]})
+
+
+def test_a_measured_machine_gives_one_timeline_in_words_and_in_the_figure(chromium, tmp_path):
+    layout, links = bank_per_shape(LayoutSettings(), 4), measured()
+    figure = figures.schedule_figure(layout, links, 0)
+    tab, wrong = opened(chromium, tmp_path, figure)
+    drawn = float(tab.get_attribute(".golf-figure > svg", "data-end"))
+    assert f"ends after {drawn:.0f} microseconds" in figure.words and not wrong
+    assert drawn == pytest.approx(finish_us(figures.step_events(layout, MachineModel(links.latency_us, links.bandwidth_gbytes_per_s, links.ns_tflops, links.launch_us), 0)), rel=1e-9)
+    assert tab.locator(".golf-slider b").all_inner_texts() == ["4", "258 GB/s", "10.9 µs", "8.28 µs"]
+
+
 def check_schedule(tab, world=8, gbytes=300, latency=20, launch=4, part=0.4, **arranged) -> None:
     "The marks on the screen are Python's timeline: blocks of every rank that is drawn, waits, padding and the four bars."
     layout, links = bank_per_shape(LayoutSettings(), world), MachineModel(latency, gbytes, 350, launch)

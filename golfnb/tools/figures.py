@@ -147,8 +147,11 @@ def schedule_picture(layout: Layout, events: Sequence[Event]):
 def schedule_figure(layout: Layout, links: MachineModel, small_bytes: int) -> MovingFigure:
     """The schedule of a step to play with: ranks, links, order, banks; begins as these predict.
 
-    `links` are their four numbers. Raises GolfError if the module is not there.
+    Of `links` it takes the four numbers that have sliders or make FLOPs into time, so that every
+    slider acts. Raises GolfError if the module is not there.
     """
+    links = MachineModel(links.latency_us, links.bandwidth_gbytes_per_s, links.ns_tflops,
+                         links.launch_us)
     events = step_events(layout, links, small_bytes)
     banks = [{"name": b.name, "shape": b.matrices[0].stored, "matrices": [m.name for m in b.matrices]}
              for b in layout.banks]

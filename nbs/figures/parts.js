@@ -35,7 +35,7 @@ html[data-theme="dark"] .golf-figure, body[data-jp-theme-light="false"] .golf-fi
 .golf-legend svg { display: inline-block; width: 12px; height: 12px; margin-right: 0.35rem; vertical-align: -1px; }
 .golf-figure p.golf-say { margin: 0.5rem 0 1rem; font-size: 14px; }
 .golf-figure h4.golf-head { font-size: 14px; font-weight: 600; margin: 0.9rem 0 0.3rem; color: inherit; }
-@media (max-width: 719px) { figure > .golf-figure, figure .cell_output .golf-figure { padding: 0 1.25rem; } }
+@media (max-width: 719px) { figure .golf-figure { padding: 0 1.25rem; } }
 @media print { .golf-figure { color-scheme: light !important; } }
 `;
 

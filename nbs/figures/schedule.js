@@ -106,6 +106,7 @@ const FLOWS = {all: "all under way", turn: "one after the other"}, UNITS = {bank
 const LANE = 17, GAP = 9, TOP = 4, STEPS = 1000;
 
 const whole = us => us < 1000 ? `${us.toFixed(0)}\u00a0µs` : `${(us / 1000).toFixed(2)}\u00a0ms`;
+const three = v => String(+v.toPrecision(3));
 const short = name => name.replace(/_bank$/, "").replace(/\.weight$/, "");
 
 // Up to eight ranks are drawn: of more, the first five and the last three.
@@ -218,9 +219,9 @@ export function draw(data) {
     choice("flow", "when", Object.entries(FLOWS), state.flow, set("flow")),
     choice("order", "order", [["big_first", "big first"], ["small_first", "small first"]], state.order, set("order"))), html("div", {class: "golf-controls"},
     slider("ranks", "ranks", RANKS, state.ranks, v => String(v), set("ranks")),
-    slider("gbytes", "bandwidth", GBYTES, state.gbytes, v => `${v} GB/s`, set("gbytes")),
-    slider("latency", "latency", LATENCY, state.latency, v => `${v} µs`, set("latency")),
-    slider("launch", "kernel launch", LAUNCH, state.launch, v => `${v} µs`, set("launch"))));
+    slider("gbytes", "bandwidth", GBYTES, state.gbytes, v => `${three(v)} GB/s`, set("gbytes")),
+    slider("latency", "latency", LATENCY, state.latency, v => `${three(v)} µs`, set("latency")),
+    slider("launch", "kernel launch", LAUNCH, state.launch, v => `${three(v)} µs`, set("launch"))));
   return {nodes: [controls, seen, chart, scrub, words, html("h4", {class: "golf-head"}, "Until every rank has all new weights"), compare], redraw};
 }
 

@@ -57,7 +57,7 @@ def _matrix(seed):
     return np.rint(rng.normal(0, 2.5, (48, 64)) * spread).clip(-31, 31).astype(int)
 
 
-def adapt(start):
+def adapt(coder):
     """
     1. Draw the sizes of the integers as a picture: what do cells of one row have in common, and what cells of one column?
     2. Nothing has to be written down: the reader has seen the cells before, too, and can measure rows and columns from them.
@@ -66,11 +66,11 @@ def adapt(start):
     bits = cells = 0.0
     for seed in (11, 12, 13):
         q = _matrix(seed)
-        predict, learn = start(*q.shape)
+        chances, learn = coder(*q.shape)
         for i, row in enumerate(q.tolist()):
             for j, value in enumerate(row):
-                p = np.asarray(predict(i, j), dtype=np.float64)
-                assert p.shape == (63,) and (p >= 0).all() and abs(p.sum() - 1) < 1e-6, "predict must give 63 probabilities that sum to 1, of -31 to 31"
+                p = np.asarray(chances(i, j), dtype=np.float64)
+                assert p.shape == (63,) and (p >= 0).all() and abs(p.sum() - 1) < 1e-6, "chances must give 63 probabilities that sum to 1, of -31 to 31"
                 assert p[value + 31] > 0, f"the integer {value} was given no probability, which costs infinitely many bits"
                 bits -= math.log2(p[value + 31])
                 learn(i, j, value)
