@@ -861,3 +861,16 @@ class Sign(Rule):
         replace(state["corner"], state["corner"] / 2 + stack[:, :2, :3], ok)
         scaled = stack / (state["largest"] + 1e-3)
         return scaled.sign() * scaled.abs().sqrt() + state["corner"].mean((-2, -1), keepdim=True)
+
+
+def bench_of_peers(ranks) -> tuple:
+    "Series and what is left out of `bench peers` on these ranks; weights after torch's step with gradients that differ."
+    from golfnb.studies import peers
+    from golfnb.studies.bench import BenchJob
+
+    samples, _, facts = peers.bench_peers(BenchJob("peers", steps=2, rounds=1, warmup=1, sizes=["16x2"]), ranks, {})
+    blocks = peers.Matrices(16, 2, "fp32").build("cpu")
+    for p in blocks.parameters():
+        p.grad *= 1 + 2 * ranks.rank  # on two ranks their mean is twice the first's
+    peers.averaged_step(blocks)()
+    return sorted(samples), sorted(facts["left_out"]), [p.detach().clone() for p in blocks.parameters()]
