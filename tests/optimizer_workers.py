@@ -874,3 +874,29 @@ def bench_of_peers(ranks) -> tuple:
         p.grad *= 1 + 2 * ranks.rank  # on two ranks their mean is twice the first's
     peers.averaged_step(blocks)()
     return sorted(samples), sorted(facts["left_out"]), [p.detach().clone() for p in blocks.parameters()]
+
+
+def on_one_dimension(ranks) -> list:
+    """What is said of a router on one dimension of a mesh of (data, tensor), sharded or as copies there; the same on both dimensions.
+
+    The last of each is the weight's distance from the float64 answer of one process, where no sentence is said.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, found = init_device_mesh("cpu", (2, ranks.world // 2), mesh_dim_names=("data", "tensor")), []
+    torch.manual_seed(0)
+    weight, grad = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    own = nn.Parameter(weight.clone())
+    reference = Reference([{"rule": "muon", "params": [("router", own)]}])
+    own.grad = grad.clone()
+    reference.step()
+    line, plane = [Shard(0)], [Shard(0), Replicate()]
+    for where, how in ((mesh["data"], line), (mesh["data"], [Replicate()]), (mesh["tensor"], line), (mesh, plane), (mesh, [Replicate(), Replicate()])):
+        p = nn.Parameter(distribute_tensor(weight, where, how))
+        p.grad = distribute_tensor(grad, where, how)
+        try:
+            ParallelMuon([("router", p)], **{k: v for k, v in SETTINGS.items() if k in ("lr", "momentum", "weight_decay")}, reduce="none", mesh=mesh).step()
+            found.append(float((p.full_tensor() - own).abs().max()))
+        except OptimizerError as error:
+            found.append(str(error))
+    return found
