@@ -111,7 +111,7 @@ def torch_step(blocks: nn.ModuleList) -> Callable:
 
 CONTENDERS = {"golfnb": own_step, "torch": torch_step}
 
-
+# %% ../../nbs/studies/34c_peers.ipynb #339d4c71
 def averaged_step(blocks: nn.ModuleList) -> Callable:
     "torch.optim.Muon's on several ranks: gradients are averaged, then each rank does all of it."
     step = torch_step(blocks)
@@ -261,7 +261,7 @@ def memory_pass(blocks: nn.ModuleList) -> Callable:
 
 FLOORS = {"products": products, "memory": memory_pass}
 
-
+# %% ../../nbs/studies/34c_peers.ipynb #df7cc481
 def shared_products(blocks: nn.ModuleList) -> Callable:
     "Newton-Schulz alone, each rank on its share of the matrices of each shape."
     rank, world = dist.get_rank(), dist.get_world_size()
