@@ -11,6 +11,7 @@ from tiny import golfnb, one_sentence
 
 from golfnb.adapters import document_spans
 from golfnb.bpb import byte_table, document_mark, load_tokenizer
+from golfnb.recipes import pr2135
 from golfnb.settings import GolfError
 from golfnb.shards import check_marks, write_shard
 from golfnb.studies.packed import PackedSampler, index_documents
@@ -106,3 +107,9 @@ def test_play_and_sample_begin_with_it(sp):
     assert Player.encode(player, "Return")[0] == 2 and Player.shown(player, 2) == "⟨end of document⟩"
     assert prompt_of(sp, [9, 2, 30, 31, 32, 33, 2, 40]) == [2, 30, 31] and prompt_of(sp, [30])[0] == 2
     assert split_documents(sp, [30, 2, 31, 3]) == [[30], [31]]
+
+
+def test_a_model_that_cuts_at_the_published_mark_refuses_another():
+    run = SimpleNamespace(settings=None, ranks=None, table=SimpleNamespace(bos=2))
+    with pytest.raises(GolfError, match="must begin with token 1, found 2"):
+        pr2135.data(run)

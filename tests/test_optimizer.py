@@ -25,7 +25,7 @@ from golfnb.muon.grouping import param_groups
 from golfnb.muon.newton_schulz import quintic
 from golfnb.muon.optimizer import ParallelMuon, problem_with
 from golfnb.muon.rules import MuonEqRule, MuonRule, NorMuonRule, rule_of
-from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunk_of
+from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunks_of
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
 
@@ -734,14 +734,14 @@ def test_chunks_are_boxes_whatever_holds_the_matrices():
     for shape, group in (((12, 4), dict(split_sizes=(3, 9))), ((4, 12), dict(split_sizes=(6, 6), transposed=True)), ((2, 12, 4), dict(split_sizes=(4, 8))), ((2, 4, 12), dict(split_sizes=(6, 6), transposed=True)), ((4, 3, 2, 2), dict(flatten=True)), ((4, 3), {})):
         p, seen = nn.Parameter(torch.arange(float(math.prod(shape))).view(shape)), torch.zeros(shape)
         for m in matrices_of("p", p, group, 0):
-            at, box = chunk_of(m, block_of(m, p.detach()).clone())
+            ((at, box),) = chunks_of(m, block_of(m, p.detach()).clone()).items()
             place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
             assert torch.equal(p[place], box), (shape, group)
             seen[place] += 1
         assert (seen == 1).all()
     p = nn.Parameter(torch.zeros(4, 3, 2, 2))
     with pytest.raises(GolfError, match="p is flattened"):
-        chunk_of(matrices_of("p", p, dict(flatten=True, transposed=True, split_sizes=(6, 6)), 0)[0], torch.zeros(4, 6))
+        chunks_of(matrices_of("p", p, dict(flatten=True, transposed=True, split_sizes=(6, 6)), 0)[0], torch.zeros(4, 6))
 
 
 def test_chunks_are_for_checkpoints_alone():
