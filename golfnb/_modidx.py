@@ -586,7 +586,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                       'golfnb.muon.exchange.counts_here': ( 'reference/exchange.html#counts_here',
                                                                             'golfnb/muon/exchange.py'),
                                       'golfnb.muon.exchange.cut_dims': ('reference/exchange.html#cut_dims', 'golfnb/muon/exchange.py'),
-                                      'golfnb.muon.exchange.cut_shares': ('reference/exchange.html#cut_shares', 'golfnb/muon/exchange.py'),
                                       'golfnb.muon.exchange.find_group': ('reference/exchange.html#find_group', 'golfnb/muon/exchange.py'),
                                       'golfnb.muon.exchange.gradient_of': ( 'reference/exchange.html#gradient_of',
                                                                             'golfnb/muon/exchange.py'),

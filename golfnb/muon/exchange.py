@@ -469,13 +469,6 @@ def split_pieces(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor
     parts = flat[:sum(sizes)].split_with_sizes(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-# %% ../../nbs/reference/17d_exchange.ipynb #a95956e6
-def cut_shares(flat: Tensor, shares: Sequence[Sequence[ParamMatrix]]) -> list[Tensor]:
-    "Views [rows, cols] of all matrices of a bucket, `flat` [world, n]."
-    rows = zip(flat, shares, strict=True)
-    return [part for row, share in rows
-            for part in split_pieces(row, [(m.rows, m.cols) for m in share])]
-
 # %% ../../nbs/reference/17d_exchange.ipynb #6b32f6e2
 def copy_each(places: Sequence[Tensor], contents: Iterable[Tensor]):
     "Copy each of `contents` to its place."
