@@ -298,7 +298,7 @@ def check_split(name: str, outputs: int, sizes: Any, repeats: Any) -> None:
                              f"outputs of {name}, or do so `repeats` times: found {sizes!r}, "
                              f"repeats={repeats!r}")
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #2d5bf850
 def check_matrix(name: str, p: nn.Parameter, split_sizes=(), repeats=1, transposed=False,
                  flatten=False):
     "OptimizerError if a parameter with these options is neither a matrix nor a batch of matrices."
@@ -327,7 +327,7 @@ def named_so(name: str, words: Iterable[str]) -> bool:
     short = own.split(".")
     return any(word in short if word != word.lower() else word in own.lower() for word in words)
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #cf98803f
 def split_by_name(name: str, outputs: int, inputs: int, alternates: bool = False) -> str | None:
     "How a matrix's name says that it is split; '' if it does not tell, None if it is one."
     others = (outputs - inputs) // 2
@@ -350,7 +350,7 @@ def layer_shape(choice: Choice) -> tuple[int, int]:
     outputs, inputs = choice.parameter.shape[-2:]
     return (inputs, outputs) if choice.options.get("transposed") else (outputs, inputs)
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #93ac9b76
 def may_be_fused(choice: Choice) -> bool:
     "Whether a matrix is one for Muon, and neither a layer nor a filter says that it is."
     options = choice.options
@@ -380,7 +380,7 @@ def patterns_of(choices: Iterable[Choice], more: str = "") -> str:
     found = find_patterns((choice.name, choice.parameter) for choice in choices)
     return ", ".join(f"{f.name} ({f.count} x {list(f.shape)}{more})" for f in found)
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #63e8369d
 def named_splits(choices: Sequence[Choice], split: Callable[[Choice], str | None]) -> str:
     "Names, shapes and ways to split of the matrices for which there is one; '' without any."
     kinds: dict[str, list[Choice]] = {}
@@ -390,7 +390,7 @@ def named_splits(choices: Sequence[Choice], split: Callable[[Choice], str | None
             kinds.setdefault(way, []).append(choice)
     return ", ".join(patterns_of(alike, f", {way}" if way else "") for way, alike in kinds.items())
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #134f2600
 def fused_notes(choices: Sequence[Choice]) -> list[str]:
     "A line for all matrices whose names say that they are several."
     found = named_splits(choices, named_split)
