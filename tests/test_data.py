@@ -164,6 +164,13 @@ def test_occupied_directories_are_refused_and_left_alone(tmp_path, docs, model):
     assert [p.name for p in tmp_path.iterdir()] == ["fineweb_val_000003.bin"]
 
 
+def test_what_lies_where_shards_are_built_first_stays(tmp_path, docs, model):
+    (tmp_path / ".a-building").mkdir()
+    (tmp_path / ".a-building/notes.txt").write_text("of mine")
+    build_shards(docs, model, tmp_path / "a", 500, 0.3)
+    assert [path.name for path in (tmp_path / ".a-building").iterdir()] == ["notes.txt"] and (tmp_path / "a/manifest.json").exists()
+
+
 def test_a_failure_on_the_way_leaves_nothing(tmp_path, docs, model, monkeypatch):
     def bad():
         yield from docs

@@ -68,6 +68,13 @@ def test_everything_lands_where_recipes_look_for_it_and_once(hub, tmp_path, caps
     assert target(tmp_path, TRAIN[2]).exists() and len(gets(hub)) == before + 1
 
 
+def test_what_lies_where_a_download_goes_first_stays(hub, tmp_path):
+    (tmp_path / ".download/mine").mkdir(parents=True)
+    (tmp_path / ".download/mine/notes.txt").write_text("of mine")
+    download(hub, tmp_path)
+    assert [path.name for path in (tmp_path / ".download").rglob("*")] == ["mine", "notes.txt"] and target(tmp_path, TRAIN[0]).exists()
+
+
 def test_files_beside_the_shards_are_left_out_and_named(hub, tmp_path, capsys):
     for name in ("fineweb_val_bytes_000000.bin", "fineweb_train_bytes_000000.bin"):
         hub.files[f"{DATA}/{name}"] = shard(300, 9)

@@ -12,7 +12,7 @@ from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
 from golfnb.shards import atomic_write
 from golfnb.tools import guard
-from tiny import tiny_data
+from tiny import TINY, settings_for, tiny_data
 
 ENDING = """
 import os
@@ -122,6 +122,16 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(GolfError, match="RUNS_DIR"):
         guard.check_room(tmp_path / "runs")
+
+
+def test_a_run_looks_at_memory_and_disk_before_it_starts(tmp_path):
+    (tmp_path / "file").write_text("x")
+    s = settings_for("demo", **{name: value for name, value in (TINY | tiny_data(tmp_path / "data")).items() if name != "RECIPE"}, RUNS_DIR=tmp_path / "file/runs")
+    with pytest.raises(GolfError, match="cannot make the run directory"):
+        guard.preflight(s, Ranks())
+    large = settings_for("pr549", VOCAB_SIZE=65536, MODEL_DIM=2097152, MLP_MULT=1000)
+    with pytest.raises(GolfError, match="must fit into memory"):
+        guard.preflight(large, Ranks())
 
 
 def test_other_tokens_in_the_same_place_are_refused_where_a_manifest_has_their_hash(tmp_path):

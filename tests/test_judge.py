@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import struct
+import subprocess
 import sys
 import zlib
 from hashlib import sha256
@@ -13,7 +14,7 @@ import pytest
 import torch
 from forked import fork_judged
 from score_workers import stream
-from tiny import TINY, golfnb, run_quietly
+from tiny import TINY, clean_env, golfnb, run_quietly
 
 from golfnb.settings import GolfError
 from golfnb.shards import write_shard
@@ -753,3 +754,13 @@ def test_the_command_judges_in_a_process_of_its_own(root, monkeypatch, capsys):
     assert main_cli(["score", str(run), "--audit", "--program", str(root / "mine.py")]) == 0, capsys.readouterr()
     found = json.loads((run / "artifact.audit.json").read_text())
     assert found["legal"] and found["compared"] and found["artifact_sha256"] == sha256((run / "artifact.golf").read_bytes()).hexdigest()
+
+
+def test_what_is_judged_runs_with_the_golfnb_of_the_judge(tmp_path):
+    "Also where that is not the one that Python would find."
+    shutil.copytree(Path(judge.__file__).parent.parent, tmp_path / "golfnb", ignore=shutil.ignore_patterns("__pycache__"))
+    copied = tmp_path / "golfnb/tools/judge.py"
+    copied.write_text(copied.read_text().replace("the judged program failed", "the program of the copy failed"))
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom golfnb.tools import judge\npipe, child = judge.start_process(0, {{}}, {{}})\nprint(pipe.recv_bytes().decode())\n"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=clean_env(PYTHONPATH=""), cwd=tmp_path)
+    assert "the program of the copy failed: KeyError" in done.stdout, done.stderr

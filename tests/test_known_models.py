@@ -2,8 +2,8 @@
 
     python tests/test_known_models.py      writes the tables of tests/golden/known_models again; read the difference
 
-Names and shapes are written here from the models' published configurations: a layer of each kind that a model has, twice, so that blocks
-repeat; embeddings and heads at full size. Nothing of transformers is needed.
+A layer of each kind that a model has, twice, so that blocks repeat; embeddings and heads at full size. Names and shapes are held against
+transformers' own classes, made on the meta device with the published numbers (`PUBLISHED`, which says where each was read).
 """
 import logging
 import sys
@@ -82,13 +82,15 @@ def deepseek_v3() -> nn.Module:
 
 def gpt_oss_20b() -> nn.Module:
     def layer():
+        own = {**attention(2880, 64, 8, 64, True), "o_proj": linear(64 * 64, 2880, True), "sinks": (64,)}
         experts = tree({"gate_up_proj": (32, 2880, 2 * 2880), "gate_up_proj_bias": (32, 2 * 2880), "down_proj": (32, 2880, 2880), "down_proj_bias": (32, 2880)})
-        experts.is_transposed = True
-        return {"self_attn": {**attention(2880, 64, 8, 64, True), "sinks": (64,)}, "mlp": {"router": {"weight": (32, 2880), "bias": (32,)}, "experts": experts}, **norms(2880)}
+        experts.is_transposed, experts.is_concatenated = True, False
+        return {"self_attn": own, "mlp": {"router": {"weight": (32, 2880), "bias": (32,)}, "experts": experts}, **norms(2880)}
     return causal(201088, 2880, layer(), layer())
 
 
 def mixtral_8x7b() -> nn.Module:
+    "As its checkpoint names it, and transformers 4 did: experts one by one."
     def layer():
         return {"self_attn": attention(4096, 32, 8, 128), "block_sparse_moe": {"gate": linear(4096, 8), "experts": layers(*({"w1": linear(4096, 14336), "w2": linear(14336, 4096), "w3": linear(4096, 14336)} for _ in range(8)))}, **norms(4096)}
     return causal(32000, 4096, layer(), layer())
@@ -137,7 +139,9 @@ def mamba_2() -> nn.Module:
 
     def layer():
         return {"norm": nn.RMSNorm(d), "mixer": {"in_proj": linear(d, 2 * inner + 2 * state + heads), "conv1d": nn.Conv1d(inner + 2 * state, inner + 2 * state, 4, groups=inner + 2 * state), "dt_bias": (heads,), "A_log": (heads,), "D": (heads,), "norm": nn.RMSNorm(inner), "out_proj": linear(inner, d)}}
-    return tree({"backbone": {"embeddings": nn.Embedding(50288, d), "layers": layers(layer(), layer()), "norm_f": nn.RMSNorm(d)}, "lm_head": linear(d, 50288)})
+    model = tree({"backbone": {"embeddings": nn.Embedding(50288, d), "layers": layers(layer(), layer()), "norm_f": nn.RMSNorm(d)}, "lm_head": linear(d, 50288)})
+    model.lm_head.weight = model.backbone.embeddings.weight
+    return model
 
 
 MODELS = {"Llama-3-8B": llama_3_8b, "Qwen3-8B": qwen3_8b, "DeepSeek-V3": deepseek_v3, "GPT-OSS-20B": gpt_oss_20b, "Mixtral-8x7B": mixtral_8x7b, "Gemma-3-4B": gemma_3_4b,
@@ -186,9 +190,71 @@ def test_fused_matrices_are_named_with_the_sizes_to_write(name):
 
 
 def test_what_alternates_is_not_taken_for_two_halves():
-    "GPT-OSS's gate and up: their columns alternate, so that the sizes named would be wrong, and the line says for which they are."
+    "GPT-OSS's gate and up: their columns alternate, which its layer says."
     _, groups = groups_of("GPT-OSS-20B")
-    assert any("gate_up_proj" in note and "one part after the other, as alternating ones do not" in note for note in groups.notes)
+    assert any("gate_up_proj (2 x [32, 2880, 5760], split_sizes=(1, 1), repeats=2880?)" in note for note in groups.notes)
+
+
+# ---- what is published
+
+TWO = {"num_hidden_layers": 2}
+PUBLISHED = {  # a class of transformers, and the numbers of its configuration that are not the class's own
+    # huggingface.co/meta-llama/Meta-Llama-3-8B, config.json, as repeated in citsjtu2020/LLM-Prof, sglang/Model_Config.md
+    "Llama-3-8B": ("Llama", {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, **TWO}),
+    # Qwen/Qwen3-8B, config.json, as repeated in Chen-Oliver/qwen3-8b-base, config.json
+    "Qwen3-8B": ("Qwen3", {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False, **TWO}),
+    # deepseek-ai/DeepSeek-V3, inference/configs/config_671B.json: transformers' own numbers
+    "DeepSeek-V3": ("DeepseekV3", {"num_hidden_layers": 4, "first_k_dense_replace": 2}),
+    # openai/gpt-oss-20b: transformers' own numbers are those of 120b, which has 128 experts
+    "GPT-OSS-20B": ("GptOss", {"num_local_experts": 32, **TWO}),
+    # mistralai/Mixtral-8x7B-v0.1: transformers' own numbers
+    "Mixtral-8x7B": ("Mixtral", TWO),
+    # google/gemma_pytorch, gemma/config.py, get_config_for_4b; rows of the table as transformers has them
+    "Gemma-3-4B": ("Gemma3", {"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, **TWO}),
+    # microsoft/Phi-3-mini-4k-instruct: transformers' own numbers
+    "Phi-3-mini": ("Phi3", TWO),
+    # openai/whisper-large-v3: large of k2-fsa/sherpa-onnx, scripts/whisper/model-info.md, with 128 bands and one language more
+    "Whisper-large": ("Whisper", {"vocab_size": 51866, "num_mel_bins": 128, "d_model": 1280, "encoder_attention_heads": 20, "decoder_attention_heads": 20, "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120, "encoder_layers": 2, "decoder_layers": 2}),
+    # state-spaces/mamba, mamba_ssm/models/config_mamba.py and modules/mamba2.py: tied, 50277 tokens filled up to a multiple of 16
+    "Mamba-2-2.7B": ("Mamba2", {"vocab_size": 50288, "hidden_size": 2560, "num_heads": 80, "head_dim": 64, "state_size": 128, "n_groups": 1, "expand": 2, "tie_word_embeddings": True, **TWO}),
+}  # ViT-L: vit_large_patch16_224 of timm, which is not installed here: read in models that others made from timm/models/vision_transformer.py
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def fused_experts(shapes: dict) -> dict:
+    "Mixtral's names as transformers 5 has them, which stacks its experts, w1 over w3."
+    found = {name.replace("block_sparse_moe", "mlp"): shape for name, shape in shapes.items() if ".experts." not in name}
+    for name, (rows, cols) in ((n, s) for n, s in shapes.items() if ".experts.0." in n):
+        layer = name.partition(".block_sparse_moe")[0]
+        if "w1" in name:
+            found[f"{layer}.mlp.experts.gate_up_proj"] = (8, 2 * rows, cols)
+        elif "w2" in name:
+            found[f"{layer}.mlp.experts.down_proj"] = (8, rows, cols)
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_and_shapes_are_those_of_transformers(name):
+    import transformers
+
+    kind, numbers = PUBLISHED[name]
+    config = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config"))(**numbers)
+    with torch.device("meta"):
+        theirs = getattr(transformers, {"Whisper": "WhisperForConditionalGeneration"}.get(kind, f"{kind}ForCausalLM"))(config)
+        ours = shapes_of(MODELS[name]())
+    assert (fused_experts(ours) if kind == "Mixtral" else ours) == shapes_of(theirs)
+
+
+def test_what_alternates_by_transformers_own_word():
+    "GPT-OSS's experts say that they are not concatenated, the others' that they are."
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers import GptOssConfig
+
+    with torch.device("meta"):
+        assert GptOssExperts(GptOssConfig()).is_concatenated is False
 
 
 def write_golden() -> None:

@@ -25,7 +25,7 @@ from golfnb.muon.grouping import param_groups
 from golfnb.muon.newton_schulz import quintic
 from golfnb.muon.optimizer import ParallelMuon, problem_with
 from golfnb.muon.rules import MuonEqRule, MuonRule, NorMuonRule, rule_of
-from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunk_of
+from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunks_of
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
 
@@ -75,6 +75,13 @@ def test_equal_to_plain_loops_on_two_dimensions(world):
         want = plain(kind, data, steps=8, accum=more.get("accum", 1), max_norm=more.get("max_norm", 0.0))
         for rank, out in enumerate(outs):
             assert distance(out[i][0], want) < 1e-10, f"{kind} {more} at {world} ranks, rank {rank}"
+
+
+def test_a_weight_on_one_dimension_of_a_mesh_is_refused_by_name_and_right_on_both():
+    "As a router that tensor parallelism leaves alone: on (data) it is refused, and what the sentence advises is the float64 answer."
+    for *refused, sharded, copies in spawn(4, "on_one_dimension", module="optimizer_workers"):
+        assert all(said.startswith("router must be sharded on the optimizer's ranks [0, 1, 2, 3]") and "Replicate()" in said for said in refused)
+        assert sharded < 1e-10 and copies < 1e-10
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -735,14 +742,14 @@ def test_chunks_are_boxes_whatever_holds_the_matrices():
     for shape, group in (((12, 4), dict(split_sizes=(3, 9))), ((4, 12), dict(split_sizes=(6, 6), transposed=True)), ((2, 12, 4), dict(split_sizes=(4, 8))), ((2, 4, 12), dict(split_sizes=(6, 6), transposed=True)), ((4, 3, 2, 2), dict(flatten=True)), ((4, 3), {})):
         p, seen = nn.Parameter(torch.arange(float(math.prod(shape))).view(shape)), torch.zeros(shape)
         for m in matrices_of("p", p, group, 0):
-            at, box = chunk_of(m, block_of(m, p.detach()).clone())
+            ((at, box),) = chunks_of(m, block_of(m, p.detach()).clone()).items()
             place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
             assert torch.equal(p[place], box), (shape, group)
             seen[place] += 1
         assert (seen == 1).all()
     p = nn.Parameter(torch.zeros(4, 3, 2, 2))
     with pytest.raises(GolfError, match="p is flattened"):
-        chunk_of(matrices_of("p", p, dict(flatten=True, transposed=True, split_sizes=(6, 6)), 0)[0], torch.zeros(4, 6))
+        chunks_of(matrices_of("p", p, dict(flatten=True, transposed=True, split_sizes=(6, 6)), 0)[0], torch.zeros(4, 6))
 
 
 def test_chunks_are_for_checkpoints_alone():

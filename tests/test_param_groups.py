@@ -517,12 +517,12 @@ def test_matrices_that_look_fused_are_named_with_the_sizes_to_write(caplog):
     model = nn.ModuleList(Fused() for _ in range(2))
     groups = param_groups(model)
     (said,) = [r.getMessage() for r in ours(caplog)]
-    for words in ("0-1.attn.Wqkv.weight (2 x [24, 8], split_sizes=(8, 8, 8)?)", "0-1.attn.qkv_proj.weight (2 x [16, 8], split_sizes=(8, 4, 4)?)", "0-1.attn.kv_b_proj.weight (2 x [32, 8])",
+    for words in ("0-1.attn.Wqkv.weight (2 x [24, 8], split_sizes=(8, 8, 8)?)", "0-1.attn.qkv_proj.weight (2 x [16, 8], split_sizes=(8, 4, 4)?)", "0-1.attn.kv_b_proj.weight (2 x [32, 8], for n heads with keys of k, values of v split_sizes=(k, v), repeats=n?)",
                   "0-1.mlp.Wi.weight (2 x [32, 8], split_sizes=(16, 16)?)", "0-1.mlp.gate_up_proj.weight (2 x [22, 8], split_sizes=(11, 11)?)", "0-1.adaLN_modulation.1.weight (2 x [48, 8])"):
         assert words in said
     assert ".wi." not in said and ".up." not in said and said == groups.notes[0]
     (three,) = groups.notes[1:]
-    assert "three times as many outputs" in three and "0-1.mlp.wide.weight" in three and "Wqkv" not in three
+    assert "(2 x [24, 8], split_sizes=(8,) * 3?)" in three and "wi.weight" not in three and "0-1.mlp.wide.weight" in three and "Wqkv" not in three
 
 
 def test_a_filter_settles_what_is_fused(caplog):

@@ -230,6 +230,7 @@ class Choice:
     reason: str
     in_blocks: bool
     by_filter: bool = False
+    alternates: bool = False  # what is fused in it, as its layer says
 
 # %% ../../nbs/reference/17a_grouping.ipynb #878db267
 def usual_choices(places: dict[nn.Parameter, list[Place]], heads: list[str]) -> list[Choice]:
@@ -238,7 +239,8 @@ def usual_choices(places: dict[nn.Parameter, list[Place]], heads: list[str]) -> 
     for p, at in places.items():
         reason = reason_for_adamw(p, at, heads)
         options = {"rule": "adamw"} if reason else {"rule": "muon", **usual_options(p, at[0])}
-        found.append(Choice(at[0].name, p, options, reason, at[0].in_blocks))
+        alternates = getattr(at[0].layer, "is_concatenated", True) is False
+        found.append(Choice(at[0].name, p, options, reason, at[0].in_blocks, False, alternates))
     return found
 
 # %% ../../nbs/reference/17a_grouping.ipynb #9bcfc04f
@@ -253,7 +255,8 @@ def without_last(choices: list[Choice]) -> list[Choice]:
 
 # %% ../../nbs/reference/17a_grouping.ipynb #e7be5d92
 RULES = ("muon", "adamw")
-MUON_OPTIONS = {"split_sizes": "split", "transposed": "transposed", "flatten": "flatten"}
+MUON_OPTIONS = {"split_sizes": "split", "repeats": "interleaved", "transposed": "transposed",
+                "flatten": "flatten"}
 Filter = Callable[[str, nn.Parameter], str | dict[str, Any] | None]
 
 # %% ../../nbs/reference/17a_grouping.ipynb #0e688282
@@ -288,7 +291,17 @@ def ask_filter(choice: Choice, filter: Filter | None) -> Choice:
     return replace(choice, options=options, reason=reason, by_filter=True)
 
 # %% ../../nbs/reference/17a_grouping.ipynb #2b948816
-def check_matrix(name: str, p: nn.Parameter, split_sizes=(), transposed=False, flatten=False):
+def check_split(name: str, outputs: int, sizes: Any, repeats: Any) -> None:
+    "OptimizerError if parts of these sizes, so often, are not all outputs of a matrix."
+    whole = isinstance(sizes, (tuple, list)) and all(isinstance(n, int) for n in (*sizes, repeats))
+    if not whole or min((*sizes, repeats)) < 1 or sum(sizes) * repeats != outputs:
+        raise OptimizerError(f"split_sizes are whole numbers above 0 that add up to the {outputs} "
+                             f"outputs of {name}, or do so `repeats` times: found {sizes!r}, "
+                             f"repeats={repeats!r}")
+
+# %% ../../nbs/reference/17a_grouping.ipynb #2d5bf850
+def check_matrix(name: str, p: nn.Parameter, split_sizes=(), repeats=1, transposed=False,
+                 flatten=False):
     "OptimizerError if a parameter with these options is neither a matrix nor a batch of matrices."
     found = f"{name} has the shape {tuple(p.shape)}"
     if flatten and p.ndim < 3:
@@ -296,18 +309,17 @@ def check_matrix(name: str, p: nn.Parameter, split_sizes=(), transposed=False, f
     if not flatten and p.ndim not in (2, 3):
         raise OptimizerError("muon needs a matrix, a batch of them, or filters and 'flatten': "
                              f"{found}")
-    if not split_sizes:
-        return
     outputs = p.shape[0] if flatten else p.shape[-1 if transposed else -2]
-    whole = isinstance(split_sizes, (tuple, list)) and all(isinstance(n, int) for n in split_sizes)
-    if not whole or min(split_sizes) < 1 or sum(split_sizes) != outputs:
-        raise OptimizerError(f"split_sizes are row counts that sum to all {outputs} outputs: "
-                             f"{found}, the filter returned {split_sizes!r}")
+    check_split(name, outputs, split_sizes or (outputs,), repeats)
 
 # %% ../../nbs/reference/17a_grouping.ipynb #5deb19fb
-QKV = ("qkv", "query_key_value", "c_attn")  # as wide as the inputs, then two equal parts
+BY_HEAD = ("query_key_value", "linear_qkv")  # GPT-NeoX, BLOOM, Falcon, Megatron
+QKV = ("qkv", "c_attn")  # as wide as the inputs, then two equal parts
 HALVES = ("gate_up", "up_gate", "gateup", "w13", "Wi", "to_kv", "kv_proj")
-UNEQUAL = ("in_proj", "kv_b", "adaln", "modulation")
+KEYS_AND_VALUES = ("kv_b",)  # of latent attention, a key and a value for each head
+UNEQUAL = ("in_proj", "adaln", "modulation")
+WIDE = {"up", "up_proj", "gate_proj", "fc1", "c_fc", "fc_in", "linear1", "lin1", "intermediate",
+        "dense_h_to_4h", "w1", "w3", "wi", "wi_0", "wi_1", "q_proj", "q_b_proj"}  # are one
 
 
 def named_so(name: str, words: Iterable[str]) -> bool:
@@ -316,34 +328,52 @@ def named_so(name: str, words: Iterable[str]) -> bool:
     short = own.split(".")
     return any(word in short if word != word.lower() else word in own.lower() for word in words)
 
-
-def sizes_by_name(name: str, outputs: int, inputs: int) -> tuple[int, ...] | None:
-    "Outputs of a matrix's parts as its name says; () if it does not tell, None if it is one."
+# %% ../../nbs/reference/17a_grouping.ipynb #cf98803f
+def split_by_name(name: str, outputs: int, inputs: int, alternates: bool = False) -> str | None:
+    "How a matrix's name says that it is split; '' if it does not tell, None if it is one."
     others = (outputs - inputs) // 2
+    if named_so(name, BY_HEAD):
+        return "for n heads of size s split_sizes=(s, s, s), repeats=n?"
+    if named_so(name, KEYS_AND_VALUES):
+        return "for n heads with keys of k, values of v split_sizes=(k, v), repeats=n?"
     if named_so(name, QKV):
         unequal = others < 1 or inputs + 2 * others != outputs
-        return () if unequal else (inputs, others, others)
+        return "" if unequal else f"split_sizes={(inputs, others, others)}?"
+    if named_so(name, HALVES) and alternates:
+        return f"split_sizes=(1, 1), repeats={outputs // 2}?"
     if named_so(name, HALVES) and outputs % 2 == 0:
-        return (outputs // 2,) * 2
-    return () if named_so(name, UNEQUAL) else None
+        return f"split_sizes={(outputs // 2,) * 2}?"
+    return "" if named_so(name, UNEQUAL) else None
 
 # %% ../../nbs/reference/17a_grouping.ipynb #ad03a745
-def fused_parts(choice: Choice) -> tuple[int, ...] | None:
-    "The parts of a matrix that looks fused and is one for Muon; () if unknown, None if it is one."
-    p, options = choice.parameter, choice.options
-    if options["rule"] != "muon" or choice.by_filter or {"split_sizes", "flatten"} & set(options):
+def layer_shape(choice: Choice) -> tuple[int, int]:
+    "Outputs and inputs of a matrix."
+    outputs, inputs = choice.parameter.shape[-2:]
+    return (inputs, outputs) if choice.options.get("transposed") else (outputs, inputs)
+
+# %% ../../nbs/reference/17a_grouping.ipynb #93ac9b76
+def may_be_fused(choice: Choice) -> bool:
+    "Whether a matrix is one for Muon, and neither a layer nor a filter says that it is."
+    options = choice.options
+    return (options["rule"] == "muon" and not choice.by_filter
+            and not {"split_sizes", "flatten"} & set(options))
+
+
+def named_split(choice: Choice) -> str | None:
+    "How a matrix that is one for Muon is split by its name; '' if unknown, None if it is one."
+    if not may_be_fused(choice):
         return None
-    outputs, inputs = p.shape[-2:]
-    if options.get("transposed"):
-        outputs, inputs = inputs, outputs
-    return sizes_by_name(choice.name, outputs, inputs)
+    return split_by_name(choice.name, *layer_shape(choice), choice.alternates)
 
 
-def triple(choice: Choice) -> bool:
-    "Whether a matrix for Muon has three times as many outputs as inputs, and no name says why."
-    p = choice.parameter
-    plain = choice.options == {"rule": "muon"} and not choice.by_filter
-    return plain and p.shape[-2] == 3 * p.shape[-1] and fused_parts(choice) is None
+def multiple_split(choice: Choice) -> str | None:
+    "How a matrix is split if it is several as high as wide, which no name says; else None."
+    if not may_be_fused(choice) or named_split(choice) is not None:
+        return None
+    times, rest = divmod(*layer_shape(choice))
+    if rest or times < 2 or WIDE & set(choice.name.split(".")[-3:]):
+        return None
+    return f"split_sizes=({layer_shape(choice)[1]},) * {times}?"
 
 # %% ../../nbs/reference/17a_grouping.ipynb #e859eac8
 def patterns_of(choices: Iterable[Choice], more: str = "") -> str:
@@ -351,19 +381,23 @@ def patterns_of(choices: Iterable[Choice], more: str = "") -> str:
     found = find_patterns((choice.name, choice.parameter) for choice in choices)
     return ", ".join(f"{f.name} ({f.count} x {list(f.shape)}{more})" for f in found)
 
+# %% ../../nbs/reference/17a_grouping.ipynb #63e8369d
+def named_splits(choices: Sequence[Choice], split: Callable[[Choice], str | None]) -> str:
+    "Names, shapes and ways to split of the matrices for which there is one; '' without any."
+    kinds: dict[str, list[Choice]] = {}
+    for choice in choices:
+        way = split(choice)
+        if way is not None:
+            kinds.setdefault(way, []).append(choice)
+    return ", ".join(patterns_of(alike, f", {way}" if way else "") for way, alike in kinds.items())
 
+# %% ../../nbs/reference/17a_grouping.ipynb #134f2600
 def fused_notes(choices: Sequence[Choice]) -> list[str]:
     "A line for all matrices whose names say that they are several."
-    kinds: dict[tuple[int, ...], list[Choice]] = {}
-    for choice in choices:
-        sizes = fused_parts(choice)
-        if sizes is not None:
-            kinds.setdefault(sizes, []).append(choice)
-    found = [patterns_of(alike, f", split_sizes={sizes}?" if sizes else "")
-             for sizes, alike in kinds.items()]
-    return [f"several matrices by their names, but one for Muon: {', '.join(found)}; divide them "
-            "by param_groups(model, filter=...) if their outputs lie one part after the other, as "
-            "alternating ones do not, or answer 'muon' there"] if found else []
+    found = named_splits(choices, named_split)
+    return [f"several matrices by their names, but one for Muon: {found}; divide them by "
+            "param_groups(model, filter=...), with repeats if their outputs alternate, or answer "
+            "'muon' there"] if found else []
 
 
 def threshold_notes(choices: Sequence[Choice]) -> list[str]:
@@ -374,10 +408,12 @@ def threshold_notes(choices: Sequence[Choice]) -> list[str]:
         f"for Muon, though {THIN} times as long as wide or more":
             [c for c in choices if not (c.reason or c.by_filter) and is_long(c.parameter)],
         "for AdamW, as the last matrix of a model without repeated blocks (heads=... names others)":
-            [c for c in choices if c.reason == LAST],
-        "one matrix for Muon, though with three times as many outputs as inputs":
-            [c for c in choices if triple(c)]}
-    return [f"{words}: {patterns_of(found)}" for words, found in kinds.items() if found]
+            [c for c in choices if c.reason == LAST]}
+    lines = [f"{words}: {patterns_of(found)}" for words, found in kinds.items() if found]
+    if found := named_splits(choices, multiple_split):
+        lines.append("one matrix for Muon, though with a whole multiple of its inputs as outputs: "
+                     f"{found}")
+    return lines
 
 
 class Groups(list[dict[str, Any]]):
@@ -402,7 +438,8 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
         {"rule": "muon", "flatten": True}
 
     A group has `params`, a list of (name, parameter), a `name` and a `rule`, and where it applies
-    `split_sizes`, the outputs of each of the matrices that are fused in one; `transposed`: stored
+    `split_sizes`, the outputs of each of the matrices that are fused in one, which with `repeats`
+    alternate so many times, as (64, 64, 64) and 12 for 12 heads; `transposed`: stored
     [inputs, outputs]; `flatten`: filters [out, in, ...] count as matrices [out, in * ...]. A rule
     may be changed before the optimizer is made: group["rule"] = "normuon" where it is "muon".
 
@@ -536,9 +573,13 @@ def rule_words(group: dict[str, Any]) -> str:
     "A group's rule and options."
     words = [str(group.get("rule", "no rule"))]
     for option, word in MUON_OPTIONS.items():
-        if group.get(option):
-            sizes = "+".join(map(str, group[option])) if option == "split_sizes" else ""
-            words.append(f"{word} {sizes}".strip())
+        value = group.get(option)
+        if option == "split_sizes" and value:
+            word = f"{word} {'+'.join(map(str, value))}"
+        elif option == "repeats" and value:
+            word = f"{word} {value} times"
+        if value:
+            words.append(word)
     return ", ".join(words)
 
 # %% ../../nbs/reference/17a_grouping.ipynb #52935f6a

@@ -730,6 +730,8 @@ class ParallelMuon(torch.optim.Optimizer):
                 return f"{type(rule).__name__} does not say that it is recordable"
             if any(isinstance(v, Tensor) for name, v in group.items() if name not in SENT):
                 return "a number of a group that is no learning rate is a tensor"
+            if group.get("repeats", 1) > 1:
+                return "a group has repeats, and no kernel works on matrices in parts"
         return ""
 
     def can_record(self, grads: Sequence[Tensor]) -> bool:
@@ -863,7 +865,7 @@ class ParallelMuon(torch.optim.Optimizer):
                                  ok, self.coef, out, batch.kept)
             filled = filled and found is out
             for i, t in zip(batch.places, found, strict=True):
-                made[i] = t
+                made[i] = t.reshape(pieces[i].shape) if batch.in_parts else t
         return stacks if filled else made
 
     def give_back(self, bucket: AnyBucket) -> None:
@@ -945,6 +947,8 @@ class ParallelMuon(torch.optim.Optimizer):
         masters = [state.get("master", weight)
                    for state, weight in zip(batch.states, weights, strict=True)]
         ok = [self.ok[number] for number in batch.numbers]
+        if batch.in_parts:
+            directions = [t.reshape(w.shape) for t, w in zip(directions, weights, strict=True)]
         factors = batch.factors(rule, live_numbers(group, self.norm.device))
         apply_each(weights, directions, group, ok, factors, masters, batch.kept)
         return weights
@@ -1258,6 +1262,7 @@ class Batch:
                  slots: dict[ParamMatrix, dict[str, Tensor]]):
         self.matrices, self.places = [matrices[i] for i in places], places
         self.all = places == list(range(len(matrices)))
+        self.in_parts = self.matrices[0].repeats > 1
         self.group = self.matrices[0].group
         self.numbers = [m.number for m in self.matrices]
         self.states = [slots.get(m, {}) for m in self.matrices]

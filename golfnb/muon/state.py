@@ -25,8 +25,10 @@ from torch import Tensor
 from .errors import OptimizerError
 from .exchange import (
     Group,
+    HeldPart,
     ParamMatrix,
     as_rows,
+    block_in,
     block_of,
     copy_each,
     is_dtensor,
@@ -194,7 +196,7 @@ class MatrixState(MemberState):
         "For each of these matrices the shape of its state of this name."
         rule, group = self.member.rule, self.member.group
         if self.shaped(name):
-            return [(m.rows, m.cols) for m in matrices]
+            return [m.shape for m in matrices]
         if name in rule.counters:
             return [() for _ in matrices]
         return [rule.matrix_state(m.rows, m.cols, group)[name] for m in matrices]
@@ -239,8 +241,10 @@ class MatrixState(MemberState):
         if not self.shaped(name):
             views = split_pieces(whole, self.value_shapes(name, matrices))
             return dict(zip(matrices, views, strict=True))
-        rows = as_rows(whole, matrices[0].width)
-        return {m: rows[m.first:m.first + m.rows, m.left:m.left + m.cols] for m in matrices}
+        width = matrices[0].width
+        rows = as_rows(whole, width)
+        everything = HeldPart(slice(0, len(rows)), slice(0, width), ())
+        return {m: block_in(m, rows, everything, m.entire()) for m in matrices}
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         "The shape that state of this name has in a saved file."
@@ -291,9 +295,9 @@ class MatrixState(MemberState):
 # %% ../../nbs/reference/17f_state.ipynb #c3f860be
 SavedGroup = dict[str, Any]
 WORDS = ("rule", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn", "split_sizes",
-         "transposed", "flatten", "product_dtype", "state_dtype",
+         "repeats", "transposed", "flatten", "product_dtype", "state_dtype",
          "cautious_wd")  # a file never changes these
-LATER = ("state_dtype", "cautious_wd")  # of these, what earlier files lack: written only if said
+LATER = ("repeats", "state_dtype", "cautious_wd")  # earlier files lack them: written only if said
 FIXED = ("params", "param_names", "name", *WORDS)
 
 

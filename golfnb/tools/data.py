@@ -26,7 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -697,7 +697,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
         for path in sorted(folder.iterdir(), key=lambda path: (path.suffix == ".bin", path.name)):
             path.rename(out / path.name)
     finally:
-        shutil.rmtree(hidden)
+        shutil.rmtree(hidden / out.name, ignore_errors=True)
+        with suppress(OSError):  # what else lies there is not ours
+            hidden.rmdir()
         os.close(lock)
 
 # %% ../../nbs/tools/20_data.ipynb #134704b0
@@ -884,6 +886,16 @@ def check_fetched(path: Path, sha256: str | None) -> None:
         path.unlink()
         raise
 
+# %% ../../nbs/tools/20_data.ipynb #764cb7a5
+def clear_download(hidden: Path) -> None:
+    "Remove what a download leaves: the client's notes, and folders that are empty. What else lies there stays."
+    shutil.rmtree(hidden / ".cache" / "huggingface", ignore_errors=True)
+    for path in sorted(hidden.rglob("*"), reverse=True):
+        with suppress(OSError):  # a file, or a folder with something in it
+            path.rmdir()
+    with suppress(OSError):
+        hidden.rmdir()
+
 # %% ../../nbs/tools/20_data.ipynb #764cb7a6
 def fetch_files(out: Path, repo: str, files: dict, endpoint: str | None) -> None:
     "Download `files`, name in `out` -> what the hub says of it. Raises GolfError as `hub_client` does, or for damage."
@@ -896,7 +908,7 @@ def fetch_files(out: Path, repo: str, files: dict, endpoint: str | None) -> None
         check_fetched(hidden / file.path, sha256)
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (hidden / file.path).replace(out / name)
-    shutil.rmtree(hidden)
+    clear_download(hidden)
 
 # %% ../../nbs/tools/20_data.ipynb #ff3516d4
 def download_shards(out: str | Path = "data", vocab_size: int = 1024, train_shards: int = 80,

@@ -43,6 +43,7 @@ from ..settings import GolfError, printable, read_json, require
 from ..shards import check_marks, find_shards, open_shard, read_header, read_tokens, val_tokens
 from .checkpoint import DRILL_CLOCK
 from .joiner import own_files
+from .launcher import python_module
 from ..ttt import audit_files, chunk_windows, finding
 
 # %% ../../nbs/tools/28b_judge.ipynb #bfc11e13
@@ -313,7 +314,7 @@ def start_process(number: int, place: dict, env: dict) -> tuple[Connection, Any]
     "A child and the judge's end of its pipe."
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-P", "-m", "golfnb.tools.judge", str(theirs.fileno()), json.dumps(place)]
+        command = [*python_module("golfnb.tools.judge"), str(theirs.fileno()), json.dumps(place)]
         child = subprocess.Popen(command, env=os.environ | env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                  stdout=sys.stderr.fileno() if has_descriptor(sys.stderr) else subprocess.DEVNULL)
     return Connection(ours.detach()), child
