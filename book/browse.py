@@ -63,6 +63,8 @@ LOOK = r"""() => {
     said.push(`the page is ${document.documentElement.scrollWidth} wide on a screen of ${window.innerWidth}` + (wide ? `: ${wide.tagName} ${wide.className}` : ''));
   }
   const dark = matchMedia('(prefers-color-scheme: dark)').matches, back = getComputedStyle(document.body).backgroundColor.match(/\d+/g).map(Number);
+  const pale = !dark ? [] : [...document.querySelectorAll('article .cell_output .text_html')].filter(e => { const [r, g, b, a = 1] = getComputedStyle(e).backgroundColor.match(/[\d.]+/g).map(Number); return a > 0 && r + g + b >= 384; });
+  if (pale.length) said.push(`an output is pale where the reader asked for dark: ${pale[0].textContent.trim().slice(0, 40)}`);
   if (dark !== (back[0] + back[1] + back[2] < 384)) said.push(`the background is rgb(${back}) where the reader asked for ${dark ? 'dark' : 'light'}`);
   return said;
 }"""

@@ -861,3 +861,42 @@ class Sign(Rule):
         replace(state["corner"], state["corner"] / 2 + stack[:, :2, :3], ok)
         scaled = stack / (state["largest"] + 1e-3)
         return scaled.sign() * scaled.abs().sqrt() + state["corner"].mean((-2, -1), keepdim=True)
+
+
+def bench_of_peers(ranks) -> tuple:
+    "Series and what is left out of `bench peers` on these ranks; weights after torch's step with gradients that differ."
+    from golfnb.studies import peers
+    from golfnb.studies.bench import BenchJob
+
+    samples, _, facts = peers.bench_peers(BenchJob("peers", steps=2, rounds=1, warmup=1, sizes=["16x2"]), ranks, {})
+    blocks = peers.Matrices(16, 2, "fp32").build("cpu")
+    for p in blocks.parameters():
+        p.grad *= 1 + 2 * ranks.rank  # on two ranks their mean is twice the first's
+    peers.averaged_step(blocks)()
+    return sorted(samples), sorted(facts["left_out"]), [p.detach().clone() for p in blocks.parameters()]
+
+
+def on_one_dimension(ranks) -> list:
+    """What is said of a router on one dimension of a mesh of (data, tensor), sharded or as copies there; the same on both dimensions.
+
+    The last of each is the weight's distance from the float64 answer of one process, where no sentence is said.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, found = init_device_mesh("cpu", (2, ranks.world // 2), mesh_dim_names=("data", "tensor")), []
+    torch.manual_seed(0)
+    weight, grad = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    own = nn.Parameter(weight.clone())
+    reference = Reference([{"rule": "muon", "params": [("router", own)]}])
+    own.grad = grad.clone()
+    reference.step()
+    line, plane = [Shard(0)], [Shard(0), Replicate()]
+    for where, how in ((mesh["data"], line), (mesh["data"], [Replicate()]), (mesh["tensor"], line), (mesh, plane), (mesh, [Replicate(), Replicate()])):
+        p = nn.Parameter(distribute_tensor(weight, where, how))
+        p.grad = distribute_tensor(grad, where, how)
+        try:
+            ParallelMuon([("router", p)], **{k: v for k, v in SETTINGS.items() if k in ("lr", "momentum", "weight_decay")}, reduce="none", mesh=mesh).step()
+            found.append(float((p.full_tensor() - own).abs().max()))
+        except OptimizerError as error:
+            found.append(str(error))
+    return found

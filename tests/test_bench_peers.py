@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from workers import spawn
 
 from golfnb.parallel_muon import Ranks
 from golfnb.settings import GolfError
@@ -104,9 +105,16 @@ def test_a_size_that_is_none_is_refused(word):
         read_sizes(["512x11", word])
 
 
-def test_one_rank_only():
-    with pytest.raises(GolfError, match=r"1 rank.*2"):
-        peers.bench_peers(JOB, Ranks(0, 2), {})
+def test_on_two_ranks_ours_beside_an_all_reduce_and_the_floor():
+    "Every rank takes the same turns; torch's step is that of the mean gradient, and peers are left out by name."
+    blocks = TINY.build("cpu")
+    for p in blocks.parameters():
+        p.grad *= 2
+    peers.torch_step(blocks)()
+    for series, left_out, weights in spawn(2, "bench_of_peers", module="optimizer_workers"):
+        assert series == sorted(f"16x2 {dtype} {name}" for dtype in ("fp32", "bf16") for name in ("golfnb", "torch, all-reduce", "products, shared out", "travel"))
+        assert left_out == sorted(PEERS)
+        assert max(float((w - p).abs().max()) for w, p in zip(weights, blocks.parameters(), strict=True)) < 1e-5
 
 
 def test_the_job_writes_a_result(tmp_path, monkeypatch):

@@ -285,11 +285,11 @@ WRONG = f"""<!doctype html><link rel="icon" href="data:,"><body style="backgroun
 <div style="overflow:auto; width:100px"><img src="data:image/png;base64,{PIXEL}" style="width:300px"></div>
 <div class="bd-sidebar-primary"><li class="current active" style="position:fixed; top:-90px"><a>far up</a></li></div>
 <div class="cell_output"><img src="data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='640' height='99'/>" width="300"></div>
-<section id="second-part"><h2>Second part</h2></section><table style="width:30px; table-layout:fixed; font-size:9px"><tr><th style="overflow-wrap:anywhere">milliseconds</th><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
+<div class="cell_output"><div class="text_html" style="background:#ddd">pale</div></div><section id="second-part"><h2>Second part</h2></section><table style="width:30px; table-layout:fixed; font-size:9px"><tr><th style="overflow-wrap:anywhere">milliseconds</th><td style="overflow-wrap:anywhere">16,000,000</td></tr></table></article></main>"""
 NOTICED = ("console: planted", "none is not defined", "asks another host for http://127.0.0.2:9/x.js", "gone.png failed", "1 of 1 formulas", "was not drawn", "phone index.html: the page is", "asked for dark",
            "the search finds nothing", "desktop index.html: pre is cut off", "a line of 44 characters folds", "px: far", "img is cut off by 200 px", "a table breaks inside 16,000,000", "a table breaks inside milliseconds",
            "has no caption", "a picture is 300 px wide on a screen of 390", "the sidebar does not show far up", "desktop index.html: code has letters of 11 px", "phone index.html: code has letters of 11 px", "code has no button that copies it",
-           "desktop index.html: the contents of the page do not show second-part", "phone index.html: what is printed has letters of 9 px")
+           "desktop index.html: the contents of the page do not show second-part", "phone index.html: what is printed has letters of 9 px", "phone index.html: an output is pale where the reader asked for dark")
 
 
 @pytest.mark.skipif(not browse.find_chromium(), reason="no Chromium on this machine; `make book-check` needs one")
@@ -298,5 +298,5 @@ def test_the_browser_finds_what_is_planted_and_nothing_on_our_pages(site, tmp_pa
     found = "\n".join(browse.look(tmp_path, ["index.html"], None, browse.find_chromium()))
     for sentence in NOTICED:
         assert sentence in found, sentence
-    pages = ["index.html", "05c_model.html", "04_newton_schulz.html", "34_baselines.html", "published.html", "settings.html", "api/studies.bench.html"]
+    pages = ["index.html", "05c_model.html", "04_newton_schulz.html", "34_baselines.html", "published.html", "settings.html", "api/studies.bench.html", "lesson07_schedule.html"]
     assert browse.look(site, pages, None, browse.find_chromium()) == []

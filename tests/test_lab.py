@@ -17,6 +17,7 @@ import torch
 from tiny import clean_env
 
 from golfnb.studies import bench
+from golfnb.tools import figures
 from golfnb.tools.lab import copy_notebooks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,6 +128,15 @@ def test_a_chapter_shows_this_machine_beside_the_kept_one(stem, lab, capsys, mon
             exec(source, names)
     plt.close("all")
     assert re.search("Abacus|here, optimizer_abacus", capsys.readouterr().out)
+
+
+def test_a_moving_figure_needs_no_file_of_the_lab(lab):
+    assert not Path("../figures").exists()
+    for stem, name in (("lesson07_schedule", "schedule"), ("lesson10_bits", "bits")):
+        cells = json.loads(Path(f"../lessons/{stem}.ipynb").read_text())["cells"]
+        shown = [out["data"]["text/html"] for cell in cells for out in cell.get("outputs", ()) if "text/html" in out.get("data", {})]
+        assert any(figures.module_text(name) in "".join(html) for html in shown), f"{stem} opens without its figure"
+    assert figures.module_text("bits") in figures.bits_figure([0.1, -0.2, 0.3]).html, "a cell that is run again shows it, too"
 
 
 def test_only_a_gpu_machine_in_the_lab_measures_and_only_once(lab, monkeypatch, capfd):

@@ -77,6 +77,13 @@ def test_equal_to_plain_loops_on_two_dimensions(world):
             assert distance(out[i][0], want) < 1e-10, f"{kind} {more} at {world} ranks, rank {rank}"
 
 
+def test_a_weight_on_one_dimension_of_a_mesh_is_refused_by_name_and_right_on_both():
+    "As a router that tensor parallelism leaves alone: on (data) it is refused, and what the sentence advises is the float64 answer."
+    for *refused, sharded, copies in spawn(4, "on_one_dimension", module="optimizer_workers"):
+        assert all(said.startswith("router must be sharded on the optimizer's ranks [0, 1, 2, 3]") and "Replicate()" in said for said in refused)
+        assert sharded < 1e-10 and copies < 1e-10
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_trains_a_recipe_s_model_as_its_engine_does(world):
     "Banks as 3-D parameters, tables, vectors; both sums of momentum, clipping of the mean, schedules."
@@ -281,12 +288,13 @@ def test_a_step_without_any_gradient_is_warned_of_once(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("given", [lambda model: model, param_groups])
 @pytest.mark.parametrize("way", ["unfrozen", "added", "trained"])
-def test_a_parameter_that_has_gradients_and_is_not_trained_is_told_once(way, caplog):
+def test_a_parameter_that_has_gradients_and_is_not_trained_is_told_once(way, given, caplog):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
     if way == "unfrozen":
         model[:3].requires_grad_(False)
-    opt = ParallelMuon(model)
+    opt = ParallelMuon(given(model))
     for step in range(60):
         if step == 10 and way == "unfrozen":
             model.requires_grad_(True)

@@ -415,7 +415,7 @@ def block_in(m: ParamMatrix, rows: Tensor, part: HeldPart, piece: Piece) -> Tens
         return rows.new_empty(m.lies(piece))
     return parts_in(m, rows, row, column, piece)
 
-
+# %% ../../nbs/reference/17d_exchange.ipynb #e049e85c
 def parts_in(m: ParamMatrix, rows: Tensor, row: int, column: int, piece: Piece) -> Tensor:
     "A piece in parts, of a matrix whose first part begins at this row and column."
     r, c = piece.rows, piece.cols
@@ -426,7 +426,7 @@ def parts_in(m: ParamMatrix, rows: Tensor, row: int, column: int, piece: Piece) 
         return rows[row + r.start:row + r.stop, begin:end].unfold(1, m.size(), m.period)
     return rows[begin:end, column + c.start:column + c.stop].unfold(0, m.size(), m.period).mT
 
-
+# %% ../../nbs/reference/17d_exchange.ipynb #d6af94c7
 def block_of(m: ParamMatrix, t: Tensor) -> Tensor:
     "What this rank holds of a matrix in `t`, a tensor like its parameter: a view."
     part = m.part

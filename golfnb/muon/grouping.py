@@ -8,6 +8,7 @@ __all__ = ['RULES', 'MUON_OPTIONS', 'Filter', 'param_groups', 'say_guesses', 'gr
 # %% ../../nbs/reference/17a_grouping.ipynb #e2851f36
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -298,7 +299,7 @@ def check_split(name: str, outputs: int, sizes: Any, repeats: Any) -> None:
                              f"outputs of {name}, or do so `repeats` times: found {sizes!r}, "
                              f"repeats={repeats!r}")
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #2d5bf850
 def check_matrix(name: str, p: nn.Parameter, split_sizes=(), repeats=1, transposed=False,
                  flatten=False):
     "OptimizerError if a parameter with these options is neither a matrix nor a batch of matrices."
@@ -327,7 +328,7 @@ def named_so(name: str, words: Iterable[str]) -> bool:
     short = own.split(".")
     return any(word in short if word != word.lower() else word in own.lower() for word in words)
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #cf98803f
 def split_by_name(name: str, outputs: int, inputs: int, alternates: bool = False) -> str | None:
     "How a matrix's name says that it is split; '' if it does not tell, None if it is one."
     others = (outputs - inputs) // 2
@@ -350,7 +351,7 @@ def layer_shape(choice: Choice) -> tuple[int, int]:
     outputs, inputs = choice.parameter.shape[-2:]
     return (inputs, outputs) if choice.options.get("transposed") else (outputs, inputs)
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #93ac9b76
 def may_be_fused(choice: Choice) -> bool:
     "Whether a matrix is one for Muon, and neither a layer nor a filter says that it is."
     options = choice.options
@@ -380,7 +381,7 @@ def patterns_of(choices: Iterable[Choice], more: str = "") -> str:
     found = find_patterns((choice.name, choice.parameter) for choice in choices)
     return ", ".join(f"{f.name} ({f.count} x {list(f.shape)}{more})" for f in found)
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #63e8369d
 def named_splits(choices: Sequence[Choice], split: Callable[[Choice], str | None]) -> str:
     "Names, shapes and ways to split of the matrices for which there is one; '' without any."
     kinds: dict[str, list[Choice]] = {}
@@ -390,7 +391,7 @@ def named_splits(choices: Sequence[Choice], split: Callable[[Choice], str | None
             kinds.setdefault(way, []).append(choice)
     return ", ".join(patterns_of(alike, f", {way}" if way else "") for way, alike in kinds.items())
 
-
+# %% ../../nbs/reference/17a_grouping.ipynb #134f2600
 def fused_notes(choices: Sequence[Choice]) -> list[str]:
     "A line for all matrices whose names say that they are several."
     found = named_splits(choices, named_split)
@@ -416,8 +417,9 @@ def threshold_notes(choices: Sequence[Choice]) -> list[str]:
 
 
 class Groups(list[dict[str, Any]]):
-    "Groups of parameters, and what was guessed for them, a line each."
+    "Groups of a model's parameters, and what was guessed for them, a line each."
     notes: tuple[str, ...] = ()
+    module: Callable[[], nn.Module | None] | None = None  # a weak reference to the model
 
 # %% ../../nbs/reference/17a_grouping.ipynb #5805d88b
 def param_groups(model: nn.Module, heads: Iterable[str] = (),
@@ -449,6 +451,7 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
     """
     if not isinstance(model, nn.Module):
         raise OptimizerError(f"param_groups needs the module, found a {type(model).__name__}")
+    whole = weakref.ref(model)
     model = unwrap(model)
     heads, blocks = check_heads(model, heads), find_blocks(model)
     choices = usual_choices(find_places(model, blocks), heads)
@@ -460,6 +463,7 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
     warn_if_muon_gets_little(choices)
     groups = Groups(make_groups(choices))
     groups.notes = say_guesses(choices)
+    groups.module = whole
     return groups
 
 # %% ../../nbs/reference/17a_grouping.ipynb #dfeec8e9

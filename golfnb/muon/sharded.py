@@ -50,7 +50,7 @@ def box_at(m: ParamMatrix, row: int, column: int, t: Tensor) -> tuple[Offsets, T
         return (row, *[0] * (len(shape) - 1)), t.view(len(t), *shape[1:])
     return (row // shape[1], row % shape[1], column), t.unsqueeze(0)
 
-
+# %% ../../nbs/reference/17i_sharded.ipynb #cd9dfc08
 def chunks_of(m: ParamMatrix, t: Tensor) -> dict[Offsets, Tensor]:
     """A matrix's state `t`, as it lies in the parameter, in boxes by where they begin; views.
 
