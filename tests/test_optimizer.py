@@ -288,12 +288,13 @@ def test_a_step_without_any_gradient_is_warned_of_once(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("given", [lambda model: model, param_groups])
 @pytest.mark.parametrize("way", ["unfrozen", "added", "trained"])
-def test_a_parameter_that_has_gradients_and_is_not_trained_is_told_once(way, caplog):
+def test_a_parameter_that_has_gradients_and_is_not_trained_is_told_once(way, given, caplog):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
     if way == "unfrozen":
         model[:3].requires_grad_(False)
-    opt = ParallelMuon(model)
+    opt = ParallelMuon(given(model))
     for step in range(60):
         if step == 10 and way == "unfrozen":
             model.requires_grad_(True)

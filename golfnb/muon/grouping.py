@@ -8,6 +8,7 @@ __all__ = ['RULES', 'MUON_OPTIONS', 'Filter', 'param_groups', 'say_guesses', 'gr
 # %% ../../nbs/reference/17a_grouping.ipynb #e2851f36
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -416,8 +417,9 @@ def threshold_notes(choices: Sequence[Choice]) -> list[str]:
 
 
 class Groups(list[dict[str, Any]]):
-    "Groups of parameters, and what was guessed for them, a line each."
+    "Groups of a model's parameters, and what was guessed for them, a line each."
     notes: tuple[str, ...] = ()
+    module: Callable[[], nn.Module | None] | None = None  # a weak reference to the model
 
 # %% ../../nbs/reference/17a_grouping.ipynb #5805d88b
 def param_groups(model: nn.Module, heads: Iterable[str] = (),
@@ -449,6 +451,7 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
     """
     if not isinstance(model, nn.Module):
         raise OptimizerError(f"param_groups needs the module, found a {type(model).__name__}")
+    whole = weakref.ref(model)
     model = unwrap(model)
     heads, blocks = check_heads(model, heads), find_blocks(model)
     choices = usual_choices(find_places(model, blocks), heads)
@@ -460,6 +463,7 @@ def param_groups(model: nn.Module, heads: Iterable[str] = (),
     warn_if_muon_gets_little(choices)
     groups = Groups(make_groups(choices))
     groups.notes = say_guesses(choices)
+    groups.module = whole
     return groups
 
 # %% ../../nbs/reference/17a_grouping.ipynb #dfeec8e9

@@ -437,7 +437,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.layouts: list[list] = []
         groups = groups_of(params)
         self.notes: tuple[str, ...] = getattr(groups, "notes", ())
-        self.module = weakref.ref(params) if isinstance(params, nn.Module) else None
+        self.module = getattr(groups, "module", None)
         usual = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         torch.optim.Optimizer.__init__(self, groups, usual)
         self.extend(self.param_groups)
