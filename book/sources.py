@@ -9,7 +9,7 @@ import nbformat
 from names import ROOT, Module, Name, chapter_page, front_door, modules
 
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
-PARTS = {"lessons": "Lessons", "story": "The story", "reference": "Reference", "recipes": "Recipes", "tools": "Tools", "studies": "Studies"}  # folder -> caption
+PARTS = {"lessons": "Lessons", "story": "Source", "reference": "Reference", "recipes": "Recipes", "tools": "Tools", "studies": "Studies"}  # folder -> caption
 FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has another name
 LOOK_UP = ("settings", "published", "rely", "tried", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site

@@ -623,7 +623,7 @@ def test_columns_of_csv_and_lines_packed_by_zstd_are_documents(tmp_path):
 
     import pyarrow as pa
 
-    from golfnb.tools.data import read_documents
+    from golfnb.tools.data import find_documents, read_documents
 
     texts = ["a, b", 'he said "c"\nand d', "", "\u6f22 " * 100_000 + "e"]
     rows = io.StringIO()
@@ -637,6 +637,8 @@ def test_columns_of_csv_and_lines_packed_by_zstd_are_documents(tmp_path):
     for name in ("a.csv", "b.csv.gz", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst"):
         skipped = []
         assert list(read_documents([tmp_path / name], skipped)) == whole and len(skipped) == 1, name
+    left_out = []
+    assert "a.csv" not in [p.name for p in find_documents([tmp_path], left_out)] and {"a.csv", "b.csv.gz"} == {p.name for p in left_out}
     (tmp_path / "open.csv").write_text('n,text\n1,"never closed\n2,b\n')
     (tmp_path / "other.csv").write_bytes(b"n,text\n1,caf\xe9\n")
     (tmp_path / "cut.jsonl.zst").write_bytes((tmp_path / "e.jsonl.zst").read_bytes()[:-40])

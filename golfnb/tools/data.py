@@ -244,11 +244,14 @@ def folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def holds_documents(path: Path) -> bool:
-    "Whether the kind of a file is one of documents, and one without a kind of its own is text."
+    """Whether the kind of a file is one of documents, and one without a kind of its own is text.
+
+    A table of numbers is a .csv too, so one counts only if it is named.
+    """
     kind = file_kind(path)
     if kind in TEXTS:
         return not is_binary(path)
-    return kind in DOCUMENTS
+    return kind in DOCUMENTS and kind not in CSVS
 
 # %% ../../nbs/tools/20_data.ipynb #8132fe79
 class NotUtf8(GolfError):
