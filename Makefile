@@ -64,4 +64,6 @@ $(DEV_STAMP): $(STAMP) requirements-dev.txt book/quarto
 	$(INSTALL) -r requirements-dev.txt
 	$(BIN)/python -m pip check
 	@install -m 755 book/quarto $(BIN)/quarto  # what nbdev_readme asks for
+	@git config diff.notebook.textconv "$(BIN)/jupytext --quiet --to py:percent --output -" || true  # see .gitattributes
+	@git config merge.notebook.driver "$(BIN)/nbdev_merge %O %A %B %P" || true
 	@touch $@

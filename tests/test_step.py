@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,3 +74,37 @@ def test_from_documents_to_play_is_at_most_five_commands_and_setup_names_the_sec
     commands = [line.split("  ")[0] for line in page.split("## From your documents", 1)[1].split("```")[1].strip().splitlines()]
     assert len(commands) <= 5 and commands[0] == "make setup" and "golfnb play" in commands[-1]
     assert "next: .venv/bin/golfnb data build" in subprocess.run(["make", "-n", "setup"], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def test_git_shows_notebooks_as_text_and_merges_them_by_cells(tmp_path):
+    "As the Makefile sets it up, in a repository with two branches that change one cell and another each."
+    def git(*words, ends=0):
+        done = subprocess.run(["git", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == ends, (words, done)
+        return done.stdout
+
+    def commit(old, new):
+        text = (tmp_path / "a.ipynb").read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        (tmp_path / "a.ipynb").write_text(text.replace(old, new), encoding="utf-8")
+        git("commit", "-qam", new)
+
+    git("init", "-q", "-b", "main")
+    set_up = re.findall(r'git config (\S+) "(.+)"', (ROOT / "Makefile").read_text())
+    for name, value in [*set_up, ("user.name", "a"), ("user.email", "a@b.c"), ("core.pager", "cat")]:
+        git("config", name, value.replace("$(BIN)", str(Path(sys.executable).parent)))
+    cells = [nbformat.v4.new_markdown_cell("The mean."), nbformat.v4.new_code_cell("total = 1"), nbformat.v4.new_code_cell("count = 2")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
+    (tmp_path / ".gitattributes").write_bytes((ROOT / ".gitattributes").read_bytes())
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("checkout", "-qb", "other")
+    commit("total = 1", "total = 3")
+    changed = git("diff", "main", "other")
+    assert "-total = 1\n+total = 3" in changed and '"cell_type"' not in changed
+    git("checkout", "-q", "main")
+    commit("The mean.", "The median.")
+    commit("total = 1", "total = 5")
+    git("merge", "other", ends=1)
+    merged = [cell.source for cell in nbformat.read(tmp_path / "a.ipynb", 4).cells]
+    assert "The median." in merged and {"total = 3", "total = 5"} <= set(merged) and "count = 2" in merged

@@ -39,7 +39,7 @@ from .. import MOVED, __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge", "check": "golfnb.tools.check",
+TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge", "hub": "golfnb.tools.hub", "check": "golfnb.tools.check",
          "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
 
 
@@ -1466,6 +1466,23 @@ def submission_command(args) -> int:
     print(f"{args.check or args.output}: {verdict}")
     return 1 if faults else 0
 
+# %% ../../nbs/tools/23_cli.ipynb #64ee6dbb
+@command("hub", "a finished run as a folder for the Hub: safetensors, config, tokenizer, script, card",
+         arg("run_dir", type=Path, metavar="RUN_DIR", help="a finished run"),
+         arg("-o", dest="output", type=Path, metavar="FOLDER", help="must not exist (default: hub-RUN)"),
+         arg("--tokenizer", metavar="MODEL", help="a SentencePiece model (default: the run's)"), OWN_PROGRAM)
+def hub_command(args) -> int:
+    config = book.report.read_file(args.run_dir / "summary.json").get("config", {})
+    tokenizer = args.tokenizer or config.get("tokenizer_path", "tokenizer.model")
+    out = args.output or Path(f"hub-{args.run_dir.name}")
+    artifact = args.run_dir / "artifact.golf"
+    codecs = book.artifact.CODECS
+    if artifact.is_file():
+        codecs = codecs_for(artifact, args.program)
+    print(f"{book.hub.make_folder(args.run_dir, out, tokenizer, codecs)}: made; nothing was sent, "
+          f"`hf upload NAME {out}` does that")
+    return 0
+
 # %% ../../nbs/tools/23_cli.ipynb #3aa38512
 def listing(docs: dict[str, str | None]) -> str:
     "Name and docstring of each function, for a command's --help."
@@ -1629,7 +1646,7 @@ GROUPS = {  # heading of the help -> commands
     "train": ("demo", "train", "recipe list", "recipe show", "recipe copy", "watch", "log", "script"),
     "text": ("data build", "data download", "data recut", "data inspect"),
     "use what was trained": ("score", "sample", "play", "report", "compare"),
-    "files of weights": ("quantize", "artifact inspect", "artifact export", "artifact import", "submission"),
+    "files of weights": ("quantize", "artifact inspect", "artifact export", "artifact import", "submission", "hub"),
     "the book and this machine": ("lab", "check", "bench", "study", "drill", "doctor"),
 }
 ENDING = ("Settings are NAME=VALUE, named as in the environment; of one given twice the last counts. "
