@@ -42,9 +42,11 @@ from .model import (
     ModelSettings,
     SavedModel,
     Visit,
+    drawn_state,
     last_positions,
     scalar_shapes,
     scaled,
+    table_shapes,
     take_order,
 )
 from .settings import GolfError, Rules, require, setting, settings_from
@@ -392,6 +394,8 @@ def frontier_draws(cfg: FrontierSettings, seed: int) -> dict[str, Tensor]:
     for parts in (("attn.c_q", "attn.c_k", "attn.c_v"), ("mlp.fc",)):
         for name in (f"blocks.{i}.{part}.weight" for i in range(cfg.num_layers) for part in parts):
             out[name] = torch.nn.init.orthogonal_(torch.empty(shapes[name]), generator=g)
+    if len(table_shapes(cfg)) > 1:  # more than the published one has: as chapter 05c draws them
+        return drawn_state(cfg, seed) | out
     return out
 
 # %% ../nbs/story/05d_frontier.ipynb #334b55fd

@@ -266,6 +266,10 @@ def test_a_seed_gives_the_weights_that_it_gives_the_published_script():
     for name, first in published.items():
         assert drawn[name].flatten()[:3].tolist() == pytest.approx(first, abs=2e-5), name
     assert len(drawn) == 1 + 4 * SMALL["num_layers"]
+    with_tables = frontier_draws(FrontierSettings(**SMALL | TABLES, mlp_mult=2), 7)
+    assert all(torch.equal(with_tables[name], drawn[name]) for name in drawn)
+    assert with_tables.keys() - drawn.keys() == {f"{kind}.{part}.weight" for kind in ("bigram", "ve_shared") for part in ("embed", "proj")}
+    assert with_tables["bigram.proj.weight"].norm() > 0
 
 
 # --- whatever else walks the blocks

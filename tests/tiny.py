@@ -83,7 +83,7 @@ def known_names() -> set[str]:
     from golfnb.tools.programs import every_setting
 
     of_settings = {name.upper() for name in [*every_setting(), *(spec.name for spec in fields(AdapterSettings))]}
-    return of_settings | {*PUBLISHED, *IGNORED, *NOT_BUILT, "RECIPE", "CHECKPOINT_EVERY_S", "RESUME", "OUT", "GOLFNB_DRILL_CLOCK", "GOLFNB_COMMIT"}
+    return of_settings | {*PUBLISHED, *IGNORED, *NOT_BUILT, "RECIPE", "CHECKPOINT_EVERY_S", "RESUME", "OUT", "GOLFNB_DRILL_CLOCK", "GOLFNB_COMMIT", "GOLFNB_PROGRAM"}
 
 
 def clean_env(**more) -> dict[str, str]:

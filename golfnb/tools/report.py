@@ -560,7 +560,7 @@ blockquote { margin: 1.6rem 0 .4rem; padding: .9rem 1.1rem; background: var(--wa
 nav { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin-top: 1.6rem }
 .frame { overflow-x: auto } table { border-collapse: collapse; margin: .4rem 0; width: 100% }
 td, th { padding: .36rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
-th { font-weight: 600; color: var(--note); font-size: .9em } td small { color: var(--note) }
+th { font-weight: 600; color: var(--note); font-size: .9em } td small { color: var(--note) } small { font-size: max(.83em, 12px) }
 td.n, th.n { padding-left: var(--gap, 1.4rem); text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 th.n { white-space: normal; max-width: 8rem } td:first-child { min-width: 5.6rem }
 @media (max-width: 30rem) { table:has(th:nth-child(4)) { font-size: .84rem; --gap: .6rem } }
