@@ -1,6 +1,8 @@
 """A finished run becomes a folder that others load, with the scores of its artifact; what is missing or damaged is a sentence."""
 import json
+import random
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from golfnb.parallel_muon import Ranks
 from golfnb.recipes import demo, pr2135
 from golfnb.settings import GolfError
 from golfnb.shards import val_tokens
+from golfnb.tools import hub
 from golfnb.tools.hub import load_folder, make_folder
 
 ORDER = {"RECIPE": "pr2135", "LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1", "SMALL_TENSOR": "2000", "GPTQ_CALIB_SAMPLES": "2", "MAX_WALLCLOCK_SECONDS": "0",
@@ -49,7 +52,7 @@ def test_a_folder_scores_as_its_artifact_to_the_last_bit(made, name, tmp_path):
     assert f"{summary['int6_bpb']:.4f}" in card and f"{summary['sliding_bpb']:.4f}" in card and f"recipe `{name}`" in card
 
 
-def test_what_is_not_a_finished_run_or_not_whole_is_refused(made, tmp_path):
+def test_what_is_not_a_finished_run_or_not_whole_is_refused(made, tmp_path, monkeypatch):
     run, data = made["demo"]
     for name in ("artifact.golf", "summary.json", "train_gpt.py"):
         half = shutil.copytree(run, tmp_path / f"without-{name}")
@@ -63,6 +66,20 @@ def test_what_is_not_a_finished_run_or_not_whole_is_refused(made, tmp_path):
     folder = make_folder(run, tmp_path / "hub", data["TOKENIZER_PATH"])
     with pytest.raises(GolfError, match="must be free"):
         make_folder(run, folder, data["TOKENIZER_PATH"])
+    config = json.loads((folder / "config.json").read_text())
+    for name, wrong in (("vocab_size", 10**9), ("model_dim", 2**20), ("num_layers", 5000), ("num_heads", "many")):
+        (folder / "config.json").write_text(json.dumps({**config, "settings": {**config["settings"], name: wrong}}))
+        with monkeypatch.context() as patched, pytest.raises(GolfError):
+            patched.setattr(hub, "model_from_settings", lambda *a, **k: pytest.fail("a model was built"))
+            load_folder(folder)
+    rng, whole = random.Random(0), json.dumps(config).encode()
+    for _ in range(200):
+        changed = bytearray(whole)
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+        (folder / "config.json").write_bytes(changed)
+        with suppress(GolfError):
+            load_folder(folder)
+    (folder / "config.json").write_bytes(whole)
     (folder / "model.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(GolfError, match="cannot read .*safetensors"):
         load_folder(folder)

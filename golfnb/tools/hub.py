@@ -20,6 +20,7 @@ import torch
 from ..artifact import (
     CODECS,
     Plain,
+    check_model,
     check_tokenizer,
     export_safetensors,
     optional,
@@ -142,7 +143,10 @@ def load_folder(folder: Path | str, dtype: torch.dtype = torch.float32,
     if config.get("model_type") != "golfnb":
         raise GolfError(f"{folder}/config.json must be of a model of golfnb, found another or none: "
                         "give a folder that `golfnb hub` made")
+    state = read_weights(folder / "model.safetensors")
+    tensors = [(name, "fp32", tuple(t.shape)) for name, t in state.items()]
+    check_model({"meta": config, "tensors": tensors})  # before anything is built
     model, _, _ = model_from_settings(config["settings"], dtype, device)
     fuse(model, usable_kernels(torch.device(device), dtype))
-    load_named(model, read_weights(folder / "model.safetensors"))
+    load_named(model, state)
     return model, config
