@@ -2189,6 +2189,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                                                                    'golfnb/studies/variants.py')},
             'golfnb.tools.check': { 'golfnb.tools.check.Score': ('tools/check.html#score', 'golfnb/tools/check.py'),
                                     'golfnb.tools.check.Score.__str__': ('tools/check.html#score.__str__', 'golfnb/tools/check.py'),
+                                    'golfnb.tools.check.Score.better': ('tools/check.html#score.better', 'golfnb/tools/check.py'),
                                     'golfnb.tools.check.Task': ('tools/check.html#task', 'golfnb/tools/check.py'),
                                     'golfnb.tools.check.Task.takes': ('tools/check.html#task.takes', 'golfnb/tools/check.py'),
                                     'golfnb.tools.check.board_lines': ('tools/check.html#board_lines', 'golfnb/tools/check.py'),
