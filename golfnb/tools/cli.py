@@ -758,7 +758,7 @@ def overlap_verdict(documents: int, shared_documents: int, repeated: int) -> str
             f"{shared_documents:,} of {documents:,} documents; {verdict}")
 
 # %% ../../nbs/tools/23_cli.ipynb #5580bac8
-DEMO_DATA = ["--shard-tokens", "100000"]
+DEMO_DATA = [str(resources.files("golfnb") / "prose"), "--shard-tokens", "100000"]  # the book's text
 RUN_FILES = {
     "data", "train.log", "metrics.jsonl", "summary.json", "progress.json", "train_gpt.py", "tokenizer.model",
     "raw.golf", "ema.golf", "artifact.golf", "artifact.golf.over", "artifact.audit.json", "report.html",
@@ -801,7 +801,8 @@ def clear_demo(folder: Path) -> None:
 # %% ../../nbs/tools/23_cli.ipynb #949045a9
 def demo_data(folder: Path) -> None:
     "Make the demo's documents into a tokenizer and shards in `folder`, unless they are there."
-    docs = book.data.stdlib_documents()
+    args = read_command(["data", "build", *DEMO_DATA, "--out", str(folder)])
+    docs = list(open_corpus(args, []).documents([]))
     digest = book.data.documents_hash(docs)
     size = sum(len(text.encode()) for text in docs)
     print(f"documents: {len(docs):,}, {size:,} bytes, sha256 {digest}", flush=True)
@@ -809,7 +810,7 @@ def demo_data(folder: Path) -> None:
         return print(f"tokenizer and shards: as in {folder}", flush=True)
     for path in check_demo(folder, demo_files(folder)):
         path.unlink()
-    build_data(read_command(["data", "build", "--out", str(folder), *DEMO_DATA]))
+    build_data(args)
 
 
 def demo_ranks() -> int:
