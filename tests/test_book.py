@@ -198,6 +198,8 @@ def test_each_term_is_defined_once_and_linked_once_a_chapter(site):
 def test_negative_results_are_gathered_and_bad_input_stays_in_the_chapters():
     page = sources.negative_results()
     assert "(07b_parallel_muon.ipynb)" in page and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
+    undated = [sources.beginning(line.split(": ", 1)[1]) for line in page.splitlines() if line.startswith(f"* {sources.NO_DATE}")]
+    assert not undated, f"book/pages/negative.json needs the day of {undated}"
 
 
 def test_a_picture_has_its_caption_under_it_and_its_code_folded(tmp_path, monkeypatch):
@@ -228,7 +230,7 @@ def test_letters_in_a_picture_have_eleven_pixels_on_a_phone():
     style = dict(line.split(": ", 1) for line in (sources.NBS / "golfnb.mplstyle").read_text().splitlines() if not line.startswith("#"))
     usual = min(float(style[key]) for key in ("font.size", "xtick.labelsize", "ytick.labelsize", "axes.titlesize", "legend.fontsize"))
     found = 0
-    for stem in sources.stems():
+    for stem in (stem for stem in sources.stems() if stem.startswith("lesson") or stem in ("start", "ladder")):
         for cell in sources.notebook(stem).cells:
             smallest = min([usual, *map(float, re.findall(r"\b(?:font|label)size=([\d.]+)", cell.source))])
             for picture in (out.data["image/png"] for out in cell.get("outputs", ()) if "image/png" in out.get("data", {})):
@@ -236,7 +238,7 @@ def test_letters_in_a_picture_have_eleven_pixels_on_a_phone():
                 on_phone = smallest * 100 / 72 * min(1, 390 / width)  # 100 dots an inch; a phone of 390 pixels shows all of it
                 assert on_phone >= 11, f"{stem}: letters of {on_phone:.1f} pixels; does the picture use nbs/golfnb.mplstyle?"
                 found += 1
-    assert found > 100
+    assert found > 20
 
 
 def test_what_chapter_15_quotes_stands_in_the_first_program():
